@@ -1,0 +1,74 @@
+"""minivllm: an LLM inference engine in which every part that a researcher may want to swap is a plug-in.
+
+>>> from minivllm import LLM, SamplingParams
+>>> llm = LLM(model="pocket")
+>>> llm.generate("Tell me a story about a fox.", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
+
+Importing this package imports neither torch nor transformers; each name below is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import (
+    ConfigError,
+    EngineDeadError,
+    MinivllmError,
+    ModelError,
+    PluginError,
+    RequestError,
+    ResourceError,
+)
+
+if TYPE_CHECKING:
+    from minivllm.async_llm import AsyncLLM
+    from minivllm.config import EngineConfig
+    from minivllm.core.request import SamplingParams
+    from minivllm.llm import LLM
+    from minivllm.text.outputs import RequestOutput
+
+__version__ = "0.1.0"  # the same as in pyproject.toml; a test compares them
+
+_LAZY = {
+    "AsyncLLM": "minivllm.async_llm",
+    "EngineConfig": "minivllm.config",
+    "LLM": "minivllm.llm",
+    "RequestOutput": "minivllm.text.outputs",
+    "SamplingParams": "minivllm.core.request",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "MinivllmError",
+    "ModelError",
+    "PluginError",
+    "RequestError",
+    "RequestOutput",
+    "ResourceError",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    if name in ("LLM", "AsyncLLM"):
+        # oneDNN reads its environment when it is first used, so this must come before
+        from minivllm.platform import prepare_environment
+
+        prepare_environment()
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,170 @@
+"""The asynchronous front door: many coroutines, one engine thread.
+
+event loop                      engine thread
+──────────                      ─────────────
+generate ──add──► inbox ──────► engine.add
+                                engine.step ... engine.step
+pieces ◄── queue ◄── call_soon_threadsafe ◄── publish
+cancel ──abort──► inbox ──────► engine.abort   (before the next step is planned)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.request import SamplingParams
+from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.llm import load, render_chat
+from minivllm.platform import prepare_environment
+
+if TYPE_CHECKING:
+    from minivllm.frontend import StreamOutput
+
+IDLE_WAIT = 0.5  # seconds between looks at the clock when a policy holds requests back
+
+
+class AsyncLLM:
+    """``async for piece in llm.generate(prompt, params)``.  Options are those of ``LLM``.
+
+    Abandoning the iterator (or cancelling its task) aborts the request: its blocks are free within a step.
+    """
+
+    def __init__(self, model: Any = None, *, config: Any = None, **options: Any) -> None:
+        if model is not None:
+            options["model"] = model
+        self._loaded = load(config, options)
+        prepare_environment()
+        from minivllm.frontend import build_engine
+
+        self.config = self._loaded.engine
+        self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="minivllm-engine", daemon=True)
+        self._thread.start()
+
+    # ---- the event loop's side -----------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any = None, request_id: str | None = None
+    ) -> AsyncIterator[StreamOutput]:
+        """Pieces as they come; the last has ``finished`` and the whole ``output``.  RequestError if it is refused."""
+        from minivllm.frontend import Tracked, params_for
+
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[StreamOutput | MinivllmError] = asyncio.Queue()
+        default = SamplingParams.make(**self._loaded.sampling) if sampling_params is None else sampling_params
+        params = params_for(default, 1)[0]
+        put = lambda piece: _post(loop, queue, piece)  # noqa: E731
+        tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put)
+
+        def add() -> None:
+            try:
+                tracked.add_to(self.engine)
+            except MinivllmError as e:
+                put(e)
+
+        self._send(add)
+        try:
+            while True:
+                piece = await queue.get()
+                if isinstance(piece, MinivllmError):
+                    raise piece
+                yield piece
+                if piece.finished:
+                    return
+        finally:
+            if tracked.request.finished is None:
+                self.abort(tracked.request.id)
+
+    def chat(
+        self, messages: Any, sampling_params: Any = None, request_id: str | None = None
+    ) -> AsyncIterator[StreamOutput]:
+        """``generate`` through the chat template."""
+        return self.generate(render_chat(self.tokenizer, messages), sampling_params, request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored.  Any thread may call it."""
+        if self._thread.is_alive():
+            self._send(lambda: self.engine.abort(request_id))
+
+    async def stats(self) -> dict[str, Any]:
+        """As ``LLM.stats``, taken between two steps."""
+        return await self._ask(self.engine.stats)
+
+    async def start_profile(self) -> None:
+        await self._ask(lambda: self.engine.executor.call("profile_start"))
+
+    async def stop_profile(self, path: str = "minivllm-profile.json") -> str:
+        await self._ask(lambda: self.engine.executor.call("profile_stop", {"path": path}))
+        return path
+
+    async def _ask(self, question: Callable[[], Any]) -> Any:
+        """Run something on the engine's thread and bring the answer back."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            try:
+                value, error = question(), None
+            except Exception as e:
+                value, error = None, e
+            loop.call_soon_threadsafe(_settle, answer, value, error)
+
+        self._send(run)
+        return await answer
+
+    def _send(self, job: Callable[[], None]) -> None:
+        with self._wake:
+            if self._stopping:
+                raise EngineDeadError("the engine was stopped")
+            self._inbox.append(job)
+            self._wake.notify()
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Abort what runs, end the thread, give the memory back; idempotent."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout)
+        self.engine.stop()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self.close()
+
+    # ---- the engine's thread -------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            while self._inbox:
+                self._inbox.popleft()()
+            try:
+                worked = not self.engine.dead and self.engine.busy and self.engine.step()
+            except EngineDeadError:
+                worked = False
+            if not worked:
+                with self._wake:
+                    if not self._inbox and not self._stopping:
+                        self._wake.wait(IDLE_WAIT if self.engine.busy else None)
+
+
+def _post(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue, piece: Any) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(queue.put_nowait, piece)
+
+
+def _settle(answer: asyncio.Future, value: Any, error: BaseException | None) -> None:
+    if answer.cancelled():
+        return
+    if error is None:
+        answer.set_result(value)
+    else:
+        answer.set_exception(error)

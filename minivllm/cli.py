@@ -1,0 +1,118 @@
+"""The ``minivllm`` command.  Parsing it imports nothing heavy: ``--help`` and ``--version`` answer at once.
+
+Errors are one line on standard error and an exit code: 2 configuration or command line, 3 model, 4 plug-in, 5 machine,
+7 engine, 130 interrupted.  ``--debug`` shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from minivllm import __version__
+from minivllm.errors import MinivllmError
+
+SAMPLING: tuple[tuple[str, Any, str], ...] = (
+    ("max_tokens", int, "tokens to generate at most"),
+    ("temperature", float, "0 is greedy"),
+    ("top_p", float, "share of the probability to draw from"),
+    ("top_k", int, "tokens to draw from"),
+    ("min_p", float, "least probability, as a share of the best token's"),
+    ("repetition_penalty", float, "above 1 repeats less"),
+    ("seed", int, "makes the draws repeatable"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"minivllm: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+    wiring = argparse.ArgumentParser(add_help=False)
+    wiring.add_argument("--model", help="a directory, a Hugging Face id, pocket or pocket-draft (default pocket)")
+    wiring.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; later ones win")
+    wiring.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. scheduler.name=fcfs")
+    wiring.add_argument(
+        "--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class"
+    )
+    sampling = argparse.ArgumentParser(add_help=False)
+    for name, kind, text in SAMPLING:
+        sampling.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, default=None, help=text)
+    sampling.add_argument("--stop", action="append", default=None, metavar="TEXT", help="stop before this text")
+
+    parser = Parser(prog="minivllm", description="An LLM inference engine made of plug-ins.", parents=[common])
+    parser.add_argument("--version", action="version", version=f"minivllm {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+
+    def command(name: str, run: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = command("generate", "generate", "Complete a prompt; the text streams to standard output.", wiring, sampling)
+    sub.add_argument("prompt", nargs="?", help="default: standard input")
+    sub.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user's message, through the chat template"
+    )
+    sub = command("chat", "chat", "Talk to a chat model; an empty line or Ctrl-D ends.", wiring, sampling)
+    sub.add_argument("--system", help="a system message")
+    sub = command("run", "run", "Run the prompts of an experiment file; results are JSON lines.", wiring)
+    sub.add_argument("file", help="TOML or YAML with a [run] table")
+    sub = command("plugins", "plugins", "List the plug-ins that are installed.")
+    sub.add_argument("seam", nargs="?", help="only those of this seam")
+    sub = command("explain", "explain", "Say what would be wired, and why, without loading a model.", wiring)
+    sub.add_argument("seam", nargs="?", help="only this seam")
+    sub.add_argument("--all", action="store_true", help="look at every installed plug-in")
+    sub = command("eval", "evaluate", "Put a number on the quality of the model in the package.", wiring)
+    sub.add_argument("what", choices=["pocket"])
+    sub.add_argument("-n", type=int, default=500, help="cases of each task (default 500)")
+    sub.add_argument("--task", action="append", default=None, help="needle, copy, sums, json, story (default all)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    debug = getattr(args, "debug", False)
+    try:
+        from minivllm import cli_commands
+
+        code = getattr(cli_commands, args.run)(args)
+        sys.stdout.flush()
+        return code
+    except MinivllmError as exc:
+        if debug:
+            traceback.print_exc()
+        print(f"minivllm: error: {one_line(str(exc))}", file=sys.stderr)
+        return exc.exit_code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # who read our output has gone; what is still buffered must not raise again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as exc:
+        if debug:
+            raise
+        print(
+            f"minivllm: error: {type(exc).__name__}: {one_line(str(exc))} (a bug; --debug shows where)", file=sys.stderr
+        )
+        return 1
+
+
+def one_line(text: str) -> str:
+    """A message of several lines as one."""
+    joined = ""
+    for line in filter(None, (" ".join(part.split()) for part in text.splitlines())):
+        joined += ("" if not joined else " " if joined[-1] in ".:?!" else "; ") + line
+    return joined

@@ -1,0 +1,252 @@
+"""What the subcommands do.  Each takes the parsed arguments and returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from minivllm.cli import SAMPLING
+from minivllm.errors import ConfigError, MinivllmError, PluginError, RequestError, suggest
+
+if TYPE_CHECKING:
+    from minivllm.config import Loaded
+    from minivllm.core.request import SamplingParams
+
+
+def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
+    """The configuration of a command; what it has to say goes to standard error."""
+    from minivllm.config import load_config
+
+    keywords: dict[str, Any] = {"model": args.model} if args.model is not None else {}
+    if args.allow_target:
+        keywords["allow_targets"] = args.allow_target
+    loaded = load_config([*files, *args.config], args.set, keywords)
+    for note in loaded.notes:
+        print(f"minivllm: {note}", file=sys.stderr)
+    return loaded
+
+
+def sampling_params(args: argparse.Namespace, loaded: Loaded) -> SamplingParams:
+    """Flags over the ``[sampling]`` table."""
+    from minivllm.core.request import SamplingParams
+
+    given = {name: getattr(args, name) for name, _, _ in SAMPLING if getattr(args, name) is not None}
+    if args.stop is not None:
+        given["stop"] = args.stop
+    return SamplingParams.make(**{**loaded.sampling, **given})
+
+
+def open_llm(loaded: Loaded) -> Any:
+    from minivllm import LLM  # not minivllm.llm: this sets up the environment before torch is imported
+
+    return LLM(config=loaded)
+
+
+def write_stream(pieces: Iterable[Any]) -> str:
+    """Write the pieces as they come and a line of figures; returns the text.
+
+    A failed request is an error, not an empty answer.
+    """
+    start, first, tokens, text, last = time.perf_counter(), 0.0, 0, "", None
+    for last in pieces:
+        if last.token_ids and not tokens:
+            first = time.perf_counter() - start
+        tokens += len(last.token_ids)
+        text += last.delta
+        sys.stdout.write(last.delta)
+        sys.stdout.flush()
+    seconds = time.perf_counter() - start
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if last is not None and last.output is not None and last.output.error:
+        raise MinivllmError(last.output.error)
+    rate = (tokens - 1) / (seconds - first) if tokens > 1 and seconds > first else 0.0
+    print(f"{tokens} tokens, first after {1000 * first:.0f} ms, then {rate:.1f} tok/s", file=sys.stderr)
+    return text
+
+
+def generate(args: argparse.Namespace) -> int:
+    loaded = load(args)
+    params = sampling_params(args, loaded)
+    prompt = args.prompt
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise ConfigError("no prompt: give it as an argument or on standard input")
+        prompt = sys.stdin.read().rstrip("\n")
+    with open_llm(loaded) as llm:
+        if args.chat:
+            write_stream(llm.chat_stream([{"role": "user", "content": prompt}], params))
+        else:
+            write_stream(llm.stream(prompt, params))
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    """A conversation, one line a message; piped input is answered line by line."""
+    loaded = load(args)
+    params = sampling_params(args, loaded)
+    asks = sys.stdin.isatty()
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    with open_llm(loaded) as llm:
+        while True:
+            if asks:
+                print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
+            said = line.strip()
+            if not line or (asks and not said):
+                return 0
+            if not said:
+                continue
+            question = {"role": "user", "content": said}
+            try:
+                answer = write_stream(llm.chat_stream([*messages, question], params))
+            except RequestError as exc:
+                if not asks:
+                    raise
+                print(f"minivllm: error: {exc}", file=sys.stderr)  # say, the context is full; the talk can go on
+                continue
+            messages += [question, {"role": "assistant", "content": answer}]
+
+
+def run(args: argparse.Namespace) -> int:
+    from minivllm.core.request import SamplingParams
+
+    loaded = load(args, [args.file])
+    prompts = [*loaded.run.prompts, *(read_prompts(loaded.run.prompts_file) if loaded.run.prompts_file else [])]
+    if not prompts:
+        raise ConfigError(f"{args.file}: nothing to run: want prompts or prompts_file in the [run] table")
+    params = SamplingParams.make(**loaded.sampling)
+    with contextlib.ExitStack() as stack:
+        path, target = loaded.run.output, sys.stdout
+        if path:  # before the work, not after it
+            target = stack.enter_context(open_output(path))
+        llm = stack.enter_context(open_llm(loaded))
+        shows = sys.stderr.isatty()
+        start = time.perf_counter()
+        if loaded.run.chat:
+            outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=shows)
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=shows)
+        seconds = time.perf_counter() - start
+        for prompt, output in zip(prompts, outputs, strict=True):
+            target.write(json.dumps(result(prompt, output), ensure_ascii=False) + "\n")
+    tokens = sum(len(o.token_ids) for output in outputs for o in output.outputs)
+    where = path or "standard output"
+    print(f"{len(outputs)} results to {where}: {tokens} tokens in {seconds:.1f} s", file=sys.stderr)
+    return 0
+
+
+def open_output(path: str) -> IO[str]:
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror}") from None
+
+
+def result(prompt: str, output: Any) -> dict[str, Any]:
+    """One line of results."""
+    texts = [
+        {"text": o.text, "token_ids": list(o.token_ids), "finish_reason": o.finish_reason, "stop_reason": o.stop_reason}
+        for o in output.outputs
+    ]
+    line: dict[str, Any] = {"prompt": prompt, "outputs": texts}
+    return {**line, "error": output.error} if output.error else line
+
+
+def read_prompts(path: str) -> list[str]:
+    """One prompt a line; in a .jsonl file a line is a string or an object with a ``prompt``."""
+    try:
+        lines = Path(path).read_bytes().decode("utf-8").splitlines()
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror}") from None
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path}: not UTF-8 (byte {exc.start}); save it as UTF-8") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        value: Any = line
+        if path.endswith(".jsonl"):
+            try:
+                value = json.loads(line)
+            except ValueError as exc:
+                raise ConfigError(f"{path}:{number}: broken JSON: {exc}") from None
+            value = value.get("prompt") if isinstance(value, Mapping) else value
+        if not isinstance(value, str):
+            raise ConfigError(f"{path}:{number}: want a string or an object with a 'prompt'")
+        found.append(value)
+    return found
+
+
+def plugins(args: argparse.Namespace) -> int:
+    """What is installed.  Imports specs, no implementations; a broken spec is a line, not an end."""
+    from minivllm.registry import Catalog
+    from minivllm.spec import check_seam
+
+    kind = check_seam(args.seam)
+    catalog = Catalog.discover()
+    rows = [("seam", "name", "dist", "version", "summary")]
+    for seam, registry in catalog.items():
+        for entry in registry.entries if kind in (None, seam) else ():
+            try:
+                summary = "blocked by MINIVLLM_PLUGINS" if entry.blocked else registry.spec(entry).summary
+            except PluginError as exc:
+                summary = f"broken: {exc}".partition("\n")[0]
+            rows.append((seam, entry.name, entry.dist, entry.version, summary))
+    if kind is None:
+        rows += [(e.kind, e.name, e.dist, e.version, "reserved: not used by this version") for e in catalog.reserved]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    for row in rows:
+        print("  ".join([*(text.ljust(w) for text, w in zip(row[:4], widths, strict=True)), row[4]]).rstrip())
+    return 0
+
+
+def explain(args: argparse.Namespace) -> int:
+    """What would be wired, and why.  Where a choice fails, the choices before it and the reasons are shown."""
+    from minivllm.platform import prepare_environment
+    from minivllm.registry import Catalog
+
+    prepare_environment()
+    from minivllm.spec import check_seam
+    from minivllm.wiring import explain as explain_choices
+    from minivllm.wiring import resolve
+
+    kind = check_seam(args.seam)
+    loaded = load(args)
+    catalog = Catalog.discover().allow(loaded.engine.allow_targets)
+    try:
+        print(resolve(loaded.engine, catalog, loaded.origins).explain(kind, args.all))
+        return 0
+    except PluginError as exc:
+        if getattr(exc, "selection", None) is None:
+            raise
+        print(explain_choices(exc.selections, exc.notes, catalog, kind, args.all))  # type: ignore[attr-defined]
+        return exc.exit_code
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    from minivllm.core.request import SamplingParams
+    from minivllm.pocket import evaluate as quality
+    from minivllm.pocket.tasks import TASKS
+
+    tasks = args.task or list(TASKS)
+    for task in tasks:
+        if task not in TASKS:
+            raise ConfigError(f"--task {task!r}: no such task.{suggest(task, TASKS)} There are: {', '.join(TASKS)}")
+    if args.n < 1:
+        raise ConfigError(f"-n {args.n}: want a positive number of cases")
+    loaded = load(args)
+    with open_llm(loaded) as llm:
+
+        def answer(conversations: list[list[dict[str, str]]], max_tokens: int) -> list[str]:
+            params = SamplingParams(temperature=0, max_tokens=max_tokens)
+            return [out.text for out in llm.chat(conversations, params, use_tqdm=sys.stderr.isatty())]
+
+        print(quality.table(quality.evaluate(answer, quality.default_cases(args.n, tasks=tasks))))
+    return 0

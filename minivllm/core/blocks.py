@@ -1,0 +1,259 @@
+"""Paged KV blocks of one KV group, and the prefix index over them.
+
+Every block is in exactly one of three states::
+
+    free ──take──► held (ref >= 1) ──release──► free                    if it was never published
+                     ▲        └──────release──► idle (ref 0, cached)    if it was
+                     └──share── idle ──evicted──► free
+
+A block is published when it is full and all its tokens were collected; then it has a *key*: the hash of (parent key,
+its token ids), so equal prefixes have equal chains.  A key is only a hint: on a hit the token ids and the parent block
+are compared, so a collision costs a miss and never a wrong token.  An idle block may be evicted iff no cached block has
+it as parent; the evictor plug-in says in which order.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.errors import PluginError
+
+from .interfaces.attention import NULL_BLOCK
+from .interfaces.evictor import BlockInfo
+
+if TYPE_CHECKING:
+    from .interfaces.evictor import Evictor
+
+NO_BLOCKS = np.empty(0, np.int32)
+
+
+def chain_key(parent: int, tokens: bytes) -> int:
+    """64-bit key of a block whose parent has key ``parent``; 0 is kept for "none"."""
+    digest = blake2b(tokens, digest_size=8, key=parent.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+class BlockPool:
+    """``total`` blocks of ``block`` tokens; block 0 is the null block and belongs to nobody.
+
+    Invariants: free + held + idle = total - 1;  ref[b] = number of block tables that hold b;
+    index[key[b]] == b for every published b;  children[b] = published blocks whose parent is b.
+    """
+
+    def __init__(self, total: int, block: int, evictor: Evictor, block_bytes: int = 0, hash_fn=chain_key) -> None:
+        self.total, self.block, self.evictor, self.block_bytes, self.hash_fn = (
+            total,
+            block,
+            evictor,
+            block_bytes,
+            hash_fn,
+        )
+        self.ref = np.zeros(total, np.int32)
+        self.key = np.zeros(total, np.uint64)  # 0 = not published
+        self.parent = np.full(total, -1, np.int64)  # parent block; below -1: a root, or a block of the leading group
+        self.stamp = np.zeros(total, np.int64)  # number of the publication, never used twice
+        self.stamps = 0
+        self.children = np.zeros(total, np.int32)
+        self.tokens = np.zeros((total, block), np.int32)  # of published blocks
+        self.index: dict[int, int] = {}
+        self._free = np.arange(total - 1, 0, -1, dtype=np.int32)  # a stack; [0, free) are free
+        self.free = total - 1
+        self.idle = 0
+        self.roots: dict[str, tuple[int, int]] = {}
+        self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
+
+    @property
+    def available(self) -> int:
+        """Blocks that ``take`` can give: free ones and idle ones."""
+        return self.free + self.idle
+
+    def root(self, salt: str) -> tuple[int, int]:
+        """(parent number, parent key) of first blocks under a salt; chains of different salts never meet."""
+        found = self.roots.get(salt)
+        if found is None:
+            found = (-2 - len(self.roots), chain_key(0, salt.encode()))
+            self.roots[salt] = found
+        return found
+
+    # ---- a sequence's blocks -------------------------------------------------------------------------------------
+
+    def take(self, n: int) -> np.ndarray | None:
+        """n blocks with one reference each, or None if there are not so many (nothing is changed then)."""
+        if n > self.free:
+            if n > self.available:
+                return None
+            self._evict(n - self.free)
+        self.free -= n
+        blocks = self._free[self.free : self.free + n].copy()
+        self.ref[blocks] = 1
+        return blocks
+
+    def share(self, blocks: np.ndarray) -> None:
+        """One more reference to each; parents come first."""
+        woken = blocks[self.ref[blocks] == 0]
+        self.ref[blocks] += 1
+        if len(woken):
+            self.idle -= len(woken)
+            self.evictor.hold(self.key[woken])
+
+    def release(self, blocks: np.ndarray) -> None:
+        """One reference less to each (distinct blocks, parents first; null blocks are skipped)."""
+        blocks = blocks[blocks != NULL_BLOCK]
+        if not len(blocks):
+            return
+        left = self.ref[blocks] - 1
+        if left.min() < 0:
+            raise AssertionError(f"block released more often than taken: {blocks[left < 0]}")
+        self.ref[blocks] = left
+        gone = blocks[left == 0]
+        cached = self.key[gone] != 0
+        back, kept = gone[~cached], gone[cached]
+        self._push(back)
+        if len(kept):
+            self.idle += len(kept)
+            self.evictor.free(self.key[kept])
+
+    def _push(self, blocks: np.ndarray) -> None:
+        self._free[self.free : self.free + len(blocks)] = blocks
+        self.free += len(blocks)
+
+    # ---- the prefix index ----------------------------------------------------------------------------------------
+
+    def keys_of(self, tokens: np.ndarray, salt: str, keys: list[int]) -> list[int]:
+        """Extend ``keys`` (of the first blocks of ``tokens``) to all full blocks; each block is hashed once in a life."""
+        full = len(tokens) // self.block
+        if len(keys) < full:
+            parent = keys[-1] if keys else self.root(salt)[1]
+            raw = np.ascontiguousarray(tokens[len(keys) * self.block : full * self.block], np.int32).tobytes()
+            step = 4 * self.block
+            for at in range(0, len(raw), step):
+                parent = self.hash_fn(parent, raw[at : at + step])
+                keys.append(parent)
+        return keys
+
+    def lookup(self, keys: list[int], tokens: np.ndarray, salt: str) -> np.ndarray:
+        """The longest run of cached blocks i32 that hold exactly the first tokens; takes no reference."""
+        found: list[int] = []
+        for key in keys:
+            block = self.index.get(key)
+            if block is None:
+                break
+            found.append(block)
+        if not found:
+            return NO_BLOCKS
+        blocks = np.array(found, np.int32)
+        n = len(blocks)
+        same = (self.tokens[blocks] == tokens[: n * self.block].reshape(n, self.block)).all(axis=1)
+        same &= self.parent[blocks] == np.concatenate(([self.root(salt)[0]], blocks[:-1]))
+        if not same.all():
+            blocks = blocks[: int(np.argmin(same))]
+        return blocks
+
+    def follow(self, key: int, leader: int, tokens: np.ndarray) -> int:
+        """In a pool whose blocks hang on those of another group: the block with this key whose ``leader`` code (see
+        ``follower_of``) and token ids are these, or -1."""
+        block = self.index.get(key, -1)
+        if block < 0 or self.parent[block] != leader or not np.array_equal(self.tokens[block], tokens):
+            return -1
+        return block
+
+    def follower_of(self, block: int) -> int:
+        """The number that stands for this publication of ``block`` as parent of a block in another group's pool."""
+        return -(1 << 40) - int(self.stamp[block])
+
+    def hit(self, blocks: np.ndarray) -> None:
+        """A sequence is about to share these: statistics and the evictor hear of it."""
+        self.hits += len(blocks) * self.block
+        if len(blocks):
+            self.evictor.hit(self.key[blocks])
+
+    def publish(self, block: int, parent: int, key: int, tokens: np.ndarray, depth: int, tenant: int = 0) -> int:
+        """Make a held, full block findable.  Returns the block that stands for this content from now on: itself, or an
+        older twin, which the caller then shares instead.  ``parent``: the block before it, or its salt's root."""
+        twin = self.index.get(key)
+        if twin is not None:
+            if self.parent[twin] == parent and np.array_equal(self.tokens[twin], tokens):
+                return twin
+            return block  # a collision of keys: this block stays private
+        self.index[key] = block
+        self.key[block], self.parent[block], self.tokens[block] = key, parent, tokens
+        self.stamps += 1
+        self.stamp[block] = self.stamps
+        parent_key = 0
+        if parent >= 0:
+            self.children[parent] += 1
+            parent_key = int(self.key[parent])
+        one = np.array([key], np.uint64)
+        cost = float((depth + 1) * self.block)
+        self.evictor.add(
+            one,
+            BlockInfo(
+                parent=np.array([parent_key], np.uint64),
+                depth=np.array([depth], np.int32),
+                bytes=np.array([self.block_bytes], np.int64),
+                cost=np.array([cost], np.float64),
+                tenant=np.array([tenant], np.int32),
+            ),
+        )
+        return block
+
+    def published(self, block: int) -> bool:
+        return bool(self.key[block])
+
+    def _evict(self, n: int) -> None:
+        """Give up at least n idle blocks, children before parents."""
+        keys = self.evictor.victims(n)
+        if len(keys) != n:
+            raise PluginError(
+                f"evictor {type(self.evictor).__name__} gave {len(keys)} victims of {n} wanted: it loses keys"
+            )
+        for key in keys.tolist():
+            block = self.index.get(key)
+            if block is None or self.ref[block] or self.children[block]:
+                why = "unknown" if block is None else "in use" if self.ref[block] else "the parent of a cached block"
+                raise PluginError(f"evictor {type(self.evictor).__name__} gave up a block that is {why}")
+            self._forget(key, block)
+        self.evictions += n
+
+    def _forget(self, key: int, block: int) -> None:
+        del self.index[key]
+        if self.parent[block] >= 0:
+            self.children[self.parent[block]] -= 1
+        self.key[block], self.parent[block] = 0, -1
+        self.idle -= 1
+        self._free[self.free] = block
+        self.free += 1
+
+    def reset(self) -> None:
+        """Forget every cached block that nobody refers to; blocks in use stay findable until they are released."""
+        idle = [(key, b) for key, b in self.index.items() if not self.ref[b]]
+        self.evictor.drop(np.array([key for key, _ in idle], np.uint64))
+        for key, block in idle:
+            self._forget(key, block)
+
+    # ---- trust ---------------------------------------------------------------------------------------------------
+
+    def check(self, tables: list[np.ndarray] | None = None) -> None:
+        """The full walk, for tests: every invariant of the class docstring.  ``tables``: all block tables in use."""
+        free = self._free[: self.free]
+        assert len(np.unique(free)) == len(free) and NULL_BLOCK not in free, "a block is twice in the free list"
+        assert not self.ref[free].any() and not self.key[free].any(), "a free block is held or published"
+        held, idle = self.ref > 0, (self.ref == 0) & (self.key != 0)
+        assert idle.sum() == self.idle, "idle count"
+        assert self.free + held.sum() + self.idle == self.total - 1, "a block is lost"
+        assert len(self.index) == (self.key != 0).sum()
+        for key, block in self.index.items():
+            assert self.key[block] == key
+        counts = np.zeros(self.total, np.int32)
+        parents = self.parent[(self.key != 0) & (self.parent >= 0)]
+        np.add.at(counts, parents, 1)
+        assert (counts == self.children).all(), "children counts"
+        assert (self.key[parents] != 0).all(), "a cached block has lost its parent"
+        if tables is not None:
+            refs = np.zeros(self.total, np.int32)
+            for t in tables:
+                np.add.at(refs, t[t != NULL_BLOCK], 1)
+            assert (refs == self.ref).all(), "reference counts"

@@ -1,0 +1,192 @@
+"""Wiring -> a worker: model, back end, processors and KV cache on one device.  Runs in the process that computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from minivllm.errors import ResourceError
+from minivllm.registry import build_part
+
+from .hf_config import open_checkpoint
+from .interfaces.attention import AttentionContext, AttnMeta, GraphKey
+from .interfaces.model import StepTensors
+from .interfaces.sampling import SamplingContext
+from .layers.parts import Parts
+from .weights import build_model, load_weights, weight_bytes
+
+if TYPE_CHECKING:
+    from .interfaces.attention import AttentionBackend
+    from .interfaces.executor import Wiring
+    from .interfaces.sampling import Processor
+
+CPU_CACHE_SHARE = 0.25  # of the memory that is free; pages are only taken when they are written
+CPU_CACHE_LIMIT = 8 << 30
+
+
+@dataclass
+class Worker:
+    """What a runner runs."""
+
+    device: torch.device
+    model: Any
+    backend: AttentionBackend
+    processors: list[tuple[str, Processor]]
+    groups: list[list[int]]
+    vocab_size: int
+    weight_bytes: int
+    caches: list[list[Mapping[str, torch.Tensor]]] = field(default_factory=list)  # [group][layer of it]
+    num_blocks: list[int] = field(default_factory=list)
+    block_bytes: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
+    """(name, instance) in order, the sampler last.  The engine's host side and the worker each make their own."""
+    ctx = SamplingContext(vocab_size, wiring.max_model_len, wiring.eos_ids, wiring.batch_invariant)
+    made = [(p.name, build_part("processor", p, ctx)) for p in wiring.processors]
+    sampler = wiring.parts["sampler"]
+    return [*made, (sampler.name, build_part("sampler", sampler, ctx))]
+
+
+def build_worker(wiring: Wiring) -> Worker:
+    """Load the model and take the memory."""
+    device = torch.device(wiring.device)
+    cfg = open_checkpoint(wiring.model_dir).hf_config()
+    fmt = build_part("kvformat", wiring.parts["kvformat"])
+    ctx = AttentionContext(
+        wiring.device,
+        wiring.dtype,
+        fmt,
+        wiring.block,
+        wiring.max_num_seqs,
+        wiring.max_model_len,
+        wiring.batch_invariant,
+    )
+    backend = build_part("attention", wiring.parts["attention"], ctx)
+    quantizer = build_part("quantizer", wiring.parts["quantizer"], getattr(cfg, "quantization_config", None))
+    arch = build_part("model", wiring.parts["model"])
+    parts = Parts(wiring.device, wiring.dtype, quantizer, backend, groups=wiring.groups or None)
+    with torch.inference_mode():
+        model = build_model(arch, cfg, parts)
+        load_weights(wiring.model_dir, arch, cfg, parts, wiring.load_format, wiring.seed)
+    groups = [list(g) for g in wiring.groups]
+    worker = Worker(
+        device, model, backend, make_processors(wiring, cfg.vocab_size), groups, cfg.vocab_size, weight_bytes(parts)
+    )
+    _take_cache(worker, wiring, parts, fmt)
+    return worker
+
+
+def _take_cache(worker: Worker, wiring: Wiring, parts: Parts, fmt: Any) -> None:
+    layouts = [worker.backend.layout(layer.spec, fmt, wiring.block) for layer in parts.layers]
+    worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
+    windows = [parts.layers[group[0]].spec.window for group in worker.groups]
+    if wiring.num_blocks > 0:
+        blocks = [wiring.num_blocks + 1] * len(worker.groups)
+    else:
+        blocks = _fit(worker, wiring, _budget(worker, wiring, parts, layouts), windows)
+    try:
+        _allocate(worker, parts, layouts, blocks)
+    except RuntimeError as e:
+        need = sum(n * b for n, b in zip(blocks, worker.block_bytes, strict=True)) / 2**30
+        raise ResourceError(
+            f"no memory for a KV cache of {need:.1f} GiB: lower num_kvcache_blocks or gpu_memory_utilization"
+        ) from e
+
+
+def _allocate(worker: Worker, parts: Parts, layouts: list, blocks: list[int]) -> None:
+    """Zeroed, so that a slot which nobody has written holds no NaN."""
+    for group, n in zip(worker.groups, blocks, strict=True):
+        for i in group:
+            parts.layers[i].cache = {
+                name: _zeros((n, *t.shape), getattr(torch, t.dtype), worker.device)
+                for name, t in layouts[i].tensors.items()
+            }
+    worker.num_blocks = blocks
+    worker.caches = [[parts.layers[i].cache for i in group] for group in worker.groups]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the pages are taken when they are first written (numpy's calloc), not now."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).reshape(shape)
+
+
+def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None]) -> list[int]:
+    """Blocks per group for ``budget`` bytes: a window's group never needs more than its rows can see; the others share
+    what is left, and nobody gets more than all rows at full length could fill."""
+    block = wiring.block
+    per_row = -(-wiring.max_model_len // block) + 1
+    most = wiring.max_num_seqs * per_row + 1
+    want = []
+    for g, window in enumerate(windows):
+        seen = per_row if g == 0 or window is None else min(per_row, -(-window // block) + 2)
+        chunk = 0 if g == 0 or window is None else -(-wiring.max_num_batched_tokens // block)
+        want.append(min(most, wiring.max_num_seqs * seen + chunk + 1))
+    share = min(1.0, budget / max(1, sum(n * b for n, b in zip(want, worker.block_bytes, strict=True))))
+    blocks = [int(n * share) for n in want]
+    if min(blocks) < 3:
+        raise ResourceError(
+            f"no room for a KV cache: {budget / 2**20:.0f} MiB are left for it, a block takes {sum(worker.block_bytes)} bytes; "
+            "raise gpu_memory_utilization, lower max_num_batched_tokens, or set num_kvcache_blocks"
+        )
+    tokens = (blocks[0] - 1) * block
+    if tokens < wiring.max_model_len:
+        worker.notes.append(f"the KV cache holds {tokens} tokens, less than max_model_len={wiring.max_model_len}")
+    return blocks
+
+
+def _budget(worker: Worker, wiring: Wiring, parts: Parts, layouts: list) -> int:
+    """Bytes for the KV cache."""
+    if worker.device.type == "cpu":
+        return min(int(CPU_CACHE_SHARE * _free_ram()), CPU_CACHE_LIMIT)
+    _allocate(worker, parts, layouts, [1] * len(worker.groups))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _trial_step(worker, wiring)
+    activations = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return int(free - (1 - wiring.memory_utilization) * total - 1.2 * activations - (256 << 20))
+
+
+def _trial_step(worker: Worker, wiring: Wiring) -> None:
+    """The largest step, on the null block: what it allocates beside weights and cache must stay free."""
+    t = min(wiring.max_num_batched_tokens, wiring.max_num_seqs * wiring.max_model_len)
+    rows = max(1, min(wiring.max_num_seqs, -(-t // wiring.max_model_len)))
+    q_len = np.full(rows, t // rows, np.int32)
+    t = int(q_len.sum())
+    device, g = worker.device, len(worker.groups)
+    long = lambda a: torch.from_numpy(np.asarray(a, np.int64)).to(device)  # noqa: E731
+    position = long(np.arange(t) % (t // rows))
+    table = torch.zeros((g, rows, -(-wiring.max_model_len // wiring.block) + 1), dtype=torch.int32, device=device)
+    meta = AttnMeta(
+        slots=long(np.arange(rows)), cu_q=long(np.arange(rows + 1) * (t // rows)).int(), q_len=long(q_len).int(),
+        kv_len=long(q_len).int().expand(g, rows), position=position, row=long(np.arange(t) // (t // rows)), table=table,
+        slot_map=torch.zeros((g, t), dtype=torch.int64, device=device), block=wiring.block, decode_rows=0,
+        host_q_len=q_len, host_kv_len=np.broadcast_to(q_len, (g, rows)),
+    )  # fmt: skip
+    with torch.inference_mode():
+        worker.backend.plan(meta, GraphKey())
+        hidden = worker.model(StepTensors(torch.zeros(t, dtype=torch.int64, device=device), position, meta))
+        n = min(wiring.max_num_seqs, t)
+        logits = worker.model.logits(hidden[:n]).float()
+        del hidden
+        torch.softmax(logits, dim=-1).sort(dim=-1)  # what a sampler may need
+        torch.cuda.synchronize()
+
+
+def _free_ram() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            return int(next(line for line in file if line.startswith("MemAvailable")).split()[1]) * 1024
+    except (OSError, StopIteration):
+        return 4 << 30

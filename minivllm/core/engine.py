@@ -1,0 +1,319 @@
+"""The loop: plan, submit, collect, publish.
+
+    plan = planner.next(now)                        host only
+    if plan: executor.submit(plan)                  enqueues
+    for result in executor.collect(in_flight): ...  every finished step; waits until at most ``depth`` remain
+        publisher.publish(flight, result)
+
+The same for every device; only the depth differs (0 on CPU: each step is collected at once).  A request that fails ends
+alone; a step that fails ends the requests in it; three failed steps in a row end the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError
+
+from .blocks import BlockPool
+from .cache import KVCache
+from .interfaces.evictor import EvictorContext
+from .interfaces.plan import STOP_IDS, LateInputs, StepPlan
+from .interfaces.scheduler import SchedulerContext
+from .interfaces.strategy import BranchEnd
+from .planner import Planner
+from .publisher import Flight, Publisher
+from .request import FINISHED, RUNNING, Request, Seq
+from .slots import Slots
+from .timing import StepClock
+
+if TYPE_CHECKING:
+    from .interfaces.evictor import Evictor
+    from .interfaces.executor import Capacity, Executor, Wiring
+    from .interfaces.sampling import Processor
+    from .interfaces.scheduler import SchedulerPolicy
+    from .interfaces.strategy import DecodingStrategy
+
+FAILED_STEPS = 3  # in a row, and the engine gives up
+PLAN, SUBMIT, WAIT, PUBLISH = range(4)
+
+
+class Engine:
+    """Requests in, tokens to their sinks.  Not thread-safe: one thread calls everything (see ``async_llm``).
+
+    ``processors``: (name, instance) in order, the sampler last.  ``policy`` and ``evictor`` are factories that take the
+    seam's context.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        executor: Executor,
+        capacity: Capacity,
+        policy: Any,
+        evictor: Any,
+        processors: Sequence[tuple[str, Processor]],
+        strategies: Mapping[str, DecodingStrategy],
+        windows: Sequence[int | None] = (None,),
+        prefix_caching: bool = True,
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        if wiring.max_num_batched_tokens < wiring.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={wiring.max_num_batched_tokens} is less than max_num_seqs={wiring.max_num_seqs}: "
+                "a decode step would not fit; raise the one or lower the other"
+            )
+        self.wiring, self.executor, self.capacity = wiring, executor, capacity
+        self.processors, self.strategies, self.eos_ids = processors, strategies, tuple(eos_ids)
+        self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, len(windows), wiring.block)
+        pools = [self._pool(g, evictor) for g in range(len(windows))]
+        self.cache = KVCache(pools, list(windows), self.slots, prefix_caching)
+        made: SchedulerPolicy = policy(
+            SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block)
+        )
+        self.planner = Planner(self.slots, self.cache, made, wiring.max_num_batched_tokens)
+        self.publisher = Publisher(self.slots, self.cache, self.planner, self.finish)
+        self.clock = StepClock()
+        self.requests: dict[str, Request] = {}
+        self.in_flight: deque[Flight] = deque()
+        self.tenants: dict[str, int] = {"": 0}
+        self.finished = self.failed_steps = 0
+        self.dead: str | None = None
+        self._ids = itertools.count()
+        self._seeds = random.Random(wiring.seed)
+
+    def _pool(self, group: int, evictor: Any) -> BlockPool:
+        total = self.capacity.blocks[group]
+        made: Evictor = evictor(EvictorContext(capacity=total - 1, block=self.wiring.block, tier="device"))
+        return BlockPool(total, self.wiring.block, made, self.capacity.block_bytes[group])
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Check a request and queue its sequences.  RequestError leaves everything as it was."""
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        if request.id in self.requests:
+            raise RequestError(f"request id {request.id!r} is in use; want a new one", "request_id")
+        p = request.params
+        self._check_prompt(request)
+        request.eos_ids = tuple(self.eos_ids)
+        eos = () if p.ignore_eos else request.eos_ids
+        request.stop_ids = tuple(dict.fromkeys((*eos, *p.stop_token_ids)))
+        if len(request.stop_ids) > STOP_IDS:
+            raise RequestError(
+                f"{len(request.stop_ids)} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
+            )
+        request.rows = tuple(self._bind(name, made, request) for name, made in self.processors)
+        strategy = "single" if p.n == 1 else "parallel"
+        if strategy not in self.strategies:
+            raise RequestError(
+                f"n={p.n} needs the strategy {strategy!r}, which the config leaves out of `strategies`", "n"
+            )
+        branches = self.strategies[strategy].start(p)
+        request.tenant = self.tenants.setdefault(p.tenant, len(self.tenants))
+        request.salt = p.cache_salt or ""
+        request.watch = request.watch or p.logprobs is not None
+        seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
+        for b in branches:
+            seq = Seq(next(self._ids), request, b.sample, seed, tokens=request.prompt, known=len(request.prompt))
+            request.sequences.append(seq)
+        first, *rest = request.sequences
+        first.branches = list(rest)
+        self.requests[request.id] = request
+        self.planner.add(first)
+
+    def _check_prompt(self, request: Request) -> None:
+        p, limit, vocab = request.params, self.wiring.max_model_len, self.capacity.vocab_size
+        n = len(request.prompt)
+        if not n:
+            raise RequestError("the prompt is empty; want at least one token", "prompt")
+        low, high = int(request.prompt.min()), int(request.prompt.max())
+        if low < 0 or high >= vocab:
+            raise RequestError(
+                f"prompt token id {low if low < 0 else high} is out of range; want 0 to {vocab - 1}", "prompt"
+            )
+        if n >= limit:
+            raise RequestError(
+                f"the prompt has {n} tokens; want at most {limit - 1} (max_model_len={limit} less one to generate)",
+                "prompt",
+            )
+        for i in p.stop_token_ids:
+            if i >= vocab:
+                raise RequestError(f"stop_token_ids: {i} is out of range; want 0 to {vocab - 1}", "stop_token_ids")
+        if p.n > self.wiring.max_num_seqs:
+            raise RequestError(f"n={p.n} is more than max_num_seqs={self.wiring.max_num_seqs}", "n")
+        request.end = limit if p.max_tokens is None else min(n + p.max_tokens, limit)
+        if not self.cache.fits_alone(n, request.end, p.n):
+            room = (min(pool.total for pool in self.cache.pools) - 1) * self.wiring.block
+            raise RequestError(
+                f"the request needs the KV cache of up to {request.end} tokens for each of n={p.n}, but the whole cache holds "
+                f"{room}; shorten it, lower max_tokens, or raise num_kvcache_blocks", "max_tokens"
+            )  # fmt: skip
+
+    def _bind(self, name: str, made: Processor, request: Request) -> Any:
+        try:
+            return made.bind(request.params, len(request.prompt))
+        except RequestError:
+            raise
+        except Exception as e:  # a plug-in's fault ends this request only
+            raise RequestError(f"{name} failed on this request: {type(e).__name__}: {e}") from e
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its blocks are free before the next step is planned.  Unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        for seq in list(request.sequences):
+            if seq.status != FINISHED:
+                self.finish(seq, "abort")
+        return True
+
+    def finish(self, seq: Seq, reason: str, stop_reason: int | str | None = None, error: str | None = None) -> None:
+        """End a sequence wherever it is; the request ends with its last one."""
+        if seq.slot >= 0:
+            self.planner.leave(seq.slot)
+        elif seq.status != RUNNING:
+            self.planner.forget(seq)
+        seq.status, seq.finish_reason, seq.stop_reason, seq.error = FINISHED, reason, stop_reason, error
+        for branch in seq.branches:  # they never forked: what ended their prompt ends them
+            branch.status, branch.finish_reason, branch.error = FINISHED, reason, error
+        request = seq.request
+        if request.done and request.finished is None:
+            request.finished = time.monotonic()
+            self.finished += 1
+            del self.requests[request.id]
+            if request.on_done is not None:
+                request.on_done(request)
+
+    def answer(self, request: Request) -> list[Seq]:
+        """The sequences of a finished request's answer, best first, as its strategy says."""
+        if request.params.n == 1:
+            return request.sequences
+        ends = [
+            BranchEnd(s.sample, s.known - len(request.prompt), s.cumulative_logprob, s.finish_reason or "")
+            for s in request.sequences
+        ]
+        by_sample = {s.sample: s for s in request.sequences}
+        return [by_sample[i] for i in self.strategies["parallel"].result(request.params, ends)]
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests or self.in_flight)
+
+    def step(self) -> bool:
+        """One turn of the loop; False if there was nothing to plan and nothing in flight."""
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        self.clock.begin()
+        plan = self._plan()
+        self.clock.lap(PLAN)
+        if plan is not None:
+            self.in_flight.append(Flight(plan, self.slots.serial[plan.slots], plan.computed + plan.q_len))
+            self.executor.submit(plan)
+            if len(plan.late):
+                self.executor.supply(plan.id, LateInputs(self._masks(plan)))
+            self.clock.lap(SUBMIT)
+        elif not self.in_flight:
+            return False
+        keep = self.capacity.depth if plan is not None else len(self.in_flight) - 1
+        results = self.executor.collect(keep)
+        self.clock.lap(WAIT)
+        for result in results:
+            flight = self.in_flight.popleft()
+            if (result.id, result.epoch) != (flight.plan.id, flight.plan.epoch):
+                self._die(f"the executor answered step {result.id} where step {flight.plan.id} was due")
+                return True
+            self.clock.device_ms[self.clock.count % self.clock.size] += result.device_ms
+            self.publisher.publish(flight, result)
+            self._count_failures(result)
+        self.clock.lap(PUBLISH)
+        self.clock.end(0 if plan is None else len(plan.slots), 0 if plan is None else int(plan.q_len.sum()))
+        return True
+
+    def _plan(self) -> StepPlan | None:
+        """A policy or an evictor that raises costs a turn; three times in a row, and the engine gives up."""
+        try:
+            return self.planner.next(time.monotonic())
+        except MinivllmError as e:
+            self._failed(str(e))
+        except Exception as e:
+            self._failed(f"planning failed ({type(self.planner.policy).__name__}): {type(e).__name__}: {e}")
+        return None
+
+    def _count_failures(self, result: Any) -> None:
+        step_error = next((e for e in result.errors if e.scope == "step"), None)
+        if step_error is None:
+            self.failed_steps = 0
+        else:
+            self._failed(f"{step_error.plugin}: {step_error.message}")
+
+    def _failed(self, message: str) -> None:
+        self.failed_steps += 1
+        if self.failed_steps >= FAILED_STEPS:
+            self._die(f"{FAILED_STEPS} steps failed in a row; the last: {message}")
+
+    def _die(self, message: str) -> None:
+        """Tell every request and refuse new ones."""
+        self.dead = message
+        for request in list(self.requests.values()):
+            for seq in request.sequences:
+                if seq.status != FINISHED:
+                    self.finish(seq, "error", error=message)
+
+    def _masks(self, plan: StepPlan) -> np.ndarray:
+        """Allowed tokens of the late rows, i32 [n, ceil(V / 32)]; computed while the forward pass runs."""
+        vocab = self.capacity.vocab_size
+        mask = np.zeros((len(plan.late), -(-vocab // 32) * 32), bool)
+        for row, j in zip(mask, plan.late.tolist(), strict=True):
+            slot = int(plan.slots[plan.samples[j]])
+            seq = self.slots.seq[slot]
+            row[:vocab] = True
+            try:
+                ids = np.asarray(
+                    seq.request.params.allowed_tokens_fn(
+                        self.slots.tokens[slot, : self.slots.collected[slot]].tolist()
+                    ),
+                    np.int64,
+                )
+                if not ids.size or ids.min() < 0 or ids.max() >= vocab:
+                    raise ValueError(
+                        f"it allowed {'no token' if not ids.size else 'tokens outside the vocabulary'}; want ids 0 to {vocab - 1}"
+                    )
+            except Exception as e:  # the user's code: it ends its own request and nothing else
+                self.finish(seq, "error", error=f"allowed_tokens_fn: {type(e).__name__}: {e}")
+                continue
+            row[:] = False
+            row[ids] = True
+        return np.packbits(mask, axis=1, bitorder="little").view("<i4")
+
+    # ---- care ----------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no running sequence uses."""
+        for pool in self.cache.pools[::-1]:
+            pool.reset()
+
+    def stats(self) -> dict[str, Any]:
+        lead = self.cache.pools[0]
+        return {
+            "running": len(self.slots.running), "waiting": self.planner.n_waiting, "finished": self.finished,
+            "generated_tokens": self.publisher.tokens, "overshoot_tokens": self.publisher.overshoot,
+            "preemptions": self.planner.preemptions, "blocks_total": lead.total - 1, "blocks_free": lead.free,
+            "blocks_cached": lead.idle, "prefix_queries": lead.queries, "prefix_hits": lead.hits,
+            "evictions": sum(p.evictions for p in self.cache.pools), **self.clock.summary(),
+        }  # fmt: skip
+
+    def stop(self) -> None:
+        self._die("the engine was stopped") if self.requests else None
+        self.dead = self.dead or "the engine was stopped"
+        self.executor.stop()

@@ -1,0 +1,129 @@
+"""Where a model is and what its config.json says.  Nothing in a model directory is ever run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import ModelError
+
+IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft"}  # word -> directory in minivllm/pocket
+WANTED = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+)  # weights, configuration, tokenizer: no code, no pickle
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model directory and the facts of its config.json that choose plug-ins."""
+
+    folder: Path
+    raw: Mapping[str, Any]
+
+    @property
+    def architecture(self) -> str:
+        named = self.raw.get("architectures")
+        if not (isinstance(named, list) and named and isinstance(named[0], str)):
+            raise ModelError(f'{self.folder}/config.json: names no architecture; want "architectures": ["..."]')
+        return named[0]
+
+    @property
+    def model_type(self) -> str:
+        return str(self.raw.get("model_type", ""))
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights; "float32" if the file does not say, as in transformers."""
+        text = self.raw.get("text_config") or {}
+        named = next((c[k] for c in (self.raw, text) for k in ("dtype", "torch_dtype") if c.get(k)), "float32")
+        return str(named).removeprefix("torch.")
+
+    @property
+    def quantization(self) -> str:
+        """The method that the weights are quantized with, "none" if they are not."""
+        named = self.raw.get("quantization_config") or {}
+        return str(named.get("quant_method", "unknown")) if named else "none"
+
+    def hf_config(self) -> Any:
+        """transformers' configuration object of the text model, made from the file without running code that comes
+        with the model."""
+        from transformers.configuration_utils import PreTrainedConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        known = self.model_type in CONFIG_MAPPING
+        try:
+            made = (CONFIG_MAPPING[self.model_type] if known else PreTrainedConfig).from_dict(dict(self.raw))
+            return made.get_text_config()
+        except Exception as exc:  # transformers checks fields with errors of many types
+            raise ModelError(f"{self.folder}/config.json: {_first_line(exc)}") from exc
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """Find a model and read its config.json.  ModelError says what is missing or broken."""
+    folder = find_model(model)
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{folder}: holds no config.json; want a Hugging Face model directory") from None
+    except OSError as exc:
+        raise ModelError(f"{path}: {exc.strerror}") from None
+    except json.JSONDecodeError as exc:
+        raise ModelError(f"{path}:{exc.lineno}:{exc.colno}: broken JSON: {exc.msg}") from None
+    except ValueError as exc:
+        raise ModelError(f"{path}: not UTF-8 text: {exc}") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path}: want a JSON object, got a {type(raw).__name__}")
+    return Checkpoint(folder, raw)
+
+
+def read_config(folder: str | Path) -> Any:
+    """transformers' configuration object of the text model in a directory."""
+    return open_checkpoint(str(folder)).hf_config()
+
+
+def find_model(model: str) -> Path:
+    """The directory of a model: the words ``pocket`` and ``pocket-draft``, a directory, or a Hugging Face hub id."""
+    if model in IN_PACKAGE:
+        folder = Path(__file__).parents[1] / "pocket" / IN_PACKAGE[model]
+        if not folder.is_dir():
+            raise ModelError(f"the model {model!r} is missing from this installation: no {folder}")
+        return folder
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists():
+        raise ModelError(f"{model}: is a file; want a model directory")
+    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        raise ModelError(f"{model}: no such directory")
+    return _download(model)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(WANTED)))
+    except HFValidationError:
+        raise ModelError(f"{model}: no such directory, and no Hugging Face model id") from None
+    except LocalEntryNotFoundError as exc:
+        text = "no such directory, not in the Hugging Face cache, and the hub cannot be reached"
+        raise ModelError(f"{model}: {text}; give a directory, or try `--model pocket`") from exc
+    except HfHubHTTPError as exc:
+        raise ModelError(f"{model}: the Hugging Face hub says: {_first_line(exc)}") from exc
+    except OSError as exc:
+        raise ModelError(f"{model}: cannot be fetched from the Hugging Face hub: {_first_line(exc)}") from exc
+
+
+def _first_line(exc: BaseException) -> str:
+    return next((line.strip() for line in str(exc).splitlines() if line.strip()), type(exc).__name__)

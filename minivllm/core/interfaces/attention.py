@@ -1,0 +1,168 @@
+"""The attention seam: where keys and values live, and how queries read them.
+
+A back end sees three things: the *spec* of a layer (heads, dimensions, window ...), the *cache* of that layer (named
+tensors whose first axis is the block), and the *meta* of the step (which rows, how long, where).  It decides the
+layout of a block; the engine decides which block belongs to whom.
+
+Layout of a step.  Rows are sequences, tokens are packed row after row, rows that bring one token come first::
+
+    row        0   1   2        3                4
+    q_len      1   1   1        4                3
+    token      a   b   c   d0 d1 d2 d3   e0 e1 e2          T = 10 tokens, R = 5 rows, decode_rows = 3
+    cu_q       0   1   2   3             7          10
+
+KV layer groups (G) are layers that share a geometry (KV heads, dimensions, window); each has a block table of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from .kvformat import KVFormat, KVLayout
+
+API = (1, 0)
+NULL_BLOCK = 0  # never handed to a sequence: padded and stopped rows write there
+
+
+@dataclass(frozen=True)
+class AttnSpec:
+    """What one attention layer is.  ``scale`` None means ``dim_qk ** -0.5``; ``window`` counts the query itself."""
+
+    heads: int
+    kv_heads: int
+    dim_qk: int
+    dim_v: int
+    v_in_k: bool = False  # values are the first dim_v elements of the key (multi-head latent attention)
+    window: int | None = None
+    sinks: bool = False  # a learned logit per head that takes probability and gives no value
+    softcap: float | None = None
+    scale: float | None = None
+
+    @property
+    def geometry(self) -> tuple:
+        """Layers of equal geometry share a KV group, hence a block table."""
+        return (self.kv_heads, self.dim_qk, self.dim_v, self.v_in_k, self.window)
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.scale if self.scale is not None else self.dim_qk**-0.5
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """The captured shape that a step runs in: ``rows`` and ``tokens`` are the padded sizes; eager steps have none."""
+
+    kind: str = "eager"  # eager | decode | mixed
+    rows: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class AttnMeta:
+    """Tensors that describe a step, on the device.  R rows, T tokens, G KV groups, S slots, M table columns.
+
+    ``kv_len`` and the host copies count the tokens of this step too, so a row's queries are the last ``q_len`` of
+    ``kv_len`` positions (bottom-right causal).  Host copies are exact for rows that prefill and upper bounds for rows
+    that decode ahead of the host (a row that met its end on the device keeps its old length there).
+    """
+
+    slots: Tensor  # i64 [R] row -> slot
+    cu_q: Tensor  # i32 [R + 1]
+    q_len: Tensor  # i32 [R]
+    kv_len: Tensor  # i32 [G, R]
+    position: Tensor  # i64 [T] position of each token in its sequence (for RoPE)
+    row: Tensor  # i64 [T] the row of each token
+    table: Tensor  # i32 [G, S, M] (slot, index) -> block
+    slot_map: Tensor  # i64 [G, T] block * block_size + offset where the token's K and V go
+    block: int  # tokens per block
+    decode_rows: int  # rows [0, decode_rows) bring one token each
+    host_q_len: np.ndarray  # i32 [R]
+    host_kv_len: np.ndarray  # i32 [G, R]
+    work: dict[Any, Any] = field(default_factory=dict)  # what ``plan`` prepared, shared by the layers of a step
+
+
+@dataclass
+class QKPre:
+    """What happens to q and k between projection and attention: optional per-head RMSNorm, then rotary embedding.
+
+    ``cos`` and ``sin`` are [max_position, rotary_dim] float32, halves repeated (the "rotate half" convention).
+    """
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    q_norm: Tensor | None = None  # [dim_qk]
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+
+
+@dataclass
+class AttnLayer:
+    """One attention layer as a back end sees it; ``cache`` is filled when the KV memory is allocated."""
+
+    index: int
+    group: int
+    spec: AttnSpec
+    cache: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [num_blocks, *layout.tensors[name].shape]
+    sinks: Tensor | None = None  # [heads] float32
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What a back end is told when it is made."""
+
+    device: str
+    dtype: str
+    kv_format: KVFormat
+    block: int
+    max_rows: int
+    max_len: int
+    batch_invariant: bool = False
+
+
+class AttentionBackend(ABC):
+    """Reads and writes the paged KV cache.  One instance serves all layers; state that belongs to a step goes into
+    ``meta.work``.  Contract: a query sees exactly the positions ``<=`` its own of its own row (within the window), read
+    from the cache after ``write``; blocks that the row does not own are never read; ``write`` touches the named slots
+    and nothing else.
+    """
+
+    def __init__(self, options: Any, ctx: AttentionContext) -> None:
+        self.options, self.ctx = options, ctx
+
+    def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
+        """Named tensors of one block.  Default: ``k`` [block, kv_heads, dim_qk] and ``v`` [block, kv_heads, dim_v]."""
+        return fmt.layout(spec, block)
+
+    def plan(self, meta: AttnMeta, key: GraphKey) -> None:  # noqa: B027  (optional)
+        """Once a step, before the layers run: prepare what all layers share in ``meta.work``."""
+
+    def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
+        """Normalise and rotate q and k, store k and v at ``meta.slot_map[layer.group]``; returns q [T, heads, dim_qk].
+
+        q [T, heads, dim_qk], k [T, kv_heads, dim_qk], v [T, kv_heads, dim_v].  This default is unfused.
+        """
+        if pre is not None:
+            from minivllm.core.layers.rotary import prepare_qk
+
+            q, k = prepare_qk(q, k, meta.position, pre)
+        self.ctx.kv_format.store(layer.cache, k, v, meta.slot_map[layer.group])
+        return q
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: AttnLayer,
+        q: Tensor,
+        meta: AttnMeta,
+        out: Tensor,
+        lse: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> None:
+        """Attend, writing ``out`` [T, heads, dim_v].  ``lse`` [T, heads] float32 and ``scores`` only if claimed."""

@@ -1,0 +1,92 @@
+"""The executor seam: where steps run.  In this process, in worker processes, on other machines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .plan import LateInputs, StepPlan, StepResult
+
+API = (1, 0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One chosen implementation: import target, options, and the name users know it by.  JSON all through."""
+
+    name: str  # "minivllm/sdpa"
+    target: str  # "minivllm.plugins.attention.sdpa:Sdpa"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    options_target: str = ""  # the pydantic model of the options
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Everything that a process needs to build its share of the engine; goes over as JSON, never as pickle."""
+
+    model_dir: str
+    load_format: str  # auto | safetensors | dummy
+    device: str
+    dtype: str
+    block: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int  # -1 = as many as fit
+    memory_utilization: float
+    batch_invariant: bool
+    seed: int
+    parts: Mapping[str, Part]  # seam -> part, for model, quantizer, kvformat, attention, sampler
+    processors: tuple[Part, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
+    ranks: int = 1
+    eos_ids: tuple[int, ...] = ()
+    run_ahead: int | None = None  # steps in flight beside the newest; None = the executor's choice
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the executor found room for."""
+
+    blocks: tuple[int, ...]  # per KV group, the null block included
+    block_bytes: tuple[int, ...]  # over all layers of the group
+    vocab_size: int
+    weight_bytes: int
+    depth: int  # steps that may be in flight beside the newest
+    notes: tuple[str, ...] = ()
+
+
+class Executor(ABC):
+    """Runs steps in order.  Nothing here raises for a failed step: the failure is in its result."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
+
+    @abstractmethod
+    def start(self, wiring: Wiring) -> Capacity:
+        """Load the model, take the memory.  ModelError, PluginError or ResourceError."""
+
+    @abstractmethod
+    def submit(self, plan: StepPlan) -> None:
+        """Enqueue a step; returns without waiting for it."""
+
+    @abstractmethod
+    def supply(self, step: int, late: LateInputs) -> None:
+        """Masks for the late rows of a submitted step."""
+
+    @abstractmethod
+    def collect(self, in_flight: int) -> Sequence[StepResult]:
+        """All finished steps, in order; waits until at most ``in_flight`` remain."""
+
+    def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
+        """Rare verbs ("profile_start", "profile_stop"); JSON in and out.  NotImplementedError names the verb."""
+        raise NotImplementedError(f"{type(self).__name__} does not know the verb {verb!r}")
+
+    @abstractmethod
+    def alive(self) -> bool: ...
+
+    @abstractmethod
+    def stop(self, deadline: float = 10.0) -> None:
+        """Give everything back within ``deadline`` seconds; idempotent."""

@@ -1,0 +1,125 @@
+"""What goes to a device and what comes back: arrays, a few KB a step, no objects per sequence.
+
+All arrays are numpy, read-only by agreement once they are handed over.  S slots, R rows of the step, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .attention import GraphKey
+
+# bits of StepResult.flags
+EOS, STOP_ID, LENGTH, NAN, OVERSHOOT, FAILED = 1, 2, 4, 8, 16, 32
+ENDED = EOS | STOP_ID | LENGTH | NAN | FAILED
+
+STOP_IDS = 32  # stop token ids a sequence may have (its end-of-sequence ids included)
+
+
+def no_rows(*shape: int, dtype: Any = np.int32) -> np.ndarray:
+    return np.empty(shape or (0,), dtype)
+
+
+@dataclass(frozen=True)
+class Join:
+    """Sequences that take a slot with this step: n of them, their known tokens laid one after another."""
+
+    slot: np.ndarray  # i32 [n]
+    known: np.ndarray  # i32 [n] tokens known
+    computed: np.ndarray  # i32 [n] tokens whose KV is there already (prefix hit)
+    prompt: np.ndarray  # i32 [n] prompt length, the first of ``known``
+    end: np.ndarray  # i32 [n] known length at which the sequence ends (prompt + max_tokens, or max_model_len)
+    seed: np.ndarray  # i64 [n]
+    sample: np.ndarray  # i32 [n]
+    min_end: np.ndarray  # i32 [n] known length before which no stop id counts (prompt + min_tokens)
+    stop_ids: np.ndarray  # i32 [n, STOP_IDS], -1 = none; the first ``n_eos`` of a row are end-of-sequence ids
+    n_eos: np.ndarray  # i32 [n]
+    tokens: np.ndarray  # i32 [sum(known)]
+    bound: tuple[Mapping[int, Any], ...] = ()  # per processor (sampler last): index into the join -> Row
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What changed on the host since the last step; applied in this order before the step runs:
+    leave, join, fork, token, table, trim, copy."""
+
+    join: Join | None = None
+    leave: np.ndarray = field(default_factory=no_rows)  # i32 [n] slots
+    fork: np.ndarray = field(default_factory=lambda: no_rows(0, 3))  # i32 [n, 3] (source slot, new slot, sample)
+    table: np.ndarray = field(default_factory=lambda: no_rows(0, 4))  # i32 [n, 4] (group, slot, index, block)
+    trim: np.ndarray = field(
+        default_factory=lambda: no_rows(0, 4)
+    )  # i32 [n, 4] (group, slot, first, count) -> null block
+    copy: np.ndarray = field(default_factory=lambda: no_rows(0, 3))  # i32 [n, 3] (group, source block, new block)
+    token: np.ndarray = field(default_factory=lambda: no_rows(0, 2))  # i32 [n, 2] (slot, token id chosen on the host)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step.  Rows with one token come first (see ``AttnMeta``).
+
+    ``q_len`` is exact; a row that met its end on the device although the host could not know does nothing (OVERSHOOT).
+    """
+
+    id: int
+    epoch: int
+    slots: np.ndarray  # i32 [R]
+    q_len: np.ndarray  # i32 [R]
+    computed: np.ndarray  # i32 [R] tokens before this step's, as the host expects them
+    samples: np.ndarray  # i32 [N] rows that draw a token
+    topk: int = -1  # log-probabilities wanted: -1 none, 0 the chosen token's, k the k best too
+    late: np.ndarray = field(default_factory=no_rows)  # i32 indices into ``samples`` whose mask comes by ``supply``
+    host: np.ndarray = field(default_factory=no_rows)  # i32 indices into ``samples`` whose logits go to the host
+    repeat: int = 1
+    graph: GraphKey = GraphKey()
+    delta: Delta = Delta()
+
+
+@dataclass(frozen=True)
+class LateInputs:
+    """Masks for the late rows of a step: bit t of ``mask[j, t // 32]`` allows token t in ``StepPlan.late[j]``."""
+
+    mask: np.ndarray  # i32 [len(late), ceil(V / 32)]
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Natural logarithms of softmax(raw logits), float32; ``rank`` counts from 1."""
+
+    chosen: np.ndarray  # f32 [N]
+    rank: np.ndarray  # i32 [N]
+    top_ids: np.ndarray  # i32 [N, k]
+    top: np.ndarray  # f32 [N, k]
+
+
+@dataclass(frozen=True)
+class StepError:
+    """A failure as a value.  ``scope``: "step" (no row of it has a result) or "rows" (FAILED is set in their flags)."""
+
+    scope: str
+    plugin: str  # what failed, e.g. "processor minivllm/penalties"; "" if unknown
+    message: str
+    rows: tuple[int, ...] = ()  # indices into ``samples``
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step's outcome, N = len(plan.samples)."""
+
+    id: int
+    epoch: int
+    slots: np.ndarray  # i32 [N]
+    tokens: np.ndarray  # i32 [N]
+    count: (
+        np.ndarray
+    )  # i32 [N] tokens accepted: 1, or 0 where the row had ended before (OVERSHOOT) or waits for the host
+    flags: np.ndarray  # u8 [N]
+    logprobs: LogProbs | None = None
+    logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of host rows
+    moved: tuple[int, ...] = ()
+    errors: tuple[StepError, ...] = ()
+    device_ms: float = 0.0  # time on the device (wall time of the compute on CPU)

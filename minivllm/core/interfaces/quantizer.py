@@ -1,0 +1,92 @@
+"""The quantizer seam: how the weight of one module is stored, loaded and multiplied."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+API = (1, 0)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Place of this process in a tensor-parallel group."""
+
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """A module that owns a weight.  Sizes are *this process's share* after tensor-parallel slicing.
+
+    A merged linear (q, k, v in one matrix) has several ``parts``: (name, output rows) in the order they are stacked.
+    """
+
+    name: str  # "layers.3.attn.qkv"
+    kind: str  # linear | embedding | lm_head | experts
+    in_features: int
+    parts: tuple[tuple[str, int], ...]
+    dtype: str  # torch dtype name of the activations
+    device: str
+    bias: bool = False
+    split: str | None = None  # None | "column" (outputs are split over processes) | "row" (inputs are)
+    shard: Shard = Shard()
+
+    @property
+    def out_features(self) -> int:
+        return sum(n for _, n in self.parts)
+
+
+class WeightScheme(ABC):
+    """The weight of one module.  ``load`` is called once for each part of each parameter, then ``finish`` once.
+
+    ``tensors`` holds what lives on the device; memory accounting and the state dict read it.
+    """
+
+    tensors: dict[str, Tensor]
+
+    @abstractmethod
+    def params(self) -> Mapping[str, tuple[int, ...]]:
+        """Checkpoint parameters that must come: name ("weight", "scales") -> full shape over all parts.
+
+        ``bias`` is not among them: the linear layer keeps it.
+        """
+
+    @abstractmethod
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        """Take this process's slice of one part (see ``slice``); any floating dtype, any device.  ModelError on a wrong
+        shape."""
+
+    def slice(self, param: str, tensor: Tensor, split: str | None, shard: Shard) -> Tensor:
+        """This process's share of a full checkpoint tensor.  Default: weight [out, in] cut by rows or columns."""
+        if split is None or shard.size == 1:
+            return tensor
+        return tensor.chunk(shard.size, dim=0 if split == "column" else 1)[shard.rank]
+
+    def finish(self) -> None:  # noqa: B027  (optional)
+        """All parts are there: repack, free temporaries."""
+
+    @abstractmethod
+    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
+        """x [T, in] -> [T, out] (no bias, no reduction over processes)."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+class Quantizer(ABC):
+    """Chooses a scheme per module; None leaves the module unquantized."""
+
+    def __init__(self, options: Any, checkpoint: Mapping[str, Any] | None = None) -> None:
+        self.options = options
+        self.checkpoint = checkpoint  # ``quantization_config`` of config.json, if any
+
+    @abstractmethod
+    def scheme(self, m: ModuleInfo) -> WeightScheme | None: ...

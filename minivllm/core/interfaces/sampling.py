@@ -1,0 +1,111 @@
+"""The processor and sampler seams: what happens between logits and a token.
+
+A processor changes logits, a sampler draws.  Both keep their state in *columns*, ``[S, ...]`` tensors that the engine
+allocates, fills from ``bind``, copies on a fork and hands back; so a plug-in needs no bookkeeping of rows, and batches,
+preemption and run-ahead cannot confuse it.  ``bind`` runs on the host once per sequence, ``apply`` and ``draw`` on the
+device once per step over all rows that bound.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minivllm.core.request import SamplingParams
+
+API = (1, 0)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One state column: ``[S, *shape]`` of a torch dtype's name, rows reset to ``fill``."""
+
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    fill: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What ``bind`` returns: values for the columns of this sequence, and ``variant`` bits.
+
+    The bits of all rows of a step are or-ed on the host and handed to ``apply`` and ``draw`` as ``rows.variant``: a
+    plug-in learns what is asked of it (say, "some row wants top-p") without asking the device.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    variant: int = 0
+
+
+@dataclass
+class Rows:
+    """The N rows of a step that a processor or sampler works on, on the device."""
+
+    slots: Tensor  # i64 [N]
+    position: Tensor  # i64 [N] index in the sequence of the token that is about to be drawn (= tokens so far)
+    prompt: Tensor  # i64 [N] prompt length
+    seed: Tensor  # i64 [N]
+    sample: Tensor  # i64 [N] number of the sample (branch) within its request
+    variant: int  # or of the rows' variant bits
+    tokens: Tensor  # i32 [S, max_len] token history by slot
+    max_position: int  # host upper bound of ``position``
+
+    def history(self) -> Tensor:
+        """Token history i64 [N, max_position]; entries at or after ``position[j]`` are stale."""
+        return self.tokens[self.slots, : self.max_position].long()
+
+
+@dataclass
+class Draw:
+    """Where a sampler writes: ``tokens`` i64 [N]."""
+
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class SamplingContext:
+    """What processors and samplers are told when they are made."""
+
+    vocab_size: int  # width of the logits
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+    batch_invariant: bool = False
+
+
+class Processor(ABC):
+    """Changes logits in place.  Rows are independent: what happens to one never depends on which others are there."""
+
+    def __init__(self, options: Any, ctx: SamplingContext) -> None:
+        self.options, self.ctx = options, ctx
+
+    def columns(self) -> Mapping[str, Column]:
+        return {}
+
+    @abstractmethod
+    def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
+        """This sequence's column values; None if there is nothing to do for it.  Raises RequestError on bad values."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+        """Change ``logits`` float32 [N, V] in place.  ``state[name]`` is [S, ...]: index it with ``rows.slots``."""
+
+    def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Accepted tokens i64 [N, k], of which ``count[j]`` are valid in row j (0 = none).  Never called for drafts
+        that were rejected, so nothing has to be rolled back."""
+
+
+class Sampler(Processor):
+    """Draws one token per row.  The only randomness is ``minivllm.core.sampling.noise``(seed, position, sample, lane), so
+    a draw is a function of (logits, seed, position, sample) alone."""
+
+    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+        """A sampler only draws."""
+
+    @abstractmethod
+    def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+        """Write ``out.tokens``; ``logits`` float32 [N, V] may be overwritten.  -inf is never drawn."""

@@ -1,0 +1,98 @@
+"""The scheduler seam: an order and a victim.  Budgets, blocks, overlap and placeholders stay in the engine.
+
+A policy sees read-only columns (numpy arrays of equal length, one entry a sequence) and returns indices into them, so it
+can be slow or unfair but never wrong.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+API = (1, 0)
+
+
+@dataclass(frozen=True)
+class QueueView:
+    """Columns over some sequences.  Times are seconds on the engine's monotonic clock; lengths are tokens."""
+
+    id: np.ndarray  # i64 engine-wide number of the sequence
+    arrival: np.ndarray  # f64
+    prompt: np.ndarray  # i32 prompt length
+    known: np.ndarray  # i32 prompt + generated (or promised) tokens
+    computed: np.ndarray  # i32 tokens whose keys and values are in the cache (or on their way)
+    cached: np.ndarray  # i32 tokens that a prefix hit would give; fresh only for the window handed to ``order``
+    predicted_out: np.ndarray  # i32 output tokens expected (max_tokens where nothing better is known)
+    max_out: np.ndarray  # i32
+    priority: np.ndarray  # i32, smaller is more urgent (as in vLLM)
+    tenant: np.ndarray  # i32 number of the tenant's name
+    ttft_due: np.ndarray  # f64 when the first token is due, inf = no target
+    tpot_due: np.ndarray  # f64 when the next token is due, inf = no target
+    preempted: np.ndarray  # i32 how often
+    blocks: np.ndarray  # i32 blocks held over all KV groups
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    def take(self, index: np.ndarray) -> QueueView:
+        return QueueView(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class Load:
+    """The engine's state in a few numbers, for ``shape``."""
+
+    waiting: int
+    running: int
+    prefilling: int  # running rows that still have prompt to compute
+    free_blocks: int  # of the scarcest KV group, evictable ones included
+    total_blocks: int
+    token_budget: int
+    oldest_wait: float  # seconds the oldest waiting request has waited
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What kind of step is wanted.  ``mix``: decodes first, the rest of the budget to prefill.  ``prefill_first``: while
+    anything can prefill, a step holds prefill only.  ``static``: nothing is admitted until all running rows ended.
+    ``prefill_cap`` limits prefill tokens of the step; before ``hold_until`` (clock) nothing new is admitted."""
+
+    kind: str = "mix"
+    prefill_cap: int | None = None
+    hold_until: float = 0.0
+
+
+@dataclass(frozen=True)
+class SchedulerContext:
+    """What a policy is told when it is made."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block: int
+
+
+class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is first come, first served)
+    """Order and victim.  ``window`` waiting sequences at most are shown to ``order``."""
+
+    window: int = 256
+
+    def __init__(self, options: Any, ctx: SchedulerContext) -> None:
+        self.options, self.ctx = options, ctx
+
+    def key(self, new: QueueView) -> np.ndarray:
+        """Sort key f64 [n] given once, on arrival or requeue; smaller goes first.  Ageing is static in it."""
+        return new.arrival
+
+    def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
+        """Indices i32 into ``head`` in the order wanted; what is left out waits.  Not called unless overridden."""
+        return np.arange(len(head), dtype=np.int32)
+
+    def shape(self, load: Load, now: float) -> StepShape:
+        return StepShape()
+
+    def victim(self, candidates: QueueView, need: int) -> int:
+        """Index of the running sequence to preempt for ``need`` blocks.  Protected ones are not among the candidates."""
+        return int(np.argmax(candidates.arrival + 1e-9 * candidates.id))

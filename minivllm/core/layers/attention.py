@@ -1,0 +1,39 @@
+"""The attention layer: between the projections of a model and the attention back end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, QKPre
+from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.quantizer import Shard
+
+from .module import Module, check_shape, fill
+
+
+class AttentionLayer(Module):
+    """q [T, heads * dim_qk], k [T, kv_heads * dim_qk], v [T, kv_heads * dim_v] -> [T, heads * dim_v] (local heads)."""
+
+    def __init__(self, name: str, layer: AttnLayer, backend: AttentionBackend, device: str, shard: Shard) -> None:
+        super().__init__(name)
+        self.layer, self.backend, self.shard = layer, backend, shard
+        if layer.spec.sinks:
+            layer.sinks = self.tensors["sinks"] = torch.empty(layer.spec.heads, dtype=torch.float32, device=device)
+
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        return {("", name): (self.layer.spec.heads * self.shard.size,) for name in self.tensors}
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        check_shape(tensor, (self.layer.spec.heads * self.shard.size,))
+        fill(self.tensors[param], tensor.chunk(self.shard.size)[self.shard.rank])
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors, pre: QKPre | None = None) -> Tensor:
+        spec, tokens = self.layer.spec, q.shape[0]
+        q = q.view(tokens, spec.heads, spec.dim_qk)
+        k = k.view(tokens, spec.kv_heads, spec.dim_qk)
+        v = v.view(tokens, spec.kv_heads, spec.dim_v)
+        q = self.backend.write(self.layer, q, k, v, step.meta, pre)
+        out = q.new_empty(tokens, spec.heads, spec.dim_v)
+        self.backend.forward(self.layer, q, step.meta, out)
+        return out.view(tokens, spec.heads * spec.dim_v)

@@ -1,0 +1,110 @@
+"""Linear layers: merged parts, tensor parallelism after Megatron-LM (arXiv:1909.08053), and the unquantized weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
+from minivllm.errors import ModelError, PluginError
+
+from .matmul import matmul, pack
+from .module import Module, check_shape, fill
+
+
+def part_rows(info: ModuleInfo, part: str) -> slice:
+    """Where the output rows of a part lie in the merged weight."""
+    start = 0
+    for name, rows in info.parts:
+        if name == part:
+            return slice(start, start + rows)
+        start += rows
+    raise KeyError(f"{info.name} has no part {part!r}")
+
+
+def no_adapter(scheme: WeightScheme, adapter: Any) -> None:
+    if adapter is not None:
+        raise PluginError(f"{type(scheme).__name__} applies no adapters: want adapter=None")
+
+
+class Dense(WeightScheme):
+    """The unquantized weight [out, in] in the activations' dtype."""
+
+    def __init__(self, info: ModuleInfo) -> None:
+        self.info = info
+        shape = (info.out_features, info.in_features)
+        self.weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
+        self.tensors = {"weight": self.weight}
+        self.packed: Tensor | None = None
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": tuple(self.weight.shape)}
+
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        fill(self.weight[part_rows(self.info, part)], tensor)
+
+    def finish(self) -> None:
+        self.packed = pack(self.weight)
+
+    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
+        no_adapter(self, adapter)
+        return matmul(x, self.weight, self.packed) if out is None else torch.mm(x, self.weight.t(), out=out)
+
+
+class Linear(Module):
+    """y = x W^T (+ b): x [T, in] -> [T, out], both this process's share.
+
+    ``split="column"`` cuts the outputs of every part over the processes, ``"row"`` the inputs; a row-split layer sums
+    its result over ``group`` (one all-reduce) and then adds the bias once.
+    """
+
+    def __init__(self, info: ModuleInfo, scheme: WeightScheme, group: Any = None) -> None:
+        super().__init__(info.name)
+        self.info, self.scheme, self.group = info, scheme, group
+        self.reduce = info.split == "row" and info.shard.size > 1
+        self.tensors = dict(scheme.tensors)
+        self.bias: Tensor | None = None
+        if info.bias:
+            self.bias = torch.empty(info.out_features, dtype=getattr(torch, info.dtype), device=info.device)
+            self.tensors["bias"] = self.bias
+
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        info, size = self.info, self.info.shard.size
+        inputs = info.in_features * (size if info.split == "row" else 1)
+        local = (info.out_features, info.in_features)
+        want: dict[tuple[str, str], tuple[int, ...] | None] = {}
+        for part, rows in info.parts:
+            outputs = rows * (size if info.split == "column" else 1)
+            for param, shape in self.scheme.params().items():
+                want[part, param] = (outputs, inputs) if tuple(shape) == local else None
+            if info.bias:
+                want[part, "bias"] = (outputs,)
+        return want
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        info, size = self.info, self.info.shard.size
+        if param == "bias" and self.bias is not None:
+            rows = part_rows(info, part)
+            cut = size if info.split == "column" else 1
+            check_shape(tensor, ((rows.stop - rows.start) * cut,))
+            fill(self.bias[rows], tensor.chunk(cut)[info.shard.rank if cut > 1 else 0])
+            return
+        try:
+            mine = self.scheme.slice(param, tensor, info.split, info.shard)
+        except IndexError:
+            raise ModelError(f"shape {list(tensor.shape)} cannot be cut over {size} processes") from None
+        if mine.numel() not in (tensor.numel(), tensor.numel() // size):
+            raise ModelError(f"shape {list(tensor.shape)} cannot be cut evenly over {size} processes")
+        self.scheme.load(param, mine, part)
+
+    def finish(self) -> None:
+        self.scheme.finish()
+        self.tensors.update(self.scheme.tensors)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.scheme.apply(x)
+        if self.reduce:
+            torch.distributed.all_reduce(y, group=self.group)
+        return y if self.bias is None else y.add_(self.bias)

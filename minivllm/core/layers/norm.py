@@ -1,0 +1,26 @@
+"""RMSNorm (arXiv:1910.07467) with the residual addition that precedes it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .module import Module
+
+
+class RMSNorm(Module):
+    """``norm(x, residual) -> (y, residual)``: adds x [T, dim] to the residual stream, which y normalises.
+
+    The statistics are float32 whatever the dtype.  Without a residual x itself begins the stream.
+    """
+
+    def __init__(self, name: str, dim: int, eps: float, dtype: torch.dtype, device: str) -> None:
+        super().__init__(name)
+        self.eps = eps
+        self.weight = torch.empty(dim, dtype=dtype, device=device)
+        self.tensors = {"weight": self.weight}
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        residual = x if residual is None else x + residual
+        return F.rms_norm(residual, self.weight.shape, self.weight, self.eps), residual

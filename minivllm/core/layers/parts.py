@@ -1,0 +1,118 @@
+"""The building blocks handed to ``ModelArch.build``: quantization, tensor parallelism and the back end are inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnSpec
+from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard
+from minivllm.errors import ModelError
+
+from .attention import AttentionLayer
+from .embedding import Embedding, LMHead, TiedLMHead
+from .linear import Dense, Linear
+from .module import Module
+from .norm import RMSNorm
+from .rotary import rotary_tables
+
+ALONE = Shard()
+
+
+class Parts:
+    """Makes modules and remembers them: ``modules`` by name for the loader, ``layers`` for the KV cache.
+
+    A model gives full sizes everywhere; this process's share is taken here.  ``groups`` names the layers of each KV
+    group; without it layers of equal geometry form one, in the order they come.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        dtype: str | torch.dtype,
+        quantizer: Quantizer,
+        backend: AttentionBackend,
+        shard: Shard = ALONE,
+        group: Any = None,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.device, self.shard, self.group = str(device), shard, group
+        self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        self.quantizer, self.backend = quantizer, backend
+        self.modules: dict[str, Module] = {}
+        self.layers: list[AttnLayer] = []  # layers[i].index == i
+        self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
+        self._geometries: list[tuple] = []
+        self._tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def _add(self, module: Any) -> Any:
+        if module.name in self.modules:
+            raise ValueError(f"two modules are named {module.name!r}")
+        self.modules[module.name] = module
+        return module
+
+    def _share(self, n: int, what: str) -> int:
+        if n % self.shard.size:
+            raise ModelError(f"{what}={n} cannot be split over {self.shard.size} processes: want a divisor of {n}")
+        return n // self.shard.size
+
+    def _info(self, name: str, kind: str, inp: int, parts: Sequence[tuple[str, int]], **more: Any) -> ModuleInfo:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, shard=self.shard, **more)
+
+    def heads(self, n: int) -> int:
+        """This process's share of n heads.  ModelError if they cannot be split evenly."""
+        return self._share(n, "heads")
+
+    def linear(
+        self, name: str, inp: int, parts: Sequence[tuple[str, int]], *, bias: bool = False, split: str | None = None
+    ) -> Linear:
+        """``parts``: (name, outputs) stacked in one matrix; ``split`` None, "column" (outputs) or "row" (inputs)."""
+        if split == "column":
+            parts = [(part, self._share(rows, f"{name}.{part} outputs")) for part, rows in parts]
+        elif split == "row":
+            inp = self._share(inp, f"{name} inputs")
+        elif split is not None:
+            raise ValueError(f"split={split!r}: want None, 'column' or 'row'")
+        info = self._info(name, "linear", inp, parts, bias=bias, split=split)
+        return self._add(Linear(info, self.quantizer.scheme(info) or Dense(info), self.group))
+
+    def embedding(self, name: str, rows: int, dim: int) -> Embedding:
+        return self._add(Embedding(name, rows, dim, self.dtype, self.device))
+
+    def lm_head(self, name: str, inp: int, vocab: int, tied: Embedding | None = None) -> LMHead | TiedLMHead:
+        """``tied``: the embedding whose weight it shares, made before it."""
+        info = self._info(name, "lm_head", inp, [("", vocab)])
+        scheme = self.quantizer.scheme(info)
+        if tied is not None:
+            return self._add(TiedLMHead(info, tied, scheme))
+        return self._add(LMHead(info, scheme or Dense(info)))
+
+    def norm(self, name: str, dim: int, eps: float) -> RMSNorm:
+        return self._add(RMSNorm(name, dim, eps, self.dtype, self.device))
+
+    def attention(self, index: int, spec: AttnSpec) -> AttentionLayer:
+        """Layer ``index`` (0, 1, ... in order); ``spec`` is the whole model's, ``layers`` keeps the local share."""
+        if index != len(self.layers):
+            raise ValueError(f"attention layer {index} made after {len(self.layers)} others: want them in order")
+        if self._group_of is None:
+            if spec.geometry not in self._geometries:
+                self._geometries.append(spec.geometry)
+            group = self._geometries.index(spec.geometry)
+        else:
+            group = self._group_of[index]
+        local = replace(spec, heads=self.heads(spec.heads), kv_heads=self.heads(spec.kv_heads))
+        layer = AttnLayer(index, group, local)
+        self.layers.append(layer)
+        return self._add(AttentionLayer(f"layers.{index}.attn", layer, self.backend, self.device, self.shard))
+
+    def rotary(self, cfg: Any, dim: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for every position that the engine may ask for; made once per config and shared by the layers."""
+        key = (id(cfg), dim)
+        if key not in self._tables:
+            self._tables[key] = rotary_tables(cfg, dim, self.backend.ctx.max_len + 1, self.device)
+        return self._tables[key]

@@ -1,0 +1,350 @@
+"""Policy + token budget + blocks -> StepPlan.  Host only: numpy columns and the policy; no torch, no waiting.
+
+One rule: *computed tokens catch up with known tokens*.  A row whose next token is all that is missing decodes, any other
+computes a chunk of its prompt; decodes come first, the rest of the budget goes to chunks, then to newcomers::
+
+    budget 16 |d d d|p p p p p p|n n n n n n n|      d: one token each, p: a running row's chunk, n: admitted now
+
+A planned step counts as done: ``computed`` and ``known`` move ahead of the device, so the next step can be planned before
+the tokens of this one are seen.  Progress is provable: the oldest running row is never preempted, a request is accepted
+only if it fits alone, and a row that was preempted ``PROTECTED_AFTER`` times comes back with all the blocks that it needs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .admission import join_of, queue_view
+from .interfaces.plan import Delta, StepPlan, no_rows
+from .interfaces.scheduler import Load, SchedulerPolicy, StepShape
+from .request import FINISHED, RUNNING, WAITING
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+    from .request import Seq
+    from .slots import Slots
+
+PROTECTED_AFTER = 8
+MIX = StepShape()
+
+
+class Planner:
+    """Owns the queue of waiting sequences and decides each step."""
+
+    def __init__(self, slots: Slots, cache: KVCache, policy: SchedulerPolicy, max_tokens: int) -> None:
+        self.slots, self.cache, self.policy, self.max_tokens = slots, cache, policy, max_tokens
+        self.waiting: list[
+            tuple[float, int, Seq]
+        ] = []  # heap by (policy.key, id); entries of finished ones are skipped
+        self.n_waiting = 0
+        self.step_id, self.epoch = 0, 0
+        self.reserved = 0  # slots kept for branches that will fork
+        self.wake_at = 0.0  # clock before which a policy holds newcomers back; 0 = it does not
+        self.preemptions = 0
+        self.departed: dict[int, Seq] = {}  # by serial: sequences that left their slot with steps in flight
+        self.left: list[int] = []  # slots left since the last plan
+        self.chosen: list[tuple[int, int]] = []  # (slot, token) chosen on the host since the last plan
+        self._joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
+        self._forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
+        own = type(policy)
+        self._orders = own.order is not SchedulerPolicy.order
+        self._shapes = own.shape is not SchedulerPolicy.shape
+
+    # ---- the queue -----------------------------------------------------------------------------------------------
+
+    def add(self, seq: Seq) -> None:
+        """Queue a sequence (new, or preempted and at rest)."""
+        key = float(self.policy.key(queue_view([seq]))[0])
+        heapq.heappush(self.waiting, (key, seq.id, seq))
+        seq.status, seq.queued = WAITING, True
+        self.n_waiting += 1
+
+    def forget(self, seq: Seq) -> None:
+        """A waiting sequence has ended; its heap entry is skipped when it comes up."""
+        self.n_waiting -= seq.queued
+        seq.queued = False
+
+    def _head(self) -> Seq | None:
+        while self.waiting and self.waiting[0][2].status == FINISHED:
+            heapq.heappop(self.waiting)
+        return self.waiting[0][2] if self.waiting else None
+
+    def _candidates(self, now: float) -> list[Seq]:
+        """The waiting sequences that may be admitted now, in the policy's order (its window only)."""
+        if not self._orders:
+            head = self._head()
+            return [] if head is None else [head]
+        entries = []
+        while self._head() is not None and len(entries) < self.policy.window:
+            entries.append(heapq.heappop(self.waiting))
+        for e in entries:
+            heapq.heappush(self.waiting, e)
+        seqs = [e[2] for e in entries]
+        if not seqs:
+            return []
+        cached = np.array([len(self.cache.lookup(s)[0]) * self.cache.block for s in seqs], np.int32)
+        order = self.policy.order(queue_view(seqs, cached), self.slots.view(self.slots.running), now)
+        return [seqs[i] for i in dict.fromkeys(int(i) for i in order) if 0 <= i < len(seqs)]
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def next(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can run (all rows wait for results, or there is nothing to do)."""
+        s = self.slots
+        if not self._forks:  # a fork that the device has not heard of still reads its parent's row
+            s.free.extend(s.cooling)
+            s.cooling.clear()
+        shape = self.policy.shape(self._load(now), now) if self._shapes else MIX
+        self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
+        self._fork()
+        self.cache.trim(s.running)
+        decode, chunks, used = no_rows(), {}, 0
+        if shape.kind != "prefill_first":
+            decode = self._decode()
+            used = len(decode)
+        cap = self.max_tokens if shape.prefill_cap is None else shape.prefill_cap
+        budget = min(self.max_tokens - used, cap)
+        budget, decode = self._prefill(chunks, budget, decode)
+        if not self.wake_at and not (shape.kind == "static" and len(s.running)):
+            self._admit(chunks, budget, now)
+        if shape.kind == "prefill_first" and not chunks:
+            decode = self._decode()
+        return self._finish(decode, chunks)
+
+    def _need(self, run: np.ndarray) -> np.ndarray:
+        """Tokens that each row has to compute; 0 where it has to wait."""
+        s = self.slots
+        return (s.goal[run] - s.computed[run]) * (s.ready[run] & (s.known[run] < s.end[run]))
+
+    def _decode(self) -> np.ndarray:
+        """Rows that lack one token, with the blocks for it; preempts where there are none."""
+        s = self.slots
+        rows = s.running[self._need(s.running) == 1][: self.max_tokens]
+        missing = self.cache.missing(rows, s.computed[rows] + 1)
+        while missing.any() and not self.cache.can_take(missing):
+            lacking = rows[missing.any(axis=0)]
+            gone = self._make_room(
+                int(lacking[np.argmax(s.arrival[lacking] + 1e-9 * s.id[lacking])]), int(missing.sum())
+            )
+            keep = rows != gone
+            rows, missing = rows[keep], missing[:, keep]
+        if missing.any():
+            self.cache.grow(rows, missing)
+        return rows
+
+    def _make_room(self, requester: int, need: int) -> int:
+        """Preempt one row for ``need`` blocks.  Returns the slot that leaves the step: the victim, or the requester if it
+        must go back, or (oldest or protected, with nobody left to preempt) only wait."""
+        s, run = self.slots, self.slots.running
+        oldest = run[np.argmin(s.id[run])]
+        candidates = run[(run != oldest) & (s.preempted[run] < PROTECTED_AFTER)]
+        if len(candidates):
+            victim = int(candidates[self._victim(candidates, need)])
+        elif requester != oldest and s.preempted[requester] < PROTECTED_AFTER:
+            victim = requester
+        else:
+            return requester
+        self.preempt(victim)
+        return victim
+
+    def _victim(self, candidates: np.ndarray, need: int) -> int:
+        index = int(self.policy.victim(self.slots.view(candidates), need))
+        return min(max(index, 0), len(candidates) - 1)
+
+    def preempt(self, slot: int) -> None:
+        """Send a running row back to the queue: blocks freed, tokens kept (recompute).  It is queued again once its
+        steps in flight have come back (see ``Publisher``)."""
+        seq = self.slots.seq[slot]
+        seq.preempted += 1
+        self.preemptions += 1
+        self.leave(slot)
+        seq.status = WAITING
+        if not seq.in_flight:
+            self.add(seq)
+
+    def leave(self, slot: int) -> None:
+        """A row's stay ends: its blocks are free for steps that are planned from now on (those in flight run before)."""
+        seq = self.slots.seq[slot]
+        if self.slots.forking[slot]:
+            self.reserved -= len(seq.branches)
+        self.cache.release(slot)
+        self.slots.leave(slot)
+        self.left.append(slot)
+        if seq.in_flight:
+            self.departed[seq.serial] = seq
+
+    def _prefill(self, chunks: dict[int, int], budget: int, decode: np.ndarray) -> tuple[int, np.ndarray]:
+        """Chunks for running rows that lack more than one token.  Only the oldest preempts for them; others wait."""
+        s = self.slots
+        need = self._need(s.running)
+        rows, need = s.running[need > 1], need[need > 1]
+        if not len(rows):
+            return budget, decode
+        oldest = int(s.running[np.argmin(s.id[s.running])])
+        for slot, want in zip(rows.tolist(), need.tolist(), strict=True):
+            if budget <= 0:
+                break
+            if s.seq[slot] is None:
+                continue  # preempted for the oldest a moment ago
+            chunk = self._room(slot, min(want, budget))
+            while not chunk and slot == oldest:
+                gone = self._make_room(slot, 1)
+                if gone == slot:
+                    break
+                decode = decode[decode != gone]
+                budget += chunks.pop(gone, 0)
+                chunk = self._room(slot, min(want, budget))
+            if chunk:
+                chunks[slot] = chunk
+                budget -= chunk
+        return budget, decode
+
+    def _room(self, slot: int, chunk: int) -> int:
+        """Take blocks for as much of a chunk as there is room for; returns the tokens that fit."""
+        s = self.slots
+        have = int(s.blocks[:, slot].min()) * s.block - int(s.computed[slot])
+        chunk = min(chunk, have + self.cache.available * s.block)
+        if chunk <= 0:
+            return 0
+        row = np.array([slot], np.int32)
+        self.cache.grow(row, self.cache.missing(row, s.computed[row] + chunk))
+        return chunk
+
+    # ---- newcomers -----------------------------------------------------------------------------------------------
+
+    def _admit(self, chunks: dict[int, int], budget: int, now: float) -> None:
+        s = self.slots
+        while self.n_waiting and budget > 0:
+            admitted = 0
+            for seq in self._candidates(now):
+                if budget <= 0 or not self._enter(seq):
+                    return  # nobody overtakes the first that has no room
+                admitted += 1
+                want = int(s.goal[seq.slot] - s.computed[seq.slot])
+                if want:
+                    chunks[seq.slot] = self._room(seq.slot, min(want, budget))
+                    budget -= chunks[seq.slot]
+            if not admitted:
+                return
+
+    def _enter(self, seq: Seq) -> bool:
+        """Give a waiting sequence a slot and its prefix hit if all that it knows has room; False leaves it waiting."""
+        s = self.slots
+        if len(s.free) - self.reserved < 1 + len(seq.branches):
+            return False
+        hit = self.cache.lookup(seq)
+        protected = seq.preempted >= PROTECTED_AFTER
+        upto = seq.request.end if protected else seq.known
+        spare = 0 if protected or not len(s.running) else 1 + len(s.running) // 8
+        for pool, blocks in zip(self.cache.pools, hit, strict=True):
+            own = blocks[blocks > 0]
+            room = pool.available - int((pool.ref[own] == 0).sum())
+            if self.cache.blocks_for(upto) - len(blocks) + spare > room:
+                return False
+        self._remove(seq)
+        slot = s.enter(seq)
+        seq.status = RUNNING
+        seq.request.cached_tokens = max(seq.request.cached_tokens, len(hit[0]) * s.block)
+        self.cache.adopt(slot, hit)
+        if protected:
+            row = np.array([slot], np.int32)
+            self.cache.grow(row, self.cache.missing(row, np.array([upto])))
+        if seq.branches:
+            self.reserved += len(seq.branches)
+            s.forking[slot], s.goal[slot] = True, s.prompt[slot] - 1
+        self._joins.append((slot, seq))
+        return True
+
+    def _remove(self, seq: Seq) -> None:
+        """Take an admitted sequence out of the queue."""
+        self.n_waiting -= 1
+        seq.queued = False
+        if self.waiting and self.waiting[0][2] is seq:
+            heapq.heappop(self.waiting)
+        else:  # a policy admitted from within its window
+            at = next(i for i, e in enumerate(self.waiting) if e[2] is seq)
+            self.waiting[at] = self.waiting[-1]
+            self.waiting.pop()
+            heapq.heapify(self.waiting)
+
+    def _fork(self) -> None:
+        """Parents whose prompt is computed but for its last token get their branches, which share its blocks."""
+        s = self.slots
+        for slot in s.running[s.forking[s.running]].tolist():
+            seq = s.seq[slot]
+            at = int(s.computed[slot])
+            if at < s.goal[slot]:
+                continue
+            copies = np.full((len(self.cache.pools), 1), len(seq.branches) * (at % s.block > 0))
+            room = True
+            while room and not self.cache.can_take(copies):
+                room = slot == s.running[np.argmin(s.id[s.running])] and self._make_room(slot, 1) != slot
+            if not room:
+                continue
+            self.reserved -= len(seq.branches)
+            for branch in seq.branches:
+                child = s.enter(branch)
+                branch.status = RUNNING
+                self.cache.fork(slot, child, at)
+                self._forks.append((slot, child, branch))
+            seq.branches = []
+            s.forking[slot], s.goal[slot] = False, s.known[slot]
+
+    # ---- the plan ------------------------------------------------------------------------------------------------
+
+    def _finish(self, decode: np.ndarray, chunks: dict[int, int]) -> StepPlan | None:
+        s = self.slots
+        slots, q_len = decode, np.ones(len(decode), np.int32)
+        if chunks:
+            slots = np.concatenate([decode, np.fromiter(chunks, np.int32, len(chunks))])
+            q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
+            order = np.argsort(q_len > 1, kind="stable")
+            slots, q_len = slots[order], q_len[order]
+        if not len(slots):
+            return None
+        delta = self._delta()
+        computed = s.computed[slots]
+        s.computed[slots] = after = computed + q_len
+        s.flying[slots] += 1
+        samples = np.flatnonzero(after == s.known[slots]).astype(np.int32)
+        drawn = slots[samples]
+        late, host = s.late[drawn], s.host[drawn]
+        s.known[drawn] += ~host
+        s.goal[drawn] = s.known[drawn]
+        s.ready[drawn] = ~(late | host)
+        self.step_id += 1
+        return StepPlan(
+            id=self.step_id, epoch=self.epoch, slots=slots, q_len=q_len, computed=computed, samples=samples,
+            topk=int(s.topk[drawn].max(initial=-1)), late=np.flatnonzero(late & ~host).astype(np.int32),
+            host=np.flatnonzero(host).astype(np.int32), delta=delta,
+        )  # fmt: skip
+
+    def _delta(self) -> Delta:
+        """Everything that the device has not heard of yet."""
+        s = self.slots
+        joins = [(slot, seq) for slot, seq in self._joins if s.seq[slot] is seq]
+        forks = [(parent, slot, b.sample) for parent, slot, b in self._forks if s.seq[slot] is b]
+        table, trim, copy = self.cache.changes()
+        delta = Delta(
+            join=join_of(joins, s) if joins else None,
+            leave=np.array(self.left, np.int32),
+            fork=np.array(forks, np.int32).reshape(-1, 3),
+            table=table,
+            trim=trim,
+            copy=copy,
+            token=np.array(self.chosen, np.int32).reshape(-1, 2),
+        )
+        self.left, self.chosen, self._joins, self._forks = [], [], [], []
+        return delta
+
+    def _load(self, now: float) -> Load:
+        s = self.slots
+        head = self._head()
+        return Load(
+            waiting=self.n_waiting, running=len(s.running), prefilling=int((self._need(s.running) > 1).sum()),
+            free_blocks=self.cache.available, total_blocks=min(p.total for p in self.cache.pools),
+            token_budget=self.max_tokens, oldest_wait=0.0 if head is None else max(0.0, now - head.request.arrival),
+        )  # fmt: skip

@@ -1,0 +1,199 @@
+"""StepResult -> sequences: tokens into the columns, ends, streams, prefix publication.  Vectorised over the rows; Python
+runs only for rows that ended, that somebody watches, or whose block has filled.
+
+A result may come for a row that has left its slot meanwhile (finished, aborted, preempted): the serial of its stay, noted
+when the step was planned, no longer matches the slot's, and the sequence is found in ``planner.departed``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .interfaces.plan import ENDED, EOS, FAILED, LENGTH, NAN, STOP_ID, StepPlan, StepResult
+from .request import FINISHED, WAITING, TokenLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .cache import KVCache
+    from .planner import Planner
+    from .request import Seq
+    from .slots import Slots
+
+
+@dataclass
+class Flight:
+    """A step in flight: its plan, and whose rows they were."""
+
+    plan: StepPlan
+    serial: np.ndarray  # i64 [R]
+    after: np.ndarray  # i32 [R] tokens with KV once the step has run
+
+
+class Publisher:
+    """``finish(seq, reason, stop_reason, error)`` is the engine's: it ends a sequence wherever it is."""
+
+    def __init__(self, slots: Slots, cache: KVCache, planner: Planner, finish: Callable[..., None]) -> None:
+        self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
+        self.tokens = self.overshoot = 0
+
+    def publish(self, flight: Flight, result: StepResult) -> None:
+        s, plan = self.slots, flight.plan
+        live = s.serial[plan.slots] == flight.serial
+        s.flying[plan.slots[live]] -= 1
+        step_error = next((e for e in result.errors if e.scope == "step"), None)
+        if step_error is not None:
+            self._fail_step(flight, live, step_error)
+            return
+        pick, slots = plan.samples, plan.slots[plan.samples]
+        at = flight.after[pick]
+        ok = live[pick] & (result.count > 0)
+        mine, pos = slots[ok], at[ok]
+        s.tokens[mine, pos] = result.tokens[ok]
+        s.collected[mine] = pos + 1
+        s.ready[mine] = True
+        self.tokens += int(ok.sum())
+        self._publish_blocks(flight, live)
+        if not live.all():
+            self._departed(flight, result, live)
+        ended = (result.flags & ENDED) != 0
+        busy = live[pick] & (ended | (s.watch[slots] & ok))
+        if busy.any():
+            for j in np.flatnonzero(busy).tolist():
+                seq = s.seq[slots[j]]
+                if seq is not None and seq.serial == flight.serial[pick[j]]:
+                    self._deliver(seq, result, j)
+        if len(plan.host):
+            self._choose(flight, result, live)
+
+    # ---- one row -------------------------------------------------------------------------------------------------
+
+    def _deliver(self, seq: Seq, result: StepResult, j: int) -> None:
+        """Hand a live row's new tokens to its sink and end it if it has ended."""
+        if result.count[j] and result.logprobs is not None and seq.request.params.logprobs is not None:
+            add_logprob(seq, result, j)
+        flags = int(result.flags[j])
+        if flags & (FAILED | NAN):
+            error = next((e for e in result.errors if j in e.rows), None)
+            message = "the model gave NaN or no finite logit" if error is None else f"{error.plugin}: {error.message}"
+            self.finish(seq, "error", error=message)
+            return
+        self.send(seq, _reason(flags, int(result.tokens[j])) if flags & ENDED else None)
+
+    def send(self, seq: Seq, ended: tuple[str, int | None] | None) -> None:
+        """New tokens of a sequence to its sink; ends it if it has ended or its text now holds a stop string."""
+        if seq.request.first_token is None:
+            seq.request.first_token = time.monotonic()
+        start = len(seq.request.prompt) + seq.published
+        if seq.slot >= 0:
+            ids = self.slots.tokens[seq.slot, start : self.slots.collected[seq.slot]].tolist()
+        else:
+            ids = seq.tokens[start : seq.known].tolist()
+        seq.published += len(ids)
+        stopped = seq.request.sink(seq, ids, ended) if seq.request.sink is not None else None
+        if stopped is not None:
+            self.finish(seq, "stop", stop_reason=stopped)
+        elif ended is not None:
+            self.finish(seq, *ended)
+
+    def _publish_blocks(self, flight: Flight, live: np.ndarray) -> None:
+        if not self.cache.prefix:
+            return
+        s, slots = self.slots, flight.plan.slots
+        full = live & (flight.after // s.block > s.published[slots])
+        for r in np.flatnonzero(full).tolist():
+            slot = int(slots[r])
+            self.cache.publish(slot, s.seq[slot], min(int(flight.after[r]), int(s.collected[slot])))
+
+    # ---- rows that have left -------------------------------------------------------------------------------------
+
+    def _departed(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
+        """Results for stays that ended: a preempted sequence keeps its token, all others drop theirs."""
+        plan = flight.plan
+        drawn = {int(r): j for j, r in enumerate(plan.samples.tolist())}
+        for r in np.flatnonzero(~live).tolist():
+            serial = int(flight.serial[r])
+            seq = self.planner.departed.get(serial)
+            j = drawn.get(r)
+            if j is not None and (seq is None or seq.status == FINISHED):
+                self.overshoot += 1
+            if seq is None:
+                continue
+            seq.in_flight -= 1
+            if seq.status == WAITING and j is not None and result.count[j]:
+                seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
+                seq.known += 1
+                self.tokens += 1
+                self._deliver(seq, result, j)
+            if not seq.in_flight:
+                del self.planner.departed[serial]
+                if seq.status == WAITING:
+                    self.planner.add(seq)
+
+    def _fail_step(self, flight: Flight, live: np.ndarray, error) -> None:
+        """No row of the step has a result: all its sequences end with the error (blocks unpublished)."""
+        named = f"{error.plugin}: {error.message}" if error.plugin else error.message
+        for r in range(len(flight.serial)):
+            serial = int(flight.serial[r])
+            seq = self.slots.seq[flight.plan.slots[r]] if live[r] else self.planner.departed.get(serial)
+            if seq is not None and not live[r]:
+                seq.in_flight -= 1
+                if not seq.in_flight:
+                    del self.planner.departed[serial]
+            if seq is not None and seq.status != FINISHED:
+                self.finish(seq, "error", error=f"the step failed: {named}")
+
+    # ---- rows whose token is chosen on the host ------------------------------------------------------------------
+
+    def _choose(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
+        s, plan = self.slots, flight.plan
+        for h, j in enumerate(plan.host.tolist()):
+            r = int(plan.samples[j])
+            if not live[r] or int(result.flags[j]) & ENDED:
+                continue
+            slot = int(plan.slots[r])
+            seq, n = s.seq[slot], int(s.known[slot])
+            width = result.logits.shape[1]
+            try:
+                token = int(seq.request.params.choose_fn(result.logits[h], s.tokens[slot, :n].tolist()))
+                if not 0 <= token < width:
+                    raise ValueError(f"it chose token {token}; want 0 to {width - 1}")
+            except Exception as e:  # the user's code: it ends its own request and nothing else
+                self.finish(seq, "error", error=f"choose_fn: {type(e).__name__}: {e}")
+                continue
+            s.tokens[slot, n] = token
+            s.known[slot] = s.goal[slot] = s.collected[slot] = n + 1
+            s.ready[slot] = True
+            self.tokens += 1
+            self.planner.chosen.append((slot, token))
+            flags = stop_flags(seq, token, n + 1)
+            self.send(seq, _reason(flags, token) if flags else None)
+
+
+def stop_flags(seq: Seq, token: int, known: int) -> int:
+    """The device's stop rule for one sequence on the host: ``token`` is the last of ``known``."""
+    r = seq.request
+    flags = 0
+    if known - 1 >= len(r.prompt) + r.params.min_tokens and token in r.stop_ids:
+        flags = EOS if token in r.eos_ids and not r.params.ignore_eos else STOP_ID
+    return flags | (LENGTH if known >= r.end else 0)
+
+
+def _reason(flags: int, token: int) -> tuple[str, int | None]:
+    if flags & EOS:
+        return "stop", None
+    if flags & STOP_ID:
+        return "stop", token
+    return "length", None
+
+
+def add_logprob(seq: Seq, result: StepResult, j: int) -> None:
+    """One more entry for the token of row j."""
+    lp, k = result.logprobs, seq.request.params.logprobs
+    chosen = float(lp.chosen[j])
+    seq.logprobs.append(TokenLogprobs(chosen, int(lp.rank[j]), lp.top_ids[j, :k].tolist(), lp.top[j, :k].tolist()))
+    seq.cumulative_logprob += chosen

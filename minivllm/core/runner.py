@@ -1,0 +1,335 @@
+"""StepPlan -> StepResult on one device.
+
+    delta ──► columns          FORWARD  gather ids by slot, layers, hidden states of the rows that draw
+                               SAMPLE   logits, processors, (late masks), draw, commit, stop flags, result ──► pinned memory
+
+FORWARD and SAMPLE are apart so that masks may arrive from the host between them.  A processor or sampler that raises ends
+the rows that bound it; a model or attention back end that raises fails the step.  Neither leaves this file as an exception.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from . import sampling
+from .build import build_worker
+from .interfaces.attention import AttnMeta
+from .interfaces.executor import Capacity
+from .interfaces.model import StepTensors
+from .interfaces.plan import FAILED, NAN, OVERSHOOT, LateInputs, LogProbs, StepError, StepPlan, StepResult
+from .interfaces.sampling import Draw, Processor, Rows
+from .state import DeviceState, ProcessorState
+
+if TYPE_CHECKING:
+    from .interfaces.executor import Wiring
+
+
+@dataclass
+class Running:
+    """A step between its submission and its collection."""
+
+    plan: StepPlan
+    hidden: torch.Tensor | None = None  # [N, H]
+    start: float = 0.0
+    device_ms: float = 0.0
+    sampled: bool = False
+    packed: torch.Tensor | None = None  # i32 [3, N] tokens, count, flags (host memory once ``event`` has passed)
+    logprobs: tuple[torch.Tensor, ...] | None = None
+    logits: torch.Tensor | None = None
+    errors: list[StepError] = field(default_factory=list)
+    event: Any = None
+    begun: Any = None
+
+    def finished(self) -> bool:
+        return self.sampled and (self.event is None or self.event.query())
+
+    def result(self) -> StepResult:
+        """Wait for the device and hand over the arrays."""
+        if self.event is not None:
+            try:
+                self.event.synchronize()
+                self.device_ms = self.begun.elapsed_time(self.event)
+            except RuntimeError as e:  # an asynchronous device fault shows here
+                self.packed, self.errors = None, [StepError("step", "device", str(e).splitlines()[0])]
+        plan = self.plan
+        n = len(plan.samples)
+        if self.packed is None:
+            packed = np.zeros((3, n), np.int32)
+        else:
+            packed = self.packed.numpy()
+        lp = None
+        if self.logprobs is not None:
+            chosen, rank, ids, top = (t.numpy() for t in self.logprobs)
+            lp = LogProbs(chosen, rank, ids, top)
+        return StepResult(
+            id=plan.id, epoch=plan.epoch, slots=plan.slots[plan.samples], tokens=packed[0], count=packed[1],
+            flags=packed[2].astype(np.uint8), logprobs=lp, errors=tuple(self.errors), device_ms=self.device_ms,
+            logits=None if self.logits is None else self.logits.numpy(),
+        )  # fmt: skip
+
+
+class Runner:
+    """The model, its KV cache and the columns of one device."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.wiring = wiring
+        self.worker = w = build_worker(wiring)
+        self.device, self.model, self.backend = w.device, w.model, w.backend
+        self.state = DeviceState(wiring.max_num_seqs, wiring.max_model_len, len(w.groups), wiring.block, w.device)
+        self.names = [name for name, _ in w.processors]
+        self.processors: list[Processor] = [made for _, made in w.processors]
+        self.sampler = self.processors[-1]
+        self.state.processors = [ProcessorState(p, wiring.max_num_seqs, w.device) for p in self.processors]
+        self._commits = [type(p).commit is not Processor.commit for p in self.processors]
+        self._poison: dict[int, StepError] = {}  # slots whose processors failed between steps
+        self._profiler: Any = None
+
+    def capacity(self) -> Capacity:
+        """What there is room for.  Unless the config says otherwise one step runs ahead on a GPU, none on a CPU."""
+        w, depth = self.worker, self.wiring.run_ahead
+        return Capacity(
+            blocks=tuple(w.num_blocks), block_bytes=tuple(w.block_bytes), vocab_size=w.vocab_size,
+            weight_bytes=w.weight_bytes, depth=depth if depth is not None else int(self.device.type == "cuda"),
+            notes=tuple(w.notes),
+        )  # fmt: skip
+
+    # ---- FORWARD -------------------------------------------------------------------------------------------------
+
+    def forward(self, plan: StepPlan) -> Running:
+        """Apply the delta and run the layers.  The hidden states of the drawing rows wait in the result."""
+        running = Running(plan, start=time.perf_counter())
+        if self.device.type == "cuda":
+            running.begun = torch.cuda.Event(enable_timing=True)
+            running.begun.record()
+        what = "delta"
+        try:
+            with torch.inference_mode():
+                self.state.apply(plan.delta, self.worker.caches)
+                self._take_tokens(plan)
+                what = "attention"
+                meta, step = self._step(plan)
+                self.backend.plan(meta, plan.graph)
+                what = "forward"
+                hidden = self.model(step)
+                if len(plan.samples):
+                    last = torch.from_numpy(np.cumsum(plan.q_len)[plan.samples] - 1).to(self.device)
+                    running.hidden = hidden if len(plan.samples) == hidden.shape[0] else hidden[last]
+        except Exception as e:  # whatever a model or a back end raises is the step's error, never the loop's end
+            self._fail(running, what, e)
+        return running
+
+    def _step(self, plan: StepPlan) -> tuple[AttnMeta, StepTensors]:
+        """The tensors of a step: one copy to the device, then gathers."""
+        state, r, block = self.state, len(plan.slots), self.wiring.block
+        q_len = plan.q_len
+        cu = np.zeros(r + 1, np.int64)
+        np.cumsum(q_len, out=cu[1:])
+        t = int(cu[-1])
+        row = np.repeat(np.arange(r), q_len)
+        position = plan.computed[row] + np.arange(t) - cu[row]
+        packed = np.concatenate([plan.slots, cu, q_len, plan.computed + q_len, row, position]).astype(np.int64)
+        slots, cu_t, q, kv_len, row_t, pos = state.to(packed).split([r, r + 1, r, r, t, t])
+        slot_of = slots[row_t]
+        ids = state.tokens[slot_of, pos].long()
+        groups = len(self.worker.groups)
+        slot_map = state.table[:, slot_of, pos // block].long() * block + pos % block
+        # A row that met its end on the device while this step was on its way writes to the null block.
+        slot_map = slot_map.masked_fill(state.stopped[slot_of], 0)
+        decode_rows = int((q_len == 1).sum())
+        meta = AttnMeta(
+            slots=slots, cu_q=cu_t.int(), q_len=q.int(), kv_len=kv_len.int().expand(groups, r), position=pos, row=row_t,
+            table=state.table, slot_map=slot_map, block=block, decode_rows=decode_rows, host_q_len=q_len,
+            host_kv_len=np.broadcast_to(plan.computed + q_len, (groups, r)),
+        )  # fmt: skip
+        return meta, StepTensors(ids, pos, meta)
+
+    def _take_tokens(self, plan: StepPlan) -> None:
+        """Tokens that the host chose: into the history, and to the processors as any accepted token."""
+        if not len(plan.delta.token):
+            return
+        slots_np = plan.delta.token[:, 0].astype(np.int64)
+        slots, tokens = self.state.to(slots_np), self.state.to(plan.delta.token[:, 1]).long()
+        position = self.state.known[slots]
+        self.state.tokens[slots, position] = tokens.int()
+        self.state.known[slots] = position + 1
+        rows = self._rows(slots, position, self.wiring.max_model_len)
+        errors: list[StepError] = []
+        self._commit(rows, slots_np, tokens, torch.ones_like(tokens), errors)
+        self._poison.update({int(slots_np[r]): e for e in errors for r in e.rows})
+
+    # ---- SAMPLE --------------------------------------------------------------------------------------------------
+
+    def sample(self, running: Running, late: LateInputs | None = None) -> None:
+        """Logits to tokens; commits them to the columns and starts the copy of the result."""
+        running.sampled = True
+        try:
+            if running.hidden is not None and not running.errors:
+                with torch.inference_mode():
+                    self._sample(running, late)
+        except Exception as e:
+            self._fail(running, "sampling", e)
+        if self.device.type == "cuda":
+            running.event = torch.cuda.Event(enable_timing=True)
+            running.event.record()
+        else:
+            running.device_ms = (time.perf_counter() - running.start) * 1e3
+        running.hidden = None
+
+    def _sample(self, running: Running, late: LateInputs | None) -> None:
+        plan, state = running.plan, self.state
+        slots_np = plan.slots[plan.samples].astype(np.int64)
+        position_np = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
+        slots, position = state.to(np.stack([slots_np, position_np]))
+        logits = self.model.logits(running.hidden).float()
+        raw = logits.clone() if plan.topk >= 0 else None
+        rows = self._rows(slots, position, int(position_np.max()))
+        if state.wants_min[slots_np].any():
+            sampling.suppress_stops(logits, position, state.min_end[slots], state.stop_ids[slots])
+        failed = np.zeros(len(slots_np), bool)
+        for j in [j for j, slot in enumerate(slots_np.tolist()) if slot in self._poison] if self._poison else ():
+            e = self._poison.pop(int(slots_np[j]))
+            running.errors.append(StepError(e.scope, e.plugin, e.message, (j,)))
+            failed[j] = True
+        for p in range(len(self.processors) - 1):
+            self._apply(p, logits, rows, slots_np, failed, running)
+        if late is not None:
+            sampling.apply_mask(logits, state.to(late.mask), state.to(plan.late).long())
+        if len(plan.host):
+            running.logits = self._host(logits[state.to(plan.host).long()])
+        bad = sampling.bad_rows(logits)
+        tokens = self._draw(logits, rows, slots_np, failed, running)
+        flags = sampling.stop_flags(
+            tokens, position, state.stop_ids[slots], state.n_eos[slots], state.min_end[slots], state.end[slots], bad
+        )
+        self._accept(running, slots_np, rows, tokens, flags.int(), failed)
+        if raw is not None:
+            running.logprobs = tuple(self._host(t) for t in sampling.logprobs_of(raw, tokens, plan.topk))
+
+    def _accept(self, running, slots_np, rows: Rows, tokens, flags, failed: np.ndarray) -> None:
+        """Write accepted tokens to the columns: not of rows that had ended, that failed, or whose token the host chooses."""
+        plan, state = running.plan, self.state
+        stopped = state.stopped[rows.slots]
+        accept = ~stopped
+        if failed.any():
+            flags = flags.masked_fill(state.to(failed), FAILED)
+        if len(plan.host):  # only a fault ends a row that waits for the host
+            host = torch.zeros_like(stopped)
+            host[state.to(plan.host).long()] = True
+            flags = torch.where(host, flags & (FAILED | NAN), flags)
+            accept &= ~host
+        accept &= (flags & (FAILED | NAN)) == 0
+        flags = torch.where(stopped, OVERSHOOT, flags)
+        count = accept.int()
+        old = state.tokens[rows.slots, rows.position]
+        state.tokens[rows.slots, rows.position] = torch.where(accept, tokens.int(), old)
+        state.known[rows.slots] = torch.where(accept, rows.position + 1, state.known[rows.slots])
+        state.stopped[rows.slots] = stopped | (flags != 0)
+        for row in self._commit(rows, slots_np, tokens, count, running.errors):
+            flags[row] = FAILED
+        running.packed = self._host(torch.stack([tokens.int(), count, flags]))
+
+    def _apply(self, p: int, logits, rows: Rows, slots_np, failed: np.ndarray, running: Running) -> None:
+        """Run one processor over the rows that bound it; if it raises, those rows fail and their logits are made harmless."""
+        held = self.state.processors[p]
+        on = held.active[slots_np] & ~failed
+        if not on.any():
+            return
+        every = bool(on.all())
+        index = None if every else torch.from_numpy(np.flatnonzero(on)).to(self.device)
+        part, sub = (logits, rows) if every else (logits[index], _pick(rows, index))
+        sub.variant = int(np.bitwise_or.reduce(held.variant[slots_np[on]]))
+        try:
+            self.processors[p].apply(part, sub, held.columns)
+        except Exception as e:
+            self._fail_rows(running, failed, np.flatnonzero(on), p, e)
+            part.zero_()
+        if not every:
+            logits[index] = part
+
+    def _draw(self, logits, rows: Rows, slots_np, failed: np.ndarray, running: Running) -> torch.Tensor:
+        held = self.state.processors[-1]
+        out = Draw(torch.zeros(len(slots_np), dtype=torch.int64, device=self.device))
+        rows.variant = int(np.bitwise_or.reduce(held.variant[slots_np]))
+        try:
+            self.sampler.draw(logits, rows, held.columns, out)
+        except Exception as e:
+            self._fail_rows(running, failed, np.flatnonzero(~failed), len(self.processors) - 1, e)
+        return out.tokens.clamp_(0, logits.shape[1] - 1)
+
+    def _commit(self, rows: Rows, slots_np, tokens, count, errors: list[StepError]) -> list[int]:
+        """Tell the processors of accepted tokens; returns the rows that failed at it (and stops them)."""
+        failed: list[int] = []
+        for p, processor in enumerate(self.processors):
+            if not self._commits[p]:
+                continue
+            on = self.state.processors[p].active[slots_np]
+            if not on.any():
+                continue
+            index = torch.from_numpy(np.flatnonzero(on)).to(self.device)
+            try:
+                processor.commit(
+                    tokens[index, None], count[index], _pick(rows, index), self.state.processors[p].columns
+                )
+            except Exception as e:
+                errors.append(_error("rows", self.names[p], e, np.flatnonzero(on)))
+                self.state.stopped[rows.slots[index]] = True
+                failed += np.flatnonzero(on).tolist()
+        return failed
+
+    def _rows(self, slots: torch.Tensor, position: torch.Tensor, longest: int) -> Rows:
+        s = self.state
+        return Rows(slots, position, s.prompt[slots], s.seed[slots], s.sample[slots], 0, s.tokens, longest)
+
+    # ---- results and faults --------------------------------------------------------------------------------------
+
+    def _host(self, t: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return t
+        pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+        return pinned.copy_(t, non_blocking=True)
+
+    def _fail_rows(self, running: Running, failed: np.ndarray, rows: np.ndarray, p: int, e: Exception) -> None:
+        failed[rows] = True
+        running.errors.append(_error("rows", self.names[p], e, rows))
+
+    def _fail(self, running: Running, what: str, e: Exception) -> None:
+        names = {"attention": self.wiring.parts["attention"].name, "forward": self.wiring.parts["model"].name}
+        running.errors = [_error("step", names.get(what, what), e, np.empty(0, int))]
+        running.hidden = None
+
+    def profile_start(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        cuda = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
+        self._profiler.__enter__()
+
+    def profile_stop(self, path: str) -> None:
+        if self._profiler is None:
+            raise RuntimeError("no profile is running; call start_profile first")
+        self._profiler.__exit__(None, None, None)
+        self._profiler.export_chrome_trace(path)
+        self._profiler = None
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        self.worker = self.model = self.backend = self.state = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _pick(rows: Rows, index: torch.Tensor) -> Rows:
+    return Rows(
+        rows.slots[index], rows.position[index], rows.prompt[index], rows.seed[index], rows.sample[index], rows.variant,
+        rows.tokens, rows.max_position,
+    )  # fmt: skip
+
+
+def _error(scope: str, plugin: str, e: Exception, rows: np.ndarray) -> StepError:
+    text = f"{type(e).__name__}: {e}".splitlines()[0][:400]
+    return StepError(scope, plugin, text, tuple(rows.tolist()))

@@ -1,0 +1,201 @@
+"""Weights into a model: safetensors files by the rules of its architecture, or random numbers (``dummy``).
+
+Every tensor of the checkpoint is used exactly once or known to be needless, and every parameter is filled; anything
+else is an error that names the tensor.  Files are memory-mapped and read tensor by tensor; pickles are never opened and
+nothing from the model's directory is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.errors import ModelError, suggest
+
+from .interfaces.model import Model, ModelArch, Rule
+from .layers.module import Module
+from .layers.parts import Parts
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")  # older checkpoints carry tables that are computed here
+PICKLES = ("*.bin", "*.pt", "*.pth")
+DUMMY_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint tensor goes."""
+
+    module: Module
+    part: str
+    param: str
+    shape: tuple[int, ...] | None  # full, before tensor-parallel slicing; None = the weight scheme checks it
+
+
+def build_model(arch: ModelArch, cfg: Any, parts: Parts) -> Model:
+    """The model with its memory taken and not yet filled.  ModelError on a config value that is not implemented."""
+    return arch.build(cfg, parts)
+
+
+def load_weights(
+    model_dir: str | Path, arch: ModelArch, cfg: Any, parts: Parts, load_format: str = "auto", seed: int = 0
+) -> None:
+    """Fill every module that ``parts`` made.  ``load_format`` "auto" and "safetensors" read ``model_dir``, "dummy"
+    draws random weights on the device from ``seed`` and reads no file.  ModelError if anything is missing, left over or
+    broken."""
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format={load_format!r}: want one of {', '.join(LOAD_FORMATS)}")
+    rules = arch.weights(cfg)
+    targets = find_targets(rules, parts)
+    with torch.no_grad():
+        if load_format == "dummy":
+            tensors = dummy_tensors(targets, parts, seed)
+        else:
+            tensors = checkpoint_tensors(Path(model_dir))
+        _fill(tensors, targets, rules, str(model_dir))
+        for module in parts.modules.values():
+            module.finish()
+
+
+def weight_bytes(parts: Parts) -> int:
+    """Bytes of all parameters on this process's device, shared ones once."""
+    tensors = {t.data_ptr(): t for m in parts.modules.values() for t in m.tensors.values()}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def find_targets(rules: Sequence[Rule], parts: Parts) -> dict[str, Target]:
+    """Checkpoint name -> target, for every parameter of every module.  ModelError if no rule or two rules fill one."""
+    targets: dict[str, Target] = {}
+    wanted = {(m.name, *key): shape for m in parts.modules.values() for key, shape in m.wanted().items()}
+    filled: set[tuple[str, str, str]] = set()
+    for rule in rules:
+        if rule.module is None:
+            continue
+        pattern = _pattern(rule.module)
+        for (name, part, param), shape in wanted.items():
+            match = pattern.fullmatch(name)
+            if not match or part != rule.part:
+                continue
+            source = rule.source.replace("{i}", match.groupdict().get("i", ""))
+            if (name, part, param) in filled:
+                raise ModelError(f"the architecture's rules fill {name}.{param} {part!r} twice: fix its weights()")
+            filled.add((name, part, param))
+            targets[f"{source}.{param}"] = Target(parts.modules[name], part, param, shape)
+    for name, part, param in wanted:
+        if (name, part, param) not in filled:
+            raise ModelError(f"no rule of the architecture fills {name}.{param} {part!r}: add one to its weights()")
+    return targets
+
+
+def _pattern(text: str) -> re.Pattern:
+    """A rule's name with ``{i}`` for one number, the same wherever it stands."""
+    first, *rest = re.escape(text).split(re.escape("{i}"))
+    return re.compile(first + "".join((r"(?P=i)" if n else r"(?P<i>\d+)") + piece for n, piece in enumerate(rest)))
+
+
+def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rules: Sequence[Rule], where: str) -> None:
+    known = [re.compile(_pattern(rule.source).pattern + r"\..+") for rule in rules if rule.module is None]
+    done: set[str] = set()
+    for name, tensor in tensors:
+        target = targets.get(name)
+        if target is None:
+            if BUFFERS.fullmatch(name) or any(pattern.fullmatch(name) for pattern in known):
+                continue
+            raise ModelError(
+                f"{where}: tensor {name!r} has no place in this architecture.{suggest(name, targets, 0.8)}"
+            )
+        if name in done:
+            raise ModelError(f"{where}: tensor {name!r} is there twice; want each tensor in one shard")
+        if target.shape is not None and tuple(tensor.shape) != target.shape:
+            raise ModelError(
+                f"{where}: tensor {name!r} has shape {list(tensor.shape)}, want {list(target.shape)}; "
+                "config.json and the weights do not belong together"
+            )
+        try:
+            target.module.load(target.part, target.param, tensor)
+        except ModelError as e:
+            raise ModelError(f"{where}: tensor {name!r}: {e}") from None
+        done.add(name)
+    missing = [name for name in targets if name not in done]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(
+            f"{where}: the checkpoint lacks {', '.join(missing[:3])}{more}; download it again or check config.json"
+        )
+
+
+def dummy_tensors(targets: dict[str, Target], parts: Parts, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Normal weights of standard deviation 0.02, norms of one, biases of zero; each depends on (seed, name) alone, so
+    it does not matter how many processes share the model."""
+    generator = torch.Generator(parts.device)
+    for name, target in targets.items():
+        if target.shape is None:
+            raise ModelError(f"load_format='dummy' cannot make {name}: want a quantizer that starts from plain weights")
+        tensor = torch.empty(target.shape, dtype=parts.dtype, device=parts.device)
+        if target.param == "bias":
+            tensor.zero_()
+        elif tensor.dim() == 1:
+            tensor.fill_(1)
+        else:
+            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU generator takes 32 bits of a seed
+            tensor.normal_(0, DUMMY_STD, generator=generator)
+        yield name, tensor
+
+
+def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every tensor in a Hugging Face directory, memory-mapped, file after file."""
+    from safetensors import SafetensorError, safe_open
+
+    for path, expected in checkpoint_files(folder):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                names = set(file.keys())
+                for name in expected or ():
+                    if name not in names:
+                        raise ModelError(
+                            f"{path}: lacks tensor {name!r}, which the index says is there; download it again"
+                        )
+                for name in file.keys():  # noqa: SIM118  (a handle, not a dict; in the order of the file)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise ModelError(f"{path}: not a whole safetensors file ({e}); download it again") from None
+
+
+def checkpoint_files(folder: Path) -> list[tuple[Path, list[str] | None]]:
+    """The files to read, each with the tensor names that the index promises of it (None: no index)."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model directory; want one with config.json and *.safetensors")
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return [(single, None)]
+    if not index.exists():
+        pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
+        if pickles:
+            raise ModelError(
+                f"{folder}: only pickled weights ({pickles[0]}), which are never opened; convert to safetensors"
+            )
+        shards = sorted(p.name for p in folder.glob("*.safetensors"))
+        hint = f"found {shards[0]} without {index.name}" if shards else "or use load_format='dummy'"
+        raise ModelError(f"{folder}: no model.safetensors and no {index.name}; {hint}")
+    shards_of: dict[str, list[str]] = {}
+    try:
+        for name, shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            shards_of.setdefault(shard, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+        raise ModelError(f"{index}: not an index of shards ({type(e).__name__}: {e}); download it again") from None
+    files: list[tuple[Path, list[str] | None]] = []
+    for shard, names in sorted(shards_of.items()):
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ModelError(f"{index}: shard {shard!r}: want the name of a .safetensors file in the same folder")
+        if not (folder / shard).exists():
+            raise ModelError(f"{folder}: shard {shard} is missing; download it again")
+        files.append((folder / shard, list(names)))
+    return files

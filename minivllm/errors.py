@@ -1,0 +1,61 @@
+"""Every error that minivllm raises on purpose: one line that says what is wrong, what was wanted and what to do.
+
+``exit_code`` is what the command line ends with: 2 configuration or command line, 3 model, 4 plug-in,
+5 environment (memory, port), 7 engine or worker died.  A request's own error never ends the engine.
+"""
+
+from __future__ import annotations
+
+
+class MinivllmError(Exception):
+    """Base of all errors raised on purpose; catching it never hides a bug."""
+
+    exit_code = 1
+
+
+class ConfigError(MinivllmError, ValueError):
+    """A configuration file, keyword or command line asks for something that does not exist or contradicts itself."""
+
+    exit_code = 2
+
+
+class RequestError(MinivllmError, ValueError):
+    """One request asks for something that cannot be served; ``param`` names the field.  Nobody else is touched."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelError(MinivllmError):
+    """A model directory is missing, broken, unsafe or of an architecture that no plug-in serves."""
+
+    exit_code = 3
+
+
+class PluginError(MinivllmError):
+    """A plug-in is unknown, ambiguous, unsuitable, broken, or was given wrong options."""
+
+    exit_code = 4
+
+
+class ResourceError(MinivllmError):
+    """The machine lacks something: memory, a device, a port."""
+
+    exit_code = 5
+
+
+class EngineDeadError(MinivllmError):
+    """The engine cannot go on (three failed steps in a row, or a dead worker); every request was told."""
+
+    exit_code = 7
+
+
+def suggest(word: str, known, cutoff: float = 0.6) -> str:
+    """`` Did you mean 'x'?`` for the nearest known word, or nothing.  Used wherever a name is refused."""
+    import difflib
+
+    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,173 @@
+"""Between a front door and the engine: prompts to requests, sequences to text, and the engine built from a config."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.core.request import Request, SamplingParams
+from minivllm.errors import RequestError
+from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText
+
+if TYPE_CHECKING:
+    from minivllm.config import Loaded
+    from minivllm.core.engine import Engine
+    from minivllm.core.request import Seq
+    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.wiring import Resolved
+
+
+@dataclass
+class StreamOutput:
+    """A piece of a stream: ``delta`` is the new text of sample ``index``, ``token_ids`` its new tokens.  The last piece of
+    a request has ``finished`` set and carries the whole ``output``."""
+
+    request_id: str
+    index: int
+    delta: str
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    finished: bool = False
+    output: RequestOutput | None = None
+
+
+def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
+    """Choose the parts, load the model, start the executor."""
+    from minivllm.core.build import make_processors
+    from minivllm.core.engine import Engine
+    from minivllm.registry import Catalog, build_part
+    from minivllm.text.tokenizer import configured_eos, load_tokenizer
+    from minivllm.wiring import resolve
+
+    config = loaded.engine
+    resolved = resolve(config, Catalog.discover(), loaded.origins)
+    model_dir = resolved.wiring.model_dir
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or model_dir)
+    eos_ids = tuple(configured_eos(Path(model_dir))) if tokenizer is None else tokenizer.eos_ids
+    wiring = replace(resolved.wiring, eos_ids=eos_ids)
+    parts = resolved.parts
+    executor = build_part("executor", parts["executor"])
+    capacity = executor.start(wiring)
+    engine = Engine(
+        wiring, executor, capacity,
+        policy=lambda ctx: build_part("scheduler", parts["scheduler"], ctx),
+        evictor=lambda ctx: build_part("evictor", parts["evictor"], ctx),
+        processors=make_processors(wiring, capacity.vocab_size),
+        strategies={p.name.rpartition("/")[2]: build_part("strategy", p) for p in resolved.strategies},
+        windows=resolved.windows, prefix_caching=config.enable_prefix_caching,
+        eos_ids=[i for i in eos_ids if i < capacity.vocab_size],
+    )  # fmt: skip
+    return engine, resolved, tokenizer
+
+
+class Tracked:
+    """A request with its text side.  ``stream``: called with a StreamOutput for each piece as it comes."""
+
+    def __init__(
+        self, prompt: Any, params: SamplingParams, tokenizer: Tokenizer | None, request_id: str | None = None,
+        stream: Callable[[StreamOutput], None] | None = None, done: Callable[[Tracked], None] | None = None,
+    ) -> None:  # fmt: skip
+        text, ids = read_prompt(prompt, tokenizer)
+        self.stream, self.done = stream, done
+        self.texts = [SequenceText(tokenizer, params, i) for i in range(params.n)]
+        self.engine: Engine | None = None
+        self.request = Request(request_id or uuid.uuid4().hex, ids, params, arrival=time.monotonic(), text=text)
+        self.request.watch = stream is not None or bool(params.stop)
+        self.request.sink, self.request.on_done = self._sink, self._done
+
+    def add_to(self, engine: Engine) -> None:
+        """RequestError if the engine refuses it."""
+        self.engine = engine
+        engine.add(self.request)
+
+    def _sink(self, seq: Seq, ids: list[int], ended: tuple[str, Any] | None) -> str | None:
+        text = self.texts[seq.sample]
+        logprobs = seq.logprobs[len(text.token_ids) :] if text.logprobs is not None else None
+        stop_token = ended is not None and ended[0] == "stop"
+        delta = text.feed(ids, ended is not None, stop_token=stop_token, logprobs=logprobs)
+        if ended is not None:
+            text.finish(*ended)
+        if self.stream is not None and (delta.used or delta.text):
+            new = ids[: delta.used]
+            self.stream(StreamOutput(self.request.id, seq.sample, delta.text, new, text.finish_reason))
+        return delta.stopped
+
+    def _done(self, request: Request) -> None:
+        for seq in request.sequences:
+            text = self.texts[seq.sample]
+            if text.finish_reason is None:  # aborted or failed: what was held back comes out
+                left = text.feed((), True)
+                text.finish(seq.finish_reason or "abort", seq.stop_reason)
+                if self.stream is not None and left.text:
+                    self.stream(StreamOutput(request.id, seq.sample, left.text, [], text.finish_reason))
+        if self.stream is not None:
+            reason = self.texts[0].finish_reason
+            self.stream(StreamOutput(request.id, 0, "", [], reason, True, self.output()))
+        if self.done is not None:
+            self.done(self)
+
+    def output(self) -> RequestOutput:
+        """The answer so far; complete once the request is done."""
+        r = self.request
+        outputs: list[CompletionOutput]
+        if r.finished is not None and self.engine is not None:
+            outputs = [self.texts[s.sample].output() for s in self.engine.answer(r)]
+        else:
+            outputs = [t.output() for t in self.texts]
+        error = next((s.error for s in r.sequences if s.error), None)
+        metrics = RequestMetrics(r.arrival, r.first_token, r.finished, r.cached_tokens)
+        return RequestOutput(r.id, r.text, r.prompt.tolist(), outputs, r.finished is not None, metrics, error)
+
+
+def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[str | None, np.ndarray]:
+    """(text, ids i32) of a prompt: a string, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``."""
+    text = None
+    if isinstance(prompt, Mapping):
+        ids = prompt.get("prompt_token_ids")
+        if ids is not None:
+            text, prompt = prompt.get("prompt"), ids
+        elif "prompt" in prompt:
+            prompt = prompt["prompt"]
+        else:
+            raise RequestError(
+                f"a prompt with the keys {sorted(map(str, prompt))}; want 'prompt' or 'prompt_token_ids'", "prompt"
+            )
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer; pass token ids or drop skip_tokenizer_init", "prompt")
+        text, prompt = prompt, tokenizer.encode(prompt)
+    array = np.asarray(prompt)
+    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+        raise RequestError(f"a prompt of {type(prompt).__name__}; want a string or a list of whole token ids", "prompt")
+    if array.size and (array.max() >= 2**31 or array.min() < -(2**31)):
+        raise RequestError("prompt: a token id does not fit 32 bits", "prompt")
+    return text, array.astype(np.int32)
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """A single prompt rather than a list of them."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
+    return bool(prompts) and isinstance(prompts, Sequence) and all(isinstance(p, (int, np.integer)) for p in prompts)
+
+
+def params_for(params: Any, n: int) -> list[SamplingParams]:
+    """One SamplingParams per prompt from one, a list of them, a mapping, or None."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, Mapping):
+        params = SamplingParams.make(**params)
+    if isinstance(params, SamplingParams):
+        return [params] * n
+    made = [SamplingParams.make(**p) if isinstance(p, Mapping) else p for p in params]
+    if len(made) != n:
+        raise RequestError(f"{len(made)} sampling_params for {n} prompts; want one, or one each", "sampling_params")
+    return made

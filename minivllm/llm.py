@@ -1,0 +1,169 @@
+"""The offline front door: prompts in, outputs back, the engine's loop run by the caller's thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minivllm.config import EngineConfig, Loaded, load_config
+from minivllm.core.request import SamplingParams
+from minivllm.errors import ConfigError, RequestError
+from minivllm.platform import prepare_environment
+
+if TYPE_CHECKING:
+    from minivllm.frontend import StreamOutput
+    from minivllm.text.outputs import RequestOutput
+
+
+def load(config: Any, options: Mapping[str, Any]) -> Loaded:
+    """A config (path, mapping, EngineConfig, Loaded or None) with options laid over it."""
+    if isinstance(config, Loaded):
+        if options:
+            raise ConfigError(f"options {sorted(options)} beside a loaded config; give them to load_config")
+        return config
+    if config is None or isinstance(config, Mapping):
+        return load_config(keywords={**(config or {}), **options})
+    if isinstance(config, EngineConfig):
+        return load_config(keywords={**config.model_dump(exclude_unset=True), **options})
+    if isinstance(config, (str, os.PathLike)):
+        return load_config([config], keywords=options)
+    raise ConfigError(f"config of type {type(config).__name__}; want a path, a mapping or an EngineConfig")
+
+
+def render_chat(tokenizer: Any, messages: Any, add_generation_prompt: bool = True) -> dict[str, Any]:
+    """A conversation as a prompt, by the model's chat template.  RequestError if there is none, or on bad messages."""
+    if tokenizer is None:
+        raise RequestError("chat needs a tokenizer; drop skip_tokenizer_init", "messages")
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt, tokenize=False)
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+class LLM:
+    """``LLM(model="pocket")``, ``LLM(config="exp.toml")``, ``LLM(model=..., attention="sdpa",
+    scheduler={"name": "fcfs", "options": {...}})``.  Options are the fields of ``EngineConfig``.
+
+    Use as a context manager or call ``close``; one thread at a time (``AsyncLLM`` serves many).
+    """
+
+    def __init__(self, model: Any = None, *, config: Any = None, **options: Any) -> None:
+        if model is not None:
+            options["model"] = model
+        self._loaded = load(config, options)
+        prepare_environment()
+        from minivllm.frontend import build_engine
+
+        self.config = self._loaded.engine
+        self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
+
+    # ---- generation ----------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Complete prompts: a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these; one SamplingParams
+        or one each.  Outputs come in the order of the prompts.  RequestError (and nothing is run) if one is refused; a
+        request that fails later has finish_reason "error" and says why in ``error``."""
+        from minivllm.frontend import Tracked, is_one_prompt, params_for
+
+        items = [prompts] if is_one_prompt(prompts) else list(prompts)
+        params = params_for(self._default(sampling_params), len(items))
+        bar = _bar(len(items), use_tqdm)
+        tracked = [
+            Tracked(p, sp, self.tokenizer, done=lambda t: bar.update(1)) for p, sp in zip(items, params, strict=True)
+        ]
+        with bar:
+            self._run(tracked)
+        return [t.output() for t in tracked]
+
+    def chat(
+        self, messages: Any, sampling_params: Any = None, use_tqdm: bool = True, add_generation_prompt: bool = True
+    ) -> list[RequestOutput]:
+        """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of them, through the chat template."""
+        many = bool(messages) and isinstance(messages, Sequence) and all(isinstance(m, (list, tuple)) for m in messages)
+        conversations = messages if many else [messages]
+        return self.generate(
+            [render_chat(self.tokenizer, m, add_generation_prompt) for m in conversations], sampling_params, use_tqdm
+        )
+
+    def stream(self, prompt: Any, sampling_params: Any = None) -> Iterator[StreamOutput]:
+        """Pieces of one answer as its tokens come; leaving the loop early aborts the request."""
+        from minivllm.frontend import Tracked, params_for
+
+        pieces: list[StreamOutput] = []
+        tracked = Tracked(
+            prompt, params_for(self._default(sampling_params), 1)[0], self.tokenizer, stream=pieces.append
+        )
+        tracked.add_to(self.engine)
+        return self._pieces(tracked, pieces)
+
+    def chat_stream(self, messages: Any, sampling_params: Any = None) -> Iterator[StreamOutput]:
+        return self.stream(render_chat(self.tokenizer, messages), sampling_params)
+
+    def _pieces(self, tracked: Any, pieces: list[StreamOutput]) -> Iterator[StreamOutput]:
+        try:
+            while pieces or tracked.request.finished is None:
+                if not pieces:
+                    self.engine.step()
+                for piece in pieces:
+                    yield piece
+                pieces.clear()
+        finally:
+            self.engine.abort(tracked.request.id)
+
+    def _default(self, params: Any) -> Any:
+        """The ``[sampling]`` table of the config file where the call gives nothing."""
+        return SamplingParams.make(**self._loaded.sampling) if params is None else params
+
+    def _run(self, tracked: list[Any]) -> None:
+        added = []
+        try:
+            for t in tracked:
+                t.add_to(self.engine)
+                added.append(t)
+            while any(t.request.finished is None for t in tracked) and self.engine.busy:
+                self.engine.step()
+        except BaseException:  # refused, interrupted or dead: nothing of this call stays behind
+            for t in added:
+                self.engine.abort(t.request.id)
+            raise
+
+    # ---- care ----------------------------------------------------------------------------------------------------
+
+    def explain(self, seam: str | None = None, all: bool = False) -> str:
+        """What was wired and why."""
+        return self.resolved.explain(seam, all)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of requests, tokens and blocks, and median milliseconds of each part of a step."""
+        return self.engine.stats()
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """The steps so far, part by part, as a Chrome trace."""
+        self.engine.clock.chrome_trace(path)
+
+    def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    def start_profile(self) -> None:
+        """Begin a torch profiler trace of everything the executor runs."""
+        self.engine.executor.call("profile_start")
+
+    def stop_profile(self, path: str | os.PathLike[str] = "minivllm-profile.json") -> str:
+        """End it and write a Chrome trace; returns the path."""
+        self.engine.executor.call("profile_stop", {"path": os.fspath(path)})
+        return os.fspath(path)
+
+    def close(self) -> None:
+        """Give the memory back; idempotent."""
+        self.engine.stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _bar(total: int, show: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="requests", dynamic_ncols=True, disable=not show)

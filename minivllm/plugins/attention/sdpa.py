@@ -1,0 +1,312 @@
+"""Attention by torch's scaled_dot_product_attention over keys and values gathered from the cache: the reference.
+
+It runs on any device and in any dtype.  The rows of a step are cut into a few *batches*; each gathers the cache slots
+of its keys and attends in one call.  What a batch needs (slots, masks) is made once per step by the first layer of each
+KV group and shared by the others through ``meta.work``.  Only slots below a row's length are gathered: padding repeats
+the row's last token, so what foreign or stale slots hold, NaN included, cannot reach a result.
+
+Sinks, soft caps and log-sum-exp take an explicit softmax in float32 instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttentionBackend, AttentionContext, AttnLayer, AttnMeta, AttnSpec, QKPre
+from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
+from minivllm.core.layers.rotary import prepare_qk
+from minivllm.errors import PluginError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a batch may hold, and what one more batch costs; measured, and without influence on results."""
+
+    gather: int  # bytes of keys and values that a batch may gather: on a CPU they should stay in its cache
+    pairs: int = 1 << 22  # query-key pairs of a batch that needs a mask
+    batch_bytes: int = 512 << 10  # gathered bytes that cost as much as one more batch of decode rows
+    batch_pairs: int = 1 << 20  # query-key pairs that cost as much as one more batch of prefill rows
+
+
+CPU, GPU = Limits(gather=2 << 20, batch_pairs=1 << 12), Limits(gather=256 << 20)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows attended at once: Lq queries and Lk keys each, shorter rows padded."""
+
+    rows: int  # B
+    queries: int  # Lq
+    tokens: slice | Tensor  # the step's tokens that are its queries, i64 [B * Lq]
+    slots: Tensor  # i64 [B, Lk] flat cache slots of the keys
+    mask: Tensor | None  # [B, 1, Lq, Lk] added to the scores; None: causal from position 0
+    real: Tensor | None = None  # i64, which of B * Lq are not padding (None: all)
+    out: slice | Tensor | None = None  # tokens of the real ones (None: ``tokens``)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some queries of one prefill row: tokens [start, start + n) of the step at positions [pos, pos + n), which see
+    keys from position ``first`` on."""
+
+    row: int
+    start: int
+    n: int
+    pos: int
+    first: int
+    causal: bool  # all keys from position 0 are seen, up to the query's own: no mask is needed
+
+    @property
+    def keys(self) -> int:
+        return self.pos + self.n - self.first
+
+
+class Sdpa(AttentionBackend):
+    """Contract as in ``AttentionBackend``; window, sinks, softcap and lse are supported, scores are not.
+
+    ``lse`` is the logarithm of the softmax's denominator, the sink included.
+    """
+
+    def __init__(self, options: Any, ctx: AttentionContext) -> None:
+        super().__init__(options, ctx)
+        self.limits = CPU if ctx.device.startswith("cpu") else GPU
+
+    def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
+        layout = fmt.layout(spec, block)
+        for name, t in layout.tensors.items():
+            if t.shape[0] != block:
+                raise PluginError(
+                    f"sdpa reads the cache token by token: KV tensor {name!r} is {t.shape}, want ({block}, ...)"
+                )
+        return layout
+
+    def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
+        if pre is not None:
+            q, k = prepare_qk(q, k, meta.position, pre, meta.work)
+        self.ctx.kv_format.store(layer.cache, k, v, meta.slot_map[layer.group])
+        return q
+
+    def forward(
+        self,
+        layer: AttnLayer,
+        q: Tensor,
+        meta: AttnMeta,
+        out: Tensor,
+        lse: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> None:
+        if scores is not None:
+            raise PluginError("sdpa gives no attention scores: want scores=None")
+        spec = layer.spec
+        explicit = spec.sinks or spec.softcap is not None or lse is not None
+        key = ("sdpa", layer.group, spec.window, spec.heads, explicit)
+        batches = meta.work.get(key)
+        if batches is None:
+            dtype = torch.float32 if explicit else q.dtype
+            batches = meta.work[key] = make_batches(
+                meta, layer.group, spec, dtype, q.element_size(), not explicit, self.limits
+            )
+        for b in batches:
+            k, v = self._load(layer, b.slots, q.dtype)
+            queries = q[b.tokens].view(b.rows, b.queries, spec.heads, spec.dim_qk)
+            if explicit:
+                o, norm = attend_explicit(queries, k, v, b.mask, spec, layer.sinks)
+                if lse is not None:
+                    _put(lse, b, norm)
+            elif b.queries == 1:
+                o = attend_one(queries, k, v, b.mask, spec)
+            else:
+                o = attend_many(queries, k, v, b.mask, spec)
+            _put(out, b, o)
+
+    def _load(self, layer: AttnLayer, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """k [B, Lk, kv_heads, dim_qk] and v [B, Lk, kv_heads, dim_v]: the cache seen as blocks of one token."""
+        cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}
+        k, v = self.ctx.kv_format.load(cache, slots, dtype)
+        return k, v[..., : layer.spec.dim_v] if layer.spec.v_in_k else v
+
+
+def _put(out: Tensor, b: Batch, x: Tensor) -> None:
+    """Write x [B, Lq, ...] of a batch to its tokens of ``out`` [T, ...]."""
+    if b.real is not None:
+        out.index_copy_(0, b.out, x.flatten(0, 1).index_select(0, b.real).to(out.dtype))
+    elif isinstance(b.tokens, slice):
+        out[b.tokens].view(x.shape).copy_(x)
+    else:
+        out.index_copy_(0, b.tokens, x.flatten(0, 1).to(out.dtype))
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttnSpec) -> Tensor:
+    """One query a row: the heads that share a KV head stand as that head's queries, so nothing is repeated."""
+    rows = q.shape[0]
+    q = q.view(rows, spec.kv_heads, -1, spec.dim_qk)
+    o = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask, scale=spec.softmax_scale)
+    return o.reshape(rows, 1, spec.heads, spec.dim_v)
+
+
+def attend_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttnSpec) -> Tensor:
+    """Several queries a row; KV heads are repeated, because the fused kernels of CPU and float32 know no GQA."""
+    if spec.heads != spec.kv_heads:
+        k, v = (x.repeat_interleave(spec.heads // spec.kv_heads, dim=2) for x in (k, v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=spec.softmax_scale)
+    return o.transpose(1, 2)
+
+
+def attend_explicit(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttnSpec, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax spelled out in float32: (out [B, Lq, heads, dim_v], lse [B, Lq, heads])."""
+    rows, n = q.shape[:2]
+    shape = (rows, spec.kv_heads, -1, n)
+    q = q.float().permute(0, 2, 1, 3).reshape(rows, spec.kv_heads, -1, spec.dim_qk)
+    s = (q @ k.float().permute(0, 2, 3, 1)).view(*shape, k.shape[1]) * spec.softmax_scale
+    if spec.softcap is not None:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
+    s = s + mask.unsqueeze(2)
+    peak = s.amax(dim=-1, keepdim=True)
+    if spec.sinks:
+        sink = sinks.view(1, spec.kv_heads, -1, 1, 1)
+        peak = torch.maximum(peak, sink)
+    p = (s - peak).exp_()
+    total = p.sum(dim=-1, keepdim=True)
+    if spec.sinks:
+        total = total + (sink - peak).exp_()
+    o = p.view(rows, spec.kv_heads, -1, k.shape[1]) @ v.float().permute(0, 2, 1, 3)
+    o = o.view(*shape, spec.dim_v) / total
+    lse = (peak + total.log()).view(rows, spec.heads, n).transpose(1, 2)
+    return o.reshape(rows, spec.heads, n, spec.dim_v).transpose(1, 2), lse
+
+
+def make_batches(
+    meta: AttnMeta, group: int, spec: AttnSpec, dtype: torch.dtype, element: int, causal: bool, limits: Limits
+) -> list[Batch]:
+    """Cut a step into batches.  ``causal``: batches of fresh prompts may go without a mask."""
+    token_bytes = spec.kv_heads * (spec.dim_qk + spec.dim_v) * element
+    batches = []
+    n = meta.decode_rows
+    if n:
+        lens = np.maximum(meta.host_kv_len[group, :n], 1)
+        lens = lens if spec.window is None else np.minimum(lens, spec.window)
+        for rows, longest in split_by_length(lens, token_bytes, limits):
+            batches.append(decode_batch(meta, group, spec.window, rows, longest, dtype))
+    fresh, masked = [], []
+    pairs = limits.pairs if causal else limits.pairs // 4  # the explicit softmax keeps the scores of all heads
+    for piece in prefill_pieces(meta, group, spec.window, causal, pairs):
+        (fresh if piece.causal else masked).append(piece)
+    price, most = limits.batch_pairs, limits.gather * spec.kv_heads // (spec.heads * token_bytes)
+    batches += [prefill_batch(meta, group, None, g, None) for g in join(fresh, price, 1 << 62, most)]
+    batches += [prefill_batch(meta, group, spec.window, g, dtype) for g in join(masked, price, pairs, most)]
+    return batches
+
+
+def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[tuple[slice | np.ndarray, int]]:
+    """Groups of rows of similar length, (rows, longest): one more group must save more copying than it costs, and none
+    gathers more than the limit."""
+    longest = int(lens.max())
+    waste = int(longest * len(lens) - lens.sum()) * token_bytes
+    if waste <= limits.batch_bytes:
+        step = max(1, limits.gather // (longest * token_bytes))
+        return [(slice(a, min(a + step, len(lens))), longest) for a in range(0, len(lens), step)]
+    order = np.argsort(-lens, kind="stable")
+    sizes = lens[order]
+    edges = [0]
+    for edge in np.flatnonzero(np.diff(np.ceil(2 * np.log2(sizes)))) + 1:  # classes a factor 1.4 apart
+        if (sizes[edges[-1]] - sizes[edge]) * (len(lens) - edge) * token_bytes > limits.batch_bytes:
+            edges.append(int(edge))
+    groups: list[tuple[slice | np.ndarray, int]] = []
+    for a, b in zip(edges, [*edges[1:], len(lens)], strict=True):
+        while a < b:
+            step = max(1, limits.gather // (int(sizes[a]) * token_bytes))
+            groups.append((np.sort(order[a : min(a + step, b)]), int(sizes[a])))
+            a += step
+    return groups
+
+
+def decode_batch(
+    meta: AttnMeta, group: int, window: int | None, rows: slice | np.ndarray, longest: int, dtype: torch.dtype
+) -> Batch:
+    """Rows of one token: row r's query is token r.  Lengths come from the device, ``longest`` only bounds them."""
+    device = meta.table.device
+    pick = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device)
+    last = (meta.kv_len[group][pick].long() - 1).clamp_(min=0).unsqueeze(1)
+    pos = torch.arange(-(-longest // 8) * 8, device=device).unsqueeze(0)  # a multiple of 8 for GPU kernels' masks
+    if window is not None:
+        pos = pos + (last - (window - 1)).clamp_(min=0)
+    slots = slots_of(meta, group, meta.slots[pick], torch.minimum(pos, last))
+    mask = torch.zeros(slots.shape, dtype=dtype, device=device).masked_fill_(pos > last, -torch.inf)
+    return Batch(len(slots), 1, pick, slots, mask[:, None, None])
+
+
+def slots_of(meta: AttnMeta, group: int, rows: Tensor, pos: Tensor) -> Tensor:
+    """Flat cache slots i64 [B, L] of positions i64 [B, L] of the sequences in slots ``rows`` i64 [B]."""
+    blocks = meta.table[group].index_select(0, rows).gather(1, pos // meta.block)
+    return blocks.long() * meta.block + pos % meta.block
+
+
+def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool, pairs: int) -> list[Piece]:
+    """The rows behind the decode rows, cut where a row by itself has too many query-key pairs for one mask."""
+    first_row = meta.decode_rows
+    start, pieces = first_row, []
+    lens = zip(meta.host_q_len[first_row:].tolist(), meta.host_kv_len[group, first_row:].tolist(), strict=True)
+    for row, (n, kv) in enumerate(lens, first_row):
+        pos = kv - n
+        whole = causal and pos == 0 and n > 1 and (window is None or n <= window)
+        step = n if whole else max(1, pairs // max(kv, 1))
+        for i in range(0, n, max(step, 1)):
+            first = 0 if window is None else max(0, pos + i + 1 - window)
+            pieces.append(Piece(row, start + i, min(step, n - i), pos + i, first, whole))
+        start += n
+    return pieces
+
+
+def join(pieces: list[Piece], price: int, pairs: int, tokens: int) -> list[list[Piece]]:
+    """Pieces of similar size together: padding must cost less than the ``price`` of one more batch, and a batch holds
+    at most so many query-key ``pairs`` and gathered ``tokens``."""
+    groups: list[list[Piece]] = []
+    exact = queries = keys = 0
+    for piece in sorted(pieces, key=lambda p: (p.n, p.keys), reverse=True):
+        rows = len(groups[-1]) + 1 if groups else 0
+        q, k = max(queries, piece.n), max(keys, piece.keys)
+        exact += piece.n * piece.keys
+        if rows and rows * q * k <= min(exact + price * rows, pairs) and rows * k <= tokens:
+            groups[-1].append(piece)
+            queries, keys = q, k
+        else:
+            groups.append([piece])
+            exact, queries, keys = piece.n * piece.keys, piece.n, piece.keys
+    return groups
+
+
+def prefill_batch(
+    meta: AttnMeta, group: int, window: int | None, pieces: list[Piece], dtype: torch.dtype | None
+) -> Batch:
+    """Several tokens a row.  Without a ``dtype`` there is no mask: rows start at position 0 and are plain causal."""
+    device = meta.table.device
+    row, start, n, pos, first = np.array([(p.row, p.start, p.n, p.pos, p.first) for p in pieces]).T[..., None]
+    queries, keys = int(n.max()), max(p.keys for p in pieces)
+    index = np.arange(queries)
+    token = start + np.minimum(index, n - 1)
+    tokens: slice | Tensor = slice(int(start[0, 0]), int(start[0, 0]) + queries)
+    real = out = None
+    if len(pieces) > 1:
+        tokens, real = (torch.from_numpy(x).to(device) for x in (token.ravel(), np.flatnonzero(index < n)))
+        out = tokens[real]
+    row_d, n_d, pos_d, first_d = (torch.from_numpy(x.copy()).to(device) for x in (row, n, pos, first))
+    keys = keys if dtype is None else -(-keys // 8) * 8
+    at = first_d + torch.arange(keys, device=device)  # position of each key, [B, Lk]
+    slots = slots_of(meta, group, meta.slots[row_d[:, 0]], torch.minimum(at, pos_d + n_d - 1))
+    mask = None
+    if dtype is not None:
+        asks = (pos_d + torch.minimum(torch.arange(queries, device=device), n_d - 1)).unsqueeze(2)  # [B, Lq, 1]
+        hidden = at.unsqueeze(1) > asks
+        if window is not None:
+            hidden |= at.unsqueeze(1) <= asks - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+    return Batch(len(pieces), queries, tokens, slots, mask, real, out)

@@ -1,0 +1,44 @@
+"""Least recently used: the block that was freed longest ago goes first; of one sequence, the deepest first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minivllm.core.interfaces.evictor import BlockInfo, Evictor
+
+
+class Lru(Evictor):
+    """A dict in order of release is the queue: O(1) a key.
+
+    Keys of one ``free`` come parents first and are queued in reverse, and a child is never held when its parent is not,
+    so a parent is always younger in the queue than its cached children.
+    """
+
+    def __init__(self, options, ctx) -> None:
+        super().__init__(options, ctx)
+        self.queue: dict[int, None] = {}  # free keys, oldest first
+
+    def add(self, keys: np.ndarray, info: BlockInfo) -> None:
+        """Added keys are held: nothing to queue yet."""
+
+    def hold(self, keys: np.ndarray) -> None:
+        for key in keys.tolist():
+            self.queue.pop(key, None)
+
+    def free(self, keys: np.ndarray) -> None:
+        for key in reversed(keys.tolist()):
+            self.queue[key] = None
+
+    def drop(self, keys: np.ndarray) -> None:
+        self.hold(keys)
+
+    def victims(self, n: int) -> np.ndarray:
+        n = min(n, len(self.queue))
+        out = []
+        for key in self.queue:
+            if len(out) == n:
+                break
+            out.append(key)
+        for key in out:
+            del self.queue[key]
+        return np.array(out, np.uint64)

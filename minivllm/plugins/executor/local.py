@@ -1,0 +1,59 @@
+"""Runs the steps in this process on one device.  On a GPU a submitted step is enqueued and its result copied to pinned
+memory behind an event; on a CPU it has run when ``submit`` returns."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
+from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
+
+
+class Local(Executor):
+    """One runner.  Steps whose late masks are missing wait between FORWARD and SAMPLE; those behind them queue up."""
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self.runner: Any = None
+        self._running: deque[Any] = deque()  # runner.Running, in order of submission
+
+    def start(self, wiring: Wiring) -> Capacity:
+        from minivllm.core.runner import Runner
+
+        self.runner = Runner(wiring)
+        return self.runner.capacity()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._running.append(self.runner.forward(plan))
+        if not len(plan.late):
+            self.runner.sample(self._running[-1])
+
+    def supply(self, step: int, late: LateInputs) -> None:
+        running = next(r for r in self._running if r.plan.id == step)
+        self.runner.sample(running, late)
+
+    def collect(self, in_flight: int) -> Sequence[StepResult]:
+        out = []
+        while self._running and (len(self._running) > in_flight or self._running[0].finished()):
+            if not self._running[0].sampled:
+                break  # its masks are still to come
+            out.append(self._running.popleft().result())
+        return out
+
+    def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
+        if verb == "profile_start":
+            return self.runner.profile_start()
+        if verb == "profile_stop":
+            return self.runner.profile_stop(str((args or {})["path"]))
+        return super().call(verb, args)
+
+    def alive(self) -> bool:
+        return self.runner is not None
+
+    def stop(self, deadline: float = 10.0) -> None:
+        self._running.clear()
+        if self.runner is not None:
+            self.runner.close()
+            self.runner = None

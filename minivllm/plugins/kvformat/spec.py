@@ -1,0 +1,27 @@
+"""What the built-in KV formats say about themselves.
+
+``holds`` is asked for when the user left the format open: the dtypes whose keys and values it stores without loss.
+"""
+
+from minivllm.spec import ANY, Spec
+
+BF16 = Spec(
+    impl="minivllm.plugins.kvformat.plain:Bf16",
+    api=(1, 0),
+    summary="keys and values in bfloat16",
+    priority=10,
+    limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": {"bfloat16"}},
+)
+FP16 = Spec(
+    impl="minivllm.plugins.kvformat.plain:Fp16",
+    api=(1, 0),
+    summary="keys and values in float16",
+    priority=10,
+    limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": {"float16"}},
+)
+FP32 = Spec(
+    impl="minivllm.plugins.kvformat.plain:Fp32",
+    api=(1, 0),
+    summary="keys and values in float32",
+    limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": {"bfloat16", "float16", "float32"}},
+)

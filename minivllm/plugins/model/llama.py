@@ -1,0 +1,126 @@
+"""Llama (arXiv:2302.13971, 2307.09288, 2407.21783): pre-norm decoder, grouped-query attention, rotary, SwiGLU.
+
+Qwen2 and Qwen3 are this model with a bias or a norm more; what differs is a method of ``Llama``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttnSpec, QKPre
+from minivllm.core.interfaces.model import ModelArch, Parts, Rule, StepTensors
+from minivllm.core.layers.activation import silu_mul
+from minivllm.errors import ModelError
+
+
+class Llama(ModelArch):
+    """``LlamaForCausalLM``.  A config value that changes the arithmetic and is not implemented raises ModelError."""
+
+    qk_norm = False
+
+    def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
+        """Whether there are biases on q, k, v; on the attention's output; in the MLP."""
+        return cfg.attention_bias, cfg.attention_bias, cfg.mlp_bias
+
+    def windows(self, cfg: Any) -> list[int | None]:
+        """Attention window of each layer (None: all that came before)."""
+        if getattr(cfg, "sliding_window", None):
+            raise ModelError(f"sliding_window={cfg.sliding_window}: Llama has no window; remove it from config.json")
+        return [None] * cfg.num_hidden_layers
+
+    def check(self, cfg: Any) -> None:
+        if cfg.hidden_act not in ("silu", "swish"):
+            raise ModelError(f"hidden_act={cfg.hidden_act!r}: want 'silu'")
+        if kv_heads(cfg) < 1 or cfg.num_attention_heads % kv_heads(cfg):
+            raise ModelError(
+                f"num_attention_heads={cfg.num_attention_heads}: want a multiple of {kv_heads(cfg)} KV heads"
+            )
+        if head_dim(cfg) % 2:
+            raise ModelError(f"head_dim={head_dim(cfg)}: want an even number, rotary pairs its elements")
+
+    def attention(self, cfg: Any) -> Sequence[AttnSpec]:
+        self.check(cfg)
+        heads, dim = cfg.num_attention_heads, head_dim(cfg)
+        return [AttnSpec(heads, kv_heads(cfg), dim, dim, window=window) for window in self.windows(cfg)]
+
+    def build(self, cfg: Any, parts: Parts) -> Decoder:
+        return Decoder(self, cfg, parts)
+
+    def weights(self, cfg: Any) -> Sequence[Rule]:
+        hf, our = "model.layers.{i}.", "layers.{i}."
+        rules = [
+            Rule("model.embed_tokens", "embed"),
+            Rule(hf + "input_layernorm", our + "norm1"),
+            Rule(hf + "self_attn.q_proj", our + "attn.qkv", part="q"),
+            Rule(hf + "self_attn.k_proj", our + "attn.qkv", part="k"),
+            Rule(hf + "self_attn.v_proj", our + "attn.qkv", part="v"),
+            Rule(hf + "self_attn.o_proj", our + "attn.o"),
+            Rule(hf + "post_attention_layernorm", our + "norm2"),
+            Rule(hf + "mlp.gate_proj", our + "mlp.gate_up", part="gate"),
+            Rule(hf + "mlp.up_proj", our + "mlp.gate_up", part="up"),
+            Rule(hf + "mlp.down_proj", our + "mlp.down"),
+            Rule("model.norm", "norm"),
+            Rule("lm_head", None if cfg.tie_word_embeddings else "lm_head"),
+        ]
+        if self.qk_norm:
+            rules += [Rule(f"{hf}self_attn.{x}_norm", f"{our}attn.{x}_norm") for x in "qk"]
+        return rules
+
+
+class Decoder:
+    """ids [T] -> hidden [T, H] -> logits [N, V]."""
+
+    def __init__(self, arch: Llama, cfg: Any, parts: Parts) -> None:
+        specs = arch.attention(cfg)
+        self.embed = parts.embedding("embed", cfg.vocab_size, cfg.hidden_size)
+        self.blocks = [Block(arch, cfg, parts, i, spec) for i, spec in enumerate(specs)]
+        self.norm = parts.norm("norm", cfg.hidden_size, cfg.rms_norm_eps)
+        tied = self.embed if cfg.tie_word_embeddings else None
+        self.logits = parts.lm_head("lm_head", cfg.hidden_size, cfg.vocab_size, tied)
+
+    def __call__(self, step: StepTensors) -> Tensor:
+        x, residual = self.embed(step.ids), None
+        for block in self.blocks:
+            x, residual = block(x, residual, step)
+        return self.norm(x, residual)[0]
+
+
+class Block:
+    """x -> attention -> MLP; the residual stream travels beside x and is added inside the norms."""
+
+    def __init__(self, arch: Llama, cfg: Any, parts: Parts, i: int, spec: AttnSpec) -> None:
+        hidden, inner, eps = cfg.hidden_size, cfg.intermediate_size, cfg.rms_norm_eps
+        bias_qkv, bias_o, bias_mlp = arch.biases(cfg)
+        name, dim = f"layers.{i}.", spec.dim_qk
+        q, kv = spec.heads * dim, spec.kv_heads * dim
+        gate_up = [("gate", inner), ("up", inner)]
+        self.norm1 = parts.norm(name + "norm1", hidden, eps)
+        self.qkv = parts.linear(
+            name + "attn.qkv", hidden, [("q", q), ("k", kv), ("v", kv)], bias=bias_qkv, split="column"
+        )
+        self.attn = parts.attention(i, spec)
+        self.o = parts.linear(name + "attn.o", q, [("", hidden)], bias=bias_o, split="row")
+        self.norm2 = parts.norm(name + "norm2", hidden, eps)
+        self.gate_up = parts.linear(name + "mlp.gate_up", hidden, gate_up, bias=bias_mlp, split="column")
+        self.down = parts.linear(name + "mlp.down", inner, [("", hidden)], bias=bias_mlp, split="row")
+        self.sizes = [parts.heads(n) * dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
+        norms = [parts.norm(f"{name}attn.{x}_norm", dim, eps).weight if arch.qk_norm else None for x in "qk"]
+        self.pre = QKPre(*parts.rotary(cfg, dim), *norms, eps)
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: StepTensors) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm1(x, residual)
+        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
+        x = self.o(self.attn(q, k, v, step, self.pre))
+        x, residual = self.norm2(x, residual)
+        return self.down(silu_mul(self.gate_up(x))), residual
+
+
+def head_dim(cfg: Any) -> int:
+    return getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
+
+
+def kv_heads(cfg: Any) -> int:
+    return getattr(cfg, "num_key_value_heads", None) or cfg.num_attention_heads

@@ -1,0 +1,16 @@
+"""Qwen3, dense (arXiv:2505.09388): Llama with RMSNorm on every head of q and k before the rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .qwen2 import Qwen2
+
+
+class Qwen3(Qwen2):
+    """``Qwen3ForCausalLM``."""
+
+    qk_norm = True
+
+    def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
+        return cfg.attention_bias, cfg.attention_bias, False

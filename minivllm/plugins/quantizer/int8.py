@@ -1,0 +1,68 @@
+"""Weight-only int8, made while loading: W[o, i] = scale[o] * q[o, i], q = round(W / scale), scale = max |W[o]| / 127.
+
+Halves a bf16 model's weights.  Symmetric absmax rounding per output channel, as in LLM.int8() (arXiv:2208.07339)
+without its outlier columns; activations are not quantized, so an element is off by at most scale / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
+from minivllm.core.layers.linear import no_adapter, part_rows
+from minivllm.core.layers.module import check_shape
+
+from .none import refuse_quantized
+from .options import Int8Options
+
+
+class Int8Weight(WeightScheme):
+    """``weight`` int8 [out, in], ``scale`` float32 [out].  One part at a time is in memory at full precision."""
+
+    def __init__(self, info: ModuleInfo) -> None:
+        self.info = info
+        out, inp = info.out_features, info.in_features
+        self.weight = torch.empty(out, inp, dtype=torch.int8, device=info.device)
+        self.scale = torch.empty(out, dtype=torch.float32, device=info.device)
+        self.tensors = {"weight": self.weight, "scale": self.scale}
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": tuple(self.weight.shape)}
+
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        rows = part_rows(self.info, part)
+        check_shape(tensor, self.weight[rows].shape)
+        w = tensor.to(self.weight.device).float()
+        scale = w.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)  # a row of zeros stays zero
+        self.scale[rows] = scale
+        self.weight[rows] = (w / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+
+    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
+        no_adapter(self, adapter)
+        if x.dtype == torch.float16:  # sums of unscaled int8 products overflow float16
+            y = F.linear(x, (self.weight * self.scale[:, None]).to(x.dtype))
+        else:
+            y = F.linear(x, self.weight.to(x.dtype)).mul_(self.scale)
+        return y if out is None else out.copy_(y)
+
+
+class Int8(Quantizer):
+    """Linear layers (and the head, if asked) that no ``skip`` pattern names."""
+
+    options: Int8Options
+
+    def __init__(self, options: Int8Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options or Int8Options(), checkpoint)
+        refuse_quantized(checkpoint, "int8")
+
+    def scheme(self, m: ModuleInfo) -> WeightScheme | None:
+        wanted = m.kind == "linear" or (m.kind == "lm_head" and self.options.lm_head)
+        if not wanted or any(fnmatchcase(m.name, pattern) for pattern in self.options.skip):
+            return None
+        return Int8Weight(m)

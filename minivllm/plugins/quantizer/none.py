@@ -1,0 +1,29 @@
+"""No quantization: weights in the activations' dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer
+from minivllm.errors import ModelError
+
+
+def refuse_quantized(checkpoint: Mapping[str, Any] | None, name: str) -> None:
+    """ModelError if the checkpoint itself is quantized: its tensors are not weights that ``name`` could read."""
+    if checkpoint:
+        method = checkpoint.get("quant_method", "an unnamed method")
+        raise ModelError(
+            f"the checkpoint is quantized with {method}, which quantizer={name} cannot read; choose another"
+        )
+
+
+class Unquantized(Quantizer):
+    """Every module keeps its floating-point weight."""
+
+    def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options, checkpoint)
+        refuse_quantized(checkpoint, "none")
+
+    def scheme(self, m: ModuleInfo) -> None:
+        return None

@@ -1,0 +1,21 @@
+"""What the built-in quantizers say about themselves.
+
+``checkpoint`` is the quantization method that the checkpoint names, "none" if it names none.
+"""
+
+from minivllm.spec import ANY, Spec
+
+INT8 = Spec(
+    impl="minivllm.plugins.quantizer.int8:Int8",
+    api=(1, 0),
+    summary="int8 weights with a scale per output row, made while loading",
+    options="minivllm.plugins.quantizer.options:Int8Options",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
+)
+NONE = Spec(
+    impl="minivllm.plugins.quantizer.none:Unquantized",
+    api=(1, 0),
+    summary="weights as they are in the checkpoint, in the dtype of the run",
+    priority=10,
+    limits={"device": ANY, "sm": ANY, "dtype": ANY, "checkpoint": {"none"}},
+)

@@ -1,0 +1,106 @@
+"""The default sampler: greedy, temperature, min-p, top-k and top-p, one pass over all rows of a step.
+
+Every restriction is turned into one number per row, the smallest value that may still be drawn; tokens that tie with
+it stay in.  That number is a function of the row's multiset of values, never of the batch or of the path that found
+it, and the mass for top-p is summed in integers, whose sum does not depend on the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler
+from minivllm.core.sampling import gumbel
+
+if TYPE_CHECKING:
+    from minivllm.core.request import SamplingParams
+
+# variant bits; above them one bit per power of two that bounds a small top_k
+GREEDY, DRAWN, LIMITED, MIN_P, FULL, K_SHIFT = 1, 2, 4, 8, 16, 5
+SMALL_K = 1024  # up to here the k best are selected; above, or for top-p alone, the row is sorted
+MIN_TEMPERATURE = 1e-5  # below, 1 / T overflows float32: greedy
+MASS_SCALE = 2.0**40  # integer mass of the likeliest token: 2**22 tokens fit in int64
+CHUNK = 1 << 23  # logits that are sorted at a time: bounds the temporary memory to about 0.25 GB
+
+
+class DefaultSampler(Sampler):
+    """Order of the restrictions as in vLLM: temperature, min-p, top-k, top-p (Holtzman et al., arXiv:1904.09751; min-p:
+    Nguyen et al., arXiv:2407.01082).  The draw is Gumbel-max: argmax(logits / T + gumbel)."""
+
+    def columns(self) -> Mapping[str, Column]:
+        return {
+            "temperature": Column(),
+            "top_k": Column(dtype="int32"),  # 0 = all
+            "top_p": Column(fill=1.0),
+            "min_p": Column(),
+        }
+
+    def bind(self, params: SamplingParams, prompt_len: int) -> Row:
+        if params.temperature < MIN_TEMPERATURE:
+            return Row({"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, GREEDY)
+        k = params.top_k if 0 < params.top_k < self.ctx.vocab_size else 0
+        variant = DRAWN
+        if params.min_p > 0:
+            variant |= MIN_P
+        if k or params.top_p < 1:
+            variant |= LIMITED | (1 << (K_SHIFT + (k - 1).bit_length()) if 0 < k <= SMALL_K else FULL)
+        values = {"temperature": params.temperature, "top_k": k, "top_p": params.top_p, "min_p": params.min_p}
+        return Row(values, variant)
+
+    def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+        if not rows.variant & DRAWN:
+            out.tokens.copy_(logits.argmax(dim=1))
+            return
+        temperature = state["temperature"][rows.slots]
+        is_drawn = temperature > 0
+        greedy = logits.argmax(dim=1) if rows.variant & GREEDY else None
+        # relative to the best: no overflow at small temperatures, and small numbers where float32 is fine
+        x = logits.sub_(logits.amax(dim=1, keepdim=True)).div_(torch.where(is_drawn, temperature, 1.0)[:, None])
+        floor = None
+        if rows.variant & MIN_P:
+            floor = state["min_p"][rows.slots].log()
+        if rows.variant & LIMITED:
+            floor = self._limit(x, rows, state, floor)
+        if floor is not None:
+            x.masked_fill_(x < floor[:, None], float("-inf"))
+        x += gumbel(rows.seed, rows.position, rows.sample, x.shape[1])
+        drawn = x.argmax(dim=1)
+        out.tokens.copy_(drawn if greedy is None else torch.where(is_drawn, drawn, greedy))
+
+    def _limit(self, x: Tensor, rows: Rows, state: Mapping[str, Tensor], floor: Tensor | None) -> Tensor:
+        """The floor [N] after top-k and top-p of ``x`` [N, V]; ``floor`` is that of min-p."""
+        n, width = x.shape
+        if floor is None:
+            floor = x.new_full((n,), float("-inf"))
+        top_k, top_p = state["top_k"][rows.slots], state["top_p"][rows.slots]
+        if not rows.variant & FULL:
+            best = min(1 << ((rows.variant >> K_SHIFT).bit_length() - 1), width)
+            # rows without a limit share the step: their floor must not come from the few best
+            free = (top_k == 0) & (top_p == 1)
+            return torch.where(free, floor, _nucleus(x.topk(best, dim=1).values, floor, top_k, top_p))
+        chunk = max(CHUNK // width, 1)
+        parts = []
+        for i in range(0, n, chunk):
+            part = slice(i, i + chunk)
+            best_first = x[part].sort(dim=1, descending=True).values
+            parts.append(_nucleus(best_first, floor[part], top_k[part], top_p[part]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _nucleus(best: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest value [N] that top-k and then top-p keep, given values descending [N, M] relative to the largest.
+
+    A value is kept while the mass before it is less than top_p of the mass of the top_k values at or above ``floor``.
+    """
+    rank = torch.arange(best.shape[1], device=best.device)
+    keep = (best >= floor[:, None]) & ((rank < top_k[:, None]) | (top_k == 0)[:, None])
+    mass = torch.where(keep, best.exp() * MASS_SCALE, 0.0).to(torch.int64)
+    after = mass.cumsum(dim=1)
+    budget = (after[:, -1:].double() * top_p.double()[:, None]).masked_fill_((top_p == 1)[:, None], float("inf"))
+    keep &= (after - mass).double() < budget
+    last = keep.sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
+    return best.gather(1, last).squeeze(1)

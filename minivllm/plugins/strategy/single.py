@@ -1,0 +1,24 @@
+"""One sequence per request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy
+from minivllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from minivllm.core.request import SamplingParams
+
+
+class Single(DecodingStrategy):
+    """n = 1: the request is its only sequence."""
+
+    def start(self, params: SamplingParams) -> Sequence[Branch]:
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: the strategy 'single' gives one output; use 'parallel'", "n")
+        return (Branch(0),)
+
+    def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:
+        return tuple(end.sample for end in ends)

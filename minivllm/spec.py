@@ -1,0 +1,253 @@
+"""What a plug-in says about itself: light, standard library only, so that asking costs nothing.
+
+A package that offers plug-ins imports this module and nothing else of minivllm in the module of its specs::
+
+    FLASH = Spec(
+        impl="acme.attention:Flash", api=(1, 0), summary="Paged attention for Hopper", priority=50,
+        limits={"device": {"cuda"}, "sm": AtLeast(90), "dtype": {"bfloat16"}, "block": MultipleOf(16)},
+        features=frozenset({"window"}), prefer={"block": 64}, needs=(Needs("acme_kernels", "2.1", "pip install acme"),),
+    )
+
+and names it in its pyproject: ``[project.entry-points."minivllm.attention"]`` ``flash = "acme_spec:FLASH"``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from minivllm.errors import PluginError, suggest
+
+_SEAMS = "minivllm.core.interfaces."
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One contract: plug-ins of it are subclasses of ``base`` and come by the entry-point ``group``.
+
+    ``api`` is the contract's (major, minor); a plug-in fits if its major is equal and its minor is not newer.
+    """
+
+    name: str
+    base: str
+    api: tuple[int, int] = (1, 0)
+
+    @property
+    def group(self) -> str:
+        return f"minivllm.{self.name}"
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType({
+    kind.name: kind
+    for kind in (
+        Kind("attention", _SEAMS + "attention:AttentionBackend"),
+        Kind("evictor", _SEAMS + "evictor:Evictor"),
+        Kind("executor", _SEAMS + "executor:Executor"),
+        Kind("kvformat", _SEAMS + "kvformat:KVFormat"),
+        Kind("model", _SEAMS + "model:ModelArch"),
+        Kind("processor", _SEAMS + "sampling:Processor"),
+        Kind("quantizer", _SEAMS + "quantizer:Quantizer"),
+        Kind("sampler", _SEAMS + "sampling:Sampler"),
+        Kind("scheduler", _SEAMS + "scheduler:SchedulerPolicy"),
+        Kind("strategy", _SEAMS + "strategy:DecodingStrategy"),
+    )
+})  # fmt: skip
+OPTION_OF = {  # kind -> its option in the configuration, where that is called otherwise
+    "kvformat": "kv_format", "model": "model_arch", "processor": "processors", "strategy": "strategies",
+}  # fmt: skip
+RESERVED = ("drafter", "grammar", "hooks", "kvstore", "trimmer")  # groups whose contract is not written yet
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    least: float
+
+    def allows(self, value: Any) -> bool:
+        return _number(value) and value >= self.least
+
+    def __str__(self) -> str:
+        return f"at least {self.least}"
+
+
+@dataclass(frozen=True)
+class AtMost:
+    most: float
+
+    def allows(self, value: Any) -> bool:
+        return _number(value) and value <= self.most
+
+    def __str__(self) -> str:
+        return f"at most {self.most}"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Both ends belong to it."""
+
+    least: float
+    most: float
+
+    def allows(self, value: Any) -> bool:
+        return _number(value) and self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"{self.least} to {self.most}"
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    step: int
+
+    def allows(self, value: Any) -> bool:
+        return _number(value) and value > 0 and value % self.step == 0
+
+    def __str__(self) -> str:
+        return f"multiples of {self.step}"
+
+
+@dataclass(frozen=True)
+class Any_:
+    def allows(self, value: Any) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "anything"
+
+
+ANY = Any_()
+
+
+def allows(limit: Any, value: Any) -> bool:
+    """Whether a limit allows a value; of a set of values each must be allowed."""
+    if isinstance(value, Set):
+        return all(allows(limit, v) for v in value)
+    return value in limit if isinstance(limit, Set) else limit.allows(value)
+
+
+def describe(limit: Any) -> str:
+    if isinstance(limit, Set):
+        numbers = all(_number(v) for v in limit)
+        return "{" + ", ".join(str(v) for v in sorted(limit, key=None if numbers else str)) + "}"
+    return str(limit)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a candidate is refused: ``what`` did not fit, what was wanted, what it has, what to do about it."""
+
+    what: str
+    want: str = ""
+    have: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.what}: want {self.want}, supports {self.have}" if self.want else self.what
+        return f"{text}  ({self.fix})" if self.fix else text
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A module that must be installed, at least in ``version``; ``install`` is the command that does it."""
+
+    module: str
+    version: str = ""
+    install: str = ""
+
+    def missing(self) -> Reason | None:
+        try:
+            found = importlib.util.find_spec(self.module) is not None
+        except (ImportError, ValueError):
+            found = False
+        if not found:
+            return Reason(f"needs {self.module}, which is not installed", fix=self.install)
+        if self.version:
+            from packaging.version import Version
+
+            dists = importlib.metadata.packages_distributions().get(self.module.partition(".")[0], [self.module])
+            try:
+                have = importlib.metadata.version(dists[0])
+            except importlib.metadata.PackageNotFoundError:
+                return Reason(
+                    f"{self.module} has no version", f"at least {self.version}", "an unknown one", self.install
+                )
+            if Version(have) < Version(self.version):
+                return Reason(self.module, f"at least {self.version}", have, self.install)
+        return None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the engine asks of a plug-in: facts with a value (a set means: each of them), and features wanted."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    features: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        parts = [f"{key}={plain(value)}" for key, value in self.facts.items()]
+        parts += [f"features={{{', '.join(sorted(self.features))}}}"] if self.features else []
+        return ", ".join(parts) or "anything"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a plug-in says about itself, without importing its implementation.
+
+    ``limits`` gives the values that each fact may have (a set, ``AtLeast``, ``AtMost``, ``Range``, ``MultipleOf`` or
+    ``ANY``); a fact that is not listed is refused, and so is a feature that is not in ``features``.  ``limits=ANY``
+    leaves the facts unchecked, as for a class without a spec that a user names by ``module:Class``.  ``prefer`` holds
+    values for facts that the user left open (the KV block size).  ``traits`` are declarations that the engine reads
+    and nobody matches (``graph``: none, decode, mixed).  ``check`` says what limits cannot.
+    """
+
+    impl: str
+    api: tuple[int, int]
+    summary: str
+    options: str = ""  # target of a pydantic model with extra="forbid"; "" = the plug-in takes no options
+    priority: int = 0
+    limits: Any = field(default_factory=dict)  # Mapping of fact -> limit, or ANY
+    features: frozenset[str] = frozenset()
+    needs: tuple[Needs, ...] = ()
+    prefer: Mapping[str, Any] = field(default_factory=dict)
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[[Request], Sequence[Reason]] | None = None
+
+    def refuse(self, request: Request, kind: Kind) -> tuple[Reason, ...]:
+        """Every reason why this plug-in cannot serve the request; empty if it can."""
+        if self.api[0] != kind.api[0] or self.api[1] > kind.api[1]:
+            fix = "upgrade minivllm" if tuple(self.api) > kind.api else "upgrade the plugin"
+            return (Reason("interface version", version(kind.api), version(self.api), fix),)
+        reasons = [
+            Reason(key, plain(value), describe(self.limits[key]) if key in self.limits else "nothing (not declared)")
+            for key, value in (request.facts.items() if self.limits != ANY else ())
+            if key not in self.limits or not allows(self.limits[key], value)
+        ]
+        reasons += [Reason(f"feature {name!r} not declared") for name in sorted(request.features - self.features)]
+        reasons += [reason for needs in self.needs if (reason := needs.missing()) is not None]
+        if self.check is not None and not reasons:
+            reasons += self.check(request)
+        return tuple(reasons)
+
+
+def check_seam(seam: str | None) -> str | None:
+    """The kind that a user means, by its own name or its option's; PluginError if there is none."""
+    kind = next((k for k, option in OPTION_OF.items() if option == seam), seam)
+    if kind is not None and kind not in KINDS:
+        raise PluginError(f"No seam is called {seam!r}.{suggest(kind, KINDS)} There are: {', '.join(KINDS)}.")
+    return kind
+
+
+def version(api: tuple[int, int]) -> str:
+    return ".".join(str(n) for n in api)
+
+
+def plain(value: Any) -> str:
+    """A fact as it is shown: a set of one is its member."""
+    return str(next(iter(value))) if isinstance(value, Set) and len(value) == 1 else describe(value)

@@ -1,0 +1,245 @@
+"""What a client gets: outputs that are objects and mappings at once, and the text side of a running sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from minivllm.core.request import SamplingParams, TokenLogprobs
+from minivllm.errors import RequestError
+
+from .detokenize import IncrementalDetokenizer, StopStrings
+from .tokenizer import Tokenizer
+
+
+class Logprob(NamedTuple):
+    """Natural log-probability under softmax(raw logits); ``rank`` counts from 1, the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class _Record(Mapping[str, Any]):
+    """A dataclass that is a mapping of its fields and of the names in ``_also``."""
+
+    _also: tuple[str, ...] = ()
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._names():
+            return getattr(self, key)
+        raise KeyError(f"{key!r}: an output has {', '.join(self._names())}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    @classmethod
+    def _names(cls) -> tuple[str, ...]:
+        names = cls.__dict__.get("_all_names")
+        if names is None:
+            names = (*(f.name for f in fields(cls)), *cls._also)  # type: ignore[arg-type]
+            cls._all_names = names  # type: ignore[attr-defined]
+        return names
+
+
+@dataclass(eq=False)
+class CompletionOutput(_Record):
+    """One sequence of a request.
+
+    ``finish_reason`` is "stop" (end-of-sequence, stop token, stop string), "length", "abort" or "error"; None while it
+    runs.  ``stop_reason`` is the stop string or stop token id that ended it; None for end-of-sequence.  ``logprobs``
+    has one dict per token, {token id: Logprob}: the chosen token first, then the best.
+    """
+
+    _also = ("tokens", "finished")
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.token_ids
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(eq=False)
+class RequestMetrics(_Record):
+    """Seconds of ``time.monotonic``; ``cached_tokens`` of the prompt were found in the prefix cache."""
+
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(eq=False)
+class RequestOutput(_Record):
+    """A request's answer so far.  As a mapping, and as an object, it also has ``text``, ``tokens``, ``finish_reason``
+    and ``stop_reason``, those of the first output."""
+
+    _also = ("text", "tokens", "finish_reason", "stop_reason", "num_cached_tokens")
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text if self.outputs else ""
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.outputs[0].token_ids if self.outputs else []
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason if self.outputs else ("error" if self.error is not None else None)
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.outputs[0].stop_reason if self.outputs else None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.metrics.cached_tokens
+
+
+class Delta(NamedTuple):
+    """What one ``feed`` gave: new text, the stop string that ended the sequence if one did, and how many of the ids
+    that were fed belong to the sequence."""
+
+    text: str
+    stopped: str | None
+    used: int
+
+
+class SequenceText:
+    """Text, tokens and log-probabilities of one sequence as its tokens are accepted.
+
+    With ``detokenize=False``, or without a tokenizer, no text is made.  Invariant: the deltas joined are ``text``, and
+    after a final ``feed`` that is all the text there is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, index: int = 0) -> None:
+        if params.stop and tokenizer is None:
+            raise RequestError("stop: stop strings need a tokenizer; use stop_token_ids", "stop")
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self._tokenizer, self._params = tokenizer, params
+        self._pieces: list[str] = []
+        self._detokenizer = self._stops = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+            if params.stop:
+                self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+
+    def feed(
+        self,
+        ids: Sequence[int],
+        final: bool = False,
+        *,
+        stop_token: bool = False,
+        logprobs: Sequence[TokenLogprobs] | None = None,
+    ) -> Delta:
+        """Take accepted token ids, ``logprobs`` one per id.  ``final``: no more will come, give out what was held back.
+
+        ``stop_token`` (only with ``final``): the last id ended the sequence; it is kept in ``token_ids`` but, unless
+        ``include_stop_str_in_output``, not in the text.  If a stop string is found ``finish_reason`` is set here and
+        the ids behind it are left out; what is fed afterwards is ignored (the device may be ahead).
+        """
+        if self.finish_reason is not None:
+            return Delta("", None, 0)
+        ids = list(ids)
+        shown = ids[:-1] if stop_token and not self._params.include_stop_str_in_output else ids
+        text, stopped, used = "", None, len(ids)
+        if self._stops is not None:
+            text, stopped, used = self._scan(ids, shown, final)
+        elif self._detokenizer is not None:
+            text = self._detokenizer.add(shown)
+            if final:
+                text += self._detokenizer.finish()
+        self.token_ids += ids if used == len(ids) else ids[:used]
+        if self.logprobs is not None:
+            self._take(ids[:used], logprobs)
+        if text:
+            self._pieces.append(text)
+        if stopped is not None:
+            self.finish_reason, self.stop_reason = "stop", stopped
+        return Delta(text, stopped, used)
+
+    def _scan(self, ids: list[int], shown: list[int], final: bool) -> tuple[str, str | None, int]:
+        """Token by token, to know which one completed a stop string."""
+        pieces, before, wanted = [], len(self.token_ids), self._params.min_tokens
+        for used, token_id in enumerate(shown, 1):
+            text, stopped = self._stops.push(self._detokenizer.add((token_id,)), before + used > wanted)
+            pieces.append(text)
+            if stopped is not None:
+                return "".join(pieces), stopped, used
+        if final:
+            text, stopped = self._stops.push(self._detokenizer.finish(), before + len(ids) > wanted)
+            pieces.append(text)
+            if stopped is not None:
+                return "".join(pieces), stopped, len(ids)
+            pieces.append(self._stops.finish())
+        return "".join(pieces), None, len(ids)
+
+    def _take(self, ids: list[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
+        if logprobs is None or len(logprobs) < len(ids):
+            raise ValueError(f"{len(ids)} tokens with {len(logprobs or ())} log-probabilities: want one each")
+        for token_id, got in zip(ids, logprobs, strict=False):
+            entry = {token_id: Logprob(float(got.chosen), int(got.rank), self._spell(token_id))}
+            best = zip(got.top_ids[: self._params.logprobs], got.top, strict=False)
+            for rank, (other, value) in enumerate(best, 1):
+                other = int(other)
+                if other not in entry:
+                    entry[other] = Logprob(float(value), rank, self._spell(other))
+            self.logprobs.append(entry)
+            self.cumulative_logprob += float(got.chosen)
+
+    def _spell(self, token_id: int) -> str | None:
+        if self._tokenizer is None or not self._params.detokenize:
+            return None
+        return self._tokenizer.decode((token_id,), skip_special_tokens=False)
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """Set why it ended; a stop string that was found before is kept."""
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = reason, stop_reason
+
+    @property
+    def text(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def output(self) -> CompletionOutput:
+        """A snapshot, independent of what is fed later."""
+        return CompletionOutput(
+            self.index,
+            self.text,
+            list(self.token_ids),
+            self.cumulative_logprob,
+            None if self.logprobs is None else list(self.logprobs),
+            self.finish_reason,
+            self.stop_reason,
+        )

@@ -1,0 +1,286 @@
+"""Text to token ids and back, and chat templates, read from a model directory.
+
+Where there is a tokenizer.json the ``tokenizers`` library reads it and transformers, whose import costs a second, is
+not needed.  What transformers adds to the file is done here: the tokens of tokenizer_config.json and the conventions of
+chat templates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import ModelError, RequestError
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def load_tokenizer(model_dir: str | Path) -> Tokenizer:
+    """The tokenizer of a model directory; ModelError if there is none or its files are broken.
+
+    Code from the directory is never run (``trust_remote_code`` stays off).
+    """
+    folder = Path(model_dir)
+    config = _read_json(folder / "tokenizer_config.json")
+    named = _read_json(folder / "special_tokens_map.json") | config
+    special = {name: _content(named[name]) for name in NAMED if named.get(name)}
+    slow = None
+    if (folder / "tokenizer.json").is_file():
+        backend = _read_backend(folder / "tokenizer.json")
+        _configure(backend, named, special)
+    else:
+        slow = _auto_tokenizer(folder)
+        backend = getattr(slow, "backend_tokenizer", None)
+        special = {name: str(text) for name in NAMED if (text := getattr(slow, name, None)) is not None} | special
+    if backend is not None:  # a limit or padding saved with the tokenizer is for training
+        backend.no_truncation()
+        backend.no_padding()
+    template = _read_template(folder, config)
+    return Tokenizer(backend, slow, special, template, configured_eos(folder))
+
+
+class Tokenizer:
+    """``backend`` is the ``tokenizers.Tokenizer``, or None where transformers has only a slow one for the model."""
+
+    def __init__(
+        self, backend: Any, slow: Any, special: Mapping[str, str], template: str | None, eos: Sequence[int] = ()
+    ) -> None:
+        self.backend, self._slow = backend, slow
+        self.special_tokens = dict(special)  # "eos_token" -> "<|im_end|>"
+        self.chat_template = template
+        own = self.token_id(special["eos_token"]) if "eos_token" in special else None
+        # the model's own come first; the tokenizer's counts too: chat models name one in one file, one in the other
+        self.eos_ids = tuple(dict.fromkeys([*eos, *(() if own is None else (own,))]))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if not isinstance(text, str):
+            raise RequestError(f"prompt of type {type(text).__name__}: want a string", "prompt")
+        try:
+            if self.backend is not None:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
+        except (TypeError, UnicodeEncodeError) as e:  # half of a surrogate pair
+            raise RequestError("prompt is not valid Unicode: want text without lone surrogates", "prompt") from e
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Ids that are no token give no text.  Nothing is cleaned up: spaces before punctuation stay."""
+        ids = [int(i) for i in ids]
+        if self.backend is not None:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._slow.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token ("Ġthe", "<0x0A>"); None if there is no such id."""
+        if self.backend is not None:
+            return self.backend.id_to_token(token_id)
+        return self._slow.convert_ids_to_tokens(token_id) if token_id < len(self._slow) else None
+
+    def token_id(self, token: str) -> int | None:
+        if self.backend is not None:
+            return self.backend.token_to_id(token)
+        return self._slow.get_vocab().get(token)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Tokens that it knows, added ones included; the model's logits may be wider."""
+        return self.backend.get_vocab_size(with_added_tokens=True) if self.backend is not None else len(self._slow)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that ``skip_special_tokens`` leaves out of the text."""
+        if self.backend is None:
+            return frozenset(self._slow.all_special_ids)
+        return frozenset(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tokenize: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int] | str:
+        """The prompt of a conversation, as token ids or (``tokenize=False``) as text.
+
+        ``variables`` are further names for the template, such as ``enable_thinking``.  RequestError if the model has no
+        template, the messages are not a list of {"role", "content"}, or the template refuses them.
+        """
+        chat = check_messages(messages)
+        extra = dict(variables or {})
+        for name in RESERVED:
+            if name in extra:
+                raise RequestError(f"chat template variable {name!r} is set by the engine", "chat_template_kwargs")
+        scope = {**self.special_tokens, **extra}
+        scope |= {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, "messages": chat}
+        try:
+            text = self._template.render(scope)
+        except RequestError:
+            raise
+        except Exception as e:  # a template is a program: it may raise anything
+            raise RequestError(f"the chat template refuses the messages: {e}", "messages") from e
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    @cached_property
+    def _template(self) -> Any:
+        if self.chat_template is None:
+            raise RequestError("this model has no chat template: send a prompt instead of messages", "messages")
+        try:
+            return compile_template(self.chat_template)
+        except Exception as e:
+            raise RequestError(f"the model's chat template is broken: {e}", "messages") from e
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """A plain copy of a conversation; content given as text parts is joined by newlines.  RequestError if malformed."""
+
+    def check(ok: bool, what: str) -> None:
+        if not ok:
+            raise RequestError(what, "messages")
+
+    sequence = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
+    check(sequence and len(messages) > 0, 'messages: want a non-empty list of {"role": ..., "content": ...}')
+    chat = []
+    for i, message in enumerate(messages):
+        check(isinstance(message, Mapping), f"messages[{i}]: want a mapping with role and content")
+        role, content = message.get("role"), message.get("content")
+        role_ok = isinstance(role, str) and ROLE.fullmatch(role)
+        check(bool(role_ok), f"messages[{i}].role={role!r}: want a word such as system, user or assistant")
+        if isinstance(content, list):
+            texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
+            text_only = all(isinstance(t, str) for t in texts)
+            check(text_only, f'messages[{i}].content: only parts {{"type": "text", "text": ...}} are supported')
+            content = "\n".join(texts)
+        without = content is None and bool(message.get("tool_calls"))
+        check(isinstance(content, str) or without, f"messages[{i}].content: want a string")
+        chat.append({**message, "role": role, "content": content})
+    return chat
+
+
+def compile_template(source: str) -> Any:
+    """A jinja2 template with the conventions of transformers' chat templates, in a sandbox."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %} ... {% endgeneration %}`` marks the assistant's text for training; here it is text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        # jinja's own escapes HTML
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    env.filters["tojson"] = tojson
+    env.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    return env.from_string(source)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """{} if the file is not there."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, OSError) as e:
+        raise ModelError(f"{path}: broken JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: want a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _read_backend(path: Path) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_file(str(path))
+    except Exception as e:  # the library raises plain Exception
+        raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {e}") from e
+
+
+def _content(token: Any) -> str:
+    return token.get("content", "") if isinstance(token, dict) else str(token)
+
+
+def _added(token: Any, special: bool) -> Any:
+    from tokenizers import AddedToken
+
+    if not isinstance(token, dict):
+        return AddedToken(str(token), special=special)
+    flags = {k: bool(v) for k, v in token.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    return AddedToken(_content(token), **{"special": special, **flags})
+
+
+def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Add what tokenizer_config.json knows beyond tokenizer.json, as transformers 5 does.
+
+    Not add_bos_token and add_eos_token: there too they are for vocabularies without a tokenizer.json.
+    """
+    there = {repr(t) for t in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    new = [_added(token, False) for _, token in sorted(listed.items(), key=lambda x: int(x[0]))]
+    backend.add_tokens([t for t in new if repr(t) not in there])
+    known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    named = [config[name] for name in special] + list(more.values() if isinstance(more, dict) else more)
+    backend.add_special_tokens([_added(token, True) for token in named if _content(token) not in known])
+
+
+def _auto_tokenizer(folder: Path) -> Any:
+    if not any((folder / name).is_file() for name in OTHER_FILES):
+        raise ModelError(f"{folder} holds no tokenizer: want tokenizer.json, or set skip_tokenizer_init=True")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as e:  # transformers raises many kinds
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise ModelError(f"{folder}: transformers cannot load its tokenizer: {reason}") from e
+
+
+def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else chat_template.json, else the one in tokenizer_config.json (the default of several)."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (ValueError, OSError) as e:
+            raise ModelError(f"{path}: cannot be read: {e}") from e
+    found = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(found, list):
+        found = {t["name"]: t["template"] for t in found if isinstance(t, dict) and "name" in t and "template" in t}
+        found = found.get("default")
+    if found is not None and not isinstance(found, str):
+        raise ModelError(f"{folder}: chat_template is a {type(found).__name__}: want a string or a list of named ones")
+    return found
+
+
+def configured_eos(folder: Path) -> list[int]:
+    """End-of-sequence ids of generation_config.json; without one, of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(folder / name).get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+                raise ModelError(f"{folder / name}: eos_token_id={found!r}: want token ids")
+            return ids
+    return []

@@ -1,0 +1,277 @@
+"""From a configuration to everything that is needed to build the engine: one choice after another, each adding facts.
+
+    device → executor → model → quantizer → KV format → attention → block size → evictor → scheduler
+           → processors → sampler → strategies
+
+The result is data: import targets and options as JSON, so that a worker process builds exactly what was chosen here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.hf_config import Checkpoint, open_checkpoint
+from minivllm.core.interfaces.executor import Part, Wiring
+from minivllm.errors import ConfigError, ModelError, PluginError
+from minivllm.platform import Device, choose_dtype, find_device
+from minivllm.registry import Candidate, Catalog, Registry, Request, Selection, build_part
+from minivllm.spec import OPTION_OF, Spec, check_seam
+
+if TYPE_CHECKING:
+    from minivllm.config import Choice, EngineConfig
+    from minivllm.core.interfaces.attention import AttnSpec
+
+DEFAULT_MAX_LEN = 4096
+DEFAULT_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What was chosen and why.  ``parts`` has one entry per seam that takes one plug-in, those of ``wiring.parts`` and
+    executor, evictor and scheduler; ``facts`` is what the last choice knew."""
+
+    config: EngineConfig
+    wiring: Wiring
+    hf_config: Any
+    device: Device
+    attention: tuple[AttnSpec, ...]  # per layer
+    groups: tuple[tuple[int, ...], ...]  # layers of each KV group; a group of full attention comes first
+    parts: Mapping[str, Part]
+    strategies: tuple[Part, ...]
+    selections: tuple[Selection, ...]
+    facts: Mapping[str, Any]
+    notes: tuple[tuple[str, str], ...]  # (what, sentence) for what is not a plug-in: device, dtype, block ...
+    catalog: Catalog
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The attention window of each KV group."""
+        return tuple(self.attention[layers[0]].window for layers in self.groups)
+
+    def explain(self, seam: str | None = None, all: bool = False) -> str:
+        """Why each choice was made; with ``all`` also what the plug-ins say that were not looked at."""
+        return explain(self.selections, self.notes, self.catalog, seam, all)
+
+
+def explain(
+    selections: Sequence[Selection], notes: Sequence[tuple[str, str]], catalog: Catalog, seam: str | None, all: bool
+) -> str:
+    """The text of ``minivllm explain``, also for a resolution that ended early."""
+    kind = check_seam(seam)
+    width = max([len(what) for what, _ in notes] + [0])
+    lines = [f"{what:{width}}  {sentence}" for what, sentence in notes] if kind is None else []
+    for s in selections:
+        if kind in (None, s.kind):
+            again = catalog[s.kind].select(s.request, s.asked, s.preferred, everything=True) if all else s
+            lines.append(again.explain())
+    return "\n".join(lines)
+
+
+def resolve(config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None = None) -> Resolved:
+    """Choose everything.  ConfigError, ModelError, PluginError or ResourceError; a PluginError of a choice carries the
+    ``selections`` and ``notes`` so far."""
+    fold = _Fold(config, catalog.allow(config.allow_targets), dict(origins or {}))
+    try:
+        return fold.run()
+    except PluginError as exc:
+        last = getattr(exc, "selection", None)
+        exc.selections = (*fold.selections, last) if last else tuple(fold.selections)  # type: ignore[attr-defined]
+        exc.notes = tuple(fold.notes)  # type: ignore[attr-defined]
+        raise
+
+
+@dataclass
+class _Fold:
+    config: EngineConfig
+    catalog: Catalog
+    origins: Mapping[str, str]
+    facts: dict[str, Any] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    selections: list[Selection] = field(default_factory=list)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def run(self) -> Resolved:
+        config = self.config
+        checkpoint = open_checkpoint(config.model)
+        device = self._device()
+        self._pick("executor", config.executor, ("device",), {"tensor_parallel_size": config.tensor_parallel_size})
+        dtype, why = choose_dtype(config.dtype, checkpoint.dtype, device)
+        self._learn("dtype", dtype, f"{dtype} ({why})")
+        specs, hf_config = self._model(checkpoint)
+        max_len = self._max_len(hf_config)
+        self._pick("quantizer", config.quantizer, ("device", "sm", "dtype"), {"checkpoint": checkpoint.quantization})
+        self._kv_format(dtype)
+        block = self._attention(specs)
+        self._pick("evictor", config.evictor)
+        self._pick("scheduler", config.scheduler)
+        processors = tuple(self._several("processor", config.processors, ("device",)))
+        self._pick("sampler", config.sampler, ("device",))
+        strategies = tuple(self._several("strategy", config.strategies, ()))
+        groups = group_layers(specs)
+        wiring = Wiring(
+            model_dir=str(checkpoint.folder), load_format=config.load_format, device=device.kind, dtype=dtype,
+            block=block, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_len, num_blocks=config.num_kvcache_blocks, batch_invariant=config.batch_invariant,
+            memory_utilization=config.gpu_memory_utilization, seed=config.seed,
+            parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler")},
+            processors=processors, groups=groups, ranks=config.tensor_parallel_size,
+            run_ahead=config.run_ahead,
+        )  # fmt: skip
+        return Resolved(
+            config=config, wiring=wiring, hf_config=hf_config, device=device, attention=specs, groups=groups,
+            parts=self.parts, strategies=strategies, selections=tuple(self.selections), facts=self.facts,
+            notes=tuple(self.notes), catalog=self.catalog,
+        )  # fmt: skip
+
+    def _learn(self, name: str, value: Any, sentence: str) -> None:
+        self.facts[name] = value
+        self.notes.append((name, sentence))
+
+    def _device(self) -> Device:
+        device = find_device(self.config.device)
+        self._learn(
+            "device", device.kind, f"{device.kind}: {device.name}, {device.memory / 2**30:.1f} GiB ({device.why})"
+        )
+        if device.sm:
+            self.facts["sm"] = device.sm
+        return device
+
+    def _model(self, checkpoint: Checkpoint) -> tuple[tuple[AttnSpec, ...], Any]:
+        asked = self.config.model_arch
+        named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
+        self.notes.append(("model", f"{checkpoint.folder} ({checkpoint.architecture})"))
+        selection = self._select("model", asked, ("device", "dtype"), named)
+        if selection.chosen is None and asked.name == "auto":
+            served = {a for c in selection.candidates if c.spec for a in _architectures(c.spec)}
+            if checkpoint.architecture not in served:
+                raise ModelError(
+                    f"{checkpoint.folder}/config.json: no plug-in serves the architecture {checkpoint.architecture!r}. "
+                    f"Available: {', '.join(sorted(served))}"
+                )
+        chosen = selection.require()
+        part = self._keep(selection, asked)
+        hf_config = checkpoint.hf_config()
+        arch = build_part("model", part)
+        try:
+            specs = tuple(arch.attention(hf_config))
+        except ModelError as exc:
+            raise ModelError(f"{checkpoint.folder}/config.json: {exc}") from exc
+        except AttributeError as exc:  # a field that the architecture needs
+            raise ModelError(f"{checkpoint.folder}/config.json: {chosen.entry.label} misses a field: {exc}") from exc
+        if not specs:
+            raise ModelError(f"{checkpoint.folder}/config.json: the model has no attention layer")
+        return specs, hf_config
+
+    def _max_len(self, hf_config: Any) -> int:
+        asked, most = self.config.max_model_len, getattr(hf_config, "max_position_embeddings", None)
+        if asked is not None and most is not None and asked > most:
+            raise ConfigError(f"max_model_len={asked}: the model has max_position_embeddings={most}; want at most that")
+        value = asked if asked is not None else min(DEFAULT_MAX_LEN, most or DEFAULT_MAX_LEN)
+        why = "asked for" if asked is not None else ("the model's" if value == most else f"the model's is {most}")
+        self._learn("max_model_len", value, f"{value} ({why})")
+        return value
+
+    def _kv_format(self, dtype: str) -> None:
+        choice = self.config.kv_format
+        open_ = choice.name == "auto" and not choice.prefer
+        entry = self._pick("kvformat", choice, ("device", "sm", "dtype"), {"holds": dtype} if open_ else {}).entry
+        self.facts["kv_format"] = entry.name if entry.builtin else entry.label
+
+    def _attention(self, specs: Sequence[AttnSpec]) -> int:
+        """Choose the back end and with it the block size."""
+        more: dict[str, Any] = {
+            "dim_qk": frozenset(s.dim_qk for s in specs),
+            "dim_v": frozenset(s.dim_v for s in specs),
+            "queries_per_kv": frozenset(s.heads // s.kv_heads for s in specs),
+        }
+        asked = self.config.kvcache_block_size
+        if asked is not None:
+            more["block"] = asked
+        wanted = {
+            "window": any(s.window is not None for s in specs),
+            "sinks": any(s.sinks for s in specs),
+            "softcap": any(s.softcap is not None for s in specs),
+            "v_in_k": any(s.v_in_k for s in specs),
+            "batch_invariant": self.config.batch_invariant,
+        }
+        features = frozenset(name for name, want in wanted.items() if want)
+        known = ("device", "sm", "dtype", "kv_format")
+        chosen = self._pick("attention", self.config.attention, known, more, features)
+        assert chosen.spec is not None
+        block = asked if asked is not None else int(chosen.spec.prefer.get("block", DEFAULT_BLOCK))
+        why = "asked for" if asked is not None else f"preferred by {chosen.entry.label}"
+        self._learn("block", block, f"{block} ({why})")
+        return block
+
+    def _select(
+        self, kind: str, choice: Choice, known: Sequence[str] = (), more: Mapping[str, Any] | None = None,
+        features: frozenset[str] = frozenset(),
+    ) -> Selection:  # fmt: skip
+        facts = {k: self.facts[k] for k in known if k in self.facts}
+        return self.catalog[kind].select(Request({**facts, **(more or {})}, features), choice.name, choice.prefer)
+
+    def _pick(
+        self, kind: str, choice: Choice, known: Sequence[str] = (), more: Mapping[str, Any] | None = None,
+        features: frozenset[str] = frozenset(),
+    ) -> Candidate:  # fmt: skip
+        selection = self._select(kind, choice, known, more, features)
+        chosen = selection.require()
+        self._keep(selection, choice)
+        return chosen
+
+    def _keep(self, selection: Selection, choice: Choice, at: str = "") -> Part:
+        chosen, registry = selection.require(), self.catalog[selection.kind]
+        self.selections.append(selection)
+        part = make_part(registry, chosen, choice, at or OPTION_OF.get(selection.kind, selection.kind), self.origins)
+        if not at:
+            self.parts[selection.kind] = part
+        return part
+
+    def _several(self, kind: str, choices: Sequence[Choice], known: Sequence[str]) -> list[Part]:
+        parts = []
+        for i, choice in enumerate(choices):
+            selection = self._select(kind, choice, known)
+            selection.require()
+            parts.append(self._keep(selection, choice, f"{'processors' if kind == 'processor' else 'strategies'}.{i}"))
+        return parts
+
+
+def make_part(registry: Registry, chosen: Candidate, choice: Choice, at: str, origins: Mapping[str, str]) -> Part:
+    """Check the options and write down the choice as data."""
+    assert chosen.spec is not None
+    path = f"{at}.options"
+    where = next((source for leaf, source in origins.items() if leaf.startswith(path) and source != "keyword"), "")
+    options = registry.options(chosen, choice.options, where, path)
+    values = {} if options is None else options.model_dump(mode="json")
+    return Part(chosen.entry.label, chosen.spec.impl, values, chosen.spec.options)
+
+
+def _architectures(spec: Spec) -> Sequence[str]:
+    limit = spec.limits.get("architecture") if isinstance(spec.limits, Mapping) else None
+    return sorted(limit) if isinstance(limit, (set, frozenset)) else ()
+
+
+def group_layers(specs: Sequence[AttnSpec]) -> tuple[tuple[int, ...], ...]:
+    """Layers of equal geometry, groups of full attention before those with a window, otherwise by first layer."""
+    found: dict[tuple, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        found.setdefault(spec.geometry, []).append(layer)
+    groups = sorted(found.values(), key=lambda layers: (specs[layers[0]].window is not None, layers[0]))
+    return tuple(tuple(layers) for layers in groups)
+
+
+def wiring_to_json(wiring: Wiring) -> str:
+    return json.dumps(dataclasses.asdict(wiring))
+
+
+def wiring_from_json(text: str) -> Wiring:
+    values = json.loads(text)
+    values["parts"] = {seam: Part(**part) for seam, part in values["parts"].items()}
+    values["processors"] = tuple(Part(**part) for part in values["processors"])
+    values["groups"] = tuple(tuple(layers) for layers in values["groups"])
+    values["eos_ids"] = tuple(values["eos_ids"])
+    return Wiring(**values)

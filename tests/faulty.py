@@ -1,0 +1,33 @@
+"""Processors that fail on purpose, for tests of what a plug-in's fault may touch."""
+
+from __future__ import annotations
+
+from minivllm.core.interfaces.sampling import Processor, Row
+
+
+class Faulty(Processor):
+    """Fails where ``params.extra["fault"]`` says; inactive without it."""
+
+    def bind(self, params, prompt_len):
+        fault = params.extra.get("fault")
+        if fault == "bind":
+            raise RuntimeError("boom in bind")
+        return None if fault is None else Row(variant=1 + (fault == "commit"))
+
+    def apply(self, logits, rows, state):
+        logits[:] = 0
+        if rows.variant & 1:
+            raise RuntimeError("boom in apply")
+
+    def commit(self, tokens, count, rows, state):
+        raise RuntimeError("boom in commit")
+
+
+class Unbound(Processor):
+    """Never has anything to do."""
+
+    def bind(self, params, prompt_len):
+        return None
+
+    def apply(self, logits, rows, state):
+        raise AssertionError("called without a row")

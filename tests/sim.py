@@ -1,0 +1,255 @@
+"""A device without a model, for tests of everything round it: it checks what a real one would silently get wrong.
+
+Each KV slot holds a fingerprint of the token prefix that was computed there.  A row's step checks that every earlier
+position of its block table (within the group's window) holds the fingerprint of *its own* history: a wrong block, a missing
+copy, a block reused too early, or a stale table row fails at once.  The next token is a function of (history, sample), so
+an answer is known without the engine.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+
+from minivllm.core.engine import Engine
+from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
+from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, StepError, StepResult
+from minivllm.core.interfaces.sampling import Row
+from minivllm.core.request import Request, SamplingParams
+from minivllm.plugins.evictor.lru import Lru
+from minivllm.plugins.scheduler.fcfs import Fcfs
+
+VOCAB, EOS_ID = 50, 49
+
+
+def fingerprint(tokens: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(tokens, np.int32).tobytes()) + 1
+
+
+def next_token(history: np.ndarray, sample: int) -> int:
+    return zlib.crc32(np.append(history, sample).astype(np.int32).tobytes()) % VOCAB
+
+
+def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) -> tuple[list[int], str]:
+    """What the engine must give: token ids and finish reason."""
+    tokens = list(prompt)
+    end = min(len(tokens) + params.max_tokens, max_len)
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
+    while True:
+        t = next_token(np.array(tokens, np.int32), sample)
+        tokens.append(t)
+        if t in stops and len(tokens) - 1 >= len(prompt) + params.min_tokens:
+            return tokens[len(prompt) :], "stop"
+        if len(tokens) >= end:
+            return tokens[len(prompt) :], "length"
+
+
+class SimExecutor(Executor):
+    """Steps run when submitted; results come back ``depth`` steps later."""
+
+    def __init__(self, slots: int, max_len: int, blocks: list[int], block: int, windows, depth: int = 0) -> None:
+        self.block, self.windows, self.depth, self.blocks = block, windows, depth, blocks
+        self.tokens = np.zeros((slots, max_len + 1), np.int32)
+        self.known, self.prompt, self.end, self.min_end, self.sample = (np.zeros(slots, int) for _ in range(5))
+        self.stops: list[list[int]] = [[] for _ in range(slots)]
+        self.eos = np.zeros(slots, int)
+        self.stopped = np.ones(slots, bool)
+        self.table = np.zeros((len(windows), slots, max_len // block + 2), np.int32)
+        self.kv = [np.zeros((n, block), np.int64) for n in blocks]
+        self.results: deque[StepResult] = deque()
+        self.fail_at: set[int] = set()
+        self.max_tokens = self.max_rows = 0
+        self.held: dict[int, object] = {}
+
+    def start(self, wiring):
+        return Capacity(tuple(self.blocks), (1,) * len(self.blocks), VOCAB, 0, self.depth)
+
+    def _delta(self, d) -> None:
+        self.stopped[d.leave] = True
+        if d.join is not None:
+            j, at = d.join, 0
+            for i, slot in enumerate(j.slot):
+                n = j.known[i]
+                self.tokens[slot, :n] = j.tokens[at : at + n]
+                at += n
+                self.known[slot], self.prompt[slot], self.end[slot] = n, j.prompt[i], j.end[i]
+                self.min_end[slot], self.sample[slot], self.eos[slot] = j.min_end[i], j.sample[i], j.n_eos[i]
+                self.stops[slot] = [int(x) for x in j.stop_ids[i] if x >= 0]
+                self.stopped[slot] = False
+        for src, dst, sample in d.fork:
+            for column in (self.tokens, self.known, self.prompt, self.end, self.min_end, self.eos, self.stopped):
+                column[dst] = column[src]
+            self.stops[dst], self.sample[dst] = self.stops[src], sample
+        for slot, token in d.token:
+            self.tokens[slot, self.known[slot]] = token
+            self.known[slot] += 1
+        seen = set()
+        for g, slot, i, b in d.table:
+            assert (g, slot, i) not in seen, "a table entry is named twice in one delta"
+            seen.add((g, slot, i))
+            self.table[g, slot, i] = b
+        for g, slot, first, count in d.trim:
+            self.table[g, slot, first : first + count] = 0
+        for g, src, dst in d.copy:
+            self.kv[g][dst] = self.kv[g][src]
+
+    def submit(self, plan) -> None:
+        self._delta(plan.delta)
+        self.max_tokens = max(self.max_tokens, int(plan.q_len.sum()))
+        self.max_rows = max(self.max_rows, len(plan.slots))
+        assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot twice in a step"
+        assert (plan.q_len > 0).all() and (np.diff(plan.q_len > 1).clip(-1, 1) >= 0).all(), "one-token rows come first"
+        if plan.id in self.fail_at:
+            n = len(plan.samples)
+            z = np.zeros(n, np.int32)
+            error = (StepError("step", "sim", "planned failure"),)
+            self.results.append(
+                StepResult(plan.id, plan.epoch, plan.slots[plan.samples], z, z, z.astype(np.uint8), errors=error)
+            )
+            return
+        for slot, q, computed in zip(plan.slots, plan.q_len, plan.computed, strict=True):
+            if not self.stopped[slot]:
+                self._row(slot, int(q), int(computed))
+        n = len(plan.samples)
+        tokens, count, flags = np.zeros(n, np.int32), np.zeros(n, np.int32), np.zeros(n, np.uint8)
+        for i, r in enumerate(plan.samples):
+            slot = plan.slots[r]
+            if self.stopped[slot]:
+                flags[i] = OVERSHOOT
+                continue
+            assert self.known[slot] == plan.computed[r] + plan.q_len[r]
+            tokens[i] = next_token(self.tokens[slot, : self.known[slot]], self.sample[slot])
+            if i in plan.host:
+                continue
+            count[i], flags[i] = 1, self._commit(slot, tokens[i])
+        logits = np.zeros((len(plan.host), VOCAB), np.float32)
+        logits[np.arange(len(plan.host)), tokens[plan.host]] = 1.0
+        result = StepResult(plan.id, plan.epoch, plan.slots[plan.samples], tokens, count, flags, logits=logits)
+        if len(plan.late):
+            self.held[plan.id] = (plan, result)
+        self.results.append(result)
+
+    def supply(self, step, late) -> None:
+        plan, result = self.held.pop(step)
+        for k, i in enumerate(plan.late):
+            bits = np.unpackbits(late.mask[k].view(np.uint8), bitorder="little")[:VOCAB]
+            slot = result.slots[i]
+            if not bits[result.tokens[i]] and result.count[i]:
+                self.known[slot] -= 1
+                self.stopped[slot] = False
+                result.tokens[i] = int(np.argmax(bits))
+                result.flags[i] = self._commit(slot, result.tokens[i])
+
+    def _row(self, slot, q, computed) -> None:
+        history = self.tokens[slot]
+        for g, window in enumerate(self.windows):
+            low = 0 if window is None else max(0, computed - window + 1)
+            for p in range(low, computed):
+                b = self.table[g, slot, p // self.block]
+                assert b > 0, f"group {g} slot {slot}: position {p} has no block"
+                assert self.kv[g][b, p % self.block] == fingerprint(history[: p + 1]), (
+                    f"foreign KV at {p} of slot {slot}"
+                )
+            for p in range(computed, computed + q):
+                b = self.table[g, slot, p // self.block]
+                assert b > 0
+                self.kv[g][b, p % self.block] = fingerprint(history[: p + 1])
+
+    def _commit(self, slot, token) -> int:
+        n = self.known[slot]
+        self.tokens[slot, n] = token
+        self.known[slot] = n + 1
+        flags = 0
+        if n >= self.min_end[slot] and token in self.stops[slot]:
+            flags = EOS if token in self.stops[slot][: self.eos[slot]] else STOP_ID
+        if n + 1 >= self.end[slot]:
+            flags |= LENGTH
+        self.stopped[slot] = bool(flags)
+        return flags
+
+    def collect(self, in_flight):
+        out = []
+        while len(self.results) > in_flight:
+            out.append(self.results.popleft())
+        return out
+
+    def alive(self) -> bool:
+        return True
+
+    def stop(self, deadline=10.0) -> None:
+        self.results.clear()
+
+
+class NoProcessor:
+    def bind(self, params, prompt_len):
+        return Row()
+
+
+def sim_engine(
+    *,
+    slots=8,
+    max_len=256,
+    blocks=64,
+    block=4,
+    windows=(None,),
+    depth=0,
+    budget=64,
+    prefix=True,
+    policy=Fcfs,
+    evictor=Lru,
+) -> Engine:
+    part = Part("sim/sim", "sim:Sim")
+    wiring = Wiring(
+        model_dir="", load_format="dummy", device="cpu", dtype="float32", block=block, max_num_seqs=slots,
+        max_num_batched_tokens=budget, max_model_len=max_len, num_blocks=blocks, memory_utilization=0.9,
+        batch_invariant=False, seed=0, parts={"model": part},
+    )  # fmt: skip
+    executor = SimExecutor(slots, max_len, [blocks] * len(windows), block, windows, depth)
+    capacity = executor.start(wiring)
+    return Engine(
+        wiring, executor, capacity, lambda ctx: policy(None, ctx), lambda ctx: evictor(None, ctx), [("sim/none", NoProcessor())],
+        {"single": _Strategy(), "parallel": _Strategy()}, windows, prefix, eos_ids=(EOS_ID,),
+    )  # fmt: skip
+
+
+class _Strategy:
+    def start(self, params):
+        return [SimpleNamespace(sample=i) for i in range(params.n)]
+
+    def result(self, params, ends):
+        return [e.sample for e in ends]
+
+
+def request(engine: Engine, rid: str, prompt, **params) -> Request:
+    r = Request(rid, np.array(prompt, np.int32), SamplingParams.make(**params), arrival=float(len(engine.requests)))
+    engine.add(r)
+    return r
+
+
+def run(engine: Engine, limit: int = 20000, check: bool = False) -> int:
+    steps = 0
+    while engine.busy:
+        engine.step()
+        if check:
+            engine.cache.check()
+        steps += 1
+        assert steps < limit, "the engine does not come to rest"
+    return steps
+
+
+def at_rest(engine: Engine) -> None:
+    """Everything is given back: slots, blocks, tables, queues."""
+    engine.cache.check()
+    s = engine.slots
+    assert len(s.running) == 0 and len(s.free) + len(s.cooling) == s.size and engine.planner.reserved == 0
+    assert (
+        not engine.planner.departed and engine.planner.n_waiting == 0 and not engine.in_flight and not engine.requests
+    )
+    for pool in engine.cache.pools:
+        assert pool.free + pool.idle == pool.total - 1
+
+
+__all__ = ["NAN", "SimExecutor", "answer", "at_rest", "request", "run", "sim_engine"]

@@ -1,0 +1,177 @@
+"""Norm, rotary, activation, embedding and head against their definitions in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import Harness
+from tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from minivllm.core.interfaces.attention import AttentionContext, AttnSpec, QKPre
+from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.core.layers.activation import silu_mul
+from minivllm.core.layers.linear import Dense, Linear
+from minivllm.core.layers.norm import RMSNorm
+from minivllm.core.layers.parts import Parts
+from minivllm.core.layers.rotary import inverse_frequencies, prepare_qk, rope_parameters, rotary_tables
+from minivllm.errors import ModelError, PluginError
+from minivllm.plugins.attention.sdpa import Sdpa
+from minivllm.plugins.kvformat.plain import Fp32
+from minivllm.plugins.quantizer.none import Unquantized
+
+
+def parts(dtype="float32", **more) -> Parts:
+    backend = Sdpa(None, AttentionContext("cpu", dtype, Fp32(), 4, 4, 64))
+    return Parts("cpu", dtype, Unquantized(), backend, **more)
+
+
+def rms(x, w, eps=1e-6):
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w.double()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02), ("float16", 0.003)])
+def test_norm_adds_the_residual_and_normalises_the_sum(dtype, tolerance):
+    norm = RMSNorm("n", 32, 1e-6, getattr(torch, dtype), "cpu")
+    norm.weight.copy_(torch.randn(32))
+    x, r = torch.randn(2, 5, 32).to(norm.weight.dtype)
+    kept = x.clone(), r.clone()
+    y, stream = norm(x, r)
+    assert torch.equal(stream, x + r) and torch.equal(x, kept[0]) and torch.equal(r, kept[1])
+    assert (y - rms(x + r, norm.weight)).abs().max() <= tolerance * 3
+    y, stream = norm(x)
+    assert torch.equal(stream, x) and (y - rms(x, norm.weight)).abs().max() <= tolerance * 3
+
+
+def test_silu_mul_is_swiglu():
+    x = torch.randn(5, 12)
+    gate, up = x.double().chunk(2, -1)
+    assert (silu_mul(x) - gate * torch.sigmoid(gate) * up).abs().max() < 1e-6
+
+
+def rotate64(x, angle):
+    """Pairs (i, i + dim / 2) of each head turned by ``angle`` [T, dim / 2]."""
+    a, b = x.double().chunk(2, -1)
+    cos, sin = angle.double().cos()[:, None], angle.double().sin()[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_prepare_qk_normalises_heads_and_rotates_pairs(norms, keep):
+    work = {} if keep else None
+    position = torch.tensor([0, 3, 50, 7])
+    cfg = SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    cos, sin = rotary_tables(cfg, 8, 64, "cpu")
+    wq, wk = torch.rand(2, 8) + 0.5
+    pre = QKPre(cos, sin, wq if norms else None, wk if norms else None)
+    angle = position[:, None].double() * 100.0 ** (-torch.arange(0, 8, 2).double() / 8)
+    for _ in range(2):  # the second layer takes the rows that the first one gathered
+        q, k = torch.randn(4, 6, 8), torch.randn(4, 2, 8)
+        got_q, got_k = prepare_qk(q, k, position, pre, work)
+        assert (got_q - rotate64(rms(q, wq) if norms else q, angle)).abs().max() < 1e-4
+        assert (got_k - rotate64(rms(k, wk) if norms else k, angle)).abs().max() < 1e-4
+    assert work is None or len(work) == 1
+    assert torch.equal(cos[1], torch.cat([cos[1, :4], cos[1, :4]]))  # the tables themselves stay as they were
+    assert sin[1, 0] > 0
+
+
+def test_rotary_over_the_first_part_of_a_head_passes_the_rest():
+    angle = torch.randn(5, 2)
+    pre = QKPre(angle.cos().repeat(1, 2), angle.sin().repeat(1, 2))
+    q, k = torch.randn(5, 3, 8), torch.randn(5, 1, 8)
+    got, _ = prepare_qk(q, k, torch.arange(5), pre)
+    assert torch.equal(got[..., 4:], q[..., 4:])
+    assert (got[..., :4] - rotate64(q[..., :4], angle)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "rope", [LLAMA3_ROPE, {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}], ids=lambda r: r["rope_type"]
+)
+def test_scaled_frequencies_equal_transformers(rope):
+    cfg = tiny_config(head_dim=64, rope_parameters=dict(rope))
+    want, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](cfg, "cpu")
+    assert scaling == 1
+    assert torch.allclose(inverse_frequencies(rope_parameters(cfg), 64), want, rtol=1e-6, atol=0)
+
+
+def test_llama3_scaling_with_swapped_limits_is_refused():
+    bad = {**LLAMA3_ROPE, "high_freq_factor": 0.5}
+    with pytest.raises(ModelError, match="high_freq_factor above"):
+        rope_parameters(SimpleNamespace(rope_parameters=bad))
+
+
+def test_merged_linear_stacks_its_parts_in_order():
+    linear = parts().linear("qkv", 4, [("q", 3), ("k", 2)], bias=True)
+    weights = {"q": torch.randn(3, 4), "k": torch.randn(2, 4)}
+    biases = {"q": torch.randn(3), "k": torch.randn(2)}
+    assert linear.wanted() == {
+        ("q", "weight"): (3, 4),
+        ("q", "bias"): (3,),
+        ("k", "weight"): (2, 4),
+        ("k", "bias"): (2,),
+    }
+    for p in ("k", "q"):
+        linear.load(p, "weight", weights[p])
+        linear.load(p, "bias", biases[p])
+    x = torch.randn(5, 4)
+    want = torch.cat([x @ weights[p].T + biases[p] for p in ("q", "k")], -1)
+    assert torch.allclose(linear(x), want, atol=1e-6)
+
+
+def test_dense_writes_into_out_and_refuses_adapters():
+    scheme = Dense(ModuleInfo("m", "linear", 4, (("", 3),), "float32", "cpu"))
+    scheme.load("weight", torch.randn(3, 4).double(), "")
+    x, out = torch.randn(2, 4), torch.empty(2, 3)
+    assert scheme.apply(x, out) is out and torch.allclose(out, scheme.apply(x))
+    with pytest.raises(PluginError, match="adapter"):
+        scheme.apply(x, adapter=object())
+    with pytest.raises(ModelError, match="want a floating-point"):
+        scheme.load("weight", torch.zeros(3, 4, dtype=torch.int8), "")
+
+
+def test_tied_head_shares_memory_and_untied_does_not(tmp_path):
+    for tied in (True, False):
+        path, cfg, _ = tiny_dir(tmp_path / str(tied), tie_word_embeddings=tied)
+        modules = Harness(path, ARCHS["llama"](), cfg).parts.modules
+        assert ("weight" in modules["lm_head"].tensors) != tied
+        x = torch.randn(3, 32)
+        weight = modules["embed"].weight if tied else modules["lm_head"].tensors["weight"]
+        assert torch.allclose(modules["lm_head"](x), x @ weight.T, atol=1e-5)
+
+
+def test_parts_numbers_kv_groups_by_geometry_unless_told():
+    full, near = AttnSpec(4, 2, 8, 8), AttnSpec(4, 2, 8, 8, window=3)
+    made = parts()
+    for i, spec in enumerate([full, near, full]):
+        made.attention(i, spec)
+    assert [layer.group for layer in made.layers] == [0, 1, 0]
+    told = parts(groups=[[1], [0, 2]])
+    for i, spec in enumerate([full, near, full]):
+        told.attention(i, spec)
+    assert [layer.group for layer in told.layers] == [1, 0, 1]
+    assert all(layer.index == i for i, layer in enumerate(told.layers))
+
+
+def test_two_modules_of_one_name_are_a_bug():
+    made = parts()
+    made.norm("n", 4, 1e-6)
+    with pytest.raises(ValueError, match="two modules"):
+        made.norm("n", 4, 1e-6)
+
+
+def test_sinks_are_loaded_per_head():
+    made = parts()
+    layer = made.attention(0, AttnSpec(4, 2, 8, 8, sinks=True))
+    assert layer.wanted() == {("", "sinks"): (4,)}
+    layer.load("", "sinks", torch.arange(4.0))
+    assert torch.equal(made.layers[0].sinks, torch.arange(4.0))
+
+
+def test_linear_is_a_module_of_parts():
+    made = parts()
+    linear = made.linear("a.b", 4, [("", 2)])
+    assert isinstance(linear, Linear) and made.modules == {"a.b": linear}

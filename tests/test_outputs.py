@@ -1,0 +1,172 @@
+"""What a client sees of a sequence: deltas, stops, log-probabilities, and outputs that are objects and mappings."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from minivllm.core.request import SamplingParams
+from minivllm.errors import RequestError
+from minivllm.text.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SequenceText,
+    TokenLogprobs,
+)
+from minivllm.text.tokenizer import Tokenizer
+
+
+def make_tokenizer():
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", "ca", "bca", "Ġa", "aĠ", "ðŁĻ", "Ĥa"]
+    backend = Backend(models.BPE({w: i for i, w in enumerate(words)}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<eos>", special=True)])
+    return Tokenizer(backend, None, {"eos_token": "<eos>"}, None)
+
+
+TOKENIZER = make_tokenizer()
+EOS = TOKENIZER.eos_ids[0]
+IDS = st.lists(st.sampled_from([TOKENIZER.token_id(t) for t in ["a", "b", "c", "ab", "abc", "ca", "bca", "Ġa", "aĠ"]]))
+
+
+def ids_of(*tokens):
+    return [TOKENIZER.token_id(t) for t in tokens]
+
+
+def feed_in_cuts(sequence, ids, data, **last):
+    deltas, i = [], 0
+    while True:
+        n = data.draw(st.integers(1, 5))
+        final = i + n >= len(ids)
+        deltas.append(sequence.feed(ids[i : i + n], final, **(last if final else {})))
+        i += n
+        if final or deltas[-1].stopped is not None:
+            return deltas
+
+
+@settings(max_examples=300, deadline=None)
+@given(IDS, st.lists(st.text(alphabet="ab c", min_size=1, max_size=4), max_size=3), st.data())
+def test_deltas_joined_are_the_text_up_to_the_first_stop(ids, stops, data):
+    include, min_tokens = data.draw(st.booleans()), data.draw(st.integers(0, 3))
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens)
+    sequence = SequenceText(TOKENIZER, params)
+    deltas = feed_in_cuts(sequence, ids, data)
+    assert "".join(d.text for d in deltas) == sequence.text == sequence.output().text
+    assert (
+        sum(d.used for d in deltas) == len(sequence.token_ids) and sequence.token_ids == ids[: len(sequence.token_ids)]
+    )
+    # the definition: text grows by characters; the first moment after min_tokens at which it ends with a stop string
+    ends = [len(TOKENIZER.decode(ids[:k])) for k in range(len(ids) + 1)]
+    text, start = TOKENIZER.decode(ids), ends[min(min_tokens, len(ids))]
+    at = next((e for e in range(start + 1, len(text) + 1) if any(text[:e].endswith(s) for s in stops)), None)
+    if at is None:
+        assert sequence.finish_reason is None and sequence.token_ids == ids and sequence.text == text
+        return
+    assert sequence.finish_reason == "stop" and text[:at].endswith(sequence.stop_reason)
+    assert len(sequence.token_ids) == next(k for k, e in enumerate(ends) if e >= at)
+    want = text[: at if include else at - len(sequence.stop_reason)]
+    assert sequence.text == want or (min_tokens and not include and len(want) < start)
+    assert sequence.feed(ids, True) == ("", None, 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size), max_size=20), st.booleans(), st.data())
+def test_the_stop_token_is_kept_in_the_ids_and_left_out_of_the_text(ids, include, data):
+    params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=data.draw(st.booleans()))
+    sequence = SequenceText(TOKENIZER, params)
+    feed_in_cuts(sequence, [*ids, EOS], data, stop_token=True)
+    sequence.finish("stop")
+    shown = [*ids, EOS] if include else ids
+    assert sequence.text == TOKENIZER.decode(shown, params.skip_special_tokens)
+    assert sequence.token_ids == [*ids, EOS]
+    assert sequence.output().finish_reason == "stop" and sequence.output().stop_reason is None
+
+
+def test_half_a_character_waits_and_is_given_out_at_the_end():
+    sequence = SequenceText(TOKENIZER, SamplingParams())
+    assert sequence.feed(ids_of("ðŁĻ")).text == ""
+    assert sequence.feed(ids_of("Ĥa")).text == "🙂a"
+    assert sequence.feed(ids_of("ðŁĻ")).text == ""
+    assert sequence.feed([], final=True).text == "\ufffd"
+    sequence.finish("abort")
+    assert (sequence.text, sequence.output().finish_reason) == ("🙂a\ufffd", "abort")
+
+
+def test_a_stop_string_beats_the_stop_token_behind_it_and_says_where_it_ended():
+    sequence = SequenceText(TOKENIZER, SamplingParams(stop=["ca"]))
+    got = sequence.feed([*ids_of("ab", "c", "ab"), EOS], True, stop_token=True)
+    assert got == ("ab", "ca", 3) and sequence.token_ids == ids_of("ab", "c", "ab")
+    sequence.finish("stop", EOS)
+    assert sequence.output().stop_reason == "ca"
+
+
+def test_without_detokenization_no_text_is_made():
+    class Poison:
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+    for tokenizer, params in (
+        (Poison(), SamplingParams(detokenize=False, logprobs=1)),
+        (None, SamplingParams(logprobs=1)),
+    ):
+        sequence = SequenceText(tokenizer, params)
+        delta = sequence.feed([1, 2], True, logprobs=[TokenLogprobs(-1.0, 1, [1], [-1.0])] * 2)
+        assert delta == ("", None, 2) and sequence.output().text == ""
+        assert sequence.logprobs[0][1].decoded_token is None
+    with pytest.raises(RequestError, match="stop"):
+        SequenceText(None, SamplingParams(stop="x"))
+
+
+def test_logprobs_are_dicts_of_the_chosen_and_the_best():
+    a, b, ab, space_a = ids_of("a", "b", "ab", "Ġa")
+    sequence = SequenceText(TOKENIZER, SamplingParams(logprobs=2))
+    sequence.feed([a], logprobs=[TokenLogprobs(-3.0, 9, [b, ab, space_a], [-0.5, -1.0, -2.0])])
+    sequence.feed([b], True, logprobs=[TokenLogprobs(-0.5, 1, [b, ab, space_a], [-0.5, -1.0, -2.0])])
+    first, second = sequence.output().logprobs
+    assert first == {a: Logprob(-3.0, 9, "a"), b: Logprob(-0.5, 1, "b"), ab: Logprob(-1.0, 2, "ab")}
+    assert next(iter(first)) == a
+    assert second == {b: Logprob(-0.5, 1, "b"), ab: Logprob(-1.0, 2, "ab")}
+    assert math.isclose(sequence.output().cumulative_logprob, -3.5)
+    tied = SequenceText(TOKENIZER, SamplingParams(logprobs=2))  # the chosen keeps its own rank where the best are equal
+    tied.feed([b], logprobs=[TokenLogprobs(-0.5, 1, [ab, b], [-0.5, -0.5])])
+    assert tied.logprobs == [{b: Logprob(-0.5, 1, "b"), ab: Logprob(-0.5, 1, "ab")}]
+    plain = SequenceText(TOKENIZER, SamplingParams())
+    plain.feed([a], logprobs=[TokenLogprobs(-3.0, 9)])
+    assert plain.output().logprobs is None and plain.output().cumulative_logprob is None
+    with pytest.raises(ValueError, match="one each"):
+        sequence.feed([a], logprobs=[])
+
+
+def test_logprobs_end_with_the_tokens_at_a_stop_string():
+    sequence = SequenceText(TOKENIZER, SamplingParams(stop="b", logprobs=0))
+    sequence.feed(ids_of("a", "b", "c"), logprobs=[TokenLogprobs(-1.0, 1)] * 3)
+    assert len(sequence.token_ids) == len(sequence.logprobs) == 2 and sequence.cumulative_logprob == -2.0
+
+
+def test_a_snapshot_does_not_change_when_more_is_fed():
+    sequence = SequenceText(TOKENIZER, SamplingParams())
+    sequence.feed(ids_of("a"))
+    before = sequence.output()
+    sequence.feed(ids_of("b"))
+    assert (before.text, before.token_ids) == ("a", ids_of("a")) and sequence.output().text == "ab"
+
+
+def test_outputs_are_objects_and_mappings():
+    completion = CompletionOutput(0, "hi", [5, 6], finish_reason="stop", stop_reason=6)
+    out = RequestOutput("r1", "say", [1, 2], [completion], True, RequestMetrics(1.0, 1.5, 2.0, cached_tokens=16))
+    assert out["prompt"] == out.prompt == "say" and out["text"] == out.outputs[0].text == "hi"
+    assert out["tokens"] == [5, 6] and out["finished"] is True and out["finish_reason"] == "stop"
+    assert out["num_cached_tokens"] == out.num_cached_tokens == 16 and out["stop_reason"] == 6
+    assert out["outputs"][0]["text"] == "hi" and completion["tokens"] == completion["token_ids"] == [5, 6]
+    assert "text" in out and "nope" not in out and out.get("nope", 3) == 3 and set(out) == set(dict(out))
+    with pytest.raises(KeyError, match=r"'txt'.*finish_reason"):
+        out["txt"]
+    assert json.loads(json.dumps(out, default=dict))["outputs"][0]["text"] == "hi"
+    failed = RequestOutput("r2", None, [1], [], True, error="no room")
+    assert (failed["text"], failed["tokens"], failed["finish_reason"], failed["error"]) == ("", [], "error", "no room")

@@ -1,0 +1,193 @@
+"""Choosing: limits, tiers, preferences, options, and the exact words of every refusal."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plugin_helpers import discover, point, spec_text, write_package
+
+from minivllm.errors import PluginError
+from minivllm.registry import (
+    ANY,
+    KINDS,
+    AtLeast,
+    AtMost,
+    Entry,
+    MultipleOf,
+    Needs,
+    Range,
+    Reason,
+    Registry,
+    Request,
+    Spec,
+)  # fmt: skip
+from minivllm.spec import allows
+
+# ---------------------------------------------------------------- limits
+
+package = pytest.fixture(write_package)
+
+
+FLASH = Spec(
+    "a:B", (1, 0), "x",
+    limits={
+        "dtype": {"float16", "bfloat16"}, "block": MultipleOf(16), "sm": AtLeast(90), "dim": Range(64, 128),
+        "q": AtMost(8),
+    },
+    features=frozenset({"window"}),
+    needs=(Needs("no_such_module", install='pip install "minivllm[fi]"'), Needs("numpy", "999")),
+)  # fmt: skip
+
+
+def test_every_reason_is_given_at_once():
+    import numpy
+
+    facts = {"dtype": "float32", "block": 24, "sm": 80, "dim": frozenset({64, 256}), "q": 16, "new": 1}
+    reasons = FLASH.refuse(Request(facts, frozenset({"window", "sinks"})), KINDS["attention"])
+    assert [str(r) for r in reasons] == [
+        "dtype: want float32, supports {bfloat16, float16}",
+        "block: want 24, supports multiples of 16",
+        "sm: want 80, supports at least 90",
+        "dim: want {64, 256}, supports 64 to 128",
+        "q: want 16, supports at most 8",
+        "new: want 1, supports nothing (not declared)",
+        "feature 'sinks' not declared",
+        'needs no_such_module, which is not installed  (pip install "minivllm[fi]")',
+        f"numpy: want at least 999, supports {numpy.__version__}",
+    ]
+
+
+@given(st.sets(st.integers(-300, 300), min_size=1), st.integers(-100, 100), st.integers(0, 200), st.integers(1, 64))
+def test_limits_agree_with_their_meaning(values, low, span, step):
+    high = low + span
+    assert allows(Range(low, high), frozenset(values)) == all(low <= v <= high for v in values)
+    assert allows(AtLeast(low), frozenset(values)) == (min(values) >= low)
+    assert allows(AtMost(high), frozenset(values)) == (max(values) <= high)
+    assert allows(MultipleOf(step), frozenset(values)) == all(v > 0 and v % step == 0 for v in values)
+    assert allows({low, high}, frozenset(values)) == (values <= {low, high})
+    assert allows(ANY, frozenset(values))
+    assert not allows(AtLeast(0), "x") and not allows(MultipleOf(1), True)
+
+
+# ---------------------------------------------------------------- selection
+
+
+def registry_of(package, *specs):
+    """(dist, name, priority, features) -> a registry with a spec module each."""
+    entries = []
+    for dist, name, priority, features in specs:
+        module = f"{dist}_{name}_spec"
+        package(module, spec_text(priority=priority, features=features))
+        entries.append(Entry("attention", name, f"{module}:S", dist, "1.0"))
+    return Registry(KINDS["attention"], entries)
+
+
+def test_auto_takes_the_best_builtin_and_leaves_third_parties_unimported(package):
+    registry = registry_of(
+        package, ("minivllm", "low", 0, ["f"]), ("minivllm", "top", 10, ["f"]), ("minivllm", "new", 99, []),
+        ("zz", "fast", 999, ["f"]),
+    )  # fmt: skip
+    selection = registry.select(Request({"dtype": "bfloat16", "block": 16}, frozenset({"f"})))
+    assert selection.explain() == (
+        "attention -> minivllm/top   (asked: auto)\n"
+        "  for dtype=bfloat16, block=16, features={f}\n"
+        "  - minivllm/low  priority 0: suitable, not needed\n"
+        "  x minivllm/new  feature 'f' not declared\n"
+        "  > minivllm/top  priority 10\n"
+        "  . zz/fast       not looked at: an earlier choice was suitable"
+    )
+    assert "zz_fast_spec" not in sys.modules
+    everything = registry.select(Request({}, frozenset({"f"})), everything=True)
+    assert everything.chosen == selection.chosen and "zz_fast_spec" in sys.modules
+    assert "- zz/fast       priority 999: suitable, not needed" in everything.explain()
+
+
+def test_auto_goes_to_third_parties_if_no_builtin_can_serve(package):
+    registry = registry_of(package, ("minivllm", "a", 0, []), ("zz", "b", 1, ["f"]), ("zz", "c", 1, ["f"]))
+    assert registry.select(Request({}, frozenset({"f"}))).require().entry.label == "zz/b"  # a tie goes by name
+
+
+def test_a_name_never_falls_back(package):
+    registry = registry_of(package, ("minivllm", "a", 0, []), ("minivllm", "b", 0, ["f"]))
+    selection = registry.select(Request({}, frozenset({"f"})), "a")
+    with pytest.raises(PluginError) as info:
+        selection.require()
+    assert str(info.value) == "attention 'minivllm/a' does not fit: feature 'f' not declared"
+    assert info.value.selection is selection
+
+
+def test_prefer_is_an_order_and_what_is_absent_is_a_reason(package):
+    registry = registry_of(package, ("minivllm", "a", 99, []), ("zz", "b", 0, ["f"]), ("zz", "c", 5, ["f"]))
+    selection = registry.select(Request({}, frozenset({"f"})), prefer=("gone/x", "a", "zz/b", "c"))
+    assert selection.explain() == (
+        "attention -> zz/b   (asked: auto, prefer gone/x, a, zz/b, c)\n"
+        "  for features={f}\n"
+        "  x gone/x      not installed\n"
+        "  x minivllm/a  feature 'f' not declared\n"
+        "  > zz/b        priority 0\n"
+        "  . zz/c        not looked at: an earlier choice was suitable"
+    )
+
+
+def test_nothing_suitable_is_an_error_that_shows_the_selection(package):
+    registry = registry_of(package, ("minivllm", "a", 0, []))
+    with pytest.raises(PluginError) as info:
+        registry.select(Request({}, frozenset({"f"}))).require()
+    assert str(info.value) == (
+        "attention -> nothing suitable   (asked: auto)\n  for features={f}\n  x minivllm/a  feature 'f' not declared"
+    )
+
+
+def test_a_spec_can_be_pickled_and_reports_what_limits_cannot_say():
+    def check(request):
+        return [Reason("heads", "a multiple of 8", "4")]
+
+    for spec in (
+        Spec("a:B", (1, 0), "x", limits={"sm": AtLeast(90)}, needs=(Needs("json"),)),
+        Spec("a:B", (1, 0), "x", limits=ANY),
+    ):
+        again = pickle.loads(pickle.dumps(spec))
+        assert again == spec and not again.refuse(Request({"sm": 90}), KINDS["attention"])
+    checked = Spec("a:B", (1, 0), "x", limits=ANY, check=check)
+    (reason,) = checked.refuse(Request(), KINDS["attention"])
+    assert str(reason) == "heads: want a multiple of 8, supports 4"
+
+
+# ---------------------------------------------------------------- options
+
+
+OPTIONS = """
+from pydantic import BaseModel, ConfigDict, Field
+from minivllm.spec import *
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    num_splits: int = Field(1, le=64, description="parts")
+S = Spec(impl="acme:Flash", api=(1, 0), summary="x", limits=ANY, options="acme_spec:Options")
+"""
+
+
+def test_wrong_options_are_told_with_the_nearest_name(package):
+    package("acme_spec", OPTIONS)
+    registry = discover(point("acme", "flash", "acme_spec:S"))["attention"]
+    chosen = registry.select(Request(), "flash").require()
+    assert registry.options(chosen, {"num_splits": 4}).num_splits == 4
+    with pytest.raises(PluginError) as info:
+        registry.options(chosen, {"num_splits": 65, "numsplits": 1}, "exp.toml")
+    assert str(info.value) == (
+        "Wrong options for acme/flash (exp.toml):\n"
+        "  attention.options.num_splits: Input should be less than or equal to 64\n"
+        "  attention.options.numsplits: Extra inputs are not permitted - did you mean 'num_splits'?"
+    )
+
+
+def test_a_plugin_without_options_takes_none():
+    registry = discover()["scheduler"]
+    chosen = registry.select(Request(), "fcfs").require()
+    assert registry.options(chosen, {}) is None
+    with pytest.raises(PluginError) as info:
+        registry.options(chosen, {"window": 4}, "exp.toml")
+    assert str(info.value) == "minivllm/fcfs takes no options (exp.toml): scheduler.options has 'window'"

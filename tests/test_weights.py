@@ -1,0 +1,221 @@
+"""Every tensor of a checkpoint is used once, every parameter is filled, and whatever is wrong is named in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from harness import Harness
+from safetensors.torch import load_file, save_file
+from tiny import ARCHS, tiny_dir
+
+from minivllm.core.interfaces.model import Rule
+from minivllm.core.interfaces.quantizer import Shard
+from minivllm.core.weights import find_targets, load_weights, weight_bytes
+from minivllm.errors import ModelError
+
+LLAMA = ARCHS["llama"]()
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return tiny_dir(tmp_path / "model")
+
+
+def refuses(path, cfg, says, **more):
+    with pytest.raises(ModelError, match=says) as caught:
+        Harness(path, LLAMA, cfg, **more)
+    assert "\n" not in str(caught.value)
+
+
+def edit(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def test_several_shards_load_as_one_file(tmp_path, tiny):
+    path, cfg, _ = tiny_dir(tmp_path / "shards", shard="20KB")
+    assert len(list(path.glob("model-*-of-*.safetensors"))) > 2
+    one, many = Harness(tiny[0], LLAMA, tiny[1]), Harness(path, LLAMA, cfg)
+    for name, module in one.parts.modules.items():
+        for key, tensor in module.tensors.items():
+            assert torch.equal(tensor, many.parts.modules[name].tensors[key])
+
+
+def test_every_parameter_comes_from_its_own_tensor(tiny):
+    path, cfg, hf = tiny
+    modules, state = Harness(path, LLAMA, cfg).parts.modules, hf.state_dict()
+    qkv = [state[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"]
+    assert torch.equal(modules["layers.1.attn.qkv"].tensors["weight"], torch.cat(qkv))
+    assert torch.equal(modules["norm"].weight, state["model.norm.weight"])
+    assert torch.equal(modules["embed"].weight, state["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weight_bytes_counts_what_is_there_once(tmp_path, tied):
+    path, cfg, hf = tiny_dir(tmp_path, tie_word_embeddings=tied)
+    assert weight_bytes(Harness(path, LLAMA, cfg).parts) == 4 * sum(p.numel() for p in hf.parameters())
+
+
+def test_known_buffers_and_a_redundant_tied_head_are_passed_over(tmp_path):
+    path, cfg, hf = tiny_dir(tmp_path, tie_word_embeddings=True)
+
+    def change(t):
+        t["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        t["lm_head.weight"] = torch.zeros(61, 32)
+
+    edit(path, change)
+    with torch.inference_mode():
+        want = hf(torch.tensor([[5, 6, 7]])).logits[0]
+    assert (Harness(path, LLAMA, cfg).step({0: [5, 6, 7]})[0] - want).abs().max() < 1e-4
+
+
+def test_an_unknown_tensor_is_refused_with_the_nearest_name(tiny):
+    path, cfg, _ = tiny
+    edit(path, lambda t: t.update({"model.layers.0.mlp.gate_projj.weight": torch.ones(1)}))
+    refuses(
+        path,
+        cfg,
+        r"'model.layers.0.mlp.gate_projj.weight' has no place.*Did you mean 'model.layers.0.mlp.gate_proj.weight'",
+    )
+
+
+def test_a_layer_more_than_the_config_says_is_refused(tiny):
+    path, cfg, _ = tiny
+    cfg.num_hidden_layers = 1
+    refuses(path, cfg, r"tensor 'model.layers.1\..*' has no place")
+
+
+def test_a_missing_tensor_is_named(tiny):
+    path, cfg, _ = tiny
+    edit(path, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
+    refuses(path, cfg, "lacks model.layers.1.self_attn.k_proj.weight")
+
+
+def test_a_bias_that_the_config_denies_is_refused(tmp_path):
+    path, cfg, _ = tiny_dir(tmp_path, attention_bias=True)
+    cfg.attention_bias = False
+    refuses(path, cfg, "bias' has no place")
+
+
+def test_a_wrong_shape_says_what_was_wanted(tiny):
+    path, cfg, _ = tiny
+    edit(path, lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(8, 32)}))
+    refuses(path, cfg, r"k_proj.weight' has shape \[8, 32\], want \[16, 32\]")
+
+
+def test_a_wrong_dtype_is_refused(tiny):
+    path, cfg, _ = tiny
+    edit(path, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}))
+    refuses(path, cfg, "'model.norm.weight': dtype int32, want a floating-point weight")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, 0.5, 0.999])
+def test_a_truncated_file_is_named(tiny, keep):
+    path, cfg, _ = tiny
+    file = path / "model.safetensors"
+    os.truncate(file, int(keep * file.stat().st_size) if isinstance(keep, float) else keep)
+    refuses(path, cfg, "model.safetensors: not a whole safetensors file")
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    path, cfg, _ = tiny_dir(tmp_path, shard="20KB")
+    victim = sorted(path.glob("model-*.safetensors"))[1]
+    victim.unlink()
+    refuses(path, cfg, f"shard {victim.name} is missing")
+
+
+def test_a_shard_without_the_tensor_that_the_index_promises_is_named(tmp_path):
+    path, cfg, _ = tiny_dir(tmp_path, shard="20KB")
+    shard = sorted(path.glob("model-*.safetensors"))[0]
+    tensors = load_file(shard)
+    gone = tensors.popitem()[0]
+    save_file(tensors, shard)
+    refuses(path, cfg, f"{shard.name}: lacks tensor '{gone}'")
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    path, cfg, _ = tiny_dir(tmp_path, shard="20KB")
+    first, second = sorted(path.glob("model-*.safetensors"))[:2]
+    name, tensor = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: tensor}, second)
+    refuses(path, cfg, f"'{name}' is there twice")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"a": 1}'])
+def test_a_broken_index_is_refused(tmp_path, text):
+    path, cfg, _ = tiny_dir(tmp_path, shard="20KB")
+    (path / "model.safetensors.index.json").write_text(text)
+    refuses(path, cfg, "not an index of shards")
+
+
+@pytest.mark.parametrize("shard", ["../evil.safetensors", "/etc/passwd", "model.bin"])
+def test_an_index_cannot_point_out_of_the_folder_or_at_a_pickle(tmp_path, shard):
+    path, cfg, _ = tiny_dir(tmp_path, shard="20KB")
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+    refuses(path, cfg, "want the name of a .safetensors file in the same folder")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused_and_never_opened(tiny, name):
+    path, cfg, _ = tiny
+    (path / "model.safetensors").unlink()
+    pickle = path / name
+    pickle.write_bytes(b"not even a pickle")
+    pickle.chmod(0)
+    refuses(path, cfg, f"only pickled weights .{name}., which are never opened")
+
+
+def test_a_folder_without_weights_is_refused(tiny, tmp_path):
+    path, cfg, _ = tiny
+    refuses(tmp_path / "nowhere", cfg, "no such model directory")
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    refuses(path, cfg, "found model-00001-of-00002.safetensors without model.safetensors.index.json")
+    (path / "model-00001-of-00002.safetensors").unlink()
+    refuses(path, cfg, "no model.safetensors and no")
+
+
+def test_an_unknown_load_format_is_refused(tiny):
+    refuses(tiny[0], tiny[1], "load_format='gguf': want one of auto, safetensors, dummy", load_format="gguf")
+
+
+def test_dummy_weights_need_no_file_and_depend_on_the_seed_alone(tiny):
+    make = lambda seed: Harness("nowhere", LLAMA, tiny[1], load_format="dummy", seed=seed).parts.modules  # noqa: E731
+    a, b, c = make(0), make(0), make(1)
+    for name, module in a.items():
+        for key, tensor in module.tensors.items():
+            assert torch.equal(tensor, b[name].tensors[key]) and tensor.isfinite().all()
+    weight = a["layers.0.mlp.gate_up"].tensors["weight"]
+    assert 0.015 < weight.std() < 0.025
+    assert not torch.equal(weight, c["layers.0.mlp.gate_up"].tensors["weight"])
+    assert not torch.equal(weight, a["layers.1.mlp.gate_up"].tensors["weight"])
+
+
+def test_dummy_shares_are_slices_of_the_whole(tiny):
+    whole = Harness("nowhere", LLAMA, tiny[1], load_format="dummy").parts.modules["layers.0.mlp.down"]
+    share = Harness("nowhere", LLAMA, tiny[1], load_format="dummy", shard=Shard(1, 2)).parts.modules[
+        "layers.0.mlp.down"
+    ]
+    assert torch.equal(share.tensors["weight"], whole.tensors["weight"][:, 24:])
+
+
+def test_rules_that_leave_or_repeat_a_parameter_are_the_architectures_fault(tiny):
+    parts = Harness(tiny[0], LLAMA, tiny[1]).parts
+    rules = list(LLAMA.weights(tiny[1]))
+    assert len(find_targets(rules, parts)) == 2 * 9 + 3
+    with pytest.raises(ModelError, match=r"no rule .* fills embed.weight"):
+        find_targets(rules[1:], parts)
+    with pytest.raises(ModelError, match=r"fill norm.weight '' twice"):
+        find_targets([*rules, Rule("other", "norm")], parts)
+
+
+def test_loading_twice_gives_the_same_model(tiny):
+    path, cfg, _ = tiny
+    harness = Harness(path, LLAMA, cfg)
+    before = harness.step({0: [5, 6]})[0]
+    load_weights(path, LLAMA, cfg, harness.parts)
+    assert torch.equal(harness.step({1: [5, 6]})[1], before)

@@ -1,0 +1,308 @@
+"""From a configuration to targets: each choice with its facts, and the exact words of every refusal."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from minivllm.config import EngineConfig
+from minivllm.core.hf_config import find_model, open_checkpoint, read_config
+from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.core.interfaces.executor import Part
+from minivllm.core.interfaces.scheduler import SchedulerContext
+from minivllm.errors import ConfigError, ModelError, PluginError
+from minivllm.registry import Catalog, build_part
+from minivllm.wiring import explain, group_layers, resolve, wiring_from_json, wiring_to_json
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+}  # fmt: skip
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CATALOG = Catalog.discover(environ={}, entry_points=SimpleNamespace(select=lambda group: ()))
+
+
+def save(path, family="qwen3", **values):
+    architecture = f"{family.capitalize()}ForCausalLM"
+    FAMILIES[family](**{"architectures": [architecture], "dtype": "float32", **SHAPE, **values}).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("qwen3"))
+
+
+def wire(model, catalog=CATALOG, **options):
+    return resolve(EngineConfig(model=model, device="cpu", **options), catalog)
+
+
+# ---------------------------------------------------------------- the fold
+
+
+def test_every_seam_is_filled_in_the_order_of_the_design(model):
+    found = wire(model)
+    assert [s.kind for s in found.selections] == [
+        "executor", "model", "quantizer", "kvformat", "attention", "evictor", "scheduler", "processor", "processor",
+        "sampler", "strategy", "strategy",
+    ]  # fmt: skip
+    w = found.wiring
+    assert {seam: part.target for seam, part in w.parts.items()} == {
+        "model": "minivllm.plugins.model.qwen3:Qwen3",
+        "quantizer": "minivllm.plugins.quantizer.none:Unquantized",
+        "kvformat": "minivllm.plugins.kvformat.plain:Fp32",
+        "attention": "minivllm.plugins.attention.sdpa:Sdpa",
+        "sampler": "minivllm.plugins.sampler.default:DefaultSampler",
+    }
+    assert set(found.parts) == set(w.parts) | {"executor", "evictor", "scheduler"}
+    assert [p.name for p in w.processors] == ["minivllm/penalties", "minivllm/logit_bias"]
+    assert [p.name for p in found.strategies] == ["minivllm/single", "minivllm/parallel"]
+    assert (w.model_dir, w.device, w.dtype, w.block, w.max_model_len) == (model, "cpu", "float32", 16, 128)
+    assert found.groups == w.groups == ((0, 1, 2),) and found.windows == (None,)
+    assert found.hf_config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_architecture_in_the_file_chooses_the_model(tmp_path, family):
+    assert wire(save(tmp_path, family)).parts["model"].name == f"minivllm/{family}"
+
+
+def test_options_of_the_user_reach_the_wiring(model):
+    w = wire(
+        model, dtype="float32", kvcache_block_size=32, max_model_len=100, max_num_seqs=3, seed=7, run_ahead=2,
+        num_kvcache_blocks=9, gpu_memory_utilization=0.5, load_format="dummy", kv_format="bf16", processors=[],
+        quantization={"name": "int8", "options": {"skip": ["layers.0.*"]}},
+    ).wiring  # fmt: skip
+    assert (w.block, w.max_model_len, w.max_num_seqs, w.seed, w.run_ahead, w.num_blocks) == (32, 100, 3, 7, 2, 9)
+    assert (w.memory_utilization, w.load_format, w.processors) == (0.5, "dummy", ())
+    assert w.parts["kvformat"].name == "minivllm/bf16"
+    assert w.parts["quantizer"].options == {"skip": ["layers.0.*"], "lm_head": False}
+
+
+def test_the_kv_format_left_open_holds_what_the_model_computes(tmp_path):
+    for dtype, name in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")):
+        found = wire(save(tmp_path / dtype), dtype=dtype)
+        assert found.parts["kvformat"].name == f"minivllm/{name}" and found.facts["kv_format"] == name
+
+
+def test_a_wiring_survives_json(model):
+    w = wire(model, quantization="int8").wiring
+    assert wiring_from_json(wiring_to_json(w)) == w
+
+
+def test_max_model_len_left_open_is_the_models_and_at_most_4096(tmp_path):
+    assert wire(save(tmp_path / "a", max_position_embeddings=5000)).wiring.max_model_len == 4096
+    assert wire(save(tmp_path / "b", max_position_embeddings=4095)).wiring.max_model_len == 4095
+
+
+def test_layers_of_one_geometry_share_a_group_and_full_attention_comes_first():
+    full, near, far = AttnSpec(4, 2, 8, 8), AttnSpec(4, 2, 8, 8, window=16), AttnSpec(4, 1, 8, 8, window=16)
+    assert group_layers([near, full, far, near, full]) == ((1, 4), (0, 3), (2,))
+
+
+def test_a_window_is_a_feature_that_the_back_end_must_have(tmp_path):
+    path = save(tmp_path, "qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=1)
+    found = wire(path)
+    selection = next(s for s in found.selections if s.kind == "attention")
+    assert selection.request.features == {"window"} and found.groups == ((0,), (1, 2)) and found.windows == (None, 16)
+
+
+# ---------------------------------------------------------------- explain
+
+
+def test_explain_tells_the_facts_and_the_choices(model):
+    text = wire(model, max_model_len=64).explain()
+    assert text.startswith("device         cpu: ")
+    for line in (
+        "dtype          float32 (the checkpoint's)",
+        f"model          {model} (Qwen3ForCausalLM)",
+        "max_model_len  64 (asked for)",
+        "block          16 (preferred by minivllm/sdpa)",
+        "attention -> minivllm/sdpa   (asked: auto)",
+        "  for device=cpu, dtype=float32, kv_format=fp32, dim_qk=8, dim_v=8, queries_per_kv=2",
+        "  x minivllm/llama  architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
+        "model_type: want qwen3, supports {llama}",
+    ):
+        assert line in text.splitlines()
+
+
+def test_explain_of_one_seam_is_its_selection(model):
+    found = wire(model)
+    text = "scheduler -> minivllm/fcfs   (asked: auto)\n  for anything\n  > minivllm/fcfs  priority 10"
+    assert found.explain("scheduler") == text
+    assert found.explain("processors").count("asked: ") == 2
+    with pytest.raises(PluginError, match=r"^No seam is called 'schedular'\. Did you mean 'scheduler'\?"):
+        found.explain("schedular")
+
+
+def test_a_failed_choice_carries_what_was_chosen_before_it(model):
+    with pytest.raises(PluginError) as info:
+        wire(model, batch_invariant=True)
+    assert [s.kind for s in info.value.selections] == ["executor", "model", "quantizer", "kvformat", "attention"]
+    assert (
+        explain(info.value.selections, info.value.notes, CATALOG, "attention", False)
+        == str(info.value)
+        == (
+            "attention -> nothing suitable   (asked: auto)\n"
+            "  for device=cpu, dtype=float32, kv_format=fp32, dim_qk=8, dim_v=8, queries_per_kv=2, "
+            "features={batch_invariant}\n"
+            "  x minivllm/sdpa  feature 'batch_invariant' not declared"
+        )
+    )
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"max_model_len": 129}, ConfigError,
+         "max_model_len=129: the model has max_position_embeddings=128; want at most that"),
+        ({"executor": "local", "tensor_parallel_size": 2}, PluginError,
+         "executor 'minivllm/local' does not fit: tensor_parallel_size: want 2, supports {1}"),
+        ({"model_arch": "llama"}, PluginError,
+         "model 'minivllm/llama' does not fit: architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
+         "model_type: want qwen3, supports {llama}"),
+        ({"processors": ["penalty"]}, PluginError,
+         "No processor is called 'penalty'. Did you mean 'penalties'?\n  Installed: logit_bias, penalties\n"
+         "  A package adds one with the entry-point group 'minivllm.processor'; an experiment can say 'module:Class'."),
+        ({"quantizer": {"name": "int8", "options": {"skp": []}}}, PluginError,
+         "Wrong options for minivllm/int8:\n  quantizer.options.skp: Extra inputs are not permitted - did you mean "
+         "'skip'?"),
+        ({"processors": [{"name": "penalties", "options": {"a": 1}}]}, PluginError,
+         "minivllm/penalties takes no options: processors.0.options has 'a'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_wired_is_refused(model, options, error, message):
+    with pytest.raises(error) as info:
+        wire(model, **options)
+    assert str(info.value) == message
+
+
+def write(path, text):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "{dir}: holds no config.json; want a Hugging Face model directory"),
+        ('{"a": 1,\n]', "{dir}/config.json:2:1: broken JSON: Expecting property name enclosed in double quotes"),
+        ("[]", "{dir}/config.json: want a JSON object, got a list"),
+        ("{}", '{dir}/config.json: names no architecture; want "architectures": ["..."]'),
+        ('{"architectures": ["FooForCausalLM"], "model_type": "foo", "auto_map": {"AutoConfig": "evil.Evil"}}',
+         "{dir}/config.json: no plug-in serves the architecture 'FooForCausalLM'. "
+         "Available: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        (json.dumps({**SHAPE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "relu"}),
+         "{dir}/config.json: hidden_act='relu': want 'silu'"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_read_is_refused(tmp_path, text, message):
+    if text is not None:
+        write(tmp_path, text)
+    with pytest.raises(ModelError) as info:
+        wire(str(tmp_path))
+    assert str(info.value) == message.replace("{dir}", str(tmp_path))
+
+
+def test_a_field_of_the_wrong_type_is_one_line(tmp_path):
+    write(
+        tmp_path, json.dumps({**SHAPE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": []})
+    )
+    with pytest.raises(ModelError) as info:
+        wire(str(tmp_path))
+    assert str(info.value).startswith(f"{tmp_path}/config.json: ") and "vocab_size" in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_a_model_that_is_nowhere_is_refused(tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(name, **_):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    (tmp_path / "file").write_text("")
+    for name, message in (
+        (f"{tmp_path}/no", f"{tmp_path}/no: no such directory"),
+        ("./no", "./no: no such directory"),
+        ("a/b/c", "a/b/c: no such directory"),
+        (f"{tmp_path}/file", f"{tmp_path}/file: is a file; want a model directory"),
+        ("some/model", "some/model: no such directory, not in the Hugging Face cache, and the hub cannot be reached; "
+         "give a directory, or try `--model pocket`"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError) as info:
+            find_model(name)
+        assert str(info.value) == message
+
+
+def test_a_hub_id_is_fetched_without_code(monkeypatch, tmp_path, model):
+    import huggingface_hub
+
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kw: asked.update(kw, name=name) or model)
+    assert str(find_model("some/model")) == model and asked["name"] == "some/model"
+    assert not any(p.endswith((".py", ".bin", ".pt", "*")) for p in asked["allow_patterns"])
+
+
+def test_the_facts_of_a_checkpoint_are_read_from_either_spelling(tmp_path):
+    text = {"architectures": ["X"], "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "gptq"}}
+    write(tmp_path, json.dumps(text))
+    found = open_checkpoint(str(tmp_path))
+    assert (found.dtype, found.quantization, found.architecture) == ("bfloat16", "gptq", "X")
+    write(tmp_path, '{"text_config": {"dtype": "float16"}}')
+    assert open_checkpoint(str(tmp_path)).dtype == "float16"
+
+
+def test_a_quantized_checkpoint_that_nobody_reads_is_refused(tmp_path):
+    path = save(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    write(tmp_path, json.dumps({**raw, "quantization_config": {"quant_method": "awq", "bits": 4}}))
+    with pytest.raises(PluginError, match=r"x minivllm/none  checkpoint: want awq, supports \{none\}"):
+        wire(path)
+
+
+def test_the_config_object_is_that_of_transformers(model):
+    assert isinstance(read_config(model), Qwen3Config)
+
+
+# ---------------------------------------------------------------- building
+
+
+def test_a_part_is_built_with_its_options_and_context(model):
+    context = SchedulerContext(4, 16, 16)
+    made = build_part("scheduler", wire(model).parts["scheduler"], context)
+    assert type(made).__name__ == "Fcfs" and made.ctx is context and made.options is None
+    quantizer = build_part("quantizer", wire(model, quantization="int8").parts["quantizer"], None)
+    assert quantizer.options.skip == []
+
+
+@pytest.mark.parametrize(
+    "target, message",
+    [
+        ("no_such.module:X", "scheduler 'a/x' could not be imported from 'no_such.module:X': ModuleNotFoundError: "
+         "No module named 'no_such'"),
+        ("json:JSONDecoder", "scheduler 'a/x': JSONDecoder is not a subclass of "
+         "minivllm.core.interfaces.scheduler.SchedulerPolicy"),
+    ],
+)  # fmt: skip
+def test_a_part_that_cannot_be_built_names_the_plugin(target, message):
+    with pytest.raises(PluginError) as info:
+        build_part("scheduler", Part("a/x", target))
+    assert str(info.value) == message
+
+
+def test_a_target_of_an_experiment_is_wired_where_it_is_allowed(model, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "from minivllm.plugins.scheduler.fcfs import Fcfs\nclass Mine(Fcfs):\n    'Mine.'\n"
+    (tmp_path / "wiring_exp.py").write_text(text)
+    part = wire(model, scheduler="wiring_exp:Mine", allow_targets=["wiring_exp"]).parts["scheduler"]
+    assert part == Part("local/wiring_exp:Mine", "wiring_exp:Mine")
+    with pytest.raises(PluginError, match="Add --allow-target wiring_exp if you trust it"):
+        wire(model, scheduler="wiring_exp:Mine")
