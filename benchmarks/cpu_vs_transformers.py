@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_vs_transformers.py [--model pocket] [--requests 32] [--prompt 64] [--out 64] [--repeat 5]
 
-transformers runs twice: request by request, and all requests as one batch of equal length (no padding is wasted, its best
-case).  Greedy, float32, the machine's default number of threads for all three; the runs are interleaved and medians are
-compared.  Every engine must give every token asked for.
+transformers runs twice: request by request, and all requests as one batch of equal length (no padding is wasted, its
+best case).  Greedy, float32, the machine's default number of threads for all three; the runs are interleaved and
+medians are compared.  Every engine must give every token asked for.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - start)
             assert got == want, f"{name} gave {got} tokens of {want}"
     rate = {name: want / statistics.median(times[1:]) for name, times in seconds.items()}
-    print(
-        f"{args.model}: {args.requests} requests of {args.prompt} + {args.out} tokens, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    )
+    work = f"{args.requests} requests of {args.prompt} + {args.out} tokens"
+    print(f"{args.model}: {work}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for name, value in rate.items():
         print(f"{name:28} {value:9.0f} tok/s   minivllm is {rate['minivllm'] / value:5.2f} x")
     print({k: v for k, v in llm.stats().items() if k.endswith("_ms")})

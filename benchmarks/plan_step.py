@@ -2,8 +2,8 @@
 
     python benchmarks/plan_step.py
 
-Prints medians in microseconds.  ``waiting`` and ``finished`` must not matter: the planner looks at the head of the queue
-only.  One step plans the next token of every running row; once in ``block`` steps rows take a new block.
+Prints medians in microseconds.  ``waiting`` and ``finished`` must not matter: the planner looks at the head of the
+queue only.  One step plans the next token of every running row; once in ``block`` steps rows take a new block.
 """
 
 from __future__ import annotations
@@ -74,9 +74,11 @@ def engine(rows: int, max_len: int = 4096) -> Engine:
 def measure(rows: int, waiting: int, finished: int, steps: int = 400) -> tuple[float, float]:
     e = engine(rows)
     rng = np.random.default_rng(0)
-    add = lambda i, **p: e.add(
-        Request(f"r{i}", rng.integers(0, VOCAB, 100).astype(np.int32), SamplingParams(**p), time.monotonic())
-    )  # noqa: E731
+
+    def add(i, **p):
+        prompt = rng.integers(0, VOCAB, 100).astype(np.int32)
+        e.add(Request(f"r{i}", prompt, SamplingParams(**p), time.monotonic()))
+
     for i in range(finished):
         add(f"f{i}", max_tokens=1)
     e.executor.end = True

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class StreamOutput:
-    """A piece of a stream: ``delta`` is the new text of sample ``index``, ``token_ids`` its new tokens.  The last piece of
-    a request has ``finished`` set and carries the whole ``output``."""
+    """A piece of a stream: ``delta`` is the new text of sample ``index``, ``token_ids`` its new tokens.  The last piece
+    of a request has ``finished`` set and carries the whole ``output``."""
 
     request_id: str
     index: int

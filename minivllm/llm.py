@@ -59,9 +59,9 @@ class LLM:
     # ---- generation ----------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Complete prompts: a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these; one SamplingParams
-        or one each.  Outputs come in the order of the prompts.  RequestError (and nothing is run) if one is refused; a
-        request that fails later has finish_reason "error" and says why in ``error``."""
+        """Complete prompts: a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these; one
+        SamplingParams or one each.  Outputs come in the order of the prompts.  RequestError (and nothing is run) if one
+        is refused; a request that fails later has finish_reason "error" and says why in ``error``."""
         from minivllm.frontend import Tracked, is_one_prompt, params_for
 
         items = [prompts] if is_one_prompt(prompts) else list(prompts)
@@ -103,8 +103,7 @@ class LLM:
             while pieces or tracked.request.finished is None:
                 if not pieces:
                     self.engine.step()
-                for piece in pieces:
-                    yield piece
+                yield from pieces
                 pieces.clear()
         finally:
             self.engine.abort(tracked.request.id)

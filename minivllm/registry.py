@@ -393,8 +393,8 @@ def import_target(target: str) -> Any:
 def build_part(kind: str, part: Part, *context: Any) -> Any:
     """Make a chosen plug-in: ``Class(options, *context)``, or ``Class()`` for the model seam, which takes nothing.
 
-    Works in any process that has the packages installed; PluginError names the plug-in if the import fails, the class does
-    not fill the seam, or it cannot be made.
+    Works in any process that has the packages installed; PluginError names the plug-in if the import fails, the class
+    does not fill the seam, or it cannot be made.
     """
     try:
         found = import_target(part.target)

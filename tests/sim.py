@@ -1,9 +1,9 @@
 """A device without a model, for tests of everything round it: it checks what a real one would silently get wrong.
 
 Each KV slot holds a fingerprint of the token prefix that was computed there.  A row's step checks that every earlier
-position of its block table (within the group's window) holds the fingerprint of *its own* history: a wrong block, a missing
-copy, a block reused too early, or a stale table row fails at once.  The next token is a function of (history, sample), so
-an answer is known without the engine.
+position of its block table (within the group's window) holds the fingerprint of *its own* history: a wrong block, a
+missing copy, a block reused too early, or a stale table row fails at once.  The next token is a function of (history,
+sample), so an answer is known without the engine.
 """
 
 from __future__ import annotations
@@ -210,8 +210,9 @@ def sim_engine(
     executor = SimExecutor(slots, max_len, [blocks] * len(windows), block, windows, depth)
     capacity = executor.start(wiring)
     return Engine(
-        wiring, executor, capacity, lambda ctx: policy(None, ctx), lambda ctx: evictor(None, ctx), [("sim/none", NoProcessor())],
-        {"single": _Strategy(), "parallel": _Strategy()}, windows, prefix, eos_ids=(EOS_ID,),
+        wiring, executor, capacity, lambda ctx: policy(None, ctx), lambda ctx: evictor(None, ctx),
+        [("sim/none", NoProcessor())], {"single": _Strategy(), "parallel": _Strategy()}, windows, prefix,
+        eos_ids=(EOS_ID,),
     )  # fmt: skip
 
 

@@ -209,8 +209,8 @@ def test_a_stream_that_is_left_early_is_aborted(llm):
 def test_a_profile_is_written(llm, tmp_path):
     llm.start_profile()
     tokens(llm, prompts(100, (5,)), max_tokens=2)
-    path = llm.stop_profile(tmp_path / "p.json")
-    assert "aten::" in open(path).read()
+    assert llm.stop_profile(tmp_path / "p.json") == str(tmp_path / "p.json")
+    assert "aten::" in (tmp_path / "p.json").read_text()
     llm.write_trace(tmp_path / "t.json")
     assert '"plan"' in (tmp_path / "t.json").read_text()
 

@@ -1,5 +1,5 @@
-"""Hypothesis drives the engine through any order of add, step, abort and reset on the simulated device, which checks every
-KV slot that is read; after each rule the pools are walked in full."""
+"""Hypothesis drives the engine through any order of add, step, abort and reset on the simulated device, which checks
+every KV slot that is read; after each rule the pools are walked in full."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.made, self.gone, self.n = [], set(), 0
 
     @rule(
-        shared=st.integers(0, 20), own=st.lists(st.integers(0, VOCAB - 1), max_size=8), n=st.integers(1, 4), out=st.integers(1, 20),
+        shared=st.integers(0, 20), own=st.lists(st.integers(0, VOCAB - 1), max_size=8),
+        n=st.integers(1, 4), out=st.integers(1, 20),
         salt=st.sampled_from([None, None, None, "x"]), ignore=st.booleans(),
     )  # fmt: skip
     def add(self, shared, own, n, out, salt, ignore):

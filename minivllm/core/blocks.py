@@ -123,7 +123,7 @@ class BlockPool:
     # ---- the prefix index ----------------------------------------------------------------------------------------
 
     def keys_of(self, tokens: np.ndarray, salt: str, keys: list[int]) -> list[int]:
-        """Extend ``keys`` (of the first blocks of ``tokens``) to all full blocks; each block is hashed once in a life."""
+        """Extend ``keys`` (of the first blocks of ``tokens``) to all full blocks; a block is hashed once in a life."""
         full = len(tokens) // self.block
         if len(keys) < full:
             parent = keys[-1] if keys else self.root(salt)[1]

@@ -134,7 +134,8 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
     blocks = [int(n * share) for n in want]
     if min(blocks) < 3:
         raise ResourceError(
-            f"no room for a KV cache: {budget / 2**20:.0f} MiB are left for it, a block takes {sum(worker.block_bytes)} bytes; "
+            f"no room for a KV cache: {budget / 2**20:.0f} MiB are left for it, a block takes "
+            f"{sum(worker.block_bytes)} bytes; "
             "raise gpu_memory_utilization, lower max_num_batched_tokens, or set num_kvcache_blocks"
         )
     tokens = (blocks[0] - 1) * block

@@ -1,8 +1,8 @@
 """The KV cache of all groups: block tables of the running rows, prefix hits, growth, trimming, publication.
 
 Group 0 leads: a prefix hit is a chain in its pool, and it keeps every block of a sequence.  A sliding-window group
-follows: it keeps the blocks that its window still sees, and each of its cached blocks hangs on the block of group 0 with
-the same content, so it needs no chain of its own::
+follows: it keeps the blocks that its window still sees, and each of its cached blocks hangs on the block of group 0
+with the same content, so it needs no chain of its own::
 
     group 0   [b4]──[b9]──[b7]──[b2]      chain by parent
     group 1     .     .   [c3]  [c8]      window of two blocks; c3 hangs on b7, c8 on b2
@@ -53,8 +53,8 @@ class KVCache:
         return all(self.worst(g, prompt, end, n) <= p.total - 1 for g, p in enumerate(self.pools))
 
     def lookup(self, seq: Seq) -> list[np.ndarray]:
-        """The longest usable prefix hit: blocks per group (null where a window no longer sees them).  At least one known
-        token is left to compute.  Takes no reference."""
+        """The longest usable prefix hit: blocks per group (null where a window no longer sees them).  At least one
+        known token is left to compute.  Takes no reference."""
         none = [NO_BLOCKS] * len(self.pools)
         usable = (seq.known - 1) // self.block
         if not self.prefix or usable <= 0:

@@ -67,8 +67,8 @@ class Engine:
     ) -> None:
         if wiring.max_num_batched_tokens < wiring.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={wiring.max_num_batched_tokens} is less than max_num_seqs={wiring.max_num_seqs}: "
-                "a decode step would not fit; raise the one or lower the other"
+                f"max_num_batched_tokens={wiring.max_num_batched_tokens} is less than "
+                f"max_num_seqs={wiring.max_num_seqs}: a decode step would not fit; raise the one or lower the other"
             )
         self.wiring, self.executor, self.capacity = wiring, executor, capacity
         self.processors, self.strategies, self.eos_ids = processors, strategies, tuple(eos_ids)
@@ -154,9 +154,10 @@ class Engine:
         if not self.cache.fits_alone(n, request.end, p.n):
             room = (min(pool.total for pool in self.cache.pools) - 1) * self.wiring.block
             raise RequestError(
-                f"the request needs the KV cache of up to {request.end} tokens for each of n={p.n}, but the whole cache holds "
-                f"{room}; shorten it, lower max_tokens, or raise num_kvcache_blocks", "max_tokens"
-            )  # fmt: skip
+                f"the request needs the KV cache of up to {request.end} tokens for each of n={p.n}, but the whole "
+                f"cache holds {room}; shorten it, lower max_tokens, or raise num_kvcache_blocks",
+                "max_tokens",
+            )
 
     def _bind(self, name: str, made: Processor, request: Request) -> Any:
         try:
@@ -279,16 +280,11 @@ class Engine:
             seq = self.slots.seq[slot]
             row[:vocab] = True
             try:
-                ids = np.asarray(
-                    seq.request.params.allowed_tokens_fn(
-                        self.slots.tokens[slot, : self.slots.collected[slot]].tolist()
-                    ),
-                    np.int64,
-                )
+                so_far = self.slots.tokens[slot, : self.slots.collected[slot]].tolist()
+                ids = np.asarray(seq.request.params.allowed_tokens_fn(so_far), np.int64)
                 if not ids.size or ids.min() < 0 or ids.max() >= vocab:
-                    raise ValueError(
-                        f"it allowed {'no token' if not ids.size else 'tokens outside the vocabulary'}; want ids 0 to {vocab - 1}"
-                    )
+                    what = "tokens outside the vocabulary" if ids.size else "no token"
+                    raise ValueError(f"it allowed {what}; want ids 0 to {vocab - 1}")
             except Exception as e:  # the user's code: it ends its own request and nothing else
                 self.finish(seq, "error", error=f"allowed_tokens_fn: {type(e).__name__}: {e}")
                 continue

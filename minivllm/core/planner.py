@@ -1,13 +1,14 @@
 """Policy + token budget + blocks -> StepPlan.  Host only: numpy columns and the policy; no torch, no waiting.
 
-One rule: *computed tokens catch up with known tokens*.  A row whose next token is all that is missing decodes, any other
-computes a chunk of its prompt; decodes come first, the rest of the budget goes to chunks, then to newcomers::
+One rule: *computed tokens catch up with known tokens*.  A row whose next token is all that is missing decodes, any
+other computes a chunk of its prompt; decodes come first, the rest of the budget goes to chunks, then to newcomers::
 
     budget 16 |d d d|p p p p p p|n n n n n n n|      d: one token each, p: a running row's chunk, n: admitted now
 
-A planned step counts as done: ``computed`` and ``known`` move ahead of the device, so the next step can be planned before
-the tokens of this one are seen.  Progress is provable: the oldest running row is never preempted, a request is accepted
-only if it fits alone, and a row that was preempted ``PROTECTED_AFTER`` times comes back with all the blocks that it needs.
+A planned step counts as done: ``computed`` and ``known`` move ahead of the device, so the next step can be planned
+before the tokens of this one are seen.  Progress is provable: the oldest running row is never preempted, a request is
+accepted only if it fits alone, and a row that was preempted ``PROTECTED_AFTER`` times comes back with all the blocks
+that it needs.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ class Planner:
 
     def __init__(self, slots: Slots, cache: KVCache, policy: SchedulerPolicy, max_tokens: int) -> None:
         self.slots, self.cache, self.policy, self.max_tokens = slots, cache, policy, max_tokens
-        self.waiting: list[
-            tuple[float, int, Seq]
-        ] = []  # heap by (policy.key, id); entries of finished ones are skipped
+        # heap by (policy.key, id); entries of finished ones are skipped
+        self.waiting: list[tuple[float, int, Seq]] = []
         self.n_waiting = 0
         self.step_id, self.epoch = 0, 0
         self.reserved = 0  # slots kept for branches that will fork
@@ -136,8 +136,8 @@ class Planner:
         return rows
 
     def _make_room(self, requester: int, need: int) -> int:
-        """Preempt one row for ``need`` blocks.  Returns the slot that leaves the step: the victim, or the requester if it
-        must go back, or (oldest or protected, with nobody left to preempt) only wait."""
+        """Preempt one row for ``need`` blocks.  Returns the slot that leaves the step: the victim, or the requester if
+        it must go back, or (oldest or protected, with nobody left to preempt) only wait."""
         s, run = self.slots, self.slots.running
         oldest = run[np.argmin(s.id[run])]
         candidates = run[(run != oldest) & (s.preempted[run] < PROTECTED_AFTER)]
@@ -166,7 +166,7 @@ class Planner:
             self.add(seq)
 
     def leave(self, slot: int) -> None:
-        """A row's stay ends: its blocks are free for steps that are planned from now on (those in flight run before)."""
+        """A row's stay ends: its blocks are free for steps planned from now on (those in flight run before)."""
         seq = self.slots.seq[slot]
         if self.slots.forking[slot]:
             self.reserved -= len(seq.branches)

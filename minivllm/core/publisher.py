@@ -1,8 +1,8 @@
-"""StepResult -> sequences: tokens into the columns, ends, streams, prefix publication.  Vectorised over the rows; Python
-runs only for rows that ended, that somebody watches, or whose block has filled.
+"""StepResult -> sequences: tokens into the columns, ends, streams, prefix publication.  Vectorised over the rows;
+Python runs only for rows that ended, that somebody watches, or whose block has filled.
 
-A result may come for a row that has left its slot meanwhile (finished, aborted, preempted): the serial of its stay, noted
-when the step was planned, no longer matches the slot's, and the sequence is found in ``planner.departed``.
+A result may come for a row that has left its slot meanwhile (finished, aborted, preempted): the serial of its stay,
+noted when the step was planned, no longer matches the slot's, and the sequence is found in ``planner.departed``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Per-slot columns on the device, and the deltas that change them.  The device owns the truth of a running sequence: its
-token history, its length, whether it has ended; the host only sends what it alone knows (see plan.Delta).
+"""Per-slot columns on the device, and the deltas that change them.  The device owns the truth of a running sequence:
+its token history, its length, whether it has ended; the host only sends what it alone knows (see plan.Delta).
 
     slot         0      1      2    ...  S-1        S = max_num_seqs, L = max_model_len
     tokens     [ids..][ids..][ids..]                i32 [S, L + 1]
@@ -81,8 +81,8 @@ class DeviceState:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
     def apply(self, delta: Delta, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
-        """Everything but ``delta.token``, which needs the processors (see ``Runner``).  ``caches[g]``: the cache tensors
-        of the layers of group g."""
+        """Everything but ``delta.token``, which needs the processors (see ``Runner``).  ``caches[g]``: the cache
+        tensors of the layers of group g."""
         if len(delta.leave):
             self.stopped[self.to(delta.leave).long()] = True
         if delta.join is not None:

@@ -49,8 +49,8 @@ class Attention(Protocol):
 
 
 class Parts(Protocol):
-    """The engine's building blocks, handed to ``build``: quantization, tensor parallelism and the attention back end are
-    inside them, a model does not see them.  ``heads(n)`` is this process's share of n heads."""
+    """The engine's building blocks, handed to ``build``: quantization, tensor parallelism and the attention back end
+    are inside them, a model does not see them.  ``heads(n)`` is this process's share of n heads."""
 
     def heads(self, n: int) -> int: ...
     def linear(

@@ -51,9 +51,8 @@ class Delta:
     leave: np.ndarray = field(default_factory=no_rows)  # i32 [n] slots
     fork: np.ndarray = field(default_factory=lambda: no_rows(0, 3))  # i32 [n, 3] (source slot, new slot, sample)
     table: np.ndarray = field(default_factory=lambda: no_rows(0, 4))  # i32 [n, 4] (group, slot, index, block)
-    trim: np.ndarray = field(
-        default_factory=lambda: no_rows(0, 4)
-    )  # i32 [n, 4] (group, slot, first, count) -> null block
+    # i32 [n, 4] (group, slot, first, count) -> null block
+    trim: np.ndarray = field(default_factory=lambda: no_rows(0, 4))
     copy: np.ndarray = field(default_factory=lambda: no_rows(0, 3))  # i32 [n, 3] (group, source block, new block)
     token: np.ndarray = field(default_factory=lambda: no_rows(0, 2))  # i32 [n, 2] (slot, token id chosen on the host)
 
@@ -75,7 +74,7 @@ class StepPlan:
     late: np.ndarray = field(default_factory=no_rows)  # i32 indices into ``samples`` whose mask comes by ``supply``
     host: np.ndarray = field(default_factory=no_rows)  # i32 indices into ``samples`` whose logits go to the host
     repeat: int = 1
-    graph: GraphKey = GraphKey()
+    graph: GraphKey = GraphKey()  # noqa: RUF009  (it is frozen)
     delta: Delta = Delta()
 
 
@@ -114,9 +113,8 @@ class StepResult:
     epoch: int
     slots: np.ndarray  # i32 [N]
     tokens: np.ndarray  # i32 [N]
-    count: (
-        np.ndarray
-    )  # i32 [N] tokens accepted: 1, or 0 where the row had ended before (OVERSHOOT) or waits for the host
+    # i32 [N] tokens accepted: 1, or 0 where the row had ended before (OVERSHOOT) or waits for the host
+    count: np.ndarray
     flags: np.ndarray  # u8 [N]
     logprobs: LogProbs | None = None
     logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of host rows

@@ -100,8 +100,8 @@ class Processor(ABC):
 
 
 class Sampler(Processor):
-    """Draws one token per row.  The only randomness is ``minivllm.core.sampling.noise``(seed, position, sample, lane), so
-    a draw is a function of (logits, seed, position, sample) alone."""
+    """Draws one token per row.  The only randomness is ``minivllm.core.sampling.noise``(seed, position, sample, lane),
+    so a draw is a function of (logits, seed, position, sample) alone."""
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
         """A sampler only draws."""

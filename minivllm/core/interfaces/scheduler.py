@@ -1,7 +1,7 @@
 """The scheduler seam: an order and a victim.  Budgets, blocks, overlap and placeholders stay in the engine.
 
-A policy sees read-only columns (numpy arrays of equal length, one entry a sequence) and returns indices into them, so it
-can be slow or unfair but never wrong.
+A policy sees read-only columns (numpy arrays of equal length, one entry a sequence) and returns indices into them, so
+it can be slow or unfair but never wrong.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Load:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What kind of step is wanted.  ``mix``: decodes first, the rest of the budget to prefill.  ``prefill_first``: while
-    anything can prefill, a step holds prefill only.  ``static``: nothing is admitted until all running rows ended.
-    ``prefill_cap`` limits prefill tokens of the step; before ``hold_until`` (clock) nothing new is admitted."""
+    """What kind of step is wanted.  ``mix``: decodes first, the rest of the budget to prefill.  ``prefill_first``:
+    while anything can prefill, a step holds prefill only.  ``static``: nothing is admitted until all running rows
+    ended.  ``prefill_cap`` limits prefill tokens of the step; before ``hold_until`` (clock) nothing new is admitted."""
 
     kind: str = "mix"
     prefill_cap: int | None = None
@@ -94,5 +94,5 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
         return StepShape()
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        """Index of the running sequence to preempt for ``need`` blocks.  Protected ones are not among the candidates."""
+        """Index of the running sequence to preempt for ``need`` blocks.  Protected ones are not among them."""
         return int(np.argmax(candidates.arrival + 1e-9 * candidates.id))

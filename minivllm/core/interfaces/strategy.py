@@ -43,7 +43,7 @@ class DecodingStrategy(ABC):
 
     @abstractmethod
     def start(self, params: SamplingParams) -> Sequence[Branch]:
-        """The branches of a new request; they share the prompt's blocks.  RequestError on parameters it cannot serve."""
+        """The branches of a new request; they share the prompt's blocks.  RequestError if it cannot serve them."""
 
     @abstractmethod
     def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:

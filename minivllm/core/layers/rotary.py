@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import QKPre
 from minivllm.errors import ModelError
+
+from .norm import rms_norm
 
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NEEDS = {"default": (), "linear": ("factor",), "llama3": LLAMA3}
@@ -83,9 +84,9 @@ def prepare_qk(
     ``work`` is a dict that lives for one step: the first layer keeps the table rows that it gathered for the others.
     """
     if pre.q_norm is not None:
-        q = F.rms_norm(q, pre.q_norm.shape, pre.q_norm, pre.eps)
+        q = rms_norm(q, pre.q_norm, pre.eps)
     if pre.k_norm is not None:
-        k = F.rms_norm(k, pre.k_norm.shape, pre.k_norm, pre.eps)
+        k = rms_norm(k, pre.k_norm, pre.eps)
     if pre.cos is None:
         return q, k
     key = ("rotary", id(pre.cos))

@@ -1,0 +1,85 @@
+"""The engine on a CUDA device: the same answers as transformers, at every depth of run-ahead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_llm import hf_greedy, prompts, tokens
+from tiny import tiny_dir
+
+from minivllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+
+def engine(folder, **options):
+    base = dict(skip_tokenizer_init=True, dtype="float32", num_kvcache_blocks=200, max_num_seqs=16)
+    return LLM(model=str(folder), device="cuda", **{**base, "max_num_batched_tokens": 256, **options})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"run_ahead": 0},
+        {"run_ahead": 3},
+        {"max_num_batched_tokens": 16},
+        {"num_kvcache_blocks": 10},
+        {"num_kvcache_blocks": 10, "run_ahead": 3},
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(family, options, tmp_path):
+    model = tiny_dir(tmp_path, family, vocab_size=257)[2].cuda()
+    items = prompts(257, (1, 15, 16, 17, 33, 70))
+    want = []
+    for p in items:
+        ids = torch.tensor([p], device="cuda")
+        keep = dict(attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False, eos_token_id=None)
+        want.append(model.generate(ids, pad_token_id=0, **keep)[0, len(p) :].tolist())
+    with engine(tmp_path, **options) as llm:
+        assert tokens(llm, items) == want
+        assert tokens(llm, items) == want, "after a prefix hit"
+        if options.get("num_kvcache_blocks") == 10:
+            assert llm.stats()["preemptions"] > 0
+        llm.engine.cache.check()
+
+
+def test_windows_forks_host_rows_and_late_rows_work_ahead_of_the_host(tmp_path):
+    window = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=20, max_window_layers=2)
+    model = tiny_dir(tmp_path, "qwen2", vocab_size=257, **window)[2]
+    items = prompts(257, (5, 21, 75))
+    want = [hf_greedy(model, p) for p in items]
+    greedy = dict(temperature=0, max_tokens=32, ignore_eos=True)
+    params = [
+        SamplingParams(**greedy),
+        SamplingParams(**greedy, choose_fn=lambda logits, ids: int(np.argmax(logits))),
+        SamplingParams(**greedy, allowed_tokens_fn=lambda ids: range(257)),
+    ]
+    for ahead in (0, 1, 3):
+        with engine(tmp_path, run_ahead=ahead) as llm:
+            assert [o.tokens for o in llm.generate(items, params, use_tqdm=False)] == want
+            branches = SamplingParams(n=4, seed=3, max_tokens=20, ignore_eos=True)
+            four = llm.generate(items[1], branches, use_tqdm=False)[0]
+            assert len({tuple(o.token_ids) for o in four.outputs}) == 4
+            llm.engine.cache.check()
+
+
+def test_a_stop_id_ends_a_row_although_the_host_is_ahead(tmp_path):
+    tiny_dir(tmp_path, "qwen3", vocab_size=257)
+    items = prompts(257, (9, 30))
+    with engine(tmp_path, run_ahead=3) as llm:
+        free = tokens(llm, items)
+        stop = free[0][7]
+        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, stop_token_ids=[stop])
+        out = llm.generate(items, params, use_tqdm=False)
+        assert out[0].tokens == free[0][: free[0].index(stop) + 1]
+        assert out[1].tokens == (free[1] if stop not in free[1] else free[1][: free[1].index(stop) + 1])
+
+
+def test_auto_sizing_takes_the_memory_that_was_allowed(tmp_path):
+    tiny_dir(tmp_path, "qwen3", vocab_size=257)
+    with engine(tmp_path, num_kvcache_blocks=-1, gpu_memory_utilization=0.3) as llm:
+        assert llm.stats()["blocks_total"] >= 16 * (256 // 16)
+        assert torch.cuda.memory_reserved() < 0.31 * torch.cuda.get_device_properties(0).total_memory
