@@ -1,0 +1,191 @@
+"""The words of the small world: who lives there, what they own, where they go.
+
+Plain data.  Everything that `world` and `tasks` write is made of these words, which is why a vocabulary of
+two thousand tokens is enough to spell nearly all of it with one token a word.
+"""
+
+from random import Random
+
+
+def words(text: str) -> list[str]:
+    """The words of a text."""
+    return text.split()
+
+
+def article(noun: str) -> str:
+    """The noun with its indefinite article: 'a fox', 'an owl'."""
+    return ("an " if noun[0] in "aeiouAEIOU" else "a ") + noun
+
+
+def coined(rng: Random) -> str:
+    """A made-up word, so that the model also learns to talk about things that it has never heard of."""
+    return "".join(rng.choice(ONSETS) + rng.choice("aeiou") for _ in range(rng.randint(1, 3))) + rng.choice("nrtlkmsx")
+
+
+ONSETS = words("b bl br c ch cl d dr f fl g gr h j k l m n p pl pr qu r s sh sk sp st t th tr v w z")
+ANIMALS = words(
+    "fox rabbit bear owl mouse hedgehog badger otter squirrel crow frog duck goat cat dog hen mole deer wolf "
+    "turtle donkey goose sparrow beaver"
+)
+PEOPLE = words(
+    "girl boy baker miller sailor farmer shepherd weaver fisher gardener clockmaker tailor painter potter knight "
+    "queen king teacher doctor juggler"
+)
+GENDER = {"girl": "she", "queen": "she", "hen": "she", "boy": "he", "king": "he"}
+"""Kinds that have only one pronoun; any other kind may have either."""
+
+NAMES = {
+    "she": words(
+        "Mia Lena Ada Nora Rosa Ivy Elsa Tilda Wren June Pia Greta Olive Hazel Clara Mabel Ruth Vera Dora Anna"
+    ),
+    "he": words("Tom Finn Oskar Leo Hugo Emil Jonas Ned Otto Max Theo Felix Sam Ben Anton Karl Jack Milo Paul Axel"),
+}
+
+TRAITS = words(
+    "brave shy clever gentle curious stubborn cheerful quiet kind sleepy proud careful restless lonely patient "
+    "hungry young old small merry"
+)
+
+PLACES = {
+    "the forest": "in",
+    "the village": "in",
+    "the valley": "in",
+    "the garden": "in",
+    "the old mill": "at",
+    "the market": "at",
+    "the harbor": "at",
+    "the river": "by",
+    "the lake": "by",
+    "the sea": "by",
+    "the well": "by",
+    "the hill": "on",
+    "the mountain": "on",
+    "the bridge": "on",
+    "the island": "on",
+    "the meadow": "in",
+    "the orchard": "in",
+    "the tower": "in",
+    "the castle": "in",
+    "the barn": "in",
+    "the cave": "in",
+    "the town": "in",
+    "the swamp": "in",
+    "the crossroads": "at",
+}
+"""Every place with the word that says one is there: in the forest, by the river."""
+
+HOMES = (
+    "the forest",
+    "the village",
+    "the valley",
+    "the meadow",
+    "the town",
+    "the old mill",
+    "the hill",
+    "the lake",
+    "the sea",
+    "the river",
+    "the orchard",
+    "the castle",
+    "the island",
+    "the harbor",
+)
+
+OBJECTS = {
+    "lantern": ("light", "lit the lantern"),
+    "candle": ("light", "lit the candle"),
+    "lamp": ("light", "lit the lamp"),
+    "torch": ("light", "lit the torch"),
+    "bell": ("sound", "rang the bell"),
+    "whistle": ("sound", "blew the whistle"),
+    "drum": ("sound", "beat the drum"),
+    "flute": ("sound", "played the flute"),
+    "horn": ("sound", "blew the horn"),
+    "fiddle": ("sound", "played the fiddle"),
+    "blanket": ("warm", "spread out the blanket"),
+    "coat": ("warm", "took out the coat"),
+    "scarf": ("warm", "unrolled the scarf"),
+    "shawl": ("warm", "unfolded the shawl"),
+    "apple": ("food", "cut the apple in two"),
+    "pear": ("food", "cut the pear in two"),
+    "pie": ("food", "cut the pie in two"),
+    "cake": ("food", "cut the cake in two"),
+    "plum": ("food", "cut the plum in two"),
+    "pumpkin": ("food", "cut the pumpkin in two"),
+    "rope": ("climb", "tied the rope to a tree"),
+    "ladder": ("climb", "leaned the ladder on the side"),
+    "net": ("climb", "let the net down"),
+    "chain": ("climb", "let the chain down"),
+    "map": ("guide", "opened the map"),
+    "compass": ("guide", "looked at the compass"),
+    "telescope": ("guide", "looked through the telescope"),
+    "umbrella": ("rain", "opened the umbrella"),
+    "tent": ("rain", "put up the tent"),
+    "ring": ("", ""),
+    "crown": ("", ""),
+    "coin": ("", ""),
+    "mirror": ("", ""),
+    "pearl": ("", ""),
+    "shell": ("", ""),
+    "button": ("", ""),
+    "feather": ("", ""),
+    "stone": ("", ""),
+    "clock": ("", ""),
+    "book": ("", ""),
+    "letter": ("", ""),
+    "key": ("", ""),
+    "cup": ("", ""),
+    "teapot": ("", ""),
+    "kite": ("", ""),
+    "ball": ("", ""),
+    "doll": ("", ""),
+    "hat": ("", ""),
+    "spoon": ("", ""),
+    "brush": ("", ""),
+    "hammer": ("", ""),
+    "wheel": ("", ""),
+    "bucket": ("", ""),
+    "broom": ("", ""),
+    "needle": ("", ""),
+    "acorn": ("", ""),
+    "seed": ("", ""),
+    "glove": ("", ""),
+    "sled": ("", ""),
+    "flag": ("", ""),
+    "comb": ("", ""),
+    "chair": ("", ""),
+    "shovel": ("", ""),
+    "nail": ("", ""),
+}
+"""Every thing with what it is good for (empty: nothing special) and how one puts it to that use."""
+
+LOOKS = words("little big old new shiny plain pretty heavy light strange lovely fine worn smooth")
+COLORS = words(
+    "red blue green yellow white black brown gray purple orange pink golden silver copper violet scarlet ivory "
+    "teal crimson amber"
+)
+CONTAINERS = words("box jar chest sack drawer crate pot trunk")
+"""Only needles are kept in these, so that no story answers a needle question by accident."""
+
+SKILLS = {
+    "flute": "play",
+    "drum": "play",
+    "fiddle": "play",
+    "horn": "play",
+    "kite": "fly",
+    "sled": "steer",
+    "ball": "catch",
+    "brush": "use",
+    "hammer": "use",
+    "needle": "use",
+}
+"""Things that one can learn to use, with the verb for it."""
+
+JOBS = words(
+    "baker miller sailor farmer shepherd weaver fisher gardener clockmaker tailor painter potter teacher doctor"
+)
+PETS = words("cat dog rabbit hen goat duck turtle mouse donkey")
+TOWNS = words("Oakton Ashford Elmwood Millbrook Redhill Stonebay Greenfield Fernley Lakeside Norbury Westport Highmoor")
+HOBBIES = words("painting sailing fishing reading singing dancing cooking swimming running drawing knitting climbing")
+DRINKS = words("tea milk cocoa coffee juice")
+DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")

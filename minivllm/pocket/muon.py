@@ -1,0 +1,63 @@
+"""The optimizer of pocket: Muon for the stacked matrices, Adam for the embedding and the norms.
+
+Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest orthogonal one, found by a few steps of
+a Newton-Schulz iteration; with the layers stacked, that is a handful of batched products for the whole model.
+"""
+
+import torch
+from torch import Tensor, nn
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
+    """The orthogonal factor (about) of each matrix in a stack (n, rows, columns)."""
+    a, b, c = COEFFICIENTS
+    x = g.bfloat16()
+    flipped = x.shape[1] > x.shape[2]
+    if flipped:
+        x = x.mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if flipped else x).float()
+
+
+class Optimizer:
+    """Updates a `Net` in place; `rate` scales both learning rates."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        matrix_rate: float = 0.02,
+        other_rate: float = 0.004,
+        momentum: float = 0.95,
+        decay: float = 0.02,
+    ):
+        self.matrix_rate, self.other_rate, self.momentum, self.decay = matrix_rate, other_rate, momentum, decay
+        named = dict(net.named_parameters())
+        self.matrices = {n: p for n, p in named.items() if p.ndim == 3}
+        self.others = {n: p for n, p in named.items() if p.ndim != 3}
+        self.state = {f"{n}.momentum": torch.zeros_like(p) for n, p in self.matrices.items()}
+        for n, p in self.others.items():
+            self.state |= {f"{n}.mean": torch.zeros_like(p), f"{n}.square": torch.zeros_like(p)}
+        self.orthogonalize = torch.compile(orthogonalize) if next(net.parameters()).is_cuda else orthogonalize
+
+    @torch.no_grad()
+    def step(self, rate: float, count: int) -> None:
+        """One update; `count` is the number of the step, from one."""
+        for name, p in self.matrices.items():
+            buffer = self.state[f"{name}.momentum"]
+            buffer.lerp_(p.grad, 1 - self.momentum)
+            update = self.orthogonalize(p.grad.lerp(buffer, self.momentum))
+            scale = max(1.0, p.shape[1] / p.shape[2]) ** 0.5
+            p.mul_(1 - rate * self.matrix_rate * self.decay).add_(update, alpha=-rate * self.matrix_rate * scale)
+            p.grad = None
+        for name, p in self.others.items():
+            mean, square = self.state[f"{name}.mean"], self.state[f"{name}.square"]
+            mean.lerp_(p.grad, 0.1)
+            square.lerp_(p.grad.square(), 0.02)
+            root = (square / (1 - 0.98**count)).sqrt_().add_(1e-10)
+            p.addcdiv_(mean / (1 - 0.9**count), root, value=-rate * self.other_rate)
+            p.grad = None
