@@ -3,9 +3,9 @@
     python benchmarks/equality.py [--device cpu|cuda] [--heads mha gqa mqa]
 
 For each cell: how many of the greedy sequences (32 tokens each) equal those of transformers in float32, and the largest
-difference of a chosen token's log-probability to transformers' float32 forward pass over the engine's own tokens.  Where a
-half-precision sequence leaves the float32 one, the gap between the two best float32 logits there is printed: a tie that
-rounding broke.
+difference of a chosen token's log-probability to transformers' float32 forward pass over the engine's own tokens.
+Where a half-precision sequence leaves the float32 one, the gap between the two best float32 logits there is printed: a
+tie that rounding broke.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=["mha", "gqa", "mqa"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
     args = parser.parse_args()
-    print(f"{'family':7} {'heads':5} {'dtype':9} {'way':17} {'equal':>6} {'max |d logprob|':>16}  first divergences (gap)")
+    head = f"{'family':7} {'heads':5} {'dtype':9} {'way':17} {'equal':>6} {'max |d logprob|':>16}"
+    print(f"{head}  first divergences (gap)")
     for family in ("llama", "qwen2", "qwen3"):
         for heads in args.heads:
             with tempfile.TemporaryDirectory() as folder:
@@ -86,8 +87,8 @@ def greedy(model, prompt):
     import torch
 
     ids = torch.tensor([prompt])
-    keep = dict(attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return model.generate(ids, **keep)[0, len(prompt) :].tolist()
+    keep = dict(max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **keep)[0, len(prompt) :].tolist()
 
 
 def forward(model, ids):

@@ -1,6 +1,6 @@
 """Seconds from starting ``minivllm generate`` to its first character, as a user waits for it.
 
-    python benchmarks/first_token.py [--repeat 5]
+python benchmarks/first_token.py [--repeat 5]
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     times = sorted(once() for _ in range(parser.parse_args().repeat))
-    print(f"first character after {times[0]:.2f} s (best), {statistics.median(times):.2f} s (median), {times[-1]:.2f} s (worst)")
+    best, middle, worst = times[0], statistics.median(times), times[-1]
+    print(f"first character after {best:.2f} s (best), {middle:.2f} s (median), {worst:.2f} s (worst)")
 
 
 if __name__ == "__main__":

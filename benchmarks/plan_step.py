@@ -36,7 +36,7 @@ class Instant(Executor):
     def submit(self, plan):
         n = len(plan.samples)
         tokens, ones, flags = np.full(n, 7, np.int32), np.ones(n, np.int32), np.full(n, LENGTH * self.end, np.uint8)
-        self.result = StepResult(plan.id, plan.epoch, plan.slots[plan.samples], tokens, ones, flags)
+        self.result = StepResult(plan.id, plan.slots[plan.samples], tokens, ones, flags)
 
     def supply(self, step, late):
         raise AssertionError("no late rows here")
@@ -52,6 +52,11 @@ class Instant(Executor):
 
 
 class Nothing:
+    extra = frozenset()
+
+    def columns(self):
+        return {}
+
     def bind(self, params, prompt_len):
         return Row()
 
@@ -67,7 +72,7 @@ def engine(rows: int, max_len: int = 4096) -> Engine:
     executor = Instant()
     return Engine(
         wiring, executor, executor.start(wiring), lambda ctx: Fcfs(None, ctx), lambda ctx: Lru(None, ctx),
-        [("bench/none", Nothing())], {"single": Single(None)},
+        [("bench/none", Nothing())], [("minivllm/single", Single(None))],
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
     if name in ("LLM", "AsyncLLM"):
         # oneDNN reads its environment when it is first used, so this must come before
-        from minivllm.platform import prepare_environment
+        from minivllm.hardware import prepare_environment
 
         prepare_environment()
     value = getattr(importlib.import_module(_LAZY[name]), name)

@@ -11,20 +11,21 @@ cancel ──abort──► inbox ──────► engine.abort   (before t
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.request import SamplingParams
-from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError
+from minivllm.hardware import prepare_environment
 from minivllm.llm import load, render_chat
-from minivllm.platform import prepare_environment
 
 if TYPE_CHECKING:
     from minivllm.frontend import StreamOutput
 
-IDLE_WAIT = 0.5  # seconds between looks at the clock when a policy holds requests back
+log = logging.getLogger("minivllm")
 
 
 class AsyncLLM:
@@ -66,8 +67,12 @@ class AsyncLLM:
         def add() -> None:
             try:
                 tracked.add_to(self.engine)
-            except MinivllmError as e:
-                put(e)
+            except Exception as e:
+                put(e if isinstance(e, MinivllmError) else RequestError(f"{type(e).__name__}: {e}"))
+
+        def leave() -> None:
+            if self.engine.requests.get(tracked.request.id) is tracked.request:
+                self.engine.abort(tracked.request.id)
 
         self._send(add)
         try:
@@ -80,7 +85,7 @@ class AsyncLLM:
                     return
         finally:
             if tracked.request.finished is None:
-                self.abort(tracked.request.id)
+                self._send(leave, late=True)
 
     def chat(
         self, messages: Any, sampling_params: Any = None, request_id: str | None = None
@@ -90,18 +95,17 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown ids are ignored.  Any thread may call it."""
-        if self._thread.is_alive():
-            self._send(lambda: self.engine.abort(request_id))
+        self._send(lambda: self.engine.abort(request_id), late=True)
 
     async def stats(self) -> dict[str, Any]:
         """As ``LLM.stats``, taken between two steps."""
         return await self._ask(self.engine.stats)
 
     async def start_profile(self) -> None:
-        await self._ask(lambda: self.engine.executor.call("profile_start"))
+        await self._ask(lambda: self.engine.call("profile_start"))
 
     async def stop_profile(self, path: str = "minivllm-profile.json") -> str:
-        await self._ask(lambda: self.engine.executor.call("profile_stop", {"path": path}))
+        await self._ask(lambda: self.engine.call("profile_stop", {"path": path}))
         return path
 
     async def _ask(self, question: Callable[[], Any]) -> Any:
@@ -114,13 +118,16 @@ class AsyncLLM:
                 value, error = question(), None
             except Exception as e:
                 value, error = None, e
-            loop.call_soon_threadsafe(_settle, answer, value, error)
+            _call(loop, _settle, answer, value, error)
 
         self._send(run)
         return await answer
 
-    def _send(self, job: Callable[[], None]) -> None:
+    def _send(self, job: Callable[[], None], late: bool = False) -> None:
+        """Have the engine's thread do something.  ``late``: no matter if the engine has stopped meanwhile."""
         with self._wake:
+            if self._stopping and late:
+                return
             if self._stopping:
                 raise EngineDeadError("the engine was stopped")
             self._inbox.append(job)
@@ -132,33 +139,52 @@ class AsyncLLM:
             self._stopping = True
             self._wake.notify()
         self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise EngineDeadError(f"the engine's thread is still in a step after {timeout} s")
         self.engine.stop()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
-        self.close()
+        await asyncio.to_thread(self.close)
 
     # ---- the engine's thread -------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         while not self._stopping:
-            while self._inbox:
-                self._inbox.popleft()()
+            self._do_jobs()
             try:
                 worked = not self.engine.dead and self.engine.busy and self.engine.step()
-            except EngineDeadError:
+            except Exception:  # the engine has told its requests; the thread goes on to refuse new ones
+                log.exception("the engine's thread met an error")
                 worked = False
             if not worked:
                 with self._wake:
                     if not self._inbox and not self._stopping:
-                        self._wake.wait(IDLE_WAIT if self.engine.busy else None)
+                        waits = self.engine.busy and not self.engine.dead
+                        self._wake.wait(self.engine.idle() if waits else None)
+        self.engine.fail_all("the engine was stopped")
+        self._do_jobs()  # what came last is refused, not forgotten
+
+    def _do_jobs(self) -> None:
+        while self._inbox:
+            try:
+                self._inbox.popleft()()
+            except Exception:
+                log.exception("the engine's thread met an error")
 
 
 def _post(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue, piece: Any) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(queue.put_nowait, piece)
+    _call(loop, queue.put_nowait, piece)
+
+
+def _call(loop: asyncio.AbstractEventLoop, *call: Any) -> None:
+    """Run something on an event loop that may have been closed meanwhile."""
+    try:
+        loop.call_soon_threadsafe(*call)
+    except RuntimeError:
+        log.debug("an event loop was closed before its answer came")
 
 
 def _settle(answer: asyncio.Future, value: Any, error: BaseException | None) -> None:

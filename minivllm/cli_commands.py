@@ -209,7 +209,7 @@ def plugins(args: argparse.Namespace) -> int:
 
 def explain(args: argparse.Namespace) -> int:
     """What would be wired, and why.  Where a choice fails, the choices before it and the reasons are shown."""
-    from minivllm.platform import prepare_environment
+    from minivllm.hardware import prepare_environment
     from minivllm.registry import Catalog
 
     prepare_environment()

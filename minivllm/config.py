@@ -78,23 +78,25 @@ Path_ = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, o
 class EngineConfig(Strict):
     """All options of the engine; names and defaults are vLLM's where it has them."""
 
-    config_version: Literal[1] = CONFIG_VERSION
+    config_version: Literal[1] = Field(CONFIG_VERSION, description="of the form of the file")
     model: Path_ = Field("pocket", min_length=1, description="a directory, a Hugging Face id, pocket or pocket-draft")
     tokenizer: Path_ | None = Field(None, description="where the tokenizer is, if not with the model")
     skip_tokenizer_init: bool = Field(False, description="token ids in, token ids out")
     load_format: Literal["auto", "safetensors", "dummy"] = Field("auto", description="dummy: random weights")
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = 0
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)] = Field(
+        "auto", description="of weights and activations; auto: the checkpoint's, on a CPU what it is fast in"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if torch sees it")
+    seed: int = Field(0, description="of requests that bring none, and of dummy weights")
     max_num_seqs: int = Field(512, ge=1, description="sequences that run at once")
     max_num_batched_tokens: int = Field(16384, ge=1, description="tokens of a step")
     max_model_len: int | None = Field(None, ge=1, description="prompt and output; None: the model's, at most 4096")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the device's memory for everything")
     num_kvcache_blocks: int = Field(-1, ge=-1, description="-1: as many as fit")
     kvcache_block_size: int | None = Field(None, ge=1, description="tokens; None: what the attention back end prefers")
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = Field(True, description="share the KV blocks of equal prefixes")
     enforce_eager: bool = Field(False, description="never run captured graphs")
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model, if the executor can")
     run_ahead: int | None = Field(None, ge=0, description="steps in flight beside the newest; None: the executor's")
     batch_invariant: bool = Field(False, description="results do not depend on the batch")
     attention: One = Choice()

@@ -54,12 +54,14 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     parts = resolved.parts
     executor = build_part("executor", parts["executor"])
     capacity = executor.start(wiring)
+    notes = tuple(("capacity", note) for note in capacity.notes)
+    resolved = replace(resolved, wiring=wiring, notes=(*resolved.notes, *notes))
     engine = Engine(
         wiring, executor, capacity,
         policy=lambda ctx: build_part("scheduler", parts["scheduler"], ctx),
         evictor=lambda ctx: build_part("evictor", parts["evictor"], ctx),
         processors=make_processors(wiring, capacity.vocab_size),
-        strategies={p.name.rpartition("/")[2]: build_part("strategy", p) for p in resolved.strategies},
+        strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
         windows=resolved.windows, prefix_caching=config.enable_prefix_caching,
         eos_ids=[i for i in eos_ids if i < capacity.vocab_size],
     )  # fmt: skip
@@ -142,8 +144,11 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[str | None, n
         if tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; pass token ids or drop skip_tokenizer_init", "prompt")
         text, prompt = prompt, tokenizer.encode(prompt)
-    array = np.asarray(prompt)
-    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+    try:
+        array = np.asarray(prompt)
+    except ValueError:  # lists of unequal length
+        array = np.empty(1, object)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RequestError(f"a prompt of {type(prompt).__name__}; want a string or a list of whole token ids", "prompt")
     if array.size and (array.max() >= 2**31 or array.min() < -(2**31)):
         raise RequestError("prompt: a token id does not fit 32 bits", "prompt")
@@ -167,7 +172,11 @@ def params_for(params: Any, n: int) -> list[SamplingParams]:
         params = SamplingParams.make(**params)
     if isinstance(params, SamplingParams):
         return [params] * n
-    made = [SamplingParams.make(**p) if isinstance(p, Mapping) else p for p in params]
+    if not isinstance(params, Sequence):
+        raise RequestError(
+            f"sampling_params of {type(params).__name__}; want SamplingParams or a list", "sampling_params"
+        )
+    made = [p if isinstance(p, SamplingParams) else SamplingParams.make(**(p or {})) for p in params]
     if len(made) != n:
         raise RequestError(f"{len(made)} sampling_params for {n} prompts; want one, or one each", "sampling_params")
     return made

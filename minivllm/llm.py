@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineConfig, Loaded, load_config
 from minivllm.core.request import SamplingParams
 from minivllm.errors import ConfigError, RequestError
-from minivllm.platform import prepare_environment
+from minivllm.hardware import prepare_environment
 
 if TYPE_CHECKING:
     from minivllm.frontend import StreamOutput
@@ -64,7 +69,10 @@ class LLM:
         is refused; a request that fails later has finish_reason "error" and says why in ``error``."""
         from minivllm.frontend import Tracked, is_one_prompt, params_for
 
-        items = [prompts] if is_one_prompt(prompts) else list(prompts)
+        one = is_one_prompt(prompts)
+        if not one and not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts of {type(prompts).__name__}; want a string, token ids, or a list", "prompt")
+        items = [prompts] if one else list(prompts)
         params = params_for(self._default(sampling_params), len(items))
         bar = _bar(len(items), use_tqdm)
         tracked = [
@@ -84,29 +92,19 @@ class LLM:
             [render_chat(self.tokenizer, m, add_generation_prompt) for m in conversations], sampling_params, use_tqdm
         )
 
-    def stream(self, prompt: Any, sampling_params: Any = None) -> Iterator[StreamOutput]:
-        """Pieces of one answer as its tokens come; leaving the loop early aborts the request."""
+    def stream(self, prompt: Any, sampling_params: Any = None) -> Stream:
+        """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request."""
         from minivllm.frontend import Tracked, params_for
 
-        pieces: list[StreamOutput] = []
-        tracked = Tracked(
-            prompt, params_for(self._default(sampling_params), 1)[0], self.tokenizer, stream=pieces.append
-        )
+        pieces: deque[StreamOutput] = deque()
+        params = params_for(self._default(sampling_params), 1)[0]
+        tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append)
         tracked.add_to(self.engine)
-        return self._pieces(tracked, pieces)
+        return Stream(self, tracked, pieces)
 
-    def chat_stream(self, messages: Any, sampling_params: Any = None) -> Iterator[StreamOutput]:
+    def chat_stream(self, messages: Any, sampling_params: Any = None) -> Stream:
+        """``stream`` through the chat template."""
         return self.stream(render_chat(self.tokenizer, messages), sampling_params)
-
-    def _pieces(self, tracked: Any, pieces: list[StreamOutput]) -> Iterator[StreamOutput]:
-        try:
-            while pieces or tracked.request.finished is None:
-                if not pieces:
-                    self.engine.step()
-                yield from pieces
-                pieces.clear()
-        finally:
-            self.engine.abort(tracked.request.id)
 
     def _default(self, params: Any) -> Any:
         """The ``[sampling]`` table of the config file where the call gives nothing."""
@@ -118,12 +116,19 @@ class LLM:
             for t in tracked:
                 t.add_to(self.engine)
                 added.append(t)
-            while any(t.request.finished is None for t in tracked) and self.engine.busy:
-                self.engine.step()
+            while any(t.request.finished is None for t in tracked):
+                self._step()
         except BaseException:  # refused, interrupted or dead: nothing of this call stays behind
             for t in added:
                 self.engine.abort(t.request.id)
             raise
+
+    def _step(self) -> None:
+        """One turn of the engine, which Ctrl-C does not cut in two."""
+        with uninterrupted():
+            worked = self.engine.step()
+        if not worked:
+            time.sleep(self.engine.idle())
 
     # ---- care ----------------------------------------------------------------------------------------------------
 
@@ -144,11 +149,11 @@ class LLM:
 
     def start_profile(self) -> None:
         """Begin a torch profiler trace of everything the executor runs."""
-        self.engine.executor.call("profile_start")
+        self.engine.call("profile_start")
 
     def stop_profile(self, path: str | os.PathLike[str] = "minivllm-profile.json") -> str:
         """End it and write a Chrome trace; returns the path."""
-        self.engine.executor.call("profile_stop", {"path": os.fspath(path)})
+        self.engine.call("profile_stop", {"path": os.fspath(path)})
         return os.fspath(path)
 
     def close(self) -> None:
@@ -160,6 +165,48 @@ class LLM:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+class Stream:
+    """An iterator over the pieces of one request.  Several may be read in turns: each drives the same engine."""
+
+    def __init__(self, llm: LLM, tracked: Any, pieces: deque[StreamOutput]) -> None:
+        self._llm, self._tracked, self._pieces = llm, tracked, pieces
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> StreamOutput:
+        while not self._pieces:
+            if self._tracked.request.finished is not None:
+                raise StopIteration
+            self._llm._step()
+        return self._pieces.popleft()
+
+    def close(self) -> None:
+        """Abort what still runs; idempotent."""
+        if self._tracked.request.finished is None:
+            self._llm.engine.abort(self._tracked.request.id)
+            self._pieces.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block: a step that is half done would leave the engine in doubt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(*came[0])
 
 
 def _bar(total: int, show: bool) -> Any:

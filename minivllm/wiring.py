@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.hf_config import Checkpoint, open_checkpoint
 from minivllm.core.interfaces.executor import Part, Wiring
 from minivllm.errors import ConfigError, ModelError, PluginError
-from minivllm.platform import Device, choose_dtype, find_device
+from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.registry import Candidate, Catalog, Registry, Request, Selection, build_part
 from minivllm.spec import OPTION_OF, Spec, check_seam
 
@@ -118,7 +118,7 @@ class _Fold:
             max_model_len=max_len, num_blocks=config.num_kvcache_blocks, batch_invariant=config.batch_invariant,
             memory_utilization=config.gpu_memory_utilization, seed=config.seed,
             parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler")},
-            processors=processors, groups=groups, ranks=config.tensor_parallel_size,
+            processors=processors, groups=groups,
             run_ahead=config.run_ahead,
         )  # fmt: skip
         return Resolved(

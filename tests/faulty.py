@@ -8,6 +8,8 @@ from minivllm.core.interfaces.sampling import Processor, Row
 class Faulty(Processor):
     """Fails where ``params.extra["fault"]`` says; inactive without it."""
 
+    extra = frozenset({"fault"})
+
     def bind(self, params, prompt_len):
         fault = params.extra.get("fault")
         if fault == "bind":

@@ -80,8 +80,9 @@ class SimExecutor(Executor):
                 self.stops[slot] = [int(x) for x in j.stop_ids[i] if x >= 0]
                 self.stopped[slot] = False
         for src, dst, sample in d.fork:
-            for column in (self.tokens, self.known, self.prompt, self.end, self.min_end, self.eos, self.stopped):
+            for column in (self.tokens, self.known, self.prompt, self.end, self.min_end, self.eos):
                 column[dst] = column[src]
+            self.stopped[dst] = False
             self.stops[dst], self.sample[dst] = self.stops[src], sample
         for slot, token in d.token:
             self.tokens[slot, self.known[slot]] = token
@@ -103,12 +104,11 @@ class SimExecutor(Executor):
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot twice in a step"
         assert (plan.q_len > 0).all() and (np.diff(plan.q_len > 1).clip(-1, 1) >= 0).all(), "one-token rows come first"
         if plan.id in self.fail_at:
+            self.stopped[plan.slots] = True  # their KV is not written: no later step may go on from it
             n = len(plan.samples)
             z = np.zeros(n, np.int32)
             error = (StepError("step", "sim", "planned failure"),)
-            self.results.append(
-                StepResult(plan.id, plan.epoch, plan.slots[plan.samples], z, z, z.astype(np.uint8), errors=error)
-            )
+            self.results.append(StepResult(plan.id, plan.slots[plan.samples], z, z, z.astype(np.uint8), errors=error))
             return
         for slot, q, computed in zip(plan.slots, plan.q_len, plan.computed, strict=True):
             if not self.stopped[slot]:
@@ -127,12 +127,14 @@ class SimExecutor(Executor):
             count[i], flags[i] = 1, self._commit(slot, tokens[i])
         logits = np.zeros((len(plan.host), VOCAB), np.float32)
         logits[np.arange(len(plan.host)), tokens[plan.host]] = 1.0
-        result = StepResult(plan.id, plan.epoch, plan.slots[plan.samples], tokens, count, flags, logits=logits)
+        result = StepResult(plan.id, plan.slots[plan.samples], tokens, count, flags, logits=logits)
         if len(plan.late):
             self.held[plan.id] = (plan, result)
         self.results.append(result)
 
     def supply(self, step, late) -> None:
+        if step not in self.held:
+            return  # the step had failed
         plan, result = self.held.pop(step)
         for k, i in enumerate(plan.late):
             bits = np.unpackbits(late.mask[k].view(np.uint8), bitorder="little")[:VOCAB]
@@ -184,6 +186,11 @@ class SimExecutor(Executor):
 
 
 class NoProcessor:
+    extra = frozenset()
+
+    def columns(self):
+        return {}
+
     def bind(self, params, prompt_len):
         return Row()
 
@@ -204,19 +211,24 @@ def sim_engine(
     part = Part("sim/sim", "sim:Sim")
     wiring = Wiring(
         model_dir="", load_format="dummy", device="cpu", dtype="float32", block=block, max_num_seqs=slots,
-        max_num_batched_tokens=budget, max_model_len=max_len, num_blocks=blocks, memory_utilization=0.9,
+        max_num_batched_tokens=budget, max_model_len=max_len, num_blocks=-1, memory_utilization=0.9,
         batch_invariant=False, seed=0, parts={"model": part},
     )  # fmt: skip
-    executor = SimExecutor(slots, max_len, [blocks] * len(windows), block, windows, depth)
+    executor = SimExecutor(
+        slots, max_len, blocks if isinstance(blocks, list) else [blocks] * len(windows), block, windows, depth
+    )
     capacity = executor.start(wiring)
     return Engine(
         wiring, executor, capacity, lambda ctx: policy(None, ctx), lambda ctx: evictor(None, ctx),
-        [("sim/none", NoProcessor())], {"single": _Strategy(), "parallel": _Strategy()}, windows, prefix,
+        [("sim/none", NoProcessor())], [("sim/branches", _Strategy())], windows, prefix,
         eos_ids=(EOS_ID,),
     )  # fmt: skip
 
 
 class _Strategy:
+    def takes(self, params):
+        return True
+
     def start(self, params):
         return [SimpleNamespace(sample=i) for i in range(params.n)]
 

@@ -51,7 +51,7 @@ def test_the_pieces_of_many_streams_make_their_outputs(llm):
         last = pieces[-1]
         assert last.finished and not any(p.finished for p in pieces[:-1])
         assert "".join(p.delta for p in pieces) == last.output.text
-        assert sum((p.token_ids for p in pieces), []) == last.output.tokens
+        assert [token for p in pieces for token in p.token_ids] == last.output.tokens
         if prompt == prompts[0]:
             assert last.output.text == alone
     at_rest(llm)

@@ -1,4 +1,4 @@
-"""Every bad input named by a user gets one line (what, what was wanted, what to do) and its exit code; nothing is run."""
+"""Every bad input of a user gets one line (what, what was wanted, what to do) and its exit code; nothing is run."""
 
 from __future__ import annotations
 

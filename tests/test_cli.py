@@ -93,7 +93,7 @@ def test_every_name_of_the_package_can_be_imported():
          "model, processor, quantizer, sampler, scheduler, strategy."),
         (["run", "no.toml"], 2, "no.toml: no such file"),
         (["eval", "pocket", "--task", "sum"], 2,
-         "--task 'sum': no such task. Did you mean 'sums'? There are: needle, copy, sums, json, story"),
+         "--task 'sum': no such task. Did you mean 'sums'? There are: needle, copy, sums, json, story, echo"),
         (["eval", "pocket", "-n", "0"], 2, "-n 0: want a positive number of cases"),
     ],
 )  # fmt: skip

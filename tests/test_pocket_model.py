@@ -82,7 +82,7 @@ def test_bad_messages_and_prompts_are_refused_by_name(llm):
     for bad in ([{"role": "user"}], "text", [{"content": "x"}], []):
         with pytest.raises(RequestError):
             llm.chat(bad, use_tqdm=False)
-    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature'. Did you mean 'temperature'"):
+    with pytest.raises(RequestError, match=r"unknown sampling parameter 'temprature'\. Did you mean 'temperature'"):
         llm.generate(PROMPT, {"temprature": 1}, use_tqdm=False)
     with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
         llm.generate(PROMPT, [SamplingParams(), SamplingParams()], use_tqdm=False)

@@ -15,11 +15,11 @@ it as parent; the evictor plug-in says in which order.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.errors import PluginError
+from minivllm.errors import EngineDeadError
 
 from .interfaces.attention import NULL_BLOCK
 from .interfaces.evictor import BlockInfo
@@ -27,6 +27,7 @@ from .interfaces.evictor import BlockInfo
 if TYPE_CHECKING:
     from .interfaces.evictor import Evictor
 
+MAX_ROOTS = 65536  # salts that are remembered
 NO_BLOCKS = np.empty(0, np.int32)
 
 
@@ -63,6 +64,7 @@ class BlockPool:
         self.free = total - 1
         self.idle = 0
         self.roots: dict[str, tuple[int, int]] = {}
+        self.next_root = -1
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
 
     @property
@@ -72,11 +74,22 @@ class BlockPool:
 
     def root(self, salt: str) -> tuple[int, int]:
         """(parent number, parent key) of first blocks under a salt; chains of different salts never meet."""
-        found = self.roots.get(salt)
+        found = self.roots.pop(salt, None)
         if found is None:
-            found = (-2 - len(self.roots), chain_key(0, salt.encode()))
-            self.roots[salt] = found
+            self.next_root -= 1  # never used twice: what hung on a forgotten root is never found again
+            found = (self.next_root, chain_key(0, salt.encode()))
+            if len(self.roots) >= MAX_ROOTS:
+                del self.roots[next(iter(self.roots))]
+        self.roots[salt] = found  # last in the dict: the salt that was used longest ago comes first
         return found
+
+    def _tell(self, what: str, *args: Any) -> Any:
+        """Call the evictor.  One that raises leaves the pool in doubt, so the engine has to end."""
+        try:
+            return getattr(self.evictor, what)(*args)
+        except Exception as e:
+            name = type(self.evictor).__name__
+            raise EngineDeadError(f"evictor {name} failed in {what}: {type(e).__name__}: {e}") from e
 
     # ---- a sequence's blocks -------------------------------------------------------------------------------------
 
@@ -97,7 +110,7 @@ class BlockPool:
         self.ref[blocks] += 1
         if len(woken):
             self.idle -= len(woken)
-            self.evictor.hold(self.key[woken])
+            self._tell("hold", self.key[woken])
 
     def release(self, blocks: np.ndarray) -> None:
         """One reference less to each (distinct blocks, parents first; null blocks are skipped)."""
@@ -114,7 +127,7 @@ class BlockPool:
         self._push(back)
         if len(kept):
             self.idle += len(kept)
-            self.evictor.free(self.key[kept])
+            self._tell("free", self.key[kept])
 
     def _push(self, blocks: np.ndarray) -> None:
         self._free[self.free : self.free + len(blocks)] = blocks
@@ -168,7 +181,7 @@ class BlockPool:
         """A sequence is about to share these: statistics and the evictor hear of it."""
         self.hits += len(blocks) * self.block
         if len(blocks):
-            self.evictor.hit(self.key[blocks])
+            self._tell("hit", self.key[blocks])
 
     def publish(self, block: int, parent: int, key: int, tokens: np.ndarray, depth: int, tenant: int = 0) -> int:
         """Make a held, full block findable.  Returns the block that stands for this content from now on: itself, or an
@@ -177,7 +190,10 @@ class BlockPool:
         if twin is not None:
             if self.parent[twin] == parent and np.array_equal(self.tokens[twin], tokens):
                 return twin
-            return block  # a collision of keys: this block stays private
+            if self.ref[twin] or self.children[twin]:
+                return block  # a collision of keys: this block stays private
+            self._tell("drop", np.array([key], np.uint64))  # nobody uses it, or its leader is gone: the new one counts
+            self._forget(key, twin)
         self.index[key] = block
         self.key[block], self.parent[block], self.tokens[block] = key, parent, tokens
         self.stamps += 1
@@ -188,7 +204,8 @@ class BlockPool:
             parent_key = int(self.key[parent])
         one = np.array([key], np.uint64)
         cost = float((depth + 1) * self.block)
-        self.evictor.add(
+        self._tell(
+            "add",
             one,
             BlockInfo(
                 parent=np.array([parent_key], np.uint64),
@@ -205,16 +222,16 @@ class BlockPool:
 
     def _evict(self, n: int) -> None:
         """Give up at least n idle blocks, children before parents."""
-        keys = self.evictor.victims(n)
+        keys = self._tell("victims", n)
         if len(keys) != n:
-            raise PluginError(
+            raise EngineDeadError(
                 f"evictor {type(self.evictor).__name__} gave {len(keys)} victims of {n} wanted: it loses keys"
             )
         for key in keys.tolist():
             block = self.index.get(key)
             if block is None or self.ref[block] or self.children[block]:
                 why = "unknown" if block is None else "in use" if self.ref[block] else "the parent of a cached block"
-                raise PluginError(f"evictor {type(self.evictor).__name__} gave up a block that is {why}")
+                raise EngineDeadError(f"evictor {type(self.evictor).__name__} gave up a block that is {why}")
             self._forget(key, block)
         self.evictions += n
 
@@ -228,9 +245,9 @@ class BlockPool:
         self.free += 1
 
     def reset(self) -> None:
-        """Forget every cached block that nobody refers to; blocks in use stay findable until they are released."""
+        """Forget every cached block that nobody refers to; blocks in use stay cached."""
         idle = [(key, b) for key, b in self.index.items() if not self.ref[b]]
-        self.evictor.drop(np.array([key for key, _ in idle], np.uint64))
+        self._tell("drop", np.array([key for key, _ in idle], np.uint64))
         for key, block in idle:
             self._forget(key, block)
 

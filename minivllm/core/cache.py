@@ -45,9 +45,14 @@ class KVCache:
     def worst(self, group: int, prompt: int, end: int, n: int = 1) -> int:
         """Blocks that a request of n branches can hold at once in a group, if it runs alone."""
         shared = (prompt - 1) // self.block  # full blocks below prompt - 1, where branches fork
-        if self.windows[group] is not None:
-            end = min(end, prompt + self.windows[group] + self.block)  # a chunk may be the whole prompt
-        return shared + n * (self.blocks_for(end) - shared)
+        whole = shared + n * (self.blocks_for(end) - shared)
+        return whole if self.windows[group] is None else min(whole, shared * (n > 1) + n * self.at_once(group, end))
+
+    def at_once(self, group: int, tokens: int) -> int:
+        """Blocks without which a row of so many tokens cannot go on: all of them, or what its window still sees (chunks
+        are cut to the blocks that there are)."""
+        window = self.windows[group]
+        return self.blocks_for(tokens if window is None else min(tokens, window + 2 * self.block))
 
     def fits_alone(self, prompt: int, end: int, n: int = 1) -> bool:
         return all(self.worst(g, prompt, end, n) <= p.total - 1 for g, p in enumerate(self.pools))
@@ -112,6 +117,12 @@ class KVCache:
             self._append(g, rows, (start + np.arange(total)).astype(np.int32), blocks)
             self.slots.blocks[g, slots] += need
 
+    def reserve(self, slot: int, tokens: int) -> None:
+        """Give a row at once what it needs to reach ``tokens``; the caller has checked that it is there."""
+        have = self.slots.blocks[:, slot]
+        want = np.array([self.at_once(g, tokens) for g in range(len(self.pools))], np.int32)
+        self.grow(np.array([slot], np.int32), np.maximum(want - have, 0)[:, None])
+
     def _append(self, group: int, slots: np.ndarray, index: np.ndarray, blocks: np.ndarray) -> None:
         self.slots.table[group, slots, index] = blocks
         if len(blocks):
@@ -159,7 +170,9 @@ class KVCache:
         self.table = [t[t[:, 1] != slot] for t in self.table]
         self.trims = [t for t in self.trims if t[1] != slot]
         for g, pool in enumerate(self.pools):
-            pool.release(self.slots.table[g, slot, : self.slots.blocks[g, slot]].copy())
+            blocks = self.slots.table[g, slot, : self.slots.blocks[g, slot]].copy()
+            self.copies = [c for c in self.copies if c[0] != g or c[2] not in blocks]
+            pool.release(blocks)
 
     # ---- publication ---------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ alone; a step that fails ends the requests in it; three failed steps in a row en
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import random
 import time
 from collections import deque
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError, suggest
 
 from .blocks import BlockPool
 from .cache import KVCache
@@ -37,11 +39,14 @@ from .timing import StepClock
 if TYPE_CHECKING:
     from .interfaces.evictor import Evictor
     from .interfaces.executor import Capacity, Executor, Wiring
-    from .interfaces.sampling import Processor
+    from .interfaces.sampling import Column, Processor, Row
     from .interfaces.scheduler import SchedulerPolicy
-    from .interfaces.strategy import DecodingStrategy
+    from .interfaces.strategy import Branch, DecodingStrategy
 
 FAILED_STEPS = 3  # in a row, and the engine gives up
+IDLE = 0.05  # seconds to wait at most when nothing can run
+MAX_TENANTS = 65536  # names that keep their number
+log = logging.getLogger("minivllm")
 PLAN, SUBMIT, WAIT, PUBLISH = range(4)
 
 
@@ -60,7 +65,7 @@ class Engine:
         policy: Any,
         evictor: Any,
         processors: Sequence[tuple[str, Processor]],
-        strategies: Mapping[str, DecodingStrategy],
+        strategies: Sequence[tuple[str, DecodingStrategy]],
         windows: Sequence[int | None] = (None,),
         prefix_caching: bool = True,
         eos_ids: Sequence[int] = (),
@@ -71,7 +76,7 @@ class Engine:
                 f"max_num_seqs={wiring.max_num_seqs}: a decode step would not fit; raise the one or lower the other"
             )
         self.wiring, self.executor, self.capacity = wiring, executor, capacity
-        self.processors, self.strategies, self.eos_ids = processors, strategies, tuple(eos_ids)
+        self.processors, self.strategies, self.eos_ids = processors, strategies, tuple(dict.fromkeys(eos_ids))
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, len(windows), wiring.block)
         pools = [self._pool(g, evictor) for g in range(len(windows))]
         self.cache = KVCache(pools, list(windows), self.slots, prefix_caching)
@@ -80,10 +85,13 @@ class Engine:
         )
         self.planner = Planner(self.slots, self.cache, made, wiring.max_num_batched_tokens)
         self.publisher = Publisher(self.slots, self.cache, self.planner, self.finish)
+        self.planner.fail = lambda seq, message: self.finish(seq, "error", error=message)
+        self.columns = [dict(made.columns()) for _, made in processors]
         self.clock = StepClock()
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
-        self.tenants: dict[str, int] = {"": 0}
+        self.tenants: dict[str, int] = {}
+        self._tenant = itertools.count()
         self.finished = self.failed_steps = 0
         self.dead: str | None = None
         self._ids = itertools.count()
@@ -111,14 +119,20 @@ class Engine:
             raise RequestError(
                 f"{len(request.stop_ids)} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
             )
-        request.rows = tuple(self._bind(name, made, request) for name, made in self.processors)
-        strategy = "single" if p.n == 1 else "parallel"
-        if strategy not in self.strategies:
+        unknown = [name for name in p.extra if not any(name in made.extra for _, made in self.processors)]
+        if unknown:
+            known = sorted(set().union(*(made.extra for _, made in self.processors)))
             raise RequestError(
-                f"n={p.n} needs the strategy {strategy!r}, which the config leaves out of `strategies`", "n"
+                f"extra={unknown}: no processor in the config reads it.{suggest(unknown[0], known)}", "extra"
             )
-        branches = self.strategies[strategy].start(p)
-        request.tenant = self.tenants.setdefault(p.tenant, len(self.tenants))
+        request.rows = tuple(
+            self._bind(name, made, columns, request)
+            for (name, made), columns in zip(self.processors, self.columns, strict=True)
+        )
+        branches = self._branches(request)
+        if p.tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
+            self.tenants.clear()
+        request.tenant = self.tenants.setdefault(p.tenant, next(self._tenant))
         request.salt = p.cache_salt or ""
         request.watch = request.watch or p.logprobs is not None
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
@@ -127,8 +141,27 @@ class Engine:
             request.sequences.append(seq)
         first, *rest = request.sequences
         first.branches = list(rest)
+        try:
+            self.planner.add(first)
+        except Exception as e:
+            raise RequestError(f"scheduler {type(self.planner.policy).__name__} failed on this request: {e}") from e
         self.requests[request.id] = request
-        self.planner.add(first)
+
+    def _branches(self, request: Request) -> Sequence[Branch]:
+        """Ask the first strategy that takes the request."""
+        made = None
+        try:
+            made = next((made for _, made in self.strategies if made.takes(request.params)), None)
+            if made is not None:
+                request.strategy = made
+                return made.start(request.params)
+        except RequestError:
+            raise
+        except Exception as e:
+            what = "a strategy" if made is None else type(made).__name__
+            raise RequestError(f"{what} failed on this request: {type(e).__name__}: {e}") from e
+        there = ", ".join(name for name, _ in self.strategies)
+        raise RequestError(f"n={request.params.n}: none of the strategies in the config ({there}) takes it", "n")
 
     def _check_prompt(self, request: Request) -> None:
         p, limit, vocab = request.params, self.wiring.max_model_len, self.capacity.vocab_size
@@ -159,12 +192,18 @@ class Engine:
                 "max_tokens",
             )
 
-    def _bind(self, name: str, made: Processor, request: Request) -> Any:
+    def _bind(self, name: str, made: Processor, columns: Mapping[str, Column], request: Request) -> Row | None:
+        """A processor's row for this request, checked against its columns: a plug-in's fault ends this request only."""
         try:
-            return made.bind(request.params, len(request.prompt))
+            row = made.bind(request.params, len(request.prompt))
+            for column, value in ({} if row is None else row.values).items():
+                if np.asarray(value).size != math.prod(columns[column].shape):
+                    want = columns[column].shape
+                    raise ValueError(f"column {column!r} got shape {np.shape(value)}; want {want}")
+            return row
         except RequestError:
             raise
-        except Exception as e:  # a plug-in's fault ends this request only
+        except Exception as e:
             raise RequestError(f"{name} failed on this request: {type(e).__name__}: {e}") from e
 
     def abort(self, request_id: str) -> bool:
@@ -179,10 +218,21 @@ class Engine:
 
     def finish(self, seq: Seq, reason: str, stop_reason: int | str | None = None, error: str | None = None) -> None:
         """End a sequence wherever it is; the request ends with its last one."""
+        if reason in ("abort", "error"):
+            self.publisher.flush(seq)  # what it has generated is not lost
+            if seq.status == FINISHED:
+                return
         if seq.slot >= 0:
-            self.planner.leave(seq.slot)
+            try:
+                self.planner.leave(seq.slot)
+            except EngineDeadError as e:  # the evictor failed: blocks are in doubt
+                self._die(str(e))
+                return
         elif seq.status != RUNNING:
             self.planner.forget(seq)
+        self._end(seq, reason, stop_reason, error)
+
+    def _end(self, seq: Seq, reason: str, stop_reason: int | str | None, error: str | None) -> None:
         seq.status, seq.finish_reason, seq.stop_reason, seq.error = FINISHED, reason, stop_reason, error
         for branch in seq.branches:  # they never forked: what ended their prompt ends them
             branch.status, branch.finish_reason, branch.error = FINISHED, reason, error
@@ -190,20 +240,21 @@ class Engine:
         if request.done and request.finished is None:
             request.finished = time.monotonic()
             self.finished += 1
-            del self.requests[request.id]
+            self.requests.pop(request.id, None)
             if request.on_done is not None:
-                request.on_done(request)
+                try:
+                    request.on_done(request)
+                except Exception:  # a listener's fault is not the engine's
+                    log.exception("request %s: its on_done failed", request.id)
 
     def answer(self, request: Request) -> list[Seq]:
         """The sequences of a finished request's answer, best first, as its strategy says."""
-        if request.params.n == 1:
-            return request.sequences
         ends = [
             BranchEnd(s.sample, s.known - len(request.prompt), s.cumulative_logprob, s.finish_reason or "")
             for s in request.sequences
         ]
         by_sample = {s.sample: s for s in request.sequences}
-        return [by_sample[i] for i in self.strategies["parallel"].result(request.params, ends)]
+        return [by_sample[i] for i in request.strategy.result(request.params, ends)]
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -212,47 +263,58 @@ class Engine:
         return bool(self.requests or self.in_flight)
 
     def step(self) -> bool:
-        """One turn of the loop; False if there was nothing to plan and nothing in flight."""
+        """One turn of the loop; False if nothing could be planned and nothing was in flight (see ``idle``)."""
         if self.dead:
             raise EngineDeadError(self.dead)
         self.clock.begin()
         plan = self._plan()
         self.clock.lap(PLAN)
+        if self.dead or (plan is None and not self.in_flight):
+            return False
+        try:
+            self._exchange(plan)
+        except Exception as e:  # an executor or the cache broke its promise: nothing can be trusted from here on
+            self._die(str(e) if isinstance(e, MinivllmError) else f"{type(e).__name__}: {e}")
+            log.error("the engine ends", exc_info=e)
+        self.clock.lap(PUBLISH)
+        self.clock.end(0 if plan is None else len(plan.slots), 0 if plan is None else int(plan.q_len.sum()))
+        return True
+
+    def _exchange(self, plan: StepPlan | None) -> None:
+        """Submit a step if there is one, and publish those that have come back."""
         if plan is not None:
             self.in_flight.append(Flight(plan, self.slots.serial[plan.slots], plan.computed + plan.q_len))
             self.executor.submit(plan)
             if len(plan.late):
                 self.executor.supply(plan.id, LateInputs(self._masks(plan)))
             self.clock.lap(SUBMIT)
-        elif not self.in_flight:
-            return False
-        keep = self.capacity.depth if plan is not None else len(self.in_flight) - 1
-        results = self.executor.collect(keep)
+        results = self.executor.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
         self.clock.lap(WAIT)
         for result in results:
             flight = self.in_flight.popleft()
-            if (result.id, result.epoch) != (flight.plan.id, flight.plan.epoch):
-                self._die(f"the executor answered step {result.id} where step {flight.plan.id} was due")
-                return True
+            if result.id != flight.plan.id:
+                raise EngineDeadError(f"the executor answered step {result.id} where {flight.plan.id} was due")
             self.clock.device_ms[self.clock.count % self.clock.size] += result.device_ms
             self.publisher.publish(flight, result)
             self._count_failures(result)
-        self.clock.lap(PUBLISH)
-        self.clock.end(0 if plan is None else len(plan.slots), 0 if plan is None else int(plan.q_len.sum()))
-        return True
+
+    def idle(self) -> float:
+        """Seconds to wait after a ``step`` that found nothing to do: until the policy's hold ends, or a short while."""
+        hold = self.planner.wake_at - time.monotonic() if self.planner.wake_at else IDLE
+        return min(max(hold, 0.0), IDLE)
 
     def _plan(self) -> StepPlan | None:
-        """A policy or an evictor that raises costs a turn; three times in a row, and the engine gives up."""
+        """A policy that raises costs a turn; three times in a row, and the engine gives up."""
         try:
             return self.planner.next(time.monotonic())
-        except MinivllmError as e:
-            self._failed(str(e))
+        except EngineDeadError as e:
+            self._die(str(e))
         except Exception as e:
             self._failed(f"planning failed ({type(self.planner.policy).__name__}): {type(e).__name__}: {e}")
         return None
 
     def _count_failures(self, result: Any) -> None:
-        step_error = next((e for e in result.errors if e.scope == "step"), None)
+        step_error = next((e for e in result.errors if e.scope != "rows"), None)
         if step_error is None:
             self.failed_steps = 0
         else:
@@ -264,12 +326,13 @@ class Engine:
             self._die(f"{FAILED_STEPS} steps failed in a row; the last: {message}")
 
     def _die(self, message: str) -> None:
-        """Tell every request and refuse new ones."""
+        """Tell every request and refuse new ones.  Slots and blocks are left as they are: nobody will use them."""
         self.dead = message
         for request in list(self.requests.values()):
             for seq in request.sequences:
                 if seq.status != FINISHED:
-                    self.finish(seq, "error", error=message)
+                    self.publisher.flush(seq)
+                    self._end(seq, "error", None, message)
 
     def _masks(self, plan: StepPlan) -> np.ndarray:
         """Allowed tokens of the late rows, i32 [n, ceil(V / 32)]; computed while the forward pass runs."""
@@ -299,6 +362,12 @@ class Engine:
         for pool in self.cache.pools[::-1]:
             pool.reset()
 
+    def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
+        """A rare verb of the executor."""
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        return self.executor.call(verb, args)
+
     def stats(self) -> dict[str, Any]:
         lead = self.cache.pools[0]
         return {
@@ -309,7 +378,12 @@ class Engine:
             "evictions": sum(p.evictions for p in self.cache.pools), **self.clock.summary(),
         }  # fmt: skip
 
+    def fail_all(self, message: str) -> None:
+        """End every request with an error and accept no more."""
+        if not self.dead:
+            self._die(message)
+
     def stop(self) -> None:
-        self._die("the engine was stopped") if self.requests else None
-        self.dead = self.dead or "the engine was stopped"
+        """Give everything back; idempotent."""
+        self.fail_all("the engine was stopped")
         self.executor.stop()

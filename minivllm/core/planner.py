@@ -21,9 +21,11 @@ import numpy as np
 from .admission import join_of, queue_view
 from .interfaces.plan import Delta, StepPlan, no_rows
 from .interfaces.scheduler import Load, SchedulerPolicy, StepShape
-from .request import FINISHED, RUNNING, WAITING
+from .request import RUNNING, WAITING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .cache import KVCache
     from .request import Seq
     from .slots import Slots
@@ -40,10 +42,11 @@ class Planner:
         # heap by (policy.key, id); entries of finished ones are skipped
         self.waiting: list[tuple[float, int, Seq]] = []
         self.n_waiting = 0
-        self.step_id, self.epoch = 0, 0
+        self.step_id = 0
         self.reserved = 0  # slots kept for branches that will fork
         self.wake_at = 0.0  # clock before which a policy holds newcomers back; 0 = it does not
         self.preemptions = 0
+        self.fail: Callable[[Seq, str], None]  # set by the engine: ends a sequence with an error
         self.departed: dict[int, Seq] = {}  # by serial: sequences that left their slot with steps in flight
         self.left: list[int] = []  # slots left since the last plan
         self.chosen: list[tuple[int, int]] = []  # (slot, token) chosen on the host since the last plan
@@ -58,6 +61,8 @@ class Planner:
     def add(self, seq: Seq) -> None:
         """Queue a sequence (new, or preempted and at rest)."""
         key = float(self.policy.key(queue_view([seq]))[0])
+        if key != key:
+            raise ValueError("its key is NaN; want a number")
         heapq.heappush(self.waiting, (key, seq.id, seq))
         seq.status, seq.queued = WAITING, True
         self.n_waiting += 1
@@ -66,9 +71,12 @@ class Planner:
         """A waiting sequence has ended; its heap entry is skipped when it comes up."""
         self.n_waiting -= seq.queued
         seq.queued = False
+        if len(self.waiting) > 2 * self.n_waiting + 64:
+            self.waiting = [e for e in self.waiting if e[2].queued]
+            heapq.heapify(self.waiting)
 
     def _head(self) -> Seq | None:
-        while self.waiting and self.waiting[0][2].status == FINISHED:
+        while self.waiting and not self.waiting[0][2].queued:
             heapq.heappop(self.waiting)
         return self.waiting[0][2] if self.waiting else None
 
@@ -112,6 +120,9 @@ class Planner:
             self._admit(chunks, budget, now)
         if shape.kind == "prefill_first" and not chunks:
             decode = self._decode()
+        if not len(decode) and not chunks and s.forking[s.running].any():
+            self._fork()  # a newcomer whose prompt was cached, or is one token long, can fork at once
+            decode = self._decode()
         return self._finish(decode, chunks)
 
     def _need(self, run: np.ndarray) -> np.ndarray:
@@ -126,9 +137,7 @@ class Planner:
         missing = self.cache.missing(rows, s.computed[rows] + 1)
         while missing.any() and not self.cache.can_take(missing):
             lacking = rows[missing.any(axis=0)]
-            gone = self._make_room(
-                int(lacking[np.argmax(s.arrival[lacking] + 1e-9 * s.id[lacking])]), int(missing.sum())
-            )
+            gone = self._make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
             keep = rows != gone
             rows, missing = rows[keep], missing[:, keep]
         if missing.any():
@@ -140,7 +149,10 @@ class Planner:
         it must go back, or (oldest or protected, with nobody left to preempt) only wait."""
         s, run = self.slots, self.slots.running
         oldest = run[np.argmin(s.id[run])]
-        candidates = run[(run != oldest) & (s.preempted[run] < PROTECTED_AFTER)]
+        # A row that waits to fork has reserved nothing for its branches yet: it may always be preempted.
+        candidates = run[(run != oldest) & ((s.preempted[run] < PROTECTED_AFTER) | s.forking[run])]
+        if not len(candidates) and requester == oldest and len(self.cache.pools) > 1:
+            candidates = run[run != oldest]  # a sliding window's blocks cannot be reserved ahead
         if len(candidates):
             victim = int(candidates[self._victim(candidates, need)])
         elif requester != oldest and s.preempted[requester] < PROTECTED_AFTER:
@@ -163,7 +175,14 @@ class Planner:
         self.leave(slot)
         seq.status = WAITING
         if not seq.in_flight:
+            self.requeue(seq)
+
+    def requeue(self, seq: Seq) -> None:
+        """Queue a preempted sequence again; if the policy fails on it, it ends."""
+        try:
             self.add(seq)
+        except Exception as e:
+            self.fail(seq, f"scheduler {type(self.policy).__name__} failed on it: {type(e).__name__}: {e}")
 
     def leave(self, slot: int) -> None:
         """A row's stay ends: its blocks are free for steps planned from now on (those in flight run before)."""
@@ -173,6 +192,7 @@ class Planner:
         self.cache.release(slot)
         self.slots.leave(slot)
         self.left.append(slot)
+        self.chosen = [c for c in self.chosen if c[0] != slot]  # the row's next owner must not get its token
         if seq.in_flight:
             self.departed[seq.serial] = seq
 
@@ -239,23 +259,23 @@ class Planner:
         protected = seq.preempted >= PROTECTED_AFTER
         upto = seq.request.end if protected else seq.known
         spare = 0 if protected or not len(s.running) else 1 + len(s.running) // 8
-        for pool, blocks in zip(self.cache.pools, hit, strict=True):
+        for g, (pool, blocks) in enumerate(zip(self.cache.pools, hit, strict=True)):
             own = blocks[blocks > 0]
             room = pool.available - int((pool.ref[own] == 0).sum())
-            if self.cache.blocks_for(upto) - len(blocks) + spare > room:
+            if self.cache.at_once(g, upto) - len(own) + spare > room:
                 return False
         self._remove(seq)
         slot = s.enter(seq)
+        self._joins.append((slot, seq))
         seq.status = RUNNING
-        seq.request.cached_tokens = max(seq.request.cached_tokens, len(hit[0]) * s.block)
+        if not seq.preempted:
+            seq.request.cached_tokens = len(hit[0]) * s.block
         self.cache.adopt(slot, hit)
         if protected:
-            row = np.array([slot], np.int32)
-            self.cache.grow(row, self.cache.missing(row, np.array([upto])))
+            self.cache.reserve(slot, upto)
         if seq.branches:
             self.reserved += len(seq.branches)
             s.forking[slot], s.goal[slot] = True, s.prompt[slot] - 1
-        self._joins.append((slot, seq))
         return True
 
     def _remove(self, seq: Seq) -> None:
@@ -275,9 +295,11 @@ class Planner:
         s = self.slots
         for slot in s.running[s.forking[s.running]].tolist():
             seq = s.seq[slot]
+            if seq is None:
+                continue  # preempted a moment ago to make room for another's branches
             at = int(s.computed[slot])
-            if at < s.goal[slot]:
-                continue
+            if at < s.goal[slot] or s.flying[slot]:
+                continue  # what the branches share must be there, not merely planned
             copies = np.full((len(self.cache.pools), 1), len(seq.branches) * (at % s.block > 0))
             room = True
             while room and not self.cache.can_take(copies):
@@ -317,7 +339,7 @@ class Planner:
         s.ready[drawn] = ~(late | host)
         self.step_id += 1
         return StepPlan(
-            id=self.step_id, epoch=self.epoch, slots=slots, q_len=q_len, computed=computed, samples=samples,
+            id=self.step_id, slots=slots, q_len=q_len, computed=computed, samples=samples,
             topk=int(s.topk[drawn].max(initial=-1)), late=np.flatnonzero(late & ~host).astype(np.int32),
             host=np.flatnonzero(host).astype(np.int32), delta=delta,
         )  # fmt: skip
@@ -325,8 +347,9 @@ class Planner:
     def _delta(self) -> Delta:
         """Everything that the device has not heard of yet."""
         s = self.slots
-        joins = [(slot, seq) for slot, seq in self._joins if s.seq[slot] is seq]
         forks = [(parent, slot, b.sample) for parent, slot, b in self._forks if s.seq[slot] is b]
+        parents = {parent for parent, _, _ in forks}  # preempted perhaps, but the fork copies their columns
+        joins = [(slot, seq) for slot, seq in self._joins if s.seq[slot] is seq or slot in parents]
         table, trim, copy = self.cache.changes()
         delta = Delta(
             join=join_of(joins, s) if joins else None,

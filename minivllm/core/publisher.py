@@ -45,7 +45,7 @@ class Publisher:
         s, plan = self.slots, flight.plan
         live = s.serial[plan.slots] == flight.serial
         s.flying[plan.slots[live]] -= 1
-        step_error = next((e for e in result.errors if e.scope == "step"), None)
+        step_error = next((e for e in result.errors if e.scope != "rows"), None)
         if step_error is not None:
             self._fail_step(flight, live, step_error)
             return
@@ -54,10 +54,15 @@ class Publisher:
         ok = live[pick] & (result.count > 0)
         mine, pos = slots[ok], at[ok]
         s.tokens[mine, pos] = result.tokens[ok]
+        now = time.monotonic()
+        s.tpot_due[mine] = now + s.tpot[mine]
+        for slot in mine[pos == s.prompt[mine]].tolist():
+            r = s.seq[slot].request
+            r.first_token = r.first_token or now
         s.collected[mine] = pos + 1
         s.ready[mine] = True
         self.tokens += int(ok.sum())
-        self._publish_blocks(flight, live)
+        self._publish_blocks(flight, live, result)
         if not live.all():
             self._departed(flight, result, live)
         ended = (result.flags & ENDED) != 0
@@ -86,25 +91,39 @@ class Publisher:
 
     def send(self, seq: Seq, ended: tuple[str, int | None] | None) -> None:
         """New tokens of a sequence to its sink; ends it if it has ended or its text now holds a stop string."""
-        if seq.request.first_token is None:
-            seq.request.first_token = time.monotonic()
+        stopped = self.flush(seq, ended)
+        if seq.status == FINISHED:
+            return
+        if stopped is not None:
+            self.finish(seq, "stop", stop_reason=stopped)
+        elif ended is not None:
+            self.finish(seq, *ended)
+
+    def flush(self, seq: Seq, ended: tuple[str, int | None] | None = None) -> str | None:
+        """Tokens that the sink has not had yet; the stop string that they complete.  A sink that raises ends its own
+        sequence."""
         start = len(seq.request.prompt) + seq.published
         if seq.slot >= 0:
             ids = self.slots.tokens[seq.slot, start : self.slots.collected[seq.slot]].tolist()
         else:
             ids = seq.tokens[start : seq.known].tolist()
         seq.published += len(ids)
-        stopped = seq.request.sink(seq, ids, ended) if seq.request.sink is not None else None
-        if stopped is not None:
-            self.finish(seq, "stop", stop_reason=stopped)
-        elif ended is not None:
-            self.finish(seq, *ended)
+        if seq.request.sink is None or (not ids and ended is None):
+            return None
+        try:
+            return seq.request.sink(seq, ids, ended)
+        except Exception as e:
+            seq.request.sink = None
+            self.finish(seq, "error", error=f"what receives its tokens failed: {type(e).__name__}: {e}")
+            return None
 
-    def _publish_blocks(self, flight: Flight, live: np.ndarray) -> None:
+    def _publish_blocks(self, flight: Flight, live: np.ndarray, result: StepResult) -> None:
+        """Blocks that this step has filled become findable, but not those of rows that went wrong in it."""
         if not self.cache.prefix:
             return
         s, slots = self.slots, flight.plan.slots
         full = live & (flight.after // s.block > s.published[slots])
+        full[flight.plan.samples[(result.flags & (NAN | FAILED)) != 0]] = False
         for r in np.flatnonzero(full).tolist():
             slot = int(slots[r])
             self.cache.publish(slot, s.seq[slot], min(int(flight.after[r]), int(s.collected[slot])))
@@ -132,10 +151,11 @@ class Publisher:
             if not seq.in_flight:
                 del self.planner.departed[serial]
                 if seq.status == WAITING:
-                    self.planner.add(seq)
+                    self.planner.requeue(seq)
 
     def _fail_step(self, flight: Flight, live: np.ndarray, error) -> None:
-        """No row of the step has a result: all its sequences end with the error (blocks unpublished)."""
+        """No row of the step has a result: all its sequences end with the error (blocks unpublished); if the device's
+        columns are in doubt, so do all that run."""
         named = f"{error.plugin}: {error.message}" if error.plugin else error.message
         for r in range(len(flight.serial)):
             serial = int(flight.serial[r])
@@ -146,6 +166,9 @@ class Publisher:
                     del self.planner.departed[serial]
             if seq is not None and seq.status != FINISHED:
                 self.finish(seq, "error", error=f"the step failed: {named}")
+        if error.scope == "device":
+            for slot in self.slots.running.tolist():
+                self.finish(self.slots.seq[slot], "error", error=f"the device failed: {named}")
 
     # ---- rows whose token is chosen on the host ------------------------------------------------------------------
 
@@ -170,6 +193,7 @@ class Publisher:
             s.ready[slot] = True
             self.tokens += 1
             self.planner.chosen.append((slot, token))
+            seq.request.first_token = seq.request.first_token or time.monotonic()
             flags = stop_flags(seq, token, n + 1)
             self.send(seq, _reason(flags, token) if flags else None)
 

@@ -150,6 +150,12 @@ class SamplingParams:
             _check(value is None or (_number(value) and value > 0), name, value, "a positive number of milliseconds")
         ok = self.cache_salt is None or (isinstance(self.cache_salt, str) and 0 < len(self.cache_salt.encode()) <= 256)
         _check(ok, "cache_salt", self.cache_salt, "a string of 1 to 256 bytes")
+        _check(
+            self.choose_fn is None or (self.logprobs is None and self.allowed_tokens_fn is None),
+            "choose_fn",
+            self.choose_fn,
+            "it alone: the callable sees the logits, so logprobs and allowed_tokens_fn have no say beside it",
+        )
         for name in ("allowed_tokens_fn", "choose_fn"):
             _check(
                 getattr(self, name) is None or callable(getattr(self, name)), name, getattr(self, name), "a callable"
@@ -212,6 +218,7 @@ class Request:
     first_token: float | None = None
     finished: float | None = None
     cached_tokens: int = 0
+    strategy: Any = None  # the DecodingStrategy that made its sequences
     tenant: int = 0  # number of params.tenant
     salt: str = ""
     watch: bool = False  # somebody wants each token as it comes (a stream, a stop string)

@@ -1,10 +1,11 @@
 """StepPlan -> StepResult on one device.
 
     delta ──► columns          FORWARD  gather ids by slot, layers, hidden states of the rows that draw
-                               SAMPLE   logits, processors, (late masks), draw, commit, stop flags, result ──► pinned memory
+                               SAMPLE   logits, processors, (late masks), draw, commit, stop flags, result ──► host
 
-FORWARD and SAMPLE are apart so that masks may arrive from the host between them.  A processor or sampler that raises ends
-the rows that bound it; a model or attention back end that raises fails the step.  Neither leaves this file as an exception.
+FORWARD and SAMPLE are apart so that masks may arrive from the host between them.  A processor or sampler that raises
+ends the rows that bound it; a model or attention back end that raises fails the step.  Neither leaves this file as an
+exception.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Running:
     begun: Any = None
 
     def finished(self) -> bool:
-        return self.sampled and (self.event is None or self.event.query())
+        try:
+            return self.sampled and (self.event is None or self.event.query())
+        except RuntimeError:  # a device fault: ``result`` reports it
+            return True
 
     def result(self) -> StepResult:
         """Wait for the device and hand over the arrays."""
@@ -55,7 +59,7 @@ class Running:
                 self.event.synchronize()
                 self.device_ms = self.begun.elapsed_time(self.event)
             except RuntimeError as e:  # an asynchronous device fault shows here
-                self.packed, self.errors = None, [StepError("step", "device", str(e).splitlines()[0])]
+                self.packed, self.errors = None, [StepError("device", "device", str(e).splitlines()[0])]
         plan = self.plan
         n = len(plan.samples)
         if self.packed is None:
@@ -67,7 +71,7 @@ class Running:
             chosen, rank, ids, top = (t.numpy() for t in self.logprobs)
             lp = LogProbs(chosen, rank, ids, top)
         return StepResult(
-            id=plan.id, epoch=plan.epoch, slots=plan.slots[plan.samples], tokens=packed[0], count=packed[1],
+            id=plan.id, slots=plan.slots[plan.samples], tokens=packed[0], count=packed[1],
             flags=packed[2].astype(np.uint8), logprobs=lp, errors=tuple(self.errors), device_ms=self.device_ms,
             logits=None if self.logits is None else self.logits.numpy(),
         )  # fmt: skip
@@ -103,22 +107,23 @@ class Runner:
     def forward(self, plan: StepPlan) -> Running:
         """Apply the delta and run the layers.  The hidden states of the drawing rows wait in the result."""
         running = Running(plan, start=time.perf_counter())
-        if self.device.type == "cuda":
-            running.begun = torch.cuda.Event(enable_timing=True)
-            running.begun.record()
         what = "delta"
         try:
+            running.begun = self._mark()
             with torch.inference_mode():
                 self.state.apply(plan.delta, self.worker.caches)
+                for slot in plan.delta.leave.tolist() if self._poison else ():
+                    self._poison.pop(slot, None)
                 self._take_tokens(plan)
                 what = "attention"
                 meta, step = self._step(plan)
                 self.backend.plan(meta, plan.graph)
                 what = "forward"
                 hidden = self.model(step)
-                if len(plan.samples):
-                    last = torch.from_numpy(np.cumsum(plan.q_len)[plan.samples] - 1).to(self.device)
-                    running.hidden = hidden if len(plan.samples) == hidden.shape[0] else hidden[last]
+                if len(plan.samples) == hidden.shape[0]:
+                    running.hidden = hidden
+                elif len(plan.samples):
+                    running.hidden = hidden[self.state.to(np.cumsum(plan.q_len)[plan.samples] - 1)]
         except Exception as e:  # whatever a model or a back end raises is the step's error, never the loop's end
             self._fail(running, what, e)
         return running
@@ -171,12 +176,10 @@ class Runner:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
                     self._sample(running, late)
+            running.event = self._mark()
         except Exception as e:
             self._fail(running, "sampling", e)
-        if self.device.type == "cuda":
-            running.event = torch.cuda.Event(enable_timing=True)
-            running.event.record()
-        else:
+        if self.device.type == "cpu":
             running.device_ms = (time.perf_counter() - running.start) * 1e3
         running.hidden = None
 
@@ -211,7 +214,7 @@ class Runner:
             running.logprobs = tuple(self._host(t) for t in sampling.logprobs_of(raw, tokens, plan.topk))
 
     def _accept(self, running, slots_np, rows: Rows, tokens, flags, failed: np.ndarray) -> None:
-        """Write accepted tokens to the columns: not of rows that had ended, that failed, or whose token the host chooses."""
+        """Write accepted tokens to the columns: not of rows that had ended, that failed, or that wait for the host."""
         plan, state = running.plan, self.state
         stopped = state.stopped[rows.slots]
         accept = ~stopped
@@ -234,13 +237,13 @@ class Runner:
         running.packed = self._host(torch.stack([tokens.int(), count, flags]))
 
     def _apply(self, p: int, logits, rows: Rows, slots_np, failed: np.ndarray, running: Running) -> None:
-        """Run one processor over the rows that bound it; if it raises, those rows fail and their logits are made harmless."""
+        """Run one processor over the rows that bound it; if it raises they fail and their logits are made harmless."""
         held = self.state.processors[p]
         on = held.active[slots_np] & ~failed
         if not on.any():
             return
         every = bool(on.all())
-        index = None if every else torch.from_numpy(np.flatnonzero(on)).to(self.device)
+        index = None if every else self.state.to(np.flatnonzero(on))
         part, sub = (logits, rows) if every else (logits[index], _pick(rows, index))
         sub.variant = int(np.bitwise_or.reduce(held.variant[slots_np[on]]))
         try:
@@ -270,7 +273,7 @@ class Runner:
             on = self.state.processors[p].active[slots_np]
             if not on.any():
                 continue
-            index = torch.from_numpy(np.flatnonzero(on)).to(self.device)
+            index = self.state.to(np.flatnonzero(on))
             try:
                 processor.commit(
                     tokens[index, None], count[index], _pick(rows, index), self.state.processors[p].columns
@@ -284,6 +287,14 @@ class Runner:
     def _rows(self, slots: torch.Tensor, position: torch.Tensor, longest: int) -> Rows:
         s = self.state
         return Rows(slots, position, s.prompt[slots], s.seed[slots], s.sample[slots], 0, s.tokens, longest)
+
+    def _mark(self) -> Any:
+        """An event behind everything enqueued so far; None on a CPU."""
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     # ---- results and faults --------------------------------------------------------------------------------------
 
@@ -299,7 +310,8 @@ class Runner:
 
     def _fail(self, running: Running, what: str, e: Exception) -> None:
         names = {"attention": self.wiring.parts["attention"].name, "forward": self.wiring.parts["model"].name}
-        running.errors = [_error("step", names.get(what, what), e, np.empty(0, int))]
+        scope = "device" if what == "delta" else "step"
+        running.errors = [_error(scope, names.get(what, what), e, np.empty(0, int))]
         running.hidden = None
 
     def profile_start(self) -> None:

@@ -40,6 +40,7 @@ class Slots:
         self.priority, self.tenant, self.preempted = i32(), i32(), i32()
         self.ttft_due = np.full(size, np.inf)
         self.tpot_due = np.full(size, np.inf)
+        self.tpot = np.full(size, np.inf)  # seconds a token may take
         self.goal = i32()  # known length to compute up to: ``known``, or prompt - 1 while branches wait to fork
         self.forking = np.zeros(size, bool)
         self.ready = np.ones(size, bool)  # False: sits out until its last token was collected (late and host rows)
@@ -68,6 +69,7 @@ class Slots:
         self.priority[slot], self.tenant[slot], self.preempted[slot] = p.priority, r.tenant, seq.preempted
         self.ttft_due[slot] = np.inf if p.ttft_ms is None else r.arrival + p.ttft_ms / 1e3
         self.tpot_due[slot] = np.inf
+        self.tpot[slot] = np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
         self.forking[slot], self.ready[slot], self.flying[slot] = False, True, 0
         self.late[slot], self.host[slot] = p.allowed_tokens_fn is not None, p.choose_fn is not None
         self.topk[slot] = -1 if p.logprobs is None else p.logprobs

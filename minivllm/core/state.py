@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from .interfaces.sampling import Processor
 
 
+def _index(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """i64 on the device, without waiting for what is enqueued there."""
+    return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+
+
 class ProcessorState:
     """The columns of one processor, and on the host which slots bound it and their variant bits."""
 
     def __init__(self, processor: Processor, slots: int, device: torch.device) -> None:
-        self.specs = dict(processor.columns())
+        self.specs, self.device = dict(processor.columns()), device
         self.columns = {
             name: torch.full((slots, *c.shape), c.fill, dtype=getattr(torch, c.dtype), device=device)
             for name, c in self.specs.items()
@@ -38,9 +43,9 @@ class ProcessorState:
         """Sequences took slots; ``rows`` holds the Row of those that bound."""
         self.active[slots], self.variant[slots] = False, 0
         if self.columns:
-            at = torch.from_numpy(slots.astype(np.int64))
+            at = _index(slots, self.device)
             for name, spec in self.specs.items():
-                self.columns[name][at.to(self.columns[name].device)] = spec.fill
+                self.columns[name][at] = spec.fill
         if not rows:
             return
         index = np.fromiter(rows, np.int64, len(rows))
@@ -51,14 +56,15 @@ class ProcessorState:
             if not having:
                 continue
             column = self.columns[name]
-            where = torch.from_numpy(slots[[i for i, _ in having]].astype(np.int64)).to(column.device)
+            where = _index(slots[[i for i, _ in having]], self.device)
             values = torch.as_tensor(np.stack([np.asarray(v) for _, v in having])).to(column.dtype)
             column[where] = values.reshape(len(having), *spec.shape).to(column.device)
 
     def fork(self, source: np.ndarray, to: np.ndarray) -> None:
         self.active[to], self.variant[to] = self.active[source], self.variant[source]
+        a, b = _index(source, self.device), _index(to, self.device)
         for column in self.columns.values():
-            column[torch.from_numpy(to).to(column.device)] = column[torch.from_numpy(source).to(column.device)]
+            column[b] = column[a]
 
 
 class DeviceState:
@@ -118,9 +124,10 @@ class DeviceState:
     def _fork(self, fork: np.ndarray) -> None:
         source, to = fork[:, 0].astype(np.int64), fork[:, 1].astype(np.int64)
         a, b = self.to(source), self.to(to)
-        for name in ("tokens", "known", "prompt", "end", "min_end", "seed", "stop_ids", "n_eos", "stopped"):
+        for name in ("tokens", "known", "prompt", "end", "min_end", "seed", "stop_ids", "n_eos"):
             column = getattr(self, name)
             column[b] = column[a]
+        self.stopped[b] = False  # a parent has drawn nothing; it may just have left (preempted)
         self.sample[b] = self.to(fork[:, 2]).long()
         self.wants_min[to] = self.wants_min[source]
         for state in self.processors:

@@ -204,6 +204,8 @@ class SequenceText:
         return "".join(pieces), None, len(ids)
 
     def _take(self, ids: list[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
+        if not ids:
+            return
         if logprobs is None or len(logprobs) < len(ids):
             raise ValueError(f"{len(ids)} tokens with {len(logprobs or ())} log-probabilities: want one each")
         for token_id, got in zip(ids, logprobs, strict=False):

@@ -69,8 +69,8 @@ class AttnMeta:
     """Tensors that describe a step, on the device.  R rows, T tokens, G KV groups, S slots, M table columns.
 
     ``kv_len`` and the host copies count the tokens of this step too, so a row's queries are the last ``q_len`` of
-    ``kv_len`` positions (bottom-right causal).  Host copies are exact for rows that prefill and upper bounds for rows
-    that decode ahead of the host (a row that met its end on the device keeps its old length there).
+    ``kv_len`` positions (bottom-right causal).  For a row that met its end on the device while the step was on its way
+    they count on; what is computed for it goes to the null block and is dropped.
     """
 
     slots: Tensor  # i64 [R] row -> slot

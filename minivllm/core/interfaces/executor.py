@@ -41,7 +41,6 @@ class Wiring:
     parts: Mapping[str, Part]  # seam -> part, for model, quantizer, kvformat, attention, sampler
     processors: tuple[Part, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
-    ranks: int = 1
     eos_ids: tuple[int, ...] = ()
     run_ahead: int | None = None  # steps in flight beside the newest; None = the executor's choice
 

@@ -45,7 +45,7 @@ class Join:
 @dataclass(frozen=True)
 class Delta:
     """What changed on the host since the last step; applied in this order before the step runs:
-    leave, join, fork, token, table, trim, copy."""
+    leave, join, fork, table, trim, copy, token."""
 
     join: Join | None = None
     leave: np.ndarray = field(default_factory=no_rows)  # i32 [n] slots
@@ -65,7 +65,6 @@ class StepPlan:
     """
 
     id: int
-    epoch: int
     slots: np.ndarray  # i32 [R]
     q_len: np.ndarray  # i32 [R]
     computed: np.ndarray  # i32 [R] tokens before this step's, as the host expects them
@@ -73,7 +72,6 @@ class StepPlan:
     topk: int = -1  # log-probabilities wanted: -1 none, 0 the chosen token's, k the k best too
     late: np.ndarray = field(default_factory=no_rows)  # i32 indices into ``samples`` whose mask comes by ``supply``
     host: np.ndarray = field(default_factory=no_rows)  # i32 indices into ``samples`` whose logits go to the host
-    repeat: int = 1
     graph: GraphKey = GraphKey()  # noqa: RUF009  (it is frozen)
     delta: Delta = Delta()
 
@@ -97,7 +95,8 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class StepError:
-    """A failure as a value.  ``scope``: "step" (no row of it has a result) or "rows" (FAILED is set in their flags)."""
+    """A failure as a value.  ``scope``: "rows" (FAILED is set in their flags), "step" (no row of the step has a result)
+    or "device" (the columns of all rows are in doubt, so every running sequence ends)."""
 
     scope: str
     plugin: str  # what failed, e.g. "processor minivllm/penalties"; "" if unknown
@@ -110,7 +109,6 @@ class StepResult:
     """One step's outcome, N = len(plan.samples)."""
 
     id: int
-    epoch: int
     slots: np.ndarray  # i32 [N]
     tokens: np.ndarray  # i32 [N]
     # i32 [N] tokens accepted: 1, or 0 where the row had ended before (OVERSHOOT) or waits for the host
@@ -118,6 +116,5 @@ class StepResult:
     flags: np.ndarray  # u8 [N]
     logprobs: LogProbs | None = None
     logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of host rows
-    moved: tuple[int, ...] = ()
     errors: tuple[StepError, ...] = ()
     device_ms: float = 0.0  # time on the device (wall time of the compute on CPU)

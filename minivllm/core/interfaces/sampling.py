@@ -80,6 +80,8 @@ class SamplingContext:
 class Processor(ABC):
     """Changes logits in place.  Rows are independent: what happens to one never depends on which others are there."""
 
+    extra: frozenset[str] = frozenset()  # names in ``SamplingParams.extra`` that it reads; others are refused
+
     def __init__(self, options: Any, ctx: SamplingContext) -> None:
         self.options, self.ctx = options, ctx
 

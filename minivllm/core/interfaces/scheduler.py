@@ -95,4 +95,4 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
 
     def victim(self, candidates: QueueView, need: int) -> int:
         """Index of the running sequence to preempt for ``need`` blocks.  Protected ones are not among them."""
-        return int(np.argmax(candidates.arrival + 1e-9 * candidates.id))
+        return int(np.lexsort((candidates.id, candidates.arrival))[-1])

@@ -41,6 +41,10 @@ class DecodingStrategy(ABC):
     def __init__(self, options: Any = None) -> None:
         self.options = options
 
+    def takes(self, params: SamplingParams) -> bool:
+        """Whether a request with these parameters is its own; the first strategy in the config that says so has it."""
+        return True
+
     @abstractmethod
     def start(self, params: SamplingParams) -> Sequence[Branch]:
         """The branches of a new request; they share the prompt's blocks.  RequestError if it cannot serve them."""

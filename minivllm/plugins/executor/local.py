@@ -26,9 +26,10 @@ class Local(Executor):
         return self.runner.capacity()
 
     def submit(self, plan: StepPlan) -> None:
-        self._running.append(self.runner.forward(plan))
+        running = self.runner.forward(plan)
         if not len(plan.late):
-            self.runner.sample(self._running[-1])
+            self.runner.sample(running)
+        self._running.append(running)
 
     def supply(self, step: int, late: LateInputs) -> None:
         running = next(r for r in self._running if r.plan.id == step)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 class Single(DecodingStrategy):
     """n = 1: the request is its only sequence."""
 
+    def takes(self, params: SamplingParams) -> bool:
+        return params.n == 1
+
     def start(self, params: SamplingParams) -> Sequence[Branch]:
         if params.n != 1:
             raise RequestError(f"n={params.n}: the strategy 'single' gives one output; use 'parallel'", "n")

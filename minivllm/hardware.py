@@ -204,9 +204,9 @@ def _line(name: str, times: tuple[float, ...]) -> bytes:
 
 
 def _in_process(names: list[str]) -> str | None:
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    command = [sys.executable, "-m", "minivllm.platform", *names]
+    command = [sys.executable, "-m", "minivllm.hardware", *names]
     try:
         return subprocess.run(command, env=env, capture_output=True, timeout=_PROCESS_SECONDS, text=True).stdout
     except subprocess.TimeoutExpired:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivllm import platform
+from minivllm import hardware as platform
 from minivllm.errors import ConfigError, ResourceError
-from minivllm.platform import Device, Matmul, choose_dtype, find_device, prepare_environment, probe, require_safe
+from minivllm.hardware import Device, Matmul, choose_dtype, find_device, prepare_environment, probe, require_safe
 
 ROOT = Path(__file__).parents[1]
 CPU, GPU = Device("cpu", "c", 0, 1, ""), Device("cuda", "g", 90, 1, "")
@@ -52,7 +52,7 @@ def test_a_cap_that_the_user_set_stays():
 
 def test_bfloat16_multiplies_in_a_plain_process_after_the_environment_is_prepared():
     code = (
-        "from minivllm.platform import prepare_environment; prepare_environment()\n"
+        "from minivllm.hardware import prepare_environment; prepare_environment()\n"
         "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); print(float((x @ x).sum()))"
     )
     done = in_python(code)
@@ -112,7 +112,7 @@ def test_the_probe_works_beside_threads_and_after_multi_threaded_products():
         "torch.set_num_threads(2); a = torch.randn(512, 512); a @ a\n"
         "stop = threading.Event(); t = threading.Thread(target=lambda: [a @ a for _ in iter(stop.is_set, True)])\n"
         "t.start()\n"
-        "from minivllm.platform import cpu_matmul, prepare_environment\n"
+        "from minivllm.hardware import cpu_matmul, prepare_environment\n"
         "prepare_environment(); found = cpu_matmul(); stop.set(); t.join(); (a @ a).sum()\n"
         "print(found.safe('float32'))"
     )
