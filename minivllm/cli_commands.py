@@ -231,7 +231,6 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    from minivllm.core.request import SamplingParams
     from minivllm.pocket import evaluate as quality
     from minivllm.pocket.tasks import TASKS
 
@@ -241,12 +240,10 @@ def evaluate(args: argparse.Namespace) -> int:
             raise ConfigError(f"--task {task!r}: no such task.{suggest(task, TASKS)} There are: {', '.join(TASKS)}")
     if args.n < 1:
         raise ConfigError(f"-n {args.n}: want a positive number of cases")
-    loaded = load(args)
-    with open_llm(loaded) as llm:
-
-        def answer(conversations: list[list[dict[str, str]]], max_tokens: int) -> list[str]:
-            params = SamplingParams(temperature=0, max_tokens=max_tokens)
-            return [out.text for out in llm.chat(conversations, params, use_tqdm=sys.stderr.isatty())]
-
-        print(quality.table(quality.evaluate(answer, quality.default_cases(args.n, tasks=tasks))))
+    with open_llm(load(args)) as llm:
+        engine = quality.Minivllm(llm, progress=sys.stderr.isatty())
+        print(quality.table(quality.evaluate(engine.generate, quality.default_cases(args.n, tasks=tasks))), flush=True)
+        stories = max(1, args.n // 5)
+        value = quality.perplexity(engine.log_likelihood, stories)
+        print(f"perplexity    {stories:>6} {value:>8.3f}  (a token, held-out stories)")
     return 0

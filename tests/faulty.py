@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minivllm.core.interfaces.sampling import Processor, Row
+from minivllm.core.interfaces.sampling import Column, Processor, Row
 
 
 class Faulty(Processor):
@@ -33,3 +33,18 @@ class Unbound(Processor):
 
     def apply(self, logits, rows, state):
         raise AssertionError("called without a row")
+
+
+class Misshapen(Processor):
+    """Binds a value that does not fit its column if ``extra["wide"]``."""
+
+    extra = frozenset({"wide"})
+
+    def columns(self):
+        return {"x": Column((2,))}
+
+    def bind(self, params, prompt_len):
+        return Row({"x": [0.0] * (3 if params.extra.get("wide") else 2)})
+
+    def apply(self, logits, rows, state):
+        logits += state["x"][rows.slots].sum(dim=1, keepdim=True)

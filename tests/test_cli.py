@@ -238,7 +238,7 @@ def test_run_writes_a_line_of_json_for_each_prompt(capsys, tmp_path):
 @pocket
 def test_eval_prints_a_row_for_each_task(capsys):
     code, out, _ = said(capsys, "eval", "pocket", "-n", "1", "--task", "sums", *SMALL)
-    assert code == 0 and re.fullmatch(r"task +cases +right\nsums +1 +\d+\.\d%\n", out)
+    assert code == 0 and re.fullmatch(r"task +cases +right\nsums +1 +\d+\.\d%\nperplexity +1 +\d\.\d+ .*\n", out)
 
 
 def test_run_without_prompts_is_refused(capsys, tmp_path):

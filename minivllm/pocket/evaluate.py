@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from .tasks import TASKS, Case, cases, fits_schema, plain_story, score, user
 
@@ -59,6 +60,44 @@ def perplexity(log_likelihood: Callable[[list[str]], tuple[float, int]], stories
     rng = Random(f"perplexity {seed}")
     total, tokens = log_likelihood([plain_story(rng, held_out=True) for _ in range(stories)])
     return math.exp(-total / tokens)
+
+
+class Minivllm:
+    """pocket run by the engine: `llm` is a `minivllm.LLM`."""
+
+    def __init__(self, llm: Any, progress: bool = False):
+        self.llm, self.progress = llm, progress
+
+    def generate(self, conversations: list[list[dict[str, str]]], max_tokens: int) -> list[str]:
+        """Greedy answers to conversations."""
+        from minivllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        return [out.text for out in self.llm.chat(conversations, params, use_tqdm=self.progress)]
+
+    def log_likelihood(self, texts: list[str]) -> tuple[float, int]:
+        """What `perplexity` asks for, token by token through the KV cache: each next token is chosen on the host, so a
+        coarser cache or coarser weights show in it."""
+        import numpy as np
+
+        from minivllm import SamplingParams
+
+        total = 0.0
+
+        def follow(ids: list[int]) -> Callable[..., int]:
+            def choose(logits: np.ndarray, known: Sequence[int]) -> int:
+                nonlocal total
+                token = ids[len(known)]
+                total += float(logits[token] - np.logaddexp.reduce(logits.astype(np.float64)))
+                return token
+
+            return choose
+
+        stories = [self.llm.tokenizer.encode(text + "<|endoftext|>") for text in texts]
+        keep = {"ignore_eos": True, "detokenize": False}
+        params = [SamplingParams(max_tokens=len(ids) - 1, choose_fn=follow(ids), **keep) for ids in stories]
+        self.llm.generate([ids[:1] for ids in stories], params, use_tqdm=self.progress)
+        return total, sum(len(ids) - 1 for ids in stories)
 
 
 class Transformers:
