@@ -5,8 +5,8 @@
 ``nano``: 256 prompts of 100 to 1,024 random tokens, 100 to 1,024 tokens out of each, uniform (nano-vllm's benchmark).
 ``chat``: 1,000 requests of log-normal lengths, about 190 tokens in and 210 out, as conversations have them.
 
-Token ids in, no text; temperature 0.6; every requested token must come.  Each workload runs ``--repeat`` times with other
-prompts of the same lengths, so that no prefix is cached; the best time counts, because the first pays for warming up.
+Token ids in, no text; temperature 0.6; every requested token must come.  Each workload runs ``--repeat`` times with
+other prompts of the same lengths, so that no prefix is cached; the best time counts: the first pays for warming up.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def broken(tmp_path):
     return folder
 
 
-def refuse(capsys, code: int, *words: str, args=()):
+def expect_refusal(capsys, code: int, *words: str, args=()):
     assert main(list(args)) == code
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if line.startswith("minivllm: error: ")]
@@ -38,26 +38,26 @@ def generate(model, *more):
 
 
 def test_unknown_model(capsys):
-    refuse(capsys, 3, "/no/such/model", args=generate("/no/such/model"))
+    expect_refusal(capsys, 3, "/no/such/model", args=generate("/no/such/model"))
 
 
 def test_missing_weights(capsys, broken):
     (broken / "model.safetensors").unlink()
-    refuse(capsys, 3, "no model.safetensors", "load_format='dummy'", args=generate(broken))
+    expect_refusal(capsys, 3, "no model.safetensors", "load_format='dummy'", args=generate(broken))
 
 
 @pytest.mark.parametrize("keep", [0, 7, 1000, -8])
 def test_truncated_weights(capsys, broken, keep):
     data = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(data[:keep])
-    refuse(capsys, 3, "model.safetensors", "download it again", args=generate(broken))
+    expect_refusal(capsys, 3, "model.safetensors", "download it again", args=generate(broken))
 
 
 def test_pickled_weights_are_never_opened(capsys, broken):
     (broken / "model.safetensors").unlink()
     canary = broken / "canary"
     (broken / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR.")
-    refuse(capsys, 3, "pytorch_model.bin", "safetensors", args=generate(broken))
+    expect_refusal(capsys, 3, "pytorch_model.bin", "safetensors", args=generate(broken))
     assert not canary.exists()
 
 
@@ -66,20 +66,20 @@ def test_no_code_of_a_model_directory_is_run(capsys, broken):
     config |= {"architectures": ["EvilForCausalLM"], "model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}
     (broken / "config.json").write_text(json.dumps(config))
     (broken / "evil.py").write_text(f"open({str(broken / 'canary')!r}, 'w')\nclass Evil: pass\n")
-    refuse(capsys, 3, "EvilForCausalLM", "Available", "Qwen3ForCausalLM", args=generate(broken))
+    expect_refusal(capsys, 3, "EvilForCausalLM", "Available", "Qwen3ForCausalLM", args=generate(broken))
     assert not (broken / "canary").exists()
 
 
 def test_broken_config_json(capsys, broken):
     (broken / "config.json").write_text('{"architectures": [')
-    refuse(capsys, 3, "config.json", args=generate(broken))
+    expect_refusal(capsys, 3, "config.json", args=generate(broken))
 
 
 def test_a_tensor_of_a_wrong_shape(capsys, broken):
     config = json.loads((broken / "config.json").read_text())
     config["intermediate_size"] += 64
     (broken / "config.json").write_text(json.dumps(config))
-    refuse(capsys, 3, "has shape", "want", args=generate(broken))
+    expect_refusal(capsys, 3, "has shape", "want", args=generate(broken))
 
 
 def test_a_tensor_too_many_and_one_too_few(capsys, tmp_path):
@@ -90,7 +90,7 @@ def test_a_tensor_too_many_and_one_too_few(capsys, tmp_path):
         config["num_hidden_layers"] = layers
         config["layer_types"] = ["full_attention"] * layers
         (tmp_path / "m/config.json").write_text(json.dumps(config))
-        refuse(capsys, 3, words, args=generate(tmp_path / "m"))
+        expect_refusal(capsys, 3, words, args=generate(tmp_path / "m"))
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_a_tensor_too_many_and_one_too_few(capsys, tmp_path):
     ],
 )
 def test_wrong_options(capsys, code, words, more):
-    refuse(capsys, code, *words, args=generate("pocket", *more))
+    expect_refusal(capsys, code, *words, args=generate("pocket", *more))
 
 
 @pytest.mark.parametrize("prompt", ["", "word " * 5000])
 def test_prompts_that_cannot_be_served(capsys, prompt):
     args = ["generate", prompt, "--model", "pocket"]
-    refuse(capsys, 2, "the prompt", "want at", args=args)
+    expect_refusal(capsys, 2, "the prompt", "want at", args=args)
 
 
 @pytest.mark.parametrize(
@@ -135,5 +135,5 @@ def test_prompts_that_cannot_be_served(capsys, prompt):
 def test_wrong_config_files(capsys, tmp_path, text, words):
     path = tmp_path / "exp.toml"
     path.write_text(text)
-    refuse(capsys, 2, *words, args=["run", str(path)])
-    refuse(capsys, 2, "no.toml", args=["run", str(tmp_path / "no.toml")])
+    expect_refusal(capsys, 2, *words, args=["run", str(path)])
+    expect_refusal(capsys, 2, "no.toml", args=["run", str(tmp_path / "no.toml")])
