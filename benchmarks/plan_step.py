@@ -52,7 +52,7 @@ class Instant(Executor):
 
 
 class Nothing:
-    extra = frozenset()
+    reads = frozenset()
 
     def columns(self):
         return {}

@@ -58,11 +58,10 @@ def main() -> None:
             got = sum(len(o.tokens) for o in llm.generate(shifted, params, use_tqdm=False))
             seconds.append(time.perf_counter() - start)
             assert got == sum(outs), f"{got} tokens of {sum(outs)}"
-        times = ", ".join(f"{s:.2f}" for s in seconds)
+        times = ", ".join(f"{s:.2f} s" for s in seconds)
         rate = sum(outs) / min(seconds)
-        print(
-            f"{name}: {len(prompts)} requests, {sum(map(len, prompts))} in, {sum(outs)} out: {times} s; {rate:.0f} tok/s"
-        )
+        ins = sum(map(len, prompts))
+        print(f"{name}: {len(prompts)} requests, {ins} in, {sum(outs)} out: {times} s; {rate:.0f} tok/s", flush=True)
     print({k: v for k, v in llm.stats().items() if k.endswith("_ms") or k in ("steps", "preemptions")})
 
 

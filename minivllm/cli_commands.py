@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.cli import SAMPLING
-from minivllm.errors import ConfigError, MinivllmError, PluginError, RequestError, suggest
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, PluginError, RequestError, suggest
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -62,10 +61,12 @@ def write_stream(pieces: Iterable[Any]) -> str:
         sys.stdout.write(last.delta)
         sys.stdout.flush()
     seconds = time.perf_counter() - start
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    if text:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
     if last is not None and last.output is not None and last.output.error:
-        raise MinivllmError(last.output.error)
+        kind = EngineDeadError if "steps failed in a row" in last.output.error else MinivllmError
+        raise kind(last.output.error)
     rate = (tokens - 1) / (seconds - first) if tokens > 1 and seconds > first else 0.0
     print(f"{tokens} tokens, first after {1000 * first:.0f} ms, then {rate:.1f} tok/s", file=sys.stderr)
     return text
@@ -80,10 +81,13 @@ def generate(args: argparse.Namespace) -> int:
             raise ConfigError("no prompt: give it as an argument or on standard input")
         prompt = sys.stdin.read().rstrip("\n")
     with open_llm(loaded) as llm:
-        if args.chat:
-            write_stream(llm.chat_stream([{"role": "user", "content": prompt}], params))
-        else:
-            write_stream(llm.stream(prompt, params))
+        ask: Any = [{"role": "user", "content": prompt}] if args.chat else prompt
+        if params.n > 1:  # their pieces come in turns: one text after another reads better
+            outputs = (llm.chat if args.chat else llm.generate)(ask, params, use_tqdm=False)[0].outputs
+            for number, output in enumerate(outputs, 1):
+                print(f"[{number}] {output.text}")
+            return 0
+        write_stream((llm.chat_stream if args.chat else llm.stream)(ask, params))
     return 0
 
 
@@ -122,29 +126,36 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise ConfigError(f"{args.file}: nothing to run: want prompts or prompts_file in the [run] table")
     params = SamplingParams.make(**loaded.sampling)
-    with contextlib.ExitStack() as stack:
-        path, target = loaded.run.output, sys.stdout
-        if path:  # before the work, not after it
-            target = stack.enter_context(open_output(path))
-        llm = stack.enter_context(open_llm(loaded))
+    path = loaded.run.output
+    if path:
+        check_output(path)  # before the work, not after it; what is there stays until the results are
+    with open_llm(loaded) as llm:
         shows = sys.stderr.isatty()
         start = time.perf_counter()
         if loaded.run.chat:
             outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=shows)
         else:
             outputs = llm.generate(prompts, params, use_tqdm=shows)
-        seconds = time.perf_counter() - start
-        for prompt, output in zip(prompts, outputs, strict=True):
-            target.write(json.dumps(result(prompt, output), ensure_ascii=False) + "\n")
+        seconds, died = time.perf_counter() - start, llm.engine.dead is not None
+    lines = [json.dumps(result(p, o), ensure_ascii=False) + "\n" for p, o in zip(prompts, outputs, strict=True)]
+    if path:
+        Path(path).write_text("".join(lines), encoding="utf-8")
+    else:
+        sys.stdout.writelines(lines)
     tokens = sum(len(o.token_ids) for output in outputs for o in output.outputs)
     where = path or "standard output"
     print(f"{len(outputs)} results to {where}: {tokens} tokens in {seconds:.1f} s", file=sys.stderr)
-    return 0
+    failed = [output.error for output in outputs if output.error]
+    if failed:
+        print(f"minivllm: error: {len(failed)} of {len(outputs)} requests failed: {failed[0]}", file=sys.stderr)
+    return (EngineDeadError.exit_code if died else 1) if failed else 0
 
 
-def open_output(path: str) -> IO[str]:
+def check_output(path: str) -> None:
+    """ConfigError if results could not be written there."""
     try:
-        return open(path, "w", encoding="utf-8")
+        with open(path, "a", encoding="utf-8"):
+            pass
     except OSError as exc:
         raise ConfigError(f"{path}: {exc.strerror}") from None
 

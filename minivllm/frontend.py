@@ -172,7 +172,7 @@ def params_for(params: Any, n: int) -> list[SamplingParams]:
         params = SamplingParams.make(**params)
     if isinstance(params, SamplingParams):
         return [params] * n
-    if not isinstance(params, Sequence):
+    if isinstance(params, str) or not isinstance(params, Sequence):
         raise RequestError(
             f"sampling_params of {type(params).__name__}; want SamplingParams or a list", "sampling_params"
         )

@@ -69,6 +69,8 @@ class LLM:
         is refused; a request that fails later has finish_reason "error" and says why in ``error``."""
         from minivllm.frontend import Tracked, is_one_prompt, params_for
 
+        if hasattr(prompts, "tolist"):  # a tensor or an array
+            prompts = prompts.tolist()
         one = is_one_prompt(prompts)
         if not one and not isinstance(prompts, Iterable):
             raise RequestError(f"prompts of {type(prompts).__name__}; want a string, token ids, or a list", "prompt")
@@ -113,8 +115,13 @@ class LLM:
     def _run(self, tracked: list[Any]) -> None:
         added = []
         try:
-            for t in tracked:
-                t.add_to(self.engine)
+            for i, t in enumerate(tracked):
+                try:
+                    t.add_to(self.engine)
+                except RequestError as e:
+                    raise (
+                        e if len(tracked) == 1 else RequestError(f"prompt {i + 1} of {len(tracked)}: {e}", e.param)
+                    ) from e
                 added.append(t)
             while any(t.request.finished is None for t in tracked):
                 self._step()

@@ -8,7 +8,7 @@ from minivllm.core.interfaces.sampling import Column, Processor, Row
 class Faulty(Processor):
     """Fails where ``params.extra["fault"]`` says; inactive without it."""
 
-    extra = frozenset({"fault"})
+    reads = frozenset({"fault"})
 
     def bind(self, params, prompt_len):
         fault = params.extra.get("fault")
@@ -38,7 +38,7 @@ class Unbound(Processor):
 class Misshapen(Processor):
     """Binds a value that does not fit its column if ``extra["wide"]``."""
 
-    extra = frozenset({"wide"})
+    reads = frozenset({"wide"})
 
     def columns(self):
         return {"x": Column((2,))}

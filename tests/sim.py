@@ -186,7 +186,7 @@ class SimExecutor(Executor):
 
 
 class NoProcessor:
-    extra = frozenset()
+    reads = frozenset({"temperature"})
 
     def columns(self):
         return {}

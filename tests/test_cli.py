@@ -313,3 +313,34 @@ def test_prompts_that_cannot_be_read_are_refused(tmp_path, name, text, message):
     with pytest.raises(ConfigError) as info:
         read_prompts(str(path))
     assert str(info.value) == message.replace("{path}", str(path))
+
+
+@pocket
+def test_results_that_are_there_stay_until_new_ones_are_and_a_failed_request_is_a_failed_run(capsys, tmp_path):
+    kept = tmp_path / "keep.jsonl"
+    kept.write_text("precious\n")
+    run = f'[run]\noutput = "{kept}"\nprompts = ["Once", "There"]\n'
+    (tmp_path / "exp.toml").write_text(f'model = "/nonexistent"\n{run}')
+    code, _, err = said(capsys, "run", str(tmp_path / "exp.toml"))
+    assert code == 3 and kept.read_text() == "precious\n"
+    (tmp_path / "exp.toml").write_text(run)
+    (tmp_path / "stumbles.py").write_text(
+        "from minivllm.core.interfaces.scheduler import SchedulerPolicy\n"
+        "class Stumbles(SchedulerPolicy):\n"
+        "    def order(self, head, running, now):\n        raise RuntimeError('boom')\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        args = ("--set", "scheduler=stumbles:Stumbles", "--allow-target", "stumbles", *SMALL)
+        code, _, err = said(capsys, "run", str(tmp_path / "exp.toml"), *args)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert code == 7 and "2 of 2 requests failed" in err and "boom" in err and "Traceback" not in err
+    assert len(kept.read_text().splitlines()) == 2
+
+
+@pocket
+def test_several_samples_are_printed_one_after_another(capsys):
+    args = ("generate", "Once upon a time", "--set", "sampling.n=2", "--max-tokens", "4", *SMALL)
+    code, out, _ = said(capsys, *args)
+    assert code == 0 and re.match(r"\[1\] .*\n\[2\] .*", out, re.S)

@@ -215,7 +215,7 @@ def test_a_column_of_a_wrong_shape_refuses_its_request_only(tiny):
         with pytest.raises(RequestError, match=r"column 'x' got shape \(3,\); want \(2,\)"):
             llm.generate([1, 2], long(3, extra={"wide": True}), use_tqdm=False)
         assert len(llm.generate([1, 2], long(3), use_tqdm=False)[0].tokens) == 3
-        with pytest.raises(RequestError, match=r"no processor in the config reads it. Did you mean 'wide'"):
+        with pytest.raises(RequestError, match=r"no processor or sampler in the config reads it.*'wide'"):
             llm.generate([1, 2], long(3, extra={"wid": True}), use_tqdm=False)
 
 
@@ -270,3 +270,12 @@ def test_close_answers_what_is_still_in_the_inbox(tiny):
 
     for end in asyncio.run(work()):
         assert end in ("error", "length") or isinstance(end, EngineDeadError)
+
+
+@pytest.mark.parametrize("params", [dict(repetition_penalty=1.5), dict(logit_bias={5: 10.0}), dict(presence_penalty=1)])
+def test_a_parameter_that_nothing_in_the_config_reads_is_refused_and_not_ignored(tiny, params):
+    with LLM(**tiny, processors=[]) as llm:
+        with pytest.raises(RequestError, match=f"{next(iter(params))} is set, but no processor"):
+            llm.generate([1, 2], SamplingParams(max_tokens=2, **params), use_tqdm=False)
+        neutral = SamplingParams(max_tokens=2, ignore_eos=True, repetition_penalty=1.0, logit_bias={})
+        assert len(llm.generate([1, 2], neutral, use_tqdm=False)[0].tokens) == 2

@@ -113,3 +113,13 @@ def test_what_a_quantizer_cannot_do_is_refused():
 
 def test_every_option_says_what_it_does():
     assert all(f.description for f in Int8Options.model_fields.values())
+
+
+def test_a_skip_pattern_that_names_no_module_is_refused(tmp_path):
+    from minivllm import LLM
+
+    tiny_dir(tmp_path, "llama")
+    base = dict(model=str(tmp_path), skip_tokenizer_init=True, num_kvcache_blocks=10, dtype="float32")
+    with pytest.raises(PluginError, match=r"skip=\['layer.*'\] names no module"):
+        LLM(**base, quantizer={"name": "int8", "options": {"skip": ["*.o", "layer.*"]}})
+    LLM(**base, quantizer={"name": "int8", "options": {"skip": ["*.o"]}}).close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.errors import ResourceError
+from minivllm.errors import ModelError, ResourceError
 from minivllm.registry import build_part
 
 from .hf_config import open_checkpoint
@@ -73,7 +73,15 @@ def build_worker(wiring: Wiring) -> Worker:
     arch = build_part("model", wiring.parts["model"])
     parts = Parts(wiring.device, wiring.dtype, quantizer, backend, groups=wiring.groups or None)
     with torch.inference_mode():
-        model = build_model(arch, cfg, parts)
+        try:
+            model = build_model(arch, cfg, parts)
+        except torch.OutOfMemoryError as e:
+            raise ResourceError(f"no memory for the model's weights: {str(e).splitlines()[0]}") from e
+        except (RuntimeError, TypeError) as e:  # sizes that no tensor can have
+            raise ModelError(
+                f"{wiring.model_dir}/config.json: the model cannot be built: {str(e).splitlines()[0]}"
+            ) from e
+        quantizer.finish()
         load_weights(wiring.model_dir, arch, cfg, parts, wiring.load_format, wiring.seed)
     groups = [list(g) for g in wiring.groups]
     worker = Worker(
@@ -93,7 +101,7 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: Parts, fmt: Any) -> None:
         blocks = _fit(worker, wiring, _budget(worker, wiring, parts, layouts), windows)
     try:
         _allocate(worker, parts, layouts, blocks)
-    except RuntimeError as e:
+    except (RuntimeError, MemoryError) as e:
         need = sum(n * b for n, b in zip(blocks, worker.block_bytes, strict=True)) / 2**30
         raise ResourceError(
             f"no memory for a KV cache of {need:.1f} GiB: lower num_kvcache_blocks or gpu_memory_utilization"

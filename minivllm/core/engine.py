@@ -47,6 +47,7 @@ FAILED_STEPS = 3  # in a row, and the engine gives up
 IDLE = 0.05  # seconds to wait at most when nothing can run
 MAX_TENANTS = 65536  # names that keep their number
 log = logging.getLogger("minivllm")
+log.addHandler(logging.NullHandler())  # an application decides what is shown; errors reach their request anyway
 PLAN, SUBMIT, WAIT, PUBLISH = range(4)
 
 
@@ -119,12 +120,11 @@ class Engine:
             raise RequestError(
                 f"{len(request.stop_ids)} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
             )
-        unknown = [name for name in p.extra if not any(name in made.extra for _, made in self.processors)]
+        known = sorted(set().union(*(made.reads for _, made in self.processors)))
+        unknown = [name for name in p.asked() if name not in known]
         if unknown:
-            known = sorted(set().union(*(made.extra for _, made in self.processors)))
-            raise RequestError(
-                f"extra={unknown}: no processor in the config reads it.{suggest(unknown[0], known)}", "extra"
-            )
+            what = f"{unknown[0]} is set, but no processor or sampler in the config reads it"
+            raise RequestError(f"{what}; add one that does.{suggest(unknown[0], known)}", unknown[0])
         request.rows = tuple(
             self._bind(name, made, columns, request)
             for (name, made), columns in zip(self.processors, self.columns, strict=True)

@@ -64,7 +64,7 @@ class Checkpoint:
             made = (CONFIG_MAPPING[self.model_type] if known else PreTrainedConfig).from_dict(dict(self.raw))
             return made.get_text_config()
         except Exception as exc:  # transformers checks fields with errors of many types
-            raise ModelError(f"{self.folder}/config.json: {_first_line(exc)}") from exc
+            raise ModelError(f"{self.folder}/config.json: {_one_line(exc)}") from exc
 
 
 def open_checkpoint(model: str) -> Checkpoint:
@@ -120,10 +120,11 @@ def _download(model: str) -> Path:
         text = "no such directory, not in the Hugging Face cache, and the hub cannot be reached"
         raise ModelError(f"{model}: {text}; give a directory, or try `--model pocket`") from exc
     except HfHubHTTPError as exc:
-        raise ModelError(f"{model}: the Hugging Face hub says: {_first_line(exc)}") from exc
+        raise ModelError(f"{model}: the Hugging Face hub says: {_one_line(exc)}") from exc
     except OSError as exc:
-        raise ModelError(f"{model}: cannot be fetched from the Hugging Face hub: {_first_line(exc)}") from exc
+        raise ModelError(f"{model}: cannot be fetched from the Hugging Face hub: {_one_line(exc)}") from exc
 
 
-def _first_line(exc: BaseException) -> str:
-    return next((line.strip() for line in str(exc).splitlines() if line.strip()), type(exc).__name__)
+def _one_line(exc: BaseException) -> str:
+    text = " ".join(str(exc).split()) or type(exc).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -23,6 +23,18 @@ from .interfaces.plan import STOP_IDS
 MAX_LOGPROBS = 20
 MAX_N = 128
 WAITING, RUNNING, FINISHED = 0, 1, 2
+PROCESSED = frozenset(  # what processors and samplers do, not the engine
+    (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+    )
+)
 
 
 def _check(ok: bool, field_name: str, value: Any, want: str) -> None:
@@ -91,6 +103,9 @@ class SamplingParams:
         return cls(**values)
 
     def __post_init__(self) -> None:
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        _check(isinstance(self.extra, Mapping), "extra", self.extra, "a mapping of names to values")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _check(_number(getattr(self, name)), name, getattr(self, name), "a finite number")
         _check(_whole(self.n) and 1 <= self.n <= MAX_N, "n", self.n, f"a whole number from 1 to {MAX_N}")
@@ -132,6 +147,12 @@ class SamplingParams:
             self.stop,
             "no stop strings with detokenize=False (use stop_token_ids)",
         )
+        _check(
+            self.stop_token_ids is None or isinstance(self.stop_token_ids, Sequence),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "a list of token ids",
+        )
         ids = list(self.stop_token_ids or ())
         _check(all(_whole(i) and i >= 0 for i in ids), "stop_token_ids", ids, "whole numbers >= 0")
         _check(len(ids) <= STOP_IDS - 8, "stop_token_ids", f"{len(ids)} ids", f"at most {STOP_IDS - 8} ids")
@@ -153,13 +174,18 @@ class SamplingParams:
         _check(
             self.choose_fn is None or (self.logprobs is None and self.allowed_tokens_fn is None),
             "choose_fn",
-            self.choose_fn,
+            "given",
             "it alone: the callable sees the logits, so logprobs and allowed_tokens_fn have no say beside it",
         )
         for name in ("allowed_tokens_fn", "choose_fn"):
             _check(
                 getattr(self, name) is None or callable(getattr(self, name)), name, getattr(self, name), "a callable"
             )
+
+    def asked(self) -> list[str]:
+        """Names of the parameters that some processor or sampler has to honour: those that are not neutral."""
+        neutral = {f.name: f.default for f in fields(self) if f.name in PROCESSED}
+        return [name for name, value in neutral.items() if (getattr(self, name) or value) != value] + list(self.extra)
 
     @property
     def greedy(self) -> bool:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from minivllm.errors import RequestError
 
 from . import sampling
 from .build import build_worker
@@ -317,13 +320,18 @@ class Runner:
     def profile_start(self) -> None:
         from torch.profiler import ProfilerActivity, profile
 
+        if self._profiler is not None:
+            raise RequestError("a profile is running already; call stop_profile first")
         cuda = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self._profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
         self._profiler.__enter__()
 
     def profile_stop(self, path: str) -> None:
         if self._profiler is None:
-            raise RuntimeError("no profile is running; call start_profile first")
+            raise RequestError("no profile is running; call start_profile first")
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            raise RequestError(f"{path}: there is no folder {folder}; make it, then call stop_profile again")
         self._profiler.__exit__(None, None, None)
         self._profiler.export_chrome_trace(path)
         self._profiler = None

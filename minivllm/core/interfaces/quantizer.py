@@ -90,3 +90,6 @@ class Quantizer(ABC):
 
     @abstractmethod
     def scheme(self, m: ModuleInfo) -> WeightScheme | None: ...
+
+    def finish(self) -> None:  # noqa: B027  (optional)
+        """All modules were asked.  PluginError if an option names a module that is not there."""

@@ -80,7 +80,9 @@ class SamplingContext:
 class Processor(ABC):
     """Changes logits in place.  Rows are independent: what happens to one never depends on which others are there."""
 
-    extra: frozenset[str] = frozenset()  # names in ``SamplingParams.extra`` that it reads; others are refused
+    #: Sampling parameters that it honours, fields or names in ``extra``.  A request that sets one which nothing in the
+    #: config reads is refused, never served without it.
+    reads: frozenset[str] = frozenset()
 
     def __init__(self, options: Any, ctx: SamplingContext) -> None:
         self.options, self.ctx = options, ctx

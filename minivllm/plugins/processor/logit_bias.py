@@ -23,6 +23,8 @@ LIMIT = 100.0
 class LogitBias(Processor):
     """``logit_bias={token id: bias}``, bias from -100 (never, in practice) to 100; ids may be strings, as in JSON."""
 
+    reads = frozenset(("logit_bias",))
+
     def columns(self) -> Mapping[str, Column]:
         return {"ids": Column((MAX_ENTRIES,), "int32", -1), "bias": Column((MAX_ENTRIES,))}
 

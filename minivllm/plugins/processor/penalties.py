@@ -22,6 +22,14 @@ class Penalties(Processor):
     logit -= frequency * count + presence * (count > 0).  In this order, as in vLLM.
     """
 
+    reads = frozenset(
+        (
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+    )
+
     def columns(self) -> Mapping[str, Column]:
         return {"repetition": Column(fill=1.0), "presence": Column(), "frequency": Column()}
 

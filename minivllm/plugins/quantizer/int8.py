@@ -17,6 +17,7 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
 from minivllm.core.layers.linear import no_adapter, part_rows
 from minivllm.core.layers.module import check_shape
+from minivllm.errors import PluginError
 
 from .none import refuse_quantized
 from .options import Int8Options
@@ -60,9 +61,14 @@ class Int8(Quantizer):
     def __init__(self, options: Int8Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options or Int8Options(), checkpoint)
         refuse_quantized(checkpoint, "int8")
+        self._unused = set(self.options.skip)
 
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
         wanted = m.kind == "linear" or (m.kind == "lm_head" and self.options.lm_head)
-        if not wanted or any(fnmatchcase(m.name, pattern) for pattern in self.options.skip):
-            return None
-        return Int8Weight(m)
+        matched = {pattern for pattern in self.options.skip if fnmatchcase(m.name, pattern)}
+        self._unused -= matched
+        return Int8Weight(m) if wanted and not matched else None
+
+    def finish(self) -> None:
+        if self._unused:
+            raise PluginError(f"int8: skip={sorted(self._unused)} names no module; names look like 'layers.0.attn.qkv'")

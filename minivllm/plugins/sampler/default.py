@@ -31,6 +31,15 @@ class DefaultSampler(Sampler):
     """Order of the restrictions as in vLLM: temperature, min-p, top-k, top-p (Holtzman et al., arXiv:1904.09751; min-p:
     Nguyen et al., arXiv:2407.01082).  The draw is Gumbel-max: argmax(logits / T + gumbel)."""
 
+    reads = frozenset(
+        (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+        )
+    )
+
     def columns(self) -> Mapping[str, Column]:
         return {
             "temperature": Column(),
