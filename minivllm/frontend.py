@@ -53,18 +53,22 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     wiring = replace(resolved.wiring, eos_ids=eos_ids)
     parts = resolved.parts
     executor = build_part("executor", parts["executor"])
-    capacity = executor.start(wiring)
-    notes = tuple(("capacity", note) for note in capacity.notes)
-    resolved = replace(resolved, wiring=wiring, notes=(*resolved.notes, *notes))
-    engine = Engine(
-        wiring, executor, capacity,
-        policy=lambda ctx: build_part("scheduler", parts["scheduler"], ctx),
-        evictor=lambda ctx: build_part("evictor", parts["evictor"], ctx),
-        processors=make_processors(wiring, capacity.vocab_size),
-        strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
-        windows=resolved.windows, prefix_caching=config.enable_prefix_caching,
-        eos_ids=[i for i in eos_ids if i < capacity.vocab_size],
-    )  # fmt: skip
+    try:
+        capacity = executor.start(wiring)
+        notes = tuple(("capacity", note) for note in capacity.notes)
+        resolved = replace(resolved, wiring=wiring, notes=(*resolved.notes, *notes))
+        engine = Engine(
+            wiring, executor, capacity,
+            policy=lambda ctx: build_part("scheduler", parts["scheduler"], ctx),
+            evictor=lambda ctx: build_part("evictor", parts["evictor"], ctx),
+            processors=make_processors(wiring, capacity.vocab_size),
+            strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
+            windows=resolved.windows, prefix_caching=config.enable_prefix_caching,
+            eos_ids=[i for i in eos_ids if i < capacity.vocab_size],
+        )  # fmt: skip
+    except BaseException:
+        executor.stop()  # what it had taken is given back
+        raise
     return engine, resolved, tokenizer
 
 

@@ -96,6 +96,11 @@ class _Fold:
 
     def run(self) -> Resolved:
         config = self.config
+        if config.max_num_batched_tokens < config.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={config.max_num_batched_tokens} is less than "
+                f"max_num_seqs={config.max_num_seqs}: a decode step would not fit; raise the one or lower the other"
+            )
         checkpoint = open_checkpoint(config.model)
         device = self._device()
         self._pick("executor", config.executor, ("device",), {"tensor_parallel_size": config.tensor_parallel_size})

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError, suggest
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, suggest
 
 from .blocks import BlockPool
 from .cache import KVCache
@@ -71,11 +71,6 @@ class Engine:
         prefix_caching: bool = True,
         eos_ids: Sequence[int] = (),
     ) -> None:
-        if wiring.max_num_batched_tokens < wiring.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={wiring.max_num_batched_tokens} is less than "
-                f"max_num_seqs={wiring.max_num_seqs}: a decode step would not fit; raise the one or lower the other"
-            )
         self.wiring, self.executor, self.capacity = wiring, executor, capacity
         self.processors, self.strategies, self.eos_ids = processors, strategies, tuple(dict.fromkeys(eos_ids))
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, len(windows), wiring.block)
