@@ -100,6 +100,7 @@ class QKPre:
     q_norm: Tensor | None = None  # [dim_qk]
     k_norm: Tensor | None = None
     eps: float = 1e-6
+    both: Tensor | None = None  # q_norm and k_norm for each head of q and k, kept by who has use for it
 
 
 @dataclass

@@ -83,16 +83,34 @@ def prepare_qk(
 
     ``work`` is a dict that lives for one step: the first layer keeps the table rows that it gathered for the others.
     """
-    if pre.q_norm is not None:
-        q = rms_norm(q, pre.q_norm, pre.eps)
-    if pre.k_norm is not None:
-        k = rms_norm(k, pre.k_norm, pre.eps)
+    same = (pre.q_norm is None) == (pre.k_norm is None)
+    both = joined(q, k) if same and q.device.type == "cpu" and q.dtype == torch.float32 else None
+    if both is not None:  # two slices of one projection: one pass instead of two
+        if pre.q_norm is not None and pre.both is None:
+            pre.both = torch.cat((pre.q_norm.expand(q.shape[1], -1), pre.k_norm.expand(k.shape[1], -1)))
+        both = prepare(both, pre.both, position, pre, work)
+        return both[:, : q.shape[1]], both[:, q.shape[1] :]
+    return prepare(q, pre.q_norm, position, pre, work), prepare(k, pre.k_norm, position, pre, work)
+
+
+def joined(q: Tensor, k: Tensor) -> Tensor | None:
+    """q and k as one tensor [T, heads + kv_heads, dim] if they lie side by side, as after a merged projection."""
+    near = q.stride() == k.stride() and q.shape[2] == k.shape[2] and q.stride()[1:] == (q.shape[2], 1)
+    if not near or q.data_ptr() + q.shape[1] * q.shape[2] * q.element_size() != k.data_ptr():
+        return None
+    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
+
+
+def prepare(x: Tensor, norm: Tensor | None, position: Tensor, pre: QKPre, work: dict[Any, Any] | None) -> Tensor:
+    """x [T, heads, dim] normalised (``norm`` [dim] or [heads, dim]) and rotated."""
+    if norm is not None:
+        x = rms_norm(x, norm, pre.eps)
     if pre.cos is None:
-        return q, k
+        return x
     key = ("rotary", id(pre.cos))
     rows = work.get(key) if work is not None else None
     if rows is None:
         rows = gather_rotary(pre, position)
         if work is not None:
             work[key] = rows
-    return rotate(q, *rows), rotate(k, *rows)
+    return rotate(x, *rows)
