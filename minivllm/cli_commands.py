@@ -47,10 +47,15 @@ def open_llm(loaded: Loaded) -> Any:
     return LLM(config=loaded)
 
 
-def write_stream(pieces: Iterable[Any]) -> str:
+def failure(message: str, engine: Any = None) -> MinivllmError:
+    """The error of a failed request, or of the engine if that is what failed."""
+    return EngineDeadError(message) if engine is not None and engine.dead else MinivllmError(message)
+
+
+def write_stream(pieces: Iterable[Any], engine: Any = None) -> str:
     """Write the pieces as they come and a line of figures; returns the text.
 
-    A failed request is an error, not an empty answer.
+    A failed request is an error, not an empty answer: EngineDeadError if ``engine`` has ended with it.
     """
     start, first, tokens, text, last = time.perf_counter(), 0.0, 0, "", None
     for last in pieces:
@@ -65,8 +70,7 @@ def write_stream(pieces: Iterable[Any]) -> str:
         sys.stdout.write("\n")
         sys.stdout.flush()
     if last is not None and last.output is not None and last.output.error:
-        kind = EngineDeadError if "steps failed in a row" in last.output.error else MinivllmError
-        raise kind(last.output.error)
+        raise failure(last.output.error, engine)
     rate = (tokens - 1) / (seconds - first) if tokens > 1 and seconds > first else 0.0
     print(f"{tokens} tokens, first after {1000 * first:.0f} ms, then {rate:.1f} tok/s", file=sys.stderr)
     return text
@@ -83,11 +87,13 @@ def generate(args: argparse.Namespace) -> int:
     with open_llm(loaded) as llm:
         ask: Any = [{"role": "user", "content": prompt}] if args.chat else prompt
         if params.n > 1:  # their pieces come in turns: one text after another reads better
-            outputs = (llm.chat if args.chat else llm.generate)(ask, params, use_tqdm=False)[0].outputs
-            for number, output in enumerate(outputs, 1):
+            answer = (llm.chat if args.chat else llm.generate)(ask, params, use_tqdm=False)[0]
+            if answer.error:
+                raise failure(answer.error, llm.engine)
+            for number, output in enumerate(answer.outputs, 1):
                 print(f"[{number}] {output.text}")
             return 0
-        write_stream((llm.chat_stream if args.chat else llm.stream)(ask, params))
+        write_stream((llm.chat_stream if args.chat else llm.stream)(ask, params), llm.engine)
     return 0
 
 
@@ -109,7 +115,7 @@ def chat(args: argparse.Namespace) -> int:
                 continue
             question = {"role": "user", "content": said}
             try:
-                answer = write_stream(llm.chat_stream([*messages, question], params))
+                answer = write_stream(llm.chat_stream([*messages, question], params), llm.engine)
             except RequestError as exc:
                 if not asks:
                     raise

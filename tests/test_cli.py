@@ -333,6 +333,8 @@ def test_results_that_are_there_stay_until_new_ones_are_and_a_failed_request_is_
     try:
         args = ("--set", "scheduler=stumbles:Stumbles", "--allow-target", "stumbles", *SMALL)
         code, _, err = said(capsys, "run", str(tmp_path / "exp.toml"), *args)
+        for more in ((), ("--set", "sampling.n=2")):
+            assert said(capsys, "generate", "Once", *args, *more)[0] == 7
     finally:
         sys.path.remove(str(tmp_path))
     assert code == 7 and "2 of 2 requests failed" in err and "boom" in err and "Traceback" not in err
