@@ -46,7 +46,7 @@ def main() -> None:
 
 def rows(family, heads, folder, args):
     import numpy as np
-    from tiny import tiny_dir
+    from minivllm.testing.tiny import tiny_dir
 
     from minivllm import LLM, SamplingParams
 

@@ -30,29 +30,60 @@ class Kind:
     """One contract: plug-ins of it are subclasses of ``base`` and come by the entry-point ``group``.
 
     ``api`` is the contract's (major, minor); a plug-in fits if its major is equal and its minor is not newer.
+    ``facts`` are what ``limits`` may name, ``features`` and ``traits`` what a spec may claim and declare.  The engine
+    asks for some of the features; the others are promises to users, and the conformance kit holds plug-ins to all.
     """
 
     name: str
     base: str
     api: tuple[int, int] = (1, 0)
+    facts: tuple[str, ...] = ()
+    features: Mapping[str, str] = field(default_factory=dict)  # name -> what is claimed
+    traits: Mapping[str, str] = field(default_factory=dict)  # name -> what is declared
 
     @property
     def group(self) -> str:
         return f"minivllm.{self.name}"
 
 
+_GRAPH_SAFE = {"graph_safe": "can be captured in a CUDA graph and replayed on new data"}
 KINDS: Mapping[str, Kind] = MappingProxyType({
     kind.name: kind
     for kind in (
-        Kind("attention", _SEAMS + "attention:AttentionBackend"),
-        Kind("evictor", _SEAMS + "evictor:Evictor"),
-        Kind("executor", _SEAMS + "executor:Executor"),
-        Kind("kvformat", _SEAMS + "kvformat:KVFormat"),
-        Kind("model", _SEAMS + "model:ModelArch"),
-        Kind("processor", _SEAMS + "sampling:Processor"),
-        Kind("quantizer", _SEAMS + "quantizer:Quantizer"),
-        Kind("sampler", _SEAMS + "sampling:Sampler"),
-        Kind("scheduler", _SEAMS + "scheduler:SchedulerPolicy"),
+        Kind(
+            "attention", _SEAMS + "attention:AttentionBackend",
+            facts=("device", "sm", "dtype", "kv_format", "dim_qk", "dim_v", "queries_per_kv", "block"),
+            features={
+                "window": "sliding windows",
+                "sinks": "a learned logit per head that takes probability and gives no value",
+                "softcap": "scores s become softcap * tanh(s / softcap)",
+                "v_in_k": "values are the first dim_v elements of the key (multi-head latent attention)",
+                "lse": "gives the logarithm of the softmax's denominator",
+                "scores": "gives the attention probabilities",
+                "repeatable": "the same step gives the same bits",
+                "batch_invariant": "a row's bits do not depend on the rows beside it",
+            },
+            traits={"graph": "steps that can be captured in a CUDA graph: none, decode or mixed",
+                    "plan": "where plan() works: host or device"},
+        ),
+        Kind("evictor", _SEAMS + "evictor:Evictor", traits={"order": "the reference order it keeps: lru, fifo or lfu"}),
+        Kind("executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size")),
+        Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
+        Kind(
+            "model", _SEAMS + "model:ModelArch", facts=("device", "dtype", "architecture", "model_type"),
+            traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
+        ),
+        Kind("processor", _SEAMS + "sampling:Processor", facts=("device",), features=_GRAPH_SAFE),
+        Kind(
+            "quantizer", _SEAMS + "quantizer:Quantizer", facts=("device", "sm", "dtype", "checkpoint"),
+            features={"sliceable": "slicing a full tensor and quantizing the slice is quantizing and slicing"},
+            traits={"bits": "bits of a quantized weight element, scales not counted"},
+        ),
+        Kind("sampler", _SEAMS + "sampling:Sampler", facts=("device",), features=_GRAPH_SAFE),
+        Kind(
+            "scheduler", _SEAMS + "scheduler:SchedulerPolicy",
+            features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
+        ),
         Kind("strategy", _SEAMS + "strategy:DecodingStrategy"),
     )
 })  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from harness import FORMATS, make_meta
+from minivllm.testing.harness import FORMATS, make_meta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny import tiny_dir
+from minivllm.testing.tiny import tiny_dir
 
 import minivllm
 from minivllm.cli import main

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from sim import EOS_ID, VOCAB, answer, at_rest, request, run, sim_engine
+from minivllm.testing.sim import EOS_ID, VOCAB, answer, at_rest, request, run, sim_engine
 
 from minivllm.errors import EngineDeadError, RequestError
 

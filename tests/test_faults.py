@@ -9,8 +9,8 @@ import threading
 
 import numpy as np
 import pytest
-from sim import answer, at_rest, request, run, sim_engine
-from tiny import tiny_dir
+from minivllm.testing.sim import answer, at_rest, request, run, sim_engine
+from minivllm.testing.tiny import tiny_dir
 
 from minivllm import LLM, EngineDeadError, RequestError, SamplingParams
 from minivllm.async_llm import AsyncLLM

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_llm import hf_greedy, prompts, tokens
-from tiny import tiny_dir
+from minivllm.testing.tiny import tiny_dir
 
 from minivllm import LLM, SamplingParams
 

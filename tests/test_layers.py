@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import Harness
-from tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir
+from minivllm.testing.harness import Harness
+from minivllm.testing.tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnSpec, QKPre

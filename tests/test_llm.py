@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_dir
+from minivllm.testing.tiny import tiny_dir
 
 from minivllm import LLM, RequestError, SamplingParams
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Harness
-from tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir, tiny_model
+from minivllm.testing.harness import Harness
+from minivllm.testing.tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir, tiny_model
 
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Harness
+from minivllm.testing.harness import Harness
 from pydantic import ValidationError
-from tiny import ARCHS, tiny_dir
+from minivllm.testing.tiny import ARCHS, tiny_dir
 
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.core.weights import weight_bytes

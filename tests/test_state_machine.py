@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from sim import VOCAB, answer, at_rest, request, sim_engine
+from minivllm.testing.sim import VOCAB, answer, at_rest, request, sim_engine
 
 from minivllm.core.interfaces.scheduler import StepShape
 from minivllm.errors import RequestError

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tiny import ARCHS, tiny_dir
+from minivllm.testing.tiny import ARCHS, tiny_dir
 
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12]
 
@@ -24,7 +24,7 @@ def _rank(rank: int, size: int, folder: str, cases: list[tuple[str, str, str]]) 
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
-    from harness import Harness
+    from minivllm.testing.harness import Harness
     from transformers import AutoConfig
 
     from minivllm.core.interfaces.quantizer import Shard

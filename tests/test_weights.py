@@ -7,9 +7,9 @@ import os
 
 import pytest
 import torch
-from harness import Harness
+from minivllm.testing.harness import Harness
 from safetensors.torch import load_file, save_file
-from tiny import ARCHS, tiny_dir
+from minivllm.testing.tiny import ARCHS, tiny_dir
 
 from minivllm.core.interfaces.model import Rule
 from minivllm.core.interfaces.quantizer import Shard

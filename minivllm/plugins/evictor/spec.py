@@ -7,4 +7,5 @@ LRU = Spec(
     api=(1, 0),
     summary="gives up what was used longest ago",
     priority=10,
+    traits={"order": "lru"},
 )

@@ -208,7 +208,7 @@ def sim_engine(
     policy=Fcfs,
     evictor=Lru,
 ) -> Engine:
-    part = Part("sim/sim", "sim:Sim")
+    part = Part("sim/sim", "minivllm.testing.sim:Sim")
     wiring = Wiring(
         model_dir="", load_format="dummy", device="cpu", dtype="float32", block=block, max_num_seqs=slots,
         max_num_batched_tokens=budget, max_model_len=max_len, num_blocks=-1, memory_utilization=0.9,

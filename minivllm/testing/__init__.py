@@ -1,0 +1,67 @@
+"""The conformance kit: a plug-in author runs it and knows that the plug-in is right.
+
+    class TestFlash(AttentionConformance):      # in a test file of the author's package, run by pytest
+        plugin = "acme/flash"
+
+    python -m minivllm.testing acme/flash       # or with no file at all
+
+There is one suite per seam, a plain pytest class.  It reads the plug-in's spec: what is claimed is tested over the
+claimed limits, and what is not claimed must be refused with a reason.  ``minivllm.testing.base`` says what an author
+may set and override.  The engine's own tests use ``sim``, ``harness`` and ``tiny`` beside the suites.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import AttentionConformance
+    from .evictor import EvictorConformance
+    from .executor import ExecutorConformance
+    from .kvformat import KVFormatConformance
+    from .model import ModelConformance
+    from .processor import ProcessorConformance
+    from .quantizer import QuantizerConformance
+    from .session import Outcome, run
+    from .sampler import SamplerConformance
+    from .scheduler import SchedulerConformance
+    from .strategy import StrategyConformance
+
+SUITES = {  # seam -> (module here, class)
+    "attention": ("attention", "AttentionConformance"),
+    "evictor": ("evictor", "EvictorConformance"),
+    "executor": ("executor", "ExecutorConformance"),
+    "kvformat": ("kvformat", "KVFormatConformance"),
+    "model": ("model", "ModelConformance"),
+    "processor": ("processor", "ProcessorConformance"),
+    "quantizer": ("quantizer", "QuantizerConformance"),
+    "sampler": ("sampler", "SamplerConformance"),
+    "scheduler": ("scheduler", "SchedulerConformance"),
+    "strategy": ("strategy", "StrategyConformance"),
+}
+_MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "session", "run": "session"}
+
+__all__ = [
+    "SUITES", "AttentionConformance", "EvictorConformance", "ExecutorConformance", "KVFormatConformance",
+    "ModelConformance", "Outcome", "ProcessorConformance", "QuantizerConformance", "SamplerConformance",
+    "SchedulerConformance", "StrategyConformance", "run",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+    import sys
+
+    try:
+        import pytest
+    except ImportError as exc:
+        raise ImportError('the conformance kit needs pytest and hypothesis: pip install "minivllm[test]"') from exc
+    from minivllm.hardware import prepare_environment
+
+    prepare_environment()
+    module = f"{__name__}.{_MODULES[name]}"
+    if module not in sys.modules:  # a failing assertion of the kit shows its values, as one in a test file does
+        pytest.register_assert_rewrite(module)
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,162 @@
+"""Run suites without a test file: outcomes as data."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minivllm.errors import PluginError
+from minivllm.registry import BUILTIN, Catalog
+from minivllm.spec import KINDS
+
+from . import SUITES
+from .base import PROFILE, SEED, SHRINK, find
+
+FILE = "from minivllm.testing.session import pending\nglobals().update(pending())\n"
+_pending: dict[str, type] = {}
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one test said.  ``status``: passed | failed | skipped | xfailed; ``text`` is the reason or the message."""
+
+    seam: str
+    plugin: str
+    test: str
+    status: str
+    seconds: float
+    text: str = ""
+    rule: str = ""  # the test's docstring
+    where: str = ""  # file:line of the failure
+
+
+@dataclass
+class _Reporter:
+    """The pytest plug-in that listens; one outcome a test."""
+
+    classes: Mapping[str, tuple[str, str]]  # class name -> (seam, plugin)
+    tell: Callable[[Outcome], None]
+    outcomes: list[Outcome] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
+        report = (yield).get_result()
+        if report.when != "call" and report.passed:
+            return
+        seam, plugin = self.classes[item.cls.__name__]
+        status, text, where = report.outcome, "", ""
+        if hasattr(report, "wasxfail"):
+            status, text = "xfailed", report.wasxfail
+        elif report.skipped:
+            text = str(report.longrepr[2]).removeprefix("Skipped: ")
+        elif report.failed and call.excinfo is None:  # a known failure that passed
+            text = str(report.longrepr) + "\nIt is among known_failures and passes now: take it off the list."
+        elif report.failed:
+            text, where = _message(call.excinfo)
+        doc = " ".join((item.function.__doc__ or "").split())
+        outcome = Outcome(seam, plugin, item.name, status, report.duration, text, doc, where)
+        self.outcomes.append(outcome)
+        self.tell(outcome)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.broken.append(str(report.longrepr))
+
+
+def _message(excinfo: Any) -> tuple[str, str]:
+    """(message with hypothesis' falsifying example, file:line of the last frame in a suite or the plug-in)."""
+    notes = "\n".join(getattr(excinfo.value, "__notes__", ()))
+    name = "" if isinstance(excinfo.value, (AssertionError, pytest.fail.Exception)) else f"{excinfo.typename}: "
+    entry = excinfo.traceback[-1]
+    return f"{name}{excinfo.value}".rstrip() + (f"\n{notes}" if notes else ""), f"{entry.path}:{entry.lineno + 1}"
+
+
+def suite(seam: str) -> type:
+    """The suite of a seam."""
+    import minivllm.testing
+
+    return getattr(minivllm.testing, SUITES[seam][1])
+
+
+def seams_of(plugin: str) -> list[str]:
+    """The seams in which a plug-in of this name is installed, or whose base class a ``module:Class`` has."""
+    catalog = Catalog.discover(allow_targets=[plugin.partition(":")[0]] if ":" in plugin else ())
+    if ":" in plugin:
+        from minivllm.registry import import_target
+
+        found = import_target(plugin)
+        found = import_target(found.impl) if hasattr(found, "impl") else found
+        fits = [k for k in KINDS if isinstance(found, type) and issubclass(found, import_target(KINDS[k].base))]
+        return ["sampler"] if "sampler" in fits else fits  # a sampler is a processor too
+    return [k for k in KINDS if any(plugin in (e.name, e.label) for e in catalog[k].entries)]
+
+
+def builtins() -> list[tuple[str, str]]:
+    """(seam, name) of every plug-in of this package."""
+    return [(e.kind, e.label) for e in Catalog.discover().entries if e.dist == BUILTIN]
+
+
+def run(
+    plugins: Sequence[tuple[str, str]],
+    *,
+    device: str = "",
+    profile: str = "",
+    seed: int | None = None,
+    shrink: bool = True,
+    select: str = "",
+    known: Mapping[str, str] | None = None,
+    tell: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Run the suites of some plug-ins, (seam, plug-in) each, one after another in this process.
+
+    ``select`` is a pytest ``-k`` expression, ``known`` maps tests to the reason why they fail.  PluginError if a
+    plug-in cannot be found or a suite cannot be collected.
+    """
+    _pending.clear()
+    classes = {}
+    for i, (seam, plugin) in enumerate(plugins):
+        find(seam, plugin)
+        name = f"Test{i}"
+        _pending[name] = type(name, (suite(seam),), {
+            "plugin": plugin, "device": device, "known_failures": dict(known or {}),
+        })  # fmt: skip
+        classes[name] = (seam, plugin)
+    reporter = _Reporter(classes, tell)
+    environ = {PROFILE: profile or None, SEED: None if seed is None else str(seed), SHRINK: None if shrink else "0"}
+    with tempfile.TemporaryDirectory() as folder, _environment(environ):
+        path = Path(folder) / f"test_conformance_{next(_numbers)}.py"  # pytest imports a name once in a process
+        path.write_text(FILE, encoding="utf-8")
+        (path.parent / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        args = [str(path), "-c", str(path.parent / "pytest.ini"), "--rootdir", folder, "--import-mode=importlib"]
+        args += ["-p", "no:cacheprovider", "-p", "no:terminal", *(["-k", select] if select else [])]
+        pytest.main(args, plugins=[reporter])
+    if reporter.broken:
+        raise PluginError("the suites could not be collected:\n" + "\n".join(reporter.broken))
+    return reporter.outcomes
+
+
+def pending() -> dict[str, type]:
+    """The test classes of the run in progress; the file that pytest collects asks for them."""
+    return dict(_pending)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set what is not None; afterwards all is as before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: value for name, value in values.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)

@@ -1,0 +1,54 @@
+"""The conformance kit under test: every planted fault is caught by the test that is meant for it, and what is right
+passes.  ``python tests/test_kit.py`` prints which tests catch each fault."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+import wrong
+
+from minivllm.testing import SUITES
+from minivllm.testing.session import run, suite
+
+MODULES = [importlib.import_module(f"wrong.{m.name}") for m in pkgutil.iter_modules(wrong.__path__)]
+PLANTED = [(m, name) for m in MODULES for name in m.FAULTS]
+RIGHT = [(m, name) for m in MODULES for name in m.RIGHT]
+
+
+def outcomes(module, name, tests=()):
+    device = getattr(module, "DEVICE", "")
+    return run([(module.SEAM, f"{module.__name__}:{name}")], device=device, select=" or ".join(tests), shrink=False)
+
+
+@pytest.mark.parametrize(("module", "name"), PLANTED, ids=[f"{m.SEAM}-{name}" for m, name in PLANTED])
+def test_a_planted_fault_is_caught(module, name):
+    tests = module.FAULTS[name]
+    failed = {o.test.partition("[")[0] for o in outcomes(module, name, tests) if o.status == "failed"}
+    assert set(tests) <= failed, f"{name} passes {sorted(set(tests) - failed)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "name"), RIGHT, ids=[f"{m.SEAM}-{name}" for m, name in RIGHT])
+def test_what_is_right_passes(module, name):
+    wrong_ones = [(o.test, o.text) for o in outcomes(module, name) if o.status == "failed"]
+    assert not wrong_ones
+
+
+def test_at_least_24_faults_are_planted_over_all_seams():
+    assert len(PLANTED) >= 24
+    assert {m.SEAM for m in MODULES} == set(SUITES)
+
+
+@pytest.mark.parametrize("seam", SUITES)
+def test_every_test_of_a_suite_says_since_when_and_what(seam):
+    for name in dir(suite(seam)):
+        if name.startswith("test_"):
+            assert hasattr(getattr(suite(seam), name), "since"), f"{seam}: {name} lacks @since"
+
+
+if __name__ == "__main__":
+    for module, name in PLANTED:
+        caught = [o.test for o in outcomes(module, name) if o.status == "failed"]
+        print(f"{module.SEAM:10} {name:24} {', '.join(caught) or 'NOT CAUGHT'}", flush=True)

@@ -1,0 +1,175 @@
+"""Wrong evictors: ``Lru`` with one fault each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minivllm.core.interfaces.evictor import Evictor
+from minivllm.plugins.evictor.lru import Lru
+from minivllm.spec import Spec
+
+SEAM = "evictor"
+VICTIMS = "test_victims_are_free_keys_in_order_whatever_happened_before"
+FAULTS = {
+    "EvictsHeld": (VICTIMS, "test_a_key_that_is_held_again_is_not_given_up"),
+    "ForgetsToHold": (VICTIMS, "test_a_key_that_is_held_again_is_not_given_up"),
+    "RemembersTheDropped": (VICTIMS,),
+    "OneTooFew": (VICTIMS,),
+    "ParentsFirst": (VICTIMS,),
+    "MostRecentFirst": (VICTIMS,),
+    "GivesTwice": (VICTIMS,),
+    "SharedQueue": ("test_two_instances_share_no_state",),
+    "ScansAll": ("test_a_call_costs_log_n_at_most",),
+}
+RIGHT = ("Fifo",)
+
+
+def spec(name: str, order: str = "") -> Spec:
+    return Spec(f"{__name__}:{name}", (1, 0), "a planted fault", traits={"order": order} if order else {})
+
+
+class EvictsHeld(Lru):
+    """Gives a held block when the free ones run out."""
+
+    spec = spec("EvictsHeld")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.known = {}
+
+    def add(self, keys, info):
+        self.known.update(dict.fromkeys(keys.tolist()))
+
+    def drop(self, keys):
+        super().drop(keys)
+        for key in keys.tolist():
+            self.known.pop(key, None)
+
+    def victims(self, n):
+        out = super().victims(n).tolist()
+        held = [k for k in self.known if k not in self.queue and k not in out]
+        out += held[: n - len(out)]
+        for key in out:
+            self.known.pop(key, None)
+        return np.array(out, np.uint64)
+
+
+class ForgetsToHold(Lru):
+    """A prefix that was hit again stays in the queue."""
+
+    spec = spec("ForgetsToHold")
+
+    def hold(self, keys):
+        pass
+
+    def drop(self, keys):
+        super().hold(keys)
+
+
+class RemembersTheDropped(Lru):
+    spec = spec("RemembersTheDropped")
+
+    def drop(self, keys):
+        pass
+
+
+class OneTooFew(Lru):
+    """Keeps the last free key for itself."""
+
+    spec = spec("OneTooFew")
+
+    def victims(self, n):
+        return super().victims(min(n, len(self.queue) - 1) if len(self.queue) > 1 else 0)
+
+
+class ParentsFirst(Lru):
+    """Queues the keys of one sequence as they come: the start of the sequence goes first."""
+
+    spec = spec("ParentsFirst")
+
+    def free(self, keys):
+        for key in keys.tolist():
+            self.queue[key] = None
+
+
+class MostRecentFirst(Lru):
+    """Says lru and is not: of two sequences the one that was freed last goes first."""
+
+    spec = spec("MostRecentFirst", "lru")
+
+    def free(self, keys):
+        new = dict.fromkeys(reversed(keys.tolist()))
+        self.queue = {**new, **self.queue}
+
+
+class GivesTwice(Lru):
+    """Does not forget what it gave."""
+
+    spec = spec("GivesTwice")
+
+    def victims(self, n):
+        return np.array(list(self.queue)[:n], np.uint64)
+
+
+class SharedQueue(Lru):
+    """The queue belongs to the class: two KV groups evict each other's blocks."""
+
+    spec = spec("SharedQueue")
+    shared: dict = {}
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.queue = self.shared
+
+
+class ScansAll(Lru):
+    """Looks at every key for each victim."""
+
+    spec = spec("ScansAll")
+
+    def victims(self, n):
+        age = {key: i for i, key in enumerate(self.queue)}
+        best = sorted(self.queue, key=lambda k: age[k])[:n]
+        for key in best:
+            del self.queue[key]
+        return np.array(best, np.uint64)
+
+
+class Fifo(Evictor):
+    """Right: the block that was cached first goes first, if no cached block hangs on it."""
+
+    spec = spec("Fifo", "fifo")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.parent, self.children, self.free_ = {}, {}, set()
+
+    def add(self, keys, info):
+        for key, parent in zip(keys.tolist(), info.parent.tolist(), strict=True):
+            self.parent[key], self.children[key] = parent, 0
+            if parent:
+                self.children[parent] += 1
+
+    def hold(self, keys):
+        self.free_ -= set(keys.tolist())
+
+    def free(self, keys):
+        self.free_ |= set(keys.tolist())
+
+    def drop(self, keys):
+        for key in keys.tolist():
+            self.free_.discard(key)
+            parent = self.parent.pop(key)
+            del self.children[key]
+            if parent in self.children:
+                self.children[parent] -= 1
+
+    def victims(self, n):
+        out = []
+        while len(out) < n:
+            key = next((k for k in self.parent if k in self.free_ and not self.children[k]), None)
+            if key is None:
+                break
+            out.append(key)
+            self.drop(np.array([key], np.uint64))
+        return np.array(out, np.uint64)
