@@ -174,3 +174,9 @@ class Conformance:
         known = self.known_failures.get(name) or self.known_failures.get(name.partition("[")[0])
         if known:
             request.applymarker(pytest.mark.xfail(reason=known, strict=True))
+
+    @since(1, 0)
+    def test_known_failures_name_tests_of_this_suite(self) -> None:
+        """A list that names what is not there would hide that a test was renamed."""
+        wrong = [name for name in self.known_failures if not hasattr(self, name.partition("[")[0])]
+        assert not wrong, f"known_failures names {wrong}: this suite has no such test"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from minivllm.errors import PluginError
-from minivllm.registry import BUILTIN, Catalog
-from minivllm.spec import KINDS
+from minivllm.registry import BUILTIN, Catalog, import_target
+from minivllm.spec import KINDS, Spec
 
 from . import SUITES
 from .base import PROFILE, SEED, SHRINK, find
@@ -92,10 +92,11 @@ def seams_of(plugin: str) -> list[str]:
     """The seams in which a plug-in of this name is installed, or whose base class a ``module:Class`` has."""
     catalog = Catalog.discover(allow_targets=[plugin.partition(":")[0]] if ":" in plugin else ())
     if ":" in plugin:
-        from minivllm.registry import import_target
-
-        found = import_target(plugin)
-        found = import_target(found.impl) if hasattr(found, "impl") else found
+        try:
+            found = import_target(plugin)
+            found = import_target(found.impl) if isinstance(found, Spec) else found
+        except Exception as exc:  # whatever a module does when it is imported
+            raise PluginError(f"{plugin!r} could not be imported: {type(exc).__name__}: {exc}") from exc
         fits = [k for k in KINDS if isinstance(found, type) and issubclass(found, import_target(KINDS[k].base))]
         return ["sampler"] if "sampler" in fits else fits  # a sampler is a processor too
     return [k for k in KINDS if any(plugin in (e.name, e.label) for e in catalog[k].entries)]

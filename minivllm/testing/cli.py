@@ -1,0 +1,171 @@
+"""The kit's command line: which plug-ins, what each test said, a report as JSON.
+
+Exit status: 0 if every plug-in passed, 1 if a test failed, 2 if the command cannot be carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import ConfigError, MinivllmError, PluginError
+from minivllm.spec import KINDS, version
+
+if TYPE_CHECKING:
+    from .session import Outcome
+
+EPILOG = """
+A known-failures file has one test a line, then the reason: "test_sinks  not written yet, issue 12".  It is strict: a
+test on it that passes is an error.  In a test file of your own:
+
+    from minivllm.testing import AttentionConformance
+
+    class TestFlash(AttentionConformance):
+        plugin = "acme/flash"
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m minivllm.testing", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Test plug-ins against the contract of their seam, over all that their specs claim.",
+    )  # fmt: skip
+    p.add_argument("plugin", nargs="*", help="name, dist/name or module:Class")
+    p.add_argument("--seam", choices=sorted(KINDS), help="needed if the name is there in several seams")
+    p.add_argument("--builtins", action="store_true", help="test every plug-in of this package")
+    p.add_argument("--device", default="", help="cpu or cuda; default: the first claimed one that is here")
+    p.add_argument("--profile", choices=("fast", "long"), default="fast", help="long draws 12 times as many examples")
+    p.add_argument("--seed", type=int, help="draw other examples than always the same")
+    p.add_argument("-k", dest="select", default="", metavar="EXPR", help="only tests whose names match (as in pytest)")
+    p.add_argument("--known-failures", metavar="FILE", help="tests that are expected to fail, with a reason each")
+    p.add_argument("--json", metavar="FILE", help="write every outcome to a file")
+    p.add_argument("-v", "--verbose", action="store_true", help="show what passed and was skipped too")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    sys.path.insert(0, "")  # a module beside the caller can be named, as with `python -m pytest`
+    try:
+        plugins = _plugins(args)
+        known = _known(args.known_failures)
+        # after the arguments: --help and a wrong name need no pytest
+        from minivllm.testing import run
+    except (MinivllmError, ImportError, OSError) as exc:
+        print(f"minivllm.testing: error: {exc}", file=sys.stderr)
+        return 2
+    outcomes: list[Outcome] = []
+    for seam, plugin in plugins:
+        start = time.perf_counter()
+        try:
+            print(_headline(seam, plugin, args), flush=True)
+            done = run(
+                [(seam, plugin)], device=args.device, profile=args.profile, seed=args.seed, select=args.select,
+                known=known, tell=lambda o: _tell(o, args.verbose),
+            )  # fmt: skip
+        except MinivllmError as exc:
+            print(f"minivllm.testing: error: {exc}", file=sys.stderr)
+            return 2
+        outcomes += done
+        print(f"  {_count(done)} in {time.perf_counter() - start:.1f} s\n", flush=True)
+    if args.json:
+        _write(args, outcomes)
+    if not outcomes:
+        print(f"minivllm.testing: error: no test matches -k {args.select!r}", file=sys.stderr)
+        return 2
+    bad = sorted({o.plugin for o in outcomes if o.status == "failed"})
+    if bad or len(plugins) > 1:
+        print(f"does not conform: {', '.join(bad)}" if bad else f"{len(plugins)} plug-ins conform")
+    return 1 if bad else 0
+
+
+def _plugins(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(seam, plug-in) of all that are asked for; PluginError if a name is unknown or there in several seams."""
+    from .session import builtins, seams_of
+
+    if bool(args.plugin) == args.builtins:
+        raise ConfigError("want the names of plug-ins, or --builtins")
+    if args.builtins:
+        return [(s, p) for s, p in builtins() if args.seam in (None, s)]
+    found = []
+    for name in args.plugin:
+        seams = [args.seam] if args.seam else seams_of(name)
+        if not seams:
+            raise PluginError(f"no plug-in of any seam is called {name!r}; `minivllm plugins` lists what is installed")
+        if len(seams) > 1:
+            raise PluginError(f"{name!r} is there in several seams: say --seam {' or --seam '.join(seams)}")
+        found.append((seams[0], name))
+    return found
+
+
+def _known(path: str | None) -> dict[str, str]:
+    if path is None:
+        return {}
+    known = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        name, _, reason = line.strip().partition(" ")
+        if not name or name.startswith("#"):
+            continue
+        if not reason.strip():
+            raise ConfigError(f"{path}:{number}: {name} has no reason: want 'test_name  why it fails'")
+        known[name] = reason.strip()
+    return known
+
+
+def _headline(seam: str, plugin: str, args: argparse.Namespace) -> str:
+    from .base import find
+
+    found = find(seam, plugin)
+    place = f" on {args.device}" if args.device else ""
+    api = version(found.spec.api)
+    return f"{seam} {found.entry.label} ({found.entry.version}), contract {api}, {args.profile} profile{place}"
+
+
+def _tell(o: Outcome, verbose: bool) -> None:
+    """One outcome: what failed comes with the rule that it broke, the values and the place."""
+    if o.status == "failed":
+        print(f"  FAIL  {o.test}  ({o.seconds:.1f} s)")
+        for label, text in (("rule", o.rule), ("", o.text), ("at", o.where)):
+            for i, line in enumerate(_wrap(text) if text else ()):
+                print(f"        {label if i == 0 else '':5} {line}")
+    elif verbose:
+        mark = {"passed": "ok  ", "skipped": "-   ", "xfailed": "known"}[o.status]
+        print(f"  {mark}  {o.test}  ({o.seconds:.1f} s){'  ' + o.text if o.text else ''}")
+    sys.stdout.flush()
+
+
+def _wrap(text: str) -> list[str]:
+    lines = text.splitlines()
+    lines = [*lines[:24], f"... {len(lines) - 24} more lines"] if len(lines) > 24 else lines
+    return [part for line in lines for part in textwrap.wrap(line, 105, subsequent_indent="  ") or [""]]
+
+
+def _count(outcomes: Sequence[Outcome]) -> str:
+    n = Counter(o.status for o in outcomes)
+    words = {"passed": "passed", "failed": "FAILED", "xfailed": "known failures", "skipped": "skipped"}
+    why = Counter(o.text.partition(":")[0] for o in outcomes if o.status == "skipped")
+    text = ", ".join(f"{n[key]} {word}" for key, word in words.items() if n[key])
+    return f"{text} ({', '.join(f'{k} {v}' for k, v in why.items())})" if why else text
+
+
+def _write(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
+    import platform
+
+    import torch
+
+    import minivllm
+
+    report: dict[str, Any] = {
+        "minivllm": minivllm.__version__, "torch": torch.__version__, "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "profile": args.profile, "seed": args.seed, "outcomes": [asdict(o) for o in outcomes],
+    }  # fmt: skip
+    Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

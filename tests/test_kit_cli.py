@@ -1,0 +1,137 @@
+"""``python -m minivllm.testing`` and what an author may set: known failures, contract versions, seeds, a test file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minivllm.errors import PluginError
+from minivllm.testing.base import Seen
+from minivllm.testing.cli import main
+from minivllm.testing.session import run, seams_of
+
+WRONG = "wrong.evictors:ParentsFirst"
+HELD = "test_a_key_that_is_held_again_is_not_given_up"
+
+
+def test_a_right_plugin_passes_with_exit_status_0(capsys):
+    assert main(["lru", "-k", "victims or spec"]) == 0
+    out = capsys.readouterr().out
+    assert "evictor minivllm/lru" in out and "passed" in out and "FAIL" not in out
+
+
+def test_a_failure_shows_rule_values_and_place_and_the_report_has_every_outcome(capsys, tmp_path):
+    assert main([WRONG, "-k", "held_again or share_no_state", "--json", str(tmp_path / "r.json")]) == 1
+    out = capsys.readouterr().out
+    assert f"FAIL  {HELD}" in out
+    assert "rule  The prefix that a new request hit must survive until it is freed." in out
+    assert "want the three keys that are not held" in " ".join(out.split())
+    assert "minivllm/testing/evictor.py:" in out and "does not conform" in out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert {o["test"]: o["status"] for o in report["outcomes"]} == {
+        HELD: "failed", "test_two_instances_share_no_state": "passed",
+    }  # fmt: skip
+
+
+def test_a_known_failure_is_no_failure_and_one_that_passes_is(tmp_path, capsys):
+    known = tmp_path / "known.txt"
+    known.write_text(f"# mine\n{HELD}  issue 12\n")
+    args = ["-k", HELD, "--known-failures", str(known), "-v"]
+    assert main([WRONG, *args]) == 0
+    assert "known" in capsys.readouterr().out
+    assert main(["lru", *args]) == 1
+    assert "passes now: take it off the list" in capsys.readouterr().out
+
+
+def test_a_known_failure_that_names_no_test_is_an_error(capsys, tmp_path):
+    known = tmp_path / "known.txt"
+    known.write_text("test_no_such_thing  because\n")
+    assert main(["lru", "-k", "known_failures", "--known-failures", str(known)]) == 1
+    assert "test_no_such_thing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ([], "want the names of plug-ins"),
+        (["lru", "--builtins"], "want the names of plug-ins"),
+        (["nothere"], "no plug-in of any seam is called 'nothere'"),
+        (["no.such:Module"], "could not be imported: ModuleNotFoundError"),
+        (["wrong.evictors:Nothing"], "could not be imported: AttributeError"),
+        (["lru", "-k", "no_such_test"], "no test matches"),
+        (["lru", "--known-failures", "/no/such/file"], "No such file"),
+        (["lru", "--seam", "sampler"], "No sampler is called 'lru'"),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_exit_status_2(args, text, capsys):
+    assert main(args) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_known_failures_line_without_a_reason_is_refused(tmp_path, capsys):
+    (tmp_path / "known.txt").write_text("test_x\n")
+    assert main(["lru", "--known-failures", str(tmp_path / "known.txt")]) == 2
+    assert "known.txt:1: test_x has no reason" in capsys.readouterr().err
+
+
+def test_the_same_examples_are_drawn_every_time_and_others_with_a_seed():
+    def victims(seed):
+        one = run([("evictor", WRONG)], select="test_victims", seed=seed, shrink=False)
+        return re.sub("0x[0-9a-f]+", "", one[0].text)
+
+    assert victims(None) == victims(None)
+    assert victims(1) == victims(1)
+    assert len({victims(None), victims(1), victims(2)}) > 1
+
+
+def test_a_test_newer_than_the_plugins_contract_is_skipped(monkeypatch):
+    import minivllm.testing.evictor as module
+
+    monkeypatch.setattr(getattr(module.EvictorConformance, HELD), "since", (1, 7))
+    (one,) = run([("evictor", WRONG)], select=HELD)
+    assert one.status == "skipped" and "since 1.7, the spec is for 1.0" in one.text
+
+
+def test_a_property_that_never_met_its_hard_case_fails():
+    seen = Seen()
+    seen["preempted"] += 2
+    seen.require(preempted=2)
+    with pytest.raises(AssertionError, match="the test itself is too weak: met {'preempted': 2}"):
+        seen.require(preempted=3)
+
+
+def test_seams_are_found_by_name_and_by_base_class():
+    assert seams_of("lru") == ["evictor"] and seams_of("minivllm/sdpa") == ["attention"]
+    assert seams_of("minivllm.plugins.sampler.default:DefaultSampler") == ["sampler"]
+    with pytest.raises(PluginError):
+        run([("evictor", "nothere")])
+
+
+AUTHOR = """
+from minivllm.testing import EvictorConformance
+
+class TestMine(EvictorConformance):
+    plugin = "{plugin}"
+"""
+
+
+@pytest.mark.parametrize(("plugin", "status"), [("lru", 0), (WRONG, 1)])
+def test_an_authors_file_of_four_lines_runs_under_plain_pytest(tmp_path, plugin, status):
+    (tmp_path / "test_mine.py").write_text(AUTHOR.format(plugin=plugin))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "held or spec", "test_mine.py"]
+    path = {"PYTHONPATH": str(Path(__file__).parent), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=path)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("want the three keys that are not held" in done.stdout) == bool(status)
+
+
+def test_the_kit_does_not_become_a_plugin_of_pytest():
+    """An entry point would be imported by every pytest run of whoever installs minivllm."""
+    from importlib.metadata import entry_points
+
+    assert not [p for p in entry_points(group="pytest11") if "minivllm" in p.value]
