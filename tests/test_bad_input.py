@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from minivllm.testing.tiny import tiny_dir
 
 import minivllm
 from minivllm.cli import main
+from minivllm.testing.tiny import tiny_dir
 
 POCKET = Path(minivllm.__file__).parent / "pocket" / "model"
 

@@ -26,6 +26,7 @@ from minivllm.config import SEAMS, EngineConfig, load_config
 from minivllm.core.request import SamplingParams
 from minivllm.registry import Catalog
 from minivllm.spec import KINDS
+from minivllm.testing.cli import main as conformance
 from minivllm.text.outputs import CompletionOutput, RequestOutput
 from minivllm.wiring import resolve
 
@@ -86,10 +87,17 @@ def run_console(text: str, capsys) -> int:
     parts = re.split(r"^\$ ", text, flags=re.M)[1:]
     count = 0
     for command, _, output in (part.partition("\n") for part in parts):
-        if not command.startswith("minivllm "):
+        words = shlex.split(command)
+        if words[:3] == ["python", "-m", "minivllm.testing"]:
+            assert conformance(words[3:]) == 0, capsys.readouterr().out
+            shown = capsys.readouterr().out.splitlines()
+            assert all(line in shown for line in output.splitlines() if line not in ("", "...", "```")), shown
+            count += 1
+            continue
+        if words[0] != "minivllm":
             continue
         try:
-            code = main(shlex.split(command)[1:])
+            code = main(words[1:])
         except SystemExit as end:  # --version
             code = end.code or 0
         error = capsys.readouterr().err
@@ -227,6 +235,14 @@ def test_the_table_of_sampling_parameters_has_them_all_with_their_defaults():
     rows = [row.split(" | ") for row in table(DOCS / "quickstart.md", "sampling")[2:]]
     shown = [(row[0].strip("| `"), row[1].strip("`")) for row in rows]
     assert shown == [(f.name, repr(default(f))) for f in dataclasses.fields(SamplingParams)]
+
+
+def test_the_table_of_claims_is_the_one_in_the_code():
+    shown = {row.split("|")[1].strip(" `"): row for row in table(DOCS / "plugins.md", "claims")[2:]}
+    assert set(shown) == {name for name, kind in KINDS.items() if kind.features or kind.traits}
+    for name, row in shown.items():
+        for claim, text in (*KINDS[name].features.items(), *KINDS[name].traits.items()):
+            assert f"`{claim}`: {text}" in row, (name, claim)
 
 
 def test_the_table_of_facts_names_what_each_seam_is_asked():

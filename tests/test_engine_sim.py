@@ -6,13 +6,9 @@ import random
 
 import numpy as np
 import pytest
-from minivllm.testing.sim import EOS_ID, VOCAB, answer, at_rest, request, run, sim_engine
 
 from minivllm.errors import EngineDeadError, RequestError
-
-
-def outputs(r):
-    return [(s.tokens[len(r.prompt) : s.known].tolist(), s.finish_reason) for s in r.sequences]
+from minivllm.testing.sim import EOS_ID, VOCAB, answer, at_rest, outputs, request, run, sim_engine
 
 
 def expected(r, max_len=256):

@@ -9,14 +9,15 @@ import threading
 
 import numpy as np
 import pytest
-from minivllm.testing.sim import answer, at_rest, request, run, sim_engine
-from minivllm.testing.tiny import tiny_dir
 
 from minivllm import LLM, EngineDeadError, RequestError, SamplingParams
 from minivllm.async_llm import AsyncLLM
 from minivllm.core.interfaces.plan import NAN
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
+from minivllm.testing.faulty import TARGETS as FAULTY
+from minivllm.testing.sim import answer, at_rest, request, run, sim_engine
+from minivllm.testing.tiny import tiny_dir
 
 
 def outputs(r):
@@ -210,7 +211,7 @@ def test_a_stream_that_nobody_reads_is_aborted(tiny):
 
 
 def test_a_column_of_a_wrong_shape_refuses_its_request_only(tiny):
-    options = dict(processors=["faulty:Misshapen"], allow_targets=["faulty"])
+    options = dict(processors=[f"{FAULTY}:Misshapen"], allow_targets=[FAULTY])
     with LLM(**tiny, **options) as llm:
         with pytest.raises(RequestError, match=r"column 'x' got shape \(3,\); want \(2,\)"):
             llm.generate([1, 2], long(3, extra={"wide": True}), use_tqdm=False)

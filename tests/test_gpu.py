@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from test_llm import hf_greedy, prompts, tokens
-from minivllm.testing.tiny import tiny_dir
 
 from minivllm import LLM, SamplingParams
+from minivllm.testing.tiny import tiny_dir
 
 pytestmark = pytest.mark.gpu
 

@@ -1,5 +1,6 @@
 """The conformance kit under test: every planted fault is caught by the test that is meant for it, and what is right
-passes.  ``python tests/test_kit.py`` prints which tests catch each fault."""
+passes.  The first faults of each module run always, the others among the slow tests; ``python tests/test_kit.py``
+prints which tests catch each fault."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from minivllm.testing.session import run, suite
 MODULES = [importlib.import_module(f"wrong.{m.name}") for m in pkgutil.iter_modules(wrong.__path__)]
 PLANTED = [(m, name) for m in MODULES for name in m.FAULTS]
 RIGHT = [(m, name) for m in MODULES for name in m.RIGHT]
+ALWAYS = 5  # faults of a module
 
 
 def outcomes(module, name, tests=()):
@@ -22,7 +24,14 @@ def outcomes(module, name, tests=()):
     return run([(module.SEAM, f"{module.__name__}:{name}")], device=device, select=" or ".join(tests), shrink=False)
 
 
-@pytest.mark.parametrize(("module", "name"), PLANTED, ids=[f"{m.SEAM}-{name}" for m, name in PLANTED])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(m, name, id=f"{m.SEAM}-{name}", marks=[] if i < ALWAYS else [pytest.mark.slow])
+        for m in MODULES
+        for i, name in enumerate(m.FAULTS)
+    ],
+)
 def test_a_planted_fault_is_caught(module, name):
     tests = module.FAULTS[name]
     failed = {o.test.partition("[")[0] for o in outcomes(module, name, tests) if o.status == "failed"}

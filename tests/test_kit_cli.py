@@ -101,7 +101,7 @@ def test_a_property_that_never_met_its_hard_case_fails():
     seen = Seen()
     seen["preempted"] += 2
     seen.require(preempted=2)
-    with pytest.raises(AssertionError, match="the test itself is too weak: met {'preempted': 2}"):
+    with pytest.raises(AssertionError, match=r"the test itself is too weak: met {'preempted': 2}"):
         seen.require(preempted=3)
 
 

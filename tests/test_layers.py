@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from minivllm.testing.harness import Harness
-from minivllm.testing.tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnSpec, QKPre
@@ -21,6 +19,8 @@ from minivllm.errors import ModelError, PluginError
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.plugins.quantizer.none import Unquantized
+from minivllm.testing.harness import Harness
+from minivllm.testing.tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir
 
 
 def parts(dtype="float32", **more) -> Parts:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from minivllm.testing.tiny import tiny_dir
 
 from minivllm import LLM, RequestError, SamplingParams
+from minivllm.testing.faulty import TARGETS as FAULTY
+from minivllm.testing.tiny import tiny_dir
 
 GREEDY = dict(temperature=0, max_tokens=32, ignore_eos=True)
 
@@ -149,7 +150,7 @@ def test_a_host_row_and_a_late_row_run_beside_free_ones(llm):
 
 
 def test_a_failing_processor_ends_only_the_requests_that_use_it(small):
-    options = dict(processors=["penalties", "faulty:Faulty", "faulty:Unbound"], allow_targets=["faulty"])
+    options = dict(processors=["penalties", f"{FAULTY}:Faulty", f"{FAULTY}:Unbound"], allow_targets=[FAULTY])
     with engine(small[0], **options) as llm:
         items = prompts(100, (9, 12, 20))
         want = tokens(llm, items)
@@ -227,3 +228,16 @@ def test_int8_weights_change_little_and_take_less(small):
         )
         la, lb = a.outputs[0].logprobs[0], b.outputs[0].logprobs[0]
         assert max(abs(la[t].logprob - lb[t].logprob) for t in la if t in lb) < 0.3
+
+
+def test_state_that_commit_keeps_survives_preemption(family):
+    """A sequence that comes back starts with fresh columns: its accepted tokens are committed again."""
+    folder, model = family
+    items = prompts(model.config.vocab_size, (1, 15, 16, 17, 33, 70))
+    own = dict(processors=["wrong.processors:CountedFrequency"], allow_targets=["wrong.processors"])
+    with engine(folder, **own) as llm:
+        want = tokens(llm, items, frequency_penalty=1.5)
+    assert want != [hf_greedy(model, p) for p in items], "the penalty changes nothing here: the test is too weak"
+    with engine(folder, num_kvcache_blocks=10, **own) as llm:
+        assert tokens(llm, items, frequency_penalty=1.5) == want
+        assert llm.stats()["preemptions"] > 0

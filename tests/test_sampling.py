@@ -1,4 +1,4 @@
-"""Noise, draws and the flags: the noise by its statistics, the supports by a float64 reference."""
+"""Noise by its statistics, log-probabilities, flags and masks, and what is particular to the built-in sampler."""
 
 import math
 
@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, STOP_ID, STOP_IDS
-from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
 from minivllm.core.request import SamplingParams
 from minivllm.core.sampling import (
     apply_mask,
@@ -21,8 +20,10 @@ from minivllm.core.sampling import (
     stop_flags,
     suppress_stops,
 )
-from minivllm.plugins.sampler import default as module
-from minivllm.plugins.sampler.default import DRAWN, FULL, GREEDY, LIMITED, DefaultSampler
+from minivllm.plugins.sampler.default import DRAWN, FULL, GREEDY, LIMITED
+from minivllm.testing import chisquare
+from minivllm.testing.sampler import LARGEST, SMALLEST, SamplerConformance
+from minivllm.testing.sampling_rows import Seq, Stage
 
 INF = float("inf")
 
@@ -157,124 +158,22 @@ def test_rows_of_neighbouring_keys_have_unrelated_noise():
         assert r.abs().max() * 64 < 5.5
 
 
-def sampler(vocab):
-    return DefaultSampler(None, SamplingContext(vocab, 4096, ()))
-
-
-def draw(logits, params, seed=None, position=None, sample=None):
-    """Tokens of one step: row i has ``params[i]``; slots are handed out in reverse."""
-    n, vocab = logits.shape
-    sampler_ = sampler(vocab)
-    once = {id(p): sampler_.bind(p, 1) for p in params}
-    slots = torch.arange(n - 1, -1, -1)
-    state = {}
-    for name, column in sampler_.columns().items():
-        values = [once[id(p)].values[name] for p in params]
-        state[name] = torch.empty(n, dtype=getattr(torch, column.dtype))
-        state[name][slots] = torch.tensor(values, dtype=state[name].dtype)
-    variant = 0
-    for row in once.values():
-        variant |= row.variant
-    zero = torch.zeros(n, dtype=torch.long)
-    position = torch.arange(n) if position is None else position
-    rows = Rows(
-        slots,
-        position,
-        zero,
-        zero if seed is None else seed,
-        zero if sample is None else sample,
-        variant,
-        torch.zeros(n, 8, dtype=torch.int32),
-        8,
-    )
-    out = Draw(torch.full((n,), -1))
-    sampler_.draw(logits.clone(), rows, state, out)
-    return out.tokens
-
-
-def support64(logits, p):
-    """Tokens that may be drawn: temperature, min-p, top-k, top-p in float64; ties with the last one kept stay in."""
-    x = logits.double() / p.temperature
-    prob = torch.softmax(x, 0)
-    alive = prob >= p.min_p * prob.max()
-    order = torch.argsort(torch.where(alive, prob, -1.0), descending=True)
-    order = order[: int(alive.sum())]
-    if p.top_k > 0:
-        order = order[: p.top_k]
-    mass = prob[order] / prob[order].sum()
-    before = mass.cumsum(0) - mass
-    keep = order[before < p.top_p] if p.top_p < 1 else order
-    return set(torch.nonzero(alive & (x >= x[keep].min()) & (prob > 0)).flatten().tolist())
-
-
-def drawable(logits, p, others=()):
-    """Which tokens can come up: each in turn gets a noise that wins unless it was excluded; ``others`` are in the step
-    too."""
-    n, vocab = 1, logits.shape[0]
-    seen = set()
-    sampler_ = sampler(vocab)
-    bound = sampler_.bind(p, 1)
-    state = {
-        k: torch.as_tensor(v)[None].to(getattr(torch, sampler_.columns()[k].dtype)) for k, v in bound.values.items()
-    }
-    variant = bound.variant
-    for o in others:
-        variant |= sampler_.bind(o, 1).variant
-    zero = torch.zeros(n, dtype=torch.long)
-    rows = Rows(zero, zero, zero, zero, zero, variant, torch.zeros(1, 8, dtype=torch.int32), 8)
-    captured = {}
-
-    def flat(seed, position, sample, width):
-        return captured["add"]
-
-    original, module.gumbel = module.gumbel, flat
-    try:
-        for t in range(vocab):
-            captured["add"] = torch.zeros(1, vocab)
-            captured["add"][0, t] = 1e9
-            out = Draw(torch.zeros(1, dtype=torch.long))
-            sampler_.draw(logits[None].clone(), rows, state, out)
-            if out.tokens.item() == t:
-                seen.add(t)
-    finally:
-        module.gumbel = original
-    return seen
-
-
-@settings(max_examples=120, deadline=None)
-@given(st.data())
-def test_support_is_that_of_the_float64_reference(data):
-    vocab = data.draw(st.integers(2, 40))
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    logits = torch.tensor(rng.normal(0, data.draw(st.sampled_from([0.1, 1.0, 5.0])), vocab), dtype=torch.float32)
-    if data.draw(st.booleans()):
-        logits = (logits * 2).round() / 2  # ties
-    if data.draw(st.booleans()):
-        logits[torch.tensor(rng.permutation(vocab)[: vocab // 3].copy())] = -INF
-    # numbers that no sum of the masses hits exactly
-    p = SamplingParams(
-        temperature=data.draw(st.sampled_from([0.31, 1.0, 2.7])),
-        top_k=data.draw(st.sampled_from([0, 1, 2, 5, 17, 1000])),
-        top_p=data.draw(st.sampled_from([1.0, 0.913579, 0.5012345, 0.0123])),
-        min_p=data.draw(st.sampled_from([0.0, 0.0519, 0.7071])),
-    )
-    others = data.draw(
-        st.sampled_from(
-            [(), (SamplingParams(top_p=0.5),), (SamplingParams(top_k=7),), (SamplingParams(temperature=0),)]
-        )
-    )
-    assert drawable(logits, p, others=others) == support64(logits, p)
+def suite(vocab):
+    made = SamplerConformance()
+    made.plugin, made.vocab = "default", vocab
+    return made
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits():
-    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
-    assert draw(logits, [SamplingParams(temperature=0)] * 2).tolist() == [1, 0]
-    mixed = draw(logits, [SamplingParams(temperature=0), SamplingParams(temperature=1e-7)])
-    assert mixed.tolist() == [1, 0]
+    for logits, best in ([0.0, 3.0, 3.0, 1.0], 1), ([5.0, 5.0, 5.0, 5.0], 0):
+        for temperature in (0, 1e-7):
+            tokens = suite(4).draws(SamplingParams(temperature=temperature), torch.tensor(logits), suite(4).keys(9))
+            assert tokens.tolist() == [best] * 9
 
 
 def test_an_all_greedy_step_neither_draws_nor_sorts():
     p = SamplingParams(temperature=0, top_p=0.5, top_k=3)
+    sampler = lambda vocab: suite(vocab).make(vocab)  # noqa: E731
     assert sampler(100).bind(p, 1).variant == GREEDY
     assert sampler(100).bind(SamplingParams(), 1).variant == DRAWN
     assert sampler(100).bind(SamplingParams(top_k=100), 1).variant == DRAWN
@@ -282,103 +181,55 @@ def test_an_all_greedy_step_neither_draws_nor_sorts():
     assert sampler(5000).bind(SamplingParams(top_p=0.9), 1).variant & (FULL | LIMITED) == FULL | LIMITED
 
 
-def chi_square(tokens, probs):
-    expected = probs * len(tokens)
-    assert (expected[probs > 0] >= 5).all()
-    got = torch.bincount(tokens, minlength=len(probs)).double()
-    assert (got[probs == 0] == 0).all()
-    used = probs > 0
-    return normal_tail((((got - expected) ** 2)[used] / expected[used]).sum().item(), int(used.sum()) - 1)
-
-
-@pytest.mark.parametrize("axis", ["position", "seed", "sample"])
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(),
-        SamplingParams(temperature=0.7),
-        SamplingParams(top_k=5),
-        SamplingParams(top_p=0.8),
-        SamplingParams(temperature=1.3, top_k=12, top_p=0.9, min_p=0.05),
-    ],
-    ids=["plain", "cool", "top_k", "top_p", "all"],
-)
-def test_draws_follow_the_softmax_of_what_is_left(params, axis):
-    """60,000 draws: with 20 cells a distribution that is off by 3 % (r.m.s., relative) has z = 9, above the limit 4.5
-    with power > 0.99."""
-    n = 60_000
-    logits = torch.randn(20, generator=torch.Generator().manual_seed(1))
-    args = {"position": torch.full((n,), 7), "seed": torch.full((n,), 99), "sample": torch.full((n,), 1)}
-    args[axis] = torch.arange(n)
-    tokens = draw(logits.repeat(n, 1), [params] * n, **args)
-    x = logits.double() / params.temperature
-    allowed = torch.zeros(20, dtype=torch.bool)
-    allowed[list(support64(logits, params))] = True
-    assert abs(chi_square(tokens, torch.softmax(x.masked_fill(~allowed, -INF), 0))) < 4.5
-
-
-def test_a_row_draws_the_same_alone_and_in_any_batch():
-    rng = torch.Generator().manual_seed(5)
-    vocab, n = 300, 48
-    kinds = [
-        SamplingParams(temperature=0),
-        SamplingParams(),
-        SamplingParams(top_k=3),
-        SamplingParams(top_k=40, top_p=0.6),
-        SamplingParams(top_p=0.7),
-        SamplingParams(min_p=0.2, temperature=2.0),
-        SamplingParams(top_k=299, top_p=0.99),
-    ]
-    params = [kinds[i % len(kinds)] for i in range(n)]
-    logits = (torch.randn(n, vocab, generator=rng) * 3).bfloat16().float()
-    seed, position = torch.randint(-(2**60), 2**60, (n,), generator=rng), torch.arange(n) * 3
-    sample = torch.arange(n) % 5
-    together = draw(logits, params, seed, position, sample)
-    for order in (torch.arange(n).flip(0), torch.arange(0, n, 3)):
-        again = draw(logits[order], [params[i] for i in order], seed[order], position[order], sample[order])
-        assert torch.equal(again, together[order])
-    for i in range(n):
-        j = slice(i, i + 1)
-        assert draw(logits[j], params[i : i + 1], seed[j], position[j], sample[j])[0] == together[i]
-
-
 def test_sorting_in_chunks_changes_nothing(monkeypatch):
-    logits = torch.randn(9, 50)
-    params = [SamplingParams(top_p=0.6, min_p=0.01)] * 9
-    whole = draw(logits, params)
+    rows = [Seq(SamplingParams(top_p=0.6, min_p=0.01), (0,), (), torch.randn(50), i) for i in range(9)]
+    stage, logits = Stage(suite(50), 9), torch.stack([s.logits for s in rows])
+    stage.join(range(9), rows)
+    whole = stage.draw(range(9), logits)
     monkeypatch.setattr("minivllm.plugins.sampler.default.CHUNK", 100)
-    assert torch.equal(draw(logits, params), whole)
+    assert torch.equal(stage.draw(range(9), logits), whole)
 
 
-@pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(top_k=4), SamplingParams(top_p=0.9), SamplingParams(min_p=0.1)]
-)
-def test_impossible_tokens_are_never_drawn(params):
-    n = 4000
-    logits = torch.full((n, 64), -INF)
-    logits[:, [3, 60]] = torch.tensor([-100.0, -104.0])
-    assert set(draw(logits, [params] * n).tolist()) <= {3, 60}
+def test_bad_rows_are_those_that_nothing_can_be_drawn_from():
+    logits = torch.randn(5, 32)
+    logits[0, :31] = -INF
+    logits[1, 5], logits[2], logits[3, 0] = float("nan"), -INF, INF
+    assert bad_rows(logits).tolist() == [False, True, True, True, False]
 
 
-@pytest.mark.parametrize(
-    "params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=2, top_p=0.5)]
-)
-def test_bad_rows_give_a_token_and_leave_the_others_alone(params):
-    logits = torch.randn(4, 32)
-    want = draw(logits, [params] * 4)
-    logits[1, 5], logits[2] = float("nan"), -INF
-    got = draw(logits, [params] * 4)
-    assert ((got >= 0) & (got < 32)).all() and torch.equal(got[[0, 3]], want[[0, 3]])
-    assert bad_rows(logits).tolist() == [False, True, True, False]
-    logits[3, 0] = INF
-    assert bad_rows(logits)[3]
+def test_the_seeds_at_the_ends_of_the_noise_are_there():
+    one = torch.ones(1, dtype=torch.long)
+    for seed, lane in SMALLEST:
+        assert noise(one * seed, one, one * 0, lane) < 2.0**-23
+    for seed, lane in LARGEST:
+        assert noise(one * seed, one, one * 0, lane) == 1 - 2.0**-24
 
 
-def test_tiny_and_huge_temperatures_stay_finite():
-    logits = torch.tensor([[1e4, -1e4, 9999.0, 0.0]])
-    assert draw(logits, [SamplingParams(temperature=1.1e-5)]).item() == 0
-    seen = {draw(logits / 1e4, [SamplingParams(temperature=100)], position=torch.tensor([i])).item() for i in range(60)}
-    assert seen == {0, 1, 2, 3}
+@pytest.mark.parametrize(("df", "alpha", "value"), [(1, 0.05, 3.8415), (7, 0.01, 18.4753), (63, 1e-3, 103.442)])
+def test_chi_square_is_that_of_the_tables(df, alpha, value):
+    assert chisquare.critical(df, alpha) == pytest.approx(value, abs=1e-3)
+    assert chisquare.power(1e-9, df, alpha) == pytest.approx(alpha, rel=1e-3)
+
+
+def test_power_is_how_often_a_difference_is_found():
+    """Of 4,000 samples from a faulty die: the share beyond the critical value is the power, within 4 sigma (0.03)."""
+    n, p = 2000, torch.full((6,), 1 / 6, dtype=torch.float64)
+    q = p + torch.tensor([0.02, -0.02, 0.01, -0.01, 0.0, 0.0])
+    rng = torch.Generator().manual_seed(1)
+    draws = torch.multinomial(q.expand(4000, 6), n, replacement=True, generator=rng)
+    count = torch.nn.functional.one_hot(draws, 6).sum(dim=1).double()
+    found = (((count - n * p) ** 2 / (n * p)).sum(dim=1) > chisquare.critical(5, 0.01)).double().mean().item()
+    shift = n * float(((q - p) ** 2 / p).sum())
+    assert found == pytest.approx(chisquare.power(shift, 5, 0.01), abs=0.03)
+    w = chisquare.detectable(n, 5, 0.01)
+    assert chisquare.power(n * w * w, 5, 0.01) == pytest.approx(chisquare.POWER, abs=1e-6)
+
+
+def test_rare_cells_share_bins():
+    probs = torch.tensor([0.5, 0.3, 0.19, 0.004, 0.003, 0.003, 0.0])
+    bins, k = chisquare.pooled(probs, 1000)
+    assert k == 4 and bins.tolist() == [3, 2, 1, 1, 0, 0, 0]  # expected: 500, 300, 190 + 4, 3 + 3 + 0
+    assert chisquare.pooled(torch.tensor([0.999, 0.001]), 1000)[1] == 1
 
 
 def test_logprobs_are_those_of_log_softmax():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from minivllm.testing.tiny import ARCHS, tiny_dir
 
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12]
@@ -24,11 +25,11 @@ def _rank(rank: int, size: int, folder: str, cases: list[tuple[str, str, str]]) 
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
-    from minivllm.testing.harness import Harness
     from transformers import AutoConfig
 
     from minivllm.core.interfaces.quantizer import Shard
     from minivllm.plugins.quantizer.int8 import Int8
+    from minivllm.testing.harness import Harness
 
     for name, family, load_format in cases:
         cfg = AutoConfig.from_pretrained(f"{folder}/{name}")

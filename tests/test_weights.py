@@ -7,14 +7,14 @@ import os
 
 import pytest
 import torch
-from minivllm.testing.harness import Harness
 from safetensors.torch import load_file, save_file
-from minivllm.testing.tiny import ARCHS, tiny_dir
 
 from minivllm.core.interfaces.model import Rule
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.core.weights import find_targets, load_weights, weight_bytes
 from minivllm.errors import ModelError
+from minivllm.testing.harness import Harness
+from minivllm.testing.tiny import ARCHS, tiny_dir
 
 LLAMA = ARCHS["llama"]()
 

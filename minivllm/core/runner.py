@@ -117,6 +117,7 @@ class Runner:
                 self.state.apply(plan.delta, self.worker.caches)
                 for slot in plan.delta.leave.tolist() if self._poison else ():
                     self._poison.pop(slot, None)
+                self._recommit(plan)
                 self._take_tokens(plan)
                 what = "attention"
                 meta, step = self._step(plan)
@@ -156,6 +157,23 @@ class Runner:
         )  # fmt: skip
         return meta, StepTensors(ids, pos, meta)
 
+    def _recommit(self, plan: StepPlan) -> None:
+        """Sequences that come back after a preemption: their columns start afresh, so the processors hear again of all
+        the tokens that were accepted before."""
+        join = plan.delta.join
+        back = np.flatnonzero(join.known > join.prompt) if join is not None and any(self._commits) else ()
+        if not len(back):
+            return
+        slots_np, prompt = join.slot[back].astype(np.int64), join.prompt[back].astype(np.int64)
+        count = join.known[back] - prompt
+        slots, first = self.state.to(np.stack([slots_np, prompt]))
+        at = prompt[:, None] + np.minimum(np.arange(count.max()), count[:, None] - 1)
+        tokens = self.state.tokens[slots[:, None], self.state.to(at)].long()
+        rows = self._rows(slots, first, self.wiring.max_model_len)
+        errors: list[StepError] = []
+        self._commit(rows, slots_np, tokens, self.state.to(count), errors)
+        self._poison.update({int(slots_np[r]): e for e in errors for r in e.rows})
+
     def _take_tokens(self, plan: StepPlan) -> None:
         """Tokens that the host chose: into the history, and to the processors as any accepted token."""
         if not len(plan.delta.token):
@@ -167,7 +185,7 @@ class Runner:
         self.state.known[slots] = position + 1
         rows = self._rows(slots, position, self.wiring.max_model_len)
         errors: list[StepError] = []
-        self._commit(rows, slots_np, tokens, torch.ones_like(tokens), errors)
+        self._commit(rows, slots_np, tokens[:, None], torch.ones_like(tokens), errors)
         self._poison.update({int(slots_np[r]): e for e in errors for r in e.rows})
 
     # ---- SAMPLE --------------------------------------------------------------------------------------------------
@@ -235,7 +253,7 @@ class Runner:
         state.tokens[rows.slots, rows.position] = torch.where(accept, tokens.int(), old)
         state.known[rows.slots] = torch.where(accept, rows.position + 1, state.known[rows.slots])
         state.stopped[rows.slots] = stopped | (flags != 0)
-        for row in self._commit(rows, slots_np, tokens, count, running.errors):
+        for row in self._commit(rows, slots_np, tokens[:, None], count, running.errors):
             flags[row] = FAILED
         running.packed = self._host(torch.stack([tokens.int(), count, flags]))
 
@@ -268,7 +286,8 @@ class Runner:
         return out.tokens.clamp_(0, logits.shape[1] - 1)
 
     def _commit(self, rows: Rows, slots_np, tokens, count, errors: list[StepError]) -> list[int]:
-        """Tell the processors of accepted tokens; returns the rows that failed at it (and stops them)."""
+        """Tell the processors of accepted tokens i64 [N, k], the first of them at ``rows.position``; returns the rows
+        that failed at it (and stops them)."""
         failed: list[int] = []
         for p, processor in enumerate(self.processors):
             if not self._commits[p]:
@@ -276,11 +295,11 @@ class Runner:
             on = self.state.processors[p].active[slots_np]
             if not on.any():
                 continue
-            index = self.state.to(np.flatnonzero(on))
+            held, index = self.state.processors[p], self.state.to(np.flatnonzero(on))
+            some = _pick(rows, index)
+            some.variant = int(np.bitwise_or.reduce(held.variant[slots_np[on]]))
             try:
-                processor.commit(
-                    tokens[index, None], count[index], _pick(rows, index), self.state.processors[p].columns
-                )
+                processor.commit(tokens[index], count[index], some, held.columns)
             except Exception as e:
                 errors.append(_error("rows", self.names[p], e, np.flatnonzero(on)))
                 self.state.stopped[rows.slots[index]] = True
@@ -337,7 +356,10 @@ class Runner:
         self._profiler = None
 
     def close(self) -> None:
-        """Give the device memory back."""
+        """Give the device memory back, and end a profile that nobody wants any more."""
+        if self._profiler is not None:
+            self._profiler.__exit__(None, None, None)
+            self._profiler = None
         self.worker = self.model = self.backend = self.state = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

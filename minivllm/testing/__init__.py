@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from .model import ModelConformance
     from .processor import ProcessorConformance
     from .quantizer import QuantizerConformance
-    from .session import Outcome, run
     from .sampler import SamplerConformance
     from .scheduler import SchedulerConformance
+    from .session import Outcome, run
     from .strategy import StrategyConformance
 
 SUITES = {  # seam -> (module here, class)

@@ -81,7 +81,7 @@ class Seen(Counter):
     def require(self, **least: int) -> None:
         """Fail unless each case was met at least so often."""
         weak = {name: self[name] for name, n in least.items() if self[name] < n}
-        assert not weak, f"the test itself is too weak: met {weak}, want at least {({k: least[k] for k in weak})}"
+        assert not weak, f"the test itself is too weak: met {weak}, want at least { ({k: least[k] for k in weak}) }"
 
 
 def _seeded(test: Any) -> Any:

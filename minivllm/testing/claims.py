@@ -52,6 +52,9 @@ def claimed(spec: Spec, fact: str, candidates: Iterable[Any]) -> list[Any]:
 
 
 def served(spec: Spec, kind: Kind) -> Request:
-    """A request that lies inside every limit of the spec and asks for all that it claims."""
+    """A request that lies inside every limit of the spec and asks for all that it claims; of a fact for which the spec
+    claims no value (a KV format that holds no dtype without loss) it does not speak."""
     limits = {} if spec.limits == ANY else spec.limits
-    return Request({fact: inside(limits.get(fact, ANY), USUAL[fact]) for fact in kind.facts}, spec.features)
+    facts = {fact: limits.get(fact, ANY) for fact in kind.facts}
+    claimed = {fact: limit for fact, limit in facts.items() if not isinstance(limit, Set) or limit}
+    return Request({fact: inside(limit, USUAL[fact]) for fact, limit in claimed.items()}, spec.features)

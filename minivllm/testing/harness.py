@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from minivllm.core.interfaces.attention import AttentionContext, AttnMeta, GraphKey
+from minivllm.core.interfaces.attention import AttentionContext, GraphKey
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.core.layers.parts import ALONE, Parts
@@ -16,47 +19,17 @@ from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32
 from minivllm.plugins.quantizer.none import Unquantized
 
+from .attention_world import make_meta
+
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 FORMATS = {"float32": Fp32, "bfloat16": Bf16, "float16": Fp16}
 
 
-def make_meta(
-    rows: Sequence[tuple[int, int, int]],
-    table: np.ndarray,
-    block: int,
-    device: str = "cpu",
-    decode_rows: int | None = None,
-) -> AttnMeta:
-    """``rows``: (slot, q_len, kv_len), those of one token first; ``table`` i32 [G, S, M]."""
-    slots, q_len, kv_len = (np.array(x, np.int64) for x in zip(*rows, strict=True))
-    if decode_rows is None:
-        decode_rows = int(np.argmax(np.append(q_len, 2) != 1))
-    groups = len(table)
-    row = np.repeat(np.arange(len(rows)), q_len)
-    position = np.concatenate(
-        [np.arange(kv - q, kv) for q, kv in zip(q_len, kv_len, strict=True)] + [np.empty(0, np.int64)]
-    )
-    slot_map = table[:, slots[row], position // block].astype(np.int64) * block + position % block
-    i32, i64 = (lambda x: torch.tensor(x, dtype=torch.int32, device=device)), lambda x: torch.tensor(x, device=device)
-    kv_all = np.repeat(kv_len[None], groups, 0).astype(np.int32)
-    return AttnMeta(
-        slots=i64(slots),
-        cu_q=i32(np.concatenate([[0], np.cumsum(q_len)])),
-        q_len=i32(q_len),
-        kv_len=i32(kv_all),
-        position=i64(position.astype(np.int64)),
-        row=i64(row),
-        table=i32(table),
-        slot_map=i64(slot_map),
-        block=block,
-        decode_rows=decode_rows,
-        host_q_len=q_len.astype(np.int32),
-        host_kv_len=kv_all,
-    )
-
-
 class Harness:
-    """One model, S slots; ``step`` feeds tokens to some slots and gives the logits of all of them."""
+    """One model, S slots; ``step`` feeds tokens to some slots and gives the logits of all of them.
+
+    Without a path the model stays as it is built, for who asks only what it consists of.
+    """
 
     def __init__(
         self,
@@ -82,7 +55,11 @@ class Harness:
         self.backend = backend(None, ctx)
         self.parts = Parts(device, dtype, quantizer or Unquantized(), self.backend, shard, group)
         self.model = build_model(arch, cfg, self.parts)
-        load_weights(path, arch, cfg, self.parts, load_format, seed)
+        for module in self.parts.modules.values():  # what nothing fills must be seen
+            for tensor in module.tensors.values():
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
+        if path is not None:
+            load_weights(path, arch, cfg, self.parts, load_format, seed)
         groups = 1 + max(layer.group for layer in self.parts.layers)
         per_slot = -(-max_len // block)
         blocks = 1 + slots * per_slot
@@ -108,9 +85,56 @@ class Harness:
             logits = self.model.logits(self.model(StepTensors(ids, meta.position, meta))).float()
         return dict(zip(order, logits.split([len(feed[s]) for s in order]), strict=True))
 
+    def chunked(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
+        """Logits [tokens, V] of a sequence that comes in several steps, cut before the tokens of these numbers."""
+        edges = [0, *cuts, len(tokens)]
+        return torch.cat([self.step({slot: tokens[a:b]})[slot] for a, b in itertools.pairwise(edges)])
+
     def greedy(self, slot: int, prompt: Sequence[int], n: int) -> list[int]:
         logits, tokens = self.step({slot: prompt})[slot], []
         for _ in range(n):
             tokens.append(int(logits[-1].argmax()))
             logits = self.step({slot: tokens[-1:]})[slot]
         return tokens
+
+
+class Seat:
+    """One process of a tensor-parallel group that threads play; ``all_reduce`` stands in for torch's."""
+
+    def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.sent, self.barrier = rank, sent, barrier
+
+    @staticmethod
+    def all_reduce(y: torch.Tensor, group: Seat) -> None:
+        group.sent[group.rank] = y
+        group.barrier.wait()
+        total = torch.stack(group.sent).sum(0)
+        group.barrier.wait()  # before anyone overwrites what the others read
+        y.copy_(total)
+
+
+def seats(n: int) -> list[Seat]:
+    sent, barrier = [None] * n, threading.Barrier(n, timeout=60)
+    return [Seat(rank, sent, barrier) for rank in range(n)]
+
+
+def play(seats: Sequence[Seat], calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Results of calls that wait for each other, one for each seat; raises the error that came first."""
+    results: list[Any] = [None] * len(calls)
+    errors: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            results[i] = calls[i]()
+        except BaseException as exc:
+            errors.append(exc)
+            seats[i].barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

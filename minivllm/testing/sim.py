@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from minivllm.core.engine import Engine
+from minivllm.core import engine as engine_module
+from minivllm.core import publisher as publisher_module
+from minivllm.core.engine import IDLE, Engine
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
 from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, StepError, StepResult
 from minivllm.core.interfaces.sampling import Row
+from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
 from minivllm.core.request import Request, SamplingParams
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
@@ -61,6 +64,7 @@ class SimExecutor(Executor):
         self.kv = [np.zeros((n, block), np.int64) for n in blocks]
         self.results: deque[StepResult] = deque()
         self.fail_at: set[int] = set()
+        self.trail: list[tuple[list[int], list[int]]] = []  # slots and q_len of every step
         self.max_tokens = self.max_rows = 0
         self.held: dict[int, object] = {}
 
@@ -101,6 +105,7 @@ class SimExecutor(Executor):
         self._delta(plan.delta)
         self.max_tokens = max(self.max_tokens, int(plan.q_len.sum()))
         self.max_rows = max(self.max_rows, len(plan.slots))
+        self.trail.append((plan.slots.tolist(), plan.q_len.tolist()))
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot twice in a step"
         assert (plan.q_len > 0).all() and (np.diff(plan.q_len > 1).clip(-1, 1) >= 0).all(), "one-token rows come first"
         if plan.id in self.fail_at:
@@ -185,6 +190,33 @@ class SimExecutor(Executor):
         self.results.clear()
 
 
+class Clock:
+    """Seconds that pass only when a test says so.  ``with clock:`` the engine reads it in place of the real one, so
+    that times in a policy's view, and what a policy does with them, are the same in every run."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def __enter__(self) -> Clock:
+        self._real = engine_module.time, publisher_module.time
+        engine_module.time = publisher_module.time = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        engine_module.time, publisher_module.time = self._real
+
+    def turn(self, engine: Engine, seconds: float = 0.02) -> bool:
+        """One turn of the loop, which takes ``seconds``, or the wait that follows a turn without work."""
+        with self:
+            worked = engine.step()
+        held = engine.planner.wake_at - self.now if engine.planner.wake_at else 0.0
+        self.now += seconds if worked else min(max(IDLE, held), 60.0)
+        return worked
+
+
 class NoProcessor:
     reads = frozenset({"temperature"})
 
@@ -207,7 +239,9 @@ def sim_engine(
     prefix=True,
     policy=Fcfs,
     evictor=Lru,
+    strategy: DecodingStrategy | None = None,
 ) -> Engine:
+    """``policy`` and ``evictor`` are called with (None, context); ``blocks``: a number, or a list of one per window."""
     part = Part("sim/sim", "minivllm.testing.sim:Sim")
     wiring = Wiring(
         model_dir="", load_format="dummy", device="cpu", dtype="float32", block=block, max_num_seqs=slots,
@@ -220,26 +254,30 @@ def sim_engine(
     capacity = executor.start(wiring)
     return Engine(
         wiring, executor, capacity, lambda ctx: policy(None, ctx), lambda ctx: evictor(None, ctx),
-        [("sim/none", NoProcessor())], [("sim/branches", _Strategy())], windows, prefix,
+        [("sim/none", NoProcessor())], [("sim/branches", strategy or _Strategy())], windows, prefix,
         eos_ids=(EOS_ID,),
     )  # fmt: skip
 
 
-class _Strategy:
-    def takes(self, params):
-        return True
-
+class _Strategy(DecodingStrategy):
     def start(self, params):
-        return [SimpleNamespace(sample=i) for i in range(params.n)]
+        return [Branch(i) for i in range(params.n)]
 
     def result(self, params, ends):
         return [e.sample for e in ends]
 
 
-def request(engine: Engine, rid: str, prompt, **params) -> Request:
-    r = Request(rid, np.array(prompt, np.int32), SamplingParams.make(**params), arrival=float(len(engine.requests)))
+def request(engine: Engine, rid: str, prompt, arrival: float | None = None, **params) -> Request:
+    """Add one; it arrives after those that are there unless ``arrival`` says when."""
+    at = float(len(engine.requests)) if arrival is None else arrival
+    r = Request(rid, np.array(prompt, np.int32), SamplingParams.make(**params), arrival=at)
     engine.add(r)
     return r
+
+
+def outputs(r: Request) -> list[tuple[list[int], str]]:
+    """Token ids and finish reason of each sequence."""
+    return [(s.tokens[len(r.prompt) : s.known].tolist(), s.finish_reason) for s in r.sequences]
 
 
 def run(engine: Engine, limit: int = 20000, check: bool = False) -> int:
@@ -265,4 +303,4 @@ def at_rest(engine: Engine) -> None:
         assert pool.free + pool.idle == pool.total - 1
 
 
-__all__ = ["NAN", "SimExecutor", "answer", "at_rest", "request", "run", "sim_engine"]
+__all__ = ["NAN", "Clock", "SimExecutor", "answer", "at_rest", "outputs", "request", "run", "sim_engine"]

@@ -120,7 +120,7 @@ class SpecConformance(Conformance):
     @since(1, 0)
     def test_a_feature_that_is_not_claimed_is_refused(self) -> None:
         spec, kind, inside = replace(self.spec, needs=()), self.subject.kind, self.request()
-        for feature in sorted(set(kind.features) - spec.features) + ["something that the engine learns next year"]:
+        for feature in [*sorted(set(kind.features) - spec.features), "something that the engine learns next year"]:
             reasons = spec.refuse(replace(inside, features=inside.features | {feature}), kind)
             assert any(feature in str(r) for r in reasons), f"feature {feature!r} is not claimed and not refused"
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.utils import logging
 
 from minivllm.plugins.model.llama import Llama
 from minivllm.plugins.model.qwen2 import Qwen2
@@ -14,6 +21,11 @@ from minivllm.plugins.model.qwen3 import Qwen3
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 ARCHS = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+SMALL = {  # 2 layers, 32 wide, 61 tokens
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -24,30 +36,92 @@ LLAMA3_ROPE = {
 }
 
 
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **values}}
+
+
+def _window(types: list[str], **values: Any) -> dict[str, Any]:
+    layers = {"num_hidden_layers": len(types)} if types else {}
+    return {"use_sliding_window": True, "sliding_window": 6, **({"layer_types": types} if types else {}), **layers,
+            **values}  # fmt: skip
+
+
+FULL, NEAR = "full_attention", "sliding_attention"
+# What config.json may say: axis -> name -> values.  The contexts of the rope variants are shorter than the prompts.
+VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "heads": {
+        "mha": {"num_key_value_heads": 4}, "mqa": {"num_key_value_heads": 1},
+        "kv heads null": {"num_key_value_heads": None},
+        "8 heads": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8},
+    },
+    "head_dim": {"head_dim 16": {"head_dim": 16}, "head_dim 6": {"head_dim": 6}, "head_dim null": {"head_dim": None}},
+    "tied": {"tied": {"tie_word_embeddings": True}},
+    "size": {
+        "one layer": {"num_hidden_layers": 1}, "three layers": {"num_hidden_layers": 3},
+        "64 tokens": {"vocab_size": 64}, "odd intermediate_size": {"intermediate_size": 37},
+    },
+    "eps": {"rms_norm_eps 0.05": {"rms_norm_eps": 0.05}, "layer_norm_eps 0.05": {"layer_norm_eps": 0.05}},
+    "bias": {
+        "attention_bias": {"attention_bias": True}, "mlp_bias": {"mlp_bias": True},
+        "both biases": {"attention_bias": True, "mlp_bias": True},
+    },
+    "rope": {
+        "rope_theta": _rope("default", rope_theta=37.0),
+        "rope linear": _rope("linear", factor=4.0, rope_theta=5000.0),
+        "rope llama3": _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                             original_max_position_embeddings=16, rope_theta=10000.0),
+        "rope llama3 of max_position_embeddings": {
+            **_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0), "max_position_embeddings": 16},
+        "rope dynamic": {**_rope("dynamic", factor=4.0), "max_position_embeddings": 16},
+        "rope yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=16),
+        "rope yarn truncated": _rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0,
+                                     beta_slow=2.0, attention_factor=1.3, truncate=False),
+        "rope longrope": _rope("longrope", factor=4.0, original_max_position_embeddings=16,
+                               short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[1.0, 2.0, 3.0, 4.0]),
+        "rope proportional": _rope("proportional", partial_rotary_factor=0.5),
+        "half of each head rotates": _rope("default", partial_rotary_factor=0.5),
+        "partial_rotary_factor": {"partial_rotary_factor": 0.5},
+        "rope_scaling, the old name": {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 50.0},
+        "rope of each layer type": {"rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 50.0}, NEAR: {"rope_type": "default", "rope_theta": 9.0}}},
+    },
+    "window": {
+        "window": {"sliding_window": 6}, "window from layer 1 on": _window([], max_window_layers=1),
+        "window in all layers": _window([], max_window_layers=0), "window in layer 0": _window([NEAR, FULL]),
+        "window of one token": _window([NEAR, NEAR], sliding_window=1),
+        "window switched off": {**_window([], max_window_layers=1), "use_sliding_window": False},
+        "chunked attention": {"layer_types": ["chunked_attention", FULL], "attention_chunk_size": 4},
+    },
+    "other": {
+        "hidden_act swish": {"hidden_act": "swish"}, "hidden_act gelu": {"hidden_act": "gelu"},
+        "hidden_act relu": {"hidden_act": "relu"}, "not causal": {"is_causal": False},
+        "pretraining_tp": {"pretraining_tp": 2},
+        "a layer with a window of its own": {"per_layer_config": {"1": {"sliding_window": 4}}},
+        "a layer of its own size": {"per_layer_config": {"1": {"intermediate_size": 24}}},
+        "logits capped": {"final_logit_softcapping": 3.0}, "scores capped": {"attn_logit_softcapping": 3.0},
+        "scaled": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
+                   "attention_multiplier": 0.3},
+    },
+}  # fmt: skip
+
+
+def small_config(cls: type, **values: Any) -> PretrainedConfig:
+    """A config of any class of transformers: the fields of ``SMALL`` that it has, and ``values``."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    return cls(**{**{k: v for k, v in SMALL.items() if k in known}, **values})
+
+
 def tiny_config(family: str = "llama", heads: str = "gqa", **values) -> PretrainedConfig:
     """2 layers, 32 wide, 61 tokens; ``values`` override."""
     q, kv = HEADS[heads]
-    base = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": q,
-        "num_key_value_heads": kv,
-        "head_dim": 8,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    return CONFIGS[family](**{**base, **values})
+    return CONFIGS[family](**{**SMALL, "num_attention_heads": q, "num_key_value_heads": kv, **values})
 
 
-def tiny_model(cfg: PretrainedConfig, seed: int = 0):
+def tiny_model(cfg: PretrainedConfig, seed: int = 0, cls: Any = AutoModelForCausalLM):
     """transformers' float32 model with weights large enough that logits differ clearly, biases and norms random too."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32, attn_implementation="eager").eval()
+    make = getattr(cls, "from_config", None) or cls._from_config
+    model = make(cfg, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(0, 0.3 if p.dim() > 1 else 0.1)
@@ -56,9 +130,49 @@ def tiny_model(cfg: PretrainedConfig, seed: int = 0):
     return model
 
 
+def save(model: Any, path: Path, shard: str | None = None) -> Path:
+    """Write config.json and safetensors (several with ``shard="20KB"``)."""
+    with quiet():
+        model.save_pretrained(path, **({"max_shard_size": shard} if shard else {}))
+    return Path(path)
+
+
 def tiny_dir(path: Path, family: str = "llama", heads: str = "gqa", seed: int = 0, shard: str | None = None, **values):
     """Write config.json and safetensors (several with ``shard="20KB"``); returns (path, config, transformers model)."""
     cfg = tiny_config(family, heads, **values)
     model = tiny_model(cfg, seed)
-    model.save_pretrained(path, **({"max_shard_size": shard} if shard else {}))
-    return Path(path), cfg, model
+    return save(model, path, shard), cfg, model
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without progress bars and advice."""
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """What the one safetensors file of a directory holds."""
+    return load_file(path / "model.safetensors")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file(dict(tensors), path / "model.safetensors", {"format": "pt"})
+
+
+def edits(path: Path, change: Callable[[Tensor], Tensor | None]) -> Iterator[str]:
+    """Change one tensor of a directory at a time (None leaves it out) and give its name; whole again afterwards."""
+    tensors = read_tensors(path)
+    torch.manual_seed(0)
+    for name, tensor in tensors.items():
+        new = change(tensor)
+        write_tensors(path, {k: v for k, v in {**tensors, name: new}.items() if v is not None})
+        yield name
+    write_tensors(path, tensors)

@@ -166,4 +166,9 @@ class AttentionBackend(ABC):
         lse: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> None:
-        """Attend, writing ``out`` [T, heads, dim_v].  ``lse`` [T, heads] float32 and ``scores`` only if claimed."""
+        """Attend, writing all of ``out`` [T, heads, dim_v] and changing nothing else.
+
+        Where claimed, write ``lse`` [T, heads] float32, the natural logarithm of the softmax's denominator (sink
+        included), and ``scores`` [T, heads, n >= the longest row] float32, the probabilities of positions 0 .. n - 1 of
+        the token's row, 0 where it sees nothing.  Where not claimed they are refused: PluginError unless None.
+        """

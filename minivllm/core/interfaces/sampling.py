@@ -99,8 +99,9 @@ class Processor(ABC):
         """Change ``logits`` float32 [N, V] in place.  ``state[name]`` is [S, ...]: index it with ``rows.slots``."""
 
     def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Accepted tokens i64 [N, k], of which ``count[j]`` are valid in row j (0 = none).  Never called for drafts
-        that were rejected, so nothing has to be rolled back."""
+        """Accepted tokens i64 [N, k], of which ``count[j]`` are valid in row j (0 = none), the first of them at
+        ``rows.position``.  Never called for drafts that were rejected, so nothing has to be rolled back; a sequence
+        that was preempted starts with fresh columns and hears of all its tokens again."""
 
 
 class Sampler(Processor):

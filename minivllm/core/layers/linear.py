@@ -101,7 +101,9 @@ class Linear(Module):
 
     def finish(self) -> None:
         self.scheme.finish()
-        self.tensors.update(self.scheme.tensors)
+        self.tensors = dict(self.scheme.tensors)  # a scheme may have repacked: what it dropped is not kept alive here
+        if self.bias is not None:
+            self.tensors["bias"] = self.bias
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.scheme.apply(x)

@@ -32,6 +32,10 @@ class Llama(ModelArch):
         return [None] * cfg.num_hidden_layers
 
     def check(self, cfg: Any) -> None:
+        if getattr(cfg, "is_heterogeneous", getattr(cfg, "per_layer_config", None)):
+            raise ModelError("per_layer_config: layers that differ from each other are not implemented")
+        if not getattr(cfg, "is_causal", True):
+            raise ModelError(f"is_causal={cfg.is_causal}: want True, attention to later tokens is not implemented")
         if cfg.hidden_act not in ("silu", "swish"):
             raise ModelError(f"hidden_act={cfg.hidden_act!r}: want 'silu'")
         if kv_heads(cfg) < 1 or cfg.num_attention_heads % kv_heads(cfg):

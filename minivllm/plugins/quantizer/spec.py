@@ -11,6 +11,7 @@ INT8 = Spec(
     summary="int8 weights with a scale per output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
+    traits={"bits": 8},  # and not sliceable: a share of the inputs has row scales of its own
 )
 NONE = Spec(
     impl="minivllm.plugins.quantizer.none:Unquantized",

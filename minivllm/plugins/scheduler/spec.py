@@ -7,4 +7,5 @@ FCFS = Spec(
     api=(1, 0),
     summary="first come, first served; the youngest is preempted",
     priority=10,
+    features=frozenset({"starvation_free"}),
 )

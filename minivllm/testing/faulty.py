@@ -1,12 +1,20 @@
-"""Processors that fail on purpose, for tests of what a plug-in's fault may touch."""
+"""Parts that fail on purpose, for tests of what a plug-in's fault may touch.  They are named as targets, so that a
+worker process can build them: ``minivllm.testing.faulty:Faulty``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from minivllm.core.interfaces.sampling import Column, Processor, Row
+from minivllm.plugins.attention.sdpa import Sdpa
+from minivllm.plugins.attention.spec import SDPA
+
+TARGETS = __name__
+FATAL_CHUNK = 13  # tokens
 
 
 class Faulty(Processor):
-    """Fails where ``params.extra["fault"]`` says; inactive without it."""
+    """Fails where ``params.extra["fault"]`` says (bind, apply or commit); inactive without it."""
 
     reads = frozenset({"fault"})
 
@@ -22,7 +30,8 @@ class Faulty(Processor):
             raise RuntimeError("boom in apply")
 
     def commit(self, tokens, count, rows, state):
-        raise RuntimeError("boom in commit")
+        if count.any():
+            raise RuntimeError("boom in commit")
 
 
 class Unbound(Processor):
@@ -48,3 +57,14 @@ class Misshapen(Processor):
 
     def apply(self, logits, rows, state):
         logits += state["x"][rows.slots].sum(dim=1, keepdim=True)
+
+
+class FaultyAttention(Sdpa):
+    """Fails in every step that brings a chunk of ``FATAL_CHUNK`` tokens."""
+
+    spec = replace(SDPA, impl=f"{__name__}:FaultyAttention")
+
+    def plan(self, meta, key):
+        if (meta.host_q_len == FATAL_CHUNK).any():
+            raise RuntimeError("boom in plan")
+        super().plan(meta, key)

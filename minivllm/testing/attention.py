@@ -1,0 +1,375 @@
+"""What any attention back end must do: give the definition's answer for any mix of rows, read nothing that is not the
+row's, and write nothing that is not named.  ``attention_math`` says how exact, ``attention_world`` what the cache is
+full of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttentionBackend, AttentionContext, AttnLayer
+from minivllm.core.interfaces.kvformat import DTYPE_BYTES, KVFormat
+from minivllm.errors import MinivllmError
+from minivllm.registry import Catalog, build_part
+from minivllm.spec import allows
+
+from . import attention_graph
+from .attention_cases import Space, lives, room, rows_of, seen_in, settle
+from .attention_world import Got, Setting, World
+from .attention_write import Writing
+from .base import Seen, find, since
+from .spec import SpecConformance
+
+ROWS = ((0, 5), (7, 1), (6, 4), (0, 1))  # (tokens in the cache, new tokens): prompt, decode, chunk, a prompt of one
+
+
+class AttentionConformance(Writing, SpecConformance):
+    """Override ``load`` if the back end's layout is not the KV format's, and ``formats`` to name KV formats that are
+    not installed as plug-ins."""
+
+    kind = "attention"
+
+    # ---- what an author may override -----------------------------------------------------------------------------
+
+    def formats(self) -> Sequence[str]:
+        """KV formats to try, as limits name them: by name for a built-in, ``dist/name`` for others."""
+        entries = Catalog.discover()["kvformat"].entries
+        return [e.name if e.builtin else e.label for e in entries]
+
+    def load(self, backend: AttentionBackend, layer: AttnLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [n * block, kv_heads, dim] float32 of blocks i64 [n] as they lie in ``layer.cache``."""
+        ctx = backend.ctx
+        if backend.layout(layer.spec, ctx.kv_format, ctx.block) != ctx.kv_format.layout(layer.spec, ctx.block):
+            pytest.skip("the layout is not the KV format's: override `load` in a test class to have this tested")
+        return ctx.kv_format.load(layer.cache, blocks, torch.float32)
+
+    def format(self, name: str) -> KVFormat:
+        return build_part("kvformat", find("kvformat", name).part({}))
+
+    def format_serves(self, name: str, dtype: str) -> bool:
+        limits = find("kvformat", name).spec.limits
+        return not isinstance(limits, dict) or allows(limits["dtype"], dtype)
+
+    # ---- making worlds -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def space(self) -> Space:
+        return Space(self)
+
+    def plain(self, **wanted: Any) -> Setting:
+        """The plainest setting that is claimed; skips the test if there is none."""
+        setting = self.space.plain(**wanted)
+        return pytest.skip(f"no setting with {wanted or 'anything known'} is claimed") if setting is None else setting
+
+    def attention_context(self, setting: Setting, rows: int, tokens: int, invariant: bool) -> AttentionContext:
+        fmt = self.format(setting.kv_format)
+        return AttentionContext(self.place(), setting.dtype, fmt, setting.block, rows, tokens, invariant)
+
+    def context(self) -> tuple[Any, ...]:
+        return (self.attention_context(self.plain(), len(ROWS) + 2, 24, False),)
+
+    def exercise(self, instance: AttentionBackend) -> Any:
+        world = World(self, self.plain(), len(ROWS), 24, backend=instance)
+        return [got.out.tolist() for got in world.step([(world.add(past), new) for past, new in ROWS])]
+
+    def run(self, setting: Setting, rows: Sequence[tuple[int, int]] = ROWS, **how: Any) -> list[Got]:
+        """Check one step of rows (tokens in the cache, new tokens) in a new world."""
+        most = max(past + new for past, new in rows) + how.get("ahead", 0)
+        of_world = {name: how.pop(name) for name in ("seed", "poison", "q_size") if name in how}
+        world = World(self, setting, len(rows), most, **of_world)
+        return world.check([(world.add(past), new) for past, new in rows], **how)
+
+    def around(self, block: int) -> list[tuple[int, int]]:
+        """Rows that end at each side of block borders, with one query, two, and a whole block of them."""
+        ends = sorted({n for i in (1, 2) for n in (i * block - 1, i * block, i * block + 1) if n > 0})
+        return [(end - new, new) for new in sorted({1, 2, block}) for end in ends if end >= new]
+
+    # ---- the answer ----------------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_any_steps_give_the_answer_of_the_definition(self) -> None:
+        """Prompts, chunks and decode rows in any mix, one step after another, over shuffled and shared blocks, in any
+        setting that is claimed; rows that have ended or pad a step disturb nobody, and what lies in slots that a query
+        may not see never shows."""
+        seen, settings = Seen(), self.space.settings()
+
+        @self.for_all(120, st.data(), st.integers(0, 1 << 20))
+        def _(data: Any, seed: int) -> None:
+            setting = data.draw(settings)
+            most = room(setting)
+            plan = data.draw(lives(setting.block, most))
+            fused = data.draw(st.booleans())
+            world = World(self, setting, len(plan), most, seed=seed)
+            seqs = settle(world, plan)
+            for step in range(len(plan[0].news)):
+                rows = rows_of(plan, seqs, step)
+                seen.update(seen_in(rows, plan, setting.block))
+                world.check(rows, fused=fused, lse=self.claims("lse"), scores=self.claims("scores"))
+
+        seen.require(**{"decode": 30, "prompt": 5, "chunk": 20, "mixed": 15, "mid-block": 10, "border": 15,
+                        "shared": 5, "padded": 10})  # fmt: skip
+
+    @since(1, 0)
+    def test_rows_end_at_either_side_of_a_block_border(self) -> None:
+        """In blocks of every claimed size; a row of several hundred tokens too."""
+        for block, setting in self.space.each("block"):
+            rows = self.around(block)
+            for part in (rows[:6], rows[6:12], rows[12:]):
+                self.run(setting, part or [(0, 1)])
+            self.run(setting, [(700, 1), (3, 1), (401, 3)])
+
+    @since(1, 0)
+    def test_each_number_of_query_heads_for_a_kv_head(self) -> None:
+        """Query head h reads KV head h // (heads / kv_heads); one KV head, and several."""
+        for ratio, setting in self.space.each("queries_per_kv"):
+            self.run(setting)
+            self.run(setting, seed=ratio, fused=False)
+            if (alone := self.space.plain(kv_heads=1, queries_per_kv=ratio)) is not None:
+                self.run(alone)
+
+    @since(1, 0)
+    def test_each_head_size(self) -> None:
+        """Every claimed size of keys and of values, equal or not where both are claimed."""
+        for fact in ("dim_qk", "dim_v"):
+            for size, setting in self.space.each(fact):
+                self.run(setting)
+                other = "dim_v" if fact == "dim_qk" else "dim_qk"
+                for d in [d for d in self.space.facts[other] if d != size][:2]:
+                    if (uneven := self.space.plain(**{fact: size, other: d})) is not None:
+                        self.run(uneven)
+
+    @since(1, 0)
+    def test_each_dtype_with_each_kv_format(self) -> None:
+        """Within twice the error of naive attention in the same dtype, in rows of one and of many keys: sums and
+        probabilities must not be kept in less than that."""
+        for dtype, _ in self.space.each("dtype"):
+            for kv_format, setting in self.space.each("kv_format", dtype=dtype):
+                self.run(setting, [*ROWS, (130, 1), (290, 3), (0, 40)], lse=self.claims("lse"))
+                assert kv_format == setting.kv_format
+
+    @since(1, 0)
+    def test_the_softmax_scale_is_the_layers(self) -> None:
+        """``AttnSpec.scale``, and dim_qk ** -0.5 where it is None (not dim_v, and not the padded size)."""
+        for dim, setting in self.space.each("dim_qk", scale=None):
+            self.run(setting)
+            self.run(self.plain(dim_qk=dim, scale=0.37))
+
+    @since(1, 0)
+    def test_large_scores_do_not_overflow(self) -> None:
+        """Scores of several hundred, of either sign: the greatest is subtracted before the exponential."""
+        for _, setting in self.space.each("dtype"):
+            for seed in (0, 1):
+                rows = [(0, 1), (1, 1), (2, 1), (17, 1), (0, 6), (21, 5)]
+                got = self.run(setting, rows, q_size=80.0, seed=seed, lse=self.claims("lse"))
+                Seen({"large": int(max(a.largest for a in got[0].want) > 150)}).require(large=1)
+
+    @since(1, 0)
+    def test_layers_of_several_kv_groups_share_a_step(self) -> None:
+        """Each group has a table of its own; layers of one group may differ in heads, scale, sinks and soft cap, and
+        what one prepared in ``meta.work`` must not reach another that differs."""
+        first = self.plain()
+        base, ratios = first.specs[0], self.space.facts["queries_per_kv"]
+        specs = [base, replace(base, scale=0.9), replace(base, heads=base.kv_heads * ratios[-1])]
+        specs += [replace(base, kv_heads=1, heads=ratios[0]), replace(base, kv_heads=3, heads=3 * ratios[0])]
+        specs += [replace(base, window=w) for w in (2, 5)] if self.claims("window") else []
+        specs += [replace(base, sinks=True)] if self.claims("sinks") else []
+        specs += [replace(base, softcap=1.5)] if self.claims("softcap") else []
+        for order in (specs, specs[::-1]):
+            setting = Setting(tuple(order), first.dtype, first.kv_format, first.block)
+            if not self.space.serves(setting):
+                pytest.skip("the plug-in serves no such mix of layers")
+            self.run(setting, [(9, 1), (4, 1), (0, 7), (6, 3)])
+
+    @since(1, 0)
+    def test_steps_of_one_shape_over_other_blocks(self) -> None:
+        """A plan belongs to its step: the next one may have the same shape and other rows, lengths and blocks."""
+        world = World(self, self.plain(), 6, 30)
+        seqs = [world.add(past) for past in (9, 9, 4, 5, 14, 9)]
+        for chosen in ((0, 2), (1, 3), (4, 5), (2, 0), (0, 2)):
+            world.check([(seqs[i], 1) for i in chosen])
+        for chosen in ((0, 1), (2, 3), (1, 0)):
+            world.check([(seqs[i], 3) for i in chosen])
+
+    @since(1, 0)
+    def test_a_prompt_in_chunks_sees_what_came_before(self) -> None:
+        """A chunk's first query stands behind all cached tokens (the causal mask is aligned bottom-right)."""
+        world = World(self, self.plain(), 3, 40)
+        seqs = [world.add(), world.add(3)]
+        for news in ((5, 1), (1, 1), (7, 2), (2, 4), (1, 9), (9, 3)):
+            world.check(list(zip(seqs, news, strict=True)))
+
+    # ---- what is read --------------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_lengths_of_decode_rows_come_from_the_device(self) -> None:
+        """``host_kv_len`` is an upper bound for rows that decode: it may size a launch, never end a softmax."""
+        for ahead in (1, 3, 9):
+            self.run(self.plain(), [(5, 1), (15, 1), (0, 1), (2, 4)], ahead=ahead)
+
+    @since(1, 0)
+    def test_nan_of_a_failed_row_stays_in_its_blocks(self) -> None:
+        """A row whose numbers became NaN ends, and others get its blocks with the NaN in them: slots beyond a row's
+        length and blocks that it does not own must not be multiplied, not even by 0.  (The null block is finite.)"""
+        for block, setting in self.space.each("block"):
+            for rows in ([(block, 1), (block + 1, 1), (2 * block - 1, 1), (2, 1)], [(0, 3), (block, 2), (5, 1)]):
+                self.run(setting, rows, poison=float("nan"))
+
+    @since(1, 0)
+    def test_ended_and_padded_rows_disturb_nobody(self) -> None:
+        """Rows that met their end, and rows without a block, write to the null block; what comes out is dropped."""
+        for new in (1, 4):
+            world = World(self, self.plain(), 5, 20)
+            seqs = [world.add(6), world.add(5, ended=True), world.add_null(), world.add(9), world.add(0)]
+            for _ in range(2):
+                world.check([(seqs[0], 1), (seqs[1], new), (seqs[2], new), (seqs[3], 1), (seqs[4], new)])
+
+    # ---- features ------------------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_a_window_counts_the_query_itself(self) -> None:
+        """A query sees the last ``window`` positions up to its own; blocks that left the window are gone from the
+        table, whose entries are the null block then."""
+        self.need("window")
+        for block, setting in list(self.space.each("block", window=2))[: None if self.long else 3]:
+            for window in sorted({1, 2, block - 1, block, block + 1, 2 * block + 1, 10_000} - {0}):
+                spec = replace(setting.specs[0], window=window)
+                rows = [(0, 1), (window % 50, 1), (3 * block, 1), (3 * block + 1, 2), (0, block + 2), (2 * block, 5)]
+                self.run(Setting((spec,), setting.dtype, setting.kv_format, block), rows)
+
+    @since(1, 0)
+    def test_sinks_take_probability_and_give_nothing(self) -> None:
+        """exp(sinks[head]) stands in the denominator of every query of the head."""
+        self.need("sinks")
+        for ratio in self.space.facts["queries_per_kv"]:
+            for more in ({}, {"window": 3}) if self.claims("window") else ({},):
+                self.run(self.plain(queries_per_kv=ratio, sinks=True, **more))
+
+    @since(1, 0)
+    def test_a_softcap_bends_the_scaled_scores(self) -> None:
+        """softcap * tanh(scale * q.k / softcap), before the mask and the sink."""
+        self.need("softcap")
+        for softcap in (0.5, 5.0, 50.0):
+            for size in (1.0, 30.0):
+                self.run(self.plain(softcap=softcap), q_size=size)
+
+    @since(1, 0)
+    def test_values_in_the_keys_are_their_first_elements(self) -> None:
+        """``v_in_k``: v is k[..., :dim_v], and there is no tensor for it."""
+        self.need("v_in_k")
+        met = 0
+        for dim_v in self.space.facts["dim_v"]:
+            for dim_qk in [d for d in self.space.facts["dim_qk"] if d >= dim_v][:4]:
+                if (setting := self.space.plain(dim_qk=dim_qk, dim_v=dim_v, v_in_k=True)) is not None:
+                    self.run(setting)
+                    met += 1
+        assert met, "v_in_k is claimed for no pair of head sizes with dim_v <= dim_qk"
+
+    @since(1, 0)
+    def test_lse_is_the_logarithm_of_the_denominator(self) -> None:
+        """Natural logarithm, float32 [T, heads], the sink included, after scale and soft cap."""
+        self._extra("lse")
+
+    @since(1, 0)
+    def test_scores_are_the_probabilities(self) -> None:
+        """float32 [T, heads, n], n at least the largest kv_len: of position j of the token's row, 0 where the query
+        sees nothing; the sink's share is missing from their sum."""
+        self._extra("scores")
+
+    def _extra(self, name: str) -> None:
+        self.need(name)
+        rows = [*ROWS, (30, 1), (11, 9), (0, 20)]
+        for more in ({}, {"window": 4}, {"sinks": True}, {"softcap": 2.0}, {"scale": 0.8}):
+            if all(feature == "scale" or self.claims(feature) for feature in more):
+                self.run(self.plain(**more), rows, **{name: True})
+
+    @since(1, 0)
+    @pytest.mark.parametrize("name", ["lse", "scores"])
+    def test_an_output_that_is_not_claimed_is_refused(self, name: str) -> None:
+        """Raise a PluginError rather than leave the caller's tensor as it is."""
+        if self.claims(name):
+            pytest.skip(f"claimed: {name}")
+        world = World(self, self.plain(), 1, 4)
+        rows = [(world.add(2), 1)]
+        with pytest.raises((MinivllmError, NotImplementedError, ValueError)) as caught:
+            world.step(rows, **{name: True})
+        assert str(caught.value).strip(), f"{name} is refused without words"
+
+    @since(1, 0)
+    def test_the_same_step_gives_the_same_bits(self) -> None:
+        """``repeatable``: whatever ran in between."""
+        self.need("repeatable")
+        for _, setting in self.space.each("dtype"):
+            world, rows = self._crowd(setting, False)
+            want = self._bits(world, rows)
+            for _ in range(5):
+                self._bits(world, rows[::2])
+                _assert_same(self._bits(world, rows), want, range(len(rows)), "the step was repeated")
+
+    @since(1, 0)
+    def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(self) -> None:
+        """``batch_invariant``: alone, beside others and in another order, in the same step shape or not."""
+        self.need("batch_invariant")
+        for _, setting in self.space.each("dtype"):
+            world, rows = self._crowd(setting, True)
+            want = self._bits(world, rows)
+            for chosen in (*([i] for i in range(len(rows))), range(0, len(rows), 2), range(len(rows))[::-1]):
+                got = self._bits(world, [rows[i] for i in chosen])
+                _assert_same(
+                    got, {k: want[i] for k, i in enumerate(chosen)}, chosen, f"beside {len(chosen) - 1} others"
+                )
+
+    def _crowd(self, setting: Setting, invariant: bool) -> tuple[World, list]:
+        """A world and the rows of a step: short and long, one token and several."""
+        shapes = [(2, 1), (700, 1), (30, 1), (333, 1), (0, 5), (64, 17), (0, 130), (250, 40)]
+        world = World(self, setting, len(shapes), 720, batch_invariant=invariant)
+        return world, [(world.add(past), new) for past, new in shapes]
+
+    def _bits(self, world: World, rows: list) -> dict[int, Tensor]:
+        """Index among ``rows`` -> its out [n, heads, dim_v] of a step, which leaves no trace."""
+        lengths = [seq.length for seq, _ in rows]
+        got = world.step(rows)[0]
+        for (seq, _), length in zip(rows, lengths, strict=True):
+            seq.length = length
+        order = sorted(range(len(rows)), key=lambda i: rows[i][1] != 1)
+        return {i: got.out[p.first : p.first + p.n] for i, p in zip(order, got.places, strict=True)}
+
+    # ---- layout and graphs -----------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_the_layout_is_that_of_one_block(self) -> None:
+        """The engine allocates [blocks, *shape] of each tensor, and counts its bytes."""
+        for block, setting in self.space.each("block"):
+            backend = self.build(self.attention_context(setting, 2, 2 * block, False))
+            layout = backend.layout(setting.specs[0], backend.ctx.kv_format, block)
+            assert layout.block == block, f"layout for blocks of {block} tokens says block={layout.block}"
+            assert layout.tensors, "layout without tensors: keys must be kept somewhere"
+            for name, t in layout.tensors.items():
+                assert t.dtype in DTYPE_BYTES and hasattr(torch, t.dtype), f"{name!r}: unknown dtype {t.dtype!r}"
+
+    @since(1, 0)
+    def test_a_captured_step_replays_on_new_data(self) -> None:
+        """The trait ``graph``: decode (or any mixed) steps captured once with their ``GraphKey`` give the answers of
+        new metadata that is copied into the same tensors; ``plan`` runs before each replay."""
+        graph = self.spec.traits.get("graph", "none")
+        assert graph in ("none", "decode", "mixed"), f"traits graph={graph!r}: want none, decode or mixed"
+        if graph == "none":
+            pytest.skip("not claimed: graph")
+        if not self.place().startswith("cuda"):
+            pytest.skip("CUDA graphs need a CUDA device")
+        for _, setting in self.space.each("dtype"):
+            attention_graph.check_decode(self, setting)
+            if graph == "mixed":
+                attention_graph.check_mixed(self, setting)
+
+
+def _assert_same(got: dict[int, Tensor], want: dict[int, Tensor], names: Any, how: str) -> None:
+    for i, x in got.items():
+        differ = int((x != want[i]).sum())
+        assert not differ, f"row {names[i]}: {differ} of {x.numel()} elements of out have other bits when {how}"

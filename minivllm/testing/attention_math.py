@@ -1,0 +1,124 @@
+"""What attention is held against: its definition, by which float64 gives the answer and the model's own dtype gives
+the error that is allowed (twice that of the naive way, as flash-attention's own tests have it)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttnSpec, QKPre
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What attention gives for n queries of one sequence of L tokens."""
+
+    out: Tensor  # [n, heads, dim_v]
+    lse: Tensor  # [n, heads] natural logarithm of the softmax's denominator, the sink included
+    scores: Tensor  # [n, heads, L] probabilities, 0 where nothing is seen
+    largest: float  # greatest absolute score among those that are seen
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None) -> Answer:
+    """Attention by its definition, in the dtype of its arguments.
+
+    q [n, heads, dim_qk] are those of the last n tokens of k [L, kv_heads, dim_qk] and v [L, kv_heads, dim_v].
+    """
+    kv_head = torch.arange(spec.heads) // (spec.heads // spec.kv_heads)
+    scale = spec.scale if spec.scale is not None else spec.dim_qk**-0.5
+    s = (q.transpose(0, 1) @ k[:, kv_head].permute(1, 2, 0)) * scale  # [heads, n, L]
+    if spec.softcap is not None:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
+    key, query = torch.arange(len(k)), torch.arange(len(k) - len(q), len(k))[:, None]
+    seen = key <= query
+    if spec.window is not None:
+        seen &= key > query - spec.window
+    largest = float(s.masked_fill(~seen, 0).abs().max())
+    s = s.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.to(s)[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    p = s.softmax(-1)[..., : len(k)]
+    out = p @ v[:, kv_head].transpose(0, 1)
+    return Answer(out.transpose(0, 1), s.logsumexp(-1).T, p.transpose(0, 1), largest)
+
+
+def rotated(x: Tensor, norm: Tensor | None, pre: QKPre, position: Tensor) -> Tensor:
+    """x [T, heads, dim] after RMSNorm and rotary embedding by their definitions, in the dtype of x, on the CPU: the
+    pairs (x[i], x[i + d / 2]) of the first d elements are turned by the angle of the position and i."""
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + pre.eps).sqrt() * norm.to(x)
+    if pre.cos is None:
+        return x
+    half = pre.cos.shape[1] // 2
+    cos, sin = (t.cpu()[position, None, :half].to(x) for t in (pre.cos, pre.sin))
+    a, b = x[..., :half], x[..., half : 2 * half]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], dim=-1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row of a step: its tokens [first, first + n), which are the last of ``length``."""
+
+    row: int
+    first: int
+    n: int
+    length: int
+    block: int
+    setting: str
+
+    def at(self, index: tuple[int, ...]) -> str:
+        """``index``: (token within the row, head, element)."""
+        position = self.length - self.n + index[0]
+        inner = "".join(f", {name} {i}" for name, i in zip(("head", "element"), index[1:], strict=False))
+        block = f"{position // self.block} + {position % self.block}"
+        return f"row {self.row} of {self.n} queries and {self.length} keys: position {position} = block {block}{inner}"
+
+
+def compare(
+    out: Tensor, lse: Tensor | None, scores: Tensor | None, want: Answer, naive: Answer, place: Place,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """One row's answers, which lie in those of a step ([T, ...]) as ``place`` says.
+
+    Beside twice the naive error a little is allowed: that of rounding the result, for a naive way that was lucky, and
+    of float32 scores, which are not exact if they are large, whoever computes them.
+    """
+    rows = slice(place.first, place.first + place.n)
+    inexact = 2**-22 * want.largest
+    size = float(want.out.abs().max())
+    floor = 1e-5 * max(1.0, size) + inexact * (size + 3)
+    check("out", out[rows], want.out, naive.out, floor, torch.finfo(dtype).eps / 2, place)
+    if lse is not None:
+        check("lse", lse[rows], want.lse, naive.lse, 1e-5 + 4 * inexact, 0.0, place)
+    if scores is not None:
+        there = scores[rows][..., : place.length]
+        check("scores", there, want.scores, naive.scores, 1e-5 + inexact, 0.0, place)
+        behind = scores[rows][..., place.length :]
+        assert bool((behind == 0).all()), f"scores of keys that are not there are not 0, in {place.at((0,))}"
+
+
+def check(name: str, got: Tensor, want: Tensor, naive: Tensor, floor: float, unit: float, place: Place) -> None:
+    """got, want and naive [n, heads, ...], in the largest error and in L2.  ``unit`` is allowed in relation to the
+    answer, ``floor`` as it stands."""
+    got, naive = got.double(), naive.double()
+    lost = (~got.isfinite()).nonzero()
+    if len(lost):
+        index = tuple(lost[0].tolist())
+        raise AssertionError(
+            f"{name} is {float(got[index])}, or was not written, in {place.at(index)}\n{place.setting}"
+        )
+    error = (got - want).abs()
+    allowed = 2 * float((naive - want).abs().max()) + floor + unit * float(want.abs().max())
+    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    assert float(error[index]) <= allowed, (
+        f"{name} is {float(got[index]):.7g}, want {float(want[index]):.7g} within {allowed:.2g}, in {place.at(index)}\n"
+        f"{place.setting}"
+    )
+    norm = float(want.norm())
+    allowed = 2 * float((naive - want).norm()) + floor * got.numel() ** 0.5 + unit * norm
+    assert float(error.norm()) <= allowed, (
+        f"{name} is off by {float(error.norm()):.3g} in L2, the answer has {norm:.3g}; allowed are {allowed:.3g}, in "
+        f"{place.at((0,))}\n{place.setting}"
+    )

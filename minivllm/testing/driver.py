@@ -1,0 +1,232 @@
+"""Steps made by hand for an executor, transformers' answers for them, and what an executor may leave behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minivllm.core.build import make_processors
+from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
+from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join, StepPlan, StepResult
+from minivllm.core.request import SamplingParams
+
+from .tiny import tiny_dir
+
+torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+SLOTS, BLOCK, MAX_LEN = 8, 4, 96
+LAYERS = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=20, max_window_layers=2)  # two KV groups
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A model on disk, and transformers' model of the same weights."""
+
+    keep: tempfile.TemporaryDirectory
+    path: Path
+    model: Any
+
+
+@lru_cache(maxsize=4)
+def tiny(seed: int = 0) -> Tiny:
+    keep = tempfile.TemporaryDirectory(prefix="minivllm-executor-")
+    path, _, model = tiny_dir(Path(keep.name), "qwen2", seed=seed, **LAYERS)
+    return Tiny(keep, path, model)
+
+
+@lru_cache(maxsize=4096)
+def logits_after(tokens: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """transformers' logits f32 [V] of the next token."""
+    with torch.inference_mode():
+        return tiny(seed).model(torch.tensor([tokens])).logits[0, -1]
+
+
+def greedy(prompt: Sequence[int], n: int, seed: int = 0) -> list[int]:
+    out = list(prompt)
+    for _ in range(n):
+        out.append(int(logits_after(tuple(out), seed).argmax()))
+    return out[len(prompt) :]
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    return [[(7 * i + 11 * n) % 58 + 3 for i in range(n)] for n in lengths]
+
+
+class Driver:
+    """Makes plans as the engine does, row by row, for sequences whose blocks are chosen from the last one downwards."""
+
+    def __init__(self, executor: Executor, capacity: Capacity, wiring: Wiring) -> None:
+        self.executor, self.capacity, self.wiring = executor, capacity, wiring
+        self.processors = [made for _, made in make_processors(wiring, capacity.vocab_size)]
+        self.known, self.computed, self.end = (np.zeros(SLOTS, np.int32) for _ in range(3))
+        self.steps = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._joins: list[tuple[int, list[int], int, tuple[int, ...], SamplingParams]] = []
+        self._leave: list[int] = []
+        self._tokens: list[tuple[int, int]] = []
+
+    def join(self, slot: int, prompt: Sequence[int], out: int, stop: tuple[int, ...] = (), fault: str = "") -> None:
+        params = SamplingParams(temperature=0, extra={"fault": fault} if fault else {})
+        self._joins.append((slot, list(prompt), out, stop, params))
+        self.known[slot], self.computed[slot], self.end[slot] = len(prompt), 0, len(prompt) + out
+
+    def leave(self, *slots: int) -> None:
+        self._leave += slots
+
+    def token(self, slot: int, token: int) -> None:
+        """A token chosen on the host."""
+        self._tokens.append((slot, token))
+        self.known[slot] += 1
+
+    def plan(self, rows: Mapping[int, int], late: Sequence[int] = (), host: Sequence[int] = ()) -> StepPlan:
+        """``rows``: slot -> tokens; ``late`` and ``host``: slots.  A row that reaches what is known draws."""
+        slots = np.array(sorted(rows, key=lambda s: rows[s] != 1), np.int32)
+        q_len = np.array([rows[s] for s in slots.tolist()], np.int32)
+        computed = self.computed[slots]
+        self.computed[slots] = after = computed + q_len
+        samples = np.flatnonzero(after == self.known[slots]).astype(np.int32)
+        drawn = slots[samples].tolist()
+        at = lambda chosen: np.array([i for i, s in enumerate(drawn) if s in chosen], np.int32)  # noqa: E731
+        self.known[[s for s in drawn if s not in host]] += 1
+        self.steps += 1
+        return StepPlan(self.steps, slots, q_len, computed, samples, late=at(late), host=at(host), delta=self._delta())
+
+    def submit(self, rows: Mapping[int, int], **more: Any) -> StepPlan:
+        plan = self.plan(rows, **more)
+        self.executor.submit(plan)
+        return plan
+
+    def _delta(self) -> Delta:
+        i32 = lambda values, *shape: np.array(values, np.int32).reshape(*shape or (-1,))  # noqa: E731
+        per = -(-MAX_LEN // BLOCK)
+        table = [
+            (g, slot, i, n - 1 - slot * per - i)
+            for slot, prompt, out, *_ in self._joins
+            for g, n in enumerate(self.capacity.blocks)
+            for i in range(-(-(len(prompt) + out) // BLOCK))
+        ]
+        delta = Delta(
+            join=self._join() if self._joins else None, leave=i32(self._leave), table=i32(table, -1, 4),
+            token=i32(self._tokens, -1, 2),
+        )  # fmt: skip
+        self._forget()
+        return delta
+
+    def _join(self) -> Join:
+        i32 = lambda values: np.array(list(values), np.int32)  # noqa: E731
+        joins, n = self._joins, len(self._joins)
+        lengths = i32(len(prompt) for _, prompt, *_ in joins)
+        stop_ids = np.full((n, STOP_IDS), -1, np.int32)
+        for row, (_, _, _, stop, _) in zip(stop_ids, joins, strict=True):
+            row[: len(stop)] = stop
+        bound = [{i: p.bind(j[4], len(j[1])) for i, j in enumerate(joins)} for p in self.processors]
+        return Join(
+            slot=i32(j[0] for j in joins), known=lengths, computed=np.zeros(n, np.int32), prompt=lengths,
+            end=lengths + i32(j[2] for j in joins), seed=np.zeros(n, np.int64), sample=np.zeros(n, np.int32),
+            min_end=lengths, stop_ids=stop_ids, n_eos=np.zeros(n, np.int32),
+            tokens=i32(t for j in joins for t in j[1]),
+            bound=tuple({i: row for i, row in rows.items() if row is not None} for rows in bound),
+        )  # fmt: skip
+
+    def generate(self, items: Sequence[Sequence[int]], n: int, ahead: int = 0, chunk: int = 7) -> list[list[int]]:
+        """n greedy tokens for each prompt, in slots 0, 1 ..., with ``ahead`` steps in flight beside the newest."""
+        for slot, prompt in enumerate(items):
+            self.join(slot, prompt, n)
+        slots, flights = range(len(items)), Counter()
+        out: list[list[int]] = [[] for _ in items]
+        while True:
+            lack = {s: int(self.known[s] - self.computed[s]) for s in slots if self.known[s] < self.end[s]}
+            if not lack:
+                break
+            plan = self.submit({s: min(q, chunk) for s, q in lack.items()})
+            flights[plan.id] += 1
+            self._take(self.executor.collect(ahead), out)
+        self._take(self.executor.collect(0), out)
+        self.leave(*slots)
+        return out
+
+    def _take(self, results: Sequence[StepResult], out: list[list[int]]) -> None:
+        for result in results:
+            assert not result.errors, f"step {result.id} failed: {result.errors}"
+            for slot, token, count in zip(result.slots, result.tokens, result.count, strict=True):
+                out[slot] += [int(token)] * int(count)
+
+
+def check_result(plan: StepPlan, result: StepResult, vocab: int) -> None:
+    """Shapes and ranges that hold for every result."""
+    n = len(plan.samples)
+    assert result.id == plan.id, f"step {result.id} where {plan.id} was due"
+    for name in ("slots", "tokens", "count", "flags"):
+        shape = np.shape(getattr(result, name))
+        assert shape == (n,), f"step {plan.id}: {name} has shape {shape}, and {n} rows draw"
+    assert (result.slots == plan.slots[plan.samples]).all(), f"step {plan.id}: slots {result.slots} are not the plan's"
+    assert ((result.tokens >= 0) & (result.tokens < vocab)).all(), f"step {plan.id}: tokens {result.tokens}"
+    assert np.isin(result.count, (0, 1)).all(), f"step {plan.id}: count {result.count}, want 0 or 1"
+
+
+def check_error(result: StepResult, scope: str, plugin: str, words: str) -> None:
+    """One error of this scope, which names what failed and keeps its words."""
+    assert len(result.errors) == 1, f"step {result.id} has the errors {result.errors}: want one"
+    e = result.errors[0]
+    assert e.scope == scope, f"scope {e.scope!r}: want {scope!r}"
+    assert plugin in e.plugin, f"plugin {e.plugin!r}: want the name of what failed, {plugin}"
+    assert words in e.message, f"message {e.message!r}: want its words, {words!r}"
+
+
+def by_slot(result: StepResult, what: str = "tokens") -> dict[int, int]:
+    return dict(zip(result.slots.tolist(), getattr(result, what).tolist(), strict=True))
+
+
+def belongings() -> dict[str, Counter]:
+    """What this process has: threads, child processes, open files, shared memory, memory of the GPU."""
+    found = {"threads": Counter(t.name for t in threading.enumerate()), "processes": Counter(), "files": Counter()}
+    proc = Path("/proc/self/fd")
+    for fd in proc.iterdir() if proc.is_dir() else ():
+        try:
+            found["files"][os.readlink(fd)] += 1
+        except OSError:  # the one that lists them
+            continue
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            rest = stat.read_text().partition(" (")[2]
+        except OSError:  # it has ended meanwhile
+            continue
+        if rest.rpartition(") ")[2].split()[1] == str(os.getpid()):
+            found["processes"][rest.rpartition(") ")[0]] += 1
+    shm = Path("/dev/shm")
+    found["shared memory"] = Counter(p.name for p in shm.iterdir()) if shm.is_dir() else Counter()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        found["bytes of GPU memory"] = Counter({"": torch.cuda.memory_allocated()})
+    return found
+
+
+def profile_ended() -> bool:
+    """Ends torch's profiler of this process if it runs, which would trace all that follows; True if it did."""
+    running = torch.autograd._profiler_enabled()
+    if running:
+        torch.autograd._disable_profiler()
+    return running
+
+
+def left_behind(before: dict[str, Counter], patience: float = 3.0) -> dict[str, Any]:
+    """What is there now and was not before; waits a little, because a thread needs a moment to end."""
+    end = time.monotonic() + patience
+    while True:
+        now = belongings()
+        more = {what: dict(now[what] - before[what]) for what in now if now[what] - before[what]}
+        if not more or time.monotonic() > end:
+            return more
+        time.sleep(0.02)

@@ -1,0 +1,440 @@
+"""What any model architecture must do: compute what transformers computes, or refuse the config by name.
+
+Models are tiny and random, made by transformers from the architectures and model types that the spec claims, written
+as a Hugging Face directory and read back as the engine reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minivllm.core.hf_config import read_config
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.core.interfaces.quantizer import Shard
+from minivllm.errors import ModelError
+from minivllm.spec import ANY
+
+from .base import Seen, since
+from .harness import Harness, Seat, play, seats
+from .spec import SpecConformance
+from .tiny import VARIANTS, edits, quiet, read_tensors, save, small_config, tiny_model, write_tensors
+
+PROMPT = [(7 * i * i + 3 * i + 5) % 61 for i in range(48)]
+NEW_TOKENS = 32
+MUST_SERVE = ("mha", "mqa", "one layer", "three layers", "64 tokens", "tied")  # if the config class has the field
+# Their frequencies depend on how many tokens a step brings, so transformers itself does not give one answer.
+BY_LENGTH = ("rope dynamic", "rope longrope")
+IGNORED = {  # fields that no decoder here need read, and why
+    "architectures": "chooses the plug-in", "model_type": "chooses the plug-in", "transformers_version": "a note",
+    "name_or_path": "a note", "dtype": "read by the engine", "torch_dtype": "read by the engine",
+    "quantization_config": "read by the quantizer", "max_position_embeddings": "the engine's limit of a sequence",
+    "bos_token_id": "read by the tokenizer", "eos_token_id": "read by the engine", "pad_token_id": "no padding",
+    "sep_token_id": "of training", "initializer_range": "of training", "gradient_checkpointing": "of training",
+    "attention_dropout": "of training", "hidden_dropout": "of training", "resid_pdrop": "of training",
+    "embd_pdrop": "of training", "attn_pdrop": "of training", "residual_dropout": "of training",
+    "use_cache": "there is always a cache", "return_dict": "form of the output", "output_attentions": "not given out",
+    "output_hidden_states": "not given out", "problem_type": "of classifiers", "id2label": "of classifiers",
+    "label2id": "of classifiers", "is_encoder_decoder": "a decoder", "chunk_size_feed_forward": "saves memory only",
+}  # fmt: skip
+UNCHANGED = {"architectures", "model_type", "return_dict", "is_encoder_decoder"}  # of those, not ones to vary
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model as a directory, as transformers' object, and the logits [tokens, V] of ``PROMPT`` that it gives."""
+
+    path: Path
+    hf: Any
+    want: Tensor
+    room: float  # largest difference of a logit
+
+
+class ModelConformance(SpecConformance):
+    """Override ``families``, ``config`` or ``variants`` if the defaults make no right config of the architecture."""
+
+    kind = "model"
+
+    # ---- what an author may override -----------------------------------------------------------------------------
+
+    def families(self) -> dict[str, Any]:
+        """Architecture -> transformers' model class.  Default: the class of the claimed name."""
+        import transformers
+
+        limit = {} if self.spec.limits == ANY else self.spec.limits.get("architecture")
+        if not isinstance(limit, (set, frozenset)) or not limit:
+            pytest.skip("claims no architecture by name: override families()")
+        unknown = sorted(name for name in limit if not hasattr(transformers, name))
+        assert not unknown, f"claims {unknown}, which transformers has no class for: override families()"
+        return {name: getattr(transformers, name) for name in sorted(limit)}
+
+    def config(self, cls: Any, **values: Any) -> Any:
+        """A small config (2 layers, 61 tokens) for a model class, with some fields set."""
+        return small_config(cls.config_class, **values)
+
+    def variants(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+        """Axis -> name -> fields to set; each alone and one of each axis together equal transformers or are refused."""
+        return VARIANTS
+
+    def harness(self, path: Path, **more: Any) -> Harness:
+        """The plug-in's model with the weights of a directory."""
+        more = {"dtype": self.dtype(), "device": self.place(), **more}
+        with quiet():
+            return Harness(path, self.build(), more.pop("cfg", None) or read_config(path), **more)
+
+    # ---- comparing -----------------------------------------------------------------------------------------------
+
+    def context(self) -> tuple[Any, ...]:
+        return ()
+
+    def exercise(self, instance: ModelArch) -> Any:
+        cfg = self.config(self.first())
+        made = Harness(".", instance, cfg, self.dtype(), device=self.place(), load_format="dummy")
+        return made.step({0: PROMPT[:5]})[0].tolist()
+
+    def first(self) -> Any:
+        return next(iter(self.families().values()))
+
+    def dtype(self) -> str:
+        """The most exact dtype that is claimed."""
+        found = self.values("dtype", "float32", "bfloat16", "float16")
+        return found[0] if found else pytest.skip("claims no floating dtype that is known here")
+
+    def case(self, cls: Any, path: Path, *, seed: int = 0, shard: str | None = None, **values: Any) -> Case:
+        """A random model of a small config with some fields set; in several files with ``shard="20KB"``."""
+        with quiet():
+            hf = tiny_model(self.config(cls, **values), seed, cls)
+            return self.case_of(save(hf, path, shard), hf)
+
+    def case_of(self, path: Path, hf: Any) -> Case:
+        want = logits(hf, PROMPT)
+        room = max(1e-4, 2e-5 * float(want.abs().max()))
+        if self.dtype() != "float32":
+            half = logits(self._reload(path, type(hf), self.dtype()), PROMPT)
+            room = 4 * float((half - want).abs().max()) + 1e-3
+        return Case(path, hf, want, room)
+
+    def _reload(self, path: Path, cls: Any, dtype: str = "float32") -> Any:
+        with quiet():
+            return cls.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+
+    def difference(self, got: Tensor, case: Case) -> str:
+        """What is wrong with logits; "" if nothing is."""
+        if not got.isfinite().all():
+            return f"logits of {int((~got.isfinite()).any(-1).sum())} of {len(got)} positions are not finite"
+        if got.shape != case.want.shape:
+            return f"logits have shape {list(got.shape)}, want {list(case.want.shape)}"
+        off = (got.cpu() - case.want).abs()
+        if off.max() <= case.room:
+            return ""
+        position, token = divmod(int(off.argmax()), off.shape[1])
+        first = int((off > case.room).any(-1).nonzero()[0])
+        return (
+            f"the logit of token {token} at position {position} is {got[position, token]:.5f}, transformers gives "
+            f"{case.want[position, token]:.5f} (allowed {case.room:.1e}; wrong from position {first} on)"
+        )
+
+    def judge(self, cls: Any, path: Path, values: Mapping[str, Any], cuts: Sequence[int] = ()) -> tuple[str, str]:
+        """("equal" | "refused" | "no such config" | "wrong", why) of a config with some fields set."""
+        try:
+            case = self.case(cls, path, **values)
+            assert case.want.isfinite().all()
+        except Exception as exc:  # transformers refuses configs with errors of many types
+            return "no such config", f"{type(exc).__name__}: {exc}"
+        try:
+            harness = self.harness(path)
+            wrong = self.difference(harness.step({0: PROMPT})[0], case)
+            if not wrong and cuts:
+                wrong = self.difference(harness.chunked(1, PROMPT, cuts), case)
+                wrong = wrong and f"cut before {list(cuts)}: {wrong}"
+        except ModelError as exc:
+            named = any(re.search(rf"\b{name}\b", str(exc)) for name in _names(values))
+            return ("refused", str(exc)) if named else ("wrong", f"refused without naming a field that is set: {exc}")
+        except Exception as exc:
+            return "wrong", f"raises {type(exc).__name__} where transformers computes logits; want ModelError: {exc}"
+        return ("wrong", wrong) if wrong else ("equal", "")
+
+    def verdicts(self, cls: Any, tmp_path: Path) -> dict[str, tuple[str, str]]:
+        """Of the plain config and of each variant alone."""
+        singles = {"the plain config": {}, **{k: v for axis in self.variants().values() for k, v in axis.items()}}
+        return {
+            name: self.judge(cls, tmp_path / f"{cls.__name__}-{i}", values, () if name in BY_LENGTH else (5, 6, 23))
+            for i, (name, values) in enumerate(singles.items())
+        }
+
+    # ---- equal to transformers -----------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_every_claimed_architecture_and_model_type_is_served(self, tmp_path: Path) -> None:
+        """What config.json calls a model chooses the plug-in, so a claim that is not served breaks at a user's."""
+        met = set()
+        for name, cls in self.families().items():
+            met.add(cls.config_class.model_type)
+            assert self.values("model_type", cls.config_class.model_type), (
+                f"claims architecture {name}, whose model_type {cls.config_class.model_type!r} it does not claim"
+            )
+            status, why = self.judge(cls, tmp_path / name, {})
+            assert status == "equal", f"{name}, plain config: {status}, {why}"
+        limit = {} if self.spec.limits == ANY else self.spec.limits["model_type"]
+        rest = sorted(limit - met) if isinstance(limit, (set, frozenset)) else []
+        assert not rest, f"claims model_type {rest}, of which it claims no architecture"
+
+    @since(1, 0)
+    def test_each_config_gives_the_logits_of_transformers_or_is_refused(self, tmp_path: Path) -> None:
+        """A config value that changes the arithmetic is implemented or refused with a ModelError that names it; heads,
+        sizes and tied embeddings are always implemented."""
+        for name, cls in self.families().items():
+            found = self.verdicts(cls, tmp_path)
+            wrong = [f"{name}, {what}: {why}" for what, (status, why) in found.items() if status == "wrong"]
+            assert not wrong, "\n".join(wrong)
+            own = set(vars(self.config(cls)))
+            for what, values in ((k, v) for axis in self.variants().values() for k, v in axis.items()):
+                must = what in MUST_SERVE and set(values) <= own
+                assert not must or found[what][0] != "refused", f"{name}, {what}: want it served: {found[what][1]}"
+            seen = Seen(status for status, _ in found.values())
+            assert seen["equal"] >= 4, f"the test itself is too weak: {dict(seen)}"
+
+    @since(1, 0)
+    def test_config_values_go_together(self, tmp_path: Path) -> None:
+        """What is served alone is served right in company: tied embeddings with biases, windows with scaled rope."""
+        for cls in self.families().values():
+            self._mix(cls, tmp_path)
+
+    def _mix(self, cls: Any, tmp_path: Path) -> None:
+        found, seen = self.verdicts(cls, tmp_path), Seen()
+        axes = [[{}, *(v for k, v in axis.items() if found[k][0] == "equal" and k not in BY_LENGTH)]
+                for axis in self.variants().values()]  # fmt: skip
+
+        @self.for_all(40, st.tuples(*map(st.sampled_from, axes)), st.sets(st.integers(1, len(PROMPT) - 1)))
+        def _(chosen: tuple, cuts: set) -> None:
+            values = {k: v for one in chosen for k, v in one.items()}
+            status, why = self.judge(cls, tmp_path / f"mix-{seen.total()}", values, sorted(cuts)[:4])
+            seen[status] += 1
+            assert status != "wrong", f"{cls.__name__} with {values}: {why}"
+
+        seen.require(equal=15)
+
+    @since(1, 0)
+    def test_32_greedy_tokens_equal_transformers(self, tmp_path: Path) -> None:
+        """Each is the best token of transformers, given those before it; a tie within the tolerance is none."""
+        for name, cls in self.families().items():
+            for seed in range(4 if self.long else 1):
+                case = self.case(cls, tmp_path / f"{name}-{seed}", seed=seed)
+                tokens = self.harness(case.path).greedy(0, PROMPT, NEW_TOKENS)
+                want = logits(case.hf, PROMPT + tokens)[len(PROMPT) - 1 : -1]
+                short = want.max(-1).values - want.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                late = int((short > case.room).float().argmax())
+                assert (short <= case.room).all(), (
+                    f"{name}: new token {late} is {tokens[late]}, transformers takes {int(want[late].argmax())}, "
+                    f"whose logit is higher by {short[late]:.4f}"
+                )
+
+    @since(1, 0)
+    def test_logits_do_not_depend_on_how_a_sequence_is_cut_nor_on_its_neighbours(self, tmp_path: Path) -> None:
+        """Whole, token by token and among strangers: positions come with the step, keys and values from the cache."""
+        for name, cls in self.families().items():
+            case = self.case(cls, tmp_path / name)
+            harness, n = self.harness(case.path), len(PROMPT)
+            ways = {"whole": harness.step({0: PROMPT})[0], "token by token": harness.chunked(1, PROMPT, range(1, n))}
+            strangers = (
+                {2: PROMPT[:5], 3: [9] * 11, 4: [3]},
+                {2: PROMPT[5:6], 3: [4], 4: [7]},
+                {2: PROMPT[6:12], 3: [8], 4: [6, 6], 5: [11, 12, 13]},
+                {2: PROMPT[12:], 4: [1] * 7, 5: [2]},
+            )
+            ways["among strangers"] = torch.cat([harness.step(feed)[2] for feed in strangers])
+            for way, got in ways.items():
+                wrong = self.difference(got, case)
+                assert not wrong, f"{name}, {way}: {wrong}"
+
+    @since(1, 0)
+    def test_half_precision_is_at_most_twice_as_far_as_transformers(self, tmp_path: Path) -> None:
+        """Root mean square over all logits, from float32 arithmetic on the same rounded weights."""
+        for name, cls in self.families().items():
+            for dtype in self.values("dtype", "bfloat16", "float16"):
+                ours, theirs = [], []
+                for seed in range(8 if self.long else 2):
+                    path = tmp_path / f"{name}-{dtype}-{seed}"
+                    save(tiny_model(self.config(cls), seed, cls).to(getattr(torch, dtype)), path)
+                    want = logits(self._reload(path, cls), PROMPT)
+                    theirs.append(logits(self._reload(path, cls, dtype), PROMPT) - want)
+                    ours.append(self.harness(path, dtype=dtype).step({0: PROMPT})[0].cpu() - want)
+                a, b = (float(torch.cat(x).square().mean().sqrt()) for x in (ours, theirs))
+                assert a <= 2 * b + 1e-3, f"{name} in {dtype}: error {a:.2e}, transformers' {b:.2e}"
+
+    @since(1, 0)
+    def test_processes_that_share_a_model_compute_it_together(self, tmp_path: Path, monkeypatch: Any) -> None:
+        """Two shares of every split layer, played by two threads; sizes come from ``parts.heads`` and the splits."""
+        monkeypatch.setattr(torch.distributed, "all_reduce", Seat.all_reduce)
+        for name, cls in self.families().items():
+            case = self.case(cls, tmp_path / name)
+            group = seats(2)
+            try:
+                shares = [self.harness(case.path, shard=Shard(seat.rank, 2), group=seat) for seat in group]
+            except ModelError as exc:
+                pytest.skip(f"refuses to be split over 2 processes: {exc}")
+            for rank, got in enumerate(play(group, [partial(h.step, {0: PROMPT}) for h in shares])):
+                wrong = self.difference(got[0], case)
+                assert not wrong, f"{name}, process {rank} of 2: {wrong}"
+
+    # ---- the checkpoint ------------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_each_checkpoint_tensor_does_what_it_does_in_transformers(self, tmp_path: Path) -> None:
+        """One tensor is changed at a time: it has the same effect, so it is used, once and in its place."""
+        for name, cls in self.families().items():
+            case, seen = self.case(cls, tmp_path / name), Seen()
+            for tensor in edits(case.path, lambda t: t + 0.3 * torch.randn(t.shape)):
+                got = self.harness(case.path).step({0: PROMPT})[0]
+                changed = self.case_of(case.path, self._reload(case.path, cls))
+                wrong = self.difference(got, changed)
+                assert not wrong, f"{name}: after a change of {tensor}: {wrong}"
+                seen["effect"] += bool((changed.want - case.want).abs().max() > 10 * changed.room)
+            seen.require(effect=10)
+
+    @since(1, 0)
+    def test_a_tensor_that_is_missing_misshapen_or_unknown_is_refused_by_name(self, tmp_path: Path) -> None:
+        """Silently left out, a weight would keep whatever was in its memory."""
+        for name, cls in self.families().items():
+            path = self.case(cls, tmp_path / name).path
+            for what, change in (("missing", lambda t: None), ("cut short", lambda t: t[:-1].clone())):
+                for tensor in edits(path, change):
+                    self._refuses(path, tensor, f"{name}: {tensor} is {what}")
+            tensors = read_tensors(path)
+            known = [next(iter(tensors)), next(k for k in tensors if re.search(r"\.1\.", k)), list(tensors)[-1]]
+            surplus = {known[0] + "_surplus", re.sub(r"\.1\.", ".7.", known[1]), known[1] + ".surplus.weight"}
+            surplus |= {re.sub(r"[^.]+\.weight$", "surplus.weight", k) for k in tensors}
+            for tensor in sorted(surplus - set(tensors)):
+                write_tensors(path, {**tensors, tensor: torch.zeros(3)})
+                self._refuses(path, tensor, f"{name}: {tensor} is there, which this architecture does not have")
+
+    def _refuses(self, path: Path, tensor: str, what: str) -> None:
+        try:
+            self.harness(path)
+        except ModelError as exc:
+            assert tensor in str(exc), f"{what}, and the error does not name it: {exc}"
+        else:
+            pytest.fail(f"{what}, and it is not refused: look at weights()")
+
+    @since(1, 0)
+    def test_every_parameter_is_filled_also_from_several_files(self, tmp_path: Path) -> None:
+        """All memory holds NaN before the load."""
+        for name, cls in self.families().items():
+            one = self.harness(self.case(cls, tmp_path / name).path).parts.modules
+            many = self.case(cls, tmp_path / f"{name}-shards", shard="20KB").path
+            assert len(list(many.glob("*.safetensors"))) > 1, "the test itself is too weak: one file"
+            for module, other in zip(one.values(), self.harness(many).parts.modules.values(), strict=True):
+                for key, tensor in module.tensors.items():
+                    assert tensor.isfinite().all(), f"{name}: {module.name}.{key} is not filled from the checkpoint"
+                    assert torch.equal(tensor, other.tensors[key]), f"{name}: {module.name}.{key} differs in shards"
+
+    @since(1, 0)
+    def test_dummy_weights_depend_on_the_seed_alone(self) -> None:
+        """``load_format: dummy`` starts a model without its files."""
+        for name, cls in self.families().items():
+            cfg = self.config(cls)
+            made = [self.harness(Path("nowhere"), cfg=cfg, load_format="dummy", seed=seed) for seed in (1, 1, 2)]
+            a, b, c = (h.step({0: PROMPT})[0] for h in made)
+            assert a.isfinite().all() and torch.equal(a, b), f"{name}: two loads with one seed differ"
+            assert not torch.equal(a, c), f"{name}: the seed changes nothing"
+
+    # ---- the config ----------------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_every_field_of_the_config_is_read_or_ignored_for_a_reason(self, tmp_path: Path) -> None:
+        """A field that nobody reads is a setting that is silently ignored; name it in the trait ``ignores`` if that is
+        right."""
+        ignores = set(self.spec.traits.get("ignores", ()))
+        for name, cls in self.families().items():
+            path = self.case(cls, tmp_path / name).path
+            cfg = read_config(path)
+            fields = {k for k in vars(cfg) if not k.startswith("_")}
+            stale = sorted(ignores - fields)
+            assert not stale, f"{name}: traits ignores={stale}: the config has no such field"
+            read = _record(cfg)
+            self.harness(path, cfg=cfg)
+            silent = sorted(fields - read - ignores - set(IGNORED))
+            assert not silent, f"{name}: nobody reads {silent}: read, refuse, or name them in traits['ignores']"
+
+    @since(1, 0)
+    def test_a_changed_number_changes_what_it_changes_in_transformers(self, tmp_path: Path) -> None:
+        """Every number and switch of the config, those of the rope parameters too: same logits, or refused."""
+        for name, cls in self.families().items():
+            plain, seen, i = {k: v for k, v in vars(self.config(cls)).items() if k not in UNCHANGED}, Seen(), 0
+            ropes = [v for k, v in self.variants().get("rope", {}).items() if k not in BY_LENGTH]
+            changes = [{k: new} for k, v in plain.items() for new in _others(v)]
+            changes += [{**v, "rope_parameters": {**v["rope_parameters"], k: new}} for v in ropes
+                        for k, old in v.get("rope_parameters", {}).items() for new in _others(old)]  # fmt: skip
+            windows = self.variants().get("window", {}).values()
+            changes += [{**v, k: new} for v in windows for k, old in v.items() for new in _others(old)]
+            for values in changes:
+                if any(k.startswith("_") for k in values):
+                    continue
+                status, why = self.judge(cls, tmp_path / f"{name}-{(i := i + 1)}", values)
+                seen[status] += 1
+                assert status != "wrong", f"{name} with {values}: {why}"
+            seen.require(equal=8)
+
+    @since(1, 0)
+    def test_attention_describes_the_layers_that_are_built(self, tmp_path: Path) -> None:
+        """One spec per layer, of the whole model: memory is laid out by it before the model exists."""
+        for name, cls in self.families().items():
+            for what in ("the plain config", "three layers", "mqa"):
+                values = next((axis[what] for axis in self.variants().values() if what in axis), {})
+                cfg = self.config(cls, **values)
+                specs = list(self.build().attention(cfg))
+                layers = self.harness(Path("nowhere"), cfg=cfg, load_format="dummy").parts.layers
+                assert len(specs) == cfg.num_hidden_layers, (
+                    f"{name}, {what}: attention() gives {len(specs)} specs for {cfg.num_hidden_layers} layers"
+                )
+                built = [layer.spec for layer in layers]
+                assert specs == built, f"{name}, {what}: attention() says {specs}, build() makes {built}"
+                for i, spec in enumerate(specs):
+                    assert spec.heads % spec.kv_heads == 0, (
+                        f"{name}, layer {i}: {spec.heads} heads over {spec.kv_heads}"
+                    )
+
+
+def logits(hf: Any, tokens: Sequence[int]) -> Tensor:
+    """float32 [tokens, V]."""
+    with torch.inference_mode():
+        return hf(torch.tensor([list(tokens)])).logits[0].float()
+
+
+def _names(values: Any) -> Iterator[str]:
+    """Names of fields, and of those inside of them."""
+    for key, value in values.items():
+        yield str(key)
+        if isinstance(value, Mapping):
+            yield from _names(value)
+
+
+def _others(value: Any) -> list[Any]:
+    """Values to try in place of one; none for what is no number."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value * 2] if value else [1]
+    return [value * 1.5 + 0.05] if isinstance(value, float) else []
+
+
+def _record(cfg: Any) -> set[str]:
+    """The set that holds, from now on, the names of all attributes that are read of a config."""
+    cls: Any = type(cfg)
+    read: set[str] = set()
+
+    def recorder(self: Any, name: str) -> Any:
+        read.add(name)
+        return cls.__getattribute__(self, name)
+
+    cfg.__class__ = type(cls.__name__, (cls,), {"__getattribute__": recorder})
+    return read

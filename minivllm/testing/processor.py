@@ -1,0 +1,170 @@
+"""Processors: logits against a float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minivllm.core.interfaces.sampling import Processor, Rows
+from minivllm.core.request import SamplingParams
+
+from .base import Seen, since
+from .sampling import SamplingConformance
+from .sampling_rows import LARGE, MAX_LEN, PENALTIES, Seq, Stage
+
+TOLERANCE = 2e-6  # of the largest number in a row: some roundings of float32
+
+
+def standard_reference(
+    reads: frozenset[str], params: SamplingParams, logits: Tensor, prompt: Sequence[int], output: Sequence[int]
+) -> Tensor:
+    """Logits float64 [V] after the standard parameters among ``reads``.
+
+    Repetition (Keskar et al., arXiv:1909.05858) is for tokens of prompt and output: a logit above 0 is divided by the
+    penalty, another multiplied.  Presence and frequency count the output only.  A bias is added.
+    """
+    out = logits.clone()
+    penalty = params.repetition_penalty if "repetition_penalty" in reads else 1.0
+    presence = params.presence_penalty if "presence_penalty" in reads else 0.0
+    frequency = params.frequency_penalty if "frequency_penalty" in reads else 0.0
+    for token in {*prompt, *output}:
+        out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
+    for token in set(output):
+        out[token] -= frequency * output.count(token) + presence
+    for token, bias in (params.logit_bias or {}).items() if "logit_bias" in reads else ():
+        out[int(token)] += bias
+    return out
+
+
+class ProcessorConformance(SamplingConformance):
+    """Beside ``params`` an author overrides ``reference`` for parameters of the processor's own."""
+
+    kind = "processor"
+
+    def reference(
+        self, params: SamplingParams, logits: Tensor, prompt: Sequence[int], output: Sequence[int]
+    ) -> Tensor | None:
+        """What the logits f64 [V] of one row must become; None: unknown, only what holds for all is tested."""
+        if self.reads - {*PENALTIES, "logit_bias"} or not self.reads:
+            return None
+        return standard_reference(self.reads, params, logits, prompt, output)
+
+    def output(self, stage: Stage, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
+        return stage.apply(slots, logits, max_position)
+
+    def call(self, worker: Processor, logits: Tensor, rows: Rows, columns: Mapping[str, Tensor]) -> Tensor:
+        worker.apply(logits, rows, columns)
+        return logits
+
+    def exercise(self, instance: Processor) -> Any:
+        stage = Stage(self, 2)
+        stage.host = stage._worker = instance
+        stage.join([1], [Seq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))])
+        return super().exercise(instance), stage.apply([1], torch.linspace(-3, 3, self.vocab)[None]).tolist()
+
+    def check(self, got: Tensor, s: Seq, seen: Seen) -> None:
+        """Compare one row with the reference, or with what holds for all if there is none."""
+        got, before = got.cpu().double(), s.logits.double()
+        assert not got.isnan().any(), f"{s}: NaN at tokens {got.isnan().nonzero().flatten().tolist()[:8]}"
+        want = self.reference(s.params, before.clone(), list(s.prompt), list(s.output))
+        if want is None:
+            revived = (before.isneginf() & ~got.isneginf()).nonzero().flatten().tolist()
+            assert not revived, (
+                f"{s}: logits of -inf at tokens {revived[:8]} became {got[revived[:8]].tolist()}: what another "
+                "processor or the engine forbade would be drawn; if that is meant, say so in reference()"
+            )
+            seen["banned"] += bool(before.isneginf().any())
+            return
+        seen["changed"] += not torch.equal(want, before)
+        seen["banned"] += bool(before.isneginf().any())
+        finite = torch.cat([before[before.isfinite()], want[want.isfinite()]]).abs()
+        allowed = TOLERANCE * max(1.0, float(finite.max()))
+        wrong = ~((got - want).abs() <= allowed) & (got != want)  # equal infinities differ by NaN
+        if wrong.any():
+            t = int(wrong.nonzero()[0])
+            pytest.fail(
+                f"{s}: the logit of token {t} (in the prompt {s.prompt.count(t)} times, in the output "
+                f"{s.output.count(t)} times) was {before[t]:.7g}, became {got[t]:.7g}; want {want[t]:.7g} within "
+                f"{allowed:.2g}; {int(wrong.sum())} of {len(want)} tokens are wrong", pytrace=False,
+            )  # fmt: skip
+
+    @since(1, 0)
+    def test_logits_are_those_of_the_float64_reference(self) -> None:
+        """In place, float32, for every row whatever is beside it; -inf stays -inf and gives no NaN."""
+        seen = Seen()
+
+        @self.for_all(120, st.data(), st.randoms(use_true_random=False), st.integers(0, 2**20))
+        def holds(data: Any, random: Any, garbage: int) -> None:
+            seqs = self.sequences(data, data.draw(st.integers(1, 5)))
+            slots = random.sample(range(len(seqs) + 2), len(seqs))
+            stage = Stage(self, len(seqs) + 2, garbage=garbage)
+            stage.join(slots, seqs)
+            got = stage.apply(slots, torch.stack([s.logits for s in seqs]), random.choice([0, MAX_LEN]))
+            for row, s in zip(got, seqs, strict=True):
+                self.check(row, s, seen)
+            seen["bound"] += bool(stage.state.active[slots].any())
+
+        assert seen["bound"], "bind returned None for all that was tried: override params() with what turns it on"
+        seen.require(banned=20)
+        if self.reads and not self.reads - {*PENALTIES, "logit_bias"}:
+            seen.require(changed=60)
+
+    @since(1, 0)
+    def test_a_single_token_that_is_left_stays(self) -> None:
+        """All but one logit are -inf, as a grammar leaves them."""
+
+        @self.for_all(15, st.data(), st.integers(0, self.vocab - 1), st.sampled_from([-1e4, -1.0, 0.0, 1e4]))
+        def holds(data: Any, token: int, value: float) -> None:
+            (s,) = self.sequences(data, 1)
+            logits = torch.full((self.vocab,), -torch.inf)
+            logits[token] = value
+            s = Seq(s.params, s.prompt, s.output, logits)
+            got = self.alone(s)
+            self.check(got, s, Seen())
+            if self.reference(s.params, logits.double(), list(s.prompt), list(s.output)) is None:
+                assert got[token].isfinite(), f"{s}: the one token that was left, {token}, became {got[token]}"
+
+    @since(1, 0)
+    def test_a_large_vocabulary(self) -> None:
+        """Ids beyond 16 bits, and rows of 151,936 logits."""
+
+        @self.for_all(4, st.data())
+        def holds(data: Any) -> None:
+            (s,) = self.sequences(data, 1, LARGE)
+            self.check(self.alone(s, LARGE), s, Seen())
+
+    @since(1, 0)
+    def test_default_parameters_change_nothing(self) -> None:
+        """A processor that reads parameters is off until one is set; ``bind`` returns None, or it costs each step of
+        everybody and still must leave the logits as they are."""
+        if not self.reads:
+            pytest.skip("it reads no parameter: being in the config turns it on")
+
+        @self.for_all(10, st.data())
+        def holds(data: Any) -> None:
+            (s,) = self.sequences(data, 1)
+            s = Seq(SamplingParams(), s.prompt, s.output, s.logits)
+            self._same(self.alone(s).cpu(), s.logits, s, "it is on and")
+
+    @since(1, 0)
+    def test_every_parameter_that_it_reads_changes_something(self) -> None:
+        """The engine takes a request because ``reads`` names its parameter: it must not be ignored."""
+        rng = np.random.default_rng(1)
+        prompt, output = tuple(rng.integers(0, self.vocab, 9).tolist()), tuple(rng.integers(0, self.vocab, 12).tolist())
+        logits = torch.tensor(rng.normal(0, 3, self.vocab), dtype=torch.float32)
+        tried = {
+            "repetition_penalty": [{"repetition_penalty": 1.7}], "presence_penalty": [{"presence_penalty": 1.1}],
+            "frequency_penalty": [{"frequency_penalty": 1.1}], "logit_bias": [{"logit_bias": {3: 7.0, "5": -7.0}}],
+        }  # fmt: skip
+        for name in sorted(self.reads - set(self.unknown())):
+            own = [p for p in self.params(self.vocab) if name in p or name in p.get("extra", ())]
+            keywords = [*tried.get(name, []), *own]
+            rows = [Seq(SamplingParams.make(**asked), prompt, output, logits) for asked in keywords]
+            changed = any(not torch.equal(self.alone(s).cpu(), logits) for s in rows)
+            assert changed, f"reads has {name!r}, and no logit changes with {keywords} after {prompt} and {output}"

@@ -1,0 +1,88 @@
+"""Weights, inputs and comparisons of the quantizer suite."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
+
+DTYPES = ("float32", "bfloat16", "float16")
+TOKENS = (1, 2, 3, 8, 33)
+SHAPES = (((24, 8), 64), ((3, 17, 1), 33), ((129,), 31), ((5,), 1), ((128, 64, 64), 256))  # (rows of parts, inputs)
+SHARED = (((24, 12), 48), ((768, 384), 1536))  # sizes that 2, 3 and 4 processes share evenly
+KINDS = ("linear", "linear", "linear", "lm_head", "embedding")
+ONE_BIT = 1.0  # bits an element may take for scales and zero points: float16 ones for each group of 32
+
+
+def dequantized(scheme: WeightScheme, info: ModuleInfo) -> Tensor:
+    """float64 [out, in] on the CPU: what the scheme multiplies by, rounded to the dtype of its products."""
+    one = torch.eye(info.in_features, dtype=getattr(torch, info.dtype), device=info.device)
+    return scheme.apply(one).double().cpu().T.contiguous()
+
+
+def by_part(weight: Tensor, info: ModuleInfo) -> dict[str, Tensor]:
+    """Part -> its rows."""
+    return dict(zip(dict(info.parts), weight.split([n for _, n in info.parts]), strict=True))
+
+
+def cut(weight: Tensor, info: ModuleInfo, split: str, rank: int, size: int) -> Tensor:
+    """A process's share of a merged weight."""
+    if split == "row":
+        return weight.chunk(size, 1)[rank]
+    return torch.cat([rows.chunk(size)[rank] for rows in by_part(weight, info).values()])
+
+
+def compare(held: Tensor, want: Tensor, room: Tensor, info: ModuleInfo, what: str) -> None:
+    assert held.shape == want.shape, f"{what}: holds {list(held.shape)}, want {list(want.shape)}"
+    off = (held - want).abs()
+    bad = ~(off <= room.expand_as(off))
+    if bad.any():
+        row, column = (int(i) for i in bad.nonzero()[0])
+        edges = torch.tensor([n for _, n in info.parts]).cumsum(0)
+        part = info.parts[int((row >= edges).sum())][0]
+        limit = float(room.expand_as(off)[row, column])
+        pytest.fail(
+            f"{what}: {int(bad.sum())} of {bad.numel()} elements are off; output row {row} (part {part!r}), input "
+            f"{column}: holds {held[row, column]:.6g}, want {want[row, column]:.6g} within {limit:.2g}", pytrace=False
+        )  # fmt: skip
+
+
+def inputs(tokens: int, info: ModuleInfo) -> Iterator[tuple[str, Tensor]]:
+    x = torch.randn(tokens, info.in_features + 3).to(info.device, getattr(torch, info.dtype))
+    yield "contiguous", x[:, :-3].contiguous()
+    yield "columns of a wider tensor", x[:, 3:]
+    yield "transposed", x[:, :-3].T.contiguous().T
+
+
+def storages() -> dict[int, int]:
+    """Address -> bytes of the memory of every tensor there is."""
+    gc.collect()
+    found = [o.untyped_storage() for o in gc.get_objects() if type(o) in (Tensor, Parameter) and _plain(o)]
+    return {s.data_ptr(): s.nbytes() for s in found if s.nbytes()}
+
+
+def _plain(t: Tensor) -> bool:
+    return t.layout is torch.strided and t.device.type != "meta"
+
+
+def _outliers(rows: int, inp: int, *sizes: float) -> Tensor:
+    w = torch.randn(rows, inp)
+    w[torch.arange(rows), torch.randint(inp, (rows,))] *= 1000
+    return w
+
+
+FILLS: dict[str, Callable[..., Tensor]] = {  # (rows, inputs, the smallest numbers, the largest) -> weight
+    "normal": lambda rows, inp, low, high: torch.randn(rows, inp),
+    "rows of all sizes": lambda rows, inp, low, high: torch.randn(rows, inp) * torch.logspace(-2, 1, rows)[:, None],
+    "zero rows among normal": lambda rows, inp, low, high: torch.randn(rows, inp) * (torch.rand(rows, 1) < 0.5),
+    "outliers among normal": _outliers,
+    "positive": lambda rows, inp, low, high: torch.rand(rows, inp) + 0.5,
+    "huge": lambda rows, inp, low, high: torch.randn(rows, inp).clamp_(-4, 4) * high,
+    "tiny": lambda rows, inp, low, high: torch.randn(rows, inp) * low,
+}

@@ -1,0 +1,375 @@
+"""What holds for processors and samplers alike: parameters, rows that know nothing of each other, state in columns."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minivllm.core.interfaces.sampling import Rows, SamplingContext
+from minivllm.core.request import PROCESSED, SamplingParams
+from minivllm.errors import RequestError
+
+from .base import Seen, since
+from .sampling_rows import (
+    DRAWS,
+    GARBAGE,
+    MAX_LEN,
+    PENALTIES,
+    Seq,
+    Stage,
+    captured,
+    check_row,
+    same_rows,
+    values_of,
+    wrong_values,
+)  # fmt: skip
+from .spec import SpecConformance
+
+
+class SamplingConformance(SpecConformance):
+    """The kit knows values and references of the standard sampling parameters; a plug-in that reads parameters of its
+    own overrides ``params`` (what to try) and ``wrong_params`` (what must be refused)."""
+
+    vocab = 67  # width of the logits: not a multiple of 32
+
+    def params(self, vocab: int) -> Sequence[Mapping[str, Any]]:
+        """Keywords of SamplingParams that exercise the plug-in's own parameters: ``[{"extra": {"mine": 2}}]``."""
+        return []
+
+    def wrong_params(self, vocab: int) -> Sequence[Mapping[str, Any]]:
+        """Keywords, one own parameter each, that ``bind`` must refuse."""
+        return []
+
+    def output(self, stage: Stage, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
+        """What the plug-in makes of logits [N, V], a row each: logits of a processor, tokens of a sampler."""
+        raise NotImplementedError
+
+    def call(self, worker: Any, logits: Tensor, rows: Rows, columns: Mapping[str, Tensor]) -> Tensor:
+        """The bare call on the device; returns the tensor that was written."""
+        raise NotImplementedError
+
+    def make(self, vocab: int) -> Any:
+        return self.build(SamplingContext(vocab, MAX_LEN, (2,)))
+
+    def context(self) -> tuple[Any, ...]:
+        return (SamplingContext(self.vocab, MAX_LEN, (2,)),)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.make(self.vocab).reads
+
+    def unknown(self) -> list[str]:
+        """Parameters that it reads and that neither the kit nor ``params`` has values for."""
+        own = {name for p in self.params(self.vocab) for name in (*p, *p.get("extra", ()))}
+        return sorted(self.reads - own - set(PENALTIES) - set(DRAWS) - {"logit_bias"})
+
+    def keywords(self, vocab: int) -> st.SearchStrategy[dict[str, Any]]:
+        """Keywords of SamplingParams that the plug-in reads.  A bias does not come with penalties: which of them is
+        first is not laid down."""
+        groups = [[n for n in group if n in self.reads] for group in (PENALTIES, ("logit_bias",), DRAWS)]
+        found = [st.fixed_dictionaries({}, optional={n: values_of(n, vocab) for n in g}) for g in groups if g]
+        own = list(self.params(vocab))
+        found += [st.sampled_from(own).map(dict)] if own else []
+        if not found and self.reads:
+            pytest.skip(f"no values known of {', '.join(self.unknown())}: override params()")
+        return st.one_of(found) if found else st.just({})
+
+    def sequences(self, data: Any, n: int, vocab: int = 0) -> list[Seq]:
+        """n sequences with parameters that the plug-in reads, tokens that repeat, and some logits of -inf and 0."""
+        vocab = vocab or self.vocab
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+        out = []
+        for _ in range(n):
+            params = SamplingParams.make(**data.draw(self.keywords(vocab)))
+            favourites = [0, vocab - 1, *rng.integers(0, vocab, 3).tolist()]
+            length = data.draw(st.integers(1, MAX_LEN - 5))
+            tokens = np.where(rng.random(length) < 0.5, rng.choice(favourites, length), rng.integers(0, vocab, length))
+            prompt = data.draw(st.integers(1, length))
+            logits = rng.normal(0, data.draw(st.sampled_from([0.3, 4.0])), vocab).astype(np.float32)
+            logits[rng.random(vocab) < 0.1] = 0.0
+            logits[1:][rng.random(vocab - 1) < 0.1] = -np.inf
+            ids = tuple(tokens.tolist())
+            seed, sample = int(rng.integers(-(2**62), 2**62)), int(rng.integers(0, 4))
+            out.append(Seq(params, ids[:prompt], ids[prompt:], torch.tensor(logits), seed, sample))
+        return out
+
+    def alone(self, s: Seq, vocab: int = 0, **how: Any) -> Tensor:
+        """The output of one sequence in an engine of its own."""
+        stage = Stage(self, 1, vocab=vocab, **how)
+        stage.join([0], [s])
+        return self.output(stage, [0], s.logits[None])[0]
+
+    def exercise(self, instance: Any) -> Any:
+        row = instance.bind(SamplingParams(), 3)
+        return sorted(instance.reads), sorted(instance.columns()), None if row is None else (row.variant, str(row))
+
+    def _same(self, got: Tensor, want: Tensor, s: Seq, what: str) -> None:
+        if not torch.equal(got, want):
+            at = (got != want).nonzero().flatten().tolist()
+            shown = f"at tokens {at[:8]}: {got[at[:8]].tolist()}, not {want[at[:8]].tolist()}" if got.ndim else ""
+            pytest.fail(f"{s}: {what} gives {shown or f'token {got.item()}, not {want.item()}'}", pytrace=False)
+
+    # ---- parameters ----------------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_it_reads_parameters_that_exist(self) -> None:
+        """``reads`` names fields of SamplingParams that are for processors and samplers, or own names in ``extra``; a
+        misspelt one means that no request reaches the plug-in."""
+        assert isinstance(self.reads, (set, frozenset)), f"reads is {self.reads!r}: want a frozenset of names"
+        known = {f.name for f in fields(SamplingParams)}
+        for name in sorted(self.reads):
+            assert isinstance(name, str), f"reads has {name!r}: want names"
+            assert name in PROCESSED or name not in known, f"reads has {name!r}, which the engine itself serves"
+            near = difflib.get_close_matches(name, PROCESSED, 1, 0.85) if name not in known else []
+            assert not near, f"reads has {name!r}, which is no sampling parameter: did you mean {near[0]!r}?"
+        if unknown := self.unknown():
+            pytest.skip(f"no values known of {', '.join(unknown)}: override params()")
+
+    @since(1, 0)
+    def test_columns_can_be_made(self) -> None:
+        """``columns()`` is the same each time, of dtypes that torch has, with fills that they can hold."""
+        first, second = self.make(self.vocab).columns(), self.make(self.vocab).columns()
+        assert dict(first) == dict(second), f"columns() differs between two instances: {first} and {second}"
+        for name, column in first.items():
+            dtype = getattr(torch, column.dtype, None)
+            assert isinstance(dtype, torch.dtype), f"column {name!r}: torch has no dtype {column.dtype!r}"
+            filled = torch.full(column.shape, column.fill, dtype=dtype).double()
+            same = bool((filled - column.fill).abs().le(1e-2 * abs(column.fill)).all()) or math.isinf(column.fill)
+            assert same, f"column {name!r}: {column.dtype} cannot hold fill={column.fill}"
+
+    @since(1, 0)
+    def test_bind_gives_values_for_the_declared_columns(self) -> None:
+        """A function of the parameters and the prompt's length; the names, shapes and ranges are the columns'."""
+
+        @self.for_all(60, st.data(), st.integers(1, MAX_LEN - 1))
+        def holds(data: Any, prompt_len: int) -> None:
+            asked = data.draw(self.keywords(self.vocab))
+            one, two = self.make(self.vocab), self.make(self.vocab)
+            row = one.bind(SamplingParams.make(**asked), prompt_len)
+            check_row(row, one.columns(), str(asked))
+            for again in (one, two):
+                other = again.bind(SamplingParams.make(**asked), prompt_len)
+                assert same_rows(row, other), f"bind({asked}) gave {row}, and {other} when it was asked again"
+
+    @since(1, 0)
+    def test_bad_values_are_refused_by_name(self) -> None:
+        """``RequestError(message, parameter)``, so that a client learns which parameter is wrong; never another
+        exception, never a row that does not fit its columns."""
+        made = self.make(self.vocab)
+        wrong = [(n, {n: v}) for n in sorted(self.reads & PROCESSED) for v in wrong_values(n, self.vocab)]
+        wrong += [(next(iter(p.get("extra") or p)), dict(p)) for p in self.wrong_params(self.vocab)]
+        for name, asked in wrong:
+            try:
+                row = made.bind(SamplingParams.make(**asked), 3)
+            except RequestError as e:
+                assert e.param == name, f"bind({asked}): RequestError names parameter {e.param!r}: want {name!r}"
+            except Exception as e:
+                pytest.fail(f"bind({asked}) raised {type(e).__name__}: {e}; want a RequestError", pytrace=False)
+            else:
+                pytest.fail(f"bind({asked}) gave {row}: want a RequestError that names {name!r}", pytrace=False)
+        for name in sorted(self.reads - PROCESSED):
+            for value in GARBAGE:
+                asked = {"extra": {name: value}}
+                try:
+                    check_row(made.bind(SamplingParams.make(**asked), 3), made.columns(), str(asked))
+                except RequestError as e:
+                    assert e.param == name, f"bind({asked}): RequestError names parameter {e.param!r}: want {name!r}"
+                except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as e:
+                    pytest.fail(f"bind({asked}) raised {type(e).__name__}: {e}; want a RequestError", pytrace=False)
+
+    @since(1, 0)
+    def test_a_parameter_that_it_does_not_read_has_no_effect(self) -> None:
+        """Else the engine would refuse, or give to another plug-in, what this one acts on."""
+        set_all = {
+            "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.5,
+            "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {1: 5.0},
+        }  # fmt: skip
+        made, other = self.make(self.vocab), {k: v for k, v in set_all.items() if k not in self.reads}
+
+        @self.for_all(20, st.data())
+        def holds(data: Any) -> None:
+            asked = data.draw(self.keywords(self.vocab))
+            plain = made.bind(SamplingParams.make(**asked), 3)
+            extra = {**asked.get("extra", {}), "no_one_reads_this": 1.0}
+            row = made.bind(SamplingParams.make(**{**other, **asked, "extra": extra}), 3)
+            assert same_rows(plain, row), (
+                f"bind({asked}) gave {plain}, and {row} with {sorted(other)} set, which `reads` does not name"
+            )
+
+    # ---- rows ----------------------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_a_row_does_not_depend_on_the_rows_beside_it(self) -> None:
+        """Alone or in any batch, in any order, whatever the others' parameters and variant bits: the same bits."""
+        seen = Seen()
+
+        @self.for_all(40, st.data(), st.randoms(use_true_random=False))
+        def holds(data: Any, random: Any) -> None:
+            seqs = self.sequences(data, data.draw(st.integers(2, 6)))
+            stage, slots = Stage(self, len(seqs) + 2), random.sample(range(len(seqs) + 2), len(seqs))
+            stage.join(slots, seqs)
+            order = random.sample(range(len(seqs)), random.randint(2, len(seqs)))
+            got = self.output(stage, [slots[i] for i in order], torch.stack([seqs[i].logits for i in order]))
+            seen["order"] += order != sorted(order)
+            for j, i in enumerate(order):
+                what = f"as row {j} of {len(order)} (slot {slots[i]}), beside {len(order) - 1} others, it"
+                self._same(got[j], self.alone(seqs[i]), seqs[i], what)
+
+        seen.require(order=5)
+
+    @since(1, 0)
+    def test_stale_history_and_other_slots_do_not_matter(self) -> None:
+        """A history counts up to ``position``; what lies behind, what other slots hold, in which slot a row is, and how
+        far ``max_position`` reaches, is chance."""
+
+        @self.for_all(40, st.data(), st.integers(1, 2**20), st.integers(0, 4))
+        def holds(data: Any, garbage: int, slot: int) -> None:
+            (s,) = self.sequences(data, 1)
+            stage = Stage(self, 5, garbage=garbage)
+            stage.join([slot], [s])
+            for most in (0, MAX_LEN):
+                got = self.output(stage, [slot], s.logits[None], most)[0]
+                reach = f"max_position {most or 'exact'}"
+                self._same(got, self.alone(s), s, f"in slot {slot} of 5, with garbage behind its history, {reach}, it")
+
+    @since(1, 0)
+    def test_only_the_columns_of_its_rows_change(self) -> None:
+        """Columns of slots that are not in the step belong to others, and histories and the rows' own numbers are the
+        engine's."""
+
+        @self.for_all(20, st.data(), st.integers(1, 2**20))
+        def holds(data: Any, garbage: int) -> None:
+            seqs = self.sequences(data, 3)
+            stage = Stage(self, 6, garbage=garbage)
+            stage.join([4, 1, 3], seqs)
+            stage.poison([0, 2, 5])
+            before, tokens = stage.columns(range(6)), stage.tokens.clone()
+            self.output(stage, [1, 4], torch.stack([seqs[1].logits, seqs[0].logits]))
+            assert torch.equal(stage.tokens, tokens), "wrote into rows.tokens, the engine's token history"
+            stage.accept([1, 4], [[5], [6]])
+            for name, column in stage.columns(range(6)).items():
+                touched = [i for i in (0, 2, 3, 5) if not torch.equal(column[i], before[name][i])]
+                assert not touched, f"column {name!r} of slots {touched} changed in a step with the rows of slots 1, 4"
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def _life(self, seqs: Sequence[Seq], rng: np.random.Generator, **how: Any) -> list[Tensor]:
+        """Outputs and columns over some steps."""
+        stage, slots = Stage(self, len(seqs) + 1, **how), list(range(len(seqs), 0, -1))
+        stage.join(slots, seqs)
+        out = []
+        for _ in range(3):
+            logits = torch.tensor(rng.normal(0, 3, (len(seqs), self.vocab)), dtype=torch.float32)
+            out.append(self.output(stage, slots, logits))
+            stage.accept(slots, rng.integers(0, self.vocab, (len(seqs), 1)))
+        return out + list(stage.columns(slots).values())
+
+    @since(1, 0)
+    def test_state_is_in_the_columns_alone(self) -> None:
+        """The engine makes one instance that binds and another, maybe in another process, that works; what is kept in
+        ``self`` is lost, or given to the wrong row."""
+
+        @self.for_all(20, st.data(), st.integers(0, 2**20))
+        def holds(data: Any, seed: int) -> None:
+            seqs = self.sequences(data, 3)
+            fused = self._life(seqs, np.random.default_rng(seed), fused=True)
+            fresh = self._life(seqs, np.random.default_rng(seed), fresh=True)
+            for step, (a, b) in enumerate(zip(fused, fresh, strict=True)):
+                differ = [i for i in range(len(seqs)) if not torch.equal(a[i], b[i])]
+                where = f"step {step}" if step < 3 else f"column {step - 3} at the end"
+                rows = "; ".join(str(seqs[j]) for j in differ)
+                assert not differ, f"{where}: rows {differ} differ if another instance serves each call: {rows}"
+
+    @since(1, 0)
+    def test_commit_counts_accepted_tokens_only(self) -> None:
+        """k tokens at once are k commits of one; what lies beyond ``count`` was rejected; a count of 0 changes nothing;
+        ``rows.variant`` says nothing here."""
+        if not Stage(self, 1).commits:
+            pytest.skip("it has no commit")
+        seen = Seen()
+
+        @self.for_all(40, st.data(), st.integers(0, 2**20))
+        def holds(data: Any, seed: int) -> None:
+            seqs, rng, slots = self.sequences(data, 3), np.random.default_rng(seed), [2, 0, 3]
+            tokens, count = rng.integers(0, self.vocab, (3, 4)), rng.permutation([0, int(rng.integers(1, 4)), 4])
+            logits = torch.stack([s.logits for s in seqs])
+            got, want = Stage(self, 4), Stage(self, 4)
+            for stage in (got, want):
+                stage.join(slots, seqs)
+            before = got.columns(slots)
+            poisoned = np.where(np.arange(4) < count[:, None], tokens, rng.choice([0, 5, self.vocab - 1], (3, 4)))
+            got.accept(slots, poisoned, count, variant=got.variant(np.array(slots)))
+            for i in range(4):
+                on = [j for j in range(3) if count[j] > i]
+                want.accept([slots[j] for j in on], tokens[on, i : i + 1])
+            a, b = got.columns(slots), want.columns(slots)
+            for name, column in a.items():
+                for j, s in enumerate(seqs):
+                    what = f"{s}, then tokens {poisoned[j].tolist()} with count {count[j]}: column {name!r} is"
+                    seen["changed"] += not torch.equal(b[name][j], before[name][j])
+                    assert torch.equal(column[j], b[name][j]), f"{what} {column[j]}, one by one {b[name][j]}"
+            out, again = self.output(got, slots, logits), self.output(want, slots, logits)
+            for j, s in enumerate(seqs):
+                self._same(out[j], again[j], s, f"after {count[j]} of the tokens {poisoned[j].tolist()} at once, it")
+
+        assert seen["changed"], "no commit changes a column: what it hears is lost, or kept where no fork finds it"
+
+    @since(1, 0)
+    def test_a_fork_goes_on_as_its_source(self) -> None:
+        """A fork gets copies of the columns; then each goes its own way, as if it had been alone from the start."""
+
+        @self.for_all(20, st.data(), st.integers(0, self.vocab - 1), st.integers(0, self.vocab - 1))
+        def holds(data: Any, x: int, y: int) -> None:
+            (s,) = self.sequences(data, 1)
+            stage = Stage(self, 3, garbage=7)
+            stage.join([1], [s])
+            stage.fork(1, 0)
+            twins = self.output(stage, [0, 1], s.logits.repeat(2, 1))
+            self._same(twins[0], self.alone(s), s, "as a fork, it")
+            stage.accept([1, 0], [[x], [y]])
+            got = self.output(stage, [1, 0], s.logits.repeat(2, 1))
+            for j, token in enumerate((x, y)):
+                own = replace(s, output=(*s.output, token))
+                self._same(got[j], self.alone(own), own, "after a fork" if j else "after it was forked")
+
+    @since(1, 0)
+    def test_a_graph_replays_on_new_data(self) -> None:
+        """Captured in a CUDA graph, ``apply`` or ``draw`` works on what its tensors hold at each replay."""
+        self.need("graph_safe")
+        if self.place() != "cuda":
+            pytest.skip("CUDA graphs need a GPU")
+
+        @self.for_all(5, st.data())
+        def holds(data: Any) -> None:
+            both, slots, stage = [self.sequences(data, 4) for _ in range(2)], np.array([2, 0, 3, 5]), Stage(self, 6)
+            on, variant = np.ones(4, bool), 0
+            for seqs in both:
+                stage.join(slots, seqs)
+                on &= stage.state.active[slots] | (self.kind == "sampler")
+                variant |= stage.variant(slots)
+            if not on.any():
+                return
+            at, rows = np.flatnonzero(on), stage.rows(slots[on], variant, MAX_LEN)
+            logits = [torch.stack([seqs[i].logits for i in at]).cuda() for seqs in both]
+            source, worker, columns = logits[1].clone(), stage.worker, stage.state.columns
+            with torch.inference_mode():
+                got, replay = captured(lambda: self.call(worker, source.clone(), rows, columns))
+                for seqs, now in zip(both, logits, strict=True):
+                    stage.join(slots, seqs)
+                    fresh = stage.rows(slots[on], variant, MAX_LEN)
+                    for name in ("position", "prompt", "seed", "sample"):
+                        getattr(rows, name).copy_(getattr(fresh, name))
+                    source.copy_(now)
+                    replay()
+                    want = self.call(self.make(self.vocab), now.clone(), fresh, columns)
+                    for j, i in enumerate(at):
+                        self._same(got[j], want[j], seqs[i], "replayed from a graph, it")

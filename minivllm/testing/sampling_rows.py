@@ -1,0 +1,219 @@
+"""Rows of a step as the engine lays them out, for the suites of processors and samplers.
+
+slot      0     1     2     3          columns and token histories are by slot, in any order of rows;
+rows      -    row2  row0  row1        what lies at or after a row's position is stale and may be anything
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minivllm.core.interfaces.sampling import Column, Draw, Processor, Row, Rows
+from minivllm.core.request import SamplingParams
+from minivllm.core.state import ProcessorState
+
+if TYPE_CHECKING:
+    from .sampling import SamplingConformance
+
+MAX_LEN = 48
+LARGE = 151_936  # a vocabulary that no 16-bit number counts
+STALE = (-1, 2**30, 3, -(2**31), 0)  # what may lie in a history beyond its end
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+DRAWS = ("temperature", "top_k", "top_p", "min_p")
+GARBAGE = (None, "x", "", -1, 0.5, float("nan"), float("inf"), 10**30, [], [1], {}, {"a": 1}, True, b"x", object())
+
+
+def values_of(name: str, vocab: int) -> st.SearchStrategy[Any]:
+    """Values of a standard sampling parameter that change something."""
+    if name == "logit_bias":
+        bias = st.floats(-100, 100, width=32)
+        by_id = st.dictionaries(st.integers(0, vocab - 1), bias, min_size=1, max_size=6)
+        return by_id | by_id.map(lambda wanted: {str(token): b for token, b in wanted.items()})
+    return st.sampled_from({
+        "repetition_penalty": (1.3, 0.8, 1.0001, 5.0), "presence_penalty": (0.3, -1.5, 2.0, -2.0),
+        "frequency_penalty": (0.3, -1.5, 2.0, -2.0), "temperature": (0.0, 0.31, 0.9, 2.7),
+        "top_k": (1, 2, 5, 17, 40, 1000), "top_p": (0.913579, 0.5012345, 0.0123), "min_p": (0.0519, 0.3, 0.7071),
+    }[name])  # fmt: skip
+
+
+def wrong_values(name: str, vocab: int) -> Sequence[Any]:
+    """Values of a standard parameter that ``SamplingParams`` lets through and that nobody can serve."""
+    if name != "logit_bias":
+        return ()
+    nan, inf = float("nan"), float("inf")
+    return ({vocab: 1.0}, {-1: 1.0}, {"x": 1.0}, {1.5: 1.0}, {1: nan}, {1: inf}, {1: "a"}, {1: None}, [1], 5, "x")
+
+
+@dataclass(frozen=True)
+class Seq:
+    """One sequence in the middle of its life, and the logits of its next token."""
+
+    params: SamplingParams
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    logits: Tensor  # f32 [V]
+    seed: int = 0
+    sample: int = 0
+
+    def __str__(self) -> str:
+        neutral = SamplingParams()
+        asked = {f.name: getattr(self.params, f.name) for f in fields(self.params)}
+        asked = {k: v for k, v in asked.items() if v != getattr(neutral, k)}
+        return f"a row with {asked or 'default parameters'}, prompt {self.prompt}, output {self.output}"
+
+
+class Stage:
+    """Slots of a small engine: its columns and token histories, and the plug-in, made twice as the engine does.
+
+    ``fresh``: another instance serves each call; ``fused``: one instance binds and serves.  Neither may matter.
+    """
+
+    def __init__(
+        self, suite: SamplingConformance, slots: int, *, vocab: int = 0, fresh: bool = False, fused: bool = False,
+        garbage: int = 0,
+    ) -> None:  # fmt: skip
+        self.suite, self.vocab, self.fresh = suite, vocab or suite.vocab, fresh
+        self.device = torch.device(suite.place())
+        self.host = suite.make(self.vocab)
+        self._worker = self.host if fused else suite.make(self.vocab)
+        self.commits = type(self.host).commit is not Processor.commit
+        self.state = ProcessorState(self._worker, slots, self.device)
+        rng = np.random.default_rng(garbage)
+        stale = rng.choice(STALE, (slots, MAX_LEN + 1)) if garbage else np.zeros((slots, MAX_LEN + 1))
+        self.tokens = torch.tensor(stale, dtype=torch.int32, device=self.device)
+        self.position, self.prompt, self.seed, self.sample = (np.zeros(slots, np.int64) for _ in range(4))
+        if garbage:
+            self.poison(range(slots))
+
+    @property
+    def worker(self) -> Any:
+        return self.suite.make(self.vocab) if self.fresh else self._worker
+
+    def poison(self, slots: Sequence[int]) -> None:
+        """What former owners left in the columns of some slots."""
+        for column in self.state.columns.values():
+            column[list(slots)] = 1e30 if column.dtype in (torch.float32, torch.float64) else 100
+
+    def join(self, slots: Sequence[int], seqs: Sequence[Seq]) -> None:
+        """Sequences take slots; their outputs are accepted one token at a time."""
+        at = np.asarray(slots)
+        bound = [self.host.bind(s.params, len(s.prompt)) for s in seqs]
+        self.state.join(at, {i: row for i, row in enumerate(bound) if row is not None})
+        for slot, s in zip(at.tolist(), seqs, strict=True):
+            self.tokens[slot, : len(s.prompt)] = torch.tensor(s.prompt, dtype=torch.int32, device=self.device)
+            self.position[slot] = self.prompt[slot] = len(s.prompt)
+            self.seed[slot], self.sample[slot] = s.seed, s.sample
+        for i in range(max(len(s.output) for s in seqs)):
+            on = [j for j, s in enumerate(seqs) if len(s.output) > i]
+            self.accept(at[on], [[seqs[j].output[i]] for j in on])
+
+    def fork(self, source: int, to: int) -> None:
+        self.state.fork(np.array([source]), np.array([to]))
+        self.tokens[to] = self.tokens[source]
+        for column in (self.position, self.prompt, self.seed, self.sample):
+            column[to] = column[source]
+
+    def accept(self, slots: Sequence[int], tokens: Any, count: Any = None, variant: int = 0) -> None:
+        """Tokens [N, k] come, of which ``count`` [N] are accepted (None: all); rejected ones stay in the history."""
+        slots, tokens = np.asarray(slots), np.asarray(tokens, np.int64)
+        count = np.full(len(slots), tokens.shape[1]) if count is None else np.asarray(count)
+        new = torch.tensor(tokens, device=self.device)
+        for slot, row in zip(slots.tolist(), new, strict=True):
+            start = int(self.position[slot])
+            self.tokens[slot, start : start + len(row)] = row.int()
+        on = np.flatnonzero(self.state.active[slots])
+        if self.commits and len(on):
+            rows = self.rows(slots[on], variant)
+            with torch.inference_mode():
+                n = torch.tensor(count[on], dtype=torch.int32, device=self.device)
+                self.worker.commit(new[torch.tensor(on, device=self.device)], n, rows, self.state.columns)
+        self.position[slots] += count
+
+    def rows(self, slots: np.ndarray, variant: int, max_position: int = 0) -> Rows:
+        to = lambda array: torch.tensor(array[slots], device=self.device)  # noqa: E731
+        return Rows(
+            torch.tensor(slots, device=self.device), to(self.position), to(self.prompt), to(self.seed), to(self.sample),
+            variant, self.tokens, max_position or int(self.position[slots].max()),
+        )  # fmt: skip
+
+    def variant(self, slots: np.ndarray) -> int:
+        return int(np.bitwise_or.reduce(self.state.variant[slots]))
+
+    def apply(self, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
+        """Logits [N, V] after the processor, which sees the rows that bound."""
+        slots, logits = np.asarray(slots), logits.to(self.device, copy=True)
+        on = np.flatnonzero(self.state.active[slots])
+        if len(on):
+            at = torch.tensor(on, device=self.device)
+            part, rows = logits[at], self.rows(slots[on], self.variant(slots[on]), max_position)
+            with torch.inference_mode():
+                self.worker.apply(part, rows, self.state.columns)
+            logits[at] = part
+        return logits
+
+    def draw(self, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
+        """Tokens i64 [N]; a sampler sees every row, bound or not."""
+        slots = np.asarray(slots)
+        rows = self.rows(slots, self.variant(slots), max_position)
+        out = Draw(torch.full((len(slots),), -1, dtype=torch.int64, device=self.device))
+        tokens = out.tokens
+        with torch.inference_mode():
+            self.worker.draw(logits.to(self.device, copy=True), rows, self.state.columns, out)
+        assert out.tokens is tokens, "put another tensor into out.tokens: the engine may hold the first, write into it"
+        return tokens
+
+    def columns(self, slots: Sequence[int]) -> dict[str, Tensor]:
+        """Copies of the columns' values at some slots."""
+        return {name: column[list(slots)].clone() for name, column in self.state.columns.items()}
+
+
+def check_row(row: Row | None, columns: Mapping[str, Column], asked: str) -> None:
+    """That the engine can put a row into its columns without changing what it says."""
+    if row is None:
+        return
+    assert isinstance(row, Row), f"bind({asked}) returned {type(row).__name__}: want a Row or None"
+    fits = isinstance(row.variant, int) and 0 <= row.variant < 2**63
+    assert fits, f"bind({asked}) gave variant={row.variant!r}: want a whole number of at most 63 bits"
+    for name, value in row.values.items():
+        place = f"bind({asked}): column {name!r}"
+        assert name in columns, f"{place} is not declared: columns() has {sorted(columns) or 'none'}"
+        array, column = np.asarray(value), columns[name]
+        assert array.dtype.kind in "biuf", f"{place} got {value!r}: want numbers"
+        assert array.size == math.prod(column.shape), f"{place} got shape {array.shape}: want {column.shape}"
+        stored = torch.as_tensor(array).to(getattr(torch, column.dtype)).double().numpy()
+        assert not np.isnan(stored).any(), f"{place} got NaN: refuse the value with a RequestError"
+        same = np.isinf(stored) <= np.isinf(array) if column.dtype.startswith(("float", "bfloat")) else stored == array
+        assert np.all(same), f"{place} got {value!r}, which {column.dtype} cannot hold: it becomes {stored.tolist()}"
+
+
+def same_rows(a: Row | None, b: Row | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    same = a.values.keys() == b.values.keys() and a.variant == b.variant
+    return same and all(np.array_equal(np.asarray(a.values[k]), np.asarray(b.values[k])) for k in a.values)
+
+
+def captured(call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """(what a call captured in a CUDA graph returns, what replays the graph and waits)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return result, replay

@@ -1,0 +1,434 @@
+"""Scheduling policies under the real planner and engine, on the simulated device and a clock of the test's own.
+
+Every answer of the policy is checked where it is given (``Watch``), and the tokens of every request where they arrive:
+whatever a policy does, it may make others wait, and nothing else.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from minivllm.core.engine import Engine
+from minivllm.core.interfaces.scheduler import Load, QueueView, SchedulerContext, SchedulerPolicy, StepShape
+from minivllm.core.request import Request
+from minivllm.errors import RequestError
+
+from .base import Seen, since
+from .sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
+from .spec import SpecConformance
+
+SHAPES = ("mix", "prefill_first", "static")
+IDLE_LIMIT = 60.0  # seconds without a step while requests wait and nothing runs
+SLOTS, BUDGET, BLOCK, MAX_LEN = 4, 32, 4, 64
+
+
+def frozen(view: QueueView) -> QueueView:
+    """A copy whose columns cannot be written."""
+    columns = {f.name: getattr(view, f.name).copy() for f in fields(view)}
+    for column in columns.values():
+        column.setflags(write=False)
+    return QueueView(**columns)
+
+
+class Watch:
+    """Stands between the engine and a policy.  ``log``: every answer as plain data; ``faults``: what broke the contract
+    (the engine makes the best of a wrong answer, so nobody else would tell)."""
+
+    def __init__(self, policy: SchedulerPolicy) -> None:
+        self.policy = policy
+        self.log: list[tuple[str, Any]] = []
+        self.faults: list[str] = []
+        for name, check in (
+            ("key", check_key),
+            ("order", check_order),
+            ("shape", check_shape),
+            ("victim", check_victim),
+        ):
+            setattr(policy, name, self._watched(name, getattr(policy, name), check))
+
+    def _watched(self, name: str, call: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            args = tuple(frozen(a) if isinstance(a, QueueView) else a for a in args)
+            try:
+                given = call(*args)
+            except Exception as e:
+                if not (name == "key" and isinstance(e, RequestError) and not args[0].preempted.any()):
+                    self.faults.append(f"{name}() raised {type(e).__name__}: {e}")
+                raise
+            try:
+                self.log.append((name, check(given, *args)))
+            except AssertionError as e:
+                self.faults.append(str(e))
+                raise
+            return given
+
+        return watched
+
+    def check(self) -> None:
+        assert not self.faults, self.faults[0]
+
+
+def check_key(given: Any, new: QueueView) -> list[float]:
+    array = np.asarray(given)
+    assert array.shape == (len(new),), f"key() gave shape {array.shape} for {len(new)} sequences: want ({len(new)},)"
+    assert array.dtype.kind in "iuf", f"key() gave dtype {array.dtype}: want numbers that float64 holds"
+    keys = array.astype(np.float64)
+    assert not np.isnan(keys).any(), f"key() gave {keys.tolist()} for the sequences {new.id.tolist()}: NaN has no place"
+    return keys.tolist()
+
+
+def check_order(given: Any, head: QueueView, running: QueueView, now: float) -> list[int]:
+    array, n = np.asarray(given), len(head)
+    assert array.ndim == 1 and (not array.size or array.dtype.kind in "iu"), (
+        f"order() gave {array.dtype} of shape {array.shape}: want whole numbers in one dimension"
+    )
+    wrong = [int(i) for i in array if not 0 <= i < n]
+    assert not wrong, f"order() gave the indices {wrong}: there are {n} sequences, so want 0 to {n - 1}"
+    twice = sorted({int(i) for i in array if (array == i).sum() > 1})
+    assert not twice, f"order() gave the indices {twice} more than once in {array.tolist()}"
+    return head.id[array.astype(int)].tolist()
+
+
+def check_shape(given: Any, load: Load, now: float) -> tuple[str, Any, float]:
+    assert isinstance(given, StepShape), f"shape() gave a {type(given).__name__}: want a StepShape"
+    assert given.kind in SHAPES, f"shape() gave kind={given.kind!r}: want one of {', '.join(SHAPES)}"
+    cap = given.prefill_cap
+    assert cap is None or (isinstance(cap, (int, np.integer)) and not isinstance(cap, bool) and cap >= 0), (
+        f"shape() gave prefill_cap={cap!r}: want None or a whole number of tokens >= 0"
+    )
+    assert given.hold_until == given.hold_until, "shape() gave hold_until=nan: want seconds of the clock"
+    return given.kind, cap, float(given.hold_until)
+
+
+def check_victim(given: Any, candidates: QueueView, need: int) -> tuple[int, int]:
+    n = len(candidates)
+    try:
+        index = operator.index(given)
+    except TypeError:
+        index = -1
+    assert 0 <= index < n and not isinstance(given, bool), (
+        f"victim() gave {given!r} ({type(given).__name__}) for {n} candidates: want a whole number from 0 to {n - 1}, "
+        "the index of one of them"
+    )
+    return int(candidates.id[index]), need
+
+
+def drain(engine: Engine, clock: Clock, watch: Watch | None = None) -> None:
+    """Run until every request has ended; AssertionError if that takes too long, or if nothing runs for a minute."""
+    work = sum(r.end * len(r.sequences) for r in engine.requests.values())
+    limit, turns, worked_at = 200 + 12 * work, 0, clock.now  # a row is preempted 8 times at most, the oldest never
+    while engine.busy:
+        assert engine.dead is None, engine.dead
+        if clock.turn(engine):
+            worked_at = clock.now
+        if watch is not None:
+            watch.check()
+        assert clock.now - worked_at < IDLE_LIMIT, (
+            f"nothing has run for {clock.now - worked_at:.0f} s while {engine.planner.n_waiting} requests wait and "
+            f"{len(engine.slots.running)} of {engine.slots.size} slots are taken: shape() holds newcomers back or caps "
+            "them for ever, or order() leaves them out for ever"
+        )
+        turns += 1
+        assert turns < limit, f"{len(engine.requests)} requests have not ended after {turns} turns, at most {limit} due"
+    assert engine.dead is None, engine.dead
+
+
+FNS: Mapping[str | None, dict[str, Any]] = {
+    None: {},
+    "host": {"choose_fn": lambda logits, ids: int(np.argmax(logits))},
+    "late": {"allowed_tokens_fn": lambda ids: range(VOCAB)},
+}
+HARD = ("failed", "preempted", "hit", "forked", "aborted", "evicted", "host", "late", "refused")
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """The engine through any order of add, step, abort, reset and failing steps.  The simulated device checks every KV
+    slot that is read, the pools are walked in full after each rule, and all tokens are compared at the end.
+
+    Set by a subclass: ``policies``, each called with (options, context), and ``seen``."""
+
+    policies: Sequence[Callable[..., SchedulerPolicy]]
+    seen: Seen
+
+    @initialize(
+        data=st.data(),
+        depth=st.integers(0, 2),
+        windows=st.sampled_from([(None,), (None, 5), (None, 3, 9), (4,)]),
+        blocks=st.integers(12, 40),
+        shrink=st.integers(0, 20),
+        budget=st.integers(5, 40),
+        prefix=st.booleans(),
+    )
+    def start(self, data, depth, windows, blocks, shrink, budget, prefix):
+        policy = data.draw(st.sampled_from(self.policies))
+        pools = [blocks, *[max(8, blocks - shrink)] * (len(windows) - 1)]
+        self.clock, self.budget = Clock(), budget
+        self.engine = sim_engine(
+            slots=5, max_len=40, blocks=pools, windows=windows, depth=depth, budget=budget, prefix=prefix, policy=policy
+        )
+        self.watch = Watch(self.engine.planner.policy)
+        self.made: list[Request] = []
+        self.gone: set[str] = set()
+        self.n = self.failed = 0
+
+    @rule(
+        shared=st.integers(0, 20),
+        own=st.lists(st.integers(0, VOCAB - 1), max_size=8),
+        n=st.integers(1, 4),
+        out=st.integers(1, 20),
+        salt=st.sampled_from([None, None, None, "x"]),
+        ignore=st.booleans(),
+        fn=st.sampled_from([None, None, "host", "late"]),
+        service=st.fixed_dictionaries({
+            "priority": st.integers(-2, 2),
+            "tenant": st.sampled_from(["", "a", "b"]),
+            "ttft_ms": st.sampled_from([None, 1.0, 100.0, 1e6]),
+            "tpot_ms": st.sampled_from([None, 1.0, 50.0]),
+        }),
+    )  # fmt: skip
+    def add(self, shared, own, n, out, salt, ignore, fn, service):
+        prompt = [7 * i % VOCAB for i in range(shared)] + own
+        self.n += 1
+        params = dict(n=n, max_tokens=out, cache_salt=salt, ignore_eos=ignore, **service, **FNS[fn])
+        try:
+            r = request(self.engine, f"r{self.n}", prompt, arrival=self.clock.now, **params)
+        except RequestError as e:
+            self.watch.check()
+            need = n * -(-(len(prompt) + out) // BLOCK)  # if nothing were shared
+            small = need >= min(p.total for p in self.engine.cache.pools)
+            assert not prompt or small or "scheduler" in str(e), f"refused although it fits: {e}"
+            self.seen["refused"] += 1
+            return
+        self.made.append(r)
+        self.seen["forked"] += n > 1
+        if fn:
+            self.seen[fn] += 1
+
+    @rule(times=st.integers(1, 12), seconds=st.sampled_from([0.001, 0.02, 0.5]))
+    def step(self, times, seconds):
+        for _ in range(times):
+            self.clock.turn(self.engine, seconds)
+
+    @precondition(lambda self: self.made)
+    @rule(data=st.data())
+    def abort(self, data):
+        r = data.draw(st.sampled_from(self.made))
+        if self.engine.abort(r.id):
+            self.gone.add(r.id)
+            self.seen["aborted"] += 1
+
+    @rule()
+    def fail_the_next_step(self):
+        if self.engine.planner.step_id >= self.failed + 6:  # three in a row would end the engine
+            self.failed = self.engine.planner.step_id + 1
+            self.engine.executor.fail_at.add(self.failed)
+            self.seen["failed"] += 1
+
+    @rule()
+    def reset(self):
+        self.engine.reset_prefix_cache()
+
+    @invariant()
+    def every_plan_keeps_the_limits_and_every_block_is_accounted_for(self):
+        if hasattr(self, "engine"):
+            self.watch.check()
+            assert self.engine.dead is None, self.engine.dead
+            device = self.engine.executor
+            assert device.max_tokens <= self.budget, f"a step of {device.max_tokens} tokens: want {self.budget} at most"
+            assert device.max_rows <= self.engine.slots.size, f"a step of {device.max_rows} rows"
+            self.engine.cache.check()
+
+    def teardown(self):
+        if not hasattr(self, "engine") or self.watch.faults or self.engine.dead:
+            return  # it has been told
+        drain(self.engine, self.clock, self.watch)
+        at_rest(self.engine)
+        for r in self.made:
+            for s, got in zip(r.sequences, outputs(r), strict=True):
+                self.check_answer(r, s, *got)
+        self.seen["preempted"] += self.engine.planner.preemptions
+        self.seen["victim"] += sum(name == "victim" for name, _ in self.watch.log)
+        self.seen["hit"] += self.engine.cache.pools[0].hits
+        self.seen["evicted"] += self.engine.cache.pools[0].evictions
+
+    def check_answer(self, r, s, got, reason):
+        want, why = answer(r.prompt, r.params, s.sample, 40)
+        if reason == "error":
+            assert "planned failure" in s.error and got == want[: len(got)], s.error
+        elif r.id in self.gone:
+            assert reason in ("abort", why) and got == want[: len(got)]
+        else:
+            assert (got, reason) == (want, why)
+            self.seen["finished"] += 1
+        assert r.cached_tokens < len(r.prompt) or not r.cached_tokens
+
+
+def trace(policy: Callable[..., SchedulerPolicy]) -> tuple[list[tuple[str, Any]], list[Any]]:
+    """What a policy decides in a fixed hour of trouble, and the steps that come of it."""
+    rng, clock = random.Random(7), Clock()
+    engine = sim_engine(slots=SLOTS, max_len=MAX_LEN, blocks=22, budget=BUDGET, depth=1, policy=policy)
+    watch = Watch(engine.planner.policy)
+    for i in range(40):
+        service = dict(priority=rng.randint(-2, 2), tenant=rng.choice("abc"), ttft_ms=rng.choice([None, 5.0, 5e3]))
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+        n = 3 if i % 11 == 10 else 1
+        out = rng.randint(1, 30 if n == 1 else 8)
+        request(engine, f"r{i}", prompt, arrival=clock.now, max_tokens=out, n=n, tpot_ms=20.0, **service)
+        for _ in range(rng.randint(0, 6)):
+            clock.turn(engine)
+            watch.check()
+        if i % 7 == 6:
+            engine.abort(f"r{i - 2}")
+    drain(engine, clock, watch)
+    at_rest(engine)
+    return watch.log, engine.executor.trail
+
+
+SAME = {"prompt": 6, "out": 4}
+STREAMS: Mapping[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = {  # name -> one request, the i-th other
+    "shorter ones": ({"prompt": 40, "out": 20}, lambda i: {"prompt": 1 + i % 2, "out": 1 + i % 3}),
+    "longer ones": ({"prompt": 1, "out": 1}, lambda i: {"prompt": 40, "out": 16 + i % 4}),
+    "more urgent ones": ({**SAME, "priority": 3}, lambda i: {**SAME, "priority": -3}),
+    "ones that are due": (SAME, lambda i: {**SAME, "ttft_ms": 50.0, "tpot_ms": 50.0}),
+    "ones that are not yet overdue": ({**SAME, "ttft_ms": 1.0}, lambda i: {**SAME, "ttft_ms": 1e7}),
+    "ones with a cached prefix": (SAME, lambda i: {**SAME, "prefix": 16}),
+    "new tenants": ({**SAME, "tenant": "served"}, lambda i: {**SAME, "tenant": "served" if i < 9 else f"t{i}"}),
+    "narrow ones": ({**SAME, "n": SLOTS}, lambda i: {"prompt": 3, "out": 3 + i % 5}),
+    "ones that leave no room": ({"prompt": 50, "out": 10}, lambda i: {"prompt": 3, "out": 3 + i % 7}),
+    "ones that take its blocks": ({"prompt": 4, "out": 30}, lambda i: {"prompt": 4, "out": 26 + i % 9}),
+}
+
+
+class SchedulerConformance(SpecConformance):
+    """``patience``: seconds that a request may take, from arrival to end, under a steady stream of others, where a step
+    takes a second; a policy that ages slowly, and says so, may raise it."""
+
+    kind = "scheduler"
+    patience: float = 2000.0
+
+    def context(self) -> tuple[Any, ...]:
+        return (SchedulerContext(SLOTS, BUDGET, BLOCK),)
+
+    def exercise(self, instance: SchedulerPolicy) -> Any:
+        return trace(lambda options, ctx: instance)
+
+    def make(self, options: Any, ctx: SchedulerContext) -> SchedulerPolicy:
+        """The policy under test, as ``sim_engine`` asks for it."""
+        return self.build(ctx)
+
+    @since(1, 0)
+    def test_whatever_happens_every_answer_is_lawful_and_every_token_right(self) -> None:
+        """Under any order of arrivals, steps, aborts and failures, in pools so small that rows are preempted: key gives
+        a number a sequence, order distinct indices, victim an index, shape a StepShape; none of them raises or writes
+        to its view; all requests end in a bounded number of turns, and no tokens but their own."""
+        seen = Seen()
+        machine = type("Machine", (EngineMachine,), {"policies": [self.make], "seen": seen})
+        self.run_machine(machine, 200, steps=30)
+        seen.require(**dict.fromkeys(HARD, 5), finished=100, victim=5)
+
+    @since(1, 0)
+    def test_key_gives_a_number_for_each_of_several_sequences(self) -> None:
+        """f64 [n]: also at the edges of what a request may ask for."""
+
+        @self.for_all(100, st.integers(1, 6), st.integers(0, 2**32))
+        def keys(n: int, seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            pick = lambda t, *values: rng.choice(np.array(values, t), n)  # noqa: E731
+            prompt, out = pick(np.int32, 1, 7, 10**6), pick(np.int32, 1, 64, 10**6)
+            arrival = pick(np.float64, 0.0, 12.5, 1e7)
+            view = QueueView(
+                id=np.arange(n), arrival=arrival, prompt=prompt, known=prompt, computed=np.zeros(n, np.int32),
+                cached=np.zeros(n, np.int32), predicted_out=out, max_out=out, priority=pick(np.int32, -9, 0, 9),
+                tenant=pick(np.int32, 0, 1, 70000), ttft_due=arrival + pick(np.float64, 1e-3, np.inf),
+                tpot_due=np.full(n, np.inf), preempted=pick(np.int32, 0, 1, 8), blocks=np.zeros(n, np.int32),
+            )  # fmt: skip
+            check_key(self.build(*self.context()).key(frozen(view)), frozen(view))
+
+    @since(1, 0)
+    def test_a_backlog_longer_than_the_window_is_worked_off(self) -> None:
+        """More requests than ``order`` is ever shown, then no more: each is served."""
+        window = self.build(*self.context()).window
+        assert isinstance(window, int) and window >= 1, f"window={window!r}: want a whole number >= 1"
+        clock, engine = Clock(), sim_engine(slots=16, blocks=100, budget=64, max_len=MAX_LEN, policy=self.make)
+        watch = Watch(engine.planner.policy)
+        n = min(window, 1000) + 40
+        made = [
+            request(engine, f"r{i}", [i % VOCAB, i // VOCAB], arrival=clock.now - n + i, max_tokens=1 + i % 3)
+            for i in range(n)
+        ]
+        drain(engine, clock, watch)
+        for r in made:
+            assert outputs(r) == [answer(r.prompt, r.params)], f"{r.id} of {n}"
+
+    @since(1, 0)
+    def test_the_same_trace_gives_the_same_decisions(self) -> None:
+        """A policy decides by what it is shown: ``now`` is its clock, and it draws no numbers of its own.  The second
+        run happens at another time of day."""
+        first, steps = trace(self.make)
+        with mock.patch.multiple(time, **{n: _later(n) for n in ("time", "monotonic", "perf_counter")}):
+            second, again = trace(self.make)
+        for i, (a, b) in enumerate(zip(first, second, strict=False)):
+            assert a == b, f"decision {i} of {len(first)}: {a[0]} gave {a[1]} in one run and {b[1]} in the next"
+        assert (len(first), steps) == (len(second), again), "the same decisions, and other steps"
+
+    @since(1, 0)
+    @pytest.mark.parametrize("stream", STREAMS)
+    def test_nobody_starves(self, stream: str) -> None:
+        """``starvation_free``: one request ends within ``patience`` seconds although others of a kind that a policy may
+        like better keep coming, so that some always wait; also if it is preempted again and again."""
+        self.need("starvation_free")
+        one, other = STREAMS[stream]
+        tight = stream in ("ones that leave no room", "ones that take its blocks")
+        clock = Clock()
+        engine = sim_engine(
+            slots=SLOTS, blocks=17 if tight else 60, budget=BUDGET, max_len=MAX_LEN, depth=1, policy=self.make
+        )
+        watch, made = Watch(engine.planner.policy), 0
+
+        def turn() -> None:
+            nonlocal made
+            fresh = sum(s.queued and not s.preempted and s.request.id != "one" for _, _, s in engine.planner.waiting)
+            for _ in range(6 - fresh):
+                _ask(engine, f"o{made}", clock.now - 0.5 + 1e-6 * made, seed=made, **other(made))
+                made += 1
+            clock.turn(engine, 1.0)
+            watch.check()
+            assert engine.dead is None, engine.dead
+
+        for _ in range(12):
+            turn()
+        r, start, before = _ask(engine, "one", clock.now, seed=-1, **one), clock.now, made
+        while not r.done:
+            turn()
+            waited, s = clock.now - start, r.sequences[0]
+            known = s.known if s.slot < 0 else int(engine.slots.known[s.slot])
+            assert waited <= self.patience, (
+                f"beside {stream} a request has not ended after {waited:.0f} s and {made - before} later ones: it "
+                f"{'waits' if s.slot < 0 else 'runs'} with {known - len(r.prompt)} tokens, preempted {s.preempted}x"
+            )
+        assert outputs(r) == [answer(r.prompt, r.params, s.sample, MAX_LEN) for s in r.sequences]
+        assert made > 10, "the test itself is too weak: hardly any other came"
+
+
+def _ask(
+    engine: Engine, rid: str, arrival: float, seed: int, prompt: int, out: int, prefix: int = 0, **more
+) -> Request:
+    rng = random.Random(seed)
+    ids = [3] * prefix + [rng.randrange(VOCAB) for _ in range(prompt)]
+    return request(engine, rid, ids, arrival=arrival, max_tokens=out, ignore_eos=True, **more)
+
+
+def _later(name: str) -> Callable[[], float]:
+    real = getattr(time, name)
+    return lambda: real() + 86399.37

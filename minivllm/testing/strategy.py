@@ -1,0 +1,174 @@
+"""Decoding strategies: which branches a request becomes, and which of them are its answer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy
+from minivllm.core.request import SamplingParams
+from minivllm.errors import RequestError
+
+from .base import Seen, since
+from .sim import answer, at_rest, outputs, request, run, sim_engine
+from .spec import SpecConformance
+
+WIDTHS = (1, 2, 3, 5, 8, 128)
+NAMES = [f.name for f in fields(SamplingParams)]
+
+
+@st.composite
+def ended(draw: Any, n: int) -> list[BranchEnd]:
+    """How n branches may have ended; ties are common on purpose."""
+    scored = draw(st.booleans())
+    score = st.sampled_from([0.0, -1.5, -1.5, -80.0]) if scored else st.none()
+    why = st.sampled_from(["stop", "length", "abort", "error"])
+    return [BranchEnd(i, draw(st.integers(0, 3)), draw(score), draw(why)) for i in range(n)]
+
+
+class StrategyConformance(SpecConformance):
+    """Override ``params`` if the strategy takes only requests of a certain kind."""
+
+    kind = "strategy"
+
+    def context(self) -> tuple[Any, ...]:
+        return ()
+
+    def params(self, n: int) -> SamplingParams:
+        """A request for n outputs that is fit for this strategy."""
+        return SamplingParams(n=n, max_tokens=6, ignore_eos=True)
+
+    def exercise(self, instance: DecodingStrategy) -> Any:
+        mine = [self.params(n) for n in WIDTHS if instance.takes(self.params(n))]
+        ends = lambda p: [BranchEnd(i, 3 + i % 2, -float(i % 3), "stop") for i in range(p.n)]  # noqa: E731
+        return [([b.sample for b in instance.start(p)], list(instance.result(p, ends(p)))) for p in mine]
+
+    def widths(self) -> list[int]:
+        """Those of WIDTHS that the strategy takes."""
+        strategy = self.build()
+        taken = [n for n in WIDTHS if strategy.takes(self.params(n))]
+        assert taken, f"takes() is false for n={', '.join(map(str, WIDTHS))}: override params() if it asks for more"
+        return taken
+
+    def check_result(self, n: int, ends: Sequence[BranchEnd], got: Sequence[int]) -> None:
+        """Sample numbers of ended branches, at least one, none twice."""
+        ids = list(got)
+        assert ids, f"result() gave nothing for n={n}: a request has at least one output"
+        unknown = [i for i in ids if i not in {e.sample for e in ends}]
+        assert not unknown, f"result() gave the samples {unknown}, and those that ended are {[e.sample for e in ends]}"
+        assert len(set(ids)) == len(ids), f"result() gave a sample twice: {ids}"
+
+    @since(1, 0)
+    def test_a_request_of_n_has_n_branches_numbered_from_0(self) -> None:
+        """What it takes it serves: n outputs were asked for, the text side and the KV cache keep room for just so many,
+        and branches of equal numbers would draw the same tokens."""
+        strategy = self.build()
+        assert strategy.mode == "free", f"mode={strategy.mode!r}: this contract knows 'free'"
+        for n in self.widths():
+            try:
+                made = list(strategy.start(self.params(n)))
+            except RequestError as e:
+                pytest.fail(f"takes() is true for n={n}, and start() refuses it ({e}): say so in takes()")
+            assert all(isinstance(b, Branch) for b in made), f"start() gave {made}: want Branch objects"
+            samples = [b.sample for b in made]
+            assert samples == list(range(n)), f"n={n}: the branches have the samples {samples}, want {list(range(n))}"
+
+    @since(1, 0)
+    def test_what_it_does_not_take_it_refuses_by_name(self) -> None:
+        """``start`` of a request that is not its own raises RequestError, and ``param`` names what does not fit."""
+        strategy = self.build()
+        others = [n for n in WIDTHS if not strategy.takes(self.params(n))]
+        if not others:
+            pytest.skip(f"takes every n of {', '.join(map(str, WIDTHS))}")
+        for n in others:
+            params = self.params(n)
+            with pytest.raises(RequestError) as e:
+                pytest.fail(f"takes() is false for n={n}, and start() gives {list(strategy.start(params))}")
+            known = [*NAMES, *params.extra]
+            assert e.value.param in known, f"param={e.value.param!r} of the RequestError: want the name of a parameter"
+            assert e.value.param in str(e.value), f"{str(e.value)!r} does not name {e.value.param}"
+
+    @since(1, 0)
+    def test_the_answer_is_made_of_branches_that_ended(self) -> None:
+        """Some or all of them, each once, best first, however they ended; the same ends give the same answer, in
+        another instance too."""
+        seen, widths = Seen(), [n for n in self.widths() if n <= 8]
+
+        @self.for_all(150, st.data())
+        def answers(data: Any) -> None:
+            n = data.draw(st.sampled_from(widths))
+            ends, params, strategy = data.draw(ended(n)), self.params(n), self.build()
+            first = list(strategy.result(params, ends))
+            self.check_result(n, ends, first)
+            for again in (strategy, self.build()):
+                second = list(again.result(params, list(ends)))
+                assert second == first, f"the same {n} ends gave {first}, and then {second}"
+            shuffled = data.draw(st.permutations(ends))
+            self.check_result(n, ends, strategy.result(params, shuffled))
+            seen["several"] += n > 1
+            seen["failed"] += any(e.finish_reason == "error" for e in ends)
+            seen["ties"] += len({(e.length, e.cumulative_logprob) for e in ends}) < n
+
+        seen.require(failed=10, **({"several": 20, "ties": 10} if max(widths) > 1 else {}))
+
+    @since(1, 0)
+    def test_requests_know_nothing_of_each_other(self) -> None:
+        """One instance serves all requests, whose starts and ends come in any order; each gets what it gets alone."""
+        widths = [n for n in self.widths() if n <= 8]
+
+        @self.for_all(50, st.lists(st.sampled_from(widths), min_size=2, max_size=5), st.data())
+        def interleaved(ns: list[int], data: Any) -> None:
+            params = [self.params(n) for n in ns]
+            ends = [data.draw(ended(n)) for n in ns]
+            alone = [
+                (list(self.build().start(p)), list(self.build().result(p, e)))
+                for p, e in zip(params, ends, strict=True)
+            ]
+            shared = self.build()
+            starts = [list(shared.start(p)) for p in params]
+            order = data.draw(st.permutations(range(len(ns))))
+            results = {i: list(shared.result(params[i], ends[i])) for i in order}
+            for i, (branches, result) in enumerate(alone):
+                assert starts[i] == branches, f"request {i} of n={ns}: {starts[i]} beside others, {branches} alone"
+                assert results[i] == result, f"request {i} of n={ns}: {results[i]} beside others, {result} alone"
+
+    @since(1, 0)
+    def test_the_parameters_of_a_request_stay_as_they_are(self) -> None:
+        """They are the caller's, who may use them for the next request."""
+        strategy = self.build()
+        for n in self.widths():
+            params = self.params(n)
+            before = copy.deepcopy(vars(params))
+            strategy.takes(params)
+            strategy.start(params)
+            strategy.result(params, [BranchEnd(i, 3, -1.0, "stop") for i in range(n)])
+            changed = {k: v for k, v in vars(params).items() if v != before.get(k)}
+            assert not changed and vars(params).keys() == before.keys(), f"n={n}: it changed {changed or 'a field'}"
+
+    @since(1, 0)
+    def test_the_engine_serves_it(self) -> None:
+        """On the simulated device: several requests at once, each branch with the tokens of its own sample."""
+        engine = sim_engine(slots=8, blocks=200, depth=1, strategy=self.build())
+        made = []
+        for i, n in enumerate([n for n in self.widths() if n <= 8] * 3):
+            values = {k: v for k, v in vars(self.params(n)).items() if v != getattr(SamplingParams, k, None)}
+            made.append(request(engine, f"r{i}", [i, 7, 9, 3 + i], **values))
+        gone = made[-1]
+        for _ in range(3):
+            engine.step()
+        engine.abort(gone.id)
+        run(engine, check=True)
+        at_rest(engine)
+        for r in made:
+            by_sample = dict(zip([s.sample for s in r.sequences], outputs(r), strict=True))
+            if r is not gone:
+                assert by_sample == {i: answer(r.prompt, r.params, i) for i in range(r.params.n)}, (
+                    f"{r.id} n={r.params.n}"
+                )
+            ends = [BranchEnd(s.sample, 0, None, s.finish_reason or "") for s in r.sequences]
+            self.check_result(r.params.n, ends, [s.sample for s in engine.answer(r)])

@@ -1,0 +1,23 @@
+"""What the author of an attention back end may override in a suite: KV formats to try, and how a layout is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from minivllm.testing import AttentionConformance
+
+pytestmark = pytest.mark.slow
+
+
+class TestOverALossyKVFormat(AttentionConformance):
+    plugin = "wrong.attention:AnyFormat"
+
+    def formats(self):
+        return ["wrong.kvformats:Int8"]
+
+
+class TestALayoutOfItsOwn(AttentionConformance):
+    plugin = "wrong.attention:HeadsFirst"
+
+    def load(self, backend, layer, blocks):
+        return tuple(x[blocks].transpose(1, 2).flatten(0, 1).float() for x in layer.cache.values())

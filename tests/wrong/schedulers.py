@@ -1,0 +1,316 @@
+"""Wrong scheduling policies, and right ones that are not like ``Fcfs``."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+
+from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
+from minivllm.spec import Spec
+
+SEAM = "scheduler"
+LAWFUL = "test_whatever_happens_every_answer_is_lawful_and_every_token_right"
+SAME = "test_the_same_trace_gives_the_same_decisions"
+BACKLOG = "test_a_backlog_longer_than_the_window_is_worked_off"
+STARVES = "test_nobody_starves"
+FAULTS = {
+    "ShortestFirst": (STARVES,),
+    "ShortestInTheWindow": (STARVES,),
+    "ForgetsThePreempted": (STARVES,),
+    "OverdueLast": (STARVES,),
+    "NewTenantsFirst": (STARVES,),
+    "OrderTwice": (LAWFUL, BACKLOG),
+    "OrderOneTooFar": (LAWFUL, BACKLOG),
+    "OrderGivesIds": (LAWFUL,),
+    "HalfTheWindow": (LAWFUL, BACKLOG),
+    "VictimOneTooFar": (LAWFUL,),
+    "VictimIsAnId": (LAWFUL,),
+    "VictimIsAFloat": (LAWFUL,),
+    "KeyIsNaN": (LAWFUL, "test_key_gives_a_number_for_each_of_several_sequences"),
+    "KeyOfTheFirst": ("test_key_gives_a_number_for_each_of_several_sequences",),
+    "KeyByTheClock": (SAME,),
+    "KeyByChance": (SAME,),
+    "SortsInPlace": (LAWFUL, SAME),
+    "AlwaysHolds": (LAWFUL, SAME),
+    "NoPrefill": (LAWFUL,),
+    "UnknownShape": (LAWFUL,),
+    "KnowsOnlyWhatItQueued": (LAWFUL,),
+    "SharedServed": ("test_two_instances_share_no_state", SAME),
+}
+RIGHT = ("AgedPriority", "ShortestJob", "PrefillFirst", "PreemptsTheOldest", "Gathers", "FairShare")
+
+
+def spec(name: str, *features: str) -> Spec:
+    return Spec(f"{__name__}:{name}", (1, 0), "a planted fault", features=frozenset(features))
+
+
+class ShortestFirst(SchedulerPolicy):
+    """Without ageing, and says that nobody starves."""
+
+    spec = spec("ShortestFirst", "starvation_free")
+
+    def key(self, new):
+        return new.prompt + new.predicted_out
+
+
+class ShortestInTheWindow(SchedulerPolicy):
+    """By arrival into the window, and by length out of it."""
+
+    spec = spec("ShortestInTheWindow", "starvation_free")
+
+    def order(self, head, running, now):
+        return np.lexsort((head.arrival, head.predicted_out))
+
+
+class ForgetsThePreempted(SchedulerPolicy):
+    """Who was preempted comes back behind all others."""
+
+    spec = spec("ForgetsThePreempted", "starvation_free")
+
+    def key(self, new):
+        return np.where(new.preempted > 0, np.inf, new.arrival)
+
+
+class OverdueLast(SchedulerPolicy):
+    """A request that has missed its deadline is lost anyway."""
+
+    spec = spec("OverdueLast", "starvation_free")
+
+    def order(self, head, running, now):
+        return np.lexsort((head.arrival, head.ttft_due < now))
+
+
+class NewTenantsFirst(SchedulerPolicy):
+    """Fair over all time: a tenant pays for ever for what it got once."""
+
+    spec = spec("NewTenantsFirst", "starvation_free")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.got: dict[int, int] = {}
+
+    def key(self, new):
+        for tenant, work in zip(new.tenant.tolist(), (new.prompt + new.max_out).tolist(), strict=True):
+            self.got[tenant] = self.got.get(tenant, 0) + work
+        return np.array([self.got[t] for t in new.tenant.tolist()], float)
+
+
+class OrderTwice(SchedulerPolicy):
+    spec = spec("OrderTwice")
+
+    def order(self, head, running, now):
+        return np.concatenate([np.argsort(head.priority)[:1], np.arange(len(head))])
+
+
+class OrderOneTooFar(SchedulerPolicy):
+    spec = spec("OrderOneTooFar")
+
+    def order(self, head, running, now):
+        return np.arange(1, len(head) + 1)
+
+
+class OrderGivesIds(SchedulerPolicy):
+    spec = spec("OrderGivesIds")
+
+    def order(self, head, running, now):
+        return head.id[np.argsort(head.arrival)]
+
+
+class HalfTheWindow(SchedulerPolicy):
+    """The last one waits for company."""
+
+    spec = spec("HalfTheWindow")
+
+    def order(self, head, running, now):
+        return np.arange(len(head) // 2)
+
+
+class VictimOneTooFar(SchedulerPolicy):
+    spec = spec("VictimOneTooFar")
+
+    def victim(self, candidates, need):
+        return len(candidates)
+
+
+class VictimIsAnId(SchedulerPolicy):
+    spec = spec("VictimIsAnId")
+
+    def victim(self, candidates, need):
+        return int(candidates.id.max())
+
+
+class VictimIsAFloat(SchedulerPolicy):
+    spec = spec("VictimIsAFloat")
+
+    def victim(self, candidates, need):
+        return (len(candidates) - 1) / 2
+
+
+class KeyIsNaN(SchedulerPolicy):
+    """Slack of a request without a deadline: inf - inf."""
+
+    spec = spec("KeyIsNaN")
+
+    def key(self, new):
+        with np.errstate(invalid="ignore"):
+            return new.ttft_due - new.tpot_due
+
+
+class KeyOfTheFirst(SchedulerPolicy):
+    spec = spec("KeyOfTheFirst")
+
+    def key(self, new):
+        return new.arrival[:1]
+
+
+class KeyByTheClock(SchedulerPolicy):
+    """Its own clock and not the engine's."""
+
+    spec = spec("KeyByTheClock")
+
+    def key(self, new):
+        return np.full(len(new), time.time() // 3600)
+
+
+class KeyByChance(SchedulerPolicy):
+    spec = spec("KeyByChance")
+
+    def key(self, new):
+        return np.array([random.random() for _ in range(len(new))])
+
+
+class SortsInPlace(SchedulerPolicy):
+    spec = spec("SortsInPlace")
+
+    def order(self, head, running, now):
+        head.priority.sort()
+        return np.arange(len(head))
+
+
+class AlwaysHolds(SchedulerPolicy):
+    """Waits for a larger batch, and again."""
+
+    spec = spec("AlwaysHolds")
+
+    def shape(self, load, now):
+        return StepShape(hold_until=now + 0.05 if load.waiting < 100 else 0.0)
+
+
+class NoPrefill(SchedulerPolicy):
+    """Caps prefill by what is left of a pool that is always rather full."""
+
+    spec = spec("NoPrefill")
+
+    def shape(self, load, now):
+        return StepShape(prefill_cap=load.free_blocks - load.total_blocks // 2)
+
+
+class UnknownShape(SchedulerPolicy):
+    spec = spec("UnknownShape")
+
+    def shape(self, load, now):
+        return StepShape("decode_first" if load.running else "mix")
+
+
+class KnowsOnlyWhatItQueued(SchedulerPolicy):
+    """Keeps a record of each sequence that it gave a key; branches fork and never had one."""
+
+    spec = spec("KnowsOnlyWhatItQueued")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.seen = {}
+
+    def key(self, new):
+        self.seen.update(zip(new.id.tolist(), new.arrival.tolist(), strict=True))
+        return new.arrival
+
+    def victim(self, candidates, need):
+        return int(np.argmax([self.seen[i] for i in candidates.id.tolist()]))
+
+
+class SharedServed(SchedulerPolicy):
+    """The service of each tenant is counted for all engines together."""
+
+    spec = spec("SharedServed")
+    served: dict = {}
+
+    def key(self, new):
+        for tenant in new.tenant.tolist():
+            self.served[tenant] = self.served.get(tenant, 0) + 1
+        return np.array([self.served[t] for t in new.tenant.tolist()], float)
+
+
+class AgedPriority(SchedulerPolicy):
+    """Right: a level of priority is worth 30 seconds of waiting."""
+
+    spec = spec("AgedPriority", "starvation_free")
+
+    def key(self, new):
+        return new.arrival + 30.0 * np.clip(new.priority, -10, 10)
+
+    def victim(self, candidates, need):
+        return int(np.lexsort((candidates.arrival, candidates.priority))[-1])
+
+
+class ShortestJob(SchedulerPolicy):
+    """Right: shortest job first, which may let a long one starve and says nothing else."""
+
+    spec = spec("ShortestJob")
+
+    def key(self, new):
+        return new.prompt - new.cached + new.predicted_out
+
+    def victim(self, candidates, need):
+        return np.argmax(candidates.max_out - (candidates.known - candidates.prompt))
+
+
+class PrefillFirst(SchedulerPolicy):
+    """Right: separate phases, cached prefixes first, a small window, a list as the order."""
+
+    spec = spec("PrefillFirst")
+    window = 4
+
+    def order(self, head, running, now):
+        return sorted(range(len(head)), key=lambda i: (-head.cached[i], head.id[i]))
+
+    def shape(self, load, now):
+        return StepShape("static" if load.oldest_wait > 10 else "prefill_first", prefill_cap=max(1, load.free_blocks))
+
+
+class PreemptsTheOldest(SchedulerPolicy):
+    """Right, if foolish: the engine's protection ends what it begins."""
+
+    spec = spec("PreemptsTheOldest", "starvation_free")
+
+    def victim(self, candidates, need):
+        return int(np.argmin(candidates.arrival))
+
+
+class Gathers(SchedulerPolicy):
+    """Right: newcomers are admitted together, the first waits for 0.2 seconds at most."""
+
+    spec = spec("Gathers", "starvation_free")
+
+    def shape(self, load, now):
+        first = now - load.oldest_wait
+        return StepShape(hold_until=first + 0.2 if load.waiting < 8 and load.oldest_wait < 0.2 else 0.0)
+
+
+class FairShare(SchedulerPolicy):
+    """Right: a virtual clock for each tenant, which never lags behind the arrivals; forks are not in its books."""
+
+    spec = spec("FairShare", "starvation_free")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.clock: dict[int, float] = {}
+
+    def key(self, new):
+        keys = []
+        for tenant, arrival, work in zip(new.tenant.tolist(), new.arrival.tolist(), new.prompt.tolist(), strict=True):
+            keys.append(max(arrival, self.clock.get(tenant, 0.0)))
+            self.clock[tenant] = keys[-1] + 0.01 * work
+        return np.array(keys)

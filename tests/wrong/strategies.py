@@ -1,0 +1,206 @@
+"""Wrong strategies, and right ones that are not like ``Parallel``."""
+
+from __future__ import annotations
+
+from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
+from minivllm.errors import RequestError
+from minivllm.plugins.strategy.parallel import Parallel
+from minivllm.plugins.strategy.single import Single
+from minivllm.spec import Spec
+
+SEAM = "strategy"
+BRANCHES = "test_a_request_of_n_has_n_branches_numbered_from_0"
+ANSWER = "test_the_answer_is_made_of_branches_that_ended"
+ENGINE = "test_the_engine_serves_it"
+APART = "test_requests_know_nothing_of_each_other"
+REFUSES = "test_what_it_does_not_take_it_refuses_by_name"
+FAULTS = {
+    "SameSample": (BRANCHES, ENGINE),
+    "FromOne": (BRANCHES, ENGINE),
+    "OneMore": (BRANCHES, ENGINE),
+    "OnlyOne": (BRANCHES,),
+    "TakesAndRefuses": (BRANCHES,),
+    "ServesWhatItDoesNotTake": (REFUSES,),
+    "RefusesWithoutAName": (REFUSES,),
+    "NamesNobody": (ANSWER, ENGINE),
+    "AnswersByPlace": (ANSWER, ENGINE),
+    "NothingFromTheFailed": (ANSWER,),
+    "BestTwice": (ANSWER, ENGINE),
+    "CountsOn": (BRANCHES, APART, "test_two_instances_share_no_state"),
+    "RemembersN": (APART,),
+    "TakesN": ("test_the_parameters_of_a_request_stay_as_they_are",),
+}
+RIGHT = ("BestFirst", "BestOnly", "UpToFour")
+
+
+def spec(name: str) -> Spec:
+    return Spec(f"{__name__}:{name}", (1, 0), "a planted fault")
+
+
+class SameSample(Parallel):
+    """All branches draw the same tokens."""
+
+    spec = spec("SameSample")
+
+    def start(self, params):
+        return [Branch(0)] * params.n
+
+
+class FromOne(Parallel):
+    spec = spec("FromOne")
+
+    def start(self, params):
+        return [Branch(i + 1) for i in range(params.n)]
+
+
+class OneMore(Parallel):
+    """A spare branch, to choose from; nobody keeps room for it."""
+
+    spec = spec("OneMore")
+
+    def start(self, params):
+        return [Branch(i) for i in range(params.n + 1)]
+
+
+class OnlyOne(Single):
+    """Takes every request and gives it one output."""
+
+    spec = spec("OnlyOne")
+
+    def takes(self, params):
+        return True
+
+    def start(self, params):
+        return (Branch(0),)
+
+
+class TakesAndRefuses(Single):
+    """Stands in the way of the strategies behind it."""
+
+    spec = spec("TakesAndRefuses")
+
+    def takes(self, params):
+        return True
+
+
+class ServesWhatItDoesNotTake(Single):
+    spec = spec("ServesWhatItDoesNotTake")
+
+    def start(self, params):
+        return (Branch(0),)
+
+
+class RefusesWithoutAName(Single):
+    spec = spec("RefusesWithoutAName")
+
+    def start(self, params):
+        if params.n != 1:
+            raise RequestError("cannot do that")
+        return (Branch(0),)
+
+
+class NamesNobody(Parallel):
+    """Counts from 1."""
+
+    spec = spec("NamesNobody")
+
+    def result(self, params, ends):
+        return [end.sample + 1 for end in ends]
+
+
+class AnswersByPlace(Parallel):
+    """Ranks without translating: the places in a list of scores with one too many."""
+
+    spec = spec("AnswersByPlace")
+
+    def result(self, params, ends):
+        return range(len(ends) + 1)
+
+
+class NothingFromTheFailed(Parallel):
+    spec = spec("NothingFromTheFailed")
+
+    def result(self, params, ends):
+        return [end.sample for end in ends if end.finish_reason != "error"]
+
+
+class BestTwice(Parallel):
+    """The best, and then all."""
+
+    spec = spec("BestTwice")
+
+    def result(self, params, ends):
+        best = max(ends, key=lambda end: end.cumulative_logprob or 0.0)
+        return [best.sample, *(end.sample for end in ends)]
+
+
+class CountsOn(Parallel):
+    """Sample numbers go on from request to request, over all instances."""
+
+    spec = spec("CountsOn")
+    next: list = [0]
+
+    def start(self, params):
+        self.next[0] += params.n
+        return [Branch(i) for i in range(self.next[0] - params.n, self.next[0])]
+
+
+class RemembersN(Parallel):
+    """Answers with as many as the last request wanted."""
+
+    spec = spec("RemembersN")
+    n = 128
+
+    def start(self, params):
+        self.n = params.n
+        return super().start(params)
+
+    def result(self, params, ends):
+        return super().result(params, ends)[: self.n]
+
+
+class TakesN(Parallel):
+    """Hands each branch on as a request of one."""
+
+    spec = spec("TakesN")
+
+    def start(self, params):
+        made = super().start(params)
+        params.n = 1
+        return made
+
+
+class BestFirst(DecodingStrategy):
+    """Right: all branches, the likeliest first."""
+
+    spec = spec("BestFirst")
+
+    def start(self, params):
+        return [Branch(i) for i in range(params.n)]
+
+    def result(self, params, ends):
+        return [e.sample for e in sorted(ends, key=lambda e: (-(e.cumulative_logprob or 0.0), e.sample))]
+
+
+class BestOnly(BestFirst):
+    """Right: of n branches the one that is the likeliest a token, a failed one only if there is no other."""
+
+    spec = spec("BestOnly")
+
+    def result(self, params, ends):
+        score = lambda e: (e.finish_reason == "error", -(e.cumulative_logprob or 0.0) / max(1, e.length))  # noqa: E731
+        return [min(ends, key=score).sample]
+
+
+class UpToFour(BestFirst):
+    """Right: leaves wide requests to others."""
+
+    spec = spec("UpToFour")
+
+    def takes(self, params):
+        return params.n <= 4
+
+    def start(self, params):
+        if params.n > 4:
+            raise RequestError(f"n={params.n}: want 4 at most", "n")
+        return super().start(params)
