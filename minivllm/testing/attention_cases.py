@@ -54,6 +54,7 @@ class Space:
         self.suite = suite
         self.facts = {fact: self._values(fact, values) for fact, values in CANDIDATES.items()}
         self.facts["kv_format"] = suite.values("kv_format", *suite.formats())
+        self.stores = {name: suite.format(name).dtype for name in self.facts["kv_format"]}
         empty = [fact for fact, values in self.facts.items() if not values]
         if empty:
             pytest.skip(f"claims no {' and no '.join(empty)} that is known here")
@@ -74,14 +75,18 @@ class Space:
     def plain(self, kv_heads: int = 2, **wanted: Any) -> Setting | None:
         """The plainest setting with one layer that is as wanted: facts, or fields of its AttnSpec; None if none is
         claimed.  Where the dimensions are left open they are equal if that is claimed."""
-        facts = [[wanted.pop(fact)] if fact in wanted else values for fact, values in self.facts.items()]
+        dtypes, *facts, formats = [
+            [wanted.pop(fact)] if fact in wanted else values for fact, values in self.facts.items()
+        ]
         found = None
-        for dtype, block, ratio, dim_qk, dim_v, kv_format in itertools.product(*facts):
+        for dtype, block, ratio, dim_qk, dim_v in itertools.product(dtypes, *facts):
             spec = AttnSpec(kv_heads * ratio, kv_heads, dim_qk, dim_v, **wanted)
-            if (found is None or dim_qk == dim_v) and self.serves(setting := Setting((spec,), dtype, kv_format, block)):
-                if dim_qk == dim_v:
-                    return setting
-                found = setting
+            if found is None or dim_qk == dim_v:
+                for kv_format in sorted(formats, key=lambda name: self.stores[name] != dtype):  # its own format first
+                    if self.serves(setting := Setting((spec,), dtype, kv_format, block)):
+                        if dim_qk == dim_v:
+                            return setting
+                        found = found or setting
         return found
 
     def features(self) -> dict[str, Sequence[Any]]:

@@ -117,14 +117,14 @@ def _only(world: World, layer: AttnLayer, slots: Tensor) -> Iterator[None]:
 
 def round_trip(world: World, layer: AttnLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k and v [T, kv_heads, dim] as the KV format gives them back, float32 on the CPU, by a cache of its own."""
-    spec, fmt, n = layer.spec, world.format, len(k)
+    spec, fmt, n, device = layer.spec, world.format, len(k), world.device
     blocks = -(-n // world.block)
     cache = {
-        name: torch.zeros((blocks, *t.shape), dtype=getattr(torch, t.dtype))
+        name: torch.zeros((blocks, *t.shape), dtype=getattr(torch, t.dtype), device=device)
         for name, t in fmt.layout(spec, world.block).tensors.items()
     }
-    fmt.store(cache, k.cpu(), v.cpu(), torch.arange(n))
-    k, v = (x[:n] for x in fmt.load(cache, torch.arange(blocks), torch.float32))
+    fmt.store(cache, k.to(device), v.to(device), torch.arange(n, device=device))
+    k, v = (x[:n].cpu() for x in fmt.load(cache, torch.arange(blocks, device=device), torch.float32))
     return k, (k if spec.v_in_k else v)[..., : spec.dim_v]
 
 
