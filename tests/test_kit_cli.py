@@ -12,8 +12,8 @@ import pytest
 
 from minivllm.errors import PluginError
 from minivllm.testing.base import Seen
-from minivllm.testing.cli import main
-from minivllm.testing.session import run, seams_of
+from minivllm.testing.cli import _count, _hardly_tested, main
+from minivllm.testing.session import Outcome, run, seams_of
 
 WRONG = "wrong.evictors:ParentsFirst"
 HELD = "test_a_key_that_is_held_again_is_not_given_up"
@@ -23,6 +23,7 @@ def test_a_right_plugin_passes_with_exit_status_0(capsys):
     assert main(["lru", "-k", "victims or spec"]) == 0
     out = capsys.readouterr().out
     assert "evictor minivllm/lru" in out and "passed" in out and "FAIL" not in out
+    assert out.rstrip().endswith("lru conforms")
 
 
 def test_a_failure_shows_rule_values_and_place_and_the_report_has_every_outcome(capsys, tmp_path):
@@ -128,6 +129,91 @@ def test_an_authors_file_of_four_lines_runs_under_plain_pytest(tmp_path, plugin,
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=path)
     assert done.returncode == status, done.stdout + done.stderr
     assert ("want the three keys that are not held" in done.stdout) == bool(status)
+
+
+RANKED = """
+from minivllm.core.request import SamplingParams
+from minivllm.testing import StrategyConformance
+
+class TestRanked(StrategyConformance):
+    plugin = "wrong.strategies:ByExtra"
+
+    def params(self, n):
+        return SamplingParams(n=n, max_tokens=6, ignore_eos=True, extra={"rank": "sample"})
+"""
+
+
+def test_a_strategy_with_a_parameter_of_its_own_conforms_in_a_test_class(tmp_path):
+    (tmp_path / "test_ranked.py").write_text(RANKED)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_ranked.py"]
+    path = {"PYTHONPATH": str(Path(__file__).parent), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+CHECKS = """
+from dataclasses import replace
+from minivllm.plugins.attention.sdpa import Sdpa
+from minivllm.registry import Catalog
+from minivllm.spec import Reason
+
+FOUND = Catalog.discover()["attention"]
+SPEC = FOUND.spec(FOUND.find("sdpa"))
+
+def absent(request):
+    return [Reason("sm: too old")] if request.facts["block"] % 8 else []
+
+def sets(request):
+    return [Reason("dim_qk: odd")] if request.facts["dim_qk"] % 2 else []
+
+def right(request):
+    return [Reason("block: odd")] if request.facts.get("block", 16) % 2 else []
+
+class Absent(Sdpa):
+    spec = replace(SPEC, impl="checking:Absent", check=absent)
+
+class Sets(Sdpa):
+    spec = replace(SPEC, impl="checking:Sets", check=sets)
+
+class Right(Sdpa):
+    spec = replace(SPEC, impl="checking:Right", check=right)
+"""
+
+
+@pytest.mark.parametrize(("name", "says"), [("Absent", "KeyError: 'block'"), ("Sets", "TypeError"), ("Right", "")])
+def test_a_check_must_answer_for_absent_facts_and_sets(name, says, tmp_path, monkeypatch):
+    (tmp_path / "checking.py").write_text(CHECKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    (one,) = run([("attention", f"checking:{name}")], select="check_answers")
+    assert one.status == ("failed" if says else "passed") and says in one.text, one.text
+    sys.modules.pop("checking", None)
+
+
+def outcome(test, status, text=""):
+    return Outcome("processor", "acme/x", test, status, 0.0, text)
+
+
+def test_reasons_are_counted_whole_and_who_has_no_values_is_hardly_tested():
+    skips = [outcome(f"test_{i}", "skipped", "no values known of x: override params()") for i in range(3)]
+    rest = [outcome("test_a", "passed"), outcome("test_b", "skipped", "named by module:Class")]
+    spec = [outcome("test_two_instances_share_no_state", "passed") for _ in range(9)]
+    assert _count(skips + rest) == "1 passed, 4 skipped (no values known of x 3, named by module:Class 1)"
+    assert _hardly_tested(skips + rest + spec)
+    assert not _hardly_tested(skips[:2] + rest + spec)
+
+
+def test_a_plugin_of_which_no_test_matches_has_no_line_and_no_verdict(capsys):
+    assert main(["lru", "fcfs", "-k", "key_gives"]) == 0
+    out = capsys.readouterr().out
+    assert "1 passed" in out and "\n   in " not in out and out.rstrip().endswith("fcfs conforms")
+
+
+def test_the_place_is_in_the_plugin_and_what_was_drawn_without_a_name_is_not_shown():
+    (one,) = run([("evictor", "wrong.evictors:ChainsOnly")], select="test_victims", shrink=False)
+    assert "wrong/evictors.py:" in one.where and "a block in the middle of nothing" in one.text
+    assert "start_without_parents" in one.text and "Draw " not in one.text
+    (one,) = run([("strategy", "wrong.strategies:SameSample")], select="has_n_branches")
+    assert "testing/strategy.py:" in one.where
 
 
 def test_the_kit_does_not_become_a_plugin_of_pytest():

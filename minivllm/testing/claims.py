@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from minivllm.spec import ANY, AtLeast, AtMost, Kind, MultipleOf, Range, Request, Spec, allows
@@ -13,6 +13,9 @@ USUAL = {  # a value to take where a limit is ANY
     "dtype": "float32", "holds": "float32", "kv_format": "fp32", "model_type": "llama", "queries_per_kv": 1, "sm": 90,
     "tensor_parallel_size": 1,
 }  # fmt: skip
+
+ASKED_AT_TIMES = ("sm", "block", "holds")
+SIZES = ("dim_qk", "dim_v", "queries_per_kv")  # sets where the layers of a model differ
 
 
 def inside(limit: Any, usual: Any) -> Any:
@@ -49,6 +52,15 @@ def claimed(spec: Spec, fact: str, candidates: Iterable[Any]) -> list[Any]:
         return list(candidates)
     limit = spec.limits.get(fact)
     return [] if limit is None else [v for v in candidates if allows(limit, v)]
+
+
+def partly(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The facts as the engine may ask them: without those that it asks only at times, and with sets of sizes."""
+    for absent in ((), *((name,) for name in ASKED_AT_TIMES), ASKED_AT_TIMES):
+        left = {name: value for name, value in facts.items() if name not in absent}
+        yield left
+        yield {name: frozenset({value}) if name in SIZES else value for name, value in left.items()}
+        yield {name: frozenset({value, 2 * value}) if name in SIZES else value for name, value in left.items()}
 
 
 def served(spec: Spec, kind: Kind) -> Request:

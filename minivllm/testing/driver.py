@@ -25,6 +25,7 @@ from .tiny import tiny_dir
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 SLOTS, BLOCK, MAX_LEN = 8, 4, 96
+NEAR = 1e-3  # two log-probabilities: sums in another order, nothing else
 LAYERS = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=20, max_window_layers=2)  # two KV groups
 
 
@@ -90,7 +91,9 @@ class Driver:
         self._tokens.append((slot, token))
         self.known[slot] += 1
 
-    def plan(self, rows: Mapping[int, int], late: Sequence[int] = (), host: Sequence[int] = ()) -> StepPlan:
+    def plan(
+        self, rows: Mapping[int, int], late: Sequence[int] = (), host: Sequence[int] = (), topk: int = -1
+    ) -> StepPlan:
         """``rows``: slot -> tokens; ``late`` and ``host``: slots.  A row that reaches what is known draws."""
         slots = np.array(sorted(rows, key=lambda s: rows[s] != 1), np.int32)
         q_len = np.array([rows[s] for s in slots.tolist()], np.int32)
@@ -101,7 +104,7 @@ class Driver:
         at = lambda chosen: np.array([i for i, s in enumerate(drawn) if s in chosen], np.int32)  # noqa: E731
         self.known[[s for s in drawn if s not in host]] += 1
         self.steps += 1
-        return StepPlan(self.steps, slots, q_len, computed, samples, late=at(late), host=at(host), delta=self._delta())
+        return StepPlan(self.steps, slots, q_len, computed, samples, topk, at(late), at(host), delta=self._delta())
 
     def submit(self, rows: Mapping[int, int], **more: Any) -> StepPlan:
         plan = self.plan(rows, **more)
@@ -173,7 +176,29 @@ def check_result(plan: StepPlan, result: StepResult, vocab: int) -> None:
         assert shape == (n,), f"step {plan.id}: {name} has shape {shape}, and {n} rows draw"
     assert (result.slots == plan.slots[plan.samples]).all(), f"step {plan.id}: slots {result.slots} are not the plan's"
     assert ((result.tokens >= 0) & (result.tokens < vocab)).all(), f"step {plan.id}: tokens {result.tokens}"
+    asked, lp = plan.topk >= 0, result.logprobs
+    assert (lp is not None) == asked, f"step {plan.id}: topk={plan.topk}, and logprobs is {lp}"
+    if lp is not None:
+        enough = len(lp.top) == len(lp.top_ids) == n and min(lp.top.shape[1], lp.top_ids.shape[1]) >= plan.topk
+        assert len(lp.chosen) == len(lp.rank) == n and enough, f"step {plan.id}: {n} rows draw, logprobs are {lp}"
     assert np.isin(result.count, (0, 1)).all(), f"step {plan.id}: count {result.count}, want 0 or 1"
+
+
+def check_logprobs(
+    plans: Sequence[StepPlan], results: Sequence[StepResult], known: Sequence[list[int]], vocab: int
+) -> None:
+    """Log-probabilities of greedy rows are those of transformers; ``known``: slot -> its tokens before the steps."""
+    for plan, result in zip(plans, results, strict=True):
+        check_result(plan, result, vocab)
+        for j, slot in enumerate(result.slots.tolist()):
+            want, token = logits_after(tuple(known[slot])).log_softmax(-1), int(result.tokens[j])
+            known[slot].append(token)
+            if (lp := result.logprobs) is None:
+                continue
+            best, where = want.topk(plan.topk), f"step {plan.id}, row {j}, slot {slot}: {lp}; want"
+            assert abs(lp.chosen[j] - want[token]) < NEAR and lp.rank[j] == 1, f"{where} {want[token]}, the best"
+            assert np.allclose(lp.top[j, : plan.topk], best.values, atol=NEAR), f"{where} {best.values}"
+            assert lp.top_ids[j, : plan.topk].tolist() == best.indices.tolist(), f"{where} tokens {best.indices}"
 
 
 def check_error(result: StepResult, scope: str, plugin: str, words: str) -> None:

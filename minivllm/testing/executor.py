@@ -17,7 +17,6 @@ from minivllm.config import EngineConfig
 from minivllm.core.interfaces.attention import AttentionContext
 from minivllm.core.interfaces.executor import Executor
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_ID, LateInputs
-from minivllm.core.request import SamplingParams
 from minivllm.errors import ModelError, ResourceError
 from minivllm.llm import LLM
 from minivllm.registry import Catalog, build_part
@@ -33,6 +32,7 @@ from .driver import (
     belongings,
     by_slot,
     check_error,
+    check_logprobs,
     check_result,
     greedy,
     left_behind,
@@ -41,11 +41,11 @@ from .driver import (
     prompts,
     tiny,
 )
+from .executor_engine import check_greedy, check_random, reference
 from .faulty import FATAL_CHUNK, TARGETS
 from .spec import SpecConformance
 
 BUDGET, BLOCKS = 64, 200
-GREEDY = dict(temperature=0, ignore_eos=True)
 
 
 class ExecutorConformance(SpecConformance):
@@ -184,27 +184,27 @@ class ExecutorConformance(SpecConformance):
     @since(1, 0)
     def test_the_engine_serves_with_it(self) -> None:
         """At every depth: a cache so small that rows are preempted, prefix hits, branches, rows whose token the host
-        chooses, rows whose mask comes late; a row that fails ends alone, a step that fails ends its own requests."""
-        items = prompts(1, 4, 17, 23, 30, 41)
-        want = [greedy(p, 20) for p in items]
-        params = lambda **more: SamplingParams(**GREEDY, max_tokens=20, **more)  # noqa: E731
-        late = {"allowed_tokens_fn": lambda ids: range(61)}
-        host = {"choose_fn": lambda logits, ids: int(np.argmax(logits))}
+        chooses, rows whose mask comes late; a row that fails ends alone, a step that fails ends its own requests.
+        Random draws, their ends and log-probabilities are those of executor "local"."""
+        want = reference(self.engine_options())
         for ahead, blocks in ((None, BLOCKS), (0, 36), (2, 36)):
             with LLM(**self.engine_options(run_ahead=ahead, num_kvcache_blocks=blocks)) as llm:
-                for kinds in ([{}] * 6, [{}, late, host, {"n": 3}, {}, {}]):
-                    outs = llm.generate(items, [params(**more) for more in kinds], False)
-                    for i, out in enumerate(outs):
-                        got = [list(o.token_ids) for o in out.outputs]
-                        assert got == [want[i]] * len(got), f"run_ahead={ahead}, request {i} ({kinds[i]}): {got}"
-                outs = llm.generate(items[:3], [params(extra={"fault": "apply"}), params(), params()], False)
-                assert outs[0].finish_reason == "error" and "boom in apply" in outs[0].error, outs[0]
-                assert [o.tokens for o in outs[1:]] == want[1:3], "beside a row that fails"
-                out = llm.generate(prompts(FATAL_CHUNK)[0], params(), False)[0]
-                assert out.finish_reason == "error" and "boom in plan" in out.error, out
-                assert llm.generate(items[0], params(), False)[0].tokens == want[0], "after a step that failed"
+                check_greedy(llm, f"run_ahead={ahead}")
+                check_random(llm, want, f"run_ahead={ahead}")
                 assert blocks == BLOCKS or llm.stats()["preemptions"], "the test itself is too weak"
                 llm.engine.cache.check()
+
+    @since(1, 0)
+    def test_logprobs_come_if_they_are_asked_for(self) -> None:
+        """Of the raw logits, in the order of the rows that draw; None with ``topk=-1``."""
+        items = prompts(5, 9, 12)
+        with self.started() as driver:
+            for slot, prompt in enumerate(items):
+                driver.join(slot, prompt, 20)
+            plans = [driver.submit({0: 5, 1: 9, 2: 12}, topk=2), driver.submit(dict.fromkeys(range(3), 1), topk=0)]
+            plans.append(driver.submit(dict.fromkeys(range(3), 1)))
+            results = driver.executor.collect(0)
+            check_logprobs(plans, results, [list(p) for p in items], driver.capacity.vocab_size)
 
     # ---- order ---------------------------------------------------------------------------------------------------
 

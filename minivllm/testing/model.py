@@ -115,11 +115,11 @@ class ModelConformance(SpecConformance):
             hf = tiny_model(self.config(cls, **values), seed, cls)
             return self.case_of(save(hf, path, shard), hf)
 
-    def case_of(self, path: Path, hf: Any) -> Case:
-        want = logits(hf, PROMPT)
+    def case_of(self, path: Path, hf: Any, tokens: Sequence[int] = PROMPT, dtype: str = "") -> Case:
+        want, dtype = logits(hf, tokens), dtype or self.dtype()
         room = max(1e-4, 2e-5 * float(want.abs().max()))
-        if self.dtype() != "float32":
-            half = logits(self._reload(path, type(hf), self.dtype()), PROMPT)
+        if dtype != "float32":
+            half = logits(self._reload(path, type(hf), dtype), tokens)
             room = 4 * float((half - want).abs().max()) + 1e-3
         return Case(path, hf, want, room)
 
@@ -253,8 +253,18 @@ class ModelConformance(SpecConformance):
             )
             ways["among strangers"] = torch.cat([harness.step(feed)[2] for feed in strangers])
             for way, got in ways.items():
-                wrong = self.difference(got, case)
-                assert not wrong, f"{name}, {way}: {wrong}"
+                assert not (wrong := self.difference(got, case)), f"{name}, {way}: {wrong}"
+
+    @since(1, 0)
+    def test_a_long_sequence_is_right_to_its_end(self, tmp_path: Path) -> None:
+        """700 tokens in chunks: no table of positions and no buffer ends before ``max_position_embeddings``."""
+        tokens = (PROMPT * 15)[:700]
+        for name, cls in self.families().items():
+            hf = self.case(cls, tmp_path / name, max_position_embeddings=1024).hf
+            for dtype in {self.dtype(), *(self.values("dtype", "bfloat16") if self.long else ())}:
+                case = self.case_of(tmp_path / name, hf, tokens, dtype)
+                got = self.harness(case.path, dtype=dtype, max_len=704, slots=2).chunked(1, tokens, (130, 131, 500))
+                assert not (wrong := self.difference(got, case)), f"{name} in {dtype}, 700 tokens: {wrong}"
 
     @since(1, 0)
     def test_half_precision_is_at_most_twice_as_far_as_transformers(self, tmp_path: Path) -> None:

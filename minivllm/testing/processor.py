@@ -128,7 +128,35 @@ class ProcessorConformance(SamplingConformance):
             got = self.alone(s)
             self.check(got, s, Seen())
             if self.reference(s.params, logits.double(), list(s.prompt), list(s.output)) is None:
-                assert got[token].isfinite(), f"{s}: the one token that was left, {token}, became {got[token]}"
+                assert got[token].isfinite(), (
+                    f"{s}: the one token that was left, {token}, became {got[token]}; a processor that may ban it "
+                    "says so in reference(): what the logits must become"
+                )
+
+    def _tried(self, name: str) -> list[Mapping[str, Any]]:
+        """Keywords that set one of the parameters that it reads."""
+        own = [p for p in self.params(self.vocab) if name in p or name in p.get("extra", ())]
+        standard: dict[str, Any] = {
+            "repetition_penalty": 1.7, "presence_penalty": 1.1, "frequency_penalty": 1.1,
+            "logit_bias": {3: 7.0, "5": -7.0},
+        }  # fmt: skip
+        return [*([{name: standard[name]}] if name in standard else []), *own]
+
+    @since(1, 0)
+    def test_a_long_history_counts_to_its_end(self) -> None:
+        """400 tokens of which one comes 300 times, in the output or in the prompt: no buffer is too short for them and
+        no counter wraps around."""
+        rng = np.random.default_rng(2)
+        early, late = (rng.choice(np.arange(0, self.vocab, step), 50) for step in (5, 7))  # some come only at the end
+        history = tuple(map(int, [*early, *rng.permutation([8] * 300 + [9, 11] * 5), *late[:40]]))
+        logits = torch.tensor(rng.normal(0, 3, self.vocab), dtype=torch.float32)
+        asked = [p for name in sorted(self.reads - set(self.unknown())) for p in self._tried(name)] or [{}]
+        for at in (10, len(history) - 10):  # where the output begins
+            seqs = [Seq(SamplingParams.make(**p), history[:at], history[at:], logits) for p in asked]
+            stage = Stage(self, len(seqs), max_len=len(history) + 8)
+            stage.join(range(len(seqs)), seqs)
+            for row, s in zip(stage.apply(range(len(seqs)), torch.stack([s.logits for s in seqs])), seqs, strict=True):
+                self.check(row, s, Seen())
 
     @since(1, 0)
     def test_a_large_vocabulary(self) -> None:
@@ -158,13 +186,8 @@ class ProcessorConformance(SamplingConformance):
         rng = np.random.default_rng(1)
         prompt, output = tuple(rng.integers(0, self.vocab, 9).tolist()), tuple(rng.integers(0, self.vocab, 12).tolist())
         logits = torch.tensor(rng.normal(0, 3, self.vocab), dtype=torch.float32)
-        tried = {
-            "repetition_penalty": [{"repetition_penalty": 1.7}], "presence_penalty": [{"presence_penalty": 1.1}],
-            "frequency_penalty": [{"frequency_penalty": 1.1}], "logit_bias": [{"logit_bias": {3: 7.0, "5": -7.0}}],
-        }  # fmt: skip
         for name in sorted(self.reads - set(self.unknown())):
-            own = [p for p in self.params(self.vocab) if name in p or name in p.get("extra", ())]
-            keywords = [*tried.get(name, []), *own]
+            keywords = self._tried(name)
             rows = [Seq(SamplingParams.make(**asked), prompt, output, logits) for asked in keywords]
             changed = any(not torch.equal(self.alone(s).cpu(), logits) for s in rows)
             assert changed, f"reads has {name!r}, and no logit changes with {keywords} after {prompt} and {output}"

@@ -13,8 +13,9 @@ from torch.nn import Parameter
 from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 
 DTYPES = ("float32", "bfloat16", "float16")
-TOKENS = (1, 2, 3, 8, 33)
+TOKENS = (1, 2, 3, 8, 33, 65, 300)
 SHAPES = (((24, 8), 64), ((3, 17, 1), 33), ((129,), 31), ((5,), 1), ((128, 64, 64), 256))  # (rows of parts, inputs)
+LONG = ((5, 3), 4100)  # a sum longer than the loops of most kernels take at once, and of an odd end
 SHARED = (((24, 12), 48), ((768, 384), 1536))  # sizes that 2, 3 and 4 processes share evenly
 KINDS = ("linear", "linear", "linear", "lm_head", "embedding")
 ONE_BIT = 1.0  # bits an element may take for scales and zero points: float16 ones for each group of 32
@@ -58,6 +59,21 @@ def inputs(tokens: int, info: ModuleInfo) -> Iterator[tuple[str, Tensor]]:
     yield "contiguous", x[:, :-3].contiguous()
     yield "columns of a wider tensor", x[:, 3:]
     yield "transposed", x[:, :-3].T.contiguous().T
+
+
+def product(scheme: WeightScheme, x: Tensor, what: str) -> Tensor:
+    """The product, with and without ``out``; neither touches x nor what was returned before."""
+    before, got = x.clone(), scheme.apply(x)
+    assert got.dtype == x.dtype, f"{what}: gives {got.dtype}, want {x.dtype}"
+    kept, out = got.clone(), torch.full_like(got, torch.nan)
+    scheme.apply(-2 * x)
+    assert torch.equal(got, kept), f"{what}: the next call writes into the tensor that was returned"
+    back = scheme.apply(x, out)
+    assert back is out or back.data_ptr() == out.data_ptr(), f"{what}: does not return the out that it is given"
+    near = torch.allclose(out, got, rtol=8 * torch.finfo(x.dtype).eps, atol=1e-4 * float(got.abs().max()))
+    assert near, f"{what}: out is not written, or with something else"
+    assert torch.equal(x, before), f"{what}: x is changed"
+    return got
 
 
 def storages() -> dict[int, int]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from minivllm.core.request import SamplingParams
 from .base import Seen, since
 from .chisquare import ALPHA, check_draws, detectable
 from .sampling import SamplingConformance
-from .sampling_rows import DRAWS, LARGE, MAX_LEN, Seq, Stage
+from .sampling_rows import DRAWS, LARGE, MAX_LEN, Seq, Stage, Watched
 
 BATCH, CELLS = 1 << 15, 1 << 21  # rows and logits of a call at most
 NEAR = 1e-4  # masses so close to top_p or min_p may fall on either side: float32 has no opinion
@@ -109,7 +110,8 @@ class SamplerConformance(SamplingConformance):
         """Tokens i64 [n] of one row of logits [V] for keys i64 [n, 3] (seed, position, sample), in few large steps;
         sequences ``others`` are in each step too, ahead of the rest."""
         m, batch = len(others), min(BATCH, len(keys), max(CELLS // len(logits), 1))
-        stage = Stage(self, m + batch, vocab=len(logits))
+        far = int(keys[:, 1].max()) + 2
+        stage = Stage(self, m + batch, vocab=len(logits), max_len=max(far, MAX_LEN))
         slots = np.arange(m + batch)[::-1].copy()
         if m:
             stage.join(slots[:m], others)
@@ -245,6 +247,20 @@ class SamplerConformance(SamplingConformance):
         grouped = torch.zeros(16, dtype=torch.float64).index_add_(0, group, prob)
         check_draws(group[tokens], grouped, "4,096 tokens with logits of 1000 +- 0.24, by rank in 16 groups")
 
+    @since(1, 0)
+    def test_unlikely_tokens_come_as_often_as_they_should(self) -> None:
+        """32,767 tokens of probability 2**-19 each, beside one that takes the rest: 2**11 draws bring about 128 of
+        them.  Noise of 16 bits reaches none of them unless the likely one draws badly (19 come), of 17 bits half."""
+        n, tail, vocab, likely = 1 << 11, 2.0**-19, 1 << 15, 12_345
+        logits = torch.zeros(vocab)
+        logits[likely] = math.log((1 - (vocab - 1) * tail) / tail)
+        prob = self.must_and_may(SamplingParams(), logits)[2]
+        if prob is None:
+            pytest.skip("probabilities() leaves them open")
+        came = (self.draws(SamplingParams(), logits, self.keys(n)) != likely).long()
+        rare = 1 - float(prob[likely])
+        check_draws(came, torch.tensor([1 - rare, rare], dtype=torch.float64), "1 = a token of probability 2**-19")
+
     # ---- edges ---------------------------------------------------------------------------------------------------
 
     def _tried(self) -> list[dict[str, Any]]:
@@ -359,6 +375,48 @@ class SamplerConformance(SamplingConformance):
         if prob is None:
             pytest.skip("probabilities() leaves them open")
         for what, a, b in self._pairs(1 << 17):
+            cells = self.draws(SamplingParams(), logits, a) * 8 + self.draws(SamplingParams(), logits, b)
+            check_draws(cells, (prob[:, None] * prob).flatten(), f"pairs (8 a + b) of draws at a {what}")
+
+    def _far_pairs(self, n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """As ``_pairs``, of keys that a packed or shortened key makes equal; positions up to 2**16 if no draw reads a
+        history."""
+        i = torch.arange(n)
+        base = torch.stack([4 * i + 11, 1 + i % 17, torch.zeros_like(i)], 1)
+        seed, position, sample = torch.eye(3, dtype=torch.int64)
+        yield "seed and its negative", base, base * torch.tensor([-1, 1, 1])
+        yield "seed and the seed without its sign bit", base - (seed << 62) * 2, base
+        powers = range(5, 17 if self._without_history() else 6)
+        for k in powers:
+            far = base + (position << k)
+            yield f"position and position + 2**{k}", base, far
+            yield f"position + 2**{k} or the next seed", far, base + seed
+            yield f"position + 2**{k} or the next sample", far, base + sample
+        for k in range(1, 7):
+            far = base + (sample << k)
+            yield f"sample and sample + 2**{k}", base, far
+            yield f"sample + 2**{k} or the next seed", far, base + seed
+            yield f"sample + 2**{k} or the next position", far, base + position
+        for k in (8, 16, 24, 31, 40, 48, 62):
+            yield f"seed and seed + 2**{k}", base, base + (seed << k)
+
+    def _without_history(self) -> bool:
+        """Whether a draw with default parameters leaves ``rows.tokens`` alone, so that a position may be any number."""
+        stage = Stage(self, 2)
+        stage.join([0, 1], [Seq(SamplingParams(), (0,), (), torch.zeros(self.vocab))] * 2)
+        stage.tokens = tokens = stage.tokens.as_subclass(Watched)
+        stage.draw([0, 1], torch.zeros(2, self.vocab))
+        return not tokens.used
+
+    @since(1, 0)
+    def test_no_two_keys_are_taken_for_one(self) -> None:
+        """seed * 4096 + position, position & 255, abs(seed): 2**13 pairs of each kind find w = 0.13, as of pairs that
+        are equal 5 % too often."""
+        logits = torch.linspace(-0.5, 0.5, 8)
+        prob = self.must_and_may(SamplingParams(), logits)[2]
+        if prob is None:
+            pytest.skip("probabilities() leaves them open")
+        for what, a, b in self._far_pairs(1 << 13):
             cells = self.draws(SamplingParams(), logits, a) * 8 + self.draws(SamplingParams(), logits, b)
             check_draws(cells, (prob[:, None] * prob).flatten(), f"pairs (8 a + b) of draws at a {what}")
 

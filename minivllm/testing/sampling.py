@@ -34,6 +34,8 @@ from .sampling_rows import (
 )  # fmt: skip
 from .spec import SpecConformance
 
+MOST_COMMITTED = 12  # tokens that a row gets at once
+
 
 class SamplingConformance(SpecConformance):
     """The kit knows values and references of the standard sampling parameters; a plug-in that reads parameters of its
@@ -57,8 +59,8 @@ class SamplingConformance(SpecConformance):
         """The bare call on the device; returns the tensor that was written."""
         raise NotImplementedError
 
-    def make(self, vocab: int) -> Any:
-        return self.build(SamplingContext(vocab, MAX_LEN, (2,)))
+    def make(self, vocab: int, max_len: int = MAX_LEN) -> Any:
+        return self.build(SamplingContext(vocab, max_len, (2,)))
 
     def context(self) -> tuple[Any, ...]:
         return (SamplingContext(self.vocab, MAX_LEN, (2,)),)
@@ -291,8 +293,8 @@ class SamplingConformance(SpecConformance):
 
     @since(1, 0)
     def test_commit_counts_accepted_tokens_only(self) -> None:
-        """k tokens at once are k commits of one; what lies beyond ``count`` was rejected; a count of 0 changes nothing;
-        ``rows.variant`` says nothing here."""
+        """k tokens at once, some of them equal, are k commits of one; what lies beyond ``count`` was rejected; a count
+        of 0 changes nothing; ``rows.variant`` says nothing here."""
         if not Stage(self, 1).commits:
             pytest.skip("it has no commit")
         seen = Seen()
@@ -300,15 +302,18 @@ class SamplingConformance(SpecConformance):
         @self.for_all(40, st.data(), st.integers(0, 2**20))
         def holds(data: Any, seed: int) -> None:
             seqs, rng, slots = self.sequences(data, 3), np.random.default_rng(seed), [2, 0, 3]
-            tokens, count = rng.integers(0, self.vocab, (3, 4)), rng.permutation([0, int(rng.integers(1, 4)), 4])
+            k = int(rng.integers(2, MOST_COMMITTED + 1))
+            tokens, count = rng.integers(0, self.vocab, (3, k)), rng.permutation([0, int(rng.integers(1, k)), k])
+            tokens = np.where(rng.random((3, k)) < 0.5, rng.choice([3, 5, self.vocab - 1], (3, k)), tokens)
             logits = torch.stack([s.logits for s in seqs])
-            got, want = Stage(self, 4), Stage(self, 4)
+            got, want = (Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED) for _ in range(2))
             for stage in (got, want):
                 stage.join(slots, seqs)
             before = got.columns(slots)
-            poisoned = np.where(np.arange(4) < count[:, None], tokens, rng.choice([0, 5, self.vocab - 1], (3, 4)))
+            poisoned = np.where(np.arange(k) < count[:, None], tokens, rng.choice([0, 5, self.vocab - 1], (3, k)))
             got.accept(slots, poisoned, count, variant=got.variant(np.array(slots)))
-            for i in range(4):
+            seen["twice"] += any(len(set(row[:n])) < n for row, n in zip(tokens.tolist(), count.tolist(), strict=True))
+            for i in range(k):
                 on = [j for j in range(3) if count[j] > i]
                 want.accept([slots[j] for j in on], tokens[on, i : i + 1])
             a, b = got.columns(slots), want.columns(slots)
@@ -321,6 +326,7 @@ class SamplingConformance(SpecConformance):
             for j, s in enumerate(seqs):
                 self._same(out[j], again[j], s, f"after {count[j]} of the tokens {poisoned[j].tolist()} at once, it")
 
+        seen.require(twice=10)
         assert seen["changed"], "no commit changes a column: what it hears is lost, or kept where no fork finds it"
 
     @since(1, 0)

@@ -7,7 +7,8 @@ rows      -    row2  row0  row1        what lies at or after a row's position is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .sampling import SamplingConformance
 
 MAX_LEN = 48
+LONGEST = 1024  # tokens of a history; a longer sequence has only its number of tokens
+NUMBERS = ("slots", "position", "prompt", "seed", "sample")  # of Rows, a tensor [N] each
 LARGE = 151_936  # a vocabulary that no 16-bit number counts
 STALE = (-1, 2**30, 3, -(2**31), 0)  # what may lie in a history beyond its end
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -67,7 +70,8 @@ class Seq:
         neutral = SamplingParams()
         asked = {f.name: getattr(self.params, f.name) for f in fields(self.params)}
         asked = {k: v for k, v in asked.items() if v != getattr(neutral, k)}
-        return f"a row with {asked or 'default parameters'}, prompt {self.prompt}, output {self.output}"
+        shown = lambda ids: ids if len(ids) <= MAX_LEN else f"{ids[:8]} and {len(ids) - 8} more"  # noqa: E731
+        return f"a row with {asked or 'default parameters'}, prompt {shown(self.prompt)}, output {shown(self.output)}"
 
 
 class Stage:
@@ -78,16 +82,17 @@ class Stage:
 
     def __init__(
         self, suite: SamplingConformance, slots: int, *, vocab: int = 0, fresh: bool = False, fused: bool = False,
-        garbage: int = 0,
+        garbage: int = 0, max_len: int = MAX_LEN,
     ) -> None:  # fmt: skip
-        self.suite, self.vocab, self.fresh = suite, vocab or suite.vocab, fresh
+        self.suite, self.vocab, self.fresh, self.max_len = suite, vocab or suite.vocab, fresh, max_len
         self.device = torch.device(suite.place())
-        self.host = suite.make(self.vocab)
-        self._worker = self.host if fused else suite.make(self.vocab)
+        self.host = suite.make(self.vocab, max_len)
+        self._worker = self.host if fused else suite.make(self.vocab, max_len)
         self.commits = type(self.host).commit is not Processor.commit
         self.state = ProcessorState(self._worker, slots, self.device)
         rng = np.random.default_rng(garbage)
-        stale = rng.choice(STALE, (slots, MAX_LEN + 1)) if garbage else np.zeros((slots, MAX_LEN + 1))
+        shape = (slots, min(max_len, LONGEST) + 1)
+        stale = rng.choice(STALE, shape) if garbage else np.zeros(shape)
         self.tokens = torch.tensor(stale, dtype=torch.int32, device=self.device)
         self.position, self.prompt, self.seed, self.sample = (np.zeros(slots, np.int64) for _ in range(4))
         if garbage:
@@ -95,7 +100,7 @@ class Stage:
 
     @property
     def worker(self) -> Any:
-        return self.suite.make(self.vocab) if self.fresh else self._worker
+        return self.suite.make(self.vocab, self.max_len) if self.fresh else self._worker
 
     def poison(self, slots: Sequence[int]) -> None:
         """What former owners left in the columns of some slots."""
@@ -132,7 +137,7 @@ class Stage:
         on = np.flatnonzero(self.state.active[slots])
         if self.commits and len(on):
             rows = self.rows(slots[on], variant)
-            with torch.inference_mode():
+            with torch.inference_mode(), unwritten(rows, "commit"):
                 n = torch.tensor(count[on], dtype=torch.int32, device=self.device)
                 self.worker.commit(new[torch.tensor(on, device=self.device)], n, rows, self.state.columns)
         self.position[slots] += count
@@ -154,7 +159,7 @@ class Stage:
         if len(on):
             at = torch.tensor(on, device=self.device)
             part, rows = logits[at], self.rows(slots[on], self.variant(slots[on]), max_position)
-            with torch.inference_mode():
+            with torch.inference_mode(), unwritten(rows, "apply"):
                 self.worker.apply(part, rows, self.state.columns)
             logits[at] = part
         return logits
@@ -165,7 +170,7 @@ class Stage:
         rows = self.rows(slots, self.variant(slots), max_position)
         out = Draw(torch.full((len(slots),), -1, dtype=torch.int64, device=self.device))
         tokens = out.tokens
-        with torch.inference_mode():
+        with torch.inference_mode(), unwritten(rows, "draw"):
             self.worker.draw(logits.to(self.device, copy=True), rows, self.state.columns, out)
         assert out.tokens is tokens, "put another tensor into out.tokens: the engine may hold the first, write into it"
         return tokens
@@ -173,6 +178,34 @@ class Stage:
     def columns(self, slots: Sequence[int]) -> dict[str, Tensor]:
         """Copies of the columns' values at some slots."""
         return {name: column[list(slots)].clone() for name, column in self.state.columns.items()}
+
+
+class Watched(Tensor):
+    """Notes in ``used`` that anybody asked for more than its form."""
+
+    used = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (Tensor.device.__get__, Tensor.shape.__get__, Tensor.dtype.__get__):
+            for tensor in (a for a in args if isinstance(a, Watched)):
+                tensor.used = True
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@contextmanager
+def unwritten(rows: Rows, call: str) -> Iterator[None]:
+    """That a call leaves the rows as they are: the engine hands the same ones to what comes after it.  What it does to
+    token histories a test of its own sees."""
+    before, variant, most = {name: getattr(rows, name) for name in NUMBERS}, rows.variant, rows.max_position
+    values, history = {name: tensor.clone() for name, tensor in before.items()}, rows.tokens
+    yield
+    words = "; rows are the engine's, work with dataclasses.replace(rows, ...)"
+    for name, tensor in before.items():
+        assert torch.equal(tensor, values[name]), f"{call} writes to rows.{name}{words}"
+        assert getattr(rows, name) is tensor, f"{call} puts another tensor into rows.{name}{words}"
+    same = (rows.variant, rows.max_position) == (variant, most) and rows.tokens is history
+    assert same, f"{call} changes rows.variant, max_position or tokens{words}"
 
 
 def check_row(row: Row | None, columns: Mapping[str, Column], asked: str) -> None:

@@ -1,16 +1,14 @@
 """Scheduling policies under the real planner and engine, on the simulated device and a clock of the test's own.
 
-Every answer of the policy is checked where it is given (``Watch``), and the tokens of every request where they arrive:
-whatever a policy does, it may make others wait, and nothing else.
+Every answer of the policy is checked where it is given (``policy_watch``), and the tokens of every request where they
+arrive: whatever a policy does, it may make others wait, and nothing else.
 """
 
 from __future__ import annotations
 
-import operator
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 from unittest import mock
 
@@ -20,108 +18,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minivllm.core.engine import Engine
-from minivllm.core.interfaces.scheduler import Load, QueueView, SchedulerContext, SchedulerPolicy, StepShape
+from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
 from minivllm.core.request import Request
 from minivllm.errors import RequestError
 
 from .base import Seen, since
+from .policy_watch import Watch, arrivals, check_key, frozen
 from .sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
 from .spec import SpecConformance
 
-SHAPES = ("mix", "prefill_first", "static")
 IDLE_LIMIT = 60.0  # seconds without a step while requests wait and nothing runs
 SLOTS, BUDGET, BLOCK, MAX_LEN = 4, 32, 4, 64
-
-
-def frozen(view: QueueView) -> QueueView:
-    """A copy whose columns cannot be written."""
-    columns = {f.name: getattr(view, f.name).copy() for f in fields(view)}
-    for column in columns.values():
-        column.setflags(write=False)
-    return QueueView(**columns)
-
-
-class Watch:
-    """Stands between the engine and a policy.  ``log``: every answer as plain data; ``faults``: what broke the contract
-    (the engine makes the best of a wrong answer, so nobody else would tell)."""
-
-    def __init__(self, policy: SchedulerPolicy) -> None:
-        self.policy = policy
-        self.log: list[tuple[str, Any]] = []
-        self.faults: list[str] = []
-        for name, check in (
-            ("key", check_key),
-            ("order", check_order),
-            ("shape", check_shape),
-            ("victim", check_victim),
-        ):
-            setattr(policy, name, self._watched(name, getattr(policy, name), check))
-
-    def _watched(self, name: str, call: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
-            args = tuple(frozen(a) if isinstance(a, QueueView) else a for a in args)
-            try:
-                given = call(*args)
-            except Exception as e:
-                if not (name == "key" and isinstance(e, RequestError) and not args[0].preempted.any()):
-                    self.faults.append(f"{name}() raised {type(e).__name__}: {e}")
-                raise
-            try:
-                self.log.append((name, check(given, *args)))
-            except AssertionError as e:
-                self.faults.append(str(e))
-                raise
-            return given
-
-        return watched
-
-    def check(self) -> None:
-        assert not self.faults, self.faults[0]
-
-
-def check_key(given: Any, new: QueueView) -> list[float]:
-    array = np.asarray(given)
-    assert array.shape == (len(new),), f"key() gave shape {array.shape} for {len(new)} sequences: want ({len(new)},)"
-    assert array.dtype.kind in "iuf", f"key() gave dtype {array.dtype}: want numbers that float64 holds"
-    keys = array.astype(np.float64)
-    assert not np.isnan(keys).any(), f"key() gave {keys.tolist()} for the sequences {new.id.tolist()}: NaN has no place"
-    return keys.tolist()
-
-
-def check_order(given: Any, head: QueueView, running: QueueView, now: float) -> list[int]:
-    array, n = np.asarray(given), len(head)
-    assert array.ndim == 1 and (not array.size or array.dtype.kind in "iu"), (
-        f"order() gave {array.dtype} of shape {array.shape}: want whole numbers in one dimension"
-    )
-    wrong = [int(i) for i in array if not 0 <= i < n]
-    assert not wrong, f"order() gave the indices {wrong}: there are {n} sequences, so want 0 to {n - 1}"
-    twice = sorted({int(i) for i in array if (array == i).sum() > 1})
-    assert not twice, f"order() gave the indices {twice} more than once in {array.tolist()}"
-    return head.id[array.astype(int)].tolist()
-
-
-def check_shape(given: Any, load: Load, now: float) -> tuple[str, Any, float]:
-    assert isinstance(given, StepShape), f"shape() gave a {type(given).__name__}: want a StepShape"
-    assert given.kind in SHAPES, f"shape() gave kind={given.kind!r}: want one of {', '.join(SHAPES)}"
-    cap = given.prefill_cap
-    assert cap is None or (isinstance(cap, (int, np.integer)) and not isinstance(cap, bool) and cap >= 0), (
-        f"shape() gave prefill_cap={cap!r}: want None or a whole number of tokens >= 0"
-    )
-    assert given.hold_until == given.hold_until, "shape() gave hold_until=nan: want seconds of the clock"
-    return given.kind, cap, float(given.hold_until)
-
-
-def check_victim(given: Any, candidates: QueueView, need: int) -> tuple[int, int]:
-    n = len(candidates)
-    try:
-        index = operator.index(given)
-    except TypeError:
-        index = -1
-    assert 0 <= index < n and not isinstance(given, bool), (
-        f"victim() gave {given!r} ({type(given).__name__}) for {n} candidates: want a whole number from 0 to {n - 1}, "
-        "the index of one of them"
-    )
-    return int(candidates.id[index]), need
+LONG_PROMPT = (
+    600  # tokens: 19 steps of the whole budget, and more than any limit in tokens that a policy may have in it
+)
+LATE = (0.0, 1e3, 7e4, 2.0e6, 2.2e6, 1e7)  # seconds, past the ends of float16 and of int32 in milliseconds
 
 
 def drain(engine: Engine, clock: Clock, watch: Watch | None = None) -> None:
@@ -306,6 +217,7 @@ STREAMS: Mapping[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = 
     "new tenants": ({**SAME, "tenant": "served"}, lambda i: {**SAME, "tenant": "served" if i < 9 else f"t{i}"}),
     "narrow ones": ({**SAME, "n": SLOTS}, lambda i: {"prompt": 3, "out": 3 + i % 5}),
     "ones that leave no room": ({"prompt": 50, "out": 10}, lambda i: {"prompt": 3, "out": 3 + i % 7}),
+    "short prompts": ({"prompt": LONG_PROMPT, "out": 4}, lambda i: {"prompt": 1 + i % 9, "out": 2 + i % 5}),
     "ones that take its blocks": ({"prompt": 4, "out": 30}, lambda i: {"prompt": 4, "out": 26 + i % 9}),
 }
 
@@ -347,13 +259,26 @@ class SchedulerConformance(SpecConformance):
             pick = lambda t, *values: rng.choice(np.array(values, t), n)  # noqa: E731
             prompt, out = pick(np.int32, 1, 7, 10**6), pick(np.int32, 1, 64, 10**6)
             arrival = pick(np.float64, 0.0, 12.5, 1e7)
-            view = QueueView(
-                id=np.arange(n), arrival=arrival, prompt=prompt, known=prompt, computed=np.zeros(n, np.int32),
-                cached=np.zeros(n, np.int32), predicted_out=out, max_out=out, priority=pick(np.int32, -9, 0, 9),
+            view = arrivals(
+                arrival, prompt=prompt, known=prompt, predicted_out=out, max_out=out, priority=pick(np.int32, -9, 0, 9),
                 tenant=pick(np.int32, 0, 1, 70000), ttft_due=arrival + pick(np.float64, 1e-3, np.inf),
-                tpot_due=np.full(n, np.inf), preempted=pick(np.int32, 0, 1, 8), blocks=np.zeros(n, np.int32),
+                preempted=pick(np.int32, 0, 1, 8),
             )  # fmt: skip
             check_key(self.build(*self.context()).key(frozen(view)), frozen(view))
+
+    @since(1, 0)
+    @pytest.mark.parametrize("due", [1.0, np.inf], ids=["due", "without_a_target"])
+    def test_keys_hold_however_long_the_engine_has_run(self, due: float) -> None:
+        """``starvation_free``: of two requests that are alike the later one has no smaller key, at no time of the
+        clock, and every key is finite; the clock may have run for months."""
+        self.need("starvation_free")
+        found = []
+        for at in LATE:
+            view = frozen(arrivals(np.array([at]), ttft_due=np.array([at + due])))
+            found += check_key(self.build(*self.context()).key(view), view)
+        shown = ", ".join(f"{key:g} at {at:g} s" for at, key in zip(LATE, found, strict=True))
+        assert np.isfinite(found).all(), f"key() gave {shown}: want finite numbers"
+        assert found == sorted(found), f"key() gave {shown}: those that come later overtake the others"
 
     @since(1, 0)
     def test_a_backlog_longer_than_the_window_is_worked_off(self) -> None:
@@ -383,17 +308,26 @@ class SchedulerConformance(SpecConformance):
         assert (len(first), steps) == (len(second), again), "the same decisions, and other steps"
 
     @since(1, 0)
+    @pytest.mark.parametrize("window", [None, 3], ids=["all", "window"])
     @pytest.mark.parametrize("stream", STREAMS)
-    def test_nobody_starves(self, stream: str) -> None:
+    def test_nobody_starves(self, stream: str, window: int | None) -> None:
         """``starvation_free``: one request ends within ``patience`` seconds although others of a kind that a policy may
-        like better keep coming, so that some always wait; also if it is preempted again and again."""
+        like better keep coming, so that some always wait; also if it is preempted again and again, and if more wait
+        than ``order`` is shown."""
         self.need("starvation_free")
         one, other = STREAMS[stream]
         tight = stream in ("ones that leave no room", "ones that take its blocks")
-        clock = Clock()
-        engine = sim_engine(
-            slots=SLOTS, blocks=17 if tight else 60, budget=BUDGET, max_len=MAX_LEN, depth=1, policy=self.make
-        )
+        max_len = LONG_PROMPT + 40 if one["prompt"] == LONG_PROMPT else MAX_LEN
+        clock = Clock(1000.0 if window is None else 1e7)
+        blocks = 17 if tight else 60 if max_len == MAX_LEN else 60 + max_len // BLOCK
+
+        def made_so(options: Any, ctx: SchedulerContext) -> SchedulerPolicy:
+            policy = self.build(ctx)
+            if window is not None:
+                policy.window = min(policy.window, window)
+            return policy
+
+        engine = sim_engine(slots=SLOTS, blocks=blocks, budget=BUDGET, max_len=max_len, depth=1, policy=made_so)
         watch, made = Watch(engine.planner.policy), 0
 
         def turn() -> None:
@@ -415,9 +349,10 @@ class SchedulerConformance(SpecConformance):
             known = s.known if s.slot < 0 else int(engine.slots.known[s.slot])
             assert waited <= self.patience, (
                 f"beside {stream} a request has not ended after {waited:.0f} s and {made - before} later ones: it "
-                f"{'waits' if s.slot < 0 else 'runs'} with {known - len(r.prompt)} tokens, preempted {s.preempted}x"
+                f"{'waits' if s.slot < 0 else 'runs'} with {known - len(r.prompt)} tokens, preempted {s.preempted}x "
+                f"(patience = {self.patience:.0f} s; a test class may raise it if the policy ages slowly)"
             )
-        assert outputs(r) == [answer(r.prompt, r.params, s.sample, MAX_LEN) for s in r.sequences]
+        assert outputs(r) == [answer(r.prompt, r.params, s.sample, max_len) for s in r.sequences]
         assert made > 10, "the test itself is too weak: hardly any other came"
 
 

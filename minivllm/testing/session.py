@@ -21,6 +21,7 @@ from . import SUITES
 from .base import PROFILE, SEED, SHRINK, find
 
 FILE = "from minivllm.testing.session import pending\nglobals().update(pending())\n"
+TOOLS = {"_pytest", "pluggy", "hypothesis"}  # folders; a failure is never shown there
 _pending: dict[str, type] = {}
 _numbers = itertools.count()
 
@@ -74,11 +75,13 @@ class _Reporter:
 
 
 def _message(excinfo: Any) -> tuple[str, str]:
-    """(message with hypothesis' falsifying example, file:line of the last frame in a suite or the plug-in)."""
-    notes = "\n".join(getattr(excinfo.value, "__notes__", ()))
+    """(message with hypothesis' falsifying example, file:line of the last frame that is not of the test tools)."""
+    notes = [n for n in getattr(excinfo.value, "__notes__", ()) if not n.startswith("Draw ")]  # they name no argument
     name = "" if isinstance(excinfo.value, (AssertionError, pytest.fail.Exception)) else f"{excinfo.typename}: "
-    entry = excinfo.traceback[-1]
-    return f"{name}{excinfo.value}".rstrip() + (f"\n{notes}" if notes else ""), f"{entry.path}:{entry.lineno + 1}"
+    own = [entry for entry in excinfo.traceback if not TOOLS & set(Path(entry.path).parts)]
+    entry = own[-1] if own else excinfo.traceback[-1]
+    text = f"{name}{excinfo.value}".rstrip() or excinfo.typename
+    return "\n".join([text, *notes]), f"{entry.path}:{entry.lineno + 1}"
 
 
 def suite(seam: str) -> type:

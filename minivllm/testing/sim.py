@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -218,7 +219,8 @@ class Clock:
 
 
 class NoProcessor:
-    reads = frozenset({"temperature"})
+    def __init__(self, reads):
+        self.reads = frozenset(reads)
 
     def columns(self):
         return {}
@@ -240,8 +242,10 @@ def sim_engine(
     policy=Fcfs,
     evictor=Lru,
     strategy: DecodingStrategy | None = None,
+    reads: Iterable[str] = ("temperature",),
 ) -> Engine:
-    """``policy`` and ``evictor`` are called with (None, context); ``blocks``: a number, or a list of one per window."""
+    """``policy`` and ``evictor`` are called with (None, context); ``blocks``: a number, or a list of one per window.
+    ``reads``: names of parameters that requests may set although no processor here honours them."""
     part = Part("sim/sim", "minivllm.testing.sim:Sim")
     wiring = Wiring(
         model_dir="", load_format="dummy", device="cpu", dtype="float32", block=block, max_num_seqs=slots,
@@ -254,7 +258,7 @@ def sim_engine(
     capacity = executor.start(wiring)
     return Engine(
         wiring, executor, capacity, lambda ctx: policy(None, ctx), lambda ctx: evictor(None, ctx),
-        [("sim/none", NoProcessor())], [("sim/branches", strategy or _Strategy())], windows, prefix,
+        [("sim/none", NoProcessor(reads))], [("sim/branches", strategy or _Strategy())], windows, prefix,
         eos_ids=(EOS_ID,),
     )  # fmt: skip
 

@@ -14,10 +14,10 @@ import pytest
 from minivllm.core.interfaces.executor import Part
 from minivllm.errors import MinivllmError
 from minivllm.registry import check_base, import_target
-from minivllm.spec import ANY, Request
+from minivllm.spec import ANY, Reason, Request
 
 from .base import Conformance, since
-from .claims import allows, outside, served
+from .claims import allows, outside, partly, served
 
 HEAVY = ("torch", "transformers", "triton", "flash_attn", "bitsandbytes", "numpy", "pydantic")
 IMPORT_MS = 50.0
@@ -123,6 +123,20 @@ class SpecConformance(Conformance):
         for feature in [*sorted(set(kind.features) - spec.features), "something that the engine learns next year"]:
             reasons = spec.refuse(replace(inside, features=inside.features | {feature}), kind)
             assert any(feature in str(r) for r in reasons), f"feature {feature!r} is not claimed and not refused"
+
+    @since(1, 0)
+    def test_check_answers_whatever_facts_it_is_asked_about(self) -> None:
+        """``sm``, ``block`` and ``holds`` are not always asked, and sizes that differ between layers come as sets."""
+        if self.spec.check is None:
+            pytest.skip("no check function")
+        facts = self.request().facts
+        for asked in partly(facts):
+            request = Request(asked, self.spec.features)
+            try:
+                reasons = list(self.spec.check(request))
+            except Exception as e:
+                pytest.fail(f"check() raised {type(e).__name__}: {e} for {request}")
+            assert all(isinstance(r, Reason) for r in reasons), f"check() gave {reasons} for {request}: want Reasons"
 
     @since(1, 0)
     def test_options_are_described_closed_and_valid_by_default(self) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
 from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy
-from minivllm.core.request import SamplingParams
+from minivllm.core.request import PROCESSED, SamplingParams
 from minivllm.errors import RequestError
 
 from .base import Seen, since
@@ -20,6 +20,7 @@ from .spec import SpecConformance
 
 WIDTHS = (1, 2, 3, 5, 8, 128)
 NAMES = [f.name for f in fields(SamplingParams)]
+OTHERS = ({"temperature": 0.0}, {"seed": 0}, {"seed": 7}, {"logprobs": 1}, {"max_tokens": None})
 
 
 @st.composite
@@ -29,6 +30,10 @@ def ended(draw: Any, n: int) -> list[BranchEnd]:
     score = st.sampled_from([0.0, -1.5, -1.5, -80.0]) if scored else st.none()
     why = st.sampled_from(["stop", "length", "abort", "error"])
     return [BranchEnd(i, draw(st.integers(0, 3)), draw(score), draw(why)) for i in range(n)]
+
+
+def _named(change: Mapping[str, Any]) -> str:
+    return "".join(f", {k}={v}" for k, v in change.items())
 
 
 class StrategyConformance(SpecConformance):
@@ -55,6 +60,12 @@ class StrategyConformance(SpecConformance):
         assert taken, f"takes() is false for n={', '.join(map(str, WIDTHS))}: override params() if it asks for more"
         return taken
 
+    def variants(self) -> Iterator[tuple[str, SamplingParams]]:
+        """Requests of every width, as ``params`` gives them and with other values of what all requests may set."""
+        for n in WIDTHS:
+            for change in ({}, *OTHERS):
+                yield f"n={n}{_named(change)}", replace(self.params(n), **change)
+
     def check_result(self, n: int, ends: Sequence[BranchEnd], got: Sequence[int]) -> None:
         """Sample numbers of ended branches, at least one, none twice."""
         ids = list(got)
@@ -69,26 +80,41 @@ class StrategyConformance(SpecConformance):
         and branches of equal numbers would draw the same tokens."""
         strategy = self.build()
         assert strategy.mode == "free", f"mode={strategy.mode!r}: this contract knows 'free'"
-        for n in self.widths():
+        self.widths()  # it takes some
+        for what, params in self.variants():
+            if not strategy.takes(params):
+                continue
             try:
-                made = list(strategy.start(self.params(n)))
+                made = list(strategy.start(params))
             except RequestError as e:
-                pytest.fail(f"takes() is true for n={n}, and start() refuses it ({e}): say so in takes()")
+                pytest.fail(f"takes() is true for {what}, and start() refuses it ({e}): say so in takes()")
             assert all(isinstance(b, Branch) for b in made), f"start() gave {made}: want Branch objects"
-            samples = [b.sample for b in made]
-            assert samples == list(range(n)), f"n={n}: the branches have the samples {samples}, want {list(range(n))}"
+            samples, want = [b.sample for b in made], list(range(params.n))
+            assert samples == want, f"{what}: the branches have the samples {samples}, want {want}"
+
+    @since(1, 0)
+    def test_takes_answers_for_any_request(self) -> None:
+        """The engine asks every strategy in the config, also about requests that are for another one, which set none of
+        the parameters that this one may want."""
+        strategy = self.build()
+        for n in WIDTHS:
+            for change in ({}, *OTHERS):
+                params = SamplingParams(n=n, **change)
+                try:
+                    strategy.takes(params)
+                except Exception as e:
+                    pytest.fail(f"takes() raised {type(e).__name__}: {e} for n={n}{_named(change)}")
 
     @since(1, 0)
     def test_what_it_does_not_take_it_refuses_by_name(self) -> None:
         """``start`` of a request that is not its own raises RequestError, and ``param`` names what does not fit."""
         strategy = self.build()
-        others = [n for n in WIDTHS if not strategy.takes(self.params(n))]
+        others = [(what, params) for what, params in self.variants() if not strategy.takes(params)]
         if not others:
-            pytest.skip(f"takes every n of {', '.join(map(str, WIDTHS))}")
-        for n in others:
-            params = self.params(n)
+            pytest.skip("takes every request")
+        for what, params in others:
             with pytest.raises(RequestError) as e:
-                pytest.fail(f"takes() is false for n={n}, and start() gives {list(strategy.start(params))}")
+                pytest.fail(f"takes() is false for {what}, and start() gives {list(strategy.start(params))}")
             known = [*NAMES, *params.extra]
             assert e.value.param in known, f"param={e.value.param!r} of the RequestError: want the name of a parameter"
             assert e.value.param in str(e.value), f"{str(e.value)!r} does not name {e.value.param}"
@@ -153,7 +179,8 @@ class StrategyConformance(SpecConformance):
     @since(1, 0)
     def test_the_engine_serves_it(self) -> None:
         """On the simulated device: several requests at once, each branch with the tokens of its own sample."""
-        engine = sim_engine(slots=8, blocks=200, depth=1, strategy=self.build())
+        reads = PROCESSED | {name for n in WIDTHS for name in self.params(n).extra}
+        engine = sim_engine(slots=8, blocks=200, depth=1, strategy=self.build(), reads=reads)
         made = []
         for i, n in enumerate([n for n in self.widths() if n <= 8] * 3):
             values = {k: v for k, v in vars(self.params(n)).items() if v != getattr(SamplingParams, k, None)}

@@ -9,6 +9,7 @@ from minivllm.plugins.evictor.lru import Lru
 from minivllm.spec import Spec
 
 SEAM = "evictor"
+ENGINE = "test_the_engine_runs_on_it"
 VICTIMS = "test_victims_are_free_keys_in_order_whatever_happened_before"
 FAULTS = {
     "EvictsHeld": (VICTIMS, "test_a_key_that_is_held_again_is_not_given_up"),
@@ -20,8 +21,11 @@ FAULTS = {
     "GivesTwice": (VICTIMS,),
     "SharedQueue": ("test_two_instances_share_no_state",),
     "ScansAll": ("test_a_call_costs_log_n_at_most",),
+    "Tombstones": (VICTIMS, ENGINE),
+    "ChainsOnly": (VICTIMS, ENGINE),
+    "DepthOfTheParent": (VICTIMS, ENGINE),
 }
-RIGHT = ("Fifo",)
+RIGHT = ("Fifo", "FixedArrays")
 
 
 def spec(name: str, order: str = "") -> Spec:
@@ -133,6 +137,72 @@ class ScansAll(Lru):
         for key in best:
             del self.queue[key]
         return np.array(best, np.uint64)
+
+
+class Tombstones(Lru):
+    """Deletes lazily: what went once is skipped for ever, also when it is cached again."""
+
+    spec = spec("Tombstones", "lru")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.gone = set()
+
+    def free(self, keys):
+        super().free(np.array([k for k in keys.tolist() if k not in self.gone], np.uint64))
+
+    def victims(self, n):
+        out = super().victims(n)
+        self.gone.update(out.tolist())
+        return out
+
+
+class ChainsOnly(Lru):
+    """Takes a block without a parent for the first of a sequence."""
+
+    spec = spec("ChainsOnly", "lru")
+
+    def add(self, keys, info):
+        first = info.parent == 0
+        assert (info.depth[first] == 0).all(), "a block in the middle of nothing"
+
+
+class DepthOfTheParent(Lru):
+    """Counts the depth itself, and compares."""
+
+    spec = spec("DepthOfTheParent", "lru")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.depth = {0: -1}
+
+    def add(self, keys, info):
+        for key, parent, depth in zip(keys.tolist(), info.parent.tolist(), info.depth.tolist(), strict=True):
+            self.depth[key] = self.depth[parent] + 1
+            assert self.depth[key] == depth
+
+
+class FixedArrays(Lru):
+    """Right: room for as many keys as the context says, and for no more."""
+
+    spec = spec("FixedArrays", "lru")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.places, self.place = list(range(ctx.capacity)), {}
+
+    def _leave(self, keys):
+        self.places += [self.place.pop(key) for key in keys.tolist()]
+        return keys
+
+    def add(self, keys, info):
+        self.place.update({key: self.places.pop() for key in keys.tolist()})
+
+    def drop(self, keys):
+        super().drop(self._leave(keys))
+
+    def victims(self, n):
+        return self._leave(super().victims(n))
 
 
 class Fifo(Evictor):

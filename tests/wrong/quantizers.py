@@ -37,6 +37,9 @@ FAULTS = {
     "TakesXForContiguous": (PRODUCTS,),
     "IgnoresOut": (PRODUCTS,),
     "ScalesX": (PRODUCTS,),
+    "LosesTheTail": (PRODUCTS,),
+    "LosesLongSums": (PRODUCTS,),
+    "OneResult": (PRODUCTS,),
     "KeepsTheWeight": (TOLD,),
     "KeepsTheWeightElsewhere": (TOLD,),
     "HalfTheBytes": (TOLD,),
@@ -233,6 +236,43 @@ class ScalesX(Faulty):
             y = super().apply(x, out, adapter)
             x.mul_(2)
             return y
+
+
+class LosesTheTail(Faulty):
+    """Works on tiles of 64 tokens; what is left over behind a whole one is not done."""
+
+    spec = spec("LosesTheTail")
+
+    class made(Int8Weight):
+        def apply(self, x, out=None, adapter=None):
+            y = super().apply(x, None, adapter)
+            if len(x) > 64:
+                y[len(x) // 64 * 64 :] = 0
+            return y if out is None else out.copy_(y)
+
+
+class LosesLongSums(Faulty):
+    """Sums at most 2048 inputs."""
+
+    spec = spec("LosesLongSums")
+
+    class made(Int8Weight):
+        def apply(self, x, out=None, adapter=None):
+            return super().apply(x * (torch.arange(x.shape[1], device=x.device) < 2048), out, adapter)
+
+
+class OneResult(Faulty):
+    """Returns a workspace that the next call of the same shape overwrites."""
+
+    spec = spec("OneResult")
+
+    class made(Int8Weight):
+        def apply(self, x, out=None, adapter=None):
+            y = super().apply(x, out, adapter)
+            return y if out is not None else _results.setdefault((y.shape, y.dtype), torch.empty_like(y)).copy_(y)
+
+
+_results: dict = {}
 
 
 class KeepsTheWeight(Faulty):

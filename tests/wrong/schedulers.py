@@ -15,12 +15,18 @@ LAWFUL = "test_whatever_happens_every_answer_is_lawful_and_every_token_right"
 SAME = "test_the_same_trace_gives_the_same_decisions"
 BACKLOG = "test_a_backlog_longer_than_the_window_is_worked_off"
 STARVES = "test_nobody_starves"
+LATE = "test_keys_hold_however_long_the_engine_has_run"
 FAULTS = {
     "ShortestFirst": (STARVES,),
     "ShortestInTheWindow": (STARVES,),
     "ForgetsThePreempted": (STARVES,),
     "OverdueLast": (STARVES,),
     "NewTenantsFirst": (STARVES,),
+    "ShortestIntoTheWindow": (STARVES,),
+    "LongPromptsAlone": (STARVES,),
+    "NoLongPrompts": (STARVES,),
+    "MillisecondsInInt32": (LATE,),
+    "HalfPrecision": (LATE,),
     "OrderTwice": (LAWFUL, BACKLOG),
     "OrderOneTooFar": (LAWFUL, BACKLOG),
     "OrderGivesIds": (LAWFUL,),
@@ -62,6 +68,53 @@ class ShortestInTheWindow(SchedulerPolicy):
 
     def order(self, head, running, now):
         return np.lexsort((head.arrival, head.predicted_out))
+
+
+class ShortestIntoTheWindow(SchedulerPolicy):
+    """By length into the window, and by arrival out of it: fair while all that wait are in it."""
+
+    spec = spec("ShortestIntoTheWindow", "starvation_free")
+
+    def key(self, new):
+        return new.prompt + new.max_out
+
+    def order(self, head, running, now):
+        return np.argsort(head.arrival, kind="stable")
+
+
+class LongPromptsAlone(SchedulerPolicy):
+    """A prompt of many steps waits until nothing runs."""
+
+    spec = spec("LongPromptsAlone", "starvation_free")
+
+    def order(self, head, running, now):
+        return np.flatnonzero((head.prompt <= 4 * self.ctx.max_num_batched_tokens) | (len(running) == 0))
+
+
+class NoLongPrompts(SchedulerPolicy):
+    """For short prompts only."""
+
+    spec = spec("NoLongPrompts", "starvation_free")
+
+    def order(self, head, running, now):
+        return np.flatnonzero(head.prompt <= 256)
+
+
+class MillisecondsInInt32(SchedulerPolicy):
+    """Right for 24 days."""
+
+    spec = spec("MillisecondsInInt32", "starvation_free")
+
+    def key(self, new):
+        return (new.arrival * 1000).astype(np.int64).astype(np.int32)
+
+
+class HalfPrecision(SchedulerPolicy):
+    spec = spec("HalfPrecision", "starvation_free")
+
+    def key(self, new):
+        with np.errstate(over="ignore"):
+            return new.arrival.astype(np.float16)
 
 
 class ForgetsThePreempted(SchedulerPolicy):

@@ -29,6 +29,9 @@ FAULTS = {
     "CountsOn": (BRANCHES, APART, "test_two_instances_share_no_state"),
     "RemembersN": (APART,),
     "TakesN": ("test_the_parameters_of_a_request_stay_as_they_are",),
+    "GreedyOnce": (BRANCHES,),
+    "SeedIsTruth": (BRANCHES,),
+    "WantsItsExtra": ("test_takes_answers_for_any_request",),
 }
 RIGHT = ("BestFirst", "BestOnly", "UpToFour")
 
@@ -168,6 +171,52 @@ class TakesN(Parallel):
         made = super().start(params)
         params.n = 1
         return made
+
+
+class GreedyOnce(Parallel):
+    """All greedy branches would be equal, so it starts one."""
+
+    spec = spec("GreedyOnce")
+
+    def start(self, params):
+        return super().start(params)[: 1 if params.temperature == 0 else None]
+
+
+class SeedIsTruth(Parallel):
+    """For requests without a seed; 0 is one, which takes() does not see."""
+
+    spec = spec("SeedIsTruth")
+
+    def takes(self, params):
+        return not params.seed
+
+    def start(self, params):
+        if params.seed is not None:
+            raise RequestError(f"seed={params.seed}: want none", "seed")
+        return super().start(params)
+
+
+class WantsItsExtra(Parallel):
+    """Raises for everybody else's requests."""
+
+    spec = spec("WantsItsExtra")
+
+    def takes(self, params):
+        return params.extra["best_of"] > 1
+
+
+class ByExtra(Parallel):
+    """Right: takes what asks for it by a parameter of its own, so a test class has to override params()."""
+
+    spec = spec("ByExtra")
+
+    def takes(self, params):
+        return params.extra.get("rank") == "sample"
+
+    def start(self, params):
+        if not self.takes(params):
+            raise RequestError(f"rank={params.extra.get('rank')!r}: want 'sample'", "rank")
+        return super().start(params)
 
 
 class BestFirst(DecodingStrategy):

@@ -15,7 +15,8 @@ API = (1, 0)
 class BlockInfo:
     """Columns beside the keys of ``add``."""
 
-    parent: np.ndarray  # u64 key of the parent block, 0 for the first block of a sequence
+    parent: np.ndarray  # u64 key of the block before it; 0: the first of a sequence, or (depth > 0) one of a sliding
+    # window's group, whose blocks hang on those of another group and not on each other
     depth: np.ndarray  # i32 blocks before it
     bytes: np.ndarray  # i64
     cost: np.ndarray  # f64 tokens to recompute if it is lost
@@ -32,7 +33,8 @@ class EvictorContext:
 
 
 class Evictor(ABC):
-    """Keys are u64; in every call parents come before children.
+    """Keys are u64 hashes of content: a key that was evicted or dropped may be added again, as a new block.  In every
+    call parents come before children.  A ``hit`` is followed by a ``hold`` of those of its keys that nobody holds.
 
     A key is *held* from ``add`` until ``free``, and again from ``hold`` until ``free``.  ``victims(n)`` returns exactly
     ``min(n, free keys)`` distinct keys, none of them held, children before parents; they are gone from the evictor

@@ -96,7 +96,10 @@ class Processor(ABC):
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
-        """Change ``logits`` float32 [N, V] in place.  ``state[name]`` is [S, ...]: index it with ``rows.slots``."""
+        """Change ``logits`` float32 [N, V] in place.  ``state[name]`` is [S, ...]: index it with ``rows.slots``.
+
+        It never writes to ``rows``, neither the attributes nor their tensors: what comes after it gets the same ones.
+        Who wants others works with ``dataclasses.replace(rows, ...)``."""
 
     def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Accepted tokens i64 [N, k], of which ``count[j]`` are valid in row j (0 = none), the first of them at
@@ -113,4 +116,5 @@ class Sampler(Processor):
 
     @abstractmethod
     def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
-        """Write ``out.tokens``; ``logits`` float32 [N, V] may be overwritten.  -inf is never drawn."""
+        """Write ``out.tokens``; ``logits`` float32 [N, V] may be overwritten.  -inf is never drawn.  It never writes to
+        ``rows`` (see ``Processor.apply``)."""
