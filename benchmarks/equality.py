@@ -46,9 +46,9 @@ def main() -> None:
 
 def rows(family, heads, folder, args):
     import numpy as np
-    from minivllm.testing.tiny import tiny_dir
 
     from minivllm import LLM, SamplingParams
+    from minivllm.testing.tiny import tiny_dir
 
     model = tiny_dir(folder, family, heads, vocab_size=257)[2]
     rng = np.random.default_rng(0)
