@@ -234,7 +234,7 @@ def test_state_that_commit_keeps_survives_preemption(family):
     """A sequence that comes back starts with fresh columns: its accepted tokens are committed again."""
     folder, model = family
     items = prompts(model.config.vocab_size, (1, 15, 16, 17, 33, 70))
-    own = dict(processors=["wrong.processors:CountedFrequency"], allow_targets=["wrong.processors"])
+    own = dict(processors=["wrong.processors_counting:CountedFrequency"], allow_targets=["wrong.processors_counting"])
     with engine(folder, **own) as llm:
         want = tokens(llm, items, frequency_penalty=1.5)
     assert want != [hf_greedy(model, p) for p in items], "the penalty changes nothing here: the test is too weak"
