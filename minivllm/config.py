@@ -95,7 +95,11 @@ class EngineConfig(Strict):
     num_kvcache_blocks: int = Field(-1, ge=-1, description="-1: as many as fit")
     kvcache_block_size: int | None = Field(None, ge=1, description="tokens; None: what the attention back end prefers")
     enable_prefix_caching: bool = Field(True, description="share the KV blocks of equal prefixes")
-    enforce_eager: bool = Field(False, description="never run captured graphs")
+    enforce_eager: bool = Field(False, description="never run captured graphs: the same as graph=off")
+    graph: Literal["auto", "decode", "off"] = Field(
+        "auto", description="steps that are captured as CUDA graphs; auto: decode, if attention and model allow it"
+    )
+    fuse: bool = Field(True, description="fused kernels on a GPU; false: torch's own, one by one")
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model, if the executor can")
     run_ahead: int | None = Field(None, ge=0, description="steps in flight beside the newest; None: the executor's")
     batch_invariant: bool = Field(False, description="results do not depend on the batch")

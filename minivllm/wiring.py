@@ -124,7 +124,7 @@ class _Fold:
             memory_utilization=config.gpu_memory_utilization, seed=config.seed,
             parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler")},
             processors=processors, groups=groups,
-            run_ahead=config.run_ahead,
+            run_ahead=config.run_ahead, graph="off" if config.enforce_eager else config.graph, fuse=config.fuse,
         )  # fmt: skip
         return Resolved(
             config=config, wiring=wiring, hf_config=hf_config, device=device, attention=specs, groups=groups,
@@ -252,7 +252,10 @@ def make_part(registry: Registry, chosen: Candidate, choice: Choice, at: str, or
     where = next((source for leaf, source in origins.items() if leaf.startswith(path) and source != "keyword"), "")
     options = registry.options(chosen, choice.options, where, path)
     values = {} if options is None else options.model_dump(mode="json")
-    return Part(chosen.entry.label, chosen.spec.impl, values, chosen.spec.options)
+    spec = chosen.spec
+    return Part(
+        chosen.entry.label, spec.impl, values, spec.options, tuple(sorted(spec.features)), dict(spec.traits)
+    )  # fmt: skip
 
 
 def _architectures(spec: Spec) -> Sequence[str]:
@@ -275,8 +278,9 @@ def wiring_to_json(wiring: Wiring) -> str:
 
 def wiring_from_json(text: str) -> Wiring:
     values = json.loads(text)
-    values["parts"] = {seam: Part(**part) for seam, part in values["parts"].items()}
-    values["processors"] = tuple(Part(**part) for part in values["processors"])
+    part = lambda p: Part(**{**p, "features": tuple(p["features"])})  # noqa: E731  (JSON knows no tuples)
+    values["parts"] = {seam: part(p) for seam, p in values["parts"].items()}
+    values["processors"] = tuple(part(p) for p in values["processors"])
     values["groups"] = tuple(tuple(layers) for layers in values["groups"])
     values["eos_ids"] = tuple(values["eos_ids"])
     return Wiring(**values)

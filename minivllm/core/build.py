@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,10 +49,17 @@ class Worker:
 
 def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
     """(name, instance) in order, the sampler last.  The engine's host side and the worker each make their own."""
-    ctx = SamplingContext(vocab_size, wiring.max_model_len, wiring.eos_ids, wiring.batch_invariant)
+    ctx = SamplingContext(
+        vocab_size, wiring.max_model_len, wiring.eos_ids, wiring.batch_invariant, fused(wiring)
+    )  # fmt: skip
     made = [(p.name, build_part("processor", p, ctx)) for p in wiring.processors]
     sampler = wiring.parts["sampler"]
     return [*made, (sampler.name, build_part("sampler", sampler, ctx))]
+
+
+def fused(wiring: Wiring) -> bool:
+    """Whether the fused kernels run: they are Triton's."""
+    return wiring.fuse and wiring.device.startswith("cuda") and importlib.util.find_spec("triton") is not None
 
 
 def build_worker(wiring: Wiring) -> Worker:
@@ -67,11 +75,12 @@ def build_worker(wiring: Wiring) -> Worker:
         wiring.max_num_seqs,
         wiring.max_model_len,
         wiring.batch_invariant,
+        fused(wiring),
     )
     backend = build_part("attention", wiring.parts["attention"], ctx)
     quantizer = build_part("quantizer", wiring.parts["quantizer"], getattr(cfg, "quantization_config", None))
     arch = build_part("model", wiring.parts["model"])
-    parts = Parts(wiring.device, wiring.dtype, quantizer, backend, groups=wiring.groups or None)
+    parts = Parts(wiring.device, wiring.dtype, quantizer, backend, groups=wiring.groups or None, fuse=fused(wiring))
     with torch.inference_mode():
         try:
             model = build_model(arch, cfg, parts)

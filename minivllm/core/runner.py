@@ -21,8 +21,8 @@ import torch
 from minivllm.errors import RequestError
 
 from . import sampling
-from .build import build_worker
-from .interfaces.attention import AttnMeta
+from .build import build_worker, fused
+from .interfaces.attention import AttnMeta, GraphKey
 from .interfaces.executor import Capacity
 from .interfaces.model import StepTensors
 from .interfaces.plan import FAILED, NAN, OVERSHOOT, LateInputs, LogProbs, StepError, StepPlan, StepResult
@@ -39,6 +39,8 @@ class Running:
 
     plan: StepPlan
     hidden: torch.Tensor | None = None  # [N, H]
+    graph: GraphKey | None = None  # the capture that it runs in
+    raw: torch.Tensor | None = None  # [N, V] logits that a captured forward left
     start: float = 0.0
     device_ms: float = 0.0
     sampled: bool = False
@@ -87,14 +89,29 @@ class Runner:
         self.wiring = wiring
         self.worker = w = build_worker(wiring)
         self.device, self.model, self.backend = w.device, w.model, w.backend
-        self.state = DeviceState(wiring.max_num_seqs, wiring.max_model_len, len(w.groups), wiring.block, w.device)
+        slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
+        self.state = DeviceState(slots, wiring.max_model_len, len(w.groups), wiring.block, w.device)
         self.names = [name for name, _ in w.processors]
         self.processors: list[Processor] = [made for _, made in w.processors]
         self.sampler = self.processors[-1]
-        self.state.processors = [ProcessorState(p, wiring.max_num_seqs, w.device) for p in self.processors]
+        self.state.processors = [ProcessorState(p, slots, w.device) for p in self.processors]
         self._commits = [type(p).commit is not Processor.commit for p in self.processors]
         self._poison: dict[int, StepError] = {}  # slots whose processors failed between steps
         self._profiler: Any = None
+        self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
+        self.graphs = self._graphs()
+
+    def _graphs(self) -> Any:
+        """Captured decode steps, if device, config and plug-ins allow them."""
+        wanted = self.wiring.graph != "off" and self.device.type == "cuda" and fused(self.wiring)
+        if not wanted or self.wiring.parts["attention"].traits.get("graph", "none") == "none":
+            return None
+        from .graphs import Graphs
+
+        with torch.inference_mode():
+            graphs = Graphs(self)
+            graphs.warm()
+        return graphs
 
     def capacity(self) -> Capacity:
         """What there is room for.  Unless the config says otherwise one step runs ahead on a GPU, none on a CPU."""
@@ -119,6 +136,11 @@ class Runner:
                     self._poison.pop(slot, None)
                 self._recommit(plan)
                 self._take_tokens(plan)
+                key = self.graphs.key(plan) if self.graphs is not None else None
+                if key is not None:
+                    what = "forward"
+                    running.graph, running.raw = key, self.graphs.forward(key, plan.slots)
+                    return running
                 what = "attention"
                 meta, step = self._step(plan)
                 self.backend.plan(meta, plan.graph)
@@ -194,22 +216,36 @@ class Runner:
         """Logits to tokens; commits them to the columns and starts the copy of the result."""
         running.sampled = True
         try:
-            if running.hidden is not None and not running.errors:
+            if (running.hidden is not None or running.raw is not None) and not running.errors:
                 with torch.inference_mode():
-                    self._sample(running, late)
+                    if not self._sample_captured(running):
+                        self._sample(running, late)
             running.event = self._mark()
         except Exception as e:
             self._fail(running, "sampling", e)
         if self.device.type == "cpu":
             running.device_ms = (time.perf_counter() - running.start) * 1e3
-        running.hidden = None
+        running.hidden = running.raw = None
+
+    def _sample_captured(self, running: Running) -> bool:
+        """SAMPLE as one replay; False if the step asks for what cannot be captured."""
+        plan = running.plan
+        asked = self.graphs.asked(plan) if running.graph is not None and not self._poison else None
+        done = self.graphs.sample(running.graph, asked) if asked is not None else None
+        if done is None:
+            return False
+        rows = len(plan.slots)
+        running.packed = self._host(done[0])[:, :rows]
+        if done[1] is not None:
+            running.logprobs = tuple(self._host(t)[:rows] for t in done[1])
+        return True
 
     def _sample(self, running: Running, late: LateInputs | None) -> None:
         plan, state = running.plan, self.state
         slots_np = plan.slots[plan.samples].astype(np.int64)
         position_np = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
         slots, position = state.to(np.stack([slots_np, position_np]))
-        logits = self.model.logits(running.hidden).float()
+        logits = (running.raw if running.raw is not None else self.model.logits(running.hidden)).float()
         raw = logits.clone() if plan.topk >= 0 else None
         rows = self._rows(slots, position, int(position_np.max()))
         if state.wants_min[slots_np].any():

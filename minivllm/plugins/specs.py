@@ -2,6 +2,7 @@
 
 BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("attention", "sdpa", "minivllm.plugins.attention.spec:SDPA"),
+    ("attention", "triton", "minivllm.plugins.attention.spec:TRITON"),
     ("evictor", "lru", "minivllm.plugins.evictor.spec:LRU"),
     ("executor", "local", "minivllm.plugins.executor.spec:LOCAL"),
     ("kvformat", "bf16", "minivllm.plugins.kvformat.spec:BF16"),

@@ -62,6 +62,7 @@ class GraphKey:
     kind: str = "eager"  # eager | decode | mixed
     rows: int = 0
     tokens: int = 0
+    span: int = 0  # no row's context is longer
 
 
 @dataclass
@@ -125,6 +126,7 @@ class AttentionContext:
     max_rows: int
     max_len: int
     batch_invariant: bool = False
+    fuse: bool = True  # False: no fused kernels, so that their share can be measured
 
 
 class AttentionBackend(ABC):

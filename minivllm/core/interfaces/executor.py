@@ -20,6 +20,8 @@ class Part:
     target: str  # "minivllm.plugins.attention.sdpa:Sdpa"
     options: Mapping[str, Any] = field(default_factory=dict)
     options_target: str = ""  # the pydantic model of the options
+    features: tuple[str, ...] = ()  # what its spec claims
+    traits: Mapping[str, Any] = field(default_factory=dict)  # and declares
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Wiring:
     groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
     eos_ids: tuple[int, ...] = ()
     run_ahead: int | None = None  # steps in flight beside the newest; None = the executor's choice
+    graph: str = "auto"  # captured steps: auto | decode | off
+    fuse: bool = True  # fused kernels, where the device has them
 
 
 @dataclass(frozen=True)

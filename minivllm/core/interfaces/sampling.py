@@ -62,9 +62,11 @@ class Rows:
 
 @dataclass
 class Draw:
-    """Where a sampler writes: ``tokens`` i64 [N]."""
+    """Where a sampler writes: ``tokens`` i64 [N].  ``peaks`` f32 [N, tiles], where there is one, holds the largest logit
+    of each tile of the vocabulary (``core.kernels.draw.best_of_tiles``)."""
 
     tokens: Tensor
+    peaks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class SamplingContext:
     max_model_len: int
     eos_ids: tuple[int, ...]
     batch_invariant: bool = False
+    fuse: bool = True  # False: no fused kernels, so that their share can be measured
 
 
 class Processor(ABC):
@@ -110,6 +113,9 @@ class Processor(ABC):
 class Sampler(Processor):
     """Draws one token per row.  The only randomness is ``minivllm.core.sampling.noise``(seed, position, sample, lane),
     so a draw is a function of (logits, seed, position, sample) alone."""
+
+    #: It takes logits in any floating dtype, which saves a float32 copy where no processor changes them.
+    any_dtype: bool = False
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
         """A sampler only draws."""

@@ -12,16 +12,25 @@ from .module import Module
 class RMSNorm(Module):
     """``norm(x, residual) -> (y, residual)``: adds x [T, dim] to the residual stream, which y normalises.
 
-    The statistics are float32 whatever the dtype.  Without a residual x itself begins the stream.
+    The statistics are float32 whatever the dtype.  Without a residual x itself begins the stream.  The residual that is
+    passed in belongs to the norm from then on: the fused kernel adds in place.
     """
 
-    def __init__(self, name: str, dim: int, eps: float, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, name: str, dim: int, eps: float, dtype: torch.dtype, device: str, fuse: bool = False
+    ) -> None:  # fmt: skip
         super().__init__(name)
-        self.eps = eps
+        self.eps, self.fused = eps, None
+        if fuse:
+            from minivllm.core.kernels.norm import add_rms_norm
+
+            self.fused = add_rms_norm
         self.weight = torch.empty(dim, dtype=dtype, device=device)
         self.tensors = {"weight": self.weight}
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.fused is not None:
+            return self.fused(x, residual, self.weight, self.eps)
         residual = x if residual is None else x + residual
         return rms_norm(residual, self.weight, self.eps), residual
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, Attn
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard
 from minivllm.errors import ModelError
 
+from .activation import silu_mul
 from .attention import AttentionLayer
 from .embedding import Embedding, LMHead, TiedLMHead
 from .linear import Dense, Linear
@@ -39,10 +40,11 @@ class Parts:
         shard: Shard = ALONE,
         group: Any = None,
         groups: Sequence[Sequence[int]] | None = None,
+        fuse: bool = False,
     ) -> None:
         self.device, self.shard, self.group = str(device), shard, group
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        self.quantizer, self.backend = quantizer, backend
+        self.quantizer, self.backend, self.fuse = quantizer, backend, fuse
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
@@ -93,7 +95,16 @@ class Parts:
         return self._add(LMHead(info, scheme or Dense(info)))
 
     def norm(self, name: str, dim: int, eps: float) -> RMSNorm:
-        return self._add(RMSNorm(name, dim, eps, self.dtype, self.device))
+        return self._add(RMSNorm(name, dim, eps, self.dtype, self.device, self.fuse))
+
+    @property
+    def silu_mul(self) -> Callable[[Tensor], Tensor]:
+        """SwiGLU's gate: [T, 2 n] = gate | up -> silu(gate) * up [T, n]."""
+        if not self.fuse:
+            return silu_mul
+        from minivllm.core.kernels.activation import silu_mul as fused
+
+        return fused
 
     def attention(self, index: int, spec: AttnSpec) -> AttentionLayer:
         """Layer ``index`` (0, 1, ... in order); ``spec`` is the whole model's, ``layers`` keeps the local share."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.model import ModelArch, Parts, Rule, StepTensors
-from minivllm.core.layers.activation import silu_mul
 from minivllm.errors import ModelError
 
 
@@ -108,6 +107,7 @@ class Block:
         self.attn = parts.attention(i, spec)
         self.o = parts.linear(name + "attn.o", q, [("", hidden)], bias=bias_o, split="row")
         self.norm2 = parts.norm(name + "norm2", hidden, eps)
+        self.silu_mul = parts.silu_mul
         self.gate_up = parts.linear(name + "mlp.gate_up", hidden, gate_up, bias=bias_mlp, split="column")
         self.down = parts.linear(name + "mlp.down", inner, [("", hidden)], bias=bias_mlp, split="row")
         self.sizes = [parts.heads(n) * dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
@@ -119,7 +119,7 @@ class Block:
         q, k, v = self.qkv(x).split(self.sizes, dim=-1)
         x = self.o(self.attn(q, k, v, step, self.pre))
         x, residual = self.norm2(x, residual)
-        return self.down(silu_mul(self.gate_up(x))), residual
+        return self.down(self.silu_mul(self.gate_up(x))), residual
 
 
 def head_dim(cfg: Any) -> int:

@@ -7,10 +7,12 @@ LOGIT_BIAS = Spec(
     api=(1, 0),
     summary="adds a number to the logits of chosen tokens",
     limits={"device": ANY},
+    features=frozenset({"graph_safe"}),
 )
 PENALTIES = Spec(
     impl="minivllm.plugins.processor.penalties:Penalties",
     api=(1, 0),
     summary="repetition, presence and frequency penalties",
     limits={"device": ANY},
+    features=frozenset({"graph_safe"}),
 )

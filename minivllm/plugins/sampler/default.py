@@ -31,6 +31,7 @@ class DefaultSampler(Sampler):
     """Order of the restrictions as in vLLM: temperature, min-p, top-k, top-p (Holtzman et al., arXiv:1904.09751; min-p:
     Nguyen et al., arXiv:2407.01082).  The draw is Gumbel-max: argmax(logits / T + gumbel)."""
 
+    any_dtype = True
     reads = frozenset(
         (
             "temperature",
@@ -61,6 +62,8 @@ class DefaultSampler(Sampler):
         return Row(values, variant)
 
     def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+        if self.ctx.fuse and logits.is_cuda:
+            return self._draw_fused(logits, rows, state, out)
         if not rows.variant & DRAWN:
             out.tokens.copy_(logits.argmax(dim=1))
             return
@@ -79,6 +82,22 @@ class DefaultSampler(Sampler):
         x += gumbel(rows.seed, rows.position, rows.sample, x.shape[1])
         drawn = x.argmax(dim=1)
         out.tokens.copy_(drawn if greedy is None else torch.where(is_drawn, drawn, greedy))
+
+    def _draw_fused(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+        """The same in a few kernels.  What is not to be drawn becomes -inf first, so that a row without a limit is drawn
+        by the very same arithmetic whatever its neighbours ask for."""
+        from minivllm.core.kernels import draw
+
+        peaks = out.peaks if out.peaks is not None else draw.best_of_tiles(logits)
+        temperature = state["temperature"][rows.slots]
+        if rows.variant & (MIN_P | LIMITED):
+            x = logits.float() - peaks.amax(dim=1, keepdim=True)
+            x.div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
+            floor = state["min_p"][rows.slots].log() if rows.variant & MIN_P else None
+            if rows.variant & LIMITED:
+                floor = self._limit(x, rows, state, floor)
+            logits.masked_fill_(x < floor[:, None], float("-inf"))
+        draw.draw(logits, peaks, temperature, rows.seed, rows.position, rows.sample, out.tokens)
 
     def _limit(self, x: Tensor, rows: Rows, state: Mapping[str, Tensor], floor: Tensor | None) -> Tensor:
         """The floor [N] after top-k and top-p of ``x`` [N, V]; ``floor`` is that of min-p."""

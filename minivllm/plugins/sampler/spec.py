@@ -8,4 +8,5 @@ DEFAULT = Spec(
     summary="greedy, temperature, top-k, top-p and min-p",
     priority=10,
     limits={"device": ANY},
+    features=frozenset({"graph_safe"}),
 )

@@ -1,0 +1,122 @@
+"""Gumbel-max over the vocabulary in tiles: argmax((logit - best) / T + noise) of each row, without a copy of the logits.
+
+    grid (N, tiles)     _best: the largest logit of each tile
+                        _draw: (score, index) of the best token of each tile, given the row's best logit
+    grid (N,)           _pick: the best of the tiles
+
+Bytes: the logits twice.  The noise is ``core.sampling.gumbel``, bit for bit in its hash; a row's result depends on the
+row alone.  Reference: ``DefaultSampler.draw``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.core.sampling import FOLD_A, FOLD_B, INIT, MIX_1, MIX_2
+
+TILE = 4096
+_INIT, _A, _B, _M1, _M2 = (tl.constexpr(x) for x in (INIT, FOLD_A, FOLD_B, MIX_1, MIX_2))
+
+
+@triton.jit
+def _best(logits, best, stride, V, TILE: tl.constexpr, TILES: tl.constexpr):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    at = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    peak = tl.max(x, 0)
+    bad = tl.max((x != x).to(tl.int32), 0) != 0  # max skips NaN
+    tl.store(best + row * TILES + tile, tl.where(bad, float("nan"), peak))
+
+
+@triton.jit
+def row_keys(seed, position, sample):
+    """Two 32-bit words of a row; see ``core.sampling.noise_bits``."""
+    a = tl.full((), _INIT, tl.uint32)
+    b = tl.full((), 0, tl.uint32)
+    for i in tl.static_range(4):
+        if i == 0:
+            word = seed.to(tl.uint32)
+        elif i == 1:
+            word = (seed >> 32).to(tl.uint32)
+        elif i == 2:
+            word = position.to(tl.uint32)
+        else:
+            word = sample.to(tl.uint32)
+        a = (a ^ word) * tl.full((), _A, tl.uint32)
+        a = a ^ (a >> 16)
+        b = (b + a) * tl.full((), _B, tl.uint32)
+    return a, b ^ (b >> 15)
+
+
+@triton.jit
+def gumbel_noise(a, b, lane):
+    """Standard Gumbel noise float32 of unsigned 32-bit lanes."""
+    x = lane * tl.full((), _INIT, tl.uint32)
+    x = (x ^ (x >> 15)) ^ a
+    x = (x ^ (x >> 16)) * tl.full((), _M1, tl.uint32) + b
+    x = (x ^ (x >> 15)) * tl.full((), _M2, tl.uint32)
+    x = x ^ (x >> 16)
+    u = ((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2 ** -31
+    u = tl.minimum(u, 0.99999994)
+    # -log(-log1p(-u)): 1 - u is exact for u >= 1/2, below the series keeps what 1 - u would round away
+    small = u + u * u * (0.5 + u * (0.33333334 + u * (0.25 + u * 0.2)))
+    e = tl.where(u < 0.015625, small, -tl.log(1.0 - u))
+    return -tl.log(e)
+
+
+@triton.jit
+def _draw(
+    logits, best, temperature, seed, position, sample, score, index, stride, V,
+    TILE: tl.constexpr, TILES: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.program_id(0), tl.program_id(1)
+    at = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    t = tl.load(temperature + row)
+    if t > 0:
+        ot = tl.arange(0, P)
+        peak = tl.max(tl.load(best + row * TILES + ot, mask=ot < TILES, other=float("-inf")), 0)
+        a, b = row_keys(tl.load(seed + row), tl.load(position + row), tl.load(sample + row))
+        y = (x - peak) / t + gumbel_noise(a, b, at.to(tl.uint32))
+        x = tl.where(x == float("-inf"), float("-inf"), y)
+    top, arg = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(score + row * TILES + tile, top)
+    tl.store(index + row * TILES + tile, tile * TILE + arg)
+
+
+@triton.jit
+def _pick(score, index, tokens, TILES: tl.constexpr, P: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, P)
+    x = tl.load(score + row * TILES + at, mask=at < TILES, other=float("-inf"))
+    _, arg = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(tokens + row, tl.load(index + row * TILES + tl.minimum(arg, TILES - 1)).to(tl.int64))
+
+
+def best_of_tiles(logits: Tensor) -> Tensor:
+    """The largest logit of each tile, float32 [N, tiles], NaN where a tile holds one; logits [N, V] of any dtype."""
+    n, width = logits.shape
+    tiles = triton.cdiv(width, TILE)
+    best = torch.empty(n, tiles, dtype=torch.float32, device=logits.device)
+    _best[(n, tiles)](logits, best, logits.stride(0), width, TILE=TILE, TILES=tiles, num_warps=8)
+    return best
+
+
+def draw(
+    logits: Tensor, best: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, sample: Tensor, tokens: Tensor,
+) -> None:  # fmt: skip
+    """Write ``tokens`` i64 [N].  ``best``: of ``best_of_tiles``; ``temperature`` f32 [N], 0 is greedy; ``seed``,
+    ``position``, ``sample`` i64 [N]."""
+    n, width = logits.shape
+    tiles = best.shape[1]
+    score = torch.empty_like(best)
+    index = torch.empty(n, tiles, dtype=torch.int32, device=logits.device)
+    p = triton.next_power_of_2(tiles)
+    _draw[(n, tiles)](
+        logits, best, temperature, seed, position, sample, score, index,
+        logits.stride(0), width, TILE=TILE, TILES=tiles, P=p, num_warps=8,
+    )  # fmt: skip
+    _pick[(n,)](score, index, tokens, TILES=tiles, P=p, num_warps=1)

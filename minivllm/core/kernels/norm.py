@@ -1,0 +1,42 @@
+"""Residual addition and RMSNorm in one kernel: x and the residual are read once, the sum and the norm written once.
+
+    grid (T,): a program takes one token;  bytes: 4 * dim * 2 a token.  Reference: ``layers.norm.rms_norm``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add_rms_norm(x, residual, weight, y, x_stride, eps, DIM: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, P)
+    on = at < DIM
+    value = tl.load(x + row * x_stride + at, mask=on, other=0.0)
+    if ADD:
+        # rounded to the dtype of the stream before it is squared, as the sum that the next layer reads
+        value = (tl.load(residual + row * DIM + at, mask=on, other=0.0) + value).to(x.dtype.element_ty)
+        tl.store(residual + row * DIM + at, value, mask=on)
+    wide = value.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
+    w = tl.load(weight + at, mask=on, other=0.0).to(tl.float32)
+    tl.store(y + row * DIM + at, (wide * inverse * w).to(y.dtype.element_ty), mask=on)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [T, dim] is added to ``residual`` in place, and the sum normalised: (y, residual).  Without a residual x is it.
+
+    The tokens of x may lie apart (a slice); the residual is contiguous.
+    """
+    tokens, dim = x.shape
+    y = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
+    if tokens:
+        _add_rms_norm[(tokens,)](
+            x, x if residual is None else residual, weight, y, x.stride(0), eps, DIM=dim,
+            P=triton.next_power_of_2(dim), ADD=residual is not None, num_warps=4 if dim <= 4096 else 8,
+        )  # fmt: skip
+    return y, x if residual is None else residual

@@ -1,0 +1,113 @@
+"""Paged attention in Triton: decode rows and longer rows by a kernel each, and a fused write.
+
+Nothing here waits for the device or reads from it, and all sizes of a launch come from ``GraphKey`` where there is one,
+so a step can be captured.  Runs wherever Triton does, and on a CPU under ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttentionBackend, AttentionContext, AttnLayer, AttnMeta, GraphKey, QKPre
+from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
+from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.errors import PluginError
+
+from .triton_decode import decode, in_float32, power
+from .triton_prefill import make_tiles, prefill, tile_lines
+from .triton_write import fits, write
+
+PROGRAMS = 4 * 132  # of the decode kernel that keep an H200's memory busy
+SPLIT_TOKENS = 256  # least context that is worth a program of its own
+MAX_SPLITS = 64
+
+
+class Triton(AttentionBackend):
+    """Contract as in ``AttentionBackend``; window, sinks, softcap, v_in_k and lse are supported, scores are not.
+
+    ``lse`` is the natural logarithm of the softmax's denominator, the sink included.
+    """
+
+    def __init__(self, options: Any, ctx: AttentionContext) -> None:
+        super().__init__(options, ctx)
+        self._scratch: tuple[Tensor, Tensor] | None = None
+
+    def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
+        layout = fmt.layout(spec, block)
+        want = {"k": (block, spec.kv_heads, spec.dim_qk), "v": (block, spec.kv_heads, spec.dim_v)}
+        for name, t in layout.tensors.items():
+            if t.shape != want.get(name):
+                raise PluginError(f"triton: KV tensor {name!r} is {t.shape}: want {want.get(name, 'no such tensor')}")
+        return layout
+
+    def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
+        if fits(q, k, v, pre):
+            return write(layer, q, k, v, meta, pre)
+        return super().write(layer, q, k, v, meta, pre)
+
+    def plan(self, meta: AttnMeta, key: GraphKey) -> None:
+        meta.work["triton"] = key
+
+    def forward(
+        self,
+        layer: AttnLayer,
+        q: Tensor,
+        meta: AttnMeta,
+        out: Tensor,
+        lse: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> None:
+        if scores is not None:
+            raise PluginError("triton gives no attention scores: want scores=None")
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        rows = meta.decode_rows
+        if rows:
+            splits = self._splits(meta, layer, rows)
+            scratch = self._partials(rows * layer.spec.heads * splits, layer.spec.dim_v, q) if splits > 1 else None
+            decode(layer, q, meta, out, lse, rows, splits, scratch)
+        if rows < len(meta.host_q_len):
+            prefill(layer, q, meta, out, lse, self._tiles(meta, layer.spec, q))
+
+    def _splits(self, meta: AttnMeta, layer: AttnLayer, rows: int) -> int:
+        """Parts that a context is cut into: enough programs for the device, none with too little to do."""
+        key = ("splits", layer.group, layer.spec.kv_heads)
+        found = meta.work.get(key)
+        if found is None:
+            longest = int(meta.host_kv_len[layer.group][:rows].max())
+            if layer.spec.window is not None:
+                longest = min(longest, layer.spec.window)
+            useful = power(-(-longest // SPLIT_TOKENS))
+            wanted = power(-(-PROGRAMS // (rows * layer.spec.kv_heads)))
+            found = meta.work[key] = 1 if rows * layer.spec.kv_heads >= 128 and longest <= 8192 else min(
+                wanted, useful, MAX_SPLITS
+            )
+        return found
+
+    def _partials(self, n: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Scratch for n partial sums; one buffer serves all layers, which run one after another."""
+        if self._scratch is None or self._scratch[0].numel() < n * dim:
+            n = max(n, 4 * PROGRAMS)
+            self._scratch = (
+                torch.empty(n * dim, dtype=torch.float32, device=like.device),
+                torch.empty(n * 2, dtype=torch.float32, device=like.device),
+            )
+        return self._scratch
+
+    def _tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> tuple[Tensor, Tensor, int]:
+        group = spec.heads // spec.kv_heads
+        key = ("tiles", group, spec.dim_qk)
+        found = meta.work.get(key)
+        if found is None:
+            longest = int(meta.host_q_len[meta.decode_rows :].max())
+            lines = tile_lines(group, spec.dim_qk, longest, in_float32(q))
+            row, token = make_tiles(meta.host_q_len, meta.decode_rows, lines // group)
+            packed = torch.from_numpy(np.stack([row, token]))
+            packed = packed.to(q.device, non_blocking=True)
+            found = meta.work[key] = (packed[0], packed[1], lines)
+        return found

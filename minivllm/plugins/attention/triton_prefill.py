@@ -1,0 +1,129 @@
+"""Paged attention for rows of several tokens: prompts, chunks of prompts behind a cached prefix, and mixed steps.
+
+    grid (tiles, kv_heads); a tile is up to M / G tokens of one row, with all G query heads of one KV head
+
+    tile ──► (row, first token)      q [M, D] · k [D, N] = s [M, N] ──► running softmax ──► p [M, N] · v [N, DV]
+    line m of a tile: token m // G, query head m % G
+
+Keys and values are always read from the cache, so a chunk, a prefix hit and a whole prompt are the same computation.
+Flops: 4 * D * (query-key pairs) * heads.  Tiles beyond the last one (of a captured graph) have row -1 and end at once.
+
+Reference: ``sdpa.attend_explicit``.  FlashAttention-2's loop (arXiv:2307.08691) over pages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
+
+from .triton_decode import NEVER, _finish_rows, capped, in_float32, power
+
+
+@triton.jit
+def _prefill(
+    q, k_cache, v_cache, table, slots, kv_len, cu_q, tile_row, tile_token, sinks, out, lse,
+    scale, softcap, q_stride, table_stride,
+    KH: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VS: tl.constexpr,
+    DVP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
+    IEEE: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(tile_row + tile)
+    if row < 0:
+        return
+    begin, after = tl.load(cu_q + row), tl.load(cu_q + row + 1)
+    length = tl.load(kv_len + row)
+    token = tl.load(tile_token + tile)  # within the row
+    blocks = table + tl.load(slots + row) * table_stride
+
+    om, od, ov, on = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, N)
+    mine = token + om // G
+    real = (om // G < TOKENS) & (mine < after - begin)
+    heads = head * G + om % G
+    position = length - (after - begin) + mine  # of each query
+    q_at = q + (begin + mine).to(tl.int64)[:, None] * q_stride + heads[:, None] * D + od[None, :]
+    queries = tl.load(q_at, mask=real[:, None] & (od < D)[None, :], other=0.0)  # [M, DP]
+
+    low = length - (after - begin) + token  # position of the tile's first query
+    end = tl.minimum(low + TOKENS, length)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(low - WINDOW + 1, 0) // N
+    m = tl.full([M], NEVER, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DVP], tl.float32)
+    last = tl.maximum(length - 1, 0)
+    for j in tl.range(first, (end + N - 1) // N, num_stages=STAGES):
+        key = j * N + on
+        at = tl.load(blocks + tl.minimum(key, last) // BLOCK).to(tl.int64) * BLOCK + key % BLOCK
+        k_at = k_cache + (at[None, :] * KH + head) * D + od[:, None]
+        v_at = v_cache + (at[:, None] * KH + head) * VS + ov[None, :]
+        there = key < end
+        if WINDOW > 0:
+            there &= key > low - WINDOW
+        k = tl.load(k_at, mask=there[None, :] & (od < D)[:, None], other=0.0)
+        v = tl.load(v_at, mask=there[:, None] & (ov < DV)[None, :], other=0.0)
+        if IEEE:
+            s = tl.dot(queries.to(tl.float32), k.to(tl.float32), input_precision="ieee")
+        else:
+            s = tl.dot(queries, k.to(queries.dtype))
+        if SOFTCAP:
+            s = capped(s * scale, softcap) * 1.4426950408889634
+        else:
+            s = s * (scale * 1.4426950408889634)
+        seen = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen &= key[None, :] > position[:, None] - WINDOW
+        s = tl.where(seen, s, NEVER)
+        peak = tl.maximum(m, tl.max(s, 1))
+        p = tl.where(seen, tl.exp2(s - peak[:, None]), 0.0)
+        fade = tl.exp2(m - peak)
+        total = total * fade + tl.sum(p, 1)
+        if IEEE:
+            acc = tl.dot(p, v.to(tl.float32), acc * fade[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(queries.dtype), v.to(queries.dtype), acc * fade[:, None])
+        m = peak
+    at = (begin + mine) * (KH * G) + heads
+    _finish_rows(acc, m, total, at, real, heads, sinks, out, lse, DV, DVP, SINKS, LSE)
+
+
+def tile_lines(group: int, dim: int, longest: int, exact: bool) -> int:
+    """Lines M of a tile: as many as pay for the longest row at hand, and as fit in the registers."""
+    most = 64 if exact or dim > 128 else 128
+    return max(16, power(group), min(most, power(longest * group)))
+
+
+def make_tiles(q_len: np.ndarray, first_row: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """(row, first token within it) of each tile, i32: rows from ``first_row`` on, cut into tiles of ``tokens``; the
+    last tiles of each row come first, because they see the most keys."""
+    counts = -(-q_len[first_row:] // tokens)
+    row = np.repeat(np.arange(first_row, len(q_len), dtype=np.int32), counts)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    order = np.argsort(-nth, kind="stable")
+    return row[order], (nth[order] * tokens).astype(np.int32)
+
+
+def prefill(
+    layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, tiles: tuple[Tensor, Tensor, int],
+) -> None:  # fmt: skip
+    """Rows named by ``tiles`` (row i32, first token i32, M): q [T, heads, D] -> their tokens of out [T, heads, DV]."""
+    spec = layer.spec
+    row, token, lines = tiles
+    group = spec.heads // spec.kv_heads
+    k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
+    exact = in_float32(q)
+    _prefill[(len(row), spec.kv_heads)](
+        q, k, v, meta.table[layer.group], meta.slots, meta.kv_len[layer.group], meta.cu_q, row, token,
+        layer.sinks if spec.sinks else out, out, lse if lse is not None else out,
+        spec.softmax_scale, spec.softcap or 1.0, q.stride(0), meta.table.stride(1),
+        KH=spec.kv_heads, G=group, D=spec.dim_qk, DP=power(max(spec.dim_qk, 16)), DV=spec.dim_v, VS=v.shape[-1],
+        DVP=power(max(spec.dim_v, 16)), BLOCK=meta.block, M=lines, N=64 if not exact else 32, TOKENS=lines // group,
+        WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, SINKS=spec.sinks, LSE=lse is not None,
+        STAGES=3 if not exact and spec.dim_qk <= 128 else 2, IEEE=exact, num_warps=8 if lines > 64 else 4,
+    )  # fmt: skip

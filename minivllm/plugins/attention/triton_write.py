@@ -1,0 +1,100 @@
+"""QK-norm, rotary embedding and the KV write in one kernel: q, k and v of a step are read once and written once.
+
+    grid (T, head groups); a program takes ``HB`` of the heads [q 0 .. H-1 | k 0 .. KH-1 | v 0 .. KH-1] of one token
+
+    q head: RMSNorm, rotate ──► q_out          k head: RMSNorm, rotate ──► k cache          v head: ──► v cache
+
+All arithmetic is float32.  Bytes: 2 * (heads + 2 kv_heads) * D * 2 a token.  Reference: ``layers.rotary.prepare_qk``
+and ``KVFormat.store`` of the plain formats.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, QKPre
+
+from .triton_decode import power
+
+
+@triton.jit
+def _write(
+    q, k, v, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, position, slot_map,
+    q_stride, k_stride, v_stride, eps,
+    QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, DVP: tl.constexpr,
+    HB: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, HAS_V: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = part * HB + tl.arange(0, HB)
+    slot = tl.load(slot_map + token)
+    if part * HB < QH + KH:
+        is_q = head < QH
+        is_k = (head >= QH) & (head < QH + KH)
+        od = tl.arange(0, H)
+        on = (od < D // 2)[None, :]
+        a = tl.zeros([HB, H], tl.float32)
+        b = tl.zeros([HB, H], tl.float32)
+        at_q = q + token * q_stride + head[:, None] * D + od[None, :]
+        at_k = k + token * k_stride + (head - QH)[:, None] * D + od[None, :]
+        a += tl.load(at_q, mask=is_q[:, None] & on, other=0.0).to(tl.float32)
+        b += tl.load(at_q + D // 2, mask=is_q[:, None] & on, other=0.0).to(tl.float32)
+        a += tl.load(at_k, mask=is_k[:, None] & on, other=0.0).to(tl.float32)
+        b += tl.load(at_k + D // 2, mask=is_k[:, None] & on, other=0.0).to(tl.float32)
+        if NORM:
+            inv = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+            wq_a, wq_b = tl.load(q_norm + od, mask=od < D // 2), tl.load(q_norm + D // 2 + od, mask=od < D // 2)
+            wk_a, wk_b = tl.load(k_norm + od, mask=od < D // 2), tl.load(k_norm + D // 2 + od, mask=od < D // 2)
+            a = a * inv * tl.where(is_q[:, None], wq_a[None, :], wk_a[None, :]).to(tl.float32)
+            b = b * inv * tl.where(is_q[:, None], wq_b[None, :], wk_b[None, :]).to(tl.float32)
+        if ROTARY:
+            pos = tl.load(position + token)
+            c = tl.load(cos + pos * D + od, mask=od < D // 2, other=0.0)[None, :]
+            s = tl.load(sin + pos * D + od, mask=od < D // 2, other=0.0)[None, :]
+            a, b = a * c - b * s, b * c + a * s
+        to_q = q_out + (token * QH + head)[:, None] * D + od[None, :]
+        to_k = k_cache + (slot * KH + head - QH)[:, None] * D + od[None, :]
+        tl.store(to_q, a.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
+        tl.store(to_q + D // 2, b.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
+        tl.store(to_k, a.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on)
+        tl.store(to_k + D // 2, b.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on)
+    if HAS_V and part * HB + HB > QH + KH:
+        mine = head - QH - KH
+        ov = tl.arange(0, DVP)
+        on_v = ((mine >= 0) & (mine < KH))[:, None] & (ov < DV)[None, :]
+        value = tl.load(v + token * v_stride + mine[:, None] * DV + ov[None, :], mask=on_v, other=0.0)
+        to_v = v_cache + (slot * KH + mine)[:, None] * DV + ov[None, :]
+        tl.store(to_v, value.to(v_cache.dtype.element_ty), mask=on_v)
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
+    """Whether the kernel does this: an even head, rotary over all of it, heads side by side within a token."""
+    dim = q.shape[2]
+    packed = all(x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, k, v))
+    if not packed or dim % 2:
+        return False
+    whole = pre is None or pre.cos is None or (pre.cos.shape[1] == dim and pre.cos.is_contiguous())
+    return whole and (pre is None or (pre.q_norm is None) == (pre.k_norm is None))
+
+
+def write(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
+    """As ``AttentionBackend.write`` where ``fits``; a new tensor [T, heads, D] comes back."""
+    tokens, heads, dim = q.shape
+    kv_heads, dim_v = k.shape[1], v.shape[2]
+    out = q.new_empty(tokens, heads, dim)
+    if not tokens:
+        return out
+    has_v = "v" in layer.cache
+    norm = pre is not None and pre.q_norm is not None
+    rotary = pre is not None and pre.cos is not None
+    each = 1 if tokens <= 64 else 4 if tokens <= 512 else 8
+    total = heads + kv_heads * (2 if has_v else 1)
+    _write[(tokens, triton.cdiv(total, each))](
+        q, k, v, out, layer.cache["k"], layer.cache["v"] if has_v else out,
+        pre.q_norm if norm else q, pre.k_norm if norm else q, pre.cos if rotary else q, pre.sin if rotary else q,
+        meta.position, meta.slot_map[layer.group], q.stride(0), k.stride(0), v.stride(0), pre.eps if pre else 0.0,
+        QH=heads, KH=kv_heads, D=dim, DV=dim_v, H=power(dim // 2), DVP=power(dim_v), HB=each,
+        NORM=norm, ROTARY=rotary, HAS_V=has_v, num_warps=1 if each == 1 else 4,
+    )  # fmt: skip
+    return out
