@@ -40,6 +40,7 @@ class Worker:
     processors: list[tuple[str, Processor]]
     groups: list[list[int]]
     vocab_size: int
+    hidden_size: int
     weight_bytes: int
     caches: list[list[Mapping[str, torch.Tensor]]] = field(default_factory=list)  # [group][layer of it]
     num_blocks: list[int] = field(default_factory=list)
@@ -94,7 +95,8 @@ def build_worker(wiring: Wiring) -> Worker:
         load_weights(wiring.model_dir, arch, cfg, parts, wiring.load_format, wiring.seed)
     groups = [list(g) for g in wiring.groups]
     worker = Worker(
-        device, model, backend, make_processors(wiring, cfg.vocab_size), groups, cfg.vocab_size, weight_bytes(parts)
+        device, model, backend, make_processors(wiring, cfg.vocab_size), groups, cfg.vocab_size, cfg.hidden_size,
+        weight_bytes(parts),
     )
     _take_cache(worker, wiring, parts, fmt)
     return worker

@@ -1,13 +1,14 @@
-"""Captured decode steps: a step in which every row brings one token is two replays and no work per row on the host.
+"""Captured steps: a decode step, or a mixed one, is two replays and next to no work per row on the host.
 
-    host:    slots ──► (copied only if they changed)                                     packed ──► pinned memory
-    device:  FORWARD[rows]   begin ─ embed ─ layers ─ norm ─ head ──► logits                 ▲
-             SAMPLE[rows, what is asked]   processors ─ draw ─ commit ───────────────────────┘
+    host:    slots (if they changed), or a packed row table ──►                                 packed ──► pinned memory
+    device:  FORWARD[kind, rows, tokens]   begin ─ embed ─ layers ─ norm ──► hidden of each row      ▲
+             SAMPLE[rows, what is asked]   head ─ processors ─ draw ─ commit ────────────────────────┘
 
-``begin`` reads token, length and block table of each slot from the device's own columns and ``commit`` writes them, so
-step N + 1 can be launched before the host has seen the tokens of step N.  A batch is filled up to the next captured
-size with rows of the *spare slot*, the last one of the columns: it belongs to nobody, counts as ended, and what it
-computes goes to the null block.
+A *decode* step (one token a row) reads token, length and block table of each slot from the device's own columns, and
+``commit`` writes them, so step N + 1 can be launched before the host has seen the tokens of step N.  A *mixed* step
+(some rows bring several tokens) gets its rows and positions from the host in one copy.  Rows and tokens are filled up
+to the next captured size with the *spare slot*, the last one of the columns: it belongs to nobody, counts as ended, and
+what it computes goes to the null block.
 
 What cannot be captured (a processor that is not graph safe, masks from the host, a model that waits for the device)
 runs as separate launches instead; ``notes`` says why.
@@ -34,32 +35,43 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 SHORT = 8192  # contexts up to here share their captures; longer ones are cut differently by the attention back end
-MIN_TOKENS = 1 << 40  # beside the variant bits of processors: some row has min_tokens
+MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
+CAPTURES = 160  # mixed steps and sampling variants that are kept
 
 
-def sizes(most: int) -> list[int]:
+def row_sizes(most: int) -> list[int]:
     """Captured batch sizes up to ``most``: close together where a filled-up row costs the most, relatively."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 64)]
     return sorted({n for n in steps if n < most} | {min(most, 1024)})
 
 
+def coarse_sizes(most: int) -> list[int]:
+    """Rows of captured mixed steps: few, because a filled-up row costs little there."""
+    return sorted({n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most} | {min(most, 1024)})
+
+
+def token_size(tokens: int) -> int:
+    """Tokens of a captured mixed step: at most an eighth (from 512 on) is filled up."""
+    unit = 64 if tokens <= 512 else 128
+    return -(-tokens // unit) * unit
+
+
 @dataclass
 class Buffers:
-    """What a captured size reads and writes: B rows, G KV groups, V tokens."""
+    """What the captures of B rows share."""
 
-    slots: torch.Tensor  # i64 [B]
-    after: torch.Tensor  # i64 [B] index of the token that is about to be drawn
-    out: torch.Tensor  # i32 [3, B] tokens, counts, flags
-    meta: AttnMeta
-    ids: torch.Tensor  # i64 [B]
+    slots: torch.Tensor  # i64 [B] of the rows that draw; the others are the spare slot
+    hidden: torch.Tensor  # [B, H] FORWARD's result
+    out: torch.Tensor  # i32 [3, B] tokens, counts, flags: SAMPLE's result
     held: np.ndarray  # what ``slots`` holds, on the host
-    logits: torch.Tensor | None = None  # [B, V], the model's own dtype; FORWARD writes it
 
 
 @dataclass
 class Captured:
     graph: Any
     result: Any = None
+    rows: torch.Tensor | None = None  # i64, the packed row table of a mixed step (see ``_pack``)
+    keep: Any = None  # tensors of the graph that were made outside of it: it knows their addresses only
 
 
 @dataclass
@@ -67,34 +79,39 @@ class Graphs:
     """The captures of one runner.  All share one memory pool: they run one after another."""
 
     runner: Runner
+    mixed: bool  # the attention back end can be captured in mixed steps
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple, Captured | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sizes = sizes(self.runner.wiring.max_num_seqs)
         self.spare = self.runner.wiring.max_num_seqs
+        self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
         self.pool = torch.cuda.graph_pool_handle()
-        self.off = False
 
     # ---- which capture -------------------------------------------------------------------------------------------
 
     def key(self, plan: StepPlan) -> GraphKey | None:
         """The capture that a step can run in, or None."""
-        rows = len(plan.slots)
-        if self.off or not rows or rows > self.sizes[-1] or len(plan.samples) != rows or plan.q_len.max() != 1:
+        rows, tokens = len(plan.slots), int(plan.q_len.sum())
+        if not rows or rows > self.sizes[-1] or len(plan.late) or len(plan.host):
             return None
-        size = self.sizes[int(np.searchsorted(self.sizes, rows))]
-        longest = int(plan.computed.max()) + 1
-        span = SHORT if longest <= SHORT else self.runner.wiring.max_model_len
-        return GraphKey("decode", size, size, span)
+        most = int((plan.computed + plan.q_len).max())
+        span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
+        if tokens == rows and len(plan.samples) == rows:
+            size = self.sizes[int(np.searchsorted(self.sizes, rows))]
+            return GraphKey("decode", size, size, span)
+        if not self.mixed or tokens > MOST_TOKENS or len(self.forwards) >= CAPTURES:
+            return None
+        size = self.coarse[int(np.searchsorted(self.coarse, rows))]
+        return GraphKey("mixed", size, max(token_size(tokens), size), span)
 
     def asked(self, plan: StepPlan) -> tuple | None:
         """What the rows of a step ask of processors and sampler; None if that cannot be captured."""
-        if len(plan.late) or len(plan.host):
+        if not len(plan.samples):
             return None
-        slots = plan.slots
+        slots = plan.slots[plan.samples]
         state = self.runner.state
         variants = []
         for i, held in enumerate(state.processors):
@@ -107,91 +124,151 @@ class Graphs:
 
     # ---- run -----------------------------------------------------------------------------------------------------
 
-    def forward(self, key: GraphKey, slots: np.ndarray) -> torch.Tensor:
-        """Logits [R, V] of the rows; capture the step first if this is the first of its size."""
+    def forward(self, key: GraphKey, plan: StepPlan) -> torch.Tensor:
+        """Hidden states [R, H] of the rows; captures the step first if this is the first of its kind."""
         captured = self.forwards.get(key) or self._capture_forward(key)
-        b = self._take(key.rows, slots)
+        if key.kind == "mixed":
+            table = self._pack(key, plan)
+            captured.rows.copy_(torch.from_numpy(table), non_blocking=True)
+            slots = np.full(len(plan.slots), self.spare)
+            slots[plan.samples] = plan.slots[plan.samples]
+            b = self._take(key.rows, slots)
+        else:
+            b = self._take(key.rows, plan.slots)
         captured.graph.replay()
-        b.logits = captured.result
-        return captured.result[: len(slots)]
+        return b.hidden[: len(plan.slots)]
 
     def sample(self, key: GraphKey, asked: tuple) -> tuple[torch.Tensor, Any] | None:
-        """(i32 [3, B] tokens, counts and flags; log-probabilities or None), or None if that cannot be captured."""
-        at = (key, asked)
-        if at not in self.samples:
-            self.samples[at] = self._capture_sample(key, asked)
-        captured = self.samples[at]
+        """(i32 [3, B] tokens, counts and flags of the rows; their log-probabilities or None).  None if what is asked
+        cannot be captured."""
+        at = (key.rows, asked)
+        if at not in self.samples and len(self.samples) < CAPTURES:
+            self.samples[at] = self._capture_sample(key.rows, asked)
+        captured = self.samples.get(at)
         if captured is None:
             return None
         captured.graph.replay()
         return self.buffers[key.rows].out, captured.result
 
     def warm(self) -> None:
-        """Capture every size, largest first so that the smaller ones find their memory in the pool."""
-        plain = tuple([-1] * (len(self.runner.processors) - 1))
+        """Capture the decode steps of every size, largest first: the smaller ones find their memory in the pool."""
+        none = (-1,) * (len(self.runner.processors) - 1)
         bound = [self.runner.sampler.bind(SamplingParams(temperature=t), 1) for t in (0.0, 1.0)]
         variants = sorted({row.variant for row in bound if row is not None})
-        for size in reversed(self.sizes):
-            key = GraphKey("decode", size, size, SHORT)
-            self.forward(key, np.full(size, self.spare))
+        for size in sorted({*self.sizes, *self.coarse}, reverse=True):
+            if size in self.sizes:
+                self._capture_forward(GraphKey("decode", size, size, SHORT))
             for variant in variants:
-                self.sample(key, (*plain, variant, False, -1))
+                self.sample(GraphKey("decode", size), (*none, variant, False, -1))
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
         """The buffers of a size, holding these slots."""
-        b = self.buffers[size]
+        b = self._buffers(size)
         if not np.array_equal(b.held[: len(slots)], slots) or (b.held[len(slots) :] != self.spare).any():
             b.held[: len(slots)], b.held[len(slots) :] = slots, self.spare
             b.slots.copy_(torch.from_numpy(b.held.copy()), non_blocking=True)
         return b
+
+    def _pack(self, key: GraphKey, plan: StepPlan) -> np.ndarray:
+        """The row table of a mixed step, i64: slots B | cu_q B + 1 | q_len B | kv_len B | last token B | row T |
+        position T.  What fills up rows is the spare slot; tokens from cu_q[B] on go to the null block."""
+        size, room = key.rows, key.tokens
+        r, q_len = len(plan.slots), plan.q_len.astype(np.int64)
+        cu = np.cumsum(q_len)
+        t = int(cu[-1])
+        out = np.zeros(5 * size + 1 + 2 * room, np.int64)
+        slots, cu_q, q, kv, last, row, position = np.split(
+            out, np.cumsum([size, size + 1, size, size, size, room])
+        )  # fmt: skip
+        slots[:r], slots[r:] = plan.slots, self.spare
+        cu_q[1 : r + 1], cu_q[r + 1 :] = cu, t
+        q[:r], kv[:r], last[:r] = q_len, plan.computed + q_len, cu - 1
+        row[:t] = np.repeat(np.arange(r), q_len)
+        position[:t] = np.arange(t) - np.repeat(cu - q_len - plan.computed, q_len)
+        return out
 
     # ---- capture -------------------------------------------------------------------------------------------------
 
     def _buffers(self, size: int) -> Buffers:
         if size not in self.buffers:
             r = self.runner
-            groups, device = len(r.worker.groups), r.device
-            make = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
-            slots = torch.full((size,), self.spare, dtype=torch.int64, device=device)
-            meta = AttnMeta(
-                slots=slots, cu_q=torch.arange(size + 1, dtype=torch.int32, device=device),
-                q_len=torch.ones(size, dtype=torch.int32, device=device), kv_len=make(groups, size, dtype=torch.int32),
-                position=make(size), row=torch.arange(size, device=device), table=r.state.table,
-                slot_map=make(groups, size), block=r.wiring.block, decode_rows=size,
-                host_q_len=np.ones(size, np.int32), host_kv_len=np.ones((groups, size), np.int32),
-            )  # fmt: skip
-            out = make(3, size, dtype=torch.int32)
-            self.buffers[size] = Buffers(slots, make(size), out, meta, make(size), np.full(size, self.spare))
+            slots = torch.full((size,), self.spare, dtype=torch.int64, device=r.device)
+            hidden = torch.zeros(size, r.worker.hidden_size, dtype=getattr(torch, r.wiring.dtype), device=r.device)
+            out = torch.zeros(3, size, dtype=torch.int32, device=r.device)
+            self.buffers[size] = Buffers(slots, hidden, out, np.full(size, self.spare))
         return self.buffers[size]
 
     def _capture_forward(self, key: GraphKey) -> Captured:
-        b, r = self._buffers(key.rows), self.runner
-        b.meta.work, b.meta.host_kv_len[:] = {}, key.span
-
-        def run() -> torch.Tensor:
-            step.begin(b.slots, r.state, b.ids, b.meta.position, b.meta.kv_len, b.meta.slot_map, b.after)
-            r.backend.plan(b.meta, key)
-            return r.model.logits(r.model(StepTensors(b.ids, b.meta.position, b.meta)))
-
-        self.forwards[key] = self._capture(b, run)
+        b = self._buffers(key.rows)
+        b.held[:] = self.spare
+        b.slots.fill_(self.spare)
+        self.forwards[key] = self._decode(key, b) if key.kind == "decode" else self._mixed(key, b)
         return self.forwards[key]
 
-    def _capture_sample(self, key: GraphKey, asked: tuple) -> Captured | None:
-        b, r = self.buffers[key.rows], self.runner
-        assert b.logits is not None
-        logits = b.logits
+    def _decode(self, key: GraphKey, b: Buffers) -> Captured:
+        r, size, groups = self.runner, key.rows, len(self.runner.worker.groups)
+        make = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=r.device)  # noqa: E731
+        ids = make(size)
+        meta = AttnMeta(
+            slots=b.slots, cu_q=torch.arange(size + 1, dtype=torch.int32, device=r.device),
+            q_len=make(size, dtype=torch.int32) + 1, kv_len=make(groups, size, dtype=torch.int32), position=make(size),
+            row=torch.arange(size, device=r.device), table=r.state.table, slot_map=make(groups, size),
+            block=r.wiring.block, decode_rows=size, host_q_len=np.ones(size, np.int32),
+            host_kv_len=np.full((groups, size), key.span, np.int32),
+        )  # fmt: skip
+
+        def run() -> None:
+            step.begin(b.slots, r.state, ids, meta.position, meta.kv_len, meta.slot_map)
+            r.backend.plan(meta, key)
+            b.hidden.copy_(r.model(StepTensors(ids, meta.position, meta)))
+
+        captured = self._capture(run)
+        captured.keep = (ids, meta)
+        return captured
+
+    def _mixed(self, key: GraphKey, b: Buffers) -> Captured:
+        r, size, room = self.runner, key.rows, key.tokens
+        groups, state = len(r.worker.groups), r.state
+        table = torch.zeros(5 * size + 1 + 2 * room, dtype=torch.int64, device=r.device)
+        table[:size] = self.spare
+        slots, cu_q, q_len, kv_len, last, row, position = table.split([size, size + 1, size, size, size, room, room])
+
+        def run() -> None:
+            slot_of = slots[row]
+            ids = state.tokens[slot_of, position].long()
+            slot_map = state.table[:, slot_of, position // r.wiring.block].long() * r.wiring.block
+            nobody = state.stopped[slot_of] | (torch.arange(room, device=r.device) >= cu_q[-1])
+            slot_map = (slot_map + position % r.wiring.block).masked_fill(nobody, 0)
+            meta = AttnMeta(
+                slots=slots, cu_q=cu_q.int(), q_len=q_len.int(), kv_len=kv_len.int().expand(groups, size).contiguous(),
+                position=position, row=row, table=state.table, slot_map=slot_map, block=r.wiring.block,
+                decode_rows=size, host_q_len=np.full(size, room, np.int32),
+                host_kv_len=np.full((groups, size), key.span, np.int32),
+            )  # fmt: skip
+            r.backend.plan(meta, key)
+            hidden = r.model(StepTensors(ids, position, meta))
+            torch.index_select(hidden, 0, last, out=b.hidden)
+
+        captured = self._capture(run)
+        captured.rows = table
+        return captured
+
+    def _capture_sample(self, size: int, asked: tuple) -> Captured | None:
+        b, r = self._buffers(size), self.runner
+        held = b.slots.clone()
+        b.slots.fill_(self.spare)
         try:
-            return self._capture(b, lambda: run_sample(r, b, logits, asked))
+            return self._capture(lambda: run_sample(r, b, asked))
         except Exception as e:  # a plug-in that cannot be captured runs uncaptured
             note = f"sampling is not captured: {type(e).__name__}: {str(e).splitlines()[0][:200]}"
             if note not in self.notes:
                 self.notes.append(note)
             return None
+        finally:
+            b.slots.copy_(held)
 
-    def _capture(self, b: Buffers, run: Callable[[], Any]) -> Captured:
+    def _capture(self, run: Callable[[], Any]) -> Captured:
         """Run once by itself (kernels are compiled, scratch is taken), then record; on rows of the spare slot."""
-        b.held[:] = self.spare
-        b.slots.fill_(self.spare)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -203,34 +280,31 @@ class Graphs:
         return captured
 
 
-def run_sample(r: Runner, b: Buffers, logits: torch.Tensor, asked: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
+def run_sample(r: Runner, b: Buffers, asked: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
     """SAMPLE on the rows of ``b``: what ``Runner._sample`` does, without a look at the host.  Processors run on all rows
     if any row bound them: a graph-safe one does nothing where its columns hold their fill."""
     state = r.state
     *variants, wants_min, topk = asked
+    logits = r.model.logits(b.hidden)
     active = [i for i, v in enumerate(variants[:-1]) if v >= 0]
     x = logits
     if active or wants_min or not r.sampler.any_dtype:
         x = logits.float()
     if topk >= 0 and x is logits:
         x = logits.clone()  # the log-probabilities are those of the model's own logits
-    slots = b.slots
-    rows = Rows(
-        slots, b.after, state.prompt[slots], state.seed[slots], state.sample[slots], 0, state.tokens,
-        state.tokens.shape[1] - 1,
-    )  # fmt: skip
+    after, prompt, seed, sample = step.gather(b.slots, (state.known, state.prompt, state.seed, state.sample))
+    rows = Rows(b.slots, after, prompt, seed, sample, 0, state.tokens, state.tokens.shape[1] - 1)
     if wants_min:
-        sampling.suppress_stops(x, b.after, state.min_end[slots], state.stop_ids[slots])
+        sampling.suppress_stops(x, after, state.min_end[b.slots], state.stop_ids[b.slots])
     for i in active:
         rows.variant = variants[i]
         r.processors[i].apply(x, rows, state.processors[i].columns)
     peaks = draw.best_of_tiles(x)
-    drawn = Draw(torch.zeros(len(slots), dtype=torch.int64, device=slots.device), peaks)
+    drawn = Draw(torch.empty(len(b.slots), dtype=torch.int64, device=x.device), peaks)
     rows.variant = variants[-1]
     r.sampler.draw(x, rows, state.processors[-1].columns, drawn)
-    step.commit(slots, drawn.tokens, peaks, state, b.out, logits.shape[1])
-    count = b.out[1]
+    step.commit(b.slots, drawn.tokens, peaks, state, b.out, logits.shape[1])
     for i, processor in enumerate(r.processors):
         if variants[i] >= 0 and type(processor).commit is not Processor.commit:
-            processor.commit(drawn.tokens[:, None], count, rows, state.processors[i].columns)
+            processor.commit(drawn.tokens[:, None], b.out[1], rows, state.processors[i].columns)
     return sampling.logprobs_of(logits.float(), drawn.tokens, topk) if topk >= 0 else None

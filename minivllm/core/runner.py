@@ -40,7 +40,6 @@ class Running:
     plan: StepPlan
     hidden: torch.Tensor | None = None  # [N, H]
     graph: GraphKey | None = None  # the capture that it runs in
-    raw: torch.Tensor | None = None  # [N, V] logits that a captured forward left
     start: float = 0.0
     device_ms: float = 0.0
     sampled: bool = False
@@ -48,6 +47,7 @@ class Running:
     logprobs: tuple[torch.Tensor, ...] | None = None
     logits: torch.Tensor | None = None
     errors: list[StepError] = field(default_factory=list)
+    pick: np.ndarray | None = None  # a captured SAMPLE has results for all rows: those that drew
     event: Any = None
     begun: Any = None
 
@@ -71,9 +71,11 @@ class Running:
             packed = np.zeros((3, n), np.int32)
         else:
             packed = self.packed.numpy()
+        mine = slice(None) if self.pick is None else self.pick
+        packed = packed if self.packed is None else packed[:, mine]
         lp = None
         if self.logprobs is not None:
-            chosen, rank, ids, top = (t.numpy() for t in self.logprobs)
+            chosen, rank, ids, top = (t.numpy()[mine] for t in self.logprobs)
             lp = LogProbs(chosen, rank, ids, top)
         return StepResult(
             id=plan.id, slots=plan.slots[plan.samples], tokens=packed[0], count=packed[1],
@@ -104,12 +106,13 @@ class Runner:
     def _graphs(self) -> Any:
         """Captured decode steps, if device, config and plug-ins allow them."""
         wanted = self.wiring.graph != "off" and self.device.type == "cuda" and fused(self.wiring)
-        if not wanted or self.wiring.parts["attention"].traits.get("graph", "none") == "none":
+        graph = self.wiring.parts["attention"].traits.get("graph", "none")
+        if not wanted or graph == "none":
             return None
         from .graphs import Graphs
 
         with torch.inference_mode():
-            graphs = Graphs(self)
+            graphs = Graphs(self, graph == "mixed" and self.wiring.graph == "auto")
             graphs.warm()
         return graphs
 
@@ -139,7 +142,10 @@ class Runner:
                 key = self.graphs.key(plan) if self.graphs is not None else None
                 if key is not None:
                     what = "forward"
-                    running.graph, running.raw = key, self.graphs.forward(key, plan.slots)
+                    hidden = self.graphs.forward(key, plan)
+                    running.graph, running.hidden = key, hidden
+                    if len(plan.samples) < len(plan.slots):
+                        running.hidden = hidden[self.state.to(plan.samples).long()] if len(plan.samples) else None
                     return running
                 what = "attention"
                 meta, step = self._step(plan)
@@ -216,7 +222,7 @@ class Runner:
         """Logits to tokens; commits them to the columns and starts the copy of the result."""
         running.sampled = True
         try:
-            if (running.hidden is not None or running.raw is not None) and not running.errors:
+            if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
                     if not self._sample_captured(running):
                         self._sample(running, late)
@@ -225,7 +231,7 @@ class Runner:
             self._fail(running, "sampling", e)
         if self.device.type == "cpu":
             running.device_ms = (time.perf_counter() - running.start) * 1e3
-        running.hidden = running.raw = None
+        running.hidden = None
 
     def _sample_captured(self, running: Running) -> bool:
         """SAMPLE as one replay; False if the step asks for what cannot be captured."""
@@ -234,10 +240,9 @@ class Runner:
         done = self.graphs.sample(running.graph, asked) if asked is not None else None
         if done is None:
             return False
-        rows = len(plan.slots)
-        running.packed = self._host(done[0])[:, :rows]
+        running.packed, running.pick = self._host(done[0]), plan.samples
         if done[1] is not None:
-            running.logprobs = tuple(self._host(t)[:rows] for t in done[1])
+            running.logprobs = tuple(self._host(t) for t in done[1])
         return True
 
     def _sample(self, running: Running, late: LateInputs | None) -> None:
@@ -245,7 +250,7 @@ class Runner:
         slots_np = plan.slots[plan.samples].astype(np.int64)
         position_np = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
         slots, position = state.to(np.stack([slots_np, position_np]))
-        logits = (running.raw if running.raw is not None else self.model.logits(running.hidden)).float()
+        logits = self.model.logits(running.hidden).float()
         raw = logits.clone() if plan.topk >= 0 else None
         rows = self._rows(slots, position, int(position_np.max()))
         if state.wants_min[slots_np].any():

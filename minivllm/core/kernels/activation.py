@@ -10,11 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl, wait
+
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul(x, y, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(x, y, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     on = at < INNER
@@ -29,5 +32,5 @@ def silu_mul(x: Tensor) -> Tensor:
     tokens, inner = x.shape[0], x.shape[1] // 2
     y = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
     if tokens:
-        _silu_mul[(tokens, triton.cdiv(inner, BLOCK))](x, y, INNER=inner, BLOCK=BLOCK, num_warps=4)
+        _silu_mul[(tokens, triton.cdiv(inner, BLOCK))](x, y, INNER=inner, BLOCK=BLOCK, num_warps=4, **pdl(x))
     return y

@@ -17,12 +17,15 @@ from torch import Tensor
 
 from minivllm.core.sampling import FOLD_A, FOLD_B, INIT, MIX_1, MIX_2
 
+from .launch import pdl, wait
+
 TILE = 4096
 _INIT, _A, _B, _M1, _M2 = (tl.constexpr(x) for x in (INIT, FOLD_A, FOLD_B, MIX_1, MIX_2))
 
 
 @triton.jit
-def _best(logits, best, stride, V, TILE: tl.constexpr, TILES: tl.constexpr):
+def _best(logits, best, stride, V, TILE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
@@ -52,7 +55,16 @@ def row_keys(seed, position, sample):
 
 
 @triton.jit
-def gumbel_noise(a, b, lane):
+def _log2(x, FAST: tl.constexpr):
+    """The special function unit's logarithm (22 bits) where there is one."""
+    if FAST:
+        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def gumbel_noise(a, b, lane, FAST: tl.constexpr):
     """Standard Gumbel noise float32 of unsigned 32-bit lanes."""
     x = lane * tl.full((), _INIT, tl.uint32)
     x = (x ^ (x >> 15)) ^ a
@@ -61,17 +73,17 @@ def gumbel_noise(a, b, lane):
     x = x ^ (x >> 16)
     u = ((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2 ** -31
     u = tl.minimum(u, 0.99999994)
-    # -log(-log1p(-u)): 1 - u is exact for u >= 1/2, below the series keeps what 1 - u would round away
-    small = u + u * u * (0.5 + u * (0.33333334 + u * (0.25 + u * 0.2)))
-    e = tl.where(u < 0.015625, small, -tl.log(1.0 - u))
-    return -tl.log(e)
+    # -log(-log1p(-u)); small u, which give the large values, keep by a series what 1 - u would round away
+    e = tl.where(u < 0.00390625, u + u * u * (0.5 + u * 0.33333334), -0.6931471805599453 * _log2(1.0 - u, FAST))
+    return -0.6931471805599453 * _log2(e, FAST)
 
 
 @triton.jit
 def _draw(
     logits, best, temperature, seed, position, sample, score, index, stride, V,
-    TILE: tl.constexpr, TILES: tl.constexpr, P: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
@@ -80,7 +92,7 @@ def _draw(
         ot = tl.arange(0, P)
         peak = tl.max(tl.load(best + row * TILES + ot, mask=ot < TILES, other=float("-inf")), 0)
         a, b = row_keys(tl.load(seed + row), tl.load(position + row), tl.load(sample + row))
-        y = (x - peak) / t + gumbel_noise(a, b, at.to(tl.uint32))
+        y = (x - peak) * (1.0 / t) + gumbel_noise(a, b, at.to(tl.uint32), FAST)
         x = tl.where(x == float("-inf"), float("-inf"), y)
     top, arg = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(score + row * TILES + tile, top)
@@ -88,7 +100,8 @@ def _draw(
 
 
 @triton.jit
-def _pick(score, index, tokens, TILES: tl.constexpr, P: tl.constexpr):
+def _pick(score, index, tokens, TILES: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     row = tl.program_id(0)
     at = tl.arange(0, P)
     x = tl.load(score + row * TILES + at, mask=at < TILES, other=float("-inf"))
@@ -101,7 +114,7 @@ def best_of_tiles(logits: Tensor) -> Tensor:
     n, width = logits.shape
     tiles = triton.cdiv(width, TILE)
     best = torch.empty(n, tiles, dtype=torch.float32, device=logits.device)
-    _best[(n, tiles)](logits, best, logits.stride(0), width, TILE=TILE, TILES=tiles, num_warps=8)
+    _best[(n, tiles)](logits, best, logits.stride(0), width, TILE=TILE, TILES=tiles, num_warps=8, **pdl(logits))
     return best
 
 
@@ -117,6 +130,7 @@ def draw(
     p = triton.next_power_of_2(tiles)
     _draw[(n, tiles)](
         logits, best, temperature, seed, position, sample, score, index,
-        logits.stride(0), width, TILE=TILE, TILES=tiles, P=p, num_warps=8,
+        logits.stride(0), width, TILE=TILE, TILES=tiles, P=p, FAST=logits.is_cuda,
+        num_warps=8, **pdl(logits),
     )  # fmt: skip
-    _pick[(n,)](score, index, tokens, TILES=tiles, P=p, num_warps=1)
+    _pick[(n,)](score, index, tokens, TILES=tiles, P=p, num_warps=1, **pdl(logits))

@@ -10,9 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl, wait
+
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, y, x_stride, eps, DIM: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr):
+def _add_rms_norm(x, residual, weight, y, x_stride, eps, DIM: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, P)
     on = at < DIM
@@ -38,5 +42,6 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         _add_rms_norm[(tokens,)](
             x, x if residual is None else residual, weight, y, x.stride(0), eps, DIM=dim,
             P=triton.next_power_of_2(dim), ADD=residual is not None, num_warps=4 if dim <= 4096 else 8,
+            **pdl(x),
         )  # fmt: skip
     return y, x if residual is None else residual

@@ -15,21 +15,22 @@ from torch import Tensor
 
 from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, STOP_IDS
 
-_EOS, _STOP, _LENGTH, _NAN, _OVERSHOOT = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN, OVERSHOOT))
+from .launch import pdl, wait
 
+_EOS, _STOP, _LENGTH, _NAN, _OVERSHOOT = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN, OVERSHOOT))
 
 @triton.jit
 def _begin(
-    slots, tokens, known, stopped, table, ids, position, kv_len, slot_map, after, tokens_stride, table_stride, rows,
-    BLOCK: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr,
+    slots, tokens, known, stopped, table, ids, position, kv_len, slot_map, tokens_stride, table_stride, rows,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     length = tl.load(known + slot)
     at = tl.maximum(length - 1, 0)
     tl.store(ids + row, tl.load(tokens + slot * tokens_stride + at).to(tl.int64))
     tl.store(position + row, at)
-    tl.store(after + row, length)
     ended = tl.load(stopped + slot) != 0
     for g in tl.static_range(GROUPS):
         block = tl.load(table + (g * SLOTS + slot) * table_stride + at // BLOCK).to(tl.int64)
@@ -37,22 +38,40 @@ def _begin(
         tl.store(slot_map + g * rows + row, tl.where(ended, 0, block * BLOCK + at % BLOCK))
 
 
-def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, slot_map: Tensor, after: Tensor) -> None:
-    """``slots`` i64 [R] of the device's columns ``state`` -> ids, position, after (the index of the token that will be
-    drawn) i64 [R], kv_len i32 [G, R], slot_map i64 [G, R].  What an ended row computes goes to the null block."""
+def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, slot_map: Tensor) -> None:
+    """``slots`` i64 [R] of the device's columns ``state`` -> ids and position i64 [R], kv_len i32 [G, R], slot_map i64 [G, R].  What an ended row computes goes to the null block."""
     groups, size, _ = state.table.shape
     _begin[(len(slots),)](
-        slots, state.tokens, state.known, state.stopped.view(torch.uint8), state.table, ids, position, kv_len, slot_map, after,
+        slots, state.tokens, state.known, state.stopped.view(torch.uint8), state.table, ids, position, kv_len, slot_map,
         state.tokens.stride(0), state.table.stride(1), len(slots), BLOCK=state.block, GROUPS=groups, SLOTS=size,
-        num_warps=1,
+        num_warps=1, **pdl(ids),
     )  # fmt: skip
+
+
+@triton.jit
+def _gather(slots, a, b, c, d, out, rows, PDL: tl.constexpr):
+    wait(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    tl.store(out + row, tl.load(a + slot))
+    tl.store(out + rows + row, tl.load(b + slot))
+    tl.store(out + 2 * rows + row, tl.load(c + slot))
+    tl.store(out + 3 * rows + row, tl.load(d + slot))
+
+
+def gather(slots: Tensor, columns: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four columns i64 [S] at ``slots`` i64 [R], each i64 [R]."""
+    out = torch.empty(4, len(slots), dtype=torch.int64, device=slots.device)
+    _gather[(len(slots),)](slots, *columns, out, len(slots), num_warps=1, **pdl(out))
+    return tuple(out)
 
 
 @triton.jit
 def _commit(
     slots, drawn, best, tokens, known, stopped, end, min_end, stop_ids, n_eos, out, tokens_stride, width, rows,
-    TILES: tl.constexpr, P: tl.constexpr, IDS: tl.constexpr,
+    TILES: tl.constexpr, P: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     position = tl.load(known + slot)
@@ -87,5 +106,5 @@ def commit(slots: Tensor, drawn: Tensor, best: Tensor, state, out: Tensor, width
     _commit[(len(slots),)](
         slots, drawn, best, state.tokens, state.known, state.stopped.view(torch.uint8), state.end, state.min_end,
         state.stop_ids, state.n_eos, out, state.tokens.stride(0), width, len(slots),
-        TILES=tiles, P=triton.next_power_of_2(tiles), IDS=STOP_IDS, num_warps=1,
+        TILES=tiles, P=triton.next_power_of_2(tiles), IDS=STOP_IDS, num_warps=1, **pdl(out),
     )  # fmt: skip

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 
-from .linear import Linear
-from .matmul import matmul, pack
+from .linear import Dense, Linear
 from .module import Module
 
 
@@ -32,22 +31,22 @@ class LMHead(Linear):
 class TiedLMHead(Module):
     """The head whose weight is the embedding's; a quantized one (``scheme``) makes its own copy once that is loaded."""
 
-    def __init__(self, info: ModuleInfo, tied: Embedding, scheme: WeightScheme | None) -> None:
+    def __init__(self, info: ModuleInfo, tied: Embedding, scheme: WeightScheme | None, fuse: bool = False) -> None:
         super().__init__(info.name)
         self.tied, self.scheme, self.part = tied, scheme, info.parts[0][0]
         self.tensors = dict(scheme.tensors) if scheme else {}
-        self.packed: Tensor | None = None
+        self.plain = Dense(info, fuse, tied.weight) if scheme is None else None
 
     def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
         return {}
 
     def finish(self) -> None:
-        if self.scheme is not None:
-            self.scheme.load("weight", self.tied.weight, self.part)
-            self.scheme.finish()
-            self.tensors = dict(self.scheme.tensors)
-        else:
-            self.packed = pack(self.tied.weight)
+        if self.plain is not None:
+            self.plain.finish()
+            return
+        self.scheme.load("weight", self.tied.weight, self.part)
+        self.scheme.finish()
+        self.tensors = dict(self.scheme.tensors)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return matmul(x, self.tied.weight, self.packed) if self.scheme is None else self.scheme.apply(x)
+        return (self.plain or self.scheme).apply(x)

@@ -32,10 +32,17 @@ def no_adapter(scheme: WeightScheme, adapter: Any) -> None:
 class Dense(WeightScheme):
     """The unquantized weight [out, in] in the activations' dtype."""
 
-    def __init__(self, info: ModuleInfo) -> None:
+    def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None) -> None:
         self.info = info
+        self.skinny: Any = None  # the kernels for few rows
+        if fuse:
+            from minivllm.core.kernels import skinny
+
+            self.skinny = skinny
         shape = (info.out_features, info.in_features)
-        self.weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
+        if weight is None:
+            weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
+        self.weight = weight
         self.tensors = {"weight": self.weight}
         self.packed: Tensor | None = None
 
@@ -50,6 +57,8 @@ class Dense(WeightScheme):
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
+        if self.skinny is not None and out is None and self.skinny.fits(x, self.weight):
+            return self.skinny.linear(x, self.weight)
         return matmul(x, self.weight, self.packed) if out is None else torch.mm(x, self.weight.t(), out=out)
 
 

@@ -16,6 +16,7 @@ from minivllm.errors import ModelError
 from .activation import silu_mul
 from .attention import AttentionLayer
 from .embedding import Embedding, LMHead, TiedLMHead
+from .fused import GatedLinear, NormLinear
 from .linear import Dense, Linear
 from .module import Module
 from .norm import RMSNorm
@@ -81,7 +82,7 @@ class Parts:
         elif split is not None:
             raise ValueError(f"split={split!r}: want None, 'column' or 'row'")
         info = self._info(name, "linear", inp, parts, bias=bias, split=split)
-        return self._add(Linear(info, self.quantizer.scheme(info) or Dense(info), self.group))
+        return self._add(Linear(info, self.quantizer.scheme(info) or Dense(info, self.fuse), self.group))
 
     def embedding(self, name: str, rows: int, dim: int) -> Embedding:
         return self._add(Embedding(name, rows, dim, self.dtype, self.device))
@@ -91,8 +92,8 @@ class Parts:
         info = self._info(name, "lm_head", inp, [("", vocab)])
         scheme = self.quantizer.scheme(info)
         if tied is not None:
-            return self._add(TiedLMHead(info, tied, scheme))
-        return self._add(LMHead(info, scheme or Dense(info)))
+            return self._add(TiedLMHead(info, tied, scheme, self.fuse))
+        return self._add(LMHead(info, scheme or Dense(info, self.fuse)))
 
     def norm(self, name: str, dim: int, eps: float) -> RMSNorm:
         return self._add(RMSNorm(name, dim, eps, self.dtype, self.device, self.fuse))
@@ -105,6 +106,14 @@ class Parts:
         from minivllm.core.kernels.activation import silu_mul as fused
 
         return fused
+
+    def norm_linear(self, norm: RMSNorm, linear: Linear) -> NormLinear:
+        """(x, residual) -> (linear(norm(x + residual)), x + residual), one kernel where the rows are few."""
+        return NormLinear(norm, linear)
+
+    def gated_linear(self, linear: Linear) -> GatedLinear:
+        """[T, 2 n] = gate | up -> linear(silu(gate) * up), one kernel where the rows are few."""
+        return GatedLinear(self.silu_mul, linear)
 
     def attention(self, index: int, spec: AttnSpec) -> AttentionLayer:
         """Layer ``index`` (0, 1, ... in order); ``spec`` is the whole model's, ``layers`` keeps the local share."""

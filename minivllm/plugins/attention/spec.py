@@ -38,5 +38,5 @@ TRITON = Spec(
     features=frozenset({"lse", "repeatable", "sinks", "softcap", "v_in_k", "window"}),
     needs=(Needs("triton", "3.4", 'pip install "minivllm[triton]"'),),
     prefer={"block": 64},
-    traits={"graph": "decode", "plan": "host"},
+    traits={"graph": "mixed", "plan": "device"},
 )

@@ -19,12 +19,13 @@ from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.errors import PluginError
 
 from .triton_decode import decode, in_float32, power
-from .triton_prefill import make_tiles, prefill, tile_lines
+from .triton_prefill import make_tiles, prefill, tile_lines, tiles_on_device
 from .triton_write import fits, write
 
 PROGRAMS = 4 * 132  # of the decode kernel that keep an H200's memory busy
 SPLIT_TOKENS = 256  # least context that is worth a program of its own
 MAX_SPLITS = 64
+EAGER = GraphKey()
 
 
 class Triton(AttentionBackend):
@@ -35,7 +36,7 @@ class Triton(AttentionBackend):
 
     def __init__(self, options: Any, ctx: AttentionContext) -> None:
         super().__init__(options, ctx)
-        self._scratch: tuple[Tensor, Tensor] | None = None
+        self._scratch: list[tuple[Tensor, Tensor]] = []  # the last one counts; captured steps may know the others
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
@@ -51,7 +52,7 @@ class Triton(AttentionBackend):
         return super().write(layer, q, k, v, meta, pre)
 
     def plan(self, meta: AttnMeta, key: GraphKey) -> None:
-        meta.work["triton"] = key
+        meta.work["key"] = key
 
     def forward(
         self,
@@ -66,12 +67,12 @@ class Triton(AttentionBackend):
             raise PluginError("triton gives no attention scores: want scores=None")
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        rows = meta.decode_rows
+        rows, mixed = meta.decode_rows, meta.work.get("key", EAGER).kind == "mixed"
         if rows:
             splits = self._splits(meta, layer, rows)
             scratch = self._partials(rows * layer.spec.heads * splits, layer.spec.dim_v, q) if splits > 1 else None
-            decode(layer, q, meta, out, lse, rows, splits, scratch)
-        if rows < len(meta.host_q_len):
+            decode(layer, q, meta, out, lse, rows, splits, scratch, mixed)
+        if mixed or rows < len(meta.host_q_len):
             prefill(layer, q, meta, out, lse, self._tiles(meta, layer.spec, q))
 
     def _splits(self, meta: AttnMeta, layer: AttnLayer, rows: int) -> int:
@@ -91,18 +92,21 @@ class Triton(AttentionBackend):
 
     def _partials(self, n: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Scratch for n partial sums; one buffer serves all layers, which run one after another."""
-        if self._scratch is None or self._scratch[0].numel() < n * dim:
+        if not self._scratch or self._scratch[-1][0].numel() < n * dim:
             n = max(n, 4 * PROGRAMS)
-            self._scratch = (
-                torch.empty(n * dim, dtype=torch.float32, device=like.device),
-                torch.empty(n * 2, dtype=torch.float32, device=like.device),
-            )
-        return self._scratch
+            make = lambda size: torch.empty(size, dtype=torch.float32, device=like.device)  # noqa: E731
+            self._scratch.append((make(n * dim), make(n * 2)))
+        return self._scratch[-1]
 
     def _tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> tuple[Tensor, Tensor, int]:
         group = spec.heads // spec.kv_heads
         key = ("tiles", group, spec.dim_qk)
         found = meta.work.get(key)
+        captured = meta.work.get("key", EAGER)
+        if found is None and captured.kind == "mixed":
+            lines = tile_lines(group, spec.dim_qk, captured.tokens, in_float32(q))
+            most = captured.tokens // (lines // group) + captured.rows
+            found = meta.work[key] = (*tiles_on_device(meta.q_len, most, lines // group), lines)
         if found is None:
             longest = int(meta.host_q_len[meta.decode_rows :].max())
             lines = tile_lines(group, spec.dim_qk, longest, in_float32(q))

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
+from minivllm.core.kernels.launch import pdl, wait
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -44,13 +45,18 @@ def _page(blocks, token, on, last, BLOCK: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _decode(
-    q, k_cache, v_cache, table, slots, kv_len, sinks, out, lse, part, part_ml,
+    q, k_cache, v_cache, table, slots, kv_len, q_len, sinks, out, lse, part, part_ml,
     scale, softcap, q_stride, table_stride,
     KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
+    MIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if MIXED:
+        if tl.load(q_len + row) != 1:
+            return  # a row of several tokens, or none: not this kernel's
     length = tl.load(kv_len + row)
     blocks = table + tl.load(slots + row) * table_stride
     first = 0
@@ -155,10 +161,14 @@ def _finish_rows(acc, m, total, at, on, heads, sinks, out, lse, DV: tl.constexpr
 
 
 @triton.jit
-def _merge(part, part_ml, sinks, out, lse, KH: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-           SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
+def _merge(part, part_ml, q_len, sinks, out, lse, KH: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+           SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Join the partial sums of one row and query head: weights 2 ** (m - max m)."""
+    wait(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
+    if MIXED:
+        if tl.load(q_len + row) != 1:
+            return
     split, ov = tl.arange(0, SPLITS), tl.arange(0, DVP)
     at = ((row * KH + head // G).to(tl.int64) * SPLITS + split) * G + head % G
     ms = tl.load(part_ml + at * 2)
@@ -192,9 +202,10 @@ def in_float32(q: Tensor) -> bool:
 
 def decode(
     layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, rows: int, splits: int,
-    scratch: tuple[Tensor, Tensor] | None,
+    scratch: tuple[Tensor, Tensor] | None, mixed: bool = False,
 ) -> None:  # fmt: skip
-    """Rows [0, rows) of a step, whose queries are its first tokens: q [T, heads, D] -> out [T, heads, DV].
+    """Rows [0, rows) of a step, whose queries are its first tokens: q [T, heads, D] -> out [T, heads, DV].  ``mixed``:
+    rows that do not have exactly one token are left to ``prefill``.
 
     ``splits`` is a power of two; above 1, ``scratch`` holds float32 [rows * heads * splits, DV] and [.., 2].
     """
@@ -208,11 +219,12 @@ def decode(
     exact = in_float32(q)
     tile = 64 if spec.dim_qk <= 128 and not exact else 32
     _decode[(spec.kv_heads, splits, rows)](
-        q, k, v, meta.table[layer.group], meta.slots, meta.kv_len[layer.group], sinks, out, norm, part, ml,
+        q, k, v, meta.table[layer.group], meta.slots, meta.kv_len[layer.group], meta.q_len, sinks, out, norm,
+        part, ml,
         spec.softmax_scale, spec.softcap or 1.0, q.stride(0), meta.table.stride(1),
         GP=power(max(group, 8)), VS=v.shape[-1], D=spec.dim_qk, DP=power(max(spec.dim_qk, 16)), BLOCK=meta.block, N=tile,
-        WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, STAGES=3 if not exact else 2, IEEE=exact,
+        WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, STAGES=3 if not exact else 2, IEEE=exact, MIXED=mixed, **pdl(q),
         num_warps=2 if tile == 64 else 4, **sizes, **flags,
     )  # fmt: skip
     if splits > 1:
-        _merge[(spec.heads, rows)](part, ml, sinks, out, norm, **sizes, **flags, num_warps=2)
+        _merge[(spec.heads, rows)](part, ml, meta.q_len, sinks, out, norm, MIXED=mixed, **sizes, **flags, num_warps=2, **pdl(q))

@@ -14,6 +14,7 @@ Reference: ``sdpa.attend_explicit``.  FlashAttention-2's loop (arXiv:2307.08691)
 from __future__ import annotations
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -107,6 +108,28 @@ def make_tiles(q_len: np.ndarray, first_row: int, tokens: int) -> tuple[np.ndarr
     nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     order = np.argsort(-nth, kind="stable")
     return row[order], (nth[order] * tokens).astype(np.int32)
+
+
+@triton.jit
+def _tiles(q_len, tile_row, tile_token, rows, TOKENS: tl.constexpr, P: tl.constexpr):
+    """The tiles of row ``program_id`` behind those of the rows before it; a row of one token has none."""
+    row = tl.program_id(0)
+    at = tl.arange(0, P)
+    lens = tl.load(q_len + at, mask=at < row, other=0)
+    start = tl.sum(tl.where(lens > 1, (lens + TOKENS - 1) // TOKENS, 0), 0)
+    mine = tl.load(q_len + row)
+    if mine > 1:
+        for i in range((mine + TOKENS - 1) // TOKENS):
+            tl.store(tile_row + start + i, row)
+            tl.store(tile_token + start + i, i * TOKENS)
+
+
+def tiles_on_device(q_len: Tensor, most: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """(row or -1, first token) i32 of ``most`` tiles, from q_len i32 [R] on the device: for a captured step."""
+    row = torch.full((most,), -1, dtype=torch.int32, device=q_len.device)
+    token = torch.zeros_like(row)
+    _tiles[(len(q_len),)](q_len, row, token, len(q_len), TOKENS=tokens, P=power(len(q_len)), num_warps=1)
+    return row, token
 
 
 def prefill(

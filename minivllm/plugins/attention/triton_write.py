@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, QKPre
+from minivllm.core.kernels.launch import pdl, wait
 
 from .triton_decode import power
 
@@ -25,7 +26,9 @@ def _write(
     q_stride, k_stride, v_stride, eps,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, DVP: tl.constexpr,
     HB: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, HAS_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = part * HB + tl.arange(0, HB)
     slot = tl.load(slot_map + token)
@@ -95,6 +98,6 @@ def write(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre
         pre.q_norm if norm else q, pre.k_norm if norm else q, pre.cos if rotary else q, pre.sin if rotary else q,
         meta.position, meta.slot_map[layer.group], q.stride(0), k.stride(0), v.stride(0), pre.eps if pre else 0.0,
         QH=heads, KH=kv_heads, D=dim, DV=dim_v, H=power(dim // 2), DVP=power(dim_v), HB=each,
-        NORM=norm, ROTARY=rotary, HAS_V=has_v, num_warps=1 if each == 1 else 4,
+        NORM=norm, ROTARY=rotary, HAS_V=has_v, num_warps=1 if each == 1 else 4, **pdl(q),
     )  # fmt: skip
     return out

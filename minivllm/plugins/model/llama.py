@@ -100,26 +100,27 @@ class Block:
         name, dim = f"layers.{i}.", spec.dim_qk
         q, kv = spec.heads * dim, spec.kv_heads * dim
         gate_up = [("gate", inner), ("up", inner)]
-        self.norm1 = parts.norm(name + "norm1", hidden, eps)
-        self.qkv = parts.linear(
-            name + "attn.qkv", hidden, [("q", q), ("k", kv), ("v", kv)], bias=bias_qkv, split="column"
-        )
+        norm1 = parts.norm(name + "norm1", hidden, eps)
+        qkv = parts.linear(name + "attn.qkv", hidden, [("q", q), ("k", kv), ("v", kv)], bias=bias_qkv, split="column")
+        self.qkv = parts.norm_linear(norm1, qkv)
         self.attn = parts.attention(i, spec)
         self.o = parts.linear(name + "attn.o", q, [("", hidden)], bias=bias_o, split="row")
-        self.norm2 = parts.norm(name + "norm2", hidden, eps)
-        self.silu_mul = parts.silu_mul
-        self.gate_up = parts.linear(name + "mlp.gate_up", hidden, gate_up, bias=bias_mlp, split="column")
-        self.down = parts.linear(name + "mlp.down", inner, [("", hidden)], bias=bias_mlp, split="row")
+        norm2 = parts.norm(name + "norm2", hidden, eps)
+        gate_up_ = parts.linear(name + "mlp.gate_up", hidden, gate_up, bias=bias_mlp, split="column")
+        self.gate_up = parts.norm_linear(norm2, gate_up_)
+        self.down = parts.gated_linear(
+            parts.linear(name + "mlp.down", inner, [("", hidden)], bias=bias_mlp, split="row")
+        )  # fmt: skip
         self.sizes = [parts.heads(n) * dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
         norms = [parts.norm(f"{name}attn.{x}_norm", dim, eps).weight if arch.qk_norm else None for x in "qk"]
         self.pre = QKPre(*parts.rotary(cfg, dim), *norms, eps)
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: StepTensors) -> tuple[Tensor, Tensor]:
-        x, residual = self.norm1(x, residual)
-        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
+        qkv, residual = self.qkv(x, residual)
+        q, k, v = qkv.split(self.sizes, dim=-1)
         x = self.o(self.attn(q, k, v, step, self.pre))
-        x, residual = self.norm2(x, residual)
-        return self.down(self.silu_mul(self.gate_up(x))), residual
+        x, residual = self.gate_up(x, residual)
+        return self.down(x), residual
 
 
 def head_dim(cfg: Any) -> int:

@@ -1,0 +1,34 @@
+"""Programmatic dependent launch (sm_90 and later): a kernel is set up while the one before it still runs.
+
+A kernel that takes part calls ``wait(PDL)`` before it touches what an earlier kernel wrote, or wrote over what an
+earlier one reads; it may load constants (weights) before that.  Every kernel in a chain must wait, or the wait of the
+next one would not reach back to the one before.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Let the next kernel be set up, and wait for the one before."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@lru_cache(maxsize=16)
+def _capable(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def pdl(like: torch.Tensor) -> dict[str, Any]:
+    """Launch options for a kernel that takes ``PDL``."""
+    return {"PDL": True, "launch_pdl": True} if _capable(like.device) else {"PDL": False}
