@@ -45,7 +45,7 @@ class ProcessorState:
         if self.columns:
             at = _index(slots, self.device)
             for name, spec in self.specs.items():
-                self.columns[name][at] = spec.fill
+                self.columns[name].index_fill_(0, at, spec.fill)
         if not rows:
             return
         index = np.fromiter(rows, np.int64, len(rows))
@@ -58,7 +58,7 @@ class ProcessorState:
             column = self.columns[name]
             where = _index(slots[[i for i, _ in having]], self.device)
             values = torch.as_tensor(np.stack([np.asarray(v) for _, v in having])).to(column.dtype)
-            column[where] = values.reshape(len(having), *spec.shape).to(column.device)
+            column[where] = values.reshape(len(having), *spec.shape).to(column.device, non_blocking=True)
 
     def fork(self, source: np.ndarray, to: np.ndarray) -> None:
         self.active[to], self.variant[to] = self.active[source], self.variant[source]
@@ -68,7 +68,8 @@ class ProcessorState:
 
 
 class DeviceState:
-    """All columns of one device."""
+    """All columns of one device.  Nothing here waits for it: a number stored by ``column[index] = 0`` would be copied
+    from the host behind all that is enqueued, so ``index_fill_`` is used, which takes it along with the launch."""
 
     def __init__(self, slots: int, max_len: int, groups: int, block: int, device: torch.device) -> None:
         make = lambda *shape, dtype=torch.int64, fill=0: torch.full(shape, fill, dtype=dtype, device=device)  # noqa: E731
@@ -90,7 +91,7 @@ class DeviceState:
         """Everything but ``delta.token``, which needs the processors (see ``Runner``).  ``caches[g]``: the cache
         tensors of the layers of group g."""
         if len(delta.leave):
-            self.stopped[self.to(delta.leave).long()] = True
+            self.stopped.index_fill_(0, self.to(delta.leave).long(), True)
         if delta.join is not None:
             self._join(delta.join)
         if len(delta.fork):
@@ -116,7 +117,7 @@ class DeviceState:
         for name in ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos"):
             getattr(self, name)[at] = self.to(getattr(j, name)).long()
         self.stop_ids[at] = self.to(j.stop_ids)
-        self.stopped[at] = False
+        self.stopped.index_fill_(0, at, False)
         self.wants_min[j.slot] = j.min_end > j.prompt
         for state, bound in zip(self.processors, j.bound, strict=True):
             state.join(j.slot, bound)
@@ -127,7 +128,7 @@ class DeviceState:
         for name in ("tokens", "known", "prompt", "end", "min_end", "seed", "stop_ids", "n_eos"):
             column = getattr(self, name)
             column[b] = column[a]
-        self.stopped[b] = False  # a parent has drawn nothing; it may just have left (preempted)
+        self.stopped.index_fill_(0, b, False)  # a parent has drawn nothing; it may just have left (preempted)
         self.sample[b] = self.to(fork[:, 2]).long()
         self.wants_min[to] = self.wants_min[source]
         for state in self.processors:

@@ -6,19 +6,17 @@ so a step can be captured.  Runs wherever Triton does, and on a CPU under ``TRIT
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttentionBackend, AttentionContext, AttnLayer, AttnMeta, GraphKey, QKPre
+from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnMeta, GraphKey, QKPre
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.errors import PluginError
 
-from .triton_decode import decode, in_float32, power
+from .triton_decode import decode, in_float32, longest_first, power
 from .triton_prefill import make_tiles, prefill, tile_lines, tiles_on_device
 from .triton_write import fits, write
 
@@ -33,10 +31,6 @@ class Triton(AttentionBackend):
 
     ``lse`` is the natural logarithm of the softmax's denominator, the sink included.
     """
-
-    def __init__(self, options: Any, ctx: AttentionContext) -> None:
-        super().__init__(options, ctx)
-        self._scratch: list[tuple[Tensor, Tensor]] = []  # the last one counts; captured steps may know the others
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
@@ -70,8 +64,9 @@ class Triton(AttentionBackend):
         rows, mixed = meta.decode_rows, meta.work.get("key", EAGER).kind == "mixed"
         if rows:
             splits = self._splits(meta, layer, rows)
-            scratch = self._partials(rows * layer.spec.heads * splits, layer.spec.dim_v, q) if splits > 1 else None
-            decode(layer, q, meta, out, lse, rows, splits, scratch, mixed)
+            scratch = self._partials(meta, rows * layer.spec.heads * splits, layer.spec.dim_v) if splits > 1 else None
+            order = self._order(meta, layer.group, rows) if splits == 1 and rows > 1 else None
+            decode(layer, q, meta, out, lse, rows, splits, scratch, mixed, order)
         if mixed or rows < len(meta.host_q_len):
             prefill(layer, q, meta, out, lse, self._tiles(meta, layer.spec, q))
 
@@ -90,13 +85,19 @@ class Triton(AttentionBackend):
             )
         return found
 
-    def _partials(self, n: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Scratch for n partial sums; one buffer serves all layers, which run one after another."""
-        if not self._scratch or self._scratch[-1][0].numel() < n * dim:
-            n = max(n, 4 * PROGRAMS)
-            make = lambda size: torch.empty(size, dtype=torch.float32, device=like.device)  # noqa: E731
-            self._scratch.append((make(n * dim), make(n * 2)))
-        return self._scratch[-1]
+    def _order(self, meta: AttnMeta, group: int, rows: int) -> Tensor:
+        found = meta.work.get(("order", group))
+        if found is None:
+            found = meta.work["order", group] = longest_first(meta.kv_len[group], rows)
+        return found
+
+    def _partials(self, meta: AttnMeta, n: int, dim: int) -> tuple[Tensor, Tensor]:
+        """Scratch for n partial sums; the layers of a step, which run one after another, share it."""
+        found = meta.work.get(("partials", n, dim))
+        if found is None:
+            make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=meta.table.device)  # noqa: E731
+            found = meta.work["partials", n, dim] = (make(n, dim), make(n, 2))
+        return found
 
     def _tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> tuple[Tensor, Tensor, int]:
         group = spec.heads // spec.kv_heads

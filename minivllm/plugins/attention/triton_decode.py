@@ -14,6 +14,7 @@ Reference: ``sdpa.attend_explicit``.  The running softmax is Milakov & Gimelshei
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -45,15 +46,17 @@ def _page(blocks, token, on, last, BLOCK: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _decode(
-    q, k_cache, v_cache, table, slots, kv_len, q_len, sinks, out, lse, part, part_ml,
+    q, k_cache, v_cache, table, slots, kv_len, q_len, order, sinks, out, lse, part, part_ml,
     scale, softcap, q_stride, table_stride,
     KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
-    MIXED: tl.constexpr, PDL: tl.constexpr,
+    MIXED: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if ORDER:
+        row = tl.load(order + row)
     if MIXED:
         if tl.load(q_len + row) != 1:
             return  # a row of several tokens, or none: not this kernel's
@@ -190,6 +193,25 @@ def _merge(part, part_ml, q_len, sinks, out, lse, KH: tl.constexpr, G: tl.conste
         tl.store(lse + row * KH * G + head, (m + tl.log2(some)) * 0.6931471805599453)
 
 
+@triton.jit
+def _rank(kv_len, order, rows, P: tl.constexpr, PDL: tl.constexpr):
+    """Row ``program_id`` goes behind all that are longer, and those of its length that come before it."""
+    wait(PDL)
+    row = tl.program_id(0)
+    at = tl.arange(0, P)
+    lens = tl.load(kv_len + at, mask=at < rows, other=-1)
+    mine = tl.load(kv_len + row)
+    before = (lens > mine) | ((lens == mine) & (at < row))
+    tl.store(order + tl.sum(before.to(tl.int32), 0), row)
+
+
+def longest_first(kv_len: Tensor, rows: int) -> Tensor:
+    """i32 [rows]: the rows by falling length; the last programs of a launch are then short ones."""
+    order = torch.empty(rows, dtype=torch.int32, device=kv_len.device)
+    _rank[(rows,)](kv_len, order, rows, P=power(rows), num_warps=1, **pdl(kv_len))
+    return order
+
+
 def power(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
@@ -202,10 +224,10 @@ def in_float32(q: Tensor) -> bool:
 
 def decode(
     layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, rows: int, splits: int,
-    scratch: tuple[Tensor, Tensor] | None, mixed: bool = False,
+    scratch: tuple[Tensor, Tensor] | None, mixed: bool = False, order: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Rows [0, rows) of a step, whose queries are its first tokens: q [T, heads, D] -> out [T, heads, DV].  ``mixed``:
-    rows that do not have exactly one token are left to ``prefill``.
+    rows that do not have exactly one token are left to ``prefill``.  ``order`` i32 [rows]: in which they are started.
 
     ``splits`` is a power of two; above 1, ``scratch`` holds float32 [rows * heads * splits, DV] and [.., 2].
     """
@@ -219,11 +241,12 @@ def decode(
     exact = in_float32(q)
     tile = 64 if spec.dim_qk <= 128 and not exact else 32
     _decode[(spec.kv_heads, splits, rows)](
-        q, k, v, meta.table[layer.group], meta.slots, meta.kv_len[layer.group], meta.q_len, sinks, out, norm,
-        part, ml,
+        q, k, v, meta.table[layer.group], meta.slots, meta.kv_len[layer.group], meta.q_len,
+        meta.q_len if order is None else order, sinks, out, norm, part, ml,
         spec.softmax_scale, spec.softcap or 1.0, q.stride(0), meta.table.stride(1),
         GP=power(max(group, 8)), VS=v.shape[-1], D=spec.dim_qk, DP=power(max(spec.dim_qk, 16)), BLOCK=meta.block, N=tile,
-        WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, STAGES=3 if not exact else 2, IEEE=exact, MIXED=mixed, **pdl(q),
+        WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, STAGES=3 if not exact else 2, IEEE=exact, MIXED=mixed,
+        ORDER=order is not None, **pdl(q),
         num_warps=2 if tile == 64 else 4, **sizes, **flags,
     )  # fmt: skip
     if splits > 1:
