@@ -57,7 +57,12 @@ class AttnSpec:
 
 @dataclass(frozen=True)
 class GraphKey:
-    """The captured shape that a step runs in: ``rows`` and ``tokens`` are the padded sizes; eager steps have none."""
+    """The captured shape that a step runs in: ``rows`` and ``tokens`` are the padded sizes; eager steps have none.
+
+    A back end that declares ``plan: device`` has ``plan`` captured with the step.  In a captured mixed step only the
+    device knows who brings how much: ``AttnMeta.decode_rows`` is then the number of rows, and ``q_len`` is 1 for those
+    that decode (they still come first), more for those behind them, and 0 for what fills up the rows.
+    """
 
     kind: str = "eager"  # eager | decode | mixed
     rows: int = 0

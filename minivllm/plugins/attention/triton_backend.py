@@ -46,6 +46,7 @@ class Triton(AttentionBackend):
         return super().write(layer, q, k, v, meta, pre)
 
     def plan(self, meta: AttnMeta, key: GraphKey) -> None:
+        meta.work.clear()
         meta.work["key"] = key
 
     def forward(
