@@ -278,9 +278,8 @@ def wiring_to_json(wiring: Wiring) -> str:
 
 def wiring_from_json(text: str) -> Wiring:
     values = json.loads(text)
-    part = lambda p: Part(**{**p, "features": tuple(p["features"])})  # noqa: E731  (JSON knows no tuples)
-    values["parts"] = {seam: part(p) for seam, p in values["parts"].items()}
-    values["processors"] = tuple(part(p) for p in values["processors"])
+    values["parts"] = {seam: Part(**part) for seam, part in values["parts"].items()}
+    values["processors"] = tuple(Part(**part) for part in values["processors"])
     values["groups"] = tuple(tuple(layers) for layers in values["groups"])
     values["eos_ids"] = tuple(values["eos_ids"])
     return Wiring(**values)

@@ -106,8 +106,9 @@ class Runner:
     def _graphs(self) -> Any:
         """Captured decode steps, if device, config and plug-ins allow them."""
         wanted = self.wiring.graph != "off" and self.device.type == "cuda" and fused(self.wiring)
-        graph = self.wiring.parts["attention"].traits.get("graph", "none")
-        if not wanted or graph == "none":
+        traits = self.wiring.parts["attention"].traits
+        graph = traits.get("graph", "none")
+        if not wanted or graph == "none" or traits.get("plan") != "device":
             return None
         from .graphs import Graphs
 

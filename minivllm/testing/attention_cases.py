@@ -28,16 +28,22 @@ CANDIDATES = {  # the plain ones first
 }
 
 
+def _device(suite: AttentionConformance) -> str:
+    """The device that is claimed: a Triton kernel is tested on a CPU, under the interpreter, for the GPU that it claims."""
+    asked = suite.place().partition(":")[0]
+    return next(iter(suite.values("device", asked, "cuda", "cpu")), asked)
+
+
 def request(suite: AttentionConformance, setting: Setting) -> Request:
     """What the engine asks of a back end for these layers."""
     specs = setting.specs
     facts: dict[str, Any] = {
-        "device": suite.place().partition(":")[0], "dtype": setting.dtype, "kv_format": setting.kv_format,
+        "device": _device(suite), "dtype": setting.dtype, "kv_format": setting.kv_format,
         "block": setting.block, "dim_qk": frozenset(s.dim_qk for s in specs),
         "dim_v": frozenset(s.dim_v for s in specs),
         "queries_per_kv": frozenset(s.heads // s.kv_heads for s in specs),
     }  # fmt: skip
-    if facts["device"] == "cuda":
+    if suite.place().startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(suite.place())
         facts["sm"] = 10 * major + minor
     wanted = {

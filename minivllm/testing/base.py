@@ -63,7 +63,10 @@ class Subject:
         """The choice as data, as it travels to a worker process."""
         options = self.registry.options(self.candidate, values)
         plain = {} if options is None else options.model_dump(mode="json")
-        return Part(self.entry.label, self.spec.impl, plain, self.spec.options)
+        spec = self.spec
+        return Part(
+            self.entry.label, spec.impl, plain, spec.options, tuple(sorted(spec.features)), dict(spec.traits)
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=64)

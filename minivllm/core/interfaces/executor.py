@@ -23,6 +23,9 @@ class Part:
     features: tuple[str, ...] = ()  # what its spec claims
     traits: Mapping[str, Any] = field(default_factory=dict)  # and declares
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", tuple(self.features))  # JSON knows no tuples
+
 
 @dataclass(frozen=True)
 class Wiring:
