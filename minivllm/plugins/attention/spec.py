@@ -20,6 +20,7 @@ SDPA = Spec(
     prefer={"block": 16},
     traits={"graph": "none", "plan": "host"},
 )
+DIMS = frozenset(range(8, 257, 8))
 TRITON = Spec(
     impl="minivllm.plugins.attention.triton_backend:Triton",
     api=(1, 0),
@@ -29,8 +30,8 @@ TRITON = Spec(
         "device": {"cuda"},
         "sm": AtLeast(80),
         "dtype": {"bfloat16", "float16", "float32"},
-        "dim_qk": Range(1, 256),
-        "dim_v": Range(1, 256),
+        "dim_qk": DIMS,
+        "dim_v": DIMS,
         "queries_per_kv": Range(1, 64),
         "kv_format": {"bf16", "fp16", "fp32"},
         "block": MultipleOf(1),

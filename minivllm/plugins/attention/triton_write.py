@@ -23,7 +23,7 @@ from .triton_decode import power
 @triton.jit
 def _write(
     q, k, v, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, position, slot_map,
-    q_stride, k_stride, v_stride, eps,
+    q_stride, k_stride, v_stride, slot_stride, eps,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, DVP: tl.constexpr,
     HB: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, HAS_V: tl.constexpr,
     PDL: tl.constexpr,
@@ -31,7 +31,7 @@ def _write(
     wait(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = part * HB + tl.arange(0, HB)
-    slot = tl.load(slot_map + token)
+    slot = tl.load(slot_map + token * slot_stride)
     if part * HB < QH + KH:
         is_q = head < QH
         is_k = (head >= QH) & (head < QH + KH)
@@ -96,7 +96,8 @@ def write(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre
     _write[(tokens, triton.cdiv(total, each))](
         q, k, v, out, layer.cache["k"], layer.cache["v"] if has_v else out,
         pre.q_norm if norm else q, pre.k_norm if norm else q, pre.cos if rotary else q, pre.sin if rotary else q,
-        meta.position, meta.slot_map[layer.group], q.stride(0), k.stride(0), v.stride(0), pre.eps if pre else 0.0,
+        meta.position, meta.slot_map[layer.group], q.stride(0), k.stride(0), v.stride(0),
+        meta.slot_map.stride(1), pre.eps if pre else 0.0,
         QH=heads, KH=kv_heads, D=dim, DV=dim_v, H=power(dim // 2), DVP=power(dim_v), HB=each,
         NORM=norm, ROTARY=rotary, HAS_V=has_v, num_warps=1 if each == 1 else 4, **pdl(q),
     )  # fmt: skip
