@@ -250,6 +250,11 @@ class Spec:
     traits: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[[Request], Sequence[Reason]] | None = None
 
+    @property
+    def plain_traits(self) -> dict[str, Any]:
+        """The traits that the engine reads: words and numbers."""
+        return {name: value for name, value in self.traits.items() if isinstance(value, (str, int, float))}
+
     def refuse(self, request: Request, kind: Kind) -> tuple[Reason, ...]:
         """Every reason why this plug-in cannot serve the request; empty if it can."""
         if self.api[0] != kind.api[0] or self.api[1] > kind.api[1]:

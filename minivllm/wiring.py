@@ -254,7 +254,7 @@ def make_part(registry: Registry, chosen: Candidate, choice: Choice, at: str, or
     values = {} if options is None else options.model_dump(mode="json")
     spec = chosen.spec
     return Part(
-        chosen.entry.label, spec.impl, values, spec.options, tuple(sorted(spec.features)), dict(spec.traits)
+        chosen.entry.label, spec.impl, values, spec.options, tuple(sorted(spec.features)), spec.plain_traits
     )  # fmt: skip
 
 

@@ -149,7 +149,8 @@ def test_a_failed_choice_carries_what_was_chosen_before_it(model):
             "attention -> nothing suitable   (asked: auto)\n"
             "  for device=cpu, dtype=float32, kv_format=fp32, dim_qk=8, dim_v=8, queries_per_kv=2, "
             "features={batch_invariant}\n"
-            "  x minivllm/sdpa  feature 'batch_invariant' not declared"
+            "  x minivllm/sdpa    feature 'batch_invariant' not declared\n"
+            "  x minivllm/triton  device: want cpu, supports {cuda}; feature 'batch_invariant' not declared"
         )
     )
 

@@ -65,7 +65,7 @@ class Subject:
         plain = {} if options is None else options.model_dump(mode="json")
         spec = self.spec
         return Part(
-            self.entry.label, spec.impl, plain, spec.options, tuple(sorted(spec.features)), dict(spec.traits)
+            self.entry.label, spec.impl, plain, spec.options, tuple(sorted(spec.features)), spec.plain_traits
         )  # fmt: skip
 
 
