@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gpu
 
 
 def engine(folder, **options):
-    base = dict(skip_tokenizer_init=True, dtype="float32", num_kvcache_blocks=200, max_num_seqs=16, kvcache_block_size=16)
+    base = dict(
+        skip_tokenizer_init=True, dtype="float32", num_kvcache_blocks=200, max_num_seqs=16, kvcache_block_size=16
+    )
     return LLM(model=str(folder), device="cuda", **{**base, "max_num_batched_tokens": 256, **options})
 
 

@@ -95,7 +95,13 @@ def build_worker(wiring: Wiring) -> Worker:
         load_weights(wiring.model_dir, arch, cfg, parts, wiring.load_format, wiring.seed)
     groups = [list(g) for g in wiring.groups]
     worker = Worker(
-        device, model, backend, make_processors(wiring, cfg.vocab_size), groups, cfg.vocab_size, cfg.hidden_size,
+        device,
+        model,
+        backend,
+        make_processors(wiring, cfg.vocab_size),
+        groups,
+        cfg.vocab_size,
+        cfg.hidden_size,
         weight_bytes(parts),
     )
     _take_cache(worker, wiring, parts, fmt)

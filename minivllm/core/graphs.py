@@ -281,8 +281,8 @@ class Graphs:
 
 
 def run_sample(r: Runner, b: Buffers, asked: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
-    """SAMPLE on the rows of ``b``: what ``Runner._sample`` does, without a look at the host.  Processors run on all rows
-    if any row bound them: a graph-safe one does nothing where its columns hold their fill."""
+    """SAMPLE on the rows of ``b``: what ``Runner._sample`` does, without a look at the host.  Processors run on all
+    rows if any row bound them: a graph-safe one does nothing where its columns hold their fill."""
     state = r.state
     *variants, wants_min, topk = asked
     logits = r.model.logits(b.hidden)

@@ -29,7 +29,7 @@ CANDIDATES = {  # the plain ones first
 
 
 def _device(suite: AttentionConformance) -> str:
-    """The device that is claimed: a Triton kernel is tested on a CPU, under the interpreter, for the GPU that it claims."""
+    """The device that is claimed; on a CPU, under the interpreter, a Triton kernel stands for its claims on a GPU."""
     asked = suite.place().partition(":")[0]
     return next(iter(suite.values("device", asked, "cuda", "cpu")), asked)
 

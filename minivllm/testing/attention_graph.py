@@ -1,8 +1,8 @@
 """Steps captured in a CUDA graph.
 
 A captured step is planned with its ``GraphKey`` and the longest lengths that the host may ever name.  For a replay the
-new metadata is copied into the same tensors and host arrays and the graph is replayed.  ``plan`` is captured with the step
-if the back end declares ``plan: device``; otherwise it is called again before each replay.
+new metadata is copied into the same tensors and host arrays and the graph is replayed.  ``plan`` is captured with the
+step if the back end declares ``plan: device``; otherwise it is called again before each replay.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _replay(world: World, key: GraphKey, plans: Sequence[Rows]) -> None:
     meta = _bounded(world.meta(plans[0]), TOKENS)
     if key.kind == "mixed":
         meta.decode_rows = key.rows  # only the device knows which rows bring one token
-    on_device = suite.spec.traits.get("plan") == "device"
+    on_device = world.suite.spec.traits.get("plan") == "device"
     static = [x.clone() for x in world.inputs(layer, plans[0])]
     spec = layer.spec
     out = torch.zeros(key.tokens, spec.heads, spec.dim_v, dtype=world.dtype, device=world.device)

@@ -62,8 +62,8 @@ class Rows:
 
 @dataclass
 class Draw:
-    """Where a sampler writes: ``tokens`` i64 [N].  ``peaks`` f32 [N, tiles], where there is one, holds the largest logit
-    of each tile of the vocabulary (``core.kernels.draw.best_of_tiles``)."""
+    """Where a sampler writes: ``tokens`` i64 [N].  ``peaks`` f32 [N, tiles], where there is one, holds the largest
+    logit of each tile of the vocabulary (``core.kernels.draw.best_of_tiles``)."""
 
     tokens: Tensor
     peaks: Tensor | None = None

@@ -1,6 +1,6 @@
 """SiLU(gate) * up in one kernel over the joined projection [T, 2 * inner].
 
-    grid (T, inner / BLOCK);  bytes: 3 * inner * 2 a token.  Reference: ``layers.activation.silu_mul``.
+grid (T, inner / BLOCK);  bytes: 3 * inner * 2 a token.  Reference: ``layers.activation.silu_mul``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gumbel-max over the vocabulary in tiles: argmax((logit - best) / T + noise) of each row, without a copy of the logits.
+"""Gumbel-max over the vocabulary in tiles: argmax((logit - best) / T + noise) of each row, without a copy of logits.
 
     grid (N, tiles)     _best: the largest logit of each tile
                         _draw: (score, index) of the best token of each tile, given the row's best logit

@@ -1,6 +1,6 @@
 """Residual addition and RMSNorm in one kernel: x and the residual are read once, the sum and the norm written once.
 
-    grid (T,): a program takes one token;  bytes: 4 * dim * 2 a token.  Reference: ``layers.norm.rms_norm``.
+grid (T,): a program takes one token;  bytes: 4 * dim * 2 a token.  Reference: ``layers.norm.rms_norm``.
 """
 
 from __future__ import annotations

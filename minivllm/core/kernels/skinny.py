@@ -82,7 +82,8 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether this is faster than a matrix product and a kernel for the prologue, as measured on an H200: one row of a
     weight of up to 8 M elements (or as wide as a vocabulary), and up to four where K is large beside N."""
     n, k = weight.shape
-    few = x.shape[0] == 1 and (n * k <= MOST or k <= 1024) or x.shape[0] <= MOST_ROWS and k >= 2 * n and n * k <= MOST
+    rows = x.shape[0]
+    few = (rows == 1 and (n * k <= MOST or k <= 1024)) or (rows <= MOST_ROWS and k >= 2 * n and n * k <= MOST)
     return few and x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
 
 

@@ -19,6 +19,7 @@ from .launch import pdl, wait
 
 _EOS, _STOP, _LENGTH, _NAN, _OVERSHOOT = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN, OVERSHOOT))
 
+
 @triton.jit
 def _begin(
     slots, tokens, known, stopped, table, ids, position, kv_len, slot_map, tokens_stride, table_stride, rows,
@@ -39,7 +40,8 @@ def _begin(
 
 
 def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, slot_map: Tensor) -> None:
-    """``slots`` i64 [R] of the device's columns ``state`` -> ids and position i64 [R], kv_len i32 [G, R], slot_map i64 [G, R].  What an ended row computes goes to the null block."""
+    """``slots`` i64 [R] of the device's columns ``state`` -> ids and position i64 [R], kv_len i32 [G, R], slot_map i64
+    [G, R].  What an ended row computes goes to the null block."""
     groups, size, _ = state.table.shape
     _begin[(len(slots),)](
         slots, state.tokens, state.known, state.stopped.view(torch.uint8), state.table, ids, position, kv_len, slot_map,

@@ -7,13 +7,11 @@ so a step can be captured.  Runs wherever Triton does, and on a CPU under ``TRIT
 from __future__ import annotations
 
 import numpy as np
-
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnMeta, GraphKey, QKPre
+from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnMeta, AttnSpec, GraphKey, QKPre
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
-from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.errors import PluginError
 
 from .triton_decode import decode, in_float32, longest_first, power
@@ -81,8 +79,8 @@ class Triton(AttentionBackend):
                 longest = min(longest, layer.spec.window)
             useful = power(-(-longest // SPLIT_TOKENS))
             wanted = power(-(-PROGRAMS // (rows * layer.spec.kv_heads)))
-            found = meta.work[key] = 1 if rows * layer.spec.kv_heads >= 128 and longest <= 8192 else min(
-                wanted, useful, MAX_SPLITS
+            found = meta.work[key] = (
+                1 if rows * layer.spec.kv_heads >= 128 and longest <= 8192 else min(wanted, useful, MAX_SPLITS)
             )
         return found
 

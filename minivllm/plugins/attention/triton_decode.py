@@ -49,15 +49,15 @@ def _decode(
     q, k_cache, v_cache, table, slots, kv_len, q_len, order, sinks, out, lse, part, part_ml,
     scale, softcap, q_stride, table_stride,
     KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
-    MIXED: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
+    VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
+    IEEE: tl.constexpr, MIXED: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ORDER:
         row = tl.load(order + row)
-    if MIXED:
+    if MIXED:  # noqa: SIM102  (a constant: nothing is compiled where it is False)
         if tl.load(q_len + row) != 1:
             return  # a row of several tokens, or none: not this kernel's
     length = tl.load(kv_len + row)
@@ -164,12 +164,15 @@ def _finish_rows(acc, m, total, at, on, heads, sinks, out, lse, DV: tl.constexpr
 
 
 @triton.jit
-def _merge(part, part_ml, q_len, sinks, out, lse, KH: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-           SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _merge(
+    part, part_ml, q_len, sinks, out, lse,
+    KH: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    LSE: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Join the partial sums of one row and query head: weights 2 ** (m - max m)."""
     wait(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    if MIXED:
+    if MIXED:  # noqa: SIM102  (a constant: nothing is compiled where it is False)
         if tl.load(q_len + row) != 1:
             return
     split, ov = tl.arange(0, SPLITS), tl.arange(0, DVP)
@@ -244,10 +247,10 @@ def decode(
         q, k, v, meta.table[layer.group], meta.slots, meta.kv_len[layer.group], meta.q_len,
         meta.q_len if order is None else order, sinks, out, norm, part, ml,
         spec.softmax_scale, spec.softcap or 1.0, q.stride(0), meta.table.stride(1),
-        GP=power(max(group, 8)), VS=v.shape[-1], D=spec.dim_qk, DP=power(max(spec.dim_qk, 16)), BLOCK=meta.block, N=tile,
-        WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, STAGES=3 if not exact else 2, IEEE=exact, MIXED=mixed,
-        ORDER=order is not None, **pdl(q),
-        num_warps=2 if tile == 64 else 4, **sizes, **flags,
+        GP=power(max(group, 8)), VS=v.shape[-1], D=spec.dim_qk, DP=power(max(spec.dim_qk, 16)), BLOCK=meta.block,
+        N=tile, WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, STAGES=3 if not exact else 2, IEEE=exact,
+        MIXED=mixed, ORDER=order is not None, num_warps=2 if tile == 64 else 4, **sizes, **flags, **pdl(q),
     )  # fmt: skip
     if splits > 1:
-        _merge[(spec.heads, rows)](part, ml, meta.q_len, sinks, out, norm, MIXED=mixed, **sizes, **flags, num_warps=2, **pdl(q))
+        merge = _merge[(spec.heads, rows)]
+        merge(part, ml, meta.q_len, sinks, out, norm, MIXED=mixed, **sizes, **flags, num_warps=2, **pdl(q))

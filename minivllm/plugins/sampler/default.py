@@ -84,8 +84,8 @@ class DefaultSampler(Sampler):
         out.tokens.copy_(drawn if greedy is None else torch.where(is_drawn, drawn, greedy))
 
     def _draw_fused(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
-        """The same in a few kernels.  What is not to be drawn becomes -inf first, so that a row without a limit is drawn
-        by the very same arithmetic whatever its neighbours ask for."""
+        """The same in a few kernels.  What is not to be drawn becomes -inf first, so that a row without a limit is
+        drawn by the very same arithmetic whatever its neighbours ask for."""
         from minivllm.core.kernels import draw
 
         peaks = out.peaks if out.peaks is not None else draw.best_of_tiles(logits)
