@@ -37,9 +37,12 @@ def test_the_table_of_builtins_is_sorted_and_has_no_name_twice():
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind, name, _ in BUILTINS])
 def test_every_builtin_has_a_spec_of_the_current_interface_and_an_implementation_that_fills_the_seam(kind, name):
     registry = discover()[kind]
-    candidate = registry.select(Request(), name).require()
+    (candidate,) = registry.select(Request(), name).candidates
     assert candidate.spec.api == KINDS[kind].api and candidate.spec.summary
-    assert issubclass(registry.load(candidate), import_target(KINDS[kind].base))
+    missing = [reason for needs in candidate.spec.needs if (reason := needs.missing())]
+    assert list(candidate.reasons) == missing
+    if not missing:
+        assert issubclass(registry.load(candidate), import_target(KINDS[kind].base))
 
 
 @pytest.mark.parametrize("kind", KINDS)

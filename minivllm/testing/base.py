@@ -36,11 +36,12 @@ LONG = 12  # times as many examples in the long profile
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 
-def since(major: int, minor: int) -> Callable[[Test], Test]:
-    """Mark a test with the version of the seam's contract that first demanded it; specs written against less skip."""
+def since(major: int, minor: int, spec_only: bool = False) -> Callable[[Test], Test]:
+    """Mark a test with the version of the seam's contract that first demanded it; specs written against less skip.
+    ``spec_only``: it runs although a package that the implementation needs is not installed here."""
 
     def mark(test: Test) -> Test:
-        test.since = (major, minor)  # type: ignore[attr-defined]
+        test.since, test.spec_only = (major, minor), spec_only  # type: ignore[attr-defined]
         return test
 
     return mark
@@ -174,6 +175,9 @@ class Conformance:
         need = getattr(test, "since", (1, 0))
         if self.spec.api < need:
             pytest.skip(f"the contract demands this since {version(need)}, the spec is for {version(self.spec.api)}")
+        missing = [str(reason) for needs in self.spec.needs if (reason := needs.missing()) is not None]
+        if missing and not getattr(test, "spec_only", False):
+            pytest.skip("; ".join(missing))
         known = self.known_failures.get(name) or self.known_failures.get(name.partition("[")[0])
         if known:
             request.applymarker(pytest.mark.xfail(reason=known, strict=True))

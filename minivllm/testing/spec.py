@@ -47,7 +47,7 @@ class SpecConformance(Conformance):
         if self.spec.limits == ANY:
             pytest.skip("a class without a spec: nothing is claimed")
 
-    @since(1, 0)
+    @since(1, 0, spec_only=True)
     def test_the_spec_is_imported_in_50_ms_and_without_torch(self) -> None:
         """Listing and explaining plug-ins must cost nothing, so the module of a spec imports nothing heavy."""
         self._has_spec()
@@ -77,7 +77,7 @@ class SpecConformance(Conformance):
         for needs in spec.needs:
             assert needs.install, f"needs {needs.module} without an install command: want install='pip install ...'"
 
-    @since(1, 0)
+    @since(1, 0, spec_only=True)
     def test_the_spec_speaks_of_every_fact_and_of_nothing_else(self) -> None:
         """A fact that limits do not name is refused, so a forgotten one means that the plug-in is never chosen; a
         misspelt one is a claim that nobody reads."""
@@ -96,7 +96,7 @@ class SpecConformance(Conformance):
         for fact, value in spec.prefer.items():
             assert allows(spec.limits[fact], value), f"prefer[{fact!r}]={value!r} is outside its own limit"
 
-    @since(1, 0)
+    @since(1, 0, spec_only=True)
     def test_a_request_inside_all_limits_is_served(self) -> None:
         """Unless a package that it needs is missing here."""
         spec, kind = self.spec, self.subject.kind
@@ -107,7 +107,7 @@ class SpecConformance(Conformance):
         """A request inside every limit; override it if ``check`` refuses the combination that is taken here."""
         return served(self.spec, self.subject.kind)
 
-    @since(1, 0)
+    @since(1, 0, spec_only=True)
     def test_a_request_just_outside_each_limit_is_refused_with_its_reason(self) -> None:
         self._has_spec()
         spec, kind, inside = replace(self.spec, needs=()), self.subject.kind, self.request()
@@ -117,14 +117,14 @@ class SpecConformance(Conformance):
                 assert any(r.what == fact for r in reasons), f"{fact}={value!r} lies outside {limit} and is not refused"
                 assert all(str(r).strip() for r in reasons), "a reason without words"
 
-    @since(1, 0)
+    @since(1, 0, spec_only=True)
     def test_a_feature_that_is_not_claimed_is_refused(self) -> None:
         spec, kind, inside = replace(self.spec, needs=()), self.subject.kind, self.request()
         for feature in [*sorted(set(kind.features) - spec.features), "something that the engine learns next year"]:
             reasons = spec.refuse(replace(inside, features=inside.features | {feature}), kind)
             assert any(feature in str(r) for r in reasons), f"feature {feature!r} is not claimed and not refused"
 
-    @since(1, 0)
+    @since(1, 0, spec_only=True)
     def test_check_answers_whatever_facts_it_is_asked_about(self) -> None:
         """``sm``, ``block`` and ``holds`` are not always asked, and sizes that differ between layers come as sets."""
         if self.spec.check is None:
@@ -138,7 +138,7 @@ class SpecConformance(Conformance):
                 pytest.fail(f"check() raised {type(e).__name__}: {e} for {request}")
             assert all(isinstance(r, Reason) for r in reasons), f"check() gave {reasons} for {request}: want Reasons"
 
-    @since(1, 0)
+    @since(1, 0, spec_only=True)
     def test_options_are_described_closed_and_valid_by_default(self) -> None:
         if not self.spec.options:
             with pytest.raises(MinivllmError, match="takes no options"):
