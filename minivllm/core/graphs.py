@@ -56,6 +56,10 @@ def token_size(tokens: int) -> int:
     return -(-tokens // unit) * unit
 
 
+def first_line(e: Exception) -> str:
+    return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
+
+
 @dataclass
 class Buffers:
     """What the captures of B rows share."""
@@ -84,6 +88,7 @@ class Graphs:
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple, Captured | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    refused: set[GraphKey] = field(default_factory=set)  # captures that failed: such steps run uncaptured
 
     def __post_init__(self) -> None:
         self.spare = self.runner.wiring.max_num_seqs
@@ -101,11 +106,14 @@ class Graphs:
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
         if tokens == rows and len(plan.samples) == rows:
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
-            return GraphKey("decode", size, size, span)
+            return self._unless_refused(GraphKey("decode", size, size, span))
         if not self.mixed or tokens > MOST_TOKENS or len(self.forwards) >= CAPTURES:
             return None
         size = self.coarse[int(np.searchsorted(self.coarse, rows))]
-        return GraphKey("mixed", size, max(token_size(tokens), size), span)
+        return self._unless_refused(GraphKey("mixed", size, max(token_size(tokens), size), span))
+
+    def _unless_refused(self, key: GraphKey) -> GraphKey | None:
+        return None if key in self.refused else key
 
     def asked(self, plan: StepPlan) -> tuple | None:
         """What the rows of a step ask of processors and sampler; None if that cannot be captured."""
@@ -124,9 +132,17 @@ class Graphs:
 
     # ---- run -----------------------------------------------------------------------------------------------------
 
-    def forward(self, key: GraphKey, plan: StepPlan) -> torch.Tensor:
-        """Hidden states [R, H] of the rows; captures the step first if this is the first of its kind."""
-        captured = self.forwards.get(key) or self._capture_forward(key)
+    def forward(self, key: GraphKey, plan: StepPlan) -> torch.Tensor | None:
+        """Hidden states [R, H] of the rows; captures the step first if this is the first of its kind.  None if it
+        cannot be captured."""
+        if key not in self.forwards:
+            try:
+                self._capture_forward(key)
+            except Exception as e:  # a model or back end that cannot be captured, or no memory left for it
+                self.refused.add(key)
+                self.notes.append(f"a step is not captured: {first_line(e)}")
+                return None
+        captured = self.forwards[key]
         if key.kind == "mixed":
             table = self._pack(key, plan)
             captured.rows.copy_(torch.from_numpy(table), non_blocking=True)
@@ -198,12 +214,11 @@ class Graphs:
             self.buffers[size] = Buffers(slots, hidden, out, np.full(size, self.spare))
         return self.buffers[size]
 
-    def _capture_forward(self, key: GraphKey) -> Captured:
+    def _capture_forward(self, key: GraphKey) -> None:
         b = self._buffers(key.rows)
         b.held[:] = self.spare
         b.slots.fill_(self.spare)
         self.forwards[key] = self._decode(key, b) if key.kind == "decode" else self._mixed(key, b)
-        return self.forwards[key]
 
     def _decode(self, key: GraphKey, b: Buffers) -> Captured:
         r, size, groups = self.runner, key.rows, len(self.runner.worker.groups)
@@ -260,7 +275,7 @@ class Graphs:
         try:
             return self._capture(lambda: run_sample(r, b, asked))
         except Exception as e:  # a plug-in that cannot be captured runs uncaptured
-            note = f"sampling is not captured: {type(e).__name__}: {str(e).splitlines()[0][:200]}"
+            note = f"sampling is not captured: {first_line(e)}"
             if note not in self.notes:
                 self.notes.append(note)
             return None

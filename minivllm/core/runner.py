@@ -110,11 +110,15 @@ class Runner:
         graph = traits.get("graph", "none")
         if not wanted or graph == "none" or traits.get("plan") != "device":
             return None
-        from .graphs import Graphs
+        from .graphs import Graphs, first_line
 
-        with torch.inference_mode():
-            graphs = Graphs(self, graph == "mixed" and self.wiring.graph == "auto")
-            graphs.warm()
+        graphs = Graphs(self, graph == "mixed" and self.wiring.graph == "auto")
+        try:
+            with torch.inference_mode():
+                graphs.warm()
+        except Exception as e:  # a model or back end that cannot be captured, or no memory left for it
+            self.worker.notes.append(f"steps are not captured, they run as separate launches: {first_line(e)}")
+            return None
         return graphs
 
     def capacity(self) -> Capacity:
@@ -141,9 +145,9 @@ class Runner:
                 self._recommit(plan)
                 self._take_tokens(plan)
                 key = self.graphs.key(plan) if self.graphs is not None else None
-                if key is not None:
-                    what = "forward"
-                    hidden = self.graphs.forward(key, plan)
+                what = "forward"
+                hidden = self.graphs.forward(key, plan) if key is not None else None
+                if hidden is not None:
                     running.graph, running.hidden = key, hidden
                     if len(plan.samples) < len(plan.slots):
                         running.hidden = hidden[self.state.to(plan.samples).long()] if len(plan.samples) else None
