@@ -7,13 +7,14 @@ Errors are one line on standard error and an exit code: 2 configuration or comma
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from minivllm import __version__
+from minivllm import __version__, cli_plugins
 from minivllm.errors import MinivllmError
 
 SAMPLING: tuple[tuple[str, Any, str], ...] = (
@@ -56,24 +57,22 @@ def make_parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=f"minivllm.{run}")
         return sub
 
-    sub = command("generate", "generate", "Complete a prompt; the text streams to standard output.", wiring, sampling)
+    sub = command(
+        "generate", "cli_commands:generate", "Complete a prompt; the text streams to standard output.", wiring, sampling
+    )
     sub.add_argument("prompt", nargs="?", help="default: standard input")
     sub.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message, through the chat template"
     )
-    sub = command("chat", "chat", "Talk to a chat model; an empty line or Ctrl-D ends.", wiring, sampling)
+    sub = command("chat", "cli_commands:chat", "Talk to a chat model; an empty line or Ctrl-D ends.", wiring, sampling)
     sub.add_argument("--system", help="a system message")
-    sub = command("run", "run", "Run the prompts of an experiment file; results are JSON lines.", wiring)
+    sub = command("run", "cli_commands:run", "Run the prompts of an experiment file; results are JSON lines.", wiring)
     sub.add_argument("file", help="TOML or YAML with a [run] table")
-    sub = command("plugins", "plugins", "List the plug-ins that are installed.")
-    sub.add_argument("seam", nargs="?", help="only those of this seam")
-    sub = command("explain", "explain", "Say what would be wired, and why, without loading a model.", wiring)
-    sub.add_argument("seam", nargs="?", help="only this seam")
-    sub.add_argument("--all", action="store_true", help="look at every installed plug-in")
-    sub = command("eval", "evaluate", "Put a number on the quality of the model in the package.", wiring)
+    cli_plugins.add_commands(command, wiring, common)
+    sub = command("eval", "cli_commands:evaluate", "Put a number on the quality of the model in the package.", wiring)
     sub.add_argument("what", choices=["pocket"])
     sub.add_argument("-n", type=int, default=500, help="cases of each task (default 500)")
     sub.add_argument("--task", action="append", default=None, help="needle, copy, sums, json, story (default all)")
@@ -81,12 +80,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    args = make_parser().parse_args(cli_plugins.with_verb(sys.argv[1:] if argv is None else argv))
     debug = getattr(args, "debug", False)
     try:
-        from minivllm import cli_commands
-
-        code = getattr(cli_commands, args.run)(args)
+        module, _, function = args.run.partition(":")
+        code = getattr(importlib.import_module(module), function)(args)
         sys.stdout.flush()
         return code
     except MinivllmError as exc:

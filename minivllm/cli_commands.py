@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli import SAMPLING
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, PluginError, RequestError, suggest
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError, suggest
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -199,52 +199,6 @@ def read_prompts(path: str) -> list[str]:
             raise ConfigError(f"{path}:{number}: want a string or an object with a 'prompt'")
         found.append(value)
     return found
-
-
-def plugins(args: argparse.Namespace) -> int:
-    """What is installed.  Imports specs, no implementations; a broken spec is a line, not an end."""
-    from minivllm.registry import Catalog
-    from minivllm.spec import check_seam
-
-    kind = check_seam(args.seam)
-    catalog = Catalog.discover()
-    rows = [("seam", "name", "dist", "version", "summary")]
-    for seam, registry in catalog.items():
-        for entry in registry.entries if kind in (None, seam) else ():
-            try:
-                summary = "blocked by MINIVLLM_PLUGINS" if entry.blocked else registry.spec(entry).summary
-            except PluginError as exc:
-                summary = f"broken: {exc}".partition("\n")[0]
-            rows.append((seam, entry.name, entry.dist, entry.version, summary))
-    if kind is None:
-        rows += [(e.kind, e.name, e.dist, e.version, "reserved: not used by this version") for e in catalog.reserved]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    for row in rows:
-        print("  ".join([*(text.ljust(w) for text, w in zip(row[:4], widths, strict=True)), row[4]]).rstrip())
-    return 0
-
-
-def explain(args: argparse.Namespace) -> int:
-    """What would be wired, and why.  Where a choice fails, the choices before it and the reasons are shown."""
-    from minivllm.hardware import prepare_environment
-    from minivllm.registry import Catalog
-
-    prepare_environment()
-    from minivllm.spec import check_seam
-    from minivllm.wiring import explain as explain_choices
-    from minivllm.wiring import resolve
-
-    kind = check_seam(args.seam)
-    loaded = load(args)
-    catalog = Catalog.discover().allow(loaded.engine.allow_targets)
-    try:
-        print(resolve(loaded.engine, catalog, loaded.origins).explain(kind, args.all))
-        return 0
-    except PluginError as exc:
-        if getattr(exc, "selection", None) is None:
-            raise
-        print(explain_choices(exc.selections, exc.notes, catalog, kind, args.all))  # type: ignore[attr-defined]
-        return exc.exit_code
 
 
 def evaluate(args: argparse.Namespace) -> int:
