@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +23,26 @@ def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
     """The configuration of a command; what it has to say goes to standard error."""
     from minivllm.config import load_config
 
-    keywords: dict[str, Any] = {"model": args.model} if args.model is not None else {}
+    flags: dict[str, Any] = {"model": args.model} if args.model is not None else {}
     if args.allow_target:
-        keywords["allow_targets"] = args.allow_target
-    loaded = load_config([*files, *args.config], args.set, keywords)
+        flags["allow_targets"] = args.allow_target
+    loaded = load_config([*files, *args.config], args.set, flags=flags)
     for note in loaded.notes:
         print(f"minivllm: {note}", file=sys.stderr)
+    show_warnings()
     return loaded
+
+
+def show_warnings() -> None:
+    """What the engine's log warns of goes to standard error too."""
+    log = logging.getLogger("minivllm")
+    if not any(isinstance(handler, ToStderr) for handler in log.handlers):
+        log.addHandler(ToStderr(logging.WARNING))
+
+
+class ToStderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"minivllm: {self.format(record)}", file=sys.stderr)
 
 
 def sampling_params(args: argparse.Namespace, loaded: Loaded) -> SamplingParams:

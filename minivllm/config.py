@@ -14,16 +14,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from minivllm.config_files import parse_value, read_file
+from minivllm.config_files import parse_value, read_chain
+from minivllm.config_layers import Layers, Shape, unalias
+from minivllm.config_requires import check_requirements
 from minivllm.core.hf_config import IN_PACKAGE
-from minivllm.errors import ConfigError, RequestError, suggest
-from minivllm.registry import validation_lines
+from minivllm.errors import ConfigError, RequestError
+from minivllm.validation import Fault, begins, faults, source_of, sourced
 
 ENV_PREFIX = "MINIVLLM__"
 CONFIG_VERSION = 1
 ALIASES = {"quantization": "quantizer", "kv_cache_dtype": "kv_format"}
-TABLES = ("sampling", "run")
 DTYPE_NAMES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def _refusal(found: Sequence[Fault]) -> ConfigError:
+    """The error, which carries the faults, so that who knows where the values came from can say so."""
+    error = ConfigError("; ".join(fault.text for fault in found))
+    error.faults = tuple(found)
+    return error
 
 
 class Strict(BaseModel):
@@ -35,7 +43,7 @@ class Strict(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as exc:
-            raise ConfigError("; ".join(validation_lines(exc, type(self)))) from exc
+            raise _refusal(faults(exc, type(self), values)) from exc
 
 
 class Choice(BaseModel):
@@ -118,22 +126,27 @@ class EngineConfig(Strict):
     allow_targets: list[str] = Field([], description="modules whose classes may be named; never from a file")
 
     def __init__(self, **values: Any) -> None:
-        super().__init__(**_unalias(values, ""))
+        super().__init__(**unalias(values, ALIASES, lambda _: ""))
         if self.num_kvcache_blocks == 0:
-            raise ConfigError("num_kvcache_blocks: want -1 (as many as fit) or a positive number")
+            what = "num_kvcache_blocks=0: want -1 (as many as fit) or a positive number"
+            raise _refusal([Fault("num_kvcache_blocks", what)])
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
+            what = (
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "a decode step would not fit; raise the one or lower the other"
             )
-        for name in ("processors", "strategies"):
+            given = [n for n in ("max_num_batched_tokens", "max_num_seqs") if n in self.model_fields_set]
+            raise _refusal([Fault(given[0] if given else "", what)])
+        for name in SEVERAL:
             names = [choice.name for choice in getattr(self, name)]
-            if double := next((n for n in names if names.count(n) > 1), None):
-                raise ConfigError(f"{name}: {double!r} is there twice")
-            if "auto" in names:
-                raise ConfigError(f"{name}: each needs a name; 'auto' is for seams that take one plug-in")
+            for i, plugin in enumerate(names):
+                if plugin in names[:i]:
+                    raise _refusal([Fault(f"{name}.{i}", f"{name}: {plugin!r} is there twice")])
+                if plugin == "auto":
+                    what = f"{name}: each needs a name; 'auto' is for seams that take one plug-in"
+                    raise _refusal([Fault(f"{name}.{i}", what)])
         if not self.strategies:
-            raise ConfigError("strategies: want at least one")
+            raise _refusal([Fault("strategies", "strategies: want at least one")])
 
 
 class RunConfig(Strict):
@@ -145,18 +158,33 @@ class RunConfig(Strict):
     chat: bool = Field(False, description="apply the chat template to each prompt")
 
 
+class RequiresConfig(Strict):
+    """The ``[requires]`` table: what must be installed, checked before anything else is."""
+
+    plugins: list[str] = Field([], description='packages with their versions, as pip has them: "acme-attn>=1.2"')
+
+
 SEAMS = tuple(name for name, f in EngineConfig.model_fields.items() if f.annotation is Choice)
+SEVERAL = tuple(name for name, f in EngineConfig.model_fields.items() if f.annotation == list[Choice])
+TABLES = {"sampling": None, "run": tuple(RunConfig.model_fields), "requires": tuple(RequiresConfig.model_fields)}
+SHAPE = Shape(
+    top=tuple(EngineConfig.model_fields), tables=TABLES, seams=SEAMS, several=SEVERAL,
+    choice=tuple(Choice.model_fields), aliases=ALIASES, version=CONFIG_VERSION,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A whole configuration.  ``origins`` says for each leaf that is no default where it came from."""
+    """A whole configuration.  ``origins`` says for each leaf that is no default where it came from, ``files`` which
+    files were read, in the order in which they were laid, ``notes`` what a user should know."""
 
     engine: EngineConfig
     sampling: Mapping[str, Any] = field(default_factory=dict)
     run: RunConfig = field(default_factory=RunConfig)
     origins: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
 
 def load_config(
@@ -164,17 +192,27 @@ def load_config(
     sets: Sequence[str] = (),
     keywords: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Lay the sources over one another and check the whole.  ConfigError names the source of what is wrong."""
-    layers = _Layers()
-    for file in files:
-        layers.add(_relative(read_file(file), Path(file).resolve().parent), str(file))
-    for name, text in sorted((os.environ if environ is None else environ).items()):
+    """Lay the sources over one another and check the whole.  ConfigError names the source of what is wrong.
+
+    ``files`` are TOML or YAML, ``sets`` are texts ``key=value``, ``flags`` are options with a flag of their own on the
+    command line, ``keywords`` are those of a Python call; each wins over what stands before it here, and the
+    environment (``environ``, default ``os.environ``) comes after the files.
+    """
+    layers, chain = Layers(SHAPE), [read for file in files for read in read_chain(file)]
+    for file in chain:
+        layers.add(_relative(file.values, Path(file.name).resolve().parent), file.where)
+    environ = os.environ if environ is None else environ
+    for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX):  # sorted: a NAME comes before its OPTIONS
-            layers.put(name.removeprefix(ENV_PREFIX).lower().split("__"), parse_value(text), name)
-    layers.put_all([_assignment(text) for text in sets], "--set")
-    layers.add(dict(keywords or {}), "keyword")
-    return layers.finish()
+            layers.put(name.removeprefix(ENV_PREFIX).lower().split("__"), parse_value(text), lambda _, name=name: name)
+        elif name.startswith("MINIVLLM_") and name[9:].lower() in EngineConfig.model_fields:
+            layers.notes.append(f"{name} is not read: want two underscores, {ENV_PREFIX}{name[9:]}")
+    layers.assign([_assignment(text) for text in sets], "--set", trusted=True)
+    layers.add(dict(flags or {}), lambda _: "command line", trusted=True)
+    layers.add(dict(keywords or {}), lambda _: "keyword", trusted=True)
+    return _finish(layers, tuple(file.name for file in chain))
 
 
 def _assignment(text: str) -> tuple[list[str], Any]:
@@ -184,136 +222,40 @@ def _assignment(text: str) -> tuple[list[str], Any]:
     return key.strip().split("."), parse_value(value)
 
 
-class _Layers:
-    """The merged tree and, for each leaf, the source that wrote it last."""
-
-    def __init__(self) -> None:
-        self.tree: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-        self.notes: list[str] = []
-
-    def add(self, values: Mapping[str, Any], source: str) -> None:
-        for key, value in _unalias(values, source).items():
-            self.put([key], value, source)
-
-    def put_all(self, assignments: Sequence[tuple[list[str], Any]], source: str) -> None:
-        """Names first: a new name drops the options of the old one, not those that come with it."""
-        for path, value in sorted(assignments, key=lambda a: not (a[0][-1] == "name" or a[0][0] == a[0][-1])):
-            self.put(path, value, source)
-
-    def put(self, path: Sequence[str], value: Any, source: str) -> None:
-        path = [ALIASES.get(path[0], path[0]), *path[1:]]
-        self._check_key(path, source)
-        if len(path) == 1 and path[0] in SEAMS and isinstance(value, str):
-            path = [path[0], "name"]
-        if isinstance(value, Mapping) and value and not (path[0] == "sampling" and len(path) == 2):
-            self.put_all([([*path, str(key)], inner) for key, inner in value.items()], source)
-        else:
-            self._write(path, value, source)
-
-    def _write(self, path: Sequence[str], value: Any, source: str) -> None:
-        if len(path) == 2 and path[0] in SEAMS and path[1] == "name":
-            self._drop_options(path[0], value, source)
-        node = self.tree
-        for i, key in enumerate(path[:-1]):
-            inner = node.setdefault(key, {})
-            if not isinstance(inner, dict):
-                dotted = ".".join(path[: i + 1])
-                where = self.origins.get(dotted, "elsewhere")
-                raise ConfigError(f"{_from(source)}{'.'.join(path)}: {dotted} is {inner!r} from {where}, not a table")
-            node = inner
-        dotted = ".".join(path)
-        for old in [o for o in self.origins if o.startswith(dotted + ".")]:
-            del self.origins[old]
-        node[path[-1]] = value
-        self.origins[dotted] = source
-
-    def _drop_options(self, seam: str, name: Any, source: str) -> None:
-        """Another plug-in does not take over the options that were written for the one before."""
-        old = self.tree.get(seam)
-        if isinstance(old, dict) and old.get("name", name) != name:
-            gone = [key for key in ("options", "prefer") if old.pop(key, None)]
-            prefixes = tuple(f"{seam}.{key}" for key in gone)
-            self.origins = {leaf: s for leaf, s in self.origins.items() if not (gone and leaf.startswith(prefixes))}
-            if gone:
-                self.notes.append(f"{source}: {seam} is now {name!r}; {' and '.join(gone)} of {old['name']!r} dropped")
-
-    def _check_key(self, path: Sequence[str], source: str) -> None:
-        """Refuse an unknown name here, where the source is known."""
-        top, known = path[0], [*EngineConfig.model_fields, *ALIASES, *TABLES]
-        if top not in known:
-            raise ConfigError(f"{_from(source)}unknown option {top!r}.{suggest(top, known)}")
-        inner = {"run": RunConfig.model_fields, **dict.fromkeys(SEAMS, Choice.model_fields)}.get(top)
-        if len(path) > 1 and inner is None and top != "sampling":
-            raise ConfigError(f"{_from(source)}{'.'.join(path)}: {top!r} is a value, not a table")
-        if len(path) > 1 and inner is not None and path[1] not in inner:
-            raise ConfigError(f"{_from(source)}unknown option {'.'.join(path[:2])!r}.{suggest(path[1], inner)}")
-        if top == "allow_targets" and source not in ("keyword", "--set"):
-            raise ConfigError(
-                f"{source}: allow_targets may come from the command line (--allow-target) or from Python only: "
-                "what names code must not be what allows it"
-            )
-
-    def finish(self) -> Loaded:
-        values = dict(self.tree)
-        tables = {name: values.pop(name, {}) for name in TABLES}
-        for name, table in tables.items():
-            if not isinstance(table, dict):
-                raise ConfigError(f"{self.origins.get(name)}: {name} is a {type(table).__name__}: want a table")
-        try:
-            engine = EngineConfig(**values)
-            run = self._at("run", lambda: RunConfig(**tables["run"]))
-        except ConfigError as exc:
-            raise ConfigError(self._sourced(str(exc))) from exc
-        self._check_sampling(tables["sampling"])
-        return Loaded(engine, tables["sampling"], run, dict(self.origins), tuple(self.notes))
-
-    def _at(self, name: str, make: Any) -> Any:
-        try:
-            return make()
-        except ConfigError as exc:
-            raise ConfigError(f"{name}.{exc}") from exc
-
-    def _sourced(self, message: str) -> str:
-        """Put the source of the first leaf that the message names before it."""
-        path = message.partition(":")[0]
-        while path:
-            source = next((s for leaf, s in self.origins.items() if leaf == path or leaf.startswith(path + ".")), None)
-            if source is not None:
-                return _from(source) + message
-            path = path.rpartition(".")[0]
-        return message
-
-    def _check_sampling(self, values: dict[str, Any]) -> None:
-        from minivllm.core.request import SamplingParams
-
-        bias = values.get("logit_bias")
-        try:
-            if isinstance(bias, Mapping):  # the keys of a TOML table are strings
-                values["logit_bias"] = {int(token): by for token, by in bias.items()}
-            SamplingParams.make(**values)
-        except RequestError as exc:
-            source = self.origins.get(f"sampling.{exc.param}", "keyword")
-            raise ConfigError(f"{_from(source)}sampling: {exc}") from exc
-        except ValueError:
-            source = self.origins["sampling.logit_bias"]
-            raise ConfigError(f"{_from(source)}sampling: logit_bias={bias!r}: want token ids as keys") from None
+def _finish(layers: Layers, files: tuple[str, ...]) -> Loaded:
+    """Check the merged tree against the models."""
+    values, origins = dict(layers.tree), layers.origins
+    tables = {name: values.pop(name, {}) for name in TABLES}
+    requires = _checked(RequiresConfig, tables["requires"], origins, "requires")
+    check_requirements(requires.plugins, origins)
+    engine = _checked(EngineConfig, values, origins)
+    run = _checked(RunConfig, tables["run"], origins, "run")
+    sampling = _sampling(tables["sampling"], origins)
+    return Loaded(engine, sampling, run, dict(origins), tuple(layers.notes), tuple(requires.plugins), files)
 
 
-def _from(source: str) -> str:
-    """How a message begins; keywords of a Python call need no telling."""
-    return "" if source in ("", "keyword") else f"{source}: "
+def _checked(model: Any, values: Mapping[str, Any], origins: Mapping[str, str], at: str = "") -> Any:
+    try:
+        return model(**values)
+    except ConfigError as exc:
+        found = [Fault(".".join(filter(None, (at, f.path))), f"{at}.{f.text}" if at else f.text) for f in exc.faults]
+        raise ConfigError("; ".join(sourced(found, origins))) from exc
 
 
-def _unalias(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Other engines' names for the same thing."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = ALIASES.get(key, key)
-        if name in found:
-            raise ConfigError(f"{_from(source)}{name} is given twice, also as {key!r}")
-        found[name] = value
-    return found
+def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
+    from minivllm.core.request import SamplingParams
+
+    values, bias = dict(values), values.get("logit_bias")
+    try:
+        if isinstance(bias, Mapping):  # the keys of a TOML table are strings
+            values["logit_bias"] = {int(token): by for token, by in bias.items()}
+        SamplingParams.make(**values)
+    except RequestError as exc:
+        raise ConfigError(f"{begins(source_of(origins, f'sampling.{exc.param}'))}sampling: {exc}") from exc
+    except ValueError:
+        at = begins(source_of(origins, "sampling.logit_bias"))
+        raise ConfigError(f"{at}sampling: logit_bias={bias!r}: want token ids as keys") from None
+    return values
 
 
 def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:

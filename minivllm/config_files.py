@@ -1,12 +1,20 @@
-"""Read configuration files: TOML or YAML, by suffix, with errors that name file, line and column."""
+"""Read configuration files: TOML or YAML, by suffix, with the line of each value and errors that name file and line.
+
+A file may say ``extends = "base.toml"``: what it leaves open is then taken from there.  YAML is read as YAML 1.2 means
+it: only ``true`` and ``false`` are truth values, so that ``graph: off`` is the word, and a number is decimal.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minivllm.config_lines import Place, toml_lines
 from minivllm.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -14,66 +22,186 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+_MANY_VALUES = 1_000_000  # YAML aliases can make more of a short file
 
-def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A file as read.  ``lines`` has the line of each value by its path."""
+
+    name: str
+    values: dict[str, Any]
+    lines: Mapping[Place, int] = field(default_factory=dict)
+
+    def where(self, path: tuple[Any, ...]) -> str:
+        """``exp.toml:7``: the place of the value at a path, or of the nearest that holds it."""
+        for end in range(len(path), 0, -1):
+            if (line := self.lines.get(path[:end])) is not None:
+                return f"{self.name}:{line}"
+        return self.name
+
+
+def read_chain(path: str | os.PathLike[str], inside: tuple[str, ...] = ()) -> list[ConfigFile]:
+    """The file and those that it extends, the farthest first.  ConfigError if one extends itself by way of others."""
+    file = read_file(path)
+    name = os.path.realpath(path)
+    if name in inside:
+        chain = " -> ".join(os.path.basename(p) for p in (*inside[inside.index(name) :], name))
+        raise ConfigError(f"{path}: a file cannot extend itself: {chain}")
+    bases = file.values.pop("extends", [])
+    found: list[ConfigFile] = []
+    for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else [None]:
+        if not isinstance(base, str) or not base:
+            raise ConfigError(f"{file.where(('extends',))}: extends: want a file, or a list of files")
+        to = os.path.normpath(os.path.join(os.path.dirname(file.name), base))
+        if not os.path.exists(to):
+            raise ConfigError(f"{file.where(('extends',))}: extends {base!r}: no such file as {to}")
+        found += read_chain(to, (*inside, name))
+    return [*found, file]
+
+
+def read_file(path: str | os.PathLike[str]) -> ConfigFile:
     """The table in a file; ConfigError if it is missing, not UTF-8, not well-formed, or not a table."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(f"{path}: want a file that ends in .toml, .yaml or .yml")
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = Path(path).read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: not UTF-8 (byte {exc.start}); save it as UTF-8") from None
     except OSError as exc:
         raise ConfigError(f"{path}: {exc.strerror}") from None
-    values = _toml(text, path) if suffix == ".toml" else _yaml(text, path)
+    values, lines = _toml(text, path) if suffix == ".toml" else _yaml(text, path)
     if values is None:
-        return {}
+        values = {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: want a table of options at the top, got a {type(values).__name__}")
-    for key in values:
-        if not isinstance(key, str):
-            raise ConfigError(f"{path}: the key {key!r} is a {type(key).__name__}: put it in quotes")
-    return values
+    file = ConfigFile(os.fspath(path), values, lines)
+    _check_keys(file, values, ())
+    return file
 
 
-def _toml(text: str, path: Any) -> Any:
+def _check_keys(file: ConfigFile, values: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
+    """YAML has keys that are no text; only sampling parameters may be keyed by a number (token ids)."""
+    for key, value in values.items():
+        if not isinstance(key, str) and not (path[:1] == ("sampling",) and type(key) is int):
+            raise ConfigError(
+                f"{file.where((*path, key))}: the key {key!r} is a {type(key).__name__}: put it in quotes"
+            )
+        if isinstance(value, Mapping):
+            _check_keys(file, value, (*path, key))
+
+
+def _toml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text), toml_lines(text)
     except tomllib.TOMLDecodeError as exc:
         message, _, place = str(exc).rpartition(" (at ")
         numbers = "".join(c if c.isdigit() else " " for c in place).split()
         if len(numbers) != 2:  # "at end of document"
             numbers = [str(text.count("\n") + 1), str(len(text) - text.rfind("\n"))]
         raise ConfigError(f"{path}:{numbers[0]}:{numbers[1]}: {message or exc}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: lists or tables are nested too deeply") from None
 
 
-def _yaml(text: str, path: Any) -> Any:
+def _yaml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
+    import yaml
+
+    loader = _loader_class()(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        _count(node, path)
+        values = loader.construct_document(node)
+        lines: dict[Place, int] = {}
+        _yaml_lines(node, (), lines, loader)
+        return values, lines
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        problem = exc.problem or exc.context
+        if problem.startswith("but "):
+            problem = f"{exc.context}, {problem}"
+        raise ConfigError(f"{path}{place}: {problem}") from None
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{path}: {str(exc).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: lists or tables are nested too deeply") from None
+    finally:
+        loader.dispose()
+
+
+def _count(top: Any, path: Any) -> None:
+    """Refuse an alias within what it stands for, and aliases of aliases that would be millions of values."""
+    sizes: dict[int, int] = {}  # of a node with all that is in it; 0 while it is being counted
+
+    def size(node: Any) -> int:
+        if not isinstance(node.value, list):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            inner = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
+            sizes[id(node)] = 1 + sum(size(part) for part in inner)
+        elif not sizes[id(node)]:
+            raise ConfigError(f"{path}:{node.start_mark.line + 1}: an alias stands within what it stands for")
+        return sizes[id(node)]
+
+    if size(top) > _MANY_VALUES:
+        raise ConfigError(f"{path}: the aliases stand for more than {_MANY_VALUES} values")
+
+
+def _yaml_lines(node: Any, path: Place, lines: dict[Place, int], loader: Any) -> None:
+    if isinstance(node.value, list):
+        for i, part in enumerate(node.value):
+            key, value = part if isinstance(part, tuple) else (None, part)
+            name = i if key is None else loader.construct_object(key)
+            inner = (*path, name)
+            lines[inner] = (value if key is None else key).start_mark.line + 1
+            _yaml_lines(value, inner, lines, loader)
+
+
+def _loader_class() -> Any:
+    """PyYAML's safe loader, which makes plain values only, with the words and numbers of YAML 1.2's core schema
+    (https://yaml.org/spec/1.2.2/#103-core-schema), and in which a key that is there twice is an error."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Safe, and a key that is there twice is an error instead of a silent winner."""
+        yaml_implicit_resolvers: dict[str, Any] = {}
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: set[Any] = set()
             for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode):
-                    if key.value in seen and key.value != "<<":
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if key.value in seen and id(node) not in self.merged:
                         problem = f"the key {key.value!r} is there twice"
                         raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                     seen.add(key.value)
+            self.merged.add(id(node))  # from now on it holds the keys of its merges too
             return super().construct_mapping(node, deep)
 
-    try:
-        return yaml.load(text, Loader)  # a SafeLoader: it makes no objects but plain values
-    except yaml.MarkedYAMLError as exc:
-        mark = exc.problem_mark or exc.context_mark
-        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{place}: {exc.problem or exc.context}") from None
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{path}: {str(exc).splitlines()[0]}") from None
+        def __init__(self, stream: Any) -> None:
+            super().__init__(stream)
+            self.merged: set[int] = set()
+
+        def construct_int(self, node: Any) -> int:
+            text = self.construct_scalar(node)
+            return int(text, 16 if "x" in text else 8 if "o" in text else 10)
+
+    for tag, pattern, first in (
+        ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+        ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+        ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+        ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+         "-+.0123456789"),
+        ("merge", "<<", "<"),
+    ):  # fmt: skip
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), list(first))
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_int)
+    return Loader
 
 
 def parse_value(text: str) -> Any:

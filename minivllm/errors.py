@@ -14,9 +14,13 @@ class MinivllmError(Exception):
 
 
 class ConfigError(MinivllmError, ValueError):
-    """A configuration file, keyword or command line asks for something that does not exist or contradicts itself."""
+    """A configuration file, keyword or command line asks for something that does not exist or contradicts itself.
+
+    ``faults`` are the single faults (``minivllm.validation.Fault``), where there can be several.
+    """
 
     exit_code = 2
+    faults: tuple = ()
 
 
 class RequestError(MinivllmError, ValueError):

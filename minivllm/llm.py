@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,18 +23,25 @@ if TYPE_CHECKING:
 
 
 def load(config: Any, options: Mapping[str, Any]) -> Loaded:
-    """A config (path, mapping, EngineConfig, Loaded or None) with options laid over it."""
+    """A config (a path or a list of them, a mapping, EngineConfig, Loaded or None) with options laid over it; what the
+    layers have to say, as that options of another plug-in were dropped, is a warning."""
     if isinstance(config, Loaded):
         if options:
             raise ConfigError(f"options {sorted(options)} beside a loaded config; give them to load_config")
         return config
     if config is None or isinstance(config, Mapping):
-        return load_config(keywords={**(config or {}), **options})
-    if isinstance(config, EngineConfig):
-        return load_config(keywords={**config.model_dump(exclude_unset=True), **options})
-    if isinstance(config, (str, os.PathLike)):
-        return load_config([config], keywords=options)
-    raise ConfigError(f"config of type {type(config).__name__}; want a path, a mapping or an EngineConfig")
+        loaded = load_config(keywords={**(config or {}), **options})
+    elif isinstance(config, EngineConfig):
+        loaded = load_config(keywords={**config.model_dump(exclude_unset=True), **options})
+    elif isinstance(config, (str, os.PathLike)):
+        loaded = load_config([config], keywords=options)
+    elif isinstance(config, (list, tuple)):
+        loaded = load_config(config, keywords=options)
+    else:
+        raise ConfigError(f"config of type {type(config).__name__}; want a path, a mapping or an EngineConfig")
+    for note in loaded.notes:
+        warnings.warn(note, stacklevel=3)
+    return loaded
 
 
 def render_chat(tokenizer: Any, messages: Any, add_generation_prompt: bool = True) -> dict[str, Any]:

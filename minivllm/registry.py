@@ -38,6 +38,7 @@ from minivllm.spec import (
     Spec,
     check_seam,
 )  # fmt: skip
+from minivllm.validation import begins, faults, source_of, sourced
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part
@@ -244,8 +245,23 @@ class Registry:
     def _tiers(self, prefer: Sequence[str]) -> list[list[Entry]]:
         if not prefer:
             return [[e for e in self.entries if e.builtin], [e for e in self.entries if not e.builtin]]
-        known = {n for e in self.entries for n in (e.name, e.label)}
-        return [[self.find(n) if n in known or ":" in n else Entry(self.kind.name, n, "", "", "-")] for n in prefer]
+        return [[self._preferred(name)] for name in prefer]
+
+    def installed(self, name: str) -> bool:
+        """Whether ``name`` or ``dist/name`` is offered, blocked or not; a ``module:Class`` always is."""
+        return ":" in name or any(name in (e.name, e.label) for e in self.entries)
+
+    def _preferred(self, name: str) -> Entry:
+        """A name of a list.  What is not installed or blocked is passed over, but a misspelt name is told."""
+        if self.installed(name):
+            found = [e for e in self.entries if name in (e.name, e.label)]
+            return found[0] if found and all(e.blocked for e in found) else self.find(name)
+        dist, slash, _ = name.rpartition("/")
+        near, here = suggest(name, {e.name for e in self.entries}), {e.dist for e in self.entries}
+        if _normal(dist) in here if slash else near:
+            hint = "In a list of names to prefer, one that is not installed is written 'dist/name'."
+            raise PluginError(f"{self._unknown(name)}\n  {hint}")
+        return Entry(self.kind.name, name, "", "", "-")
 
     def load(self, candidate: Candidate) -> type:
         """Import the implementation and check that it fills the seam."""
@@ -254,24 +270,28 @@ class Registry:
         check_base(self.kind, candidate.entry, found)
         return found
 
-    def options(self, candidate: Candidate, values: Mapping[str, Any], where: str = "", at: str = "") -> Any:
-        """The validated options (a pydantic model), or None for a plug-in that has none.  ``where`` names the source of
-        the values and ``at`` the path to them in the configuration."""
+    def options(
+        self, candidate: Candidate, values: Mapping[str, Any], at: str = "", origins: Mapping[str, str] | None = None
+    ) -> Any:
+        """The validated options (a pydantic model), or None for a plug-in that has none.  ``at`` is the path to the
+        values in the configuration and ``origins`` says where each of its leaves came from."""
         assert candidate.spec is not None
-        label, at = candidate.entry.label, at or f"{self.kind.name}.options"
-        source = f" ({where})" if where else ""
+        label, at, origins = candidate.entry.label, at or f"{self.kind.name}.options", origins or {}
         if not candidate.spec.options:
             if values:
-                raise PluginError(f"{label} takes no options{source}: {at} has {', '.join(map(repr, values))}")
+                place = begins(source_of(origins, at))
+                raise PluginError(f"{place}{label} takes no options: {at} has {', '.join(map(repr, values))}")
             return None
-        from pydantic import ValidationError
+        from pydantic import BaseModel, ValidationError
 
         model = _import(candidate.entry, candidate.spec.options)
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            raise PluginError(f"{candidate.entry}: {candidate.spec.options!r} is no pydantic model of its options")
         try:
             return model(**values)
         except ValidationError as exc:
-            lines = "".join(f"\n  {at}.{line}" for line in validation_lines(exc, model))
-            raise PluginError(f"Wrong options for {label}{source}:{lines}") from exc
+            lines = "".join(f"\n  {line}" for line in sourced(faults(exc, model, values, at), origins))
+            raise PluginError(f"Wrong options for {label}:{lines}") from exc
 
 
 NOT_INSTALLED = (Reason("not installed"),)
@@ -356,19 +376,6 @@ def _block(entries: Iterable[Entry], environ: Mapping[str, str]) -> list[Entry]:
 
 def _normal(dist: str) -> str:
     return re.sub(r"[-_.]+", "-", dist).lower()  # PEP 503
-
-
-def validation_lines(exc: Any, model: Any) -> list[str]:
-    """One line ``path: message`` for each fault that pydantic found, with the nearest name for an unknown key."""
-    lines = []
-    for error in exc.errors():
-        path = ".".join(str(p) for p in error["loc"]) or "value"
-        hint = ""
-        if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
-            near = suggest(str(error["loc"][-1]), model.model_fields)
-            hint = near.replace(" Did you mean ", " - did you mean ")
-        lines.append(f"{path}: {error['msg'].removeprefix('Value error, ')}{hint}")
-    return lines
 
 
 def check_base(kind: Kind, entry: Entry | str, found: Any) -> None:

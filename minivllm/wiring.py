@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,13 @@ from minivllm.errors import ConfigError, ModelError, PluginError
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.registry import Candidate, Catalog, Registry, Request, Selection, build_part
 from minivllm.spec import OPTION_OF, Spec, check_seam
+from minivllm.validation import begins, source_of
 
 if TYPE_CHECKING:
     from minivllm.config import Choice, EngineConfig
     from minivllm.core.interfaces.attention import AttnSpec
+
+log = logging.getLogger("minivllm")
 
 DEFAULT_MAX_LEN = 4096
 DEFAULT_BLOCK = 16
@@ -214,10 +218,21 @@ class _Fold:
 
     def _select(
         self, kind: str, choice: Choice, known: Sequence[str] = (), more: Mapping[str, Any] | None = None,
-        features: frozenset[str] = frozenset(),
+        features: frozenset[str] = frozenset(), at: str = "",
     ) -> Selection:  # fmt: skip
         facts = {k: self.facts[k] for k in known if k in self.facts}
-        return self.catalog[kind].select(Request({**facts, **(more or {})}, features), choice.name, choice.prefer)
+        registry, path = self.catalog[kind], at or OPTION_OF.get(kind, kind)
+        try:
+            selection = registry.select(Request({**facts, **(more or {})}, features), choice.name, choice.prefer)
+        except PluginError as exc:
+            named = path if choice.name == "auto" else f"{path}.name"
+            raise PluginError(f"{begins(source_of(self.origins, named))}{exc}") from exc
+        for name in choice.prefer:
+            if not registry.installed(name):
+                note = f"{name!r} is not installed, and is passed over"
+                self.notes.append((f"{path}.prefer", note))
+                log.warning("%s%s.prefer: %s", begins(source_of(self.origins, f"{path}.prefer")), path, note)
+        return selection
 
     def _pick(
         self, kind: str, choice: Choice, known: Sequence[str] = (), more: Mapping[str, Any] | None = None,
@@ -239,9 +254,10 @@ class _Fold:
     def _several(self, kind: str, choices: Sequence[Choice], known: Sequence[str]) -> list[Part]:
         parts = []
         for i, choice in enumerate(choices):
-            selection = self._select(kind, choice, known)
+            at = f"{OPTION_OF[kind]}.{i}"
+            selection = self._select(kind, choice, known, at=at)
             selection.require()
-            parts.append(self._keep(selection, choice, f"{'processors' if kind == 'processor' else 'strategies'}.{i}"))
+            parts.append(self._keep(selection, choice, at))
         return parts
 
 
@@ -249,8 +265,7 @@ def make_part(registry: Registry, chosen: Candidate, choice: Choice, at: str, or
     """Check the options and write down the choice as data."""
     assert chosen.spec is not None
     path = f"{at}.options"
-    where = next((source for leaf, source in origins.items() if leaf.startswith(path) and source != "keyword"), "")
-    options = registry.options(chosen, choice.options, where, path)
+    options = registry.options(chosen, choice.options, path, origins)
     values = {} if options is None else options.model_dump(mode="json")
     spec = chosen.spec
     return Part(

@@ -175,12 +175,13 @@ def test_wrong_options_are_told_with_the_nearest_name(package):
     registry = discover(point("acme", "flash", "acme_spec:S"))["attention"]
     chosen = registry.select(Request(), "flash").require()
     assert registry.options(chosen, {"num_splits": 4}).num_splits == 4
+    where = {"attention.options.num_splits": "exp.toml:4", "attention.options.numsplits": "--set"}
     with pytest.raises(PluginError) as info:
-        registry.options(chosen, {"num_splits": 65, "numsplits": 1}, "exp.toml")
+        registry.options(chosen, {"num_splits": 65, "numsplits": 1}, "attention.options", where)
     assert str(info.value) == (
-        "Wrong options for acme/flash (exp.toml):\n"
-        "  attention.options.num_splits: Input should be less than or equal to 64\n"
-        "  attention.options.numsplits: Extra inputs are not permitted - did you mean 'num_splits'?"
+        "Wrong options for acme/flash:\n"
+        "  exp.toml:4: attention.options.num_splits=65: want a whole number of at most 64\n"
+        "  --set: unknown option 'attention.options.numsplits'. Did you mean 'num_splits'?"
     )
 
 
@@ -189,5 +190,41 @@ def test_a_plugin_without_options_takes_none():
     chosen = registry.select(Request(), "fcfs").require()
     assert registry.options(chosen, {}) is None
     with pytest.raises(PluginError) as info:
-        registry.options(chosen, {"window": 4}, "exp.toml")
-    assert str(info.value) == "minivllm/fcfs takes no options (exp.toml): scheduler.options has 'window'"
+        registry.options(chosen, {"window": 4}, origins={"scheduler.options.window": "exp.toml:4"})
+    assert str(info.value) == "exp.toml:4: minivllm/fcfs takes no options: scheduler.options has 'window'"
+
+
+# ---------------------------------------------------------------- prefer
+
+
+def test_a_misspelt_name_in_a_list_to_prefer_is_told_and_one_that_is_not_installed_is_passed_over():
+    registry = discover(point("acme", "flash", "acme_spec:S"))["attention"]
+    for name, hint in (
+        ("trition", " Did you mean 'triton'?"), ("minivllm/flash", ""),
+        ("acme/flsh", " Did you mean 'acme/flash'?"),
+    ):  # fmt: skip
+        with pytest.raises(PluginError) as info:
+            registry.select(Request(), prefer=(name, "sdpa"))
+        start = f"No attention is called {name!r}.{hint}\n  Installed: sdpa, triton, acme/flash"
+        assert str(info.value).startswith(start)
+        assert str(info.value).endswith("one that is not installed is written 'dist/name'.")
+    with pytest.raises(PluginError, match="is a target, and a target runs code"):
+        registry.select(Request(), prefer=("my.module:Class",))
+    absent = ("flashinfer", "zz/flash", "zz/sdpa")
+    selection = registry.select(FITS, prefer=(*absent, "sdpa"))
+    assert [str(c.reasons[0]) for c in selection.candidates[:3]] == ["not installed"] * 3
+    assert selection.chosen.entry.label == "minivllm/sdpa"
+    assert [registry.installed(name) for name in (*absent, "sdpa", "acme/flash", "m:C")] == [False] * 3 + [True] * 3
+
+
+def test_a_blocked_plugin_in_a_list_to_prefer_is_passed_over():
+    registry = discover(point("acme", "flash", "acme_spec:S"), environ={"MINIVLLM_PLUGINS": ""})["attention"]
+    for name in ("flash", "acme/flash"):
+        selection = registry.select(FITS, prefer=(name, "sdpa"))
+        assert str(selection.candidates[0].reasons[0]) == "blocked by MINIVLLM_PLUGINS"
+        assert selection.chosen.entry.label == "minivllm/sdpa"
+
+
+FITS = Request({
+    "device": "cpu", "dtype": "float32", "kv_format": "fp32", "dim_qk": 64, "dim_v": 64, "queries_per_kv": 2,
+})  # fmt: skip

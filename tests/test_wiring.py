@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from minivllm.config import EngineConfig
+from minivllm.config import EngineConfig, load_config
 from minivllm.core.hf_config import find_model, open_checkpoint, read_config
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import Part
@@ -170,8 +170,7 @@ def test_a_failed_choice_carries_what_was_chosen_before_it(model):
          "No processor is called 'penalty'. Did you mean 'penalties'?\n  Installed: logit_bias, penalties\n"
          "  A package adds one with the entry-point group 'minivllm.processor'; an experiment can say 'module:Class'."),
         ({"quantizer": {"name": "int8", "options": {"skp": []}}}, PluginError,
-         "Wrong options for minivllm/int8:\n  quantizer.options.skp: Extra inputs are not permitted - did you mean "
-         "'skip'?"),
+         "Wrong options for minivllm/int8:\n  unknown option 'quantizer.options.skp'. Did you mean 'skip'?"),
         ({"processors": [{"name": "penalties", "options": {"a": 1}}]}, PluginError,
          "minivllm/penalties takes no options: processors.0.options has 'a'"),
     ],
@@ -180,6 +179,20 @@ def test_what_cannot_be_wired_is_refused(model, options, error, message):
     with pytest.raises(error) as info:
         wire(model, **options)
     assert str(info.value) == message
+
+
+def test_a_name_that_the_config_gives_is_refused_with_its_place(model):
+    loaded = load_config(sets=["scheduler=fcf"], keywords={"model": model, "device": "cpu"}, environ={})
+    with pytest.raises(PluginError, match=r"^--set: No scheduler is called 'fcf'"):
+        resolve(loaded.engine, CATALOG, loaded.origins)
+
+
+def test_what_is_preferred_and_not_installed_is_a_note(model, caplog):
+    sets = ["attention.prefer=['acme/flash','sdpa']"]
+    loaded = load_config(sets=sets, keywords={"model": model, "device": "cpu"}, environ={})
+    found = resolve(loaded.engine, CATALOG, loaded.origins)
+    assert ("attention.prefer", "'acme/flash' is not installed, and is passed over") in found.notes
+    assert caplog.messages == ["--set: attention.prefer: 'acme/flash' is not installed, and is passed over"]
 
 
 def write(path, text):

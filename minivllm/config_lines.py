@@ -1,0 +1,133 @@
+"""On which line of a TOML file each value stands, which ``tomllib`` does not tell.
+
+A scanner for text that ``tomllib`` has accepted, so it checks nothing; it follows keys, tables and lists and skips
+everything else.  https://toml.io/en/v1.0.0
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Place = tuple["str | int", ...]
+
+_SPACE = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_STRING = re.compile(
+    r'"""(?:[^"\\]|\\.|"{1,2}(?!"))*"{3,5}'
+    r"|'''(?:[^']|'{1,2}(?!'))*'{3,5}"
+    r'|"(?:[^"\\\n]|\\.)*"'
+    r"|'[^'\n]*'",
+    re.S,
+)
+_OTHER = re.compile(r"[^,\]}\n#]*")  # numbers, booleans, dates
+
+
+def toml_lines(text: str) -> dict[Place, int]:
+    """The line (from 1) of each key and list entry, by its path: ``("scheduler", "options", "window") -> 7``."""
+    return _Scanner(text).run()
+
+
+class _Scanner:
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text.replace("\r\n", "\n"), 0
+        self.lines: dict[Place, int] = {}
+        self.lists: dict[Place, int] = {}  # [[...]]: the index of the newest entry
+        self._counted, self._line = 0, 1
+
+    def run(self) -> dict[Place, int]:
+        prefix: Place = ()
+        self._skip()
+        while self.at < len(self.text):
+            line = self._here()
+            if self._take("[["):
+                path = self._header(self._key())
+                self.lists[path] = self.lists.get(path, -1) + 1
+                prefix = (*path, self.lists[path])
+                self.lines[prefix] = line
+                self._note(path, line)
+                self._take("]]")
+            elif self._take("["):
+                prefix = self._header(self._key(), whole=True)
+                self._note(prefix, line)
+                self._take("]")
+            else:
+                self._pair(prefix)
+            self._skip()
+        return self.lines
+
+    def _header(self, key: Place, whole: bool = False) -> Place:
+        """The path of a table; through a list of tables it leads into the newest entry."""
+        path: Place = ()
+        for i, part in enumerate(key, 1):
+            path = (*path, part)
+            if path in self.lists and (whole or i < len(key)):
+                path = (*path, self.lists[path])
+        return path
+
+    def _pair(self, prefix: Place) -> None:
+        line = self._here()
+        key = self._key()
+        for i in range(1, len(key) + 1):
+            self._note((*prefix, *key[:i]), line)
+        self._skip()
+        self._take("=")
+        self._skip()
+        self._value((*prefix, *key))
+
+    def _value(self, path: Place) -> None:
+        if self._take("{"):
+            self._skip()
+            while not self._take("}"):
+                self._pair(path)
+                self._skip()
+                self._take(",")
+                self._skip()
+        elif self._take("["):
+            self._skip()
+            index = 0
+            while not self._take("]"):
+                self._note((*path, index), self._here())
+                self._value((*path, index))
+                self._skip()
+                self._take(",")
+                self._skip()
+                index += 1
+        else:
+            self._match(_STRING) or self._match(_OTHER)
+
+    def _key(self) -> Place:
+        parts: list[str] = []
+        while True:
+            self._skip()
+            quoted = self._match(_STRING)
+            parts.append(tomllib.loads(f"key = {quoted}")["key"] if quoted else self._match(_BARE))
+            self._skip()
+            if not self._take("."):
+                return tuple(parts)
+
+    def _note(self, path: Place, line: int) -> None:
+        self.lines.setdefault(path, line)
+
+    def _here(self) -> int:
+        self._line += self.text.count("\n", self._counted, self.at)
+        self._counted = self.at
+        return self._line
+
+    def _skip(self) -> None:
+        self._match(_SPACE)
+
+    def _take(self, mark: str) -> bool:
+        found = self.text.startswith(mark, self.at)
+        self.at += len(mark) if found else 0
+        return found
+
+    def _match(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+        return found[0] if found else ""
