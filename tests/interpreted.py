@@ -13,8 +13,9 @@ import torch
 
 from minivllm.core import sampling
 from minivllm.core.interfaces.plan import OVERSHOOT, STOP_IDS
-from minivllm.core.kernels import activation, draw, norm, skinny, step
+from minivllm.core.kernels import activation, draw, norm, products, step
 from minivllm.core.layers.activation import silu_mul
+from minivllm.core.layers.fused import Normed
 from minivllm.core.layers.norm import rms_norm
 from minivllm.testing import AttentionConformance
 
@@ -45,17 +46,30 @@ def test_silu_mul_over_more_than_one_block():
     near(activation.silu_mul(x), silu_mul(x))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])
-@pytest.mark.parametrize(("k", "n"), [(48, 20), (1500, 9), (2048, 33)])
-def test_skinny_products_with_and_without_a_prologue(rows, k, n):
-    x, r, w = torch.randn(rows, k), torch.randn(rows, k), torch.randn(n, k) / k**0.5
-    weight, bias, pair = torch.randn(k), torch.randn(n), torch.randn(rows, 2 * k)
-    near(skinny.linear(x, w, bias), x @ w.t() + bias)
-    y, total = skinny.norm_linear(x, r, weight, 1e-6, w)
-    near(y, rms_norm(x + r, weight, 1e-6) @ w.t())
-    assert torch.equal(total, x + r)
-    near(skinny.norm_linear(x, None, weight, 1e-6, w)[0], rms_norm(x, weight, 1e-6) @ w.t())
-    near(skinny.gated_linear(pair, w), silu_mul(pair) @ w.t())
+@pytest.mark.parametrize("rows", [1, 2, 17, 70])
+@pytest.mark.parametrize(("k", "n"), [(48, 24), (1536, 72), (2048, 136)])
+def test_products_with_what_follows_them(rows, k, n):
+    x, residual, w = torch.randn(rows, k), torch.randn(rows, n), torch.randn(n, k) / k**0.5
+    bias, before, after, eps = torch.randn(n), torch.rand(k) + 0.5, torch.rand(n) + 0.5, 1e-5
+    near(products.Product(w, bias)(x)[0], x @ w.t() + bias)
+    squares, weighted = (x * x).unflatten(1, (3, -1)).sum(2) if k % 3 == 0 else (x * x).sum(1, True), x * before
+    whole = rms_norm(x, before, eps)
+    near(products.Product(w, bias)(weighted, squares, eps)[0], whole @ w.t() + bias)
+    gate_up = torch.randn(2 * n, k) / k**0.5
+    near(products.Product(gate_up, None, products.GATED)(weighted, squares, eps)[0], silu_mul(whole @ gate_up.t()))
+    stream = residual + x @ w.t() + bias
+    y, parts = products.Product(w, bias, products.ADDED)(x, residual=residual, norm=after)
+    near(residual, stream)
+    near(Normed(y, parts, eps).finished(), rms_norm(stream, after, eps))
+
+
+def test_a_split_sum_leaves_its_counters_at_zero():
+    x, w = torch.randn(5, 2048), torch.randn(72, 2048) / 45
+    product = products.Product(w, None)
+    assert products.matrix_tile(5, 72, 2048, False)["SK"] > 1
+    first = product(x)[0]
+    assert not product.arrived.any()
+    assert torch.equal(product(x)[0], first)
 
 
 def test_a_draw_is_that_of_the_same_noise_in_torch():

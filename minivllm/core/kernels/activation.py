@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .launch import pdl, wait
 
-BLOCK = 1024
+BLOCK = 2048
 
 
 @triton.jit
@@ -32,5 +32,5 @@ def silu_mul(x: Tensor) -> Tensor:
     tokens, inner = x.shape[0], x.shape[1] // 2
     y = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
     if tokens:
-        _silu_mul[(tokens, triton.cdiv(inner, BLOCK))](x, y, INNER=inner, BLOCK=BLOCK, num_warps=4, **pdl(x))
+        _silu_mul[(tokens, triton.cdiv(inner, BLOCK))](x, y, INNER=inner, BLOCK=BLOCK, num_warps=8, **pdl(x))
     return y

@@ -25,10 +25,13 @@ def wait(PDL: tl.constexpr):
 
 
 @lru_cache(maxsize=16)
-def _capable(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+def capability(device: torch.device) -> int:
+    """NVIDIA's major compute capability; 0 on anything else."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def pdl(like: torch.Tensor) -> dict[str, Any]:
     """Launch options for a kernel that takes ``PDL``."""
-    return {"PDL": True, "launch_pdl": True} if _capable(like.device) else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if capability(like.device) >= 9 else {"PDL": False}

@@ -1,12 +1,20 @@
-"""Pairs of layers that run as one kernel where the rows are few: a norm before a projection, a gate before one.
+"""Norms and linear layers that run together where the rows are few.
 
-Each pair is its two layers; which way it runs is decided by the number of rows, and both ways round alike.
+A pre-norm decoder alternates between the residual stream and products of its norm::
+
+    stream ──norm──► NormedLinear (qkv) ── attention ──► LinearNorm (o) ──norm──► GatedLinear (gate_up)
+      ▲                                                  adds to stream                    │
+      └──────────────── LinearNorm (down) adds to the stream, gives the next norm ◄────────┘
+
+What goes from a norm to a product is a ``Normed``.  Each pair decides by the number of rows whether it is one kernel or
+its layers one after another, and takes a Normed of either kind.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .linear import Dense, Linear
@@ -17,37 +25,78 @@ if TYPE_CHECKING:
     from .norm import RMSNorm
 
 
-class NormLinear:
-    """``(x, residual) -> (linear(norm(x + residual)), x + residual)``."""
+class Normed(NamedTuple):
+    """RMSNorm's result x [T, dim]; if ``squares`` [T, P] float32 is given, x is not yet divided by
+    sqrt(sum of the token's squares / dim + eps)."""
 
-    def __init__(self, norm: RMSNorm, linear: Linear) -> None:
-        self.norm, self.linear = norm, linear
+    x: Tensor
+    squares: Tensor | None = None
+    eps: float = 0.0
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        kernels = skinny_kernels(self.linear, x)
-        if kernels is not None:
-            weight = self.linear.scheme.weight
-            return kernels.norm_linear(x, residual, self.norm.weight, self.norm.eps, weight, self.linear.bias)
-        x, residual = self.norm(x, residual)
-        return self.linear(x), residual
-
-
-class GatedLinear:
-    """``x -> linear(silu(gate) * up)`` of x [T, 2 n] = gate | up."""
-
-    def __init__(self, silu_mul: Callable[[Tensor], Tensor], linear: Linear) -> None:
-        self.silu_mul, self.linear = silu_mul, linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        kernels = skinny_kernels(self.linear, x)
-        if kernels is not None:
-            return kernels.gated_linear(x, self.linear.scheme.weight, self.linear.bias)
-        return self.linear(self.silu_mul(x))
+    def finished(self) -> Tensor:
+        """With the division."""
+        if self.squares is None:
+            return self.x
+        factor = torch.rsqrt(self.squares.sum(dim=1, keepdim=True) / self.x.shape[1] + self.eps)
+        return (self.x.float() * factor).to(self.x.dtype)
 
 
-def skinny_kernels(linear: Linear, x: Tensor):
-    """The kernels for few rows if they do this layer: a plain weight, nothing to reduce over processes."""
-    scheme = linear.scheme
-    if not isinstance(scheme, Dense) or scheme.skinny is None or linear.reduce:
-        return None
-    return scheme.skinny if scheme.skinny.fits(x, scheme.weight) else None
+class _Pair:
+    """A linear layer with a kernel for few rows, if it has a plain weight and nothing to reduce over processes."""
+
+    mode = 0
+
+    def __init__(self, linear: Linear, fuse: bool) -> None:
+        self.linear, self.fuse = linear, fuse and isinstance(linear.scheme, Dense) and not linear.reduce
+        self._kernel: Any = None
+
+    def kernel(self, x: Tensor) -> Any:
+        """The kernel, or None if the layers do as well by themselves."""
+        if not self.fuse:
+            return None
+        if self._kernel is None:  # made once the weight is loaded
+            from minivllm.core.kernels.products import Product
+
+            self._kernel = Product(self.linear.scheme.weight, self.linear.bias, self.mode)
+        return self._kernel if self._kernel.fits(x) else None
+
+
+class NormedLinear(_Pair):
+    """``Normed -> linear(x)``."""
+
+    def __call__(self, h: Normed) -> Tensor:
+        kernel = self.kernel(h.x)
+        return self.linear(h.finished()) if kernel is None else kernel(h.x, h.squares, h.eps)[0]
+
+
+class GatedLinear(_Pair):
+    """``Normed -> silu(gate) * up``, linear(x) [T, 2 n] being gate | up."""
+
+    mode = 1
+
+    def __init__(self, linear: Linear, silu_mul: Callable[[Tensor], Tensor], fuse: bool) -> None:
+        super().__init__(linear, fuse)
+        self.silu_mul = silu_mul
+
+    def __call__(self, h: Normed) -> Tensor:
+        kernel = self.kernel(h.x)
+        return self.silu_mul(self.linear(h.finished())) if kernel is None else kernel(h.x, h.squares, h.eps)[0]
+
+
+class LinearNorm(_Pair):
+    """``(x, residual) -> (norm(residual + linear(x)), residual + linear(x))``; the residual given belongs to the layer
+    from then on.  ``whole``: the Normed is a finished one, for what is no product."""
+
+    mode = 2
+
+    def __init__(self, linear: Linear, norm: RMSNorm, fuse: bool, whole: bool) -> None:
+        super().__init__(linear, fuse and not whole)
+        self.norm = norm
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
+        kernel = self.kernel(x)
+        if kernel is None:
+            y, residual = self.norm(self.linear(x), residual)
+            return Normed(y), residual
+        y, squares = kernel(x, residual=residual, norm=self.norm.weight)
+        return Normed(y, squares, self.norm.eps), residual

@@ -34,11 +34,8 @@ class Dense(WeightScheme):
 
     def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None) -> None:
         self.info = info
-        self.skinny: Any = None  # the kernels for few rows
-        if fuse:
-            from minivllm.core.kernels import skinny
-
-            self.skinny = skinny
+        self.fuse = fuse
+        self.row: Any = None  # the kernel for a single row
         shape = (info.out_features, info.in_features)
         if weight is None:
             weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
@@ -54,11 +51,15 @@ class Dense(WeightScheme):
 
     def finish(self) -> None:
         self.packed = pack(self.weight)
+        if self.fuse:
+            from minivllm.core.kernels.products import Product
+
+            self.row = Product(self.weight, None)
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
-        if self.skinny is not None and out is None and self.skinny.fits(x, self.weight):
-            return self.skinny.linear(x, self.weight)
+        if self.row is not None and out is None and x.shape[0] == 1 and self.row.fits(x):
+            return self.row(x)[0]
         return matmul(x, self.weight, self.packed) if out is None else torch.mm(x, self.weight.t(), out=out)
 
 

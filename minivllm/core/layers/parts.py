@@ -16,7 +16,7 @@ from minivllm.errors import ModelError
 from .activation import silu_mul
 from .attention import AttentionLayer
 from .embedding import Embedding, LMHead, TiedLMHead
-from .fused import GatedLinear, NormLinear
+from .fused import GatedLinear, LinearNorm, NormedLinear
 from .linear import Dense, Linear
 from .module import Module
 from .norm import RMSNorm
@@ -107,13 +107,17 @@ class Parts:
 
         return fused
 
-    def norm_linear(self, norm: RMSNorm, linear: Linear) -> NormLinear:
-        """(x, residual) -> (linear(norm(x + residual)), x + residual), one kernel where the rows are few."""
-        return NormLinear(norm, linear)
+    def normed_linear(self, linear: Linear) -> NormedLinear:
+        """Normed -> linear(x) [T, out]; see ``layers.fused``."""
+        return NormedLinear(linear, self.fuse)
 
     def gated_linear(self, linear: Linear) -> GatedLinear:
-        """[T, 2 n] = gate | up -> linear(silu(gate) * up), one kernel where the rows are few."""
-        return GatedLinear(self.silu_mul, linear)
+        """Normed -> silu(gate) * up [T, n], where linear(x) [T, 2 n] = gate | up."""
+        return GatedLinear(linear, self.silu_mul, self.fuse)
+
+    def linear_norm(self, linear: Linear, norm: RMSNorm, whole: bool = False) -> LinearNorm:
+        """(x, residual) -> (Normed of residual + linear(x), that sum); ``whole``: the norm is computed to its end."""
+        return LinearNorm(linear, norm, self.fuse, whole)
 
     def attention(self, index: int, spec: AttnSpec) -> AttentionLayer:
         """Layer ``index`` (0, 1, ... in order); ``spec`` is the whole model's, ``layers`` keeps the local share."""

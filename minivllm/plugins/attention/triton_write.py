@@ -81,6 +81,11 @@ def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
     return whole and (pre is None or (pre.q_norm is None) == (pre.k_norm is None))
 
 
+def heads_each(tokens: int) -> tuple[int, int]:
+    """Heads of a program, and its warps: many programs while the device has room for them."""
+    return (1, 1) if tokens <= 64 else (4, 4) if tokens <= 512 else (8, 4)
+
+
 def write(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
     """As ``AttentionBackend.write`` where ``fits``; a new tensor [T, heads, D] comes back."""
     tokens, heads, dim = q.shape
@@ -91,7 +96,7 @@ def write(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre
     has_v = "v" in layer.cache
     norm = pre is not None and pre.q_norm is not None
     rotary = pre is not None and pre.cos is not None
-    each = 1 if tokens <= 64 else 4 if tokens <= 512 else 8
+    each, warps = heads_each(tokens)
     total = heads + kv_heads * (2 if has_v else 1)
     _write[(tokens, triton.cdiv(total, each))](
         q, k, v, out, layer.cache["k"], layer.cache["v"] if has_v else out,
@@ -99,6 +104,6 @@ def write(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre
         meta.position, meta.slot_map[layer.group], q.stride(0), k.stride(0), v.stride(0),
         meta.slot_map.stride(1), pre.eps if pre else 0.0,
         QH=heads, KH=kv_heads, D=dim, DV=dim_v, H=power(dim // 2), DVP=power(dim_v), HB=each,
-        NORM=norm, ROTARY=rotary, HAS_V=has_v, num_warps=1 if each == 1 else 4, **pdl(q),
+        NORM=norm, ROTARY=rotary, HAS_V=has_v, num_warps=warps, **pdl(q),
     )  # fmt: skip
     return out

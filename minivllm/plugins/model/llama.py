@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.model import ModelArch, Parts, Rule, StepTensors
+from minivllm.core.layers.fused import Normed
 from minivllm.errors import ModelError
 
 
@@ -79,48 +80,53 @@ class Decoder:
     def __init__(self, arch: Llama, cfg: Any, parts: Parts) -> None:
         specs = arch.attention(cfg)
         self.embed = parts.embedding("embed", cfg.vocab_size, cfg.hidden_size)
-        self.blocks = [Block(arch, cfg, parts, i, spec) for i, spec in enumerate(specs)]
-        self.norm = parts.norm("norm", cfg.hidden_size, cfg.rms_norm_eps)
+        hidden, eps = cfg.hidden_size, cfg.rms_norm_eps
+        norms = [parts.norm(f"layers.{i}.norm1", hidden, eps) for i in range(len(specs))]
+        norms.append(parts.norm("norm", hidden, eps))
+        self.first = norms[0]
+        self.blocks = [Block(arch, cfg, parts, i, spec, norms[i + 1]) for i, spec in enumerate(specs)]
         tied = self.embed if cfg.tie_word_embeddings else None
         self.logits = parts.lm_head("lm_head", cfg.hidden_size, cfg.vocab_size, tied)
 
     def __call__(self, step: StepTensors) -> Tensor:
-        x, residual = self.embed(step.ids), None
+        x, residual = self.first(self.embed(step.ids))
+        h = Normed(x)
         for block in self.blocks:
-            x, residual = block(x, residual, step)
-        return self.norm(x, residual)[0]
+            h, residual = block(h, residual, step)
+        return h.x
 
 
 class Block:
-    """x -> attention -> MLP; the residual stream travels beside x and is added inside the norms."""
+    """Attention, then MLP: takes its first norm's result and gives that of the next layer's (``after``).
 
-    def __init__(self, arch: Llama, cfg: Any, parts: Parts, i: int, spec: AttnSpec) -> None:
+    The residual stream travels beside it.
+    """
+
+    def __init__(self, arch: Llama, cfg: Any, parts: Parts, i: int, spec: AttnSpec, after: Any) -> None:
         hidden, inner, eps = cfg.hidden_size, cfg.intermediate_size, cfg.rms_norm_eps
         bias_qkv, bias_o, bias_mlp = arch.biases(cfg)
-        name, dim = f"layers.{i}.", spec.dim_qk
+        name, dim, last = f"layers.{i}.", spec.dim_qk, i + 1 == cfg.num_hidden_layers
         q, kv = spec.heads * dim, spec.kv_heads * dim
         gate_up = [("gate", inner), ("up", inner)]
-        norm1 = parts.norm(name + "norm1", hidden, eps)
-        qkv = parts.linear(name + "attn.qkv", hidden, [("q", q), ("k", kv), ("v", kv)], bias=bias_qkv, split="column")
-        self.qkv = parts.norm_linear(norm1, qkv)
+        self.qkv = parts.normed_linear(
+            parts.linear(name + "attn.qkv", hidden, [("q", q), ("k", kv), ("v", kv)], bias=bias_qkv, split="column")
+        )
         self.attn = parts.attention(i, spec)
-        self.o = parts.linear(name + "attn.o", q, [("", hidden)], bias=bias_o, split="row")
-        norm2 = parts.norm(name + "norm2", hidden, eps)
-        gate_up_ = parts.linear(name + "mlp.gate_up", hidden, gate_up, bias=bias_mlp, split="column")
-        self.gate_up = parts.norm_linear(norm2, gate_up_)
-        self.down = parts.gated_linear(
-            parts.linear(name + "mlp.down", inner, [("", hidden)], bias=bias_mlp, split="row")
-        )  # fmt: skip
+        o = parts.linear(name + "attn.o", q, [("", hidden)], bias=bias_o, split="row")
+        self.o = parts.linear_norm(o, parts.norm(name + "norm2", hidden, eps))
+        self.gate_up = parts.gated_linear(
+            parts.linear(name + "mlp.gate_up", hidden, gate_up, bias=bias_mlp, split="column")
+        )
+        down = parts.linear(name + "mlp.down", inner, [("", hidden)], bias=bias_mlp, split="row")
+        self.down = parts.linear_norm(down, after, whole=last)
         self.sizes = [parts.heads(n) * dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
         norms = [parts.norm(f"{name}attn.{x}_norm", dim, eps).weight if arch.qk_norm else None for x in "qk"]
         self.pre = QKPre(*parts.rotary(cfg, dim), *norms, eps)
 
-    def __call__(self, x: Tensor, residual: Tensor | None, step: StepTensors) -> tuple[Tensor, Tensor]:
-        qkv, residual = self.qkv(x, residual)
-        q, k, v = qkv.split(self.sizes, dim=-1)
-        x = self.o(self.attn(q, k, v, step, self.pre))
-        x, residual = self.gate_up(x, residual)
-        return self.down(x), residual
+    def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
+        q, k, v = self.qkv(h).split(self.sizes, dim=-1)
+        h, residual = self.o(self.attn(q, k, v, step, self.pre), residual)
+        return self.down(self.gate_up(h), residual)
 
 
 def head_dim(cfg: Any) -> int:
