@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from minivllm import __version__, cli_plugins
+from minivllm import __version__, cli_config, cli_plugins
 from minivllm.errors import MinivllmError
 
 SAMPLING: tuple[tuple[str, Any, str], ...] = (
@@ -72,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub = command("run", "cli_commands:run", "Run the prompts of an experiment file; results are JSON lines.", wiring)
     sub.add_argument("file", help="TOML or YAML with a [run] table")
     cli_plugins.add_commands(command, wiring, common)
+    cli_config.add_commands(command, wiring, common)
     sub = command("eval", "cli_commands:evaluate", "Put a number on the quality of the model in the package.", wiring)
     sub.add_argument("what", choices=["pocket"])
     sub.add_argument("-n", type=int, default=500, help="cases of each task (default 500)")

@@ -98,7 +98,7 @@ def to_toml(found: list[Leaf], comment: Any = None) -> str:
             lines += ["", f"[[{leaf.path[0]}]]" if depth == 2 else f"[{table}]"]
         name = ".".join(toml_key(part) for part in leaf.path[depth if heading else 0 :])
         text, why = toml_value(leaf.value), ""
-        if leaf.path[0] in SHAPE.not_in_files and leaf.value:
+        if leaf.path[0] in SHAPE.not_in_files:
             why = "never from a file"
         elif leaf.value is None:
             why = "not set"
@@ -135,3 +135,28 @@ def toml_value(value: Any) -> str | None:
 
 def _text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def to_json(loaded: Loaded, plugin_of: Any = None) -> str:
+    """The configuration as JSON: nested values, or, with ``plugin_of`` (from a leaf to the plug-in that it names), an
+    object for each option by its dotted name, with its origin."""
+    if plugin_of is None:
+        return json.dumps(plain(loaded), indent=2, ensure_ascii=False, default=repr)
+    rows = {}
+    for leaf in leaves(loaded):
+        row = {"value": leaf.value, "origin": leaf.origin}
+        plugin = plugin_of(leaf)
+        if plugin is not None:
+            found = isinstance(plugin, str)
+            row["plugin"] = {"missing": plugin} if found else {"dist": plugin.dist, "version": plugin.version}
+        rows[leaf.dotted] = row
+    return json.dumps(rows, indent=2, ensure_ascii=False, default=repr)
+
+
+def plain(loaded: Loaded) -> dict[str, Any]:
+    """The whole configuration as nested plain values."""
+    tables = {"sampling": dict(loaded.sampling), "run": loaded.run.model_dump()}
+    return {**loaded.engine.model_dump(), **tables, "requires": {"plugins": list(loaded.requires)}}

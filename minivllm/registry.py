@@ -270,6 +270,15 @@ class Registry:
         check_base(self.kind, candidate.entry, found)
         return found
 
+    def options_model(self, entry: Entry, spec: Spec) -> Any:
+        """The pydantic model of a plug-in's options.  PluginError if it cannot be imported or is none."""
+        from pydantic import BaseModel
+
+        model = _import(entry, spec.options)
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            raise PluginError(f"{entry}: {spec.options!r} is no pydantic model of its options")
+        return model
+
     def options(
         self, candidate: Candidate, values: Mapping[str, Any], at: str = "", origins: Mapping[str, str] | None = None
     ) -> Any:
@@ -282,11 +291,9 @@ class Registry:
                 place = begins(source_of(origins, at))
                 raise PluginError(f"{place}{label} takes no options: {at} has {', '.join(map(repr, values))}")
             return None
-        from pydantic import BaseModel, ValidationError
+        from pydantic import ValidationError
 
-        model = _import(candidate.entry, candidate.spec.options)
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            raise PluginError(f"{candidate.entry}: {candidate.spec.options!r} is no pydantic model of its options")
+        model = self.options_model(candidate.entry, candidate.spec)
         try:
             return model(**values)
         except ValidationError as exc:

@@ -1,0 +1,94 @@
+"""The commands about configuration: ``minivllm config show`` and ``minivllm schema``.  Parsing them imports nothing
+heavy; running them imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import ConfigError, PluginError
+
+if TYPE_CHECKING:
+    from minivllm.config_show import Leaf
+    from minivllm.registry import Entry
+
+
+def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Add ``config`` and ``schema``.  ``command`` is that of ``minivllm.cli``."""
+    group = command("config", "cli_config:show", "Show what the layers of a configuration come to.")
+    verbs = group.add_subparsers(metavar="VERB", required=True, parser_class=type(group))
+    text = "Every option with its value, as TOML that can be read again or as JSON."
+    sub = verbs.add_parser("show", help=text, description=text, parents=[common, wiring])
+    sub.set_defaults(run="minivllm.cli_config:show")
+    sub.add_argument("files", nargs="*", metavar="FILE", help="TOML or YAML, as with --config")
+    sub.add_argument("--origin", action="store_true", help="where each value came from, and the version of a plug-in")
+    sub.add_argument("--format", choices=["toml", "json"], default="toml", help="default toml")
+    text = "Write a JSON Schema of configuration files over the plug-ins that are installed, for editors."
+    sub = command("schema", "cli_config:schema", text)
+    sub.add_argument("-o", "--output", metavar="FILE", help="default standard output")
+
+
+def show(args: argparse.Namespace) -> int:
+    from minivllm.cli_commands import load
+    from minivllm.config_show import leaves, to_json, to_toml
+
+    loaded = load(args, args.files)
+    plugin_of = installed(loaded.engine.allow_targets) if args.origin else None
+    if args.format == "json":
+        print(to_json(loaded, plugin_of))
+        return 0
+    comment = None
+    if plugin_of is not None:
+
+        def comment(leaf: Leaf) -> str:
+            return ", ".join(filter(None, (leaf.origin, plugin_text(plugin_of(leaf)))))
+
+    for file in loaded.files:
+        print(f"# {file}")
+    sys.stdout.write(to_toml(leaves(loaded), comment))
+    return 0
+
+
+def installed(allow_targets: list[str]) -> Any:
+    """A function from a leaf to the entry of the plug-in that it names: None if it names none, or ``auto``; a text that
+    says why if it cannot be had."""
+    from minivllm.registry import Catalog
+    from minivllm.spec import KINDS, OPTION_OF
+
+    catalog = Catalog.discover().allow(allow_targets)
+    kinds = {OPTION_OF.get(kind, kind): kind for kind in KINDS}
+
+    def plugin_of(leaf: Leaf) -> Entry | str | None:
+        if leaf.path[0] not in kinds or leaf.path[-1] != "name" or len(leaf.path) > 3 or leaf.value == "auto":
+            return None
+        try:
+            return catalog[kinds[leaf.path[0]]].find(leaf.value)
+        except PluginError as exc:
+            return str(exc).partition("\n")[0].rstrip(".")
+
+    return plugin_of
+
+
+def plugin_text(plugin: Any) -> str:
+    return plugin if plugin is None or isinstance(plugin, str) else f"{plugin.dist} {plugin.version}"
+
+
+def schema(args: argparse.Namespace) -> int:
+    from minivllm.config_schema import config_schema
+    from minivllm.registry import Catalog
+
+    text = json.dumps(config_schema(Catalog.discover()), indent=2) + "\n"
+    if args.output is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        Path(args.output).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{args.output}: {exc.strerror}") from None
+    path = os.path.join(".", args.output)  # an absolute path stays as it is
+    print(f"written; the first line of a TOML file beside it names it: #:schema {path}", file=sys.stderr)
+    return 0
