@@ -50,7 +50,10 @@ def config_schema(catalog: Catalog) -> Schema:
     properties["dtype"]["enum"] += [word for word in DTYPE_NAMES if word not in properties["dtype"]["enum"]]
     kinds = {OPTION_OF.get(kind, kind): kind for kind in KINDS}
     for option in (*SEAMS, *SEVERAL):
-        if option in kinds:
+        if option not in kinds:  # named like plug-ins, chosen by somebody else
+            items = properties[option]["items"]
+            properties[option]["items"] = {"anyOf": [{"type": "string"}, items]}
+        else:
             seam = _seam(catalog[kinds[option]], definitions, many=option in SEVERAL)
             properties[option] = {
                 **{k: properties[option][k] for k in ("description",) if k in properties[option]},
@@ -164,8 +167,7 @@ def _hoist(schema: Any, prefix: str, definitions: Schema) -> Schema:
     """Without titles that only repeat names, and with the inner definitions at the top of the whole, where references
     are looked up."""
     for name, inner in schema.pop("$defs", {}).items():
-        if name != "Choice":  # the seams get schemas of their own
-            definitions[f"{prefix}.{name}"] = _renamed(inner, prefix)
+        definitions[f"{prefix}.{name}"] = _renamed(inner, prefix)
     return _renamed(schema, prefix)
 
 

@@ -60,6 +60,15 @@ def test_light_commands_import_nothing_heavy(args):
     assert done.stderr.strip() == "[]" and done.stdout
 
 
+@pytest.mark.parametrize("args", [["config", "show", "--origin"], ["schema"]])
+def test_the_commands_about_configuration_import_no_torch(args):
+    code = (
+        f"import sys\nfrom minivllm.cli import main\nmain({args!r})\n"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules], file=sys.stderr)"
+    )
+    assert python(code).stderr.strip() == "[]"
+
+
 def test_importing_the_package_imports_nothing_heavy_and_its_names_are_there():
     code = (
         f"import sys, minivllm; print([m for m in {HEAVY} if m in sys.modules]);"

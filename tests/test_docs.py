@@ -100,7 +100,9 @@ def run_console(text: str, capsys) -> int:
             code = main(words[1:])
         except SystemExit as end:  # --version
             code = end.code or 0
-        error = capsys.readouterr().err
+        out, error = capsys.readouterr()
+        if words[1] == "config" and not code:
+            assert set(output.splitlines()) <= {*out.splitlines(), "...", "```"}, out
         shown = [line for line in output.splitlines() if line.startswith("minivllm: ")]
         assert all(line in error.splitlines() for line in shown), f"{command}: {error!r}"
         assert bool(code) == any(line.startswith("minivllm: error:") for line in shown), f"{command}: {code} {error}"
@@ -130,6 +132,10 @@ def test_the_quickstart_runs_as_it_is_written(here, capsys):
     assert json.loads((here / "steps.json").read_text())["traceEvents"]
     for names in (RequestOutput._names(), CompletionOutput._names()):
         assert " ".join(names) + "\n" in (DOCS / "quickstart.md").read_text()
+
+
+def test_the_page_about_configuration_is_true(here, capsys):
+    assert run_document(DOCS / "configuration.md", capsys) >= 12
 
 
 def test_the_plug_ins_of_the_guide_work(here, capsys):
