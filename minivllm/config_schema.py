@@ -54,11 +54,7 @@ def config_schema(catalog: Catalog) -> Schema:
             items = properties[option]["items"]
             properties[option]["items"] = {"anyOf": [{"type": "string"}, items]}
         else:
-            seam = _seam(catalog[kinds[option]], definitions, many=option in SEVERAL)
-            properties[option] = {
-                **{k: properties[option][k] for k in ("description",) if k in properties[option]},
-                **seam,
-            }
+            properties[option] = _seam(catalog[kinds[option]], definitions, many=option in SEVERAL)
     properties.update({alias: properties[name] for alias, name in ALIASES.items()})
     properties["extends"] = {
         "description": "a file, or files, that this one lies over; relative to this file",

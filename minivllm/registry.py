@@ -257,7 +257,7 @@ class Registry:
             found = [e for e in self.entries if name in (e.name, e.label)]
             return found[0] if found and all(e.blocked for e in found) else self.find(name)
         dist, slash, _ = name.rpartition("/")
-        near, here = suggest(name, {e.name for e in self.entries}), {e.dist for e in self.entries}
+        near, here = suggest(name, {e.name for e in self.entries}, 0.75), {e.dist for e in self.entries}
         if _normal(dist) in here if slash else near:
             hint = "In a list of names to prefer, one that is not installed is written 'dist/name'."
             raise PluginError(f"{self._unknown(name)}\n  {hint}")
