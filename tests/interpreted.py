@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from minivllm.core import sampling
 from minivllm.core.interfaces.plan import OVERSHOOT, STOP_IDS
+from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
 from minivllm.core.kernels import activation, draw, norm, products, step
 from minivllm.core.layers.activation import silu_mul
 from minivllm.core.layers.fused import Normed
 from minivllm.core.layers.norm import rms_norm
+from minivllm.core.request import SamplingParams
+from minivllm.core.state import ProcessorState
+from minivllm.plugins.sampler.default import DefaultSampler
 from minivllm.testing import AttentionConformance
 
 
@@ -72,20 +77,75 @@ def test_a_split_sum_leaves_its_counters_at_zero():
     assert torch.equal(product(x)[0], first)
 
 
-def test_a_draw_is_that_of_the_same_noise_in_torch():
-    rows, width = 6, 9000
-    logits = torch.randn(rows, width) * 3
-    seed, position = torch.tensor([1, -5, 2**40 + 3, 7, 7, 8]), torch.tensor([3, 4, 5, 6, 2**20, 0])
-    sample, t = torch.tensor([0, 1, 2, 3, 0, 0]), torch.tensor([1.0, 0.7, 0.0, 2.0, 1e-3, 1.0])
-    logits[5] = -torch.inf
-    logits[5, 4321] = 0.5
-    peaks, tokens = draw.best_of_tiles(logits), torch.empty(rows, dtype=torch.int64)
-    near(peaks.amax(1), logits.amax(1))
-    draw.draw(logits, peaks, t, seed, position, sample, tokens)
-    noise = sampling.gumbel(seed, position, sample, width)
-    score = (logits - logits.amax(1, keepdim=True)) / torch.where(t > 0, t, 1.0)[:, None]
-    assert tokens.tolist() == (score + torch.where(t > 0, 1.0, 0.0)[:, None] * noise).argmax(1).tolist()
-    assert tokens[5] == 4321
+LIMITS = (
+    {}, {"temperature": 0.0}, {"temperature": 0.5}, {"top_k": 1}, {"top_k": 40}, {"top_p": 0.9}, {"top_p": 0.3},
+    {"top_p": 0.01}, {"min_p": 0.1}, {"min_p": 1.0}, {"min_p": 0.02, "top_p": 0.5}, {"top_k": 30, "top_p": 0.5},
+    {"top_k": 900, "top_p": 0.7}, {"top_k": 1500}, {"top_k": 1500, "top_p": 0.6},
+    {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01}, {"top_k": 2000, "min_p": 0.3, "top_p": 0.8},
+)  # fmt: skip
+
+
+def draws(logits, limits, fused, first=0):
+    """Tokens of rows with these limits; the noise of row j is that of row ``first + j``."""
+    n, width = logits.shape
+    sampler = DefaultSampler(None, SamplingContext(width, 100, ()))
+    state, row = ProcessorState(sampler, n, torch.device("cpu")), torch.arange(n)
+    bound = [sampler.bind(SamplingParams(**asked), 1) for asked in limits]
+    state.join(np.arange(n), dict(enumerate(bound)))
+    key, variant = row + first, int(np.bitwise_or.reduce([b.variant for b in bound]))
+    rows = Rows(row, key * 3 + 1, row * 0 + 1, (key << 33) - 7919 * key, key % 3, variant, torch.zeros(n, 101), 100)
+    out = Draw(torch.full((n,), -1))
+    (sampler._draw_fused if fused else sampler.draw)(logits, rows, state.columns, out)
+    if fused:
+        assert torch.equal(out.peaks.amax(1), logits.amax(1).nan_to_num(torch.inf, torch.inf, -torch.inf))
+    return out.tokens.tolist()
+
+
+def spread(kind, n, width):
+    if kind == "flat":
+        return torch.randn(n, width) * 0.3
+    if kind == "ties":
+        return (torch.randn(n, width) * 2).round() / 2
+    if kind == "same":
+        return torch.zeros(n, width)
+    if kind == "sorted":  # the best stand side by side
+        return torch.linspace(3, -9, width).expand(n, width).clone()
+    logits = torch.randn(n, width) * 4
+    logits[:, 1:].masked_fill_(torch.rand(n, width - 1) < 0.7, -torch.inf)
+    return logits
+
+
+@pytest.mark.parametrize(("width", "kind"), [
+    (17, "flat"), (17, "gaps"), (1000, "ties"), (1000, "gaps"), (9000, "flat"), (9000, "same"), (9000, "sorted"),
+])  # fmt: skip
+def test_a_draw_is_that_of_the_reference_whatever_the_limits(width, kind):
+    torch.manual_seed(width)
+    logits = spread(kind, len(LIMITS), width)
+    before = logits.clone()
+    got = draws(logits, LIMITS, fused=True)
+    assert torch.equal(logits, before), "the logits stay as they are"
+    assert got == draws(logits, LIMITS, fused=False)
+
+
+def test_a_row_draws_the_same_alone():
+    torch.manual_seed(3)
+    logits = spread("flat", len(LIMITS), 5000)
+    together = draws(logits, LIMITS, fused=True)
+    for j in range(0, len(LIMITS), 2):
+        assert draws(logits[j : j + 1], LIMITS[j : j + 1], fused=True, first=j) == [together[j]], LIMITS[j]
+
+
+def test_rows_without_a_distribution_end_and_leave_the_others_alone():
+    torch.manual_seed(4)
+    logits = spread("flat", len(LIMITS), 600)
+    want = draws(logits, LIMITS, fused=True)
+    for first, value in ((3, torch.nan), (4, torch.inf), (5, -torch.inf)):
+        broken = logits.clone()
+        broken[first::3] = value if value == -torch.inf else broken[first::3]
+        broken[first::3, 17] = value
+        got = draws(broken, LIMITS, fused=True)
+        kept = [j for j in range(len(LIMITS)) if j < first or (j - first) % 3]
+        assert [got[j] for j in kept] == [want[j] for j in kept] and all(0 <= t < 600 for t in got)
 
 
 def test_a_nan_shows_in_the_peak_of_its_tile():

@@ -305,7 +305,7 @@ def run_sample(r: Runner, b: Buffers, asked: Sequence[Any]) -> tuple[torch.Tenso
     x = logits
     if active or wants_min or not r.sampler.any_dtype:
         x = logits.float()
-    if topk >= 0 and x is logits:
+    if topk >= 0 and x is logits and not r.sampler.keeps_logits:
         x = logits.clone()  # the log-probabilities are those of the model's own logits
     after, prompt, seed, sample = step.gather(b.slots, (state.known, state.prompt, state.seed, state.sample))
     rows = Rows(b.slots, after, prompt, seed, sample, 0, state.tokens, state.tokens.shape[1] - 1)
@@ -314,10 +314,12 @@ def run_sample(r: Runner, b: Buffers, asked: Sequence[Any]) -> tuple[torch.Tenso
     for i in active:
         rows.variant = variants[i]
         r.processors[i].apply(x, rows, state.processors[i].columns)
-    peaks = draw.best_of_tiles(x)
-    drawn = Draw(torch.empty(len(b.slots), dtype=torch.int64, device=x.device), peaks)
+    peaks = None if r.sampler.keeps_logits else draw.best_of_tiles(x)
+    drawn = Draw(torch.empty(len(b.slots), dtype=torch.int64, device=x.device))
     rows.variant = variants[-1]
     r.sampler.draw(x, rows, state.processors[-1].columns, drawn)
+    if peaks is None:
+        peaks = drawn.peaks if drawn.peaks is not None else draw.best_of_tiles(x)
     step.commit(b.slots, drawn.tokens, peaks, state, b.out, logits.shape[1])
     for i, processor in enumerate(r.processors):
         if variants[i] >= 0 and type(processor).commit is not Processor.commit:

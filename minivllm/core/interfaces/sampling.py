@@ -62,8 +62,9 @@ class Rows:
 
 @dataclass
 class Draw:
-    """Where a sampler writes: ``tokens`` i64 [N].  ``peaks`` f32 [N, tiles], where there is one, holds the largest
-    logit of each tile of the vocabulary (``core.kernels.draw.best_of_tiles``)."""
+    """Where a sampler writes: ``tokens`` i64 [N], and, if it comes by them, ``peaks`` f32 [N, any]: the largest logits
+    of parts that make up each row, not finite where a part holds a NaN; else the engine looks for rows that are not
+    finite by itself."""
 
     tokens: Tensor
     peaks: Tensor | None = None
@@ -116,6 +117,8 @@ class Sampler(Processor):
 
     #: It takes logits in any floating dtype, which saves a float32 copy where no processor changes them.
     any_dtype: bool = False
+    #: ``draw`` leaves the logits as they are, which saves a copy where their log-probabilities are asked for.
+    keeps_logits: bool = False
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
         """A sampler only draws."""

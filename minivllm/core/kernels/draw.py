@@ -1,11 +1,10 @@
-"""Gumbel-max over the vocabulary in tiles: argmax((logit - best) / T + noise) of each row, without a copy of logits.
+"""What kernels that draw have in common: the largest logit of each tile of the vocabulary, and the noise.
 
-    grid (N, tiles)     _best: the largest logit of each tile
-                        _draw: (score, index) of the best token of each tile, given the row's best logit
-    grid (N,)           _pick: the best of the tiles
+    _best           grid (N, tiles): reads the logits once, writes 4 bytes a tile
+    row_keys        two words of key a row, once a program
+    gumbel_noise    about 30 instructions a lane, two of them logarithms: more than its logit takes to come from memory
 
-Bytes: the logits twice.  The noise is ``core.sampling.gumbel``, bit for bit in its hash; a row's result depends on the
-row alone.  Reference: ``DefaultSampler.draw``.
+The noise is ``core.sampling.gumbel``, bit for bit in its hash.  References: ``Tensor.amax``, ``core.sampling.gumbel``.
 """
 
 from __future__ import annotations
@@ -78,37 +77,6 @@ def gumbel_noise(a, b, lane, FAST: tl.constexpr):
     return -0.6931471805599453 * _log2(e, FAST)
 
 
-@triton.jit
-def _draw(
-    logits, best, temperature, seed, position, sample, score, index, stride, V,
-    TILE: tl.constexpr, TILES: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    wait(PDL)
-    row, tile = tl.program_id(0), tl.program_id(1)
-    at = tile * TILE + tl.arange(0, TILE)
-    x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
-    t = tl.load(temperature + row)
-    if t > 0:
-        ot = tl.arange(0, P)
-        peak = tl.max(tl.load(best + row * TILES + ot, mask=ot < TILES, other=float("-inf")), 0)
-        a, b = row_keys(tl.load(seed + row), tl.load(position + row), tl.load(sample + row))
-        y = (x - peak) * (1.0 / t) + gumbel_noise(a, b, at.to(tl.uint32), FAST)
-        x = tl.where(x == float("-inf"), float("-inf"), y)
-    top, arg = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(score + row * TILES + tile, top)
-    tl.store(index + row * TILES + tile, tile * TILE + arg)
-
-
-@triton.jit
-def _pick(score, index, tokens, TILES: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr):
-    wait(PDL)
-    row = tl.program_id(0)
-    at = tl.arange(0, P)
-    x = tl.load(score + row * TILES + at, mask=at < TILES, other=float("-inf"))
-    _, arg = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(tokens + row, tl.load(index + row * TILES + tl.minimum(arg, TILES - 1)).to(tl.int64))
-
-
 def best_of_tiles(logits: Tensor) -> Tensor:
     """The largest logit of each tile, float32 [N, tiles], NaN where a tile holds one; logits [N, V] of any dtype."""
     n, width = logits.shape
@@ -116,21 +84,3 @@ def best_of_tiles(logits: Tensor) -> Tensor:
     best = torch.empty(n, tiles, dtype=torch.float32, device=logits.device)
     _best[(n, tiles)](logits, best, logits.stride(0), width, TILE=TILE, TILES=tiles, num_warps=8, **pdl(logits))
     return best
-
-
-def draw(
-    logits: Tensor, best: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, sample: Tensor, tokens: Tensor,
-) -> None:  # fmt: skip
-    """Write ``tokens`` i64 [N].  ``best``: of ``best_of_tiles``; ``temperature`` f32 [N], 0 is greedy; ``seed``,
-    ``position``, ``sample`` i64 [N]."""
-    n, width = logits.shape
-    tiles = best.shape[1]
-    score = torch.empty_like(best)
-    index = torch.empty(n, tiles, dtype=torch.int32, device=logits.device)
-    p = triton.next_power_of_2(tiles)
-    _draw[(n, tiles)](
-        logits, best, temperature, seed, position, sample, score, index,
-        logits.stride(0), width, TILE=TILE, TILES=tiles, P=p, FAST=logits.is_cuda,
-        num_warps=8, **pdl(logits),
-    )  # fmt: skip
-    _pick[(n,)](score, index, tokens, TILES=tiles, P=p, num_warps=1, **pdl(logits))

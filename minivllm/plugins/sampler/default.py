@@ -24,6 +24,7 @@ GREEDY, DRAWN, LIMITED, MIN_P, FULL, K_SHIFT = 1, 2, 4, 8, 16, 5
 SMALL_K = 1024  # up to here the k best are selected; above, or for top-p alone, the row is sorted
 MIN_TEMPERATURE = 1e-5  # below, 1 / T overflows float32: greedy
 MASS_SCALE = 2.0**40  # integer mass of the likeliest token: 2**22 tokens fit in int64
+COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # as the kernels take them
 CHUNK = 1 << 23  # logits that are sorted at a time: bounds the temporary memory to about 0.25 GB
 
 
@@ -32,14 +33,8 @@ class DefaultSampler(Sampler):
     Nguyen et al., arXiv:2407.01082).  The draw is Gumbel-max: argmax(logits / T + gumbel)."""
 
     any_dtype = True
-    reads = frozenset(
-        (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-        )
-    )
+    keeps_logits = True
+    reads = frozenset(COLUMNS)
 
     def columns(self) -> Mapping[str, Column]:
         return {
@@ -71,7 +66,7 @@ class DefaultSampler(Sampler):
         is_drawn = temperature > 0
         greedy = logits.argmax(dim=1) if rows.variant & GREEDY else None
         # relative to the best: no overflow at small temperatures, and small numbers where float32 is fine
-        x = logits.sub_(logits.amax(dim=1, keepdim=True)).div_(torch.where(is_drawn, temperature, 1.0)[:, None])
+        x = (logits - logits.amax(dim=1, keepdim=True)).div_(torch.where(is_drawn, temperature, 1.0)[:, None])
         floor = None
         if rows.variant & MIN_P:
             floor = state["min_p"][rows.slots].log()
@@ -84,20 +79,22 @@ class DefaultSampler(Sampler):
         out.tokens.copy_(drawn if greedy is None else torch.where(is_drawn, drawn, greedy))
 
     def _draw_fused(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
-        """The same in a few kernels.  What is not to be drawn becomes -inf first, so that a row without a limit is
-        drawn by the very same arithmetic whatever its neighbours ask for."""
-        from minivllm.core.kernels import draw
+        """The same without a sort, in a few kernels; logits of any dtype.  Which of them a row goes through depends on
+        its own parameters alone."""
+        from . import triton_draw, triton_nucleus, triton_search, triton_topk
 
-        peaks = out.peaks if out.peaks is not None else draw.best_of_tiles(logits)
-        temperature = state["temperature"][rows.slots]
-        if rows.variant & (MIN_P | LIMITED):
-            x = logits.float() - peaks.amax(dim=1, keepdim=True)
-            x.div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
-            floor = state["min_p"][rows.slots].log() if rows.variant & MIN_P else None
-            if rows.variant & LIMITED:
-                floor = self._limit(x, rows, state, floor)
-            logits.masked_fill_(x < floor[:, None], float("-inf"))
-        draw.draw(logits, peaks, temperature, rows.seed, rows.position, rows.sample, out.tokens)
+        variant, columns = rows.variant, tuple(state[name] for name in COLUMNS)
+        few, limited = bool(variant >> K_SHIFT), variant & (LIMITED | MIN_P)
+        work = triton_draw.first(
+            logits, rows.slots, (rows.seed, rows.position, rows.sample), columns, out.tokens, bool(limited)
+        )  # fmt: skip
+        out.peaks = work.peak
+        if few:
+            triton_topk.few(logits, work, out.tokens)
+        if variant & (FULL | MIN_P):
+            triton_nucleus.nucleus(logits, work, out.tokens)
+        if limited:
+            triton_search.search(logits, work, out.tokens)
 
     def _limit(self, x: Tensor, rows: Rows, state: Mapping[str, Tensor], floor: Tensor | None) -> Tensor:
         """The floor [N] after top-k and top-p of ``x`` [N, V]; ``floor`` is that of min-p."""

@@ -1,0 +1,170 @@
+"""A draw without a sort: Gumbel-max in one pass over the logits, and what the kernels of the limits share.
+
+    _first   grid (N, tiles)   peak of each tile; (score, index) of its best token, argmax((x - peak) / T + noise).
+                               Rows with top-k are not drawn here: they get the maxima of groups of lanes
+    _pick    grid (N,)         joins the tiles: score + (peak - row's peak) / T, and says what is left to do for a row
+
+Bytes: the logits once.  At 256 x 151,936 in bfloat16 these are 78 MB, 18 us; the noise takes longer than that.
+A row without a limit is done after ``_pick``.  With min-p or top-p its token is a *candidate*: if the limits keep it,
+it is the best of all that they keep, so it is the draw (``triton_nucleus``); top-k is for ``triton_topk``.
+
+One compiled kernel serves all rows, and sums of probability are sums of whole numbers, so that what a row draws depends
+neither on what its neighbours ask for nor on the dtype of the step's logits.  Reference: ``DefaultSampler.draw``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.core.kernels.draw import gumbel_noise, row_keys
+from minivllm.core.kernels.launch import pdl, wait
+
+TILE = 4096
+GROUPS = 2048  # of lanes, at most, that a program holds the maxima of
+OPEN, DONE, WAITS = (tl.constexpr(i) for i in range(3))  # a candidate is to be checked | drawn | not begun (top-k)
+
+
+@triton.jit
+def load_row(base, at, V):
+    return tl.load(base + at, mask=at < V, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def scale_of(known, row):
+    """(largest logit, 1 / T or 0 for greedy, the smallest (logit - largest) / T that min-p keeps) of a row."""
+    return tl.load(known + row * 8), tl.load(known + row * 8 + 1), tl.load(known + row * 8 + 2)
+
+
+@triton.jit
+def mass_of(rel):
+    """exp(rel), rel <= 0, as a whole number int32 in units of 2**-30."""
+    return (tl.exp(rel) * 1073741824.0 + 0.5).to(tl.int32)
+
+
+@triton.jit
+def _first(
+    logits, peak, score, index, top, slots, temperature, top_k, seed, position, sample, stride, V,
+    TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row, tile = tl.program_id(0), tl.program_id(1)
+    at = tile * TILE + tl.arange(0, TILE)
+    x = load_row(logits + row.to(tl.int64) * stride, at, V)
+    highest = tl.max(tl.where(x == x, x, float("inf")), 0)  # inf shows a NaN
+    tl.store(peak + row * TILES + tile, highest)
+    slot = tl.load(slots + row)
+    if tl.load(top_k + slot) > 0:
+        group = tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), 1)
+        tl.store(top + (row * TILES + tile) * (TILE // GROUP) + tl.arange(0, TILE // GROUP), group)
+    else:
+        t = tl.load(temperature + slot)
+        if t > 0:
+            a, b = row_keys(tl.load(seed + row), tl.load(position + row), tl.load(sample + row))
+            y = tl.fma(x - highest, 1.0 / t, gumbel_noise(a, b, at.to(tl.uint32), FAST))
+            x = tl.where(x == float("-inf"), float("-inf"), y)
+        best, arg = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(score + row * TILES + tile, best)
+        tl.store(index + row * TILES + tile, tile * TILE + arg)
+
+
+@triton.jit
+def _pick(
+    logits, peak, score, index, known, tokens, state, slots, temperature, top_k, top_p, min_p, stride, V,
+    TILES: tl.constexpr, P: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row = tl.program_id(0)
+    if FIRST:
+        left = tl.full((), OPEN, tl.int32)
+    else:
+        left = tl.load(state + row)
+    if left == OPEN:
+        slot = tl.load(slots + row)
+        t, least, p = tl.load(temperature + slot), tl.load(min_p + slot), tl.load(top_p + slot)
+        inv = tl.where(t > 0, 1.0 / t, 0.0)
+        floor = tl.where(least > 0, tl.log(least), float("-inf"))
+        at = tl.arange(0, P)
+        tile = tl.load(peak + row * TILES + at, mask=at < TILES, other=float("-inf"))
+        best = tl.max(tile, 0)
+        if FIRST:
+            tl.store(known + row * 8, best)
+            tl.store(known + row * 8 + 1, inv)
+            tl.store(known + row * 8 + 2, floor)
+            tl.store(known + row * 8 + 3, p)
+        if tl.load(top_k + slot) > 0:
+            after, token = tl.full((), WAITS, tl.int32), tl.full((), 0, tl.int32)
+        else:
+            s = tl.load(score + row * TILES + at, mask=at < TILES, other=float("-inf"))
+            s = tl.where(inv > 0, s + (tile - best) * inv, s)
+            s = tl.where(s == s, s, float("-inf"))
+            _, arg = tl.max(s, 0, return_indices=True, return_indices_tie_break_left=True)
+            token = tl.minimum(tl.load(index + row * TILES + tl.minimum(arg, TILES - 1)), V - 1)
+            value = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32)
+            tl.store(known + row * 8 + 4, value)
+            after = tl.where((p >= 1) & ((value - best) * inv >= floor), DONE, OPEN)
+        bad = (best == float("inf")) | (best == float("-inf"))  # nothing can be drawn: the engine ends the row
+        tl.store(tokens + row, token.to(tl.int64))
+        tl.store(state + row, tl.where(bad, DONE, after))
+
+
+@dataclass
+class Work:
+    """What the kernels of one call hand on; N rows of V logits in ``tiles`` tiles."""
+
+    peak: Tensor  # f32 [N, tiles] largest logit, inf where a NaN is
+    score: Tensor  # f32 [N, tiles] of the best token of a tile; -inf: none
+    index: Tensor  # i32 [N, tiles] its id
+    known: Tensor  # f32 [N, 8] largest logit, 1 / T, floor of min-p, top_p, the candidate's logit
+    state: Tensor  # i32 [N] OPEN, DONE, WAITS
+    top: Tensor  # f32 [N, groups] largest logits of groups of lanes, of rows with top-k
+    group: int  # lanes of a group
+    rows: tuple[Tensor, ...]  # seed, position, sample i64 [N]
+    slots: Tensor  # i64 [N]
+    columns: tuple[Tensor, ...]  # temperature f32, top_k i32, top_p f32, min_p f32, each [S]
+
+    @property
+    def tiles(self) -> int:
+        return self.peak.shape[1]
+
+    @property
+    def p(self) -> int:
+        return triton.next_power_of_2(self.tiles)
+
+
+def group_size(width: int) -> int:
+    """Lanes of a group: a power of two, so that at most GROUPS of them are a row."""
+    return max(16, triton.next_power_of_2(triton.cdiv(width, GROUPS)))
+
+
+def first(
+    logits: Tensor, slots: Tensor, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...], tokens: Tensor, few: bool
+) -> Work:
+    """Write ``tokens`` i64 [N] of the rows without a limit, candidates of the others; ``logits`` [N, V] of any dtype.
+    ``few``: some row has top-k."""
+    n, width = logits.shape
+    tiles, group = triton.cdiv(width, TILE), group_size(width)
+    make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
+    w = Work(
+        make(n, tiles), make(n, tiles), make(n, tiles, dtype=torch.int32), make(n, 8), make(n, dtype=torch.int32),
+        make(n, tiles * (TILE // group) if few else 1), group, rows, slots, columns,
+    )  # fmt: skip
+    temperature, top_k, _, _ = columns
+    _first[(n, tiles)](
+        logits, w.peak, w.score, w.index, w.top, slots, temperature, top_k, *rows, logits.stride(0), width,
+        TILE=TILE, TILES=tiles, GROUP=group, FAST=logits.is_cuda, num_warps=8, **pdl(logits),
+    )  # fmt: skip
+    pick(logits, w, tokens, True)
+    return w
+
+
+def pick(logits: Tensor, w: Work, tokens: Tensor, first: bool) -> None:
+    """The candidate of each row that is OPEN; ``first``: of all rows, whatever ``state`` holds."""
+    _pick[(len(logits),)](
+        logits, w.peak, w.score, w.index, w.known, tokens, w.state, w.slots, *w.columns, logits.stride(0),
+        logits.shape[1], TILES=w.tiles, P=w.p, FIRST=first, num_warps=1, **pdl(logits),
+    )  # fmt: skip

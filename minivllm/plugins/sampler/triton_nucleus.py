@@ -1,0 +1,99 @@
+"""min-p and top-p by rejection: a candidate that the limits keep is the draw; one that they do not takes with it all
+that is not larger, and the best-scored token of the rest, with the same noise, is the next candidate.
+
+    _check    grid (stripes, N)   probability above the candidate and in all, of ``TILES_A_STRIPE`` tiles
+    _redraw   grid (stripes, N)   candidate kept: done.  Else (score, index) of the best larger token of each tile
+    ``triton_draw._pick``         the next candidate
+
+top-p keeps a value if the probability of all that are larger is less than top_p of the whole.  A candidate's place in
+the distribution is even between 0 and the last rejected one's, so the number of rejections is Poisson with mean
+log(1 / top_p): 0.05 at 0.95, 0.7 at 0.5.  After ``ROUNDS`` of them over all rows at once ``triton_search`` ends what is
+left.  Programs of rows that are done return at once.
+
+Bytes: of rows that are open the logits once in each kernel.  Reference: ``default._nucleus``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.core.kernels.draw import gumbel_noise, row_keys
+from minivllm.core.kernels.launch import pdl, wait
+
+from .triton_draw import DONE, OPEN, TILE, Work, load_row, mass_of, pick, scale_of
+
+ROUNDS = 3
+TILES_A_STRIPE = 4
+
+
+@triton.jit
+def _check(
+    logits, known, mass, state, stride, V, TILE: tl.constexpr, S: tl.constexpr, STRIPES: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait(PDL)
+    stripe, row = tl.program_id(0), tl.program_id(1)
+    if tl.load(state + row) == OPEN:
+        base = logits + row.to(tl.int64) * stride
+        best, inv, floor = scale_of(known, row)
+        value = tl.load(known + row * 8 + 4)
+        above, whole = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+        for i in range(S):
+            x = load_row(base, (stripe * S + i) * TILE + tl.arange(0, TILE), V)
+            rel = (x - best) * inv
+            m = tl.where(rel >= floor, mass_of(rel), 0).to(tl.int64)
+            above += tl.sum(tl.where(x > value, m, 0), 0)
+            whole += tl.sum(m, 0)
+        tl.store(mass + (row * STRIPES + stripe) * 2, above)
+        tl.store(mass + (row * STRIPES + stripe) * 2 + 1, whole)
+
+
+@triton.jit
+def _redraw(
+    logits, peak, score, index, known, mass, state, seed, position, sample, stride, V,
+    TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr, STRIPES: tl.constexpr, P: tl.constexpr,
+    FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    stripe, row = tl.program_id(0), tl.program_id(1)
+    # the program of stripe 0 may close the row meanwhile: then the others have nothing to do either way
+    if tl.load(state + row) == OPEN:
+        best, inv, floor = scale_of(known, row)
+        p, value = tl.load(known + row * 8 + 3), tl.load(known + row * 8 + 4)
+        at = tl.arange(0, P)
+        above = tl.sum(tl.load(mass + (row * STRIPES + at) * 2, mask=at < STRIPES, other=0), 0)
+        whole = tl.sum(tl.load(mass + (row * STRIPES + at) * 2 + 1, mask=at < STRIPES, other=0), 0)
+        inside = (p >= 1) | (above.to(tl.float64) < p.to(tl.float64) * whole.to(tl.float64))
+        if inside & ((value - best) * inv >= floor):
+            if stripe == 0:
+                tl.store(state + row, DONE)
+        else:
+            base = logits + row.to(tl.int64) * stride
+            a, b = row_keys(tl.load(seed + row), tl.load(position + row), tl.load(sample + row))
+            for i in range(S):
+                tile = stripe * S + i
+                lane = tile * TILE + tl.arange(0, TILE)
+                x = load_row(base, lane, V)
+                highest = tl.load(peak + row * TILES + tile, mask=tile < TILES, other=0.0)
+                y = tl.fma(x - highest, inv, gumbel_noise(a, b, lane.to(tl.uint32), FAST))
+                y = tl.where((x > value) & ((x - best) * inv >= floor), y, float("-inf"))
+                top, arg = tl.max(y, 0, return_indices=True, return_indices_tie_break_left=True)
+                tl.store(score + row * TILES + tile, top, mask=tile < TILES)
+                tl.store(index + row * TILES + tile, tile * TILE + arg, mask=tile < TILES)
+
+
+def nucleus(logits: Tensor, w: Work, tokens: Tensor) -> None:
+    """Check and redraw the candidates of ``first``; what is still OPEN has its next candidate."""
+    n, width = logits.shape
+    stripes = triton.cdiv(w.tiles, TILES_A_STRIPE)
+    mass = torch.empty(n, stripes, 2, dtype=torch.int64, device=logits.device)  # units of 2**-30
+    shape = dict(TILE=TILE, S=TILES_A_STRIPE, STRIPES=stripes, num_warps=8, **pdl(logits))
+    for _ in range(ROUNDS):
+        _check[(stripes, n)](logits, w.known, mass, w.state, logits.stride(0), width, **shape)
+        _redraw[(stripes, n)](
+            logits, w.peak, w.score, w.index, w.known, mass, w.state, *w.rows, logits.stride(0), width,
+            TILES=w.tiles, P=triton.next_power_of_2(stripes), FAST=logits.is_cuda, maxnreg=80, **shape,
+        )  # fmt: skip
+        pick(logits, w, tokens, False)

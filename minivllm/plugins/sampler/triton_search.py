@@ -1,0 +1,133 @@
+"""Whatever is left after the quick ways, one program a row until it is drawn: rare, so it may be slow, never wrong.
+
+    _search   grid (N,)   rows that are not DONE
+
+A row comes here with a top-k above ``triton_topk.MOST``, with a top-k of which too much ties, or with a candidate that
+top-p rejected ``triton_nucleus.ROUNDS`` times.  top-k: bisection of the bits of the k-th largest logit, a pass over the
+row a bit.  top-p: the rejection of ``triton_nucleus``, round by round; each raises the bound, and the best token is
+always kept, so it ends.  Loops whose length depends on data are fine in a captured graph.
+
+Bytes: the row's logits (300 KB, in L2) 16 times (bfloat16) or 32 times for top-k, twice a round.  Reference:
+``default._nucleus``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.core.kernels.draw import gumbel_noise, row_keys
+from minivllm.core.kernels.launch import pdl, wait
+
+from .triton_draw import DONE, OPEN, Work, load_row, mass_of, scale_of
+from .triton_topk import ordered, top_bit
+
+CHUNK = 8192
+
+
+@triton.jit
+def _kth(base, k, V, CHUNK: tl.constexpr, BITS: tl.constexpr):
+    """``triton_topk.kth_largest`` of a whole row."""
+    lane = tl.arange(0, CHUNK)
+    bound, bit = tl.full((), 0, tl.uint32), top_bit(BITS)
+    for _ in range(BITS):
+        trial = bound | bit
+        n = tl.zeros((CHUNK,), tl.int32)
+        for start in range(0, V, CHUNK):
+            n += (ordered(load_row(base, start + lane, V), BITS) >= trial).to(tl.int32)
+        bound = tl.where(tl.sum(n, 0) >= k, trial, bound)
+        bit = bit >> 1
+    return bound
+
+
+@triton.jit
+def _top_k(base, k, best, inv, floor, V, CHUNK: tl.constexpr, BITS: tl.constexpr):
+    """(the largest logit below top-k, or -inf; the probability of top-k int64)."""
+    lane = tl.arange(0, CHUNK)
+    bound = _kth(base, k, V, CHUNK, BITS)
+    n, edge = tl.zeros((CHUNK,), tl.int32), tl.zeros((CHUNK,), tl.int32)
+    whole = tl.zeros((CHUNK,), tl.int64)
+    below = tl.full((CHUNK,), float("-inf"), tl.float32)
+    for start in range(0, V, CHUNK):
+        x = load_row(base, start + lane, V)
+        key, rel = ordered(x, BITS), (x - best) * inv
+        m = tl.where(rel >= floor, mass_of(rel), 0)
+        n += (key > bound).to(tl.int32)
+        whole += tl.where(key > bound, m, 0).to(tl.int64)
+        edge = tl.maximum(edge, tl.where(key == bound, m, 0))
+        below = tl.maximum(below, tl.where(key < bound, x, float("-inf")))
+    room = k - tl.sum(n, 0)  # of what ties with the k-th only so many count
+    return tl.max(below, 0), tl.sum(whole, 0) + room.to(tl.int64) * tl.max(edge, 0).to(tl.int64)
+
+
+@triton.jit
+def _mass(base, cut, best, inv, floor, V, CHUNK: tl.constexpr):
+    """Probability int64 of logits above ``cut`` that min-p keeps."""
+    lane = tl.arange(0, CHUNK)
+    m = tl.zeros((CHUNK,), tl.int64)
+    for start in range(0, V, CHUNK):
+        x = load_row(base, start + lane, V)
+        rel = (x - best) * inv
+        m += tl.where((x > cut) & (rel >= floor), mass_of(rel), 0).to(tl.int64)
+    return tl.sum(m, 0)
+
+
+@triton.jit
+def _best_above(base, cut, best, inv, floor, a, b, V, CHUNK: tl.constexpr, FAST: tl.constexpr):
+    """The best-scored token int32 of logits above ``cut`` that min-p keeps."""
+    lane = tl.arange(0, CHUNK)
+    score = tl.full((CHUNK,), float("-inf"), tl.float32)
+    index = tl.zeros((CHUNK,), tl.int32) + lane
+    for start in range(0, V, CHUNK):
+        at = start + lane
+        x = load_row(base, at, V)
+        rel = (x - best) * inv
+        y = rel + gumbel_noise(a, b, at.to(tl.uint32), FAST)
+        y = tl.where((x > cut) & (rel >= floor), y, float("-inf"))
+        index = tl.where(y > score, at, index)
+        score = tl.maximum(score, y)
+    top = tl.max(score, 0)
+    return tl.minimum(tl.min(tl.where(score == top, index, V - 1), 0), V - 1)
+
+
+@triton.jit
+def _search(
+    logits, known, tokens, state, slots, top_k, seed, position, sample, stride, V,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row = tl.program_id(0)
+    left = tl.load(state + row)
+    if left != DONE:
+        base = logits + row.to(tl.int64) * stride
+        best, inv, floor = scale_of(known, row)
+        a, b = row_keys(tl.load(seed + row), tl.load(position + row), tl.load(sample + row))
+        if left == OPEN:
+            token = tl.load(tokens + row).to(tl.int32)
+            whole = _mass(base, float("-inf"), best, inv, floor, V, CHUNK)
+        else:
+            k = tl.load(top_k + tl.load(slots + row))
+            cut, whole = _top_k(base, k, best, inv, floor, V, CHUNK, BITS)
+            token = _best_above(base, cut, best, inv, floor, a, b, V, CHUNK, FAST)
+        p = tl.load(known + row * 8 + 3)
+        budget = p.to(tl.float64) * whole.to(tl.float64)
+        searching = (p < 1).to(tl.int32)
+        while searching != 0:
+            value = tl.load(base + token).to(tl.float32)
+            if _mass(base, value, best, inv, floor, V, CHUNK).to(tl.float64) < budget:
+                searching = tl.full((), 0, tl.int32)
+            else:
+                token = _best_above(base, value, best, inv, floor, a, b, V, CHUNK, FAST)
+        tl.store(tokens + row, token.to(tl.int64))
+
+
+def search(logits: Tensor, w: Work, tokens: Tensor) -> None:
+    """Draw all rows that are not DONE; ``tokens`` holds the candidates of those that are OPEN."""
+    n, width = logits.shape
+    _search[(n,)](
+        logits, w.known, tokens, w.state, w.slots, w.columns[1], *w.rows, logits.stride(0), width,
+        CHUNK=min(CHUNK, triton.next_power_of_2(width)), BITS=16 if logits.dtype == torch.bfloat16 else 32,
+        FAST=logits.is_cuda, num_warps=16, **pdl(logits),
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""top-k up to ``MOST`` (then top-p, and min-p before both) among the few logits that can be in it.
+
+    _few    grid (N,)   one program a row, of rows with top-k
+
+``_first`` left the largest logit of each group of lanes.  The k-th largest of these bounds the k-th largest logit from
+below, because k groups hold a logit that is not smaller.  Only groups that reach the bound are read, only logits that
+reach it are kept: about k, of k groups.  Among them both limits are found by bisection of the bits of their order
+(``ordered``), counts for top-k, probability in whole numbers for top-p, and only what they keep gets noise.
+
+If more than ``ROOM`` logits reach the bound (most of a vocabulary ties) the row stays as it is, for ``triton_search``.
+
+Bytes: 8 KB of maxima and k groups of up to 256 bytes a row.  Reference: ``default._nucleus``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.core.kernels.draw import gumbel_noise, row_keys
+from minivllm.core.kernels.launch import pdl, wait
+
+from .triton_draw import DONE, TILE, WAITS, Work, mass_of, scale_of
+
+MOST = 1024
+ROOM = 4096  # candidates of a row
+
+
+@triton.jit
+def ordered(x, BITS: tl.constexpr):
+    """float32 as uint32 in the same order, -0 equal to 0; BITS=16: of what came from bfloat16 the bits that differ."""
+    bits = (x + 0.0).to(tl.uint32, bitcast=True)
+    flip = tl.where(bits >> 31 != 0, tl.full((), 0xFFFFFFFF, tl.uint32), tl.full((), 0x80000000, tl.uint32))
+    return (bits ^ flip) >> (32 - BITS)
+
+
+@triton.jit
+def top_bit(BITS: tl.constexpr):
+    return tl.full((), 1 << (BITS - 1), tl.uint32)
+
+
+@triton.jit
+def kth_largest(key, k, BITS: tl.constexpr):
+    """The largest bound that at least k of ``key`` reach; 0 if there are fewer."""
+    bound, bit = tl.full((), 0, tl.uint32), top_bit(BITS)
+    for _ in range(BITS):
+        trial = bound | bit
+        bound = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= k, trial, bound)
+        bit = bit >> 1
+    return bound
+
+
+@triton.jit
+def _collect(base, hits, n, bound, value, column, V, GROUP: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr):
+    """Write the logits of groups ``hits[:n]`` that reach ``bound``, and their columns; returns how many there are, or,
+    if they are more than ROOM, how many were seen until then."""
+    PART: tl.constexpr = 4096 // GROUP
+    found = tl.full((), 0, tl.int32)
+    i = tl.full((), 0, tl.int32)
+    while (i < n) & (found <= ROOM):
+        at = i + tl.arange(0, PART)
+        group = tl.load(hits + at, mask=at < n, other=0)
+        col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x = tl.load(base + col, mask=(col < V) & (at < n)[:, None], other=float("-inf")).to(tl.float32)
+        x, col = tl.reshape(x, (4096,)), tl.reshape(col, (4096,))
+        reaches = (ordered(x, BITS) >= bound) & (x > float("-inf"))
+        place = found + tl.cumsum(reaches.to(tl.int32), 0) - 1
+        tl.store(value + place, x, mask=reaches & (place < ROOM))
+        tl.store(column + place, col, mask=reaches & (place < ROOM))
+        found += tl.sum(reaches.to(tl.int32), 0)
+        i += PART
+    return found
+
+
+@triton.jit
+def _edge(key, bound, m, k, p, BITS: tl.constexpr):
+    """The key of the smallest value that top-p keeps of the ``k`` best, the k-th of which has key ``bound``; ``m`` i32
+    are their probabilities.  Of what ties with the k-th only so many count as top-k has room for."""
+    room = k - tl.sum((key > bound).to(tl.int32), 0)
+    whole = tl.sum(tl.where(key > bound, m, 0).to(tl.int64), 0)
+    whole += room.to(tl.int64) * tl.max(tl.where(key == bound, m, 0), 0).to(tl.int64)
+    budget = p.to(tl.float64) * whole.to(tl.float64)
+    edge, bit = tl.full((), 0, tl.uint32), top_bit(BITS)
+    for _ in range(BITS):
+        trial = edge | bit
+        reached = tl.sum(tl.where(key >= trial, m, 0).to(tl.int64), 0)
+        edge = tl.where(reached.to(tl.float64) >= budget, trial, edge)
+        bit = bit >> 1
+    return edge
+
+
+@triton.jit
+def _few(
+    logits, top, hits, value, column, known, tokens, state, slots, top_k, seed, position, sample, stride, V,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr,
+    BITS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row = tl.program_id(0)
+    k = tl.load(top_k + tl.load(slots + row))
+    if (tl.load(state + row) == WAITS) & (k <= MOST):
+        of = tl.arange(0, G)
+        maxima = tl.load(top + row * GROUPS + of, mask=of < GROUPS, other=float("-inf"))
+        order = ordered(maxima, BITS)
+        least = kth_largest(order, k, BITS)
+        hit = (order >= least) & (maxima > float("-inf"))
+        tl.store(hits + row * G + tl.cumsum(hit.to(tl.int32), 0) - 1, of, mask=hit)
+        tl.debug_barrier()
+        values, columns = value + row.to(tl.int64) * ROOM, column + row.to(tl.int64) * ROOM
+        base = logits + row.to(tl.int64) * stride
+        n = _collect(base, hits + row * G, tl.sum(hit.to(tl.int32), 0), least, values, columns, V, GROUP, ROOM, BITS)
+        tl.debug_barrier()
+        if n <= ROOM:
+            best, inv, floor = scale_of(known, row)
+            at = tl.arange(0, ROOM)
+            x = tl.load(values + at, mask=at < n, other=float("-inf"))
+            col = tl.load(columns + at, mask=at < n, other=0)
+            rel, key = (x - best) * inv, ordered(x, BITS)
+            bound = kth_largest(key, k, BITS)
+            alive = (x > float("-inf")) & (rel >= floor) & (key >= bound)
+            p = tl.load(known + row * 8 + 3)
+            if p < 1:
+                alive = alive & (key >= _edge(key, bound, tl.where(alive, mass_of(rel), 0), k, p, BITS))
+            a, b = row_keys(tl.load(seed + row), tl.load(position + row), tl.load(sample + row))
+            y = tl.where(alive, rel + gumbel_noise(a, b, col.to(tl.uint32), FAST), float("-inf"))
+            _, arg = tl.max(y, 0, return_indices=True, return_indices_tie_break_left=True)
+            tl.store(tokens + row, tl.load(columns + tl.minimum(arg, n - 1)).to(tl.int64))
+            tl.store(state + row, DONE)
+
+
+def few(logits: Tensor, w: Work, tokens: Tensor) -> None:
+    """Draw the rows whose top-k is at most MOST; a row whose candidates are too many stays WAITS."""
+    n, width = logits.shape
+    groups = w.tiles * (TILE // w.group)
+    g, room = triton.next_power_of_2(groups), min(ROOM, triton.next_power_of_2(width))
+    make = lambda width, dtype=torch.int32: torch.empty(n, width, dtype=dtype, device=logits.device)  # noqa: E731
+    _few[(n,)](
+        logits, w.top, make(g), make(room, torch.float32), make(room), w.known, tokens, w.state, w.slots, w.columns[1],
+        *w.rows, logits.stride(0), width, GROUP=w.group, GROUPS=groups, G=g, ROOM=room, MOST=MOST,
+        BITS=16 if logits.dtype == torch.bfloat16 else 32, FAST=logits.is_cuda, num_warps=8, maxnreg=128,
+        **pdl(logits),
+    )  # fmt: skip
