@@ -58,6 +58,8 @@ def sampling_params(args: argparse.Namespace, loaded: Loaded) -> SamplingParams:
 def open_llm(loaded: Loaded) -> Any:
     from minivllm import LLM  # not minivllm.llm: this sets up the environment before torch is imported
 
+    if logging.lastResort is not None:  # what hooks fail at is shown; the library leaves that to a program
+        logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)
     return LLM(config=loaded)
 
 

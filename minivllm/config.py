@@ -6,8 +6,10 @@ A file is TOML or YAML: the engine's options at the top, the sampling parameters
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -123,6 +125,7 @@ class EngineConfig(Strict):
     kv_format: One = Choice()
     processors: Several = [Choice(name="penalties"), Choice(name="logit_bias")]
     strategies: Several = [Choice(name="single"), Choice(name="parallel")]
+    hooks: Several = []
     allow_targets: list[str] = Field([], description="modules whose classes may be named; never from a file")
 
     def __init__(self, **values: Any) -> None:
@@ -200,9 +203,30 @@ def load_config(
     command line, ``keywords`` are those of a Python call; each wins over what stands before it here, and the
     environment (``environ``, default ``os.environ``) comes after the files.
     """
-    layers, chain = Layers(SHAPE), [read for file in files for read in read_chain(file)]
-    for file in chain:
-        layers.add(_relative(file.values, Path(file.name).resolve().parent), file.where)
+    layers, names = Layers(SHAPE), []
+    over = functools.partial(_lay_over, sets, dict(flags or {}), dict(keywords or {}), environ)
+    for given in files:
+        for file in read_chain(given, other=functools.partial(_ask_hooks, layers, over)):
+            layers.add(_relative(file.values, Path(file.name).resolve().parent), file.where)
+            names.append(file.name)
+    over(layers)
+    return _finish(layers, tuple(names))
+
+
+def _ask_hooks(layers: Layers, over: Callable[[Layers], None], path: str) -> Mapping[str, Any] | None:
+    """The table in a file of another format, if a hook reads it that all that is there without the file enables."""
+    from minivllm.hooks.reader import read_by_hook
+
+    there = copy.deepcopy(layers)
+    over(there)
+    return read_by_hook(path, there.tree.get("hooks"), there.tree.get("allow_targets"))
+
+
+def _lay_over(
+    sets: Sequence[str], flags: Mapping[str, Any], keywords: Mapping[str, Any], environ: Mapping[str, str] | None,
+    layers: Layers,
+) -> None:  # fmt: skip
+    """What counts more than files."""
     environ = os.environ if environ is None else environ
     for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX):  # sorted: a NAME comes before its OPTIONS
@@ -210,9 +234,8 @@ def load_config(
         elif name.startswith("MINIVLLM_") and name[9:].lower() in EngineConfig.model_fields:
             layers.notes.append(f"{name} is not read: want two underscores, {ENV_PREFIX}{name[9:]}")
     layers.assign([_assignment(text) for text in sets], "--set", trusted=True)
-    layers.add(dict(flags or {}), lambda _: "command line", trusted=True)
-    layers.add(dict(keywords or {}), lambda _: "keyword", trusted=True)
-    return _finish(layers, tuple(file.name for file in chain))
+    layers.add(flags, lambda _: "command line", trusted=True)
+    layers.add(keywords, lambda _: "keyword", trusted=True)
 
 
 def _assignment(text: str) -> tuple[list[str], Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,14 @@ class ConfigFile:
         return self.name
 
 
-def read_chain(path: str | os.PathLike[str], inside: tuple[str, ...] = ()) -> list[ConfigFile]:
+Other = Callable[[str], Mapping[str, Any] | None]  # the table in a file of another format, None: it cannot be read
+
+
+def read_chain(
+    path: str | os.PathLike[str], inside: tuple[str, ...] = (), other: Other | None = None
+) -> list[ConfigFile]:
     """The file and those that it extends, the farthest first.  ConfigError if one extends itself by way of others."""
-    file = read_file(path)
+    file = read_file(path, other)
     name = os.path.realpath(path)
     if name in inside:
         chain = " -> ".join(os.path.basename(p) for p in (*inside[inside.index(name) :], name))
@@ -56,15 +61,19 @@ def read_chain(path: str | os.PathLike[str], inside: tuple[str, ...] = ()) -> li
         to = os.path.normpath(os.path.join(os.path.dirname(file.name), base))
         if not os.path.exists(to):
             raise ConfigError(f"{file.where(('extends',))}: extends {base!r}: no such file as {to}")
-        found += read_chain(to, (*inside, name))
+        found += read_chain(to, (*inside, name), other)
     return [*found, file]
 
 
-def read_file(path: str | os.PathLike[str]) -> ConfigFile:
-    """The table in a file; ConfigError if it is missing, not UTF-8, not well-formed, or not a table."""
+def read_file(path: str | os.PathLike[str], other: Other | None = None) -> ConfigFile:
+    """The table in a file; ConfigError if it is missing, not UTF-8, not well-formed, or not a table.  ``other`` is
+    asked for what is neither TOML nor YAML."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
-        raise ConfigError(f"{path}: want a file that ends in .toml, .yaml or .yml")
+        found = other(os.fspath(path)) if other is not None else None
+        if found is None:
+            raise ConfigError(f"{path}: want a file that ends in .toml, .yaml or .yml")
+        return _file(path, dict(found), {})
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
     except FileNotFoundError:
@@ -78,6 +87,10 @@ def read_file(path: str | os.PathLike[str]) -> ConfigFile:
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: want a table of options at the top, got a {type(values).__name__}")
+    return _file(path, values, lines)
+
+
+def _file(path: str | os.PathLike[str], values: dict[str, Any], lines: Mapping[Place, int]) -> ConfigFile:
     file = ConfigFile(os.fspath(path), values, lines)
     _check_keys(file, values, ())
     return file

@@ -41,6 +41,7 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     """Choose the parts, load the model, start the executor."""
     from minivllm.core.build import make_processors
     from minivllm.core.engine import Engine
+    from minivllm.hooks.bridge import make_hooks
     from minivllm.registry import Catalog, build_part
     from minivllm.text.tokenizer import configured_eos, load_tokenizer
     from minivllm.wiring import resolve
@@ -52,6 +53,7 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     eos_ids = tuple(configured_eos(Path(model_dir))) if tokenizer is None else tokenizer.eos_ids
     wiring = replace(resolved.wiring, eos_ids=eos_ids)
     parts = resolved.parts
+    hooks = make_hooks(resolved.hooks, {seam: part.name for seam, part in parts.items()})
     executor = build_part("executor", parts["executor"])
     try:
         capacity = executor.start(wiring)
@@ -64,8 +66,10 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
             processors=make_processors(wiring, capacity.vocab_size),
             strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
             windows=resolved.windows, prefix_caching=config.enable_prefix_caching,
-            eos_ids=[i for i in eos_ids if i < capacity.vocab_size],
+            eos_ids=[i for i in eos_ids if i < capacity.vocab_size], hooks=hooks,
         )  # fmt: skip
+        if hooks is not None:
+            hooks.started()
     except BaseException:
         executor.stop()  # what it had taken is given back
         raise

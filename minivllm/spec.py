@@ -68,6 +68,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
         ),
         Kind("evictor", _SEAMS + "evictor:Evictor", traits={"order": "the reference order it keeps: lru, fifo or lfu"}),
         Kind("executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size")),
+        Kind("hooks", "minivllm.hooks:Hooks"),
         Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
         Kind(
             "model", _SEAMS + "model:ModelArch", facts=("device", "dtype", "architecture", "model_type"),
@@ -90,7 +91,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
 OPTION_OF = {  # kind -> its option in the configuration, where that is called otherwise
     "kvformat": "kv_format", "model": "model_arch", "processor": "processors", "strategy": "strategies",
 }  # fmt: skip
-RESERVED = ("drafter", "grammar", "hooks", "kvstore", "trimmer")  # groups whose contract is not written yet
+RESERVED = ("drafter", "grammar", "kvstore", "trimmer")  # groups whose contract is not written yet
 
 
 @dataclass(frozen=True)

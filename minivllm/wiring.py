@@ -1,6 +1,6 @@
 """From a configuration to everything that is needed to build the engine: one choice after another, each adding facts.
 
-    device → executor → model → quantizer → KV format → attention → block size → evictor → scheduler
+    hooks → device → executor → model → quantizer → KV format → attention → block size → evictor → scheduler
            → processors → sampler → strategies
 
 The result is data: import targets and options as JSON, so that a worker process builds exactly what was chosen here.
@@ -46,6 +46,7 @@ class Resolved:
     groups: tuple[tuple[int, ...], ...]  # layers of each KV group; a group of full attention comes first
     parts: Mapping[str, Part]
     strategies: tuple[Part, ...]
+    hooks: tuple[Part, ...]
     selections: tuple[Selection, ...]
     facts: Mapping[str, Any]
     notes: tuple[tuple[str, str], ...]  # (what, sentence) for what is not a plug-in: device, dtype, block ...
@@ -88,6 +89,11 @@ def resolve(config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] |
         raise
 
 
+def choose_hooks(config: EngineConfig, catalog: Catalog) -> tuple[Part, ...]:
+    """The hooks alone, for those that are asked before there is anything else to choose."""
+    return tuple(_Fold(config, catalog.allow(config.allow_targets), {})._several("hooks", config.hooks, ()))
+
+
 @dataclass
 class _Fold:
     config: EngineConfig
@@ -105,7 +111,8 @@ class _Fold:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than "
                 f"max_num_seqs={config.max_num_seqs}: a decode step would not fit; raise the one or lower the other"
             )
-        checkpoint = open_checkpoint(config.model)
+        hooks = tuple(self._several("hooks", config.hooks, ()))
+        checkpoint = open_checkpoint(self._resolve_model(hooks))
         device = self._device()
         self._pick("executor", config.executor, ("device",), {"tensor_parallel_size": config.tensor_parallel_size})
         dtype, why = choose_dtype(config.dtype, checkpoint.dtype, device)
@@ -132,7 +139,7 @@ class _Fold:
         )  # fmt: skip
         return Resolved(
             config=config, wiring=wiring, hf_config=hf_config, device=device, attention=specs, groups=groups,
-            parts=self.parts, strategies=strategies, selections=tuple(self.selections), facts=self.facts,
+            parts=self.parts, strategies=strategies, hooks=hooks, selections=tuple(self.selections), facts=self.facts,
             notes=tuple(self.notes), catalog=self.catalog,
         )  # fmt: skip
 
@@ -148,6 +155,19 @@ class _Fold:
         if device.sm:
             self.facts["sm"] = device.sm
         return device
+
+    def _resolve_model(self, hooks: Sequence[Part]) -> str:
+        """What a hook says that the name of the model stands for, or the name."""
+        name = self.config.model
+        if not hooks:
+            return name
+        from minivllm.hooks.manager import ask_model
+
+        found = ask_model(hooks, name)
+        if found is None:
+            return name
+        self.notes.append(("resolved", f"{name} is {found[1]} (says {found[0]})"))
+        return found[1]
 
     def _model(self, checkpoint: Checkpoint) -> tuple[tuple[AttnSpec, ...], Any]:
         asked = self.config.model_arch
@@ -254,7 +274,7 @@ class _Fold:
     def _several(self, kind: str, choices: Sequence[Choice], known: Sequence[str]) -> list[Part]:
         parts = []
         for i, choice in enumerate(choices):
-            at = f"{OPTION_OF[kind]}.{i}"
+            at = f"{OPTION_OF.get(kind, kind)}.{i}"
             selection = self._select(kind, choice, known, at=at)
             selection.require()
             parts.append(self._keep(selection, choice, at))

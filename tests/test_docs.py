@@ -1,6 +1,7 @@
 """What the documents and the examples show is run: commands, Python blocks, configuration files, tables.
 
-``python tests/test_docs.py`` prints the table of engine options as docs/quickstart.md must have it.
+``python tests/test_docs.py`` prints the tables of engine options and hooks as docs/quickstart.md and docs/hooks.md must
+have them.
 
 In a document a ``toml`` or ``python`` block whose first line is ``# name.ext`` is a file of that name; other Python
 blocks run one after another in one namespace.  ``print(...)  # → text`` must print exactly that; a ``console`` line
@@ -10,6 +11,7 @@ blocks run one after another in one namespace.  ``print(...)  # → text`` must 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import runpy
@@ -24,6 +26,8 @@ import torch
 from minivllm.cli import main
 from minivllm.config import SEAMS, EngineConfig, load_config
 from minivllm.core.request import SamplingParams
+from minivllm.hooks.contract import WRAPPERS, HookContracts
+from minivllm.hooks.manager import NAMES
 from minivllm.registry import Catalog
 from minivllm.spec import KINDS
 from minivllm.testing.cli import main as conformance
@@ -199,13 +203,16 @@ def table(path: Path, name: str) -> list[str]:
     return found[1].splitlines()
 
 
+LISTS = ("processors", "strategies", "hooks")  # options that take several plug-ins
+
+
 def options_table() -> list[str]:
     rows = ["| option | values | default | meaning |", "|---|---|---|---|"]
     for name, field in EngineConfig.model_fields.items():
         default, meaning = field.default, field.description or ""
         if name in SEAMS:
             default, meaning = default.name, "which plug-in fills the seam"
-        elif name in ("processors", "strategies"):
+        elif name in LISTS:
             default, meaning = [choice.name for choice in default], "plug-ins, in order"
         rows.append(f"| `{name}` | {values_of(name, field)} | `{default}` | {meaning} |")
     return rows
@@ -216,7 +223,7 @@ def values_of(name: str, field) -> str:
     kind = field.annotation
     if name in SEAMS:
         return "plug-in"
-    if name in ("processors", "strategies"):
+    if name in LISTS:
         return "plug-ins"
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
@@ -255,10 +262,32 @@ def test_the_table_of_facts_names_what_each_seam_is_asked():
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table(DOCS / "plugins.md", "facts")[2:]]
     facts = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in rows}
     assert set(facts) == set(KINDS)
-    loaded = load_config(keywords={"model": "pocket", "device": "cpu", "kvcache_block_size": 16})
+    options = {"model": "pocket", "device": "cpu", "kvcache_block_size": 16, "hooks": ["step_log"]}
+    loaded = load_config(keywords=options)
     for selection in resolve(loaded.engine, Catalog.discover(environ={}, entry_points=NoPoints())).selections:
         gpu_only = {"sm"}
         assert set(selection.request.facts) == facts[selection.kind] - gpu_only, selection.kind
+
+
+def hooks_table() -> list[str]:
+    rows = ["| hook | kind | is told | when |", "|---|---|---|---|"]
+    for name in NAMES:
+        contract = getattr(HookContracts, name)
+        first = contract.minivllm_spec["firstresult"]
+        kind = "first result" if first else "wrapper" if name in WRAPPERS else "observer"
+        told = [f"`{p.name}: {p.annotation}`" for p in inspect.signature(contract).parameters.values()][1:]
+        when = " ".join(contract.__doc__.split()).replace("``", "`")
+        rows.append(f"| `{name}` | {kind} | {', '.join(told).replace('| None', 'or None')} | {when} |")
+    return rows
+
+
+def test_the_table_of_hooks_is_the_contract():
+    assert table(DOCS / "hooks.md", "hooks") == hooks_table(), "run `python tests/test_docs.py` and paste its table"
+
+
+def test_the_page_about_hooks_runs_as_it_is_written(here, capsys):
+    pytest.importorskip("rich", reason='pip install "minivllm[live]"')
+    assert run_document(DOCS / "hooks.md", capsys) >= 5
 
 
 class NoPoints(list):
@@ -267,4 +296,4 @@ class NoPoints(list):
 
 
 if __name__ == "__main__":
-    print("\n".join(options_table()))
+    print("\n".join([*options_table(), "", *hooks_table()]))

@@ -25,7 +25,10 @@ from .interfaces.attention import NULL_BLOCK
 from .interfaces.evictor import BlockInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .interfaces.evictor import Evictor
+    from .timing import SeamTimes
 
 MAX_ROOTS = 65536  # salts that are remembered
 NO_BLOCKS = np.empty(0, np.int32)
@@ -44,14 +47,12 @@ class BlockPool:
     index[key[b]] == b for every published b;  children[b] = published blocks whose parent is b.
     """
 
-    def __init__(self, total: int, block: int, evictor: Evictor, block_bytes: int = 0, hash_fn=chain_key) -> None:
-        self.total, self.block, self.evictor, self.block_bytes, self.hash_fn = (
-            total,
-            block,
-            evictor,
-            block_bytes,
-            hash_fn,
-        )
+    def __init__(
+        self, total: int, block: int, evictor: Evictor, block_bytes: int, seams: SeamTimes, hash_fn=chain_key
+    ) -> None:
+        self.total, self.block, self.block_bytes, self.hash_fn = total, block, block_bytes, hash_fn
+        self.evictor, self.seams = evictor, seams
+        self.on_change: Callable[[str, tuple, Any], None] | None = None  # what the evictor was told, and its answer
         self.ref = np.zeros(total, np.int32)
         self.key = np.zeros(total, np.uint64)  # 0 = not published
         self.parent = np.full(total, -1, np.int64)  # parent block; below -1: a root, or a block of the leading group
@@ -86,10 +87,13 @@ class BlockPool:
     def _tell(self, what: str, *args: Any) -> Any:
         """Call the evictor.  One that raises leaves the pool in doubt, so the engine has to end."""
         try:
-            return getattr(self.evictor, what)(*args)
+            found = self.seams.run("evictor", getattr(self.evictor, what), *args)
         except Exception as e:
             name = type(self.evictor).__name__
             raise EngineDeadError(f"evictor {name} failed in {what}: {type(e).__name__}: {e}") from e
+        if self.on_change is not None:
+            self.on_change(what, args, found)
+        return found
 
     # ---- a sequence's blocks -------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from .planner import Planner
 from .publisher import Flight, Publisher
 from .request import FINISHED, RUNNING, Request, Seq
 from .slots import Slots
-from .timing import StepClock
+from .timing import StepClock, processor_seams
 
 if TYPE_CHECKING:
     from .interfaces.evictor import Evictor
@@ -55,7 +55,7 @@ class Engine:
     """Requests in, tokens to their sinks.  Not thread-safe: one thread calls everything (see ``async_llm``).
 
     ``processors``: (name, instance) in order, the sampler last.  ``policy`` and ``evictor`` are factories that take the
-    seam's context.
+    seam's context.  ``hooks``: who is told of what happens (``hooks.bridge.EngineHooks``), or None.
     """
 
     def __init__(
@@ -70,8 +70,10 @@ class Engine:
         windows: Sequence[int | None] = (None,),
         prefix_caching: bool = True,
         eos_ids: Sequence[int] = (),
+        hooks: Any = None,
     ) -> None:
-        self.wiring, self.executor, self.capacity = wiring, executor, capacity
+        self.wiring, self.executor, self.capacity, self.hooks = wiring, executor, capacity, hooks
+        self.clock = StepClock()
         self.processors, self.strategies, self.eos_ids = processors, strategies, tuple(dict.fromkeys(eos_ids))
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, len(windows), wiring.block)
         pools = [self._pool(g, evictor) for g in range(len(windows))]
@@ -79,11 +81,11 @@ class Engine:
         made: SchedulerPolicy = policy(
             SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block)
         )
-        self.planner = Planner(self.slots, self.cache, made, wiring.max_num_batched_tokens)
+        self.planner = Planner(self.slots, self.cache, made, wiring.max_num_batched_tokens, self.clock.seams)
         self.publisher = Publisher(self.slots, self.cache, self.planner, self.finish)
         self.planner.fail = lambda seq, message: self.finish(seq, "error", error=message)
         self.columns = [dict(made.columns()) for _, made in processors]
-        self.clock = StepClock()
+        self._bind_seams = processor_seams([name for name, _ in processors])
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self.tenants: dict[str, int] = {}
@@ -92,11 +94,13 @@ class Engine:
         self.dead: str | None = None
         self._ids = itertools.count()
         self._seeds = random.Random(wiring.seed)
+        if hooks is not None:
+            hooks.attach(self)
 
     def _pool(self, group: int, evictor: Any) -> BlockPool:
         total = self.capacity.blocks[group]
         made: Evictor = evictor(EvictorContext(capacity=total - 1, block=self.wiring.block, tier="device"))
-        return BlockPool(total, self.wiring.block, made, self.capacity.block_bytes[group])
+        return BlockPool(total, self.wiring.block, made, self.capacity.block_bytes[group], self.clock.seams)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -121,10 +125,10 @@ class Engine:
             what = f"{unknown[0]} is set, but no processor or sampler in the config reads it"
             raise RequestError(f"{what}; add one that does.{suggest(unknown[0], known)}", unknown[0])
         request.rows = tuple(
-            self._bind(name, made, columns, request)
-            for (name, made), columns in zip(self.processors, self.columns, strict=True)
+            self.clock.seams.run(seam, self._bind, name, made, columns, request)
+            for seam, (name, made), columns in zip(self._bind_seams, self.processors, self.columns, strict=True)
         )
-        branches = self._branches(request)
+        branches = self.clock.seams.run("strategy", self._branches, request)
         if p.tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
             self.tenants.clear()
         request.tenant = self.tenants.setdefault(p.tenant, next(self._tenant))
@@ -141,6 +145,8 @@ class Engine:
         except Exception as e:
             raise RequestError(f"scheduler {type(self.planner.policy).__name__} failed on this request: {e}") from e
         self.requests[request.id] = request
+        if self.hooks is not None:
+            self.hooks.request_added(request)
 
     def _branches(self, request: Request) -> Sequence[Branch]:
         """Ask the first strategy that takes the request."""
@@ -236,6 +242,8 @@ class Engine:
             request.finished = time.monotonic()
             self.finished += 1
             self.requests.pop(request.id, None)
+            if self.hooks is not None:
+                self.hooks.request_finished(request)
             if request.on_done is not None:
                 try:
                     request.on_done(request)
@@ -249,7 +257,8 @@ class Engine:
             for s in request.sequences
         ]
         by_sample = {s.sample: s for s in request.sequences}
-        return [by_sample[i] for i in request.strategy.result(request.params, ends)]
+        order = self.clock.seams.run("strategy", request.strategy.result, request.params, ends)
+        return [by_sample[i] for i in order]
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -262,27 +271,35 @@ class Engine:
         if self.dead:
             raise EngineDeadError(self.dead)
         self.clock.begin()
-        plan = self._plan()
-        self.clock.lap(PLAN)
-        if self.dead or (plan is None and not self.in_flight):
-            return False
         try:
-            self._exchange(plan)
+            plan = self._launch() if self.hooks is None else self.hooks.launch(self._launch)
+            if self.dead or (plan is None and not self.in_flight):
+                return False
+            self._collect(plan)
         except Exception as e:  # an executor or the cache broke its promise: nothing can be trusted from here on
             self._die(str(e) if isinstance(e, MinivllmError) else f"{type(e).__name__}: {e}")
             log.error("the engine ends", exc_info=e)
+            plan = None
         self.clock.lap(PUBLISH)
         self.clock.end(0 if plan is None else len(plan.slots), 0 if plan is None else int(plan.q_len.sum()))
+        if self.hooks is not None:
+            self.hooks.turn_ended()
         return True
 
-    def _exchange(self, plan: StepPlan | None) -> None:
-        """Submit a step if there is one, and publish those that have come back."""
+    def _launch(self) -> StepPlan | None:
+        """Plan a step and submit it, if there is one."""
+        plan = self._plan()
+        self.clock.lap(PLAN)
         if plan is not None:
             self.in_flight.append(Flight(plan, self.slots.serial[plan.slots], plan.computed + plan.q_len))
             self.executor.submit(plan)
             if len(plan.late):
                 self.executor.supply(plan.id, LateInputs(self._masks(plan)))
             self.clock.lap(SUBMIT)
+        return plan
+
+    def _collect(self, plan: StepPlan | None) -> None:
+        """Publish the steps that have come back."""
         results = self.executor.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
         self.clock.lap(WAIT)
         for result in results:
@@ -290,7 +307,11 @@ class Engine:
             if result.id != flight.plan.id:
                 raise EngineDeadError(f"the executor answered step {result.id} where {flight.plan.id} was due")
             self.clock.device_ms[self.clock.count % self.clock.size] += result.device_ms
-            self.publisher.publish(flight, result)
+            self.clock.seams.add(result.seams)
+            if self.hooks is None:
+                self.publisher.publish(flight, result)
+            else:
+                self.hooks.publish(flight, result, self.publisher.publish)
             self._count_failures(result)
 
     def idle(self) -> float:
@@ -371,6 +392,7 @@ class Engine:
             "preemptions": self.planner.preemptions, "blocks_total": lead.total - 1, "blocks_free": lead.free,
             "blocks_cached": lead.idle, "prefix_queries": lead.queries, "prefix_hits": lead.hits,
             "evictions": sum(p.evictions for p in self.cache.pools), **self.clock.summary(),
+            **({} if self.hooks is None else {"hook_failures": self.hooks.failures()}),
         }  # fmt: skip
 
     def fail_all(self, message: str) -> None:
@@ -380,5 +402,8 @@ class Engine:
 
     def stop(self) -> None:
         """Give everything back; idempotent."""
+        error = self.dead
         self.fail_all("the engine was stopped")
         self.executor.stop()
+        if self.hooks is not None:
+            self.hooks.stopped(error)

@@ -14,7 +14,7 @@ that it needs.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
     from .request import Seq
     from .slots import Slots
+    from .timing import SeamTimes
 
 PROTECTED_AFTER = 8
 MIX = StepShape()
@@ -37,8 +38,10 @@ MIX = StepShape()
 class Planner:
     """Owns the queue of waiting sequences and decides each step."""
 
-    def __init__(self, slots: Slots, cache: KVCache, policy: SchedulerPolicy, max_tokens: int) -> None:
-        self.slots, self.cache, self.policy, self.max_tokens = slots, cache, policy, max_tokens
+    def __init__(
+        self, slots: Slots, cache: KVCache, policy: SchedulerPolicy, max_tokens: int, seams: SeamTimes
+    ) -> None:  # fmt: skip
+        self.slots, self.cache, self.policy, self.max_tokens, self.seams = slots, cache, policy, max_tokens, seams
         # heap by (policy.key, id); entries of finished ones are skipped
         self.waiting: list[tuple[float, int, Seq]] = []
         self.n_waiting = 0
@@ -47,6 +50,7 @@ class Planner:
         self.wake_at = 0.0  # clock before which a policy holds newcomers back; 0 = it does not
         self.preemptions = 0
         self.fail: Callable[[Seq, str], None]  # set by the engine: ends a sequence with an error
+        self.on_preempt: Callable[[Seq], None] | None = None  # told of each preemption
         self.departed: dict[int, Seq] = {}  # by serial: sequences that left their slot with steps in flight
         self.left: list[int] = []  # slots left since the last plan
         self.chosen: list[tuple[int, int]] = []  # (slot, token) chosen on the host since the last plan
@@ -56,11 +60,14 @@ class Planner:
         self._orders = own.order is not SchedulerPolicy.order
         self._shapes = own.shape is not SchedulerPolicy.shape
 
+    def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        return self.seams.run("scheduler", question, *args)
+
     # ---- the queue -----------------------------------------------------------------------------------------------
 
     def add(self, seq: Seq) -> None:
         """Queue a sequence (new, or preempted and at rest)."""
-        key = float(self.policy.key(queue_view([seq]))[0])
+        key = float(self._ask(self.policy.key, queue_view([seq]))[0])
         if key != key:
             raise ValueError("its key is NaN; want a number")
         heapq.heappush(self.waiting, (key, seq.id, seq))
@@ -94,7 +101,7 @@ class Planner:
         if not seqs:
             return []
         cached = np.array([len(self.cache.lookup(s)[0]) * self.cache.block for s in seqs], np.int32)
-        order = self.policy.order(queue_view(seqs, cached), self.slots.view(self.slots.running), now)
+        order = self._ask(self.policy.order, queue_view(seqs, cached), self.slots.view(self.slots.running), now)
         return [seqs[i] for i in dict.fromkeys(int(i) for i in order) if 0 <= i < len(seqs)]
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -105,7 +112,7 @@ class Planner:
         if not self._forks:  # a fork that the device has not heard of still reads its parent's row
             s.free.extend(s.cooling)
             s.cooling.clear()
-        shape = self.policy.shape(self._load(now), now) if self._shapes else MIX
+        shape = self._ask(self.policy.shape, self._load(now), now) if self._shapes else MIX
         self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
         self._fork()
         self.cache.trim(s.running)
@@ -163,7 +170,7 @@ class Planner:
         return victim
 
     def _victim(self, candidates: np.ndarray, need: int) -> int:
-        index = int(self.policy.victim(self.slots.view(candidates), need))
+        index = int(self._ask(self.policy.victim, self.slots.view(candidates), need))
         return min(max(index, 0), len(candidates) - 1)
 
     def preempt(self, slot: int) -> None:
@@ -174,6 +181,8 @@ class Planner:
         self.preemptions += 1
         self.leave(slot)
         seq.status = WAITING
+        if self.on_preempt is not None:
+            self.on_preempt(seq)
         if not seq.in_flight:
             self.requeue(seq)
 

@@ -28,6 +28,7 @@ from .interfaces.model import StepTensors
 from .interfaces.plan import FAILED, NAN, OVERSHOOT, LateInputs, LogProbs, StepError, StepPlan, StepResult
 from .interfaces.sampling import Draw, Processor, Rows
 from .state import DeviceState, ProcessorState
+from .timing import SeamTimes, processor_seams
 
 if TYPE_CHECKING:
     from .interfaces.executor import Wiring
@@ -47,6 +48,7 @@ class Running:
     logprobs: tuple[torch.Tensor, ...] | None = None
     logits: torch.Tensor | None = None
     errors: list[StepError] = field(default_factory=list)
+    seams: dict[str, float] = field(default_factory=dict)
     pick: np.ndarray | None = None  # a captured SAMPLE has results for all rows: those that drew
     event: Any = None
     begun: Any = None
@@ -80,7 +82,7 @@ class Running:
         return StepResult(
             id=plan.id, slots=plan.slots[plan.samples], tokens=packed[0], count=packed[1],
             flags=packed[2].astype(np.uint8), logprobs=lp, errors=tuple(self.errors), device_ms=self.device_ms,
-            logits=None if self.logits is None else self.logits.numpy(),
+            logits=None if self.logits is None else self.logits.numpy(), seams=self.seams,
         )  # fmt: skip
 
 
@@ -98,6 +100,7 @@ class Runner:
         self.sampler = self.processors[-1]
         self.state.processors = [ProcessorState(p, slots, w.device) for p in self.processors]
         self._commits = [type(p).commit is not Processor.commit for p in self.processors]
+        self.seams, self._seam = SeamTimes(), processor_seams(self.names)
         self._poison: dict[int, StepError] = {}  # slots whose processors failed between steps
         self._profiler: Any = None
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
@@ -154,9 +157,9 @@ class Runner:
                     return running
                 what = "attention"
                 meta, step = self._step(plan)
-                self.backend.plan(meta, plan.graph)
+                self.seams.run("attention", self.backend.plan, meta, plan.graph)
                 what = "forward"
-                hidden = self.model(step)
+                hidden = self.seams.run("model", self.model, step)
                 if len(plan.samples) == hidden.shape[0]:
                     running.hidden = hidden
                 elif len(plan.samples):
@@ -236,7 +239,7 @@ class Runner:
             self._fail(running, "sampling", e)
         if self.device.type == "cpu":
             running.device_ms = (time.perf_counter() - running.start) * 1e3
-        running.hidden = None
+        running.hidden, running.seams = None, self.seams.take()
 
     def _sample_captured(self, running: Running) -> bool:
         """SAMPLE as one replay; False if the step asks for what cannot be captured."""
@@ -314,7 +317,7 @@ class Runner:
         part, sub = (logits, rows) if every else (logits[index], _pick(rows, index))
         sub.variant = int(np.bitwise_or.reduce(held.variant[slots_np[on]]))
         try:
-            self.processors[p].apply(part, sub, held.columns)
+            self.seams.run(self._seam[p], self.processors[p].apply, part, sub, held.columns)
         except Exception as e:
             self._fail_rows(running, failed, np.flatnonzero(on), p, e)
             part.zero_()
@@ -326,7 +329,7 @@ class Runner:
         out = Draw(torch.zeros(len(slots_np), dtype=torch.int64, device=self.device))
         rows.variant = int(np.bitwise_or.reduce(held.variant[slots_np]))
         try:
-            self.sampler.draw(logits, rows, held.columns, out)
+            self.seams.run("sampler", self.sampler.draw, logits, rows, held.columns, out)
         except Exception as e:
             self._fail_rows(running, failed, np.flatnonzero(~failed), len(self.processors) - 1, e)
         return out.tokens.clamp_(0, logits.shape[1] - 1)
@@ -345,7 +348,7 @@ class Runner:
             some = _pick(rows, index)
             some.variant = int(np.bitwise_or.reduce(held.variant[slots_np[on]]))
             try:
-                processor.commit(tokens[index], count[index], some, held.columns)
+                self.seams.run(self._seam[p], processor.commit, tokens[index], count[index], some, held.columns)
             except Exception as e:
                 errors.append(_error("rows", self.names[p], e, np.flatnonzero(on)))
                 self.state.stopped[rows.slots[index]] = True

@@ -5,21 +5,60 @@ submit    hand the plan to the executor              (host; on CPU this is the f
 wait      until a step in flight has come back       (host idle)
 publish   results to sequences, text, streams        (host)
 device    time on the device as the executor reports it
+
+Beside these parts, the time that each plug-in takes on the host (``SeamTimes``), wherever in a turn it is called.
 """
 
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 PARTS = ("plan", "submit", "wait", "publish")
 
 
+class SeamTimes(dict[str, float]):
+    """Host seconds by seam, ``seam:plug-in`` where a seam holds several.  A call within another seam's call counts for
+    its own seam only, so the times add up.  One thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inner = 0.0  # seconds of the calls within the one that runs
+
+    def run(self, seam: str, call: Callable[..., Any], *args: Any) -> Any:
+        """``call(*args)``, its time counted under ``seam``."""
+        outer, self._inner = self._inner, 0.0
+        start = perf_counter()
+        try:
+            return call(*args)
+        finally:
+            span = perf_counter() - start
+            self[seam] = self.get(seam, 0.0) + span - self._inner
+            self._inner = outer + span
+
+    def add(self, more: Mapping[str, float]) -> None:
+        for seam, seconds in more.items():
+            self[seam] = self.get(seam, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """What was counted since the last time."""
+        out = dict(self)
+        self.clear()
+        return out
+
+
+def processor_seams(names: Sequence[str]) -> list[str]:
+    """What the times of processors are counted under; the sampler is the last."""
+    return [*(f"processor:{name}" for name in names[:-1]), "sampler"]
+
+
 class StepClock:
-    """The last ``size`` steps: start, seconds of each part, device milliseconds, rows, tokens."""
+    """The last ``size`` steps: start, seconds of each part and seam, device milliseconds, rows, tokens."""
 
     def __init__(self, size: int = 8192) -> None:
         self.size, self.count = size, 0
@@ -27,36 +66,45 @@ class StepClock:
         self.part = np.zeros((size, len(PARTS)))
         self.device_ms = np.zeros(size)
         self.rows, self.tokens = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        self._at = self._mark = 0.0
+        self.seams = SeamTimes()  # since the end of the last step: what is added between two counts for the next
+        self.seam: dict[str, np.ndarray] = {}  # seam -> seconds [size]
+        self._mark = 0.0
 
     def begin(self) -> None:
         self._row = self.count % self.size
-        self._mark = time.perf_counter()
+        self._mark = perf_counter()
         self.start[self._row] = self._mark
         self.part[self._row] = 0
         self.device_ms[self._row] = self.rows[self._row] = self.tokens[self._row] = 0
 
     def lap(self, part: int) -> None:
         """The time since the last mark belongs to this part."""
-        now = time.perf_counter()
+        now = perf_counter()
         self.part[self._row, part] += now - self._mark
         self._mark = now
 
     def end(self, rows: int, tokens: int) -> None:
         self.rows[self._row], self.tokens[self._row] = rows, tokens
+        for name, seconds in self.seams.items():
+            if name not in self.seam:
+                self.seam[name] = np.zeros(self.size)
+            self.seam[name][self._row] = seconds
+            self.seams[name] = 0.0  # the key stays, so that a row of the ring is always written anew
         self.count += 1
 
     def _order(self) -> np.ndarray:
         n = min(self.count, self.size)
         return (np.arange(self.count - n, self.count)) % self.size
 
-    def summary(self) -> dict[str, float]:
-        """Median milliseconds of each part over the steps kept, and the number of steps."""
+    def summary(self) -> dict[str, Any]:
+        """Over the steps kept: median milliseconds of each part, and mean milliseconds of each seam (``seam_ms``; most
+        plug-ins are called in some steps only, and means add up); the number of steps."""
         rows = self._order()
-        out: dict[str, float] = {"steps": self.count}
+        out: dict[str, Any] = {"steps": self.count}
         for i, name in enumerate(PARTS):
             out[f"{name}_ms"] = round(float(np.median(self.part[rows, i])) * 1e3, 4) if len(rows) else 0.0
         out["device_ms"] = round(float(np.median(self.device_ms[rows])), 4) if len(rows) else 0.0
+        out["seam_ms"] = {name: round(float(self.seam[name][rows].mean()) * 1e3, 4) for name in sorted(self.seam)}
         return out
 
     def chrome_trace(self, path: str | Path) -> None:

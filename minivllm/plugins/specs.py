@@ -5,6 +5,8 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("attention", "triton", "minivllm.plugins.attention.spec:TRITON"),
     ("evictor", "lru", "minivllm.plugins.evictor.spec:LRU"),
     ("executor", "local", "minivllm.plugins.executor.spec:LOCAL"),
+    ("hooks", "live", "minivllm.plugins.hooks.spec:LIVE"),
+    ("hooks", "step_log", "minivllm.plugins.hooks.spec:STEP_LOG"),
     ("kvformat", "bf16", "minivllm.plugins.kvformat.spec:BF16"),
     ("kvformat", "fp16", "minivllm.plugins.kvformat.spec:FP16"),
     ("kvformat", "fp32", "minivllm.plugins.kvformat.spec:FP32"),

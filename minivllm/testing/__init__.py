@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .attention import AttentionConformance
     from .evictor import EvictorConformance
     from .executor import ExecutorConformance
+    from .hooks import HooksConformance
     from .kvformat import KVFormatConformance
     from .model import ModelConformance
     from .processor import ProcessorConformance
@@ -31,6 +32,7 @@ SUITES = {  # seam -> (module here, class)
     "attention": ("attention", "AttentionConformance"),
     "evictor": ("evictor", "EvictorConformance"),
     "executor": ("executor", "ExecutorConformance"),
+    "hooks": ("hooks", "HooksConformance"),
     "kvformat": ("kvformat", "KVFormatConformance"),
     "model": ("model", "ModelConformance"),
     "processor": ("processor", "ProcessorConformance"),
@@ -42,9 +44,9 @@ SUITES = {  # seam -> (module here, class)
 _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "session", "run": "session"}
 
 __all__ = [
-    "SUITES", "AttentionConformance", "EvictorConformance", "ExecutorConformance", "KVFormatConformance",
-    "ModelConformance", "Outcome", "ProcessorConformance", "QuantizerConformance", "SamplerConformance",
-    "SchedulerConformance", "StrategyConformance", "run",
+    "SUITES", "AttentionConformance", "EvictorConformance", "ExecutorConformance", "HooksConformance",
+    "KVFormatConformance", "ModelConformance", "Outcome", "ProcessorConformance", "QuantizerConformance",
+    "SamplerConformance", "SchedulerConformance", "StrategyConformance", "run",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, 
 from minivllm.core.interfaces.sampling import Row
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
 from minivllm.core.request import Request, SamplingParams
+from minivllm.hooks.bridge import EngineHooks
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
 
@@ -243,6 +244,7 @@ def sim_engine(
     evictor=Lru,
     strategy: DecodingStrategy | None = None,
     reads: Iterable[str] = ("temperature",),
+    hooks: EngineHooks | None = None,
 ) -> Engine:
     """``policy`` and ``evictor`` are called with (None, context); ``blocks``: a number, or a list of one per window.
     ``reads``: names of parameters that requests may set although no processor here honours them."""
@@ -259,7 +261,7 @@ def sim_engine(
     return Engine(
         wiring, executor, capacity, lambda ctx: policy(None, ctx), lambda ctx: evictor(None, ctx),
         [("sim/none", NoProcessor(reads))], [("sim/branches", strategy or _Strategy())], windows, prefix,
-        eos_ids=(EOS_ID,),
+        eos_ids=(EOS_ID,), hooks=hooks,
     )  # fmt: skip
 
 

@@ -118,3 +118,4 @@ class StepResult:
     logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of host rows
     errors: tuple[StepError, ...] = ()
     device_ms: float = 0.0  # time on the device (wall time of the compute on CPU)
+    seams: Mapping[str, float] = field(default_factory=dict)  # host seconds of each plug-in that this step ran

@@ -1,0 +1,193 @@
+"""Between the engine and its hooks: what has happened, as views.  A view is made only if somebody listens for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .manager import HookManager
+from .views import BlocksView, EngineView, FinishedStep, PlannedStep, PreemptionView, RequestEnd, RequestView
+
+if TYPE_CHECKING:
+    from minivllm.core.engine import Engine
+    from minivllm.core.interfaces.executor import Part
+    from minivllm.core.interfaces.plan import StepPlan, StepResult
+    from minivllm.core.publisher import Flight
+    from minivllm.core.request import Request, Seq
+
+STEPS = ("minivllm_plan_and_submit", "minivllm_publish", "minivllm_step_finished")
+PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
+
+
+def make_hooks(parts: Sequence[Part], seams: Mapping[str, str]) -> EngineHooks | None:
+    """The hooks of an engine, or None if there are none: then the engine does nothing for them."""
+    return EngineHooks(HookManager.make(parts), seams) if parts else None
+
+
+class EngineHooks:
+    """What the engine calls, on the thread that runs its loop.  ``parts``: seam -> plug-in, for the engine's view."""
+
+    def __init__(self, manager: HookManager, parts: Mapping[str, str]) -> None:
+        self.manager, self.parts = manager, MappingProxyType(dict(parts))
+        self.failures = manager.failures
+        self._planned: dict[int, tuple[PlannedStep, int]] = {}  # steps in flight: their view, their row of the clock
+        self._published: list[tuple[PlannedStep, int, StepResult]] = []  # in this turn
+        self._running = False
+
+    def attach(self, engine: Engine) -> None:
+        """Listen to an engine; nothing is told of what nobody asks for."""
+        self.engine, self.clock = engine, engine.clock
+        self.manager.times = engine.clock.seams
+        listens = self.manager.listens
+        self._steps = listens(*STEPS)
+        if listens("minivllm_preempted"):
+            engine.planner.on_preempt = self.preempted
+        if listens("minivllm_stored", "minivllm_evicted", "minivllm_removed"):
+            for group, pool in enumerate(engine.cache.pools):
+                pool.on_change = self._blocks_of(group)
+
+    # ---- the engine's life ---------------------------------------------------------------------------------------
+
+    def started(self) -> None:
+        w, blocks = self.engine.wiring, tuple(p.total - 1 for p in self.engine.cache.pools)
+        self.view = EngineView(
+            w.model_dir, w.device, w.dtype, w.block, blocks, w.max_num_seqs, w.max_num_batched_tokens, w.max_model_len,
+            self.parts,
+        )  # fmt: skip
+        self._running = True
+        try:
+            self.manager.start(engine=self.view)
+        except BaseException as exc:
+            self.stopped(f"a hook failed at start: {exc}")  # those that had started give back what they took
+            raise
+
+    def stopped(self, error: str | None) -> None:
+        if self._running:
+            self._running = False
+            self.manager.tell("minivllm_engine_stopped", engine=self.view, error=error)
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def request_added(self, request: Request) -> None:
+        if self.manager.listens("minivllm_request_added"):
+            self.manager.tell("minivllm_request_added", request=view_of(request))
+
+    def request_finished(self, request: Request) -> None:
+        if not self.manager.listens("minivllm_request_finished"):
+            return
+        seqs = request.sequences
+        assert request.finished is not None
+        end = RequestEnd(
+            reasons=tuple(s.finish_reason or "" for s in seqs), tokens=tuple(s.published for s in seqs),
+            cached_tokens=request.cached_tokens, preempted=sum(s.preempted for s in seqs),
+            first_token=request.first_token, finished=request.finished,
+            error=next((s.error for s in seqs if s.error), None),
+        )  # fmt: skip
+        self.manager.tell("minivllm_request_finished", request=view_of(request), end=end)
+
+    def preempted(self, seq: Seq) -> None:
+        view = PreemptionView(seq.request.id, seq.id, seq.known, seq.preempted)
+        self.manager.tell("minivllm_preempted", preemption=view)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def launch(self, launch: Callable[[], StepPlan | None]) -> StepPlan | None:
+        """Plan and submit a step, with the wrappers round it."""
+        if not self._steps:
+            return launch()
+        turn = self.clock.count
+        return self.manager.wrap("minivllm_plan_and_submit", lambda: self._note(launch()), self._seen, turn=turn)
+
+    def _note(self, plan: StepPlan | None) -> StepPlan | None:
+        if plan is not None:
+            # now, because a slot may have another owner when the result comes
+            sequence = self.engine.slots.id[plan.slots]
+            view = PlannedStep(plan.id, *map(frozen, (sequence, plan.q_len, plan.computed, plan.samples)))
+            self._planned[plan.id] = view, self.clock.count % self.clock.size
+        return plan
+
+    def _seen(self, plan: StepPlan | None) -> PlannedStep | None:
+        return None if plan is None else self._planned[plan.id][0]
+
+    def publish(self, flight: Flight, result: StepResult, publish: Callable[..., None]) -> None:
+        """Publish the result of a step, with the wrappers round it."""
+        if not self._steps:
+            publish(flight, result)
+            return
+        view, row = self._planned.pop(result.id)
+        self.manager.wrap("minivllm_publish", lambda: publish(flight, result), lambda none: None, step=view)
+        if self.manager.listens("minivllm_step_finished"):
+            self._published.append((view, row, result))
+
+    def turn_ended(self) -> None:
+        """Tell of the steps that this turn of the loop has published."""
+        if not self._published:
+            return
+        published, self._published = self._published, []
+        clock, part = self.clock, self.clock.part
+        here, figures = (clock.count - 1) % clock.size, self._figures()
+        for view, row, result in published:
+            step = FinishedStep(
+                view.id, view.sequence, view.q_len, view.computed, view.drawn,
+                token=frozen(result.tokens), count=frozen(result.count), flags=frozen(result.flags),
+                error=next((f"{e.plugin}: {e.message}" for e in result.errors), None), time=time.monotonic(),
+                plan_ms=1e3 * float(part[row, PLAN]), submit_ms=1e3 * float(part[row, SUBMIT]),
+                wait_ms=1e3 * float(part[here, WAIT]), publish_ms=1e3 * float(part[here, PUBLISH]),
+                device_ms=result.device_ms, **figures,
+            )  # fmt: skip
+            self.manager.tell("minivllm_step_finished", step=step)
+
+    def _figures(self) -> dict[str, int]:
+        e, lead = self.engine, self.engine.cache.pools[0]
+        return {
+            "running": len(e.slots.running), "waiting": e.planner.n_waiting, "blocks_total": lead.total - 1,
+            "blocks_free": lead.free, "blocks_cached": lead.idle, "finished": e.finished,
+            "generated": e.publisher.tokens, "preemptions": e.planner.preemptions,
+            "evictions": sum(p.evictions for p in e.cache.pools), "prefix_queries": lead.queries,
+            "prefix_hits": lead.hits,
+        }  # fmt: skip
+
+    # ---- the prefix cache ----------------------------------------------------------------------------------------
+
+    def _blocks_of(self, group: int) -> Callable[[str, tuple, Any], None]:
+        """What the pool of a group calls with each thing that it has told its evictor: all that comes and goes is
+        among it, in order."""
+        tell = self.manager.tell
+
+        def changed(what: str, args: tuple, found: Any) -> None:
+            if what == "add":
+                keys, info = args
+                view = BlocksView(group, "device", "stored", frozen(keys), frozen(info.parent), frozen(info.depth))
+                tell("minivllm_stored", blocks=view)
+            elif what in ("drop", "victims"):
+                keys = found if what == "victims" else args[0]
+                if not len(keys):
+                    return
+                reason, gone = "evicted" if what == "victims" else "dropped", frozen(np.array(keys, np.uint64))
+                view = BlocksView(group, "device", reason, gone, gone[:0], frozen(NO_DEPTH))
+                if what == "victims":
+                    tell("minivllm_evicted", blocks=view)
+                tell("minivllm_removed", blocks=view)
+
+        return changed
+
+
+NO_DEPTH = np.empty(0, np.int32)
+
+
+def frozen(a: np.ndarray) -> np.ndarray:
+    """A read-only view of an array that is never written again."""
+    view = a.view()
+    view.flags.writeable = False
+    return view
+
+
+def view_of(request: Request) -> RequestView:
+    return RequestView(
+        request.id, tuple(s.id for s in request.sequences), frozen(request.prompt),
+        MappingProxyType(dict(vars(request.params))), request.arrival,
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""The engine in the terminal while it runs: queue, batch, cache and tokens per second, drawn by rich.
+
+The engine's thread only notes the last step; the drawing is done by rich's own thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live as Display
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from minivllm.hooks import EngineView, FinishedStep, Hooks, hookimpl
+
+SPAN = 2.0  # seconds over which the rate is taken
+SAMPLE = 0.1  # seconds between two notes of it
+WIDTH = 30
+
+
+class Live(Hooks):
+    """Writes to standard error, so that results on standard output stay clean; where that is no terminal, the last view
+    is all that is written.  ``seen`` is replaced as a whole, never changed: the drawing thread needs no lock."""
+
+    def __init__(self, options: Any = None, console: Console | None = None) -> None:
+        super().__init__(options)
+        self.console = console
+        self.display: Display | None = None
+        self.samples: deque[tuple[float, int]] = deque()  # (time, tokens generated), the engine's thread only
+        self.seen: tuple[FinishedStep, float, float] | None = None  # step, tokens per second now, and since the start
+
+    @hookimpl
+    def minivllm_engine_started(self, engine: EngineView) -> None:
+        self.engine = engine
+        self.display = Display(
+            get_renderable=self.table, console=self.console or Console(stderr=True), transient=not self.options.keep,
+            refresh_per_second=self.options.refresh_per_second, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self.display.start()
+
+    @hookimpl
+    def minivllm_step_finished(self, step: FinishedStep) -> None:
+        if not self.samples:
+            self.first = (step.time, step.generated)
+        if not self.samples or step.time - self.samples[-1][0] >= SAMPLE:
+            self.samples.append((step.time, step.generated))
+        while len(self.samples) > 1 and step.time - self.samples[0][0] > SPAN:
+            self.samples.popleft()
+        self.seen = step, _rate(self.samples[0], step), _rate(self.first, step)
+
+    @hookimpl
+    def minivllm_engine_stopped(self) -> None:
+        if self.display is not None:
+            self.display.stop()
+            self.display = None
+
+    def table(self) -> Table:
+        """The view of what was seen last."""
+        table = Table(show_header=False, box=None, padding=(0, 1))
+        if self.seen is None:
+            table.add_row("minivllm", f"{self.engine.model}: waiting for the first step")
+            return table
+        step, now, mean = self.seen
+        used = step.blocks_total - step.blocks_free - step.blocks_cached
+        hits = step.prefix_hits / step.prefix_queries if step.prefix_queries else 0.0
+        prefill = int(step.q_len[step.q_len > 1].sum())
+        table.add_row("tokens/s", f"{now:,.0f} now, {mean:,.0f} since the first step", f"{step.generated:,} generated")
+        queue = f"{step.waiting:,} waiting, {step.finished:,} finished"
+        table.add_row("queue", queue, f"{step.preemptions:,} preempted")
+        slots = self.engine.max_num_seqs
+        table.add_row("rows", _bar(step.running, slots), f"{step.running} of {slots}")
+        table.add_row(
+            "batch", _bar(step.tokens, self.engine.max_num_batched_tokens),
+            f"{step.rows} rows, {step.tokens} tokens, {prefill} of them prefill",
+        )  # fmt: skip
+        table.add_row(
+            "cache", _bar(used, step.blocks_total),
+            f"{used:,} blocks in use, {step.blocks_cached:,} cached, {step.blocks_free:,} free; "
+            f"{100 * hits:.0f} % prefix hits, {step.evictions:,} evicted",
+        )  # fmt: skip
+        parts = ("plan", "submit", "wait", "publish", "device")
+        times = "  ".join(f"{part} {getattr(step, part + '_ms'):.2f}" for part in parts)
+        table.add_row("ms", times, f"step {step.id:,}")
+        return table
+
+
+def _rate(since: tuple[float, int], step: FinishedStep) -> float:
+    """Tokens per second from a sample to this step."""
+    seconds = step.time - since[0]
+    return (step.generated - since[1]) / seconds if seconds > 0 else 0.0
+
+
+def _bar(value: int, total: int) -> ProgressBar:
+    return ProgressBar(total=max(total, 1), completed=value, width=WIDTH)

@@ -1,0 +1,32 @@
+"""Options of the hooks in this folder."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+SUFFIXES = (".csv", ".jsonl")
+
+
+class StepLogOptions(BaseModel):
+    """Where the lines go, and how many."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field("steps.jsonl", description="The file, written anew; .csv or .jsonl says the format.")
+    every: int = Field(1, ge=1, description="Write each step whose number is a multiple of this.")
+
+    @field_validator("path")
+    @classmethod
+    def _known(cls, path: str) -> str:
+        if not path.endswith(SUFFIXES):
+            raise ValueError(f"{path!r}: want a file that ends in {' or '.join(SUFFIXES)}")
+        return path
+
+
+class LiveOptions(BaseModel):
+    """How often the view is drawn."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    refresh_per_second: float = Field(4.0, gt=0, le=30, description="Times that the view is drawn in a second.")
+    keep: bool = Field(True, description="Leave the last view in the terminal when the engine stops.")
