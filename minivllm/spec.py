@@ -13,6 +13,7 @@ and names it in its pyproject: ``[project.entry-points."minivllm.attention"]`` `
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -187,23 +188,25 @@ class Reason:
 
 @dataclass(frozen=True)
 class Needs:
-    """A module that must be installed, at least in ``version``; ``install`` is the command that does it."""
+    """A module that must be installed, at least in ``version``; ``install`` is the command that does it.
+
+    ``dist`` names the distribution whose version counts, where several fill one package (``flash_attn`` is filled by
+    two); else it is the one that brings the module's top package.
+    """
 
     module: str
     version: str = ""
     install: str = ""
+    dist: str = ""
 
     def missing(self) -> Reason | None:
-        try:
-            found = importlib.util.find_spec(self.module) is not None
-        except (ImportError, ValueError):
-            found = False
-        if not found:
+        if not _installed(self.module):
             return Reason(f"needs {self.module}, which is not installed", fix=self.install)
         if self.version:
             from packaging.version import Version
 
-            dists = importlib.metadata.packages_distributions().get(self.module.partition(".")[0], [self.module])
+            top = self.module.partition(".")[0]
+            dists = [self.dist] if self.dist else importlib.metadata.packages_distributions().get(top, [self.module])
             try:
                 have = importlib.metadata.version(dists[0])
             except importlib.metadata.PackageNotFoundError:
@@ -213,6 +216,19 @@ class Needs:
             if Version(have) < Version(self.version):
                 return Reason(self.module, f"at least {self.version}", have, self.install)
         return None
+
+
+def _installed(module: str) -> bool:
+    """Whether a module can be found, without importing the packages that it is in, which may be heavy."""
+    try:
+        top, *rest = module.split(".")
+        spec = importlib.util.find_spec(top)
+        for name in rest:
+            where = None if spec is None else spec.submodule_search_locations
+            spec = None if where is None else importlib.machinery.PathFinder.find_spec(f"{spec.name}.{name}", where)
+        return spec is not None
+    except (ImportError, ValueError):
+        return False
 
 
 @dataclass(frozen=True)

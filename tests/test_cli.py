@@ -191,7 +191,7 @@ def test_explain_of_what_cannot_be_wired_shows_the_reasons_and_ends_with_4(capsy
         capsys, "explain", "attention", "--set", "dtype=float32", "--set", "device=cpu", "--set", "batch_invariant=true"
     )
     assert (code, err) == (4, "") and out.startswith("attention -> nothing suitable   (asked: auto)\n")
-    assert "x minivllm/sdpa    feature 'batch_invariant' not declared\n" in out
+    assert "x minivllm/sdpa         feature 'batch_invariant' not declared\n" in out
 
 
 # ---------------------------------------------------------------- running

@@ -88,7 +88,7 @@ def test_an_unknown_name_says_what_is_there():
         discover()["attention"].find("spda")
     assert str(info.value) == (
         "No attention is called 'spda'. Did you mean 'sdpa'?\n"
-        "  Installed: sdpa, triton\n"
+        "  Installed: flash_attn, flash_attn2, flashinfer, sdpa, triton\n"
         "  A package adds one with the entry-point group 'minivllm.attention'; an experiment can say 'module:Class'."
     )
 
@@ -115,7 +115,7 @@ def test_a_package_that_pretends_to_be_minivllm_replaces_nothing():
 
 def test_an_editable_install_beside_a_wheel_is_one_plugin():
     registry = discover(point("Acme_Attn", "x", "a:S"), point("acme-attn", "x", "a:S"))["attention"]
-    assert [e.label for e in registry.entries] == ["minivllm/sdpa", "minivllm/triton", "acme-attn/x"]
+    assert [e.label for e in registry.entries if not e.builtin] == ["acme-attn/x"]
 
 
 def test_a_seam_that_is_reserved_or_unknown_is_refused():
@@ -159,7 +159,7 @@ def test_a_blocked_plugin_is_not_imported(package):
     with pytest.raises(PluginError, match=r"^attention 'shut/x' \(shut 1.0\) is blocked by MINIVLLM_PLUGINS.$"):
         registry.find("x")
     selection = registry.select(Request({"nobody": 1}), everything=True)
-    assert "  x shut/x           blocked by MINIVLLM_PLUGINS\n" in selection.explain() + "\n"
+    assert "  x shut/x                blocked by MINIVLLM_PLUGINS\n" in selection.explain() + "\n"
     assert "shut" not in sys.modules
 
 
@@ -173,7 +173,7 @@ def test_a_broken_spec_is_an_error_if_asked_for_and_a_line_if_not(package):
     with pytest.raises(PluginError) as info:
         registry.select(Request(), "sparse")
     assert str(info.value) == text and isinstance(info.value.__cause__, RuntimeError)
-    assert f"  x acme/sparse      {text}" in registry.select(Request(), everything=True).explain()
+    assert f"  x acme/sparse           {text}" in registry.select(Request(), everything=True).explain()
 
 
 def test_a_spec_module_that_exits_does_not_take_the_engine_along(package):

@@ -200,17 +200,17 @@ def test_a_plugin_without_options_takes_none():
 def test_a_misspelt_name_in_a_list_to_prefer_is_told_and_one_that_is_not_installed_is_passed_over():
     registry = discover(point("acme", "flash", "acme_spec:S"))["attention"]
     for name, hint in (
-        ("trition", " Did you mean 'triton'?"), ("minivllm/flash", ""),
+        ("trition", " Did you mean 'triton'?"), ("minivllm/zebra", ""),
         ("acme/flsh", " Did you mean 'acme/flash'?"),
     ):  # fmt: skip
         with pytest.raises(PluginError) as info:
             registry.select(Request(), prefer=(name, "sdpa"))
-        start = f"No attention is called {name!r}.{hint}\n  Installed: sdpa, triton, acme/flash"
+        start = f"No attention is called {name!r}.{hint}\n  Installed: flash_attn, flash_attn2, flashinfer, sdpa, triton, acme/flash"
         assert str(info.value).startswith(start)
         assert str(info.value).endswith("one that is not installed is written 'dist/name'.")
     with pytest.raises(PluginError, match="is a target, and a target runs code"):
         registry.select(Request(), prefer=("my.module:Class",))
-    absent = ("flashinfer", "zz/flash", "zz/sdpa")
+    absent = ("zebra", "zz/flash", "zz/sdpa")
     selection = registry.select(FITS, prefer=(*absent, "sdpa"))
     assert [str(c.reasons[0]) for c in selection.candidates[:3]] == ["not installed"] * 3
     assert selection.chosen.entry.label == "minivllm/sdpa"

@@ -1,6 +1,8 @@
 """What the built-in attention back ends say about themselves."""
 
-from minivllm.spec import ANY, AtLeast, MultipleOf, Needs, Range, Spec
+from collections.abc import Sequence
+
+from minivllm.spec import ANY, AtLeast, MultipleOf, Needs, Range, Reason, Request, Spec, plain
 
 SDPA = Spec(
     impl="minivllm.plugins.attention.sdpa:Sdpa",
@@ -40,4 +42,96 @@ TRITON = Spec(
     needs=(Needs("triton", "3.4", 'pip install "minivllm[triton]"'),),
     prefer={"block": 64},
     traits={"graph": "mixed", "plan": "device"},
+)
+
+
+# ---- over libraries: they read the cache in place, in the dtype of the model ----------------------------------------
+
+HALVES = {"bfloat16": "bf16", "float16": "fp16"}  # dtype -> the KV format that stores it
+
+
+def plainly(request: Request) -> Sequence[Reason]:
+    """What limits cannot say: keys, values and queries are of one size and one dtype."""
+    facts, reasons = request.facts, []
+    if "dim_qk" in facts and "dim_v" in facts and _set(facts["dim_qk"]) != _set(facts["dim_v"]):
+        reasons.append(Reason("dim_v", plain(facts["dim_v"]), f"that of dim_qk, {plain(facts['dim_qk'])}"))
+    if "dtype" in facts and "kv_format" in facts and HALVES.get(facts["dtype"]) != facts["kv_format"]:
+        want = HALVES.get(facts["dtype"], "none")
+        reasons.append(Reason("kv_format", facts["kv_format"], f"{want} with dtype={facts['dtype']}"))
+    return reasons
+
+
+def _set(value: object) -> frozenset:
+    return frozenset(value) if isinstance(value, (set, frozenset)) else frozenset({value})
+
+
+# Priorities below sdpa's: they are taken by name only, until the kit has passed on a GPU and a measurement says where
+# they belong (docs/attention.md).
+FLASH_ATTN = Spec(
+    impl="minivllm.plugins.attention.flash_attn:FlashAttn",
+    api=(1, 0),
+    summary="FlashAttention-4 on Hopper: one call for prompts, chunks and decode rows",
+    priority=-1,
+    limits={
+        "device": {"cuda"},
+        "sm": {90},
+        "dtype": frozenset(HALVES),
+        "dim_qk": frozenset({64, 96, 128, 192, 256}),
+        "dim_v": frozenset({64, 96, 128, 192, 256}),
+        "queries_per_kv": Range(1, 16),
+        "kv_format": frozenset(HALVES.values()),
+        "block": frozenset({16, 32, 256}),  # no size that is a key tile of some kernel: those are read past the end
+    },
+    features=frozenset({"lse", "repeatable", "sinks", "softcap", "window"}),
+    needs=(Needs("flash_attn.cute", "4.0.0b36", 'pip install "flash-attn-4[cu13]"', dist="flash-attn-4"),),
+    prefer={"block": 32},
+    traits={"graph": "mixed", "plan": "device"},
+    check=plainly,
+)
+FLASH_ATTN2 = Spec(
+    impl="minivllm.plugins.attention.flash_attn2:FlashAttn2",
+    api=(1, 0),
+    summary="FlashAttention-2 over pages of 256 tokens, split-KV decode; Ampere and later",
+    priority=-1,
+    limits={
+        "device": {"cuda"},
+        "sm": AtLeast(80),
+        "dtype": frozenset(HALVES),
+        "dim_qk": DIMS,
+        "dim_v": DIMS,
+        "queries_per_kv": Range(1, 64),
+        "kv_format": frozenset(HALVES.values()),
+        "block": MultipleOf(256),
+    },
+    features=frozenset({"lse", "softcap", "window"}),
+    needs=(
+        Needs(
+            "flash_attn.flash_attn_interface", "2.6", "pip install flash-attn --no-build-isolation", dist="flash-attn"
+        ),
+    ),
+    prefer={"block": 256},
+    traits={"graph": "none", "plan": "device"},  # captured steps have not been run
+    check=plainly,
+)
+FLASHINFER = Spec(
+    impl="minivllm.plugins.attention.flashinfer:FlashInfer",
+    api=(1, 0),
+    summary="FlashInfer on Hopper: XQA for decode rows, planned paged prefill for longer ones",
+    options="minivllm.plugins.attention.options:FlashInferOptions",
+    priority=-1,
+    limits={
+        "device": {"cuda"},
+        "sm": {90},
+        "dtype": frozenset(HALVES),
+        "dim_qk": frozenset({64, 128, 256}),
+        "dim_v": frozenset({64, 128, 256}),
+        "queries_per_kv": Range(1, 16),
+        "kv_format": frozenset(HALVES.values()),
+        "block": frozenset({16, 32, 64, 128}),
+    },
+    features=frozenset({"window"}),
+    needs=(Needs("flashinfer", "0.6.14", "pip install flashinfer-python==0.6.14", dist="flashinfer-python"),),
+    prefer={"block": 64},
+    traits={"graph": "decode", "plan": "device"},
+    check=plainly,
 )

@@ -1,0 +1,63 @@
+"""FlashAttention-4 (the CuTe DSL kernels of the package ``flash-attn-4``) over the paged cache, on Hopper.
+
+One call of ``flash_attn_varlen_func`` serves a whole step: rows that decode, chunks and prompts alike.
+
+    q [T, heads, D], cu_q ──┐
+    page table [R, pages] ──┼──► out [T, heads, D], lse [heads, T]        lengths (``seqused_k``) are the device's
+    kv_len [R] ─────────────┘
+
+Two limits of the library shape the spec.  A page that is exactly one key tile is loaded whole, with what lies behind
+the end of a row, and 0 * NaN is NaN there; other pages are loaded row by row and zero behind the end.  So sizes that
+are a tile of some kernel (64 to 128) are not claimed.  And it does not split the keys of one row over several programs
+on this device, so small batches over long contexts decode slowly.
+
+Kernels are compiled on first use, a few seconds for each kind of layer; ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1``
+keeps them on disk.  Source: github.com/Dao-AILab/flash-attention, ``flash_attn/cute``; arXiv:2307.08691, 2407.08608.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flash_attn.cute import flash_attn_varlen_func
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
+
+from .paged import EAGER, Paged, dense_pages
+
+
+class FlashAttn(Paged):
+    """Window, sinks, softcap and lse (natural logarithm, the sink included) are supported; scores are not."""
+
+    name = "flash_attn"
+
+    def forward(
+        self,
+        layer: AttnLayer,
+        q: Tensor,
+        meta: AttnMeta,
+        out: Tensor,
+        lse: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> None:
+        self.refuse("scores", scores)
+        spec, g = layer.spec, layer.group
+        pages = dense_pages(meta, g, 0, len(meta.slots))
+        got, norm = flash_attn_varlen_func(
+            q, layer.cache["k"], layer.cache["v"],
+            cu_seqlens_q=meta.cu_q, seqused_k=meta.kv_len[g], page_table=pages,
+            max_seqlen_q=self._most_queries(meta), max_seqlen_k=pages.shape[1] * meta.block,
+            softmax_scale=spec.softmax_scale, causal=True,
+            window_size=(None, None) if spec.window is None else (spec.window - 1, 0),
+            learnable_sink=layer.sinks if spec.sinks else None, softcap=spec.softcap or 0.0,
+            return_lse=lse is not None,
+        )  # fmt: skip
+        out.copy_(got)
+        if lse is not None:
+            lse.copy_(norm.t())
+
+    def _most_queries(self, meta: AttnMeta) -> int:
+        """Bound on a row's queries.  It picks the grid, so a captured step takes the greatest that may come."""
+        key: Any = meta.work.get("key", EAGER)
+        return key.tokens if key.kind == "mixed" else int(meta.host_q_len.max())

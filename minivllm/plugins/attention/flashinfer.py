@@ -1,0 +1,128 @@
+"""FlashInfer over the paged cache, on Hopper.
+
+    rows that decode   xqa_batch_decode_with_kv_cache        q [B, heads, D], pages [B, n], the device's lengths
+    longer rows        BatchPrefillWithPagedKVCacheWrapper   planned on the host once a step for each kind of layer
+
+XQA takes the lengths from the device and needs no plan, so steps of decode rows are captured.  ``BatchDecodeWithPaged-
+KVCacheWrapper`` is not used: its plan cuts rows by lengths that the host must know, and a part that begins behind the
+end that the device knows runs off the row.  Of longer rows the host knows the lengths exactly.
+
+Kernels are compiled on first use (nvcc and ninja; half a minute for each kind of layer on 16 cores) and kept in
+``~/.cache/flashinfer``.  Source: github.com/flashinfer-ai/flashinfer; arXiv:2501.01005.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from flashinfer.decode import xqa_batch_decode_with_kv_cache
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnMeta, AttnSpec
+
+from .options import FlashInferOptions
+from .paged import Paged, dense_pages, ragged_pages, starts
+
+DECODE_SPACE = 32 << 20  # bytes of scratch: 8 MiB are semaphores, and no more programs share a row than there are SMs
+PREFILL_SPACE = 128 << 20  # as the library recommends
+PLANS = 3  # wrappers for one kind of layer, taken in turn
+
+
+@dataclass
+class Planned:
+    """A wrapper and when the device had taken over its last plan.
+
+    ``plan`` fills pinned memory of the wrapper and has it copied in stream order.  The host runs ahead of the device,
+    so it must not fill that memory again before the copy was made.
+    """
+
+    wrapper: Any
+    copied: Any = None  # a CUDA event
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def mark(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self.copied = self.copied or torch.cuda.Event()
+            self.copied.record()
+
+
+class FlashInfer(Paged):
+    """Window is supported; sinks, softcap, lse and scores are not."""
+
+    name = "flashinfer"
+
+    def __init__(self, options: FlashInferOptions, ctx: AttentionContext) -> None:
+        super().__init__(options, ctx)
+        device = torch.device(ctx.device)
+        # The library keeps semaphores in it: they must be zero at first, and are zero again after each call.
+        self._decode_space = torch.zeros(DECODE_SPACE, dtype=torch.uint8, device=device)
+        self._prefill_space = torch.empty(PREFILL_SPACE, dtype=torch.uint8, device=device)
+        self._planners: dict[tuple, deque[Planned]] = {}  # kind of layer -> least recently used first
+
+    def forward(
+        self,
+        layer: AttnLayer,
+        q: Tensor,
+        meta: AttnMeta,
+        out: Tensor,
+        lse: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> None:
+        self.refuse("lse", lse)
+        self.refuse("scores", scores)
+        n = meta.decode_rows
+        if n:
+            self._decode(layer, q[:n].contiguous(), meta, out[:n])
+        if n < len(meta.slots):
+            cache = (layer.cache["k"], layer.cache["v"])
+            self._planned(layer, q.dtype, meta).run(q[n:].contiguous(), cache, out=out[n:])
+
+    def _decode(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor) -> None:
+        spec, n = layer.spec, len(q)
+        pages = dense_pages(meta, layer.group, 0, n)
+        xqa_batch_decode_with_kv_cache(
+            q, (layer.cache["k"], layer.cache["v"]), self._decode_space, pages, meta.kv_len[layer.group][:n],
+            pages.shape[1] * meta.block, bmm1_scale=spec.softmax_scale, window_left=_left(spec), out=out,
+            kv_layout="NHD",
+        )  # fmt: skip
+
+    def _planned(self, layer: AttnLayer, dtype: torch.dtype, meta: AttnMeta) -> Any:
+        """The wrapper that is planned for this step and layers such as this."""
+        spec = layer.spec
+        kind = (layer.group, spec.heads, spec.kv_heads, spec.dim_qk, spec.window, spec.softmax_scale)
+        key = ("planned", kind)
+        found = meta.work.get(key)
+        if found is None:
+            mine = self._next(kind)
+            indptr, last, indices = ragged_pages(meta, layer.group, meta.decode_rows)
+            cu_q = starts(torch.from_numpy(meta.host_q_len[meta.decode_rows :].astype("int32")))
+            mine.wrapper.plan(
+                cu_q, indptr, indices, last, spec.heads, spec.kv_heads, spec.dim_qk, meta.block, causal=True,
+                sm_scale=spec.softmax_scale, window_left=_left(spec), q_data_type=dtype, kv_data_type=dtype,
+            )  # fmt: skip
+            mine.mark(meta.table.device)
+            found = meta.work[key] = mine.wrapper
+        return found
+
+    def _next(self, kind: tuple) -> Planned:
+        """A wrapper of this kind whose last plan has reached the device."""
+        mine = self._planners.setdefault(kind, deque())
+        if len(mine) < PLANS:
+            made = BatchPrefillWithPagedKVCacheWrapper(self._prefill_space, "NHD", backend=self.options.prefill)
+            mine.append(Planned(made))
+        else:
+            mine.rotate(-1)
+            mine[-1].wait()
+        return mine[-1]
+
+
+def _left(spec: AttnSpec) -> int:
+    """Positions that a query sees before its own; -1 is all of them."""
+    return -1 if spec.window is None else spec.window - 1

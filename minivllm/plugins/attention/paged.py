@@ -1,0 +1,109 @@
+"""What the back ends over libraries share: the plain paged layout, the write, and page tables as libraries want them.
+
+The cache is NHD, ``k`` and ``v`` [blocks, block, kv_heads, dim], which each of the libraries reads in place: nothing is
+gathered or copied.  A page is a block.  Two forms of the table are in use::
+
+    dense    i32 [rows, pages]       one line a row; entries behind a row's end are never read
+    ragged   indptr i32 [rows + 1]   pages of row r at indices[indptr[r] : indptr[r + 1]]; ``last`` tokens in its last
+
+Lengths stay on the device for rows that decode, because only it knows them; the host's are bounds that size a launch.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import (
+    AttentionBackend,
+    AttentionContext,
+    AttnLayer,
+    AttnMeta,
+    AttnSpec,
+    GraphKey,
+    QKPre,
+)
+from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
+from minivllm.errors import PluginError
+
+EAGER = GraphKey()
+
+
+class Paged(AttentionBackend):
+    """Base of the back ends over libraries; ``name`` stands in errors.
+
+    Contract as in ``AttentionBackend``.  ``write`` is one Triton kernel where Triton is installed and ``fuse`` is on.
+    """
+
+    name: str
+
+    def __init__(self, options: Any, ctx: AttentionContext) -> None:
+        super().__init__(options, ctx)
+        self._fused = ctx.fuse and ctx.device.startswith("cuda") and find_spec("triton") is not None
+
+    def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
+        if spec.dim_qk != spec.dim_v:
+            raise PluginError(f"{self.name}: dim_v={spec.dim_v}: want that of dim_qk, {spec.dim_qk}")
+        layout = fmt.layout(spec, block)
+        want = {"k": (block, spec.kv_heads, spec.dim_qk), "v": (block, spec.kv_heads, spec.dim_v)}
+        found = {name: t.shape for name, t in layout.tensors.items()}
+        if found != want:
+            raise PluginError(f"{self.name}: the KV format's tensors are {found}: want {want}")
+        return layout
+
+    def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
+        if self._fused:
+            from .triton_write import fits, write
+
+            if fits(q, k, v, pre):
+                return write(layer, q, k, v, meta, pre)
+        return super().write(layer, q, k, v, meta, pre)
+
+    def plan(self, meta: AttnMeta, key: GraphKey) -> None:
+        meta.work.clear()
+        meta.work["key"] = key
+
+    def refuse(self, what: str, value: Tensor | None) -> None:
+        """PluginError unless an output that is not claimed was not asked for."""
+        if value is not None:
+            raise PluginError(f"{self.name} gives no {what}: want {what}=None")
+
+
+def dense_pages(meta: AttnMeta, group: int, first: int, last: int) -> Tensor:
+    """Pages i32 [last - first, n] of rows [first, last): n is what the host's bound on their lengths needs."""
+    key = ("pages", group, first, last)
+    found = meta.work.get(key)
+    if found is None:
+        most = max(1, -(-int(meta.host_kv_len[group, first:last].max()) // meta.block))
+        table = meta.table[group].index_select(0, meta.slots[first:last])
+        found = meta.work[key] = table[:, :most].contiguous()
+    return found
+
+
+def ragged_pages(meta: AttnMeta, group: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages of the rows from ``first`` on, which bring several tokens, so that the host knows their lengths exactly:
+    indptr i32 [rows + 1] and last i32 [rows] on the host, indices i32 on the device."""
+    key = ("ragged", group, first)
+    found = meta.work.get(key)
+    if found is None:
+        lens = meta.host_kv_len[group, first:].astype(np.int64)
+        counts = -(-lens // meta.block)
+        indptr = np.concatenate([[0], np.cumsum(counts)])
+        row = np.repeat(np.arange(first, first + len(lens)), counts)
+        column = np.arange(indptr[-1]) - np.repeat(indptr[:-1], counts)
+        at = torch.from_numpy(np.stack([row, column])).to(meta.table.device, non_blocking=True)
+        indices = meta.table[group][meta.slots[at[0]], at[1]]
+        i32 = lambda x: torch.from_numpy(x.astype(np.int32))  # noqa: E731
+        found = meta.work[key] = (i32(indptr), i32(lens - (counts - 1) * meta.block), indices)
+    return found
+
+
+def starts(lengths: Tensor) -> Tensor:
+    """Cumulative lengths i32 [rows + 1], starting at 0, of lengths i32 [rows], on their device."""
+    out = lengths.new_zeros(len(lengths) + 1)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=out[1:])
+    return out

@@ -1,0 +1,5 @@
+"""FlashAttention-2's package, which must not be imported to learn whether it is there: the real one imports torch."""
+
+from .flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
+
+__all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
