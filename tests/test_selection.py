@@ -205,8 +205,8 @@ def test_a_misspelt_name_in_a_list_to_prefer_is_told_and_one_that_is_not_install
     ):  # fmt: skip
         with pytest.raises(PluginError) as info:
             registry.select(Request(), prefer=(name, "sdpa"))
-        start = f"No attention is called {name!r}.{hint}\n  Installed: flash_attn, flash_attn2, flashinfer, sdpa, triton, acme/flash"
-        assert str(info.value).startswith(start)
+        assert str(info.value).startswith(f"No attention is called {name!r}.{hint}\n  Installed: flash_attn, ")
+        assert ", sdpa, triton, acme/flash" in str(info.value)
         assert str(info.value).endswith("one that is not installed is written 'dist/name'.")
     with pytest.raises(PluginError, match="is a target, and a target runs code"):
         registry.select(Request(), prefer=("my.module:Class",))
