@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.core import sampling
+from minivllm.core import graphs, sampling
 from minivllm.core.interfaces.plan import OVERSHOOT, STOP_IDS
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
 from minivllm.core.kernels import activation, draw, norm, products, step
@@ -34,6 +34,11 @@ class TestTriton(AttentionConformance):
 
 def near(got, want, tolerance=2e-5):
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+def test_a_size_that_a_larger_one_beats_is_not_used():
+    assert graphs.useful_sizes({1: 1.0, 2: 2.0, 4: 1.5, 8: 3.0, 16: 2.9, 32: 2.9}) == [1, 4, 32]
+    assert graphs.useful_sizes({448: 14.0, 480: 10.5, 512: 11.3}) == [480, 512]
 
 
 def test_add_rms_norm_adds_in_place_and_normalises():

@@ -22,9 +22,17 @@ if TYPE_CHECKING:
     from .interfaces.sampling import Processor
 
 
+PINNED_FROM = 16 << 10  # bytes; CUDA takes less along with the call, and waits for the device over more unless pinned
+
+
+def staged(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array as a host tensor whose copy to the device does not wait for what is enqueued there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory() if device.type == "cuda" and array.nbytes >= PINNED_FROM else tensor
+
+
 def _index(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """i64 on the device, without waiting for what is enqueued there."""
-    return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+    return staged(array.astype(np.int64), device).to(device, non_blocking=True)
 
 
 class ProcessorState:
@@ -85,7 +93,7 @@ class DeviceState:
         self.processors: list[ProcessorState] = []
 
     def to(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return staged(array, self.device).to(self.device, non_blocking=True)
 
     def apply(self, delta: Delta, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
         """Everything but ``delta.token``, which needs the processors (see ``Runner``).  ``caches[g]``: the cache

@@ -1,10 +1,10 @@
-"""x W^T for up to 256 rows, and what follows it, in one kernel: the gate, or residual addition and norm.
+"""x W^T for up to 128 rows, and what follows it, in one kernel: the gate, or residual addition and norm.
 
     o, down:       s = residual + x W^T, kept as the residual;  y = s * norm;  squares = sums of s^2 per tile
     qkv, gate_up:  y = (x W^T) * 1 / sqrt(sum(squares) / dim + eps);  gate_up also: silu(gate) * up
 
 So a norm is no kernel: its weight is applied where the stream is written, its factor, one number a row, where the
-next product ends.  One row is a *matvec* on the CUDA cores (the weight's bytes and nothing else); up to 256 rows are a
+next product ends.  One row is a *matvec* on the CUDA cores (the weight's bytes and nothing else); up to 128 rows are a
 *GEMM* on the tensor cores, whose tiles come by TMA, with the weight's rows on the long side of the tile::
 
     grid (M / BM, N / BN, SK)     y^T [BN, BM] = W [BN, K / SK] x^T;   SK > 1: the program that arrives last adds up
@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import capability, pdl, wait
 
-MOST_ROWS, MANY_ROWS = 64, 256  # rows up to which a product here beats the library's and two kernels beside it ...
+MOST_ROWS, MANY_ROWS = 64, 128  # rows up to which a product here beats the library's and two kernels beside it ...
 SMALL = 1 << 23  # ... the second for weights of up to so many elements (measured on an H200)
 STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
 PLAIN, GATED, ADDED = 0, 1, 2
@@ -151,7 +151,7 @@ def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
 
 
 def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
-    """Tile of 2 to 256 rows: enough programs for 132 multiprocessors, and as much in flight as shared memory holds."""
+    """Tile of 2 to 128 rows: enough programs for 132 multiprocessors, and as much in flight as shared memory holds."""
     bn, bm = 64, 16
     while bm < min(rows, 64) and triton.cdiv(rows, bm) * triton.cdiv(n, bn) > 160:
         bm *= 2
@@ -160,7 +160,7 @@ def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
     bk = 64 if gated and bm == 64 else 256 if bm == 16 and not gated and k >= 1024 else 128
     programs = triton.cdiv(rows, bm) * triton.cdiv(n, bn)
     sk = 1
-    while sk < 4 and programs * sk < 60 and k >= 4 * sk * bk:
+    while sk < 4 and programs * sk < 48 and k >= 4 * sk * bk:
         sk *= 2
     stage = (bm + bn * (2 if gated else 1)) * bk * 2
     return dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=min(6, STAGE_BYTES // stage), num_warps=4)

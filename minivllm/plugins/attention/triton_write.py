@@ -83,7 +83,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
 
 def heads_each(tokens: int) -> tuple[int, int]:
     """Heads of a program, and its warps: many programs while the device has room for them."""
-    return (1, 1) if tokens <= 64 else (4, 4) if tokens <= 512 else (8, 4)
+    return (1, 1) if tokens <= 16 else (8, 4) if tokens <= 512 else (16, 4)
 
 
 def write(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
