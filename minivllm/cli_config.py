@@ -74,7 +74,9 @@ def installed(allow_targets: list[str]) -> Any:
 
 
 def plugin_text(plugin: Any) -> str:
-    return plugin if plugin is None or isinstance(plugin, str) else f"{plugin.dist} {plugin.version}"
+    if plugin is None:
+        return ""
+    return plugin if isinstance(plugin, str) else f"{plugin.dist} {plugin.version}"
 
 
 def schema(args: argparse.Namespace) -> int:

@@ -68,11 +68,15 @@ class Choice(BaseModel):
 def _choice(value: Any) -> Any:
     if value is None:
         return {}
+    if not isinstance(value, (str, Mapping, Choice)):
+        raise ValueError(f"{value!r} is no plug-in: want a name, or a table with name and options")
     return {"name": value} if isinstance(value, str) else value
 
 
 def _choices(value: Any) -> Any:
-    return [_choice(v) for v in value] if isinstance(value, (list, tuple)) else value
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{value!r} is no list: want names, or tables with name and options")
+    return [_choice(v) for v in value]
 
 
 def _dtype(value: Any) -> Any:
@@ -230,12 +234,16 @@ def _lay_over(
     environ = os.environ if environ is None else environ
     for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX):  # sorted: a NAME comes before its OPTIONS
-            layers.put(name.removeprefix(ENV_PREFIX).lower().split("__"), parse_value(text), lambda _, name=name: name)
+            layers.put(name.removeprefix(ENV_PREFIX).lower().split("__"), parse_value(text), _always(name))
         elif name.startswith("MINIVLLM_") and name[9:].lower() in EngineConfig.model_fields:
             layers.notes.append(f"{name} is not read: want two underscores, {ENV_PREFIX}{name[9:]}")
     layers.assign([_assignment(text) for text in sets], "--set", trusted=True)
-    layers.add(flags, lambda _: "command line", trusted=True)
-    layers.add(keywords, lambda _: "keyword", trusted=True)
+    layers.add(flags, _always("command line"), trusted=True)
+    layers.add(keywords, _always("keyword"), trusted=True)
+
+
+def _always(source: str) -> Callable[[tuple[Any, ...]], str]:
+    return lambda _: source
 
 
 def _assignment(text: str) -> tuple[list[str], Any]:
@@ -270,14 +278,14 @@ def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, A
 
     values, bias = dict(values), values.get("logit_bias")
     try:
-        if isinstance(bias, Mapping):  # the keys of a TOML table are strings
+        if bias is not None:  # the keys of a TOML table are strings
             values["logit_bias"] = {int(token): by for token, by in bias.items()}
         SamplingParams.make(**values)
     except RequestError as exc:
         raise ConfigError(f"{begins(source_of(origins, f'sampling.{exc.param}'))}sampling: {exc}") from exc
-    except ValueError:
+    except (ValueError, AttributeError):
         at = begins(source_of(origins, "sampling.logit_bias"))
-        raise ConfigError(f"{at}sampling: logit_bias={bias!r}: want token ids as keys") from None
+        raise ConfigError(f"{at}sampling: logit_bias={bias!r}: want a table with token ids as keys") from None
     return values
 
 

@@ -136,7 +136,7 @@ def _yaml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        problem = exc.problem or exc.context
+        problem = exc.problem or exc.context or ""
         if problem.startswith("but "):
             problem = f"{exc.context}, {problem}"
         raise ConfigError(f"{path}{place}: {problem}") from None

@@ -55,6 +55,8 @@ class Layers:
         given = tuple(path)
         path = [self.shape.aliases.get(path[0], path[0]), *path[1:]]
         source = where(given)
+        if len(path) == 1 and path[0] in self.shape.tables and value is None:
+            value = {}  # in YAML a table that holds comments only is null
         self._check_key(path, value, source, trusted)
         if len(path) == 1 and path[0] in self.shape.seams and (value is None or isinstance(value, str)):
             path, value = [path[0], "name"], value if value is not None else "auto"
@@ -108,14 +110,13 @@ class Layers:
     def _drop_options(self, seam: str, name: Any, source: str) -> None:
         """Another plug-in does not take over the options that were written for the one before."""
         old = self.tree.get(seam)
-        before = old.get("name", "auto") if isinstance(old, dict) else name
-        if before != name:
+        if isinstance(old, dict) and (before := old.get("name", "auto")) != name:
             gone = [key for key in ("options", "prefer") if old.get(key) and (key == "prefer" or "name" in old)]
             for key in gone:
                 del old[key]
                 self._forget(f"{seam}.{key}")
             if gone:
-                self.notes.append(f"{source}: {seam} is now {name!r}; {' and '.join(gone)} of {before!r} dropped")
+                self.notes.append(f"{begins(source)}{seam} is now {name!r}; {' and '.join(gone)} of {before!r} dropped")
 
     def _require(self, names: list[Any], source: str) -> None:
         """What one source requires does not replace what another does: each knows what it is written for."""

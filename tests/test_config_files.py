@@ -167,6 +167,11 @@ def test_a_trap_in_a_yaml_file_is_told(write, text, message):
     assert refusal(write("a.yaml", text)) == message
 
 
+def test_a_table_of_comments_only_says_nothing(write):
+    loaded = load_config([write("a.yaml", "sampling:\n  # top_k: 3\nrun:\nscheduler:\n")], environ={})
+    assert loaded.sampling == {} and loaded.engine.scheduler.name == "auto"
+
+
 def test_a_merge_key_of_yaml_is_overridden_by_what_stands_beside_it(write):
     text = "scheduler: &s\n  name: x\n  options: {a: 1}\nevictor:\n  <<: *s\n  name: y\n"
     config = load_config([write("a.yaml", text)], environ={}).engine

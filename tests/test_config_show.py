@@ -120,7 +120,7 @@ def test_in_python_what_the_layers_say_is_a_warning(here):
 
     (here / "base.toml").write_text(BASE)
     (here / "b.toml").write_text("max_num_seqs = 3")
-    with pytest.warns(UserWarning, match=r"^keyword: scheduler is now 'fcfs'; options of 'acme/fair' dropped$"):
+    with pytest.warns(UserWarning, match=r"^scheduler is now 'fcfs'; options of 'acme/fair' dropped$"):
         loaded = load(["base.toml", "b.toml"], {"scheduler": "fcfs"})
     assert loaded.engine.max_num_seqs == 3 and loaded.files == ("base.toml", "b.toml")
 
