@@ -221,7 +221,7 @@ def test_the_schema_accepts_what_a_file_may_say(complaints, text):
         ("dtype = 'float8'", "dtype", "'float8' is not one of ['auto', 'float32'"),
         ("config_version = 2", "config_version", "1 was expected"),
         ("allow_targets = ['x']", "", "'allow_targets' was unexpected"),
-        ("attention = 'spda'", "attention", "'spda' is not one of ['auto', 'sdpa', 'minivllm/sdpa', 'triton'"),
+        ("attention = 'spda'", "attention", "'spda' is not one of ['auto', "),
         ("attention = 'both'", "attention", "'both' is not one of"),
         ("attention = 'pathed'", "attention", "'pathed' is not one of"),  # it has an option that must be given
         ("attention = 'gone'", "attention", "'gone' is not one of"),
@@ -252,7 +252,7 @@ def test_the_schema_marks_what_is_wrong_where_it_is(complaints, text, place, mes
 def test_the_schema_lists_what_an_editor_completes(schema):
     attention = schema["properties"]["attention"]["oneOf"]
     names = attention[0]["enum"]
-    assert names[:5] == ["auto", "sdpa", "minivllm/sdpa", "triton", "minivllm/triton"]
+    assert names[0] == "auto" and {"sdpa", "minivllm/sdpa", "triton", "minivllm/triton"} <= set(names)
     assert {"flash", "acme/flash", "acme/both", "zz/both", "zz/sdpa"} <= set(names)
     assert not {"both", "gone", "four", "pathed"} & set(names)
     flash = next(table for table in attention if table.get("title") == "flash")
