@@ -15,12 +15,14 @@ import torch
 from minivllm.core import graphs, sampling
 from minivllm.core.interfaces.plan import OVERSHOOT, STOP_IDS
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
-from minivllm.core.kernels import activation, draw, norm, products, step
+from minivllm.core.kernels import activation, draw, logprobs, norm, products, step
 from minivllm.core.layers.activation import silu_mul
 from minivllm.core.layers.fused import Normed
 from minivllm.core.layers.norm import rms_norm
 from minivllm.core.request import SamplingParams
 from minivllm.core.state import ProcessorState
+from minivllm.plugins.processor import triton_penalties
+from minivllm.plugins.processor.penalties import Penalties
 from minivllm.plugins.sampler.default import DefaultSampler
 from minivllm.testing import AttentionConformance
 
@@ -151,6 +153,44 @@ def test_rows_without_a_distribution_end_and_leave_the_others_alone():
         got = draws(broken, LIMITS, fused=True)
         kept = [j for j in range(len(LIMITS)) if j < first or (j - first) % 3]
         assert [got[j] for j in kept] == [want[j] for j in kept] and all(0 <= t < 600 for t in got)
+
+
+@pytest.mark.parametrize(("width", "kind"), [
+    (3, "flat"), (17, "same"), (1000, "gaps"), (9000, "ties"), (9000, "sorted"),
+])  # fmt: skip
+def test_log_probabilities_and_ranks_are_those_of_the_reference(width, kind):
+    torch.manual_seed(width)
+    logits, chosen = spread(kind, 4, width), torch.tensor([0, width - 1, width // 2, 1])
+    for k in (0, 1, 5, 20):
+        got, want = logprobs.logprobs_of(logits, chosen, k), sampling.logprobs_of(logits, chosen, k)
+        near(got[0], want[0])
+        near(got[3], want[3])
+        assert got[1].tolist() == want[1].tolist() and got[2].shape == want[2].shape
+        near(logits.gather(1, got[2].long()) - logits.logsumexp(1, keepdim=True), want[3])  # of equal ones any
+        assert all(len(set(ids)) == len(ids) for ids in got[2].tolist())
+
+
+@pytest.mark.parametrize(("lengths", "ids", "cells"), [
+    ((1, 2, 9, 30), 67, 8192), ((600, 1, 77, 599, 600), 300, 8192), ((600, 599), 300, 64), ((5000, 600), 2500, 1024),
+])  # fmt: skip
+def test_penalties_count_every_token_of_a_history_whatever_shares_its_cell(lengths, ids, cells, monkeypatch):
+    monkeypatch.setattr(triton_penalties, "CELLS", cells)
+    torch.manual_seed(1)
+    n, width, position = len(lengths), 3000, torch.tensor(lengths)
+    history = torch.randint(0, ids, (n + 1, max(lengths) + 1), dtype=torch.int32)
+    history[:, ::5] = 3
+    slots = torch.arange(n) + 1
+    for slot, end in zip(slots, lengths, strict=True):
+        history[slot, end:] = -9  # stale
+    some = lambda *values: torch.tensor(values)[torch.arange(n + 1) % len(values)]  # noqa: E731
+    state = {"repetition": some(1.1, 1.3, 0.8, 1.0), "presence": some(0.0, 0.7, -1.0), "frequency": some(0.5, 0.2)}
+    rows = Rows(slots, position, (position // 2).clamp(min=1), slots, slots, 3, history, max(lengths))
+    got = torch.randn(n, width) * 4
+    got[:, 4] = -torch.inf
+    want = got.clone()
+    triton_penalties.penalise(got, rows, state["repetition"], state["presence"], state["frequency"])
+    Penalties(None, SamplingContext(width, 100, (), fuse=False)).apply(want, rows, state)
+    near(got, want)
 
 
 def test_a_nan_shows_in_the_peak_of_its_tile():

@@ -333,7 +333,7 @@ def run_sample(r: Runner, b: Buffers, asked: Sequence[Any]) -> tuple[torch.Tenso
     x = logits
     if active or wants_min or not r.sampler.any_dtype:
         x = logits.float()
-    if topk >= 0 and x is logits and not r.sampler.keeps_logits:
+    if topk >= 0 and x is logits and (active or wants_min or not r.sampler.keeps_logits):
         x = logits.clone()  # the log-probabilities are those of the model's own logits
     after, prompt, seed, sample = step.gather(b.slots, (state.known, state.prompt, state.seed, state.sample))
     rows = Rows(b.slots, after, prompt, seed, sample, 0, state.tokens, state.tokens.shape[1] - 1)
@@ -352,4 +352,4 @@ def run_sample(r: Runner, b: Buffers, asked: Sequence[Any]) -> tuple[torch.Tenso
     for i, processor in enumerate(r.processors):
         if variants[i] >= 0 and type(processor).commit is not Processor.commit:
             processor.commit(drawn.tokens[:, None], b.out[1], rows, state.processors[i].columns)
-    return sampling.logprobs_of(logits.float(), drawn.tokens, topk) if topk >= 0 else None
+    return sampling.logprobs_of(logits, drawn.tokens, topk, fuse=True) if topk >= 0 else None

@@ -258,8 +258,10 @@ class Runner:
         slots_np = plan.slots[plan.samples].astype(np.int64)
         position_np = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
         slots, position = state.to(np.stack([slots_np, position_np]))
-        logits = self.model.logits(running.hidden).float()
-        raw = logits.clone() if plan.topk >= 0 else None
+        raw = self.model.logits(running.hidden)
+        logits = raw.float()
+        if plan.topk >= 0 and logits is raw:
+            raw = logits.clone()
         rows = self._rows(slots, position, int(position_np.max()))
         if state.wants_min[slots_np].any():
             sampling.suppress_stops(logits, position, state.min_end[slots], state.stop_ids[slots])
@@ -280,8 +282,9 @@ class Runner:
             tokens, position, state.stop_ids[slots], state.n_eos[slots], state.min_end[slots], state.end[slots], bad
         )
         self._accept(running, slots_np, rows, tokens, flags.int(), failed)
-        if raw is not None:
-            running.logprobs = tuple(self._host(t) for t in sampling.logprobs_of(raw, tokens, plan.topk))
+        if plan.topk >= 0:
+            found = sampling.logprobs_of(raw, tokens, plan.topk, fused(self.wiring))
+            running.logprobs = tuple(self._host(t) for t in found)
 
     def _accept(self, running, slots_np, rows: Rows, tokens, flags, failed: np.ndarray) -> None:
         """Write accepted tokens to the columns: not of rows that had ended, that failed, or that wait for the host."""

@@ -83,12 +83,18 @@ def gumbel(seed: Tensor, position: Tensor, sample: Tensor, width: int) -> Tensor
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
-def logprobs_of(logits: Tensor, chosen: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Natural log-softmax of raw logits float32 [N, V] at ``chosen`` i64 [N], and the ``topk`` best.
+def logprobs_of(logits: Tensor, chosen: Tensor, topk: int, fuse: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Natural log-softmax of raw logits [N, V], of any dtype, at ``chosen`` i64 [N], and the ``topk`` best.
 
     Returns chosen f32 [N], rank i32 [N] (1 + how many tokens are strictly likelier), top_ids i32 [N, k] and top f32
-    [N, k], best first, k = min(topk, V).
+    [N, k], best first, k = min(topk, V).  ``fuse``: by the kernels, which make no float32 copy.
     """
+    if fuse:
+        from .kernels import logprobs
+
+        if topk <= logprobs.MOST:
+            return logprobs.logprobs_of(logits, chosen, topk)
+    logits = logits.float()
     total = torch.logsumexp(logits, dim=1, keepdim=True)
     value = logits.gather(1, chosen[:, None])
     rank = (logits > value).sum(dim=1, dtype=torch.int32) + 1

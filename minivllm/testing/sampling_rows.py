@@ -169,10 +169,19 @@ class Stage:
         slots = np.asarray(slots)
         rows = self.rows(slots, self.variant(slots), max_position)
         out = Draw(torch.full((len(slots),), -1, dtype=torch.int64, device=self.device))
-        tokens = out.tokens
+        tokens, worker, given = out.tokens, self.worker, logits.to(self.device, copy=True)
         with torch.inference_mode(), unwritten(rows, "draw"):
-            self.worker.draw(logits.to(self.device, copy=True), rows, self.state.columns, out)
+            worker.draw(given, rows, self.state.columns, out)
         assert out.tokens is tokens, "put another tensor into out.tokens: the engine may hold the first, write into it"
+        if worker.keeps_logits:
+            same = torch.equal(given.nan_to_num(), logits.to(self.device).nan_to_num())
+            assert same, (
+                "draw writes to the logits although keeps_logits is True: log-probabilities may be made of them"
+            )
+        if out.peaks is not None:
+            ends = (math.inf, math.inf, -math.inf)
+            got, want = (t.to(self.device).nan_to_num(*ends).amax(dim=1) for t in (out.peaks, logits))
+            assert torch.equal(got, want), f"the largest of out.peaks are {got}: want those of the logits, {want}"
         return tokens
 
     def columns(self, slots: Sequence[int]) -> dict[str, Tensor]:

@@ -44,6 +44,8 @@ FAULTS = {
     "OwnTensor": (ODDS,),
     "ByRow": ("test_stale_history_and_other_slots_do_not_matter",),
     "ForgetsTopK": (REFERENCE, LIMIT),
+    "Scribbles": (LIMIT,),
+    "PeakOfSome": (LIMIT,),
 }
 RIGHT = ("Inverse", "Exponential", "Greedier", "Captured")
 
@@ -336,6 +338,26 @@ class ByRow(DefaultSampler):
 
     def draw(self, logits, rows, state, out):
         super().draw(logits, replace(rows, slots=torch.arange(len(logits), device=logits.device)), state, out)
+
+
+class Scribbles(DefaultSampler):
+    """Says that the logits stay as they are, and bans in place."""
+
+    spec = spec("Scribbles")
+
+    def draw(self, logits, rows, state, out):
+        super().draw(logits, rows, state, out)
+        logits.scatter_(1, out.tokens[:, None], -torch.inf)
+
+
+class PeakOfSome(DefaultSampler):
+    """Its peaks leave out the first token, whose logit may be the largest, or a NaN."""
+
+    spec = spec("PeakOfSome")
+
+    def draw(self, logits, rows, state, out):
+        out.peaks = logits[:, 1:].amax(dim=1, keepdim=True)
+        super().draw(logits, rows, state, out)
 
 
 class Captured(DefaultSampler):

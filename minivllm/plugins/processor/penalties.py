@@ -46,6 +46,10 @@ class Penalties(Processor):
         return Row(values, variant)
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+        if self.ctx.fuse and logits.is_cuda:
+            from .triton_penalties import penalise
+
+            return penalise(logits, rows, state["repetition"], state["presence"], state["frequency"])
         history = rows.history()
         index = torch.arange(history.shape[1], device=history.device)
         known = index < rows.position[:, None]
