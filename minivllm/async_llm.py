@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -34,15 +35,20 @@ class AsyncLLM:
     Abandoning the iterator (or cancelling its task) aborts the request: its blocks are free within a step.
     """
 
-    def __init__(self, model: Any = None, *, config: Any = None, **options: Any) -> None:
+    def __init__(
+        self, model: Any = None, *, config: Any = None, record: str | os.PathLike[str] | None = None, **options: Any
+    ) -> None:
         if model is not None:
             options["model"] = model
         self._loaded = load(config, options)
         prepare_environment()
         from minivllm.frontend import build_engine
+        from minivllm.record.recorder import Recorder
 
         self.config = self._loaded.engine
+        self._recorder = Recorder(self._loaded, record)
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
+        self._recorder.begin(self.resolved, self.engine)
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -66,7 +72,9 @@ class AsyncLLM:
 
         def add() -> None:
             try:
+                self._recorder.tally.next_batch()
                 tracked.add_to(self.engine)
+                self._recorder.tally.watch(tracked)
             except Exception as e:
                 put(e if isinstance(e, MinivllmError) else RequestError(f"{type(e).__name__}: {e}"))
 
@@ -100,6 +108,15 @@ class AsyncLLM:
     async def stats(self) -> dict[str, Any]:
         """As ``LLM.stats``, taken between two steps."""
         return await self._ask(self.engine.stats)
+
+    async def bill_of_materials(self) -> dict[str, Any]:
+        """As ``LLM.bill_of_materials``, with the results as they are between two steps."""
+        await asyncio.to_thread(self._recorder.prepare)  # reads files, asks git: not on the engine's thread
+        return await self._ask(self._recorder.bill_of_materials)
+
+    async def record(self, path: str | os.PathLike[str]) -> None:
+        """As ``LLM.record``."""
+        await asyncio.to_thread(self._recorder.write, path, await self.bill_of_materials())
 
     async def start_profile(self) -> None:
         await self._ask(lambda: self.engine.call("profile_start"))
@@ -142,6 +159,7 @@ class AsyncLLM:
         if self._thread.is_alive():
             raise EngineDeadError(f"the engine's thread is still in a step after {timeout} s")
         self.engine.stop()
+        self._recorder.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

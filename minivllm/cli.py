@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from minivllm import __version__, cli_config, cli_plugins
+from minivllm import __version__, cli_config, cli_plugins, cli_record
 from minivllm.errors import MinivllmError
 
 SAMPLING: tuple[tuple[str, Any, str], ...] = (
@@ -60,20 +60,25 @@ def make_parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=f"minivllm.{run}")
         return sub
 
-    sub = command(
-        "generate", "cli_commands:generate", "Complete a prompt; the text streams to standard output.", wiring, sampling
-    )
+    record = cli_record.record_flag()
+    text = "Complete a prompt; the text streams to standard output."
+    sub = command("generate", "cli_commands:generate", text, wiring, sampling, record)
     sub.add_argument("prompt", nargs="?", help="default: standard input")
     sub.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message, through the chat template"
     )
-    sub = command("chat", "cli_commands:chat", "Talk to a chat model; an empty line or Ctrl-D ends.", wiring, sampling)
+    text = "Talk to a chat model; an empty line or Ctrl-D ends."
+    sub = command("chat", "cli_commands:chat", text, wiring, sampling, record)
     sub.add_argument("--system", help="a system message")
-    sub = command("run", "cli_commands:run", "Run the prompts of an experiment file; results are JSON lines.", wiring)
-    sub.add_argument("file", help="TOML or YAML with a [run] table")
+    text = "Run the prompts of an experiment file, or a recorded run again; results are JSON lines."
+    sub = command("run", "cli_commands:run", text, wiring, record)
+    sub.add_argument("file", help="TOML or YAML with a [run] table, or a run.json that --record wrote")
+    sub.add_argument("--force", action="store_true", help="run again though sources or versions are not as recorded")
+    cli_record.add_commands(command)
     cli_plugins.add_commands(command, wiring, common)
     cli_config.add_commands(command, wiring, common)
-    sub = command("eval", "cli_commands:evaluate", "Put a number on the quality of the model in the package.", wiring)
+    text = "Put a number on the quality of the model in the package."
+    sub = command("eval", "cli_commands:evaluate", text, wiring, record)
     sub.add_argument("what", choices=["pocket"])
     sub.add_argument("-n", type=int, default=500, help="cases of each task (default 500)")
     sub.add_argument("--task", action="append", default=None, help="needle, copy, sums, json, story (default all)")

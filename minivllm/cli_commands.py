@@ -8,15 +8,16 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm import cli_record
 from minivllm.cli import SAMPLING
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError, suggest
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
-    from minivllm.core.request import SamplingParams
 
 
 def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
@@ -30,7 +31,8 @@ def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
     for note in loaded.notes:
         print(f"minivllm: {note}", file=sys.stderr)
     show_warnings()
-    return loaded
+    # the [run] table of a --config file is about `minivllm run`
+    return loaded if files else replace(loaded, run=type(loaded.run)())
 
 
 def show_warnings() -> None:
@@ -45,22 +47,20 @@ class ToStderr(logging.Handler):
         print(f"minivllm: {self.format(record)}", file=sys.stderr)
 
 
-def sampling_params(args: argparse.Namespace, loaded: Loaded) -> SamplingParams:
-    """Flags over the ``[sampling]`` table."""
-    from minivllm.core.request import SamplingParams
-
-    given = {name: getattr(args, name) for name, _, _ in SAMPLING if getattr(args, name) is not None}
-    if args.stop is not None:
-        given["stop"] = args.stop
-    return SamplingParams.make(**{**loaded.sampling, **given})
+def with_flags(args: argparse.Namespace, loaded: Loaded) -> Loaded:
+    """Sampling flags over the ``[sampling]`` table."""
+    names = [*(name for name, _, _ in SAMPLING), "stop"]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    origins = {f"sampling.{name}": f"--{name.replace('_', '-')}" for name in given}
+    return replace(loaded, sampling={**loaded.sampling, **given}, origins={**loaded.origins, **origins})
 
 
-def open_llm(loaded: Loaded) -> Any:
+def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
     from minivllm import LLM  # not minivllm.llm: this sets up the environment before torch is imported
 
     if logging.lastResort is not None:  # what hooks fail at is shown; the library leaves that to a program
         logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)
-    return LLM(config=loaded)
+    return LLM(config=loaded, record=cli_record.record_path(args, loaded))
 
 
 def failure(message: str, engine: Any = None) -> MinivllmError:
@@ -93,14 +93,17 @@ def write_stream(pieces: Iterable[Any], engine: Any = None) -> str:
 
 
 def generate(args: argparse.Namespace) -> int:
-    loaded = load(args)
-    params = sampling_params(args, loaded)
+    from minivllm.core.request import SamplingParams
+
+    loaded = with_flags(args, load(args))
+    params = SamplingParams.make(**loaded.sampling)
     prompt = args.prompt
     if prompt is None:
         if sys.stdin.isatty():
             raise ConfigError("no prompt: give it as an argument or on standard input")
         prompt = sys.stdin.read().rstrip("\n")
-    with open_llm(loaded) as llm:
+    loaded = replace(loaded, run=type(loaded.run)(prompts=[prompt], chat=args.chat))
+    with open_llm(loaded, args) as llm:
         ask: Any = [{"role": "user", "content": prompt}] if args.chat else prompt
         if params.n > 1:  # their pieces come in turns: one text after another reads better
             answer = (llm.chat if args.chat else llm.generate)(ask, params, use_tqdm=False)[0]
@@ -115,11 +118,13 @@ def generate(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> int:
     """A conversation, one line a message; piped input is answered line by line."""
-    loaded = load(args)
-    params = sampling_params(args, loaded)
+    from minivllm.core.request import SamplingParams
+
+    loaded = with_flags(args, load(args))
+    params = SamplingParams.make(**loaded.sampling)
     asks = sys.stdin.isatty()
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    with open_llm(loaded) as llm:
+    with open_llm(loaded, args) as llm:
         while True:
             if asks:
                 print("> ", end="", file=sys.stderr, flush=True)
@@ -141,24 +146,23 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from minivllm.core.request import SamplingParams
-
     loaded = load(args, [args.file])
-    prompts = [*loaded.run.prompts, *(read_prompts(loaded.run.prompts_file) if loaded.run.prompts_file else [])]
-    if not prompts:
-        raise ConfigError(f"{args.file}: nothing to run: want prompts or prompts_file in the [run] table")
-    params = SamplingParams.make(**loaded.sampling)
+    record = cli_record.read_record(args.file)
+    loaded, batches = workload(loaded, record, args.file)
     path = loaded.run.output
     if path:
         check_output(path)  # before the work, not after it; what is there stays until the results are
-    with open_llm(loaded) as llm:
+    if record is not None:
+        cli_record.check_recorded(record, loaded, args)
+    outputs: list[Any] = []
+    with open_llm(loaded, args) as llm:
         shows = sys.stderr.isatty()
         start = time.perf_counter()
-        if loaded.run.chat:
-            outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=shows)
-        else:
-            outputs = llm.generate(prompts, params, use_tqdm=shows)
+        for asks, params in batches:
+            outputs += (llm.chat if loaded.run.chat else llm.generate)(asks, params, use_tqdm=shows)
         seconds, died = time.perf_counter() - start, llm.engine.dead is not None
+        now = llm.bill_of_materials() if record is not None else {}
+    prompts = loaded.run.prompts or [o.prompt if o.prompt is not None else o.prompt_token_ids for o in outputs]
     lines = [json.dumps(result(p, o), ensure_ascii=False) + "\n" for p, o in zip(prompts, outputs, strict=True)]
     if path:
         Path(path).write_text("".join(lines), encoding="utf-8")
@@ -167,10 +171,29 @@ def run(args: argparse.Namespace) -> int:
     tokens = sum(len(o.token_ids) for output in outputs for o in output.outputs)
     where = path or "standard output"
     print(f"{len(outputs)} results to {where}: {tokens} tokens in {seconds:.1f} s", file=sys.stderr)
+    if record is not None:
+        cli_record.tell_tokens(record, now, args.file)
     failed = [output.error for output in outputs if output.error]
     if failed:
         print(f"minivllm: error: {len(failed)} of {len(outputs)} requests failed: {failed[0]}", file=sys.stderr)
     return (EngineDeadError.exit_code if died else 1) if failed else 0
+
+
+def workload(loaded: Loaded, record: Any, path: str) -> tuple[Loaded, list[tuple[list[Any], Any]]]:
+    """The configuration with all prompts in it, and (prompts, sampling parameters) for each call of the engine."""
+    from minivllm.core.request import SamplingParams
+
+    run = loaded.run
+    prompts = [*run.prompts, *(read_prompts(run.prompts_file) if run.prompts_file else [])]
+    if prompts:
+        asks = [[{"role": "user", "content": p}] for p in prompts] if run.chat else prompts
+        run = run.model_copy(update={"prompts": prompts, "prompts_file": None})
+        return replace(loaded, run=run), [(asks, SamplingParams.make(**loaded.sampling))]
+    if record is not None:
+        from minivllm.record.replay import batches
+
+        return loaded, list(batches(record, path))
+    raise ConfigError(f"{path}: nothing to run: want prompts or prompts_file in the [run] table")
 
 
 def check_output(path: str) -> None:
@@ -227,7 +250,7 @@ def evaluate(args: argparse.Namespace) -> int:
             raise ConfigError(f"--task {task!r}: no such task.{suggest(task, TASKS)} There are: {', '.join(TASKS)}")
     if args.n < 1:
         raise ConfigError(f"-n {args.n}: want a positive number of cases")
-    with open_llm(load(args)) as llm:
+    with open_llm(load(args), args) as llm:
         engine = quality.Minivllm(llm, progress=sys.stderr.isatty())
         print(quality.table(quality.evaluate(engine.generate, quality.default_cases(args.n, tasks=tasks))), flush=True)
         stories = max(1, args.n // 5)

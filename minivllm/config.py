@@ -163,6 +163,7 @@ class RunConfig(Strict):
     prompts_file: str | None = Field(None, description="one prompt a line; .jsonl: strings or objects with a 'prompt'")
     output: str | None = Field(None, description="JSON lines, one a prompt; default standard output")
     chat: bool = Field(False, description="apply the chat template to each prompt")
+    record: str | None = Field(None, description="a .json file for the bill of materials and the results of the run")
 
 
 class RequiresConfig(Strict):
@@ -301,7 +302,7 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
             values[key] = os.path.normpath(folder / text)
     run = values.get("run")
     if isinstance(run, dict):
-        for key in ("prompts_file", "output"):
+        for key in ("prompts_file", "output", "record"):
             if isinstance(run.get(key), str):
                 run[key] = os.path.normpath(folder / run[key])
     return values

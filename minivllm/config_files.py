@@ -70,9 +70,11 @@ def read_file(path: str | os.PathLike[str], other: Other | None = None) -> Confi
     asked for what is neither TOML nor YAML."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
-        found = other(os.fspath(path)) if other is not None else None
+        found = _record(path) if suffix == ".json" else None
+        if found is None and other is not None:
+            found = other(os.fspath(path))
         if found is None:
-            raise ConfigError(f"{path}: want a file that ends in .toml, .yaml or .yml")
+            raise ConfigError(f"{path}: want a file that ends in .toml, .yaml or .yml, or the .json record of a run")
         return _file(path, dict(found), {})
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
@@ -88,6 +90,13 @@ def read_file(path: str | os.PathLike[str], other: Other | None = None) -> Confi
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: want a table of options at the top, got a {type(values).__name__}")
     return _file(path, values, lines)
+
+
+def _record(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The record of a run is its configuration, too."""
+    from minivllm.record import bill, replay
+
+    return replay.as_config(bill.read(path)) if bill.is_record(path) else None
 
 
 def _file(path: str | os.PathLike[str], values: dict[str, Any], lines: Mapping[Place, int]) -> ConfigFile:

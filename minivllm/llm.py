@@ -10,9 +10,10 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minivllm.config import EngineConfig, Loaded, load_config
+from minivllm.config import EngineConfig, Loaded, RunConfig, load_config
 from minivllm.core.request import SamplingParams
 from minivllm.errors import ConfigError, RequestError
 from minivllm.hardware import prepare_environment
@@ -41,7 +42,7 @@ def load(config: Any, options: Mapping[str, Any]) -> Loaded:
         raise ConfigError(f"config of type {type(config).__name__}; want a path, a mapping or an EngineConfig")
     for note in loaded.notes:
         warnings.warn(note, stacklevel=3)
-    return loaded
+    return replace(loaded, run=RunConfig())  # what runs is what the caller gives
 
 
 def render_chat(tokenizer: Any, messages: Any, add_generation_prompt: bool = True) -> dict[str, Any]:
@@ -56,18 +57,25 @@ class LLM:
     """``LLM(model="pocket")``, ``LLM(config="exp.toml")``, ``LLM(model=..., attention="sdpa",
     scheduler={"name": "fcfs", "options": {...}})``.  Options are the fields of ``EngineConfig``.
 
-    Use as a context manager or call ``close``; one thread at a time (``AsyncLLM`` serves many).
+    ``record``: a .json file that ``close`` writes, with the bill of materials, the results, and the requests, so that
+    ``minivllm run`` can run them again.  Use as a context manager or call ``close``; one thread at a time (``AsyncLLM``
+    serves many).
     """
 
-    def __init__(self, model: Any = None, *, config: Any = None, **options: Any) -> None:
+    def __init__(
+        self, model: Any = None, *, config: Any = None, record: str | os.PathLike[str] | None = None, **options: Any
+    ) -> None:
         if model is not None:
             options["model"] = model
         self._loaded = load(config, options)
         prepare_environment()
         from minivllm.frontend import build_engine
+        from minivllm.record.recorder import Recorder
 
         self.config = self._loaded.engine
+        self._recorder = Recorder(self._loaded, record)
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
+        self._recorder.begin(self.resolved, self.engine)
 
     # ---- generation ----------------------------------------------------------------------------------------------
 
@@ -109,7 +117,9 @@ class LLM:
         pieces: deque[StreamOutput] = deque()
         params = params_for(self._default(sampling_params), 1)[0]
         tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append)
+        self._recorder.tally.next_batch()
         tracked.add_to(self.engine)
+        self._recorder.tally.watch(tracked)
         return Stream(self, tracked, pieces)
 
     def chat_stream(self, messages: Any, sampling_params: Any = None) -> Stream:
@@ -122,6 +132,7 @@ class LLM:
 
     def _run(self, tracked: list[Any]) -> None:
         added = []
+        self._recorder.tally.next_batch()
         try:
             for i, t in enumerate(tracked):
                 try:
@@ -130,6 +141,7 @@ class LLM:
                     raise (
                         e if len(tracked) == 1 else RequestError(f"prompt {i + 1} of {len(tracked)}: {e}", e.param)
                     ) from e
+                self._recorder.tally.watch(t)
                 added.append(t)
             while any(t.request.finished is None for t in tracked):
                 self._step()
@@ -155,6 +167,16 @@ class LLM:
         """Counts of requests, tokens and blocks, and median milliseconds of each part of a step."""
         return self.engine.stats()
 
+    def bill_of_materials(self) -> dict[str, Any]:
+        """What was wired, from which distribution, version and source, with which options, and why; the machine, the
+        versions, git, a fingerprint over what decides the tokens, and the results so far.  JSON: what ``record``
+        writes.  Takes some 100 ms the first time."""
+        return self._recorder.bill_of_materials()
+
+    def record(self, path: str | os.PathLike[str]) -> None:
+        """Write the bill of materials with the results so far; ``minivllm diff`` compares two of them."""
+        self._recorder.write(path)
+
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """The steps so far, part by part, as a Chrome trace."""
         self.engine.clock.chrome_trace(path)
@@ -172,8 +194,9 @@ class LLM:
         return os.fspath(path)
 
     def close(self) -> None:
-        """Give the memory back; idempotent."""
+        """Give the memory back, and write the record if one was asked for; idempotent."""
         self.engine.stop()
+        self._recorder.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -49,7 +49,8 @@ def said(capsys, *args):
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["--version"], ["plugins"], ["generate", "--help"], ["plugins", "scheduler"]]
+    "args",
+    [["--help"], ["--version"], ["plugins"], ["generate", "--help"], ["plugins", "scheduler"], ["diff", "--help"]],
 )
 def test_light_commands_import_nothing_heavy(args):
     code = (

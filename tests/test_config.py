@@ -141,7 +141,7 @@ def test_a_value_on_the_command_line_means_itself(value):
         ("- 1\n", "x.yaml", "{path}: want a table of options at the top, got a list"),
         ("1: 2\n", "x.yaml", "{path}:1: the key 1 is a int: put it in quotes"),
         (b"seed = '\xff'", "x.toml", "{path}: not UTF-8 (byte 8); save it as UTF-8"),
-        ("{}", "x.json", "{path}: want a file that ends in .toml, .yaml or .yml"),
+        ("{}", "x.json", "{path}: want a file that ends in .toml, .yaml or .yml, or the .json record of a run"),
         ("max_nums_seqs = 1", "x.toml", "{path}:1: unknown option 'max_nums_seqs'. Did you mean 'max_num_seqs'?"),
         ("max_num_seqs = 'many'", "x.toml", "{path}:1: max_num_seqs='many': want a whole number from 1"),
         ("max_num_seqs = true", "x.toml", "{path}:1: max_num_seqs=True: want a whole number from 1"),

@@ -51,7 +51,7 @@ def here(tmp_path, monkeypatch):
     yield tmp_path
     torch.set_num_threads(threads)
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] == "acme":
+        if name.partition(".")[0] in ("acme", "deepest"):
             del sys.modules[name]
 
 
@@ -110,6 +110,8 @@ def run_console(text: str, capsys) -> int:
         shown = [line for line in output.splitlines() if line.startswith("minivllm: ")]
         assert all(line in error.splitlines() for line in shown), f"{command}: {error!r}"
         assert bool(code) == any(line.startswith("minivllm: error:") for line in shown), f"{command}: {code} {error}"
+        if words[1] == "diff":  # the verdict and the line about the tokens
+            assert out.splitlines()[:2] == output.splitlines()[:2], out
         count += 1
     return count
 
@@ -140,6 +142,13 @@ def test_the_quickstart_runs_as_it_is_written(here, capsys):
 
 def test_the_page_about_configuration_is_true(here, capsys):
     assert run_document(DOCS / "configuration.md", capsys) >= 12
+
+
+def test_the_experiment_of_the_page_changes_one_part_and_proves_it(here, capsys):
+    assert run_document(DOCS / "experiments.md", capsys) >= 8
+    lru, deepest = (json.loads((here / name).read_text())["results"] for name in ("lru.json", "deepest.json"))
+    assert lru["tokens_hash"] == deepest["tokens_hash"] and deepest["prefix_hit_rate"] > 2 * lru["prefix_hit_rate"]
+    assert deepest["stats"]["evictions"] < lru["stats"]["evictions"]
 
 
 def test_the_plug_ins_of_the_guide_work(here, capsys):

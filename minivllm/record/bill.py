@@ -1,0 +1,264 @@
+"""The bill of materials as data: everything that decides a run, and where it came from.
+
+``make`` needs what ``wiring.resolve`` returned; ``finish`` adds what came out.  The fingerprint covers the values that
+were used (not how they were asked for), the source of each chosen part and of minivllm, the model, the prompts and the
+sampling parameters: whatever ``diff`` counts but for library versions and the machine.  Times and paths are not in it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import ConfigError
+
+from . import machine, sources
+
+if TYPE_CHECKING:
+    from minivllm.config import Loaded
+    from minivllm.core.interfaces.executor import Capacity, Part
+    from minivllm.registry import Entry, Selection
+    from minivllm.wiring import Resolved
+
+FORMAT = "minivllm-run"
+FORMAT_VERSION = 1
+SELVES = ("allow_targets",)  # values of the configuration that a file may not hold: kept apart
+
+
+def make(resolved: Resolved, loaded: Loaded, capacity: Capacity | None = None, since: float = 0.0) -> dict[str, Any]:
+    """The bill of what was wired.  ``since`` (Unix time): sources that changed later are named in ``changed_sources``,
+    because what runs may not be what they say now."""
+    import minivllm
+
+    package = sources.package_source()
+    parts = [_part(seam, selection, part) for seam, selection, part in chosen(resolved)]
+    newer = [p["seam"] for p in parts if p["source"].pop("newest") > since > 0]
+    newer += ["minivllm"] if package.newest > since > 0 else []
+    bill: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else [],
+        "fingerprint": "",
+        "minivllm": {"version": minivllm.__version__, "source": {"hash": package.hash, "files": dict(package.files)}},
+        "config": _config(resolved, loaded),
+        "resolved": _facts(resolved, capacity),
+        "model": _model(resolved),
+        "parts": parts,
+        "changed_sources": newer,
+        "reasons": [_reasons(s) for s in resolved.selections],
+        "notes": [list(note) for note in resolved.notes],
+        "versions": machine.versions(),
+        "machine": machine.machine(resolved.device),
+        "environment": machine.environment(),
+        "git": {
+            "directory": machine.git_state(Path.cwd()),
+            "minivllm": machine.git_state(Path(minivllm.__file__).parent, "__init__.py"),
+        },
+    }
+    return finish(bill, None)
+
+
+def finish(bill: dict[str, Any], results: Mapping[str, Any] | None, requests: Any = None) -> dict[str, Any]:
+    """The bill with what came out (and the requests, if they were kept), and its fingerprint."""
+    from .nodes import fingerprint
+
+    done = {**bill, "results": results}
+    if requests is not None:
+        done["requests"] = requests
+    done = json.loads(json.dumps(done, default=_plain))  # what a reader of the file will see
+    done["fingerprint"] = fingerprint(done)
+    return done
+
+
+def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
+    """(seam, why, what) of each part; a seam is called as in the configuration, one of several ``processors.name``."""
+    from minivllm.spec import OPTION_OF
+
+    several = {
+        "processor": iter(resolved.wiring.processors), "strategy": iter(resolved.strategies),
+        "hooks": iter(resolved.hooks),
+    }  # fmt: skip
+    for selection in resolved.selections:
+        option = OPTION_OF.get(selection.kind, selection.kind)
+        if selection.kind in several:
+            part = next(several[selection.kind])
+            yield f"{option}.{part.name}", selection, part
+        else:
+            yield option, selection, resolved.parts[selection.kind]
+
+
+def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
+    candidate = selection.require()
+    entry, spec = candidate.entry, candidate.spec
+    source = sources.plugin_source(part.target)
+    found: dict[str, Any] = {"hash": source.hash, "files": dict(source.files), "newest": source.newest}
+    if source.missing:
+        found["missing"] = source.missing
+    return {
+        "seam": seam, "name": part.name, "asked": selection.asked, "distribution": entry.dist,
+        "version": entry.version, "target": part.target, "options": dict(part.options), "source": found,
+        "needs": {need.module: _module_version(need.module) for need in (spec.needs if spec else ())},
+        "requires": _requires(entry),
+    }  # fmt: skip
+
+
+def _module_version(module: str) -> str | None:
+    top = module.partition(".")[0]
+    names = importlib.metadata.packages_distributions().get(top, [top])
+    try:
+        return importlib.metadata.version(names[0])
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _requires(entry: Entry) -> dict[str, str]:
+    """Installed versions of what a third-party package depends on: its kernels may live there."""
+    from packaging.requirements import Requirement
+
+    if entry.builtin:
+        return {}
+    try:
+        lines = importlib.metadata.requires(entry.dist) or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = {}
+    for line in lines:
+        name = Requirement(line).name
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra that is not installed
+    return {name: version for name, version in sorted(found.items()) if name != "minivllm"}
+
+
+def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
+    """The configuration such that it means the same when it is read again, from any folder."""
+    values = loaded.engine.model_dump(mode="json", exclude=set(SELVES))
+    for key in ("model", "tokenizer"):
+        if isinstance(values[key], str) and Path(values[key]).expanduser().is_dir():
+            values[key] = str(Path(values[key]).expanduser().resolve())
+    run = loaded.run.model_dump(mode="json", exclude={"record", "prompts_file"})
+    if run["output"]:
+        run["output"] = os.path.abspath(run["output"])
+    return {
+        "values": values, "sampling": dict(loaded.sampling), "run": run, "requires": list(loaded.requires),
+        "origins": dict(loaded.origins),
+    }  # fmt: skip
+
+
+def _facts(resolved: Resolved, capacity: Capacity | None) -> dict[str, Any]:
+    """The values that were used where the configuration left them open."""
+    wiring = resolved.wiring
+    facts: dict[str, Any] = {
+        "device": wiring.device, "dtype": wiring.dtype, "max_model_len": wiring.max_model_len,
+        "kvcache_block_size": wiring.block, "graph": wiring.graph, "kv_groups": len(wiring.groups),
+    }  # fmt: skip
+    if capacity is not None:
+        facts |= {
+            "run_ahead": capacity.depth, "kv_blocks": list(capacity.blocks),
+            "kv_block_bytes": list(capacity.block_bytes), "weight_bytes": capacity.weight_bytes,
+        }  # fmt: skip
+    return facts
+
+
+def _model(resolved: Resolved) -> dict[str, Any]:
+    wiring, config = resolved.wiring, resolved.config
+    folder = Path(wiring.model_dir)
+    weights = sources.model_identity(folder, weights=wiring.load_format != "dummy")
+    found: dict[str, Any] = {
+        "name": config.model, "folder": str(folder), "hash": weights.hash, "files": dict(weights.files),
+    }  # fmt: skip
+    if config.skip_tokenizer_init:
+        return {**found, "tokenizer": None}
+    tokenizer = sources.tokenizer_identity(_tokenizer_folder(config.tokenizer or wiring.model_dir))
+    return {**found, "tokenizer": {"hash": tokenizer.hash, "files": dict(tokenizer.files)}}
+
+
+def _tokenizer_folder(name: str) -> Path:
+    from minivllm.core.hf_config import find_model
+
+    return find_model(name)
+
+
+def _reasons(selection: Selection) -> dict[str, Any]:
+    chosen = selection.chosen
+    return {
+        "kind": selection.kind, "asked": selection.asked, "prefer": list(selection.preferred),
+        "facts": {k: _plain(v) for k, v in selection.request.facts.items()},
+        "features": sorted(selection.request.features),
+        "chosen": chosen.entry.label if chosen else None,
+        "candidates": [
+            {"name": c.entry.label, "suitable": c.suitable, "reasons": [str(r) for r in c.reasons]}
+            for c in selection.candidates
+        ],
+        "not_looked_at": [e.label for e in selection.skipped],
+    }  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=str)
+    if hasattr(value, "tolist"):  # numpy
+        return value.tolist()
+    return str(value)
+
+
+def write(path: str | os.PathLike[str], bill: Mapping[str, Any]) -> None:
+    """Write a bill; who reads the file meanwhile sees the old one or the new one, whole.  ConfigError if it cannot."""
+    target = Path(path)
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        try:
+            part.write_text(json.dumps(bill, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"{path}: the record cannot be written: {exc.strerror}") from None
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """ConfigError if ``write`` could not; called before the work, and leaves nothing behind."""
+    target = Path(path)
+    if target.is_dir():
+        raise ConfigError(f"{path}: is a directory; want a file for the record, for example run.json")
+    if target.suffix != ".json":
+        raise ConfigError(f"{path}: want a name that ends in .json, so that the record can be read again")
+    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"{path}: the record cannot be written: no writable directory {target.parent}")
+
+
+def is_record(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a bill.  ConfigError if it cannot be read; broken JSON is none (a hook may know better)."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror}") from None
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A bill from a file.  ConfigError if it is none."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror}") from None
+    except ValueError as exc:
+        raise ConfigError(f"{path}: broken JSON: {exc}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ConfigError(f"{path}: no record of a run; want a file that --record (or LLM.record) wrote")
+    if found.get("format_version") != FORMAT_VERSION:
+        raise ConfigError(
+            f"{path}: a record of format {found.get('format_version')}, and this minivllm reads {FORMAT_VERSION}; "
+            f"it was written by minivllm {found.get('minivllm', {}).get('version', '?')}"
+        )
+    return found

@@ -1,0 +1,186 @@
+"""Compare two bills: what differs, what follows from what, and one line that says it all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .nodes import GROUPS, Node, nodes, show
+
+NOTHING = "nothing that decides the tokens differs"
+MOST_NAMED = 6  # in the verdict; the groups below it name all
+SAME, OTHER, UNKNOWN = "same", "other", "unknown"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """``follows``: it is a consequence of these, and no difference of its own.  ``counts``: it is part of the verdict,
+    by the name ``subject``.  ``asked``: two different things were asked for, so somebody wanted it."""
+
+    name: str
+    group: str
+    subject: str
+    a: str
+    b: str
+    follows: tuple[str, ...] = ()
+    counts: bool = True
+    asked: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    differences: tuple[Difference, ...]
+    tokens: str  # same | other | unknown
+    tokens_text: str
+    results: tuple[tuple[str, Any, Any], ...]  # what was measured, where it differs
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What differs by itself, each once."""
+        return tuple(dict.fromkeys(d.subject for d in self.differences if d.counts and not d.follows))
+
+    @property
+    def verdict(self) -> str:
+        names = list(self.subjects)
+        if not names:
+            return NOTHING
+        if len(names) == 1:
+            return f"only {names[0]} differs"
+        if len(names) > MOST_NAMED:
+            names = [*names[: MOST_NAMED - 1], f"{len(names) - MOST_NAMED + 1} more"]
+        return f"{', '.join(names[:-1])} and {names[-1]} differ"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict, "subjects": list(self.subjects), "tokens": self.tokens,
+            "differences": [asdict(d) for d in self.differences],
+            "results": {name: {"a": a, "b": b} for name, a, b in self.results}, "warnings": list(self.warnings),
+        }  # fmt: skip
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any], results: bool = True) -> Comparison:
+    """``results=False`` leaves out what was asked of the engine and what came out, for a run that has not begun."""
+    left, right = nodes(a), nodes(b)
+    names = [n for n in dict.fromkeys([*left, *right]) if results or n not in ("prompts", "sampling")]
+    pairs = {n: (left.get(n), right.get(n)) for n in names}
+    differing = {n for n, (x, y) in pairs.items() if _differ(x, y)}
+    found = []
+    for name in names:
+        x, y = pairs[name]
+        node = x or y
+        if name not in differing or node is None or node.owner in differing:
+            continue
+        causes = _causes(x, y, differing, pairs)
+        asked = x is None or y is None or x.asked != y.asked
+        found.append(Difference(name, node.group, node.label, *_told_apart(x, y), causes, node.counts, asked))
+    tokens, text = _tokens(a.get("results"), b.get("results")) if results else (UNKNOWN, "")
+    measured = tuple(_measured(a.get("results") or {}, b.get("results") or {})) if results else ()
+    return Comparison(tuple(found), tokens, text, measured, tuple(_warnings(a, b)))
+
+
+def _differ(x: Node | None, y: Node | None) -> bool:
+    if x is None or y is None:
+        node = x or y
+        return node is not None and not node.both
+    return x.value != y.value
+
+
+def _causes(x: Node | None, y: Node | None, differing: set[str], pairs: Mapping[str, tuple]) -> tuple[str, ...]:
+    """What a difference follows from; nothing if somebody asked for it."""
+    if not _left_open(x, y):
+        return ()
+    assert x is not None and y is not None
+    causes = [n for n in dict.fromkeys([*x.follows, *y.follows]) if n in differing]
+    # of two that may follow from each other (attention, block size) only the one that was asked for is a cause
+    causes = [n for n in causes if not (_left_open(*pairs[n]) and x.name in (pairs[n][0] or x).follows)]
+    return tuple(dict.fromkeys((pairs[n][0] or pairs[n][1]).label for n in causes))
+
+
+def _left_open(x: Node | None, y: Node | None) -> bool:
+    return x is not None and y is not None and x.asked == y.asked and x.open and y.open
+
+
+def _told_apart(x: Node | None, y: Node | None) -> tuple[str, str]:
+    shown = ("not set" if x is None else x.text, "not set" if y is None else y.text)
+    if shown[0] == shown[1] and x is not None and y is not None:  # what differs is in what is not shown, say, a version
+        return show(x.value), show(y.value)
+    return shown
+
+
+def _tokens(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Whether both runs gave the same token ids to the same prompts."""
+    if not a or not b:
+        return UNKNOWN, "the tokens cannot be compared: a record holds no results"
+    if not a["requests"] or not b["requests"]:
+        return UNKNOWN, "the tokens cannot be compared: a run had no requests"
+    count = f"{b['output_tokens']:,} in {b['requests']:,} requests"
+    unfinished = a["unfinished"] or b["unfinished"]
+    if a["tokens_hash"] == b["tokens_hash"] and not unfinished:
+        return SAME, f"the tokens are the same: {count}"
+    if a["prompts_hash"] != b["prompts_hash"]:
+        return UNKNOWN, "the tokens cannot be compared: the prompts differ"
+    if unfinished:
+        return UNKNOWN, "the tokens cannot be compared: a run has requests that have not ended"
+    if not a["outputs"] or not b["outputs"]:
+        return OTHER, f"the tokens are not the same: {count}"
+    differ = sum((Counter(a["outputs"]) - Counter(b["outputs"])).values())
+    first = next((i for i, (x, y) in enumerate(zip(a["outputs"], b["outputs"], strict=False), 1) if x != y), 1)
+    of = f"{differ:,} of {a['requests']:,} requests"
+    return OTHER, f"the tokens are not the same: {of} differ, the first is request {first:,}"
+
+
+def _measured(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    left, right = dict(_leaves(a)), dict(_leaves(b))
+    for name in dict.fromkeys([*left, *right]):
+        if left.get(name) != right.get(name):
+            yield name, left.get(name), right.get(name)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in values.items():
+        if key.endswith("_hash") or key == "outputs":
+            continue
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}." if key != "stats" else prefix)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    for which, bill in (("a", a), ("b", b)):
+        for part in bill["parts"]:
+            if not part["source"]["hash"]:
+                why = part["source"].get("missing", "no source")
+                yield f"{which}: the source of {part['seam']} is not known ({why}), so a change in it cannot be seen"
+        if bill["changed_sources"]:
+            names = ", ".join(bill["changed_sources"])
+            yield f"{which}: files of {names} were changed while the run went on: what ran may be the older text"
+        if error := (bill.get("results") or {}).get("error"):
+            yield f"{which}: not all went well: {error}"
+
+
+def report(found: Comparison, title_a: str, title_b: str) -> str:
+    """The text of ``minivllm diff``: the verdict, the tokens, then what differs, group by group."""
+    lines = [*filter(None, [found.verdict, found.tokens_text]), "", f"  a  {title_a}", f"  b  {title_b}"]
+    rows: dict[str, list[tuple[str, str, str]]] = {}
+    for d in found.differences:
+        name = d.subject if d.group == "parts" else d.name.removeprefix("versions.").removeprefix("machine.")
+        note = f"follows from {', '.join(d.follows)}" if d.follows else "" if d.counts else "not counted"
+        rows.setdefault(d.group, []).append((name, f"{d.a} -> {d.b}", note))
+    rows["results"] = [(name, f"{show(x)} -> {show(y)}", _change(x, y)) for name, x, y in found.results]
+    width = max([len(row[0]) for group in rows.values() for row in group] + [0])
+    for group in (*GROUPS, "results"):
+        if rows.get(group):
+            lines += ["", group]
+            lines += [f"  {name:{width}}  {text}{f'   ({note})' if note else ''}" for name, text, note in rows[group]]
+    return "\n".join([*lines, *(["", *found.warnings] if found.warnings else [])])
+
+
+def _change(x: Any, y: Any) -> str:
+    """By how much a measured number moved."""
+    if isinstance(x, (int, float)) and isinstance(y, (int, float)) and x > 0:
+        return f"{100 * (y - x) / x:+.1f} %"
+    return ""

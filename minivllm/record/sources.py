@@ -1,0 +1,209 @@
+"""What code and what weights a run used: hashes of the source of plug-ins, of minivllm itself, and of a model.
+
+The source of a plug-in is its module with what that imports of its own package (found by reading, nothing is run), so
+that a change in a helper counts and a change in another plug-in of the same package does not.  Built-ins follow imports
+within ``minivllm.plugins`` only: all else of minivllm is one hash of its own.  A hash covers module names and bytes, no
+paths and no times: the same code gives the same hash on every machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PLUGINS = "minivllm.plugins"
+APART = ("plugins", "pocket", "record", "scaffold", "testing")  # folders of minivllm that run no model: not in its hash
+WHOLE = 64 * 2**20  # bytes; a larger weight file is sampled
+PIECE = 16 * 2**10  # bytes read at the start, the middle and the end of each tensor of such a file
+TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+             "*.model", "*.tiktoken")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """``files`` maps module (or file) names to the start of their SHA-256; ``hash`` covers them all, "" if there is no
+    source to hash, for the reason in ``missing``.  ``newest`` is when a file was changed last, in seconds of Unix time.
+    """
+
+    hash: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    newest: float = 0.0
+    missing: str = ""
+
+
+def plugin_source(target: str) -> Source:
+    """The source behind ``module:Class``."""
+    module, _, name = target.partition(":")
+    scope = _Scope(module)
+    found: dict[str, tuple[str, float]] = {}
+    todo = [module]
+    while todo:
+        current = todo.pop()
+        if current in found or (located := _locate(current)) is None:
+            continue
+        data, when = located
+        found[current] = (_sha(data), when)
+        todo += [m for m in _imports(current, data) if m not in found and scope.has(m)]
+    if module not in found:
+        return _interactive(module, name)
+    return _source(found)
+
+
+def package_source() -> Source:
+    """The source of minivllm itself, without the plug-ins."""
+    root = Path(__file__).parents[1]
+    files = sorted(p for p in root.rglob("*.py") if p.relative_to(root).parts[0] not in APART)
+    return _source({_posix(p, root): (_sha(p.read_bytes()), p.stat().st_mtime) for p in files})
+
+
+def model_identity(folder: Path, weights: bool = True) -> Source:
+    """Weights, ``config.json`` and ``generation_config.json`` of a model.  Files of more than 64 MiB are sampled, so
+    that it takes a second and not a minute: their header, and start, middle and end of each tensor."""
+    names = [folder / "config.json", folder / "generation_config.json"]
+    names += sorted(folder.glob("*.safetensors")) if weights else []
+    return _source({p.name: (_sha_file(p), p.stat().st_mtime) for p in names if p.is_file()})
+
+
+def tokenizer_identity(folder: Path) -> Source:
+    """The files that make token ids of text."""
+    files = {p for pattern in TOKENIZER for p in folder.glob(pattern) if p.is_file()}
+    return _source({p.name: (_sha_file(p), p.stat().st_mtime) for p in sorted(files)})
+
+
+def digest(value: object) -> str:
+    """SHA-256 of a JSON value, independent of the order of its keys."""
+    return _sha(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str).encode())
+
+
+class _Scope:
+    """Which imports belong to a plug-in: those of its own package, of the built-in plug-ins, and, for a module outside
+    site-packages (an experiment), those of files that lie beside it."""
+
+    def __init__(self, module: str) -> None:
+        self.top = module.partition(".")[0]
+        file = _file(self.top)
+        beside = file.parent if file is not None and file.name != "__init__.py" else file.parents[1] if file else None
+        installed = beside is None or any(p in ("site-packages", "dist-packages") for p in beside.parts)
+        self.beside = None if installed or self.top == "minivllm" else beside
+
+    def has(self, module: str) -> bool:
+        if module == PLUGINS or module.startswith(PLUGINS + "."):
+            return True
+        top = module.partition(".")[0]
+        if top == "minivllm" or top in sys.stdlib_module_names:
+            return False
+        if top == self.top:
+            return True
+        file = _file(top) if self.beside is not None else None
+        return file is not None and self.beside in (file.parent, file.parents[1])
+
+
+def _imports(module: str, data: bytes) -> Iterator[str]:
+    """Modules that a source file may import, those inside functions too, and the packages above them."""
+    try:
+        tree = ast.parse(data)
+    except (SyntaxError, ValueError):  # a compiled extension
+        return
+    file = _file(module)
+    package = module if file is not None and file.name == "__init__.py" else module.rpartition(".")[0]
+    names = [module]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *filter(None, [base])])
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    for name in filter(None, names):
+        parts = name.split(".")
+        yield from (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+
+
+def _locate(module: str) -> tuple[bytes, float] | None:
+    """Bytes of a module and when they were written."""
+    file = _file(module)
+    if file is None:
+        return None
+    try:
+        return file.read_bytes(), file.stat().st_mtime
+    except OSError:
+        pass
+    loader = getattr(sys.modules.get(module), "__loader__", None)
+    try:  # a module inside a zip file
+        return loader.get_data(str(file)), 0.0  # type: ignore[union-attr]
+    except (AttributeError, OSError):
+        return None
+
+
+def _file(module: str) -> Path | None:
+    """Where a module is, without importing it: what runs, else what would."""
+    here = getattr(sys.modules.get(module), "__file__", None)
+    if here:
+        return Path(here)
+    spec, where = None, None
+    parts = module.split(".")
+    for i in range(1, len(parts) + 1):
+        name = ".".join(parts[:i])
+        try:
+            spec = importlib.util.find_spec(name) if i == 1 else importlib.machinery.PathFinder.find_spec(name, where)
+        except (ImportError, ValueError, AttributeError):
+            return None
+        if spec is None or (i < len(parts) and spec.submodule_search_locations is None):
+            return None
+        where = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _interactive(module: str, name: str) -> Source:
+    """A class that was typed into a session: Python may still know its lines."""
+    found = getattr(sys.modules.get(module), name.partition(".")[0], None)
+    try:
+        text = inspect.getsource(found)  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return Source("", missing=f"{module} has no source file")
+    return _source({f"{module}:{name}": (_sha(text.encode()), 0.0)})
+
+
+def _source(found: Mapping[str, tuple[str, float]]) -> Source:
+    files = {name: sha for name, (sha, _) in sorted(found.items())}
+    newest = max((when for _, when in found.values()), default=0.0)
+    return Source(digest(files), {name: sha[:16] for name, sha in files.items()}, newest)
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _sha_file(path: Path) -> str:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= WHOLE or path.suffix != ".safetensors":
+            return _sha(file.read())
+        start = file.read(8)
+        head = file.read(int.from_bytes(start, "little"))
+        found = hashlib.sha256(start + head + size.to_bytes(8, "little"))
+        for begin in _pieces(json.loads(head), 8 + len(head)):
+            file.seek(begin)
+            found.update(file.read(PIECE))
+    return found.hexdigest()
+
+
+def _pieces(header: Mapping[str, dict], data: int) -> Iterable[int]:
+    """Where to read: three places of each tensor, in the order of the file."""
+    spans = sorted(tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__")
+    for begin, end in spans:
+        yield from sorted({data + at for at in (begin, (begin + end) // 2, max(begin, end - PIECE))})
+
+
+def _posix(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix()
