@@ -15,7 +15,8 @@ import torch
 from minivllm.core import graphs, sampling
 from minivllm.core.interfaces.plan import OVERSHOOT, STOP_IDS
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
-from minivllm.core.kernels import activation, draw, logprobs, norm, products, step
+from minivllm.core.kernels import activation, logprobs, norm, products, step
+from minivllm.core.kernels.peaks import best_of_tiles
 from minivllm.core.layers.activation import silu_mul
 from minivllm.core.layers.fused import Normed
 from minivllm.core.layers.norm import rms_norm
@@ -196,7 +197,7 @@ def test_penalties_count_every_token_of_a_history_whatever_shares_its_cell(lengt
 def test_a_nan_shows_in_the_peak_of_its_tile():
     logits = torch.zeros(2, 9000)
     logits[1, 5000] = torch.nan
-    assert draw.best_of_tiles(logits).isnan().tolist() == [[False] * 3, [False, True, False]]
+    assert best_of_tiles(logits).isnan().tolist() == [[False] * 3, [False, True, False]]
 
 
 def columns(slots=5, length=40, groups=2, block=4):
@@ -230,7 +231,7 @@ def test_commit_accepts_flags_and_stops_as_the_reference():
     drawn, width = torch.tensor([9, 7, 5, 5, 5]), 100
     logits = torch.zeros(5, width)
     logits[4] = torch.nan
-    peaks, out, before = draw.best_of_tiles(logits), torch.zeros(3, 5, dtype=torch.int32), columns()
+    peaks, out, before = best_of_tiles(logits), torch.zeros(3, 5, dtype=torch.int32), columns()
     flags = sampling.stop_flags(
         drawn, before.known, before.stop_ids, before.n_eos, before.min_end, before.end, sampling.bad_rows(logits)
     )

@@ -27,7 +27,8 @@ from . import sampling
 from .interfaces.attention import AttnMeta, GraphKey
 from .interfaces.model import StepTensors
 from .interfaces.sampling import Draw, Processor, Rows
-from .kernels import draw, step
+from .kernels import step
+from .kernels.peaks import best_of_tiles
 from .request import SamplingParams
 from .state import staged
 
@@ -342,12 +343,12 @@ def run_sample(r: Runner, b: Buffers, asked: Sequence[Any]) -> tuple[torch.Tenso
     for i in active:
         rows.variant = variants[i]
         r.processors[i].apply(x, rows, state.processors[i].columns)
-    peaks = None if r.sampler.keeps_logits else draw.best_of_tiles(x)
+    peaks = None if r.sampler.keeps_logits else best_of_tiles(x)
     drawn = Draw(torch.empty(len(b.slots), dtype=torch.int64, device=x.device))
     rows.variant = variants[-1]
     r.sampler.draw(x, rows, state.processors[-1].columns, drawn)
     if peaks is None:
-        peaks = drawn.peaks if drawn.peaks is not None else draw.best_of_tiles(x)
+        peaks = drawn.peaks if drawn.peaks is not None else best_of_tiles(x)
     step.commit(b.slots, drawn.tokens, peaks, state, b.out, logits.shape[1])
     for i, processor in enumerate(r.processors):
         if variants[i] >= 0 and type(processor).commit is not Processor.commit:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .draw import TILE
 from .launch import pdl, wait
+from .peaks import TILE
 
 MOST = 32  # of the best that the kernels give
 GROUPS = 2048  # of lanes in a row, at most

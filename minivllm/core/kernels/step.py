@@ -102,9 +102,10 @@ def _commit(
 def commit(slots: Tensor, drawn: Tensor, best: Tensor, state, out: Tensor, width: int) -> None:
     """Accept ``drawn`` i64 [R] in the columns; ``out`` i32 [3, R] gets tokens, counts and flags.
 
-    ``best``: of ``draw.best_of_tiles``; rows whose largest logit is not finite end with NAN.  ``width`` is V.
+    ``best``: of ``best_of_tiles``, or a sampler's peaks; rows whose largest logit is not finite end with NAN.
+    ``width`` is V.
     """
-    tiles = best.shape[1]
+    best, tiles = best.float().contiguous(), best.shape[1]
     _commit[(len(slots),)](
         slots, drawn, best, state.tokens, state.known, state.stopped.view(torch.uint8), state.end, state.min_end,
         state.stop_ids, state.n_eos, out, state.tokens.stride(0), width, len(slots),

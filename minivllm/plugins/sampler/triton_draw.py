@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.core.kernels.draw import gumbel_noise, row_keys
 from minivllm.core.kernels.launch import pdl, wait
+
+from .triton_noise import gumbel_noise, row_keys
 
 TILE = 4096
 GROUPS = 2048  # of lanes, at most, that a program holds the maxima of

@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.core.kernels.draw import gumbel_noise, row_keys
 from minivllm.core.kernels.launch import pdl, wait
 
 from .triton_draw import DONE, TILE, WAITS, Work, mass_of, scale_of
+from .triton_noise import gumbel_noise, row_keys
 
 MOST = 1024
 ROOM = 4096  # candidates of a row

@@ -1,36 +1,16 @@
-"""What kernels that draw have in common: the largest logit of each tile of the vocabulary, and the noise.
+"""The noise in kernels: ``core.sampling.gumbel``, bit for bit in its hash.
 
-    _best           grid (N, tiles): reads the logits once, writes 4 bytes a tile
-    row_keys        two words of key a row, once a program
-    gumbel_noise    about 30 instructions a lane, two of them logarithms: more than its logit takes to come from memory
-
-The noise is ``core.sampling.gumbel``, bit for bit in its hash.  References: ``Tensor.amax``, ``core.sampling.gumbel``.
+About 30 instructions a lane, two of them logarithms: more than its logit takes to come from memory.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from minivllm.core.sampling import FOLD_A, FOLD_B, INIT, MIX_1, MIX_2
 
-from .launch import pdl, wait
-
-TILE = 4096
 _INIT, _A, _B, _M1, _M2 = (tl.constexpr(x) for x in (INIT, FOLD_A, FOLD_B, MIX_1, MIX_2))
-
-
-@triton.jit
-def _best(logits, best, stride, V, TILE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr):
-    wait(PDL)
-    row, tile = tl.program_id(0), tl.program_id(1)
-    at = tile * TILE + tl.arange(0, TILE)
-    x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
-    peak = tl.max(x, 0)
-    bad = tl.max((x != x).to(tl.int32), 0) != 0  # max skips NaN
-    tl.store(best + row * TILES + tile, tl.where(bad, float("nan"), peak))
 
 
 @triton.jit
@@ -75,12 +55,3 @@ def gumbel_noise(a, b, lane, FAST: tl.constexpr):
     # -log(-log1p(-u)); small u, which give the large values, keep by a series what 1 - u would round away
     e = tl.where(u < 0.00390625, u + u * u * (0.5 + u * 0.33333334), -0.6931471805599453 * _log2(1.0 - u, FAST))
     return -0.6931471805599453 * _log2(e, FAST)
-
-
-def best_of_tiles(logits: Tensor) -> Tensor:
-    """The largest logit of each tile, float32 [N, tiles], NaN where a tile holds one; logits [N, V] of any dtype."""
-    n, width = logits.shape
-    tiles = triton.cdiv(width, TILE)
-    best = torch.empty(n, tiles, dtype=torch.float32, device=logits.device)
-    _best[(n, tiles)](logits, best, logits.stride(0), width, TILE=TILE, TILES=tiles, num_warps=8, **pdl(logits))
-    return best
