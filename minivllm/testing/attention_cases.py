@@ -156,7 +156,8 @@ class Life:
 def lives(draw: Any, block: int, most: int) -> tuple[Life, ...]:
     """One to five sequences through one to three steps, none of them empty; at most ``most`` tokens each."""
     steps = draw(st.integers(1, 3))
-    common = draw(st.integers(0, 2)) * block if 3 * block < most else 0  # tokens of a prefix that some share
+    sharing = 2 if 3 * block < most else int(block + 40 < most)  # blocks that may be shared, if there is room behind
+    common = draw(st.integers(0, sharing)) * block if sharing else 0  # tokens of a prefix that some share
     edge = st.builds(lambda n, d: n * block + d, st.integers(1, 4), st.sampled_from((-1, 0, 1)))
     many = st.one_of(st.integers(2, 9), edge, st.integers(2, most // 3))
     past = st.one_of(st.integers(1, 5), edge, edge, st.integers(1, most // 2))
