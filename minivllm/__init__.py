@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from minivllm.async_llm import AsyncLLM
     from minivllm.config import EngineConfig
     from minivllm.core.request import SamplingParams
+    from minivllm.explanation import explain
     from minivllm.llm import LLM
     from minivllm.text.outputs import RequestOutput
 
@@ -36,6 +37,7 @@ _LAZY = {
     "LLM": "minivllm.llm",
     "RequestOutput": "minivllm.text.outputs",
     "SamplingParams": "minivllm.core.request",
+    "explain": "minivllm.explanation",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "ResourceError",
     "SamplingParams",
     "__version__",
+    "explain",
 ]
 
 

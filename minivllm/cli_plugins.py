@@ -7,13 +7,22 @@ may be in any module, which is imported when the verb is used.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import PluginError
+from minivllm.errors import PluginError, suggest
+
+if TYPE_CHECKING:
+    from minivllm.discovery import Entry
+    from minivllm.registry import Catalog, Registry
 
 VERBS = {
-    "list": "The plug-ins that are installed; `minivllm plugins` alone does this too.",
+    "list": "List the plug-ins that are installed, from metadata; `minivllm plugins` alone does this too.",
+    "show": "Print what a plug-in says about itself: limits, features, options.",
+    "check": "Import plug-ins, each in a process of its own, and print faults and milliseconds.",
 }
 
 
@@ -30,7 +39,8 @@ def with_verb(argv: Sequence[str]) -> list[str]:
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Add ``plugins`` and ``explain``.  ``command`` is that of ``minivllm.cli``."""
-    group = command("plugins", "cli_plugins:listing", "What is installed: list it. `minivllm plugins SEAM` is short.")
+    text = "List, show and check the plug-ins that are installed; `plugins [SEAM]` is short for `plugins list [SEAM]`."
+    group = command("plugins", "cli_plugins:listing", text)
     verbs = group.add_subparsers(metavar="VERB", required=True, parser_class=type(group))
 
     def verb(name: str, run: str) -> argparse.ArgumentParser:
@@ -41,6 +51,16 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
 
     sub = verb("list", "cli_plugins:listing")
     sub.add_argument("seam", nargs="?", help="only those of this seam")
+    sub.add_argument("--specs", action="store_true", help="import the specs of other packages too, for their summaries")
+    sub.add_argument("--json", action="store_true", help="the same as JSON")
+    sub = verb("show", "cli_plugins:show")
+    sub.add_argument("name", help="name or package/name")
+    sub.add_argument("--seam", help="if the name is one of several seams")
+    sub = verb("check", "cli_plugins:check")
+    sub.add_argument("names", nargs="*", metavar="name", help="name or package/name; default: all of other packages")
+    sub.add_argument("--builtins", action="store_true", help="minivllm's own too")
+    sub.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each (default 60)")
+    sub.add_argument("--json", action="store_true", help="the reports as JSON")
     # the next verb goes here: verb("new", "its_module:its_function")
 
     sub = command(
@@ -48,10 +68,12 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
     )
     sub.add_argument("seam", nargs="?", help="only this seam")
     sub.add_argument("--all", action="store_true", help="look at every installed plug-in")
+    sub.add_argument("--json", action="store_true", help="the same as JSON")
 
 
 def listing(args: argparse.Namespace) -> int:
-    """What is installed.  Imports specs, no implementations; a broken spec is a line, not an end."""
+    """What is installed.  Imports the specs of the built-ins and, only if asked to, those of others; what is broken is
+    a line, not an end."""
     from minivllm.registry import Catalog
     from minivllm.spec import check_seam
 
@@ -60,38 +82,126 @@ def listing(args: argparse.Namespace) -> int:
     rows = [("seam", "name", "dist", "version", "summary")]
     for seam, registry in catalog.items():
         for entry in registry.entries if kind in (None, seam) else ():
-            try:
-                summary = "blocked by MINIVLLM_PLUGINS" if entry.blocked else registry.spec(entry).summary
-            except PluginError as exc:
-                summary = f"broken: {exc}".partition("\n")[0]
-            rows.append((seam, entry.name, entry.dist, entry.version, summary))
+            rows.append((seam, entry.name, entry.dist, entry.version, summary(registry, entry, args.specs)))
     if kind is None:
         rows += [(e.kind, e.name, e.dist, e.version, "reserved: not used by this version") for e in catalog.reserved]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    for row in rows:
-        print("  ".join([*(text.ljust(w) for text, w in zip(row[:4], widths, strict=True)), row[4]]).rstrip())
+    if args.json:
+        found = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+        print(json.dumps({"plugins": found, "faults": [str(fault) for fault in catalog.faults]}, indent=1))
+        return 0
+    print(table(rows))
+    for fault in catalog.faults:
+        print(f"not used: {fault}")
     return 0
+
+
+def summary(registry: Registry, entry: Entry, ask: bool) -> str:
+    """PluginError for a broken spec only under MINIVLLM_STRICT_PLUGINS=1."""
+    if entry.blocked:
+        return "blocked by MINIVLLM_PLUGINS"
+    if not (entry.builtin or ask):
+        return f"(not imported: {entry.target})"
+    try:
+        return registry.spec(entry).summary
+    except PluginError as exc:
+        if registry.strict:
+            raise
+        return f"broken: {exc}".partition("\n")[0]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they must be; the last as it comes."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return "\n".join(
+        "  ".join([*(text.ljust(w) for text, w in zip(row[:-1], widths, strict=True)), row[-1]]).rstrip()
+        for row in rows
+    )
+
+
+def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
+    """The entries that a user means, of any seam.  PluginError if there is none, or several packages offer it bare."""
+    from minivllm.spec import check_seam
+
+    kind = check_seam(seam)
+    seams = [r for k, r in catalog.items() if kind in (None, k) and any(name in (e.name, e.label) for e in r.entries)]
+    if not seams:
+        known = {e.label for r in catalog.values() for e in r.entries if kind in (None, e.kind)}
+        near = suggest(name, known | {label.partition("/")[2] for label in known})
+        raise PluginError(f"No plug-in is called {name!r}.{near} `minivllm plugins` lists them.")
+    return [registry.find(name) for registry in seams]
+
+
+def show(args: argparse.Namespace) -> int:
+    """The spec as it is; imports it, and the model of its options."""
+    from minivllm.registry import Catalog, import_target
+    from minivllm.spec import ANY, describe, version
+
+    catalog = Catalog.discover()
+    for i, entry in enumerate(named(catalog, args.name, args.seam)):
+        spec = catalog[entry.kind].spec(entry)
+        lines = [("", f"{entry}"), ("summary", spec.summary), ("contract", version(spec.api)), ("class", spec.impl)]
+        limits = {"any": ANY} if spec.limits == ANY else spec.limits
+        lines += [("limits", f"{fact}: {describe(limit)}") for fact, limit in limits.items()]
+        lines += [("features", name) for name in sorted(spec.features)]
+        lines += [
+            ("needs", f"{n.module} {n.version}".strip() + f"  ({n.install})" * bool(n.install)) for n in spec.needs
+        ]
+        lines += [("prefers", f"{fact}={value}") for fact, value in spec.prefer.items()]
+        lines += [("declares", f"{name}={value}") for name, value in spec.traits.items()]
+        if spec.options:
+            fields = import_target(spec.options).model_fields
+            lines += [("options", f"{name} = {f.get_default()!r}: {f.description}") for name, f in fields.items()]
+        print("\n" * bool(i) + "\n".join(f"{what:9} {text}" if what else text for what, text in lines))
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Exit code 4 if a plug-in has a fault, or one that was named cannot be imported here."""
+    from minivllm.plugin_check import check as check_all
+    from minivllm.registry import Catalog
+
+    catalog = Catalog.discover()
+    names = args.names
+    entries = [entry for name in names for entry in named(catalog, name)]
+    installed = [entry for registry in catalog.values() for entry in registry.entries if not entry.blocked]
+    entries += [e for e in installed if (args.builtins if e.builtin else not names)]
+    faults = [] if names else catalog.faults
+    reports = []
+    if not args.json:
+        print(f"{'result':8} {'spec ms':>8} {'impl ms':>8}  plug-in")
+    for report in check_all(entries, args.timeout):
+        reports.append(report)
+        if not args.json:
+            spec, impl = ("-" if ms is None else f"{ms:.1f}" for ms in (report.spec_ms, report.impl_ms))
+            heavy = "".join(f", {name} {ms:.0f} ms" for name, ms in report.heavy_ms.items())
+            print(f"{report.word:8} {spec:>8} {impl:>8}  {report.entry.kind} {report.entry.label}{heavy}", flush=True)
+            for text in (*report.faults, *report.missing):
+                print(f"{'':28}{text}")
+    bad = [r for r in reports if r.faults or (names and r.missing)]
+    if args.json:
+        print(json.dumps({"reports": [r.as_dict() for r in reports], "faults": [str(f) for f in faults]}, indent=1))
+    else:
+        for fault in faults:
+            print(f"{'FAULTY':28}{fault}")
+        if not entries:
+            print("no plug-ins of other packages are installed; --builtins checks minivllm's own")
+    return PluginError.exit_code if bad or faults else 0
 
 
 def explain(args: argparse.Namespace) -> int:
     """What would be wired, and why.  Where a choice fails, the choices before it and the reasons are shown."""
     from minivllm.cli_commands import load
+    from minivllm.explanation import explain_loaded
     from minivllm.hardware import prepare_environment
-    from minivllm.registry import Catalog
     from minivllm.spec import check_seam
 
     prepare_environment()
-    from minivllm.wiring import explain as explain_choices
-    from minivllm.wiring import resolve
-
-    kind = check_seam(args.seam)
+    check_seam(args.seam)
     loaded = load(args)
-    catalog = Catalog.discover().allow(loaded.engine.allow_targets)
-    try:
-        print(resolve(loaded.engine, catalog, loaded.origins).explain(kind, args.all))
-        return 0
-    except PluginError as exc:
-        if getattr(exc, "selection", None) is None:
-            raise
-        print(explain_choices(exc.selections, exc.notes, catalog, kind, args.all))  # type: ignore[attr-defined]
-        return exc.exit_code
+    with contextlib.redirect_stdout(sys.stderr):  # what plug-ins print when they are imported is no part of the answer
+        found = explain_loaded(loaded)
+        answer = found.as_dict(args.seam, args.all) if args.json else found.text(args.seam, args.all)
+    if found.error is not None and all(s.chosen is not None for s in found.of(args.seam)):
+        raise found.error  # of another seam than the one that was asked for
+    print(json.dumps(answer, indent=1) if args.json else answer)
+    return found.error.exit_code if found.error is not None else 0

@@ -20,6 +20,7 @@ from minivllm.hardware import prepare_environment
 
 if TYPE_CHECKING:
     from minivllm.frontend import StreamOutput
+    from minivllm.registry import Selection
     from minivllm.text.outputs import RequestOutput
 
 
@@ -162,6 +163,11 @@ class LLM:
     def explain(self, seam: str | None = None, all: bool = False) -> str:
         """What was wired and why."""
         return self.resolved.explain(seam, all)
+
+    @property
+    def selections(self) -> tuple[Selection, ...]:
+        """Each choice with its candidates and the reasons against them, in the order in which they were made."""
+        return self.resolved.selections
 
     def stats(self) -> dict[str, Any]:
         """Counts of requests, tokens and blocks, and median milliseconds of each part of a step."""

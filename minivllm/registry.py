@@ -15,13 +15,12 @@ engine cannot silently run on a plug-in that has never heard of it.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from minivllm import discovery
+from minivllm.discovery import ENV, LOCAL, STRICT, Entry, Fault
 from minivllm.errors import MinivllmError, PluginError, suggest
 from minivllm.spec import (
     ANY,
@@ -49,34 +48,6 @@ __all__ = [
     "import_target",
 ]  # fmt: skip
 
-BUILTIN = "minivllm"  # the distribution that the plug-ins of this package belong to
-LOCAL = "local"  # and the one of targets that a user named directly
-ENV = "MINIVLLM_PLUGINS"
-GROUP = "minivllm"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A plug-in as package metadata knows it."""
-
-    kind: str
-    name: str
-    target: str
-    dist: str
-    version: str
-    blocked: bool = False
-
-    @property
-    def label(self) -> str:
-        return f"{self.dist}/{self.name}" if self.dist else self.name
-
-    @property
-    def builtin(self) -> bool:
-        return self.dist == BUILTIN
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.label!r} ({self.dist} {self.version})"
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -94,6 +65,14 @@ class Candidate:
     def rank(self) -> tuple[int, str]:
         return (-(self.spec.priority if self.spec else 0), self.entry.label)
 
+    def as_dict(self) -> dict[str, Any]:
+        spec, reasons = self.spec, [{**vars(r), "text": str(r)} for r in self.reasons]
+        return {
+            "name": self.entry.label, "dist": self.entry.dist, "version": self.entry.version,
+            "target": self.entry.target, "impl": spec.impl if spec else None, "priority": spec.priority if spec else 0,
+            "suitable": self.suitable, "reasons": reasons,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -107,6 +86,13 @@ class Selection:
     skipped: tuple[Entry, ...] = ()
     preferred: tuple[str, ...] = ()
 
+    @property
+    def supplied(self) -> dict[str, Any]:
+        """What the user left open and the chosen plug-in supplies, say the KV block size."""
+        spec = self.chosen.spec if self.chosen is not None else None
+        left = [f for f in KINDS[self.kind].open if f not in self.request.facts] if spec is not None else []
+        return {fact: spec.prefer[fact] for fact in left if spec is not None and fact in spec.prefer}
+
     def explain(self) -> str:
         asked = f"{self.asked}, prefer {', '.join(self.preferred)}" if self.preferred else self.asked
         lines = [f"{self.kind} -> {self.chosen.entry.label if self.chosen else 'nothing suitable'}   (asked: {asked})"]
@@ -116,12 +102,36 @@ class Selection:
         for label, c in seen:
             if c is self.chosen:
                 lines.append(f"  > {label:{width}}  priority {c.spec.priority if c.spec else 0}")
+                lines += [f"      supplies {fact}={v}: it was left open" for fact, v in self.supplied.items()]
             elif c.suitable:
                 lines.append(f"  - {label:{width}}  priority {c.spec.priority if c.spec else 0}: suitable, not needed")
             else:
                 lines.append(f"  x {label:{width}}  {'; '.join(map(str, c.reasons))}")
         lines += [f"  . {e.label:{width}}  not looked at: an earlier choice was suitable" for e in self.skipped]
         return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON: what was asked, what was chosen, and the reasons against the others."""
+        facts = {fact: sorted(v) if isinstance(v, (set, frozenset)) else v for fact, v in self.request.facts.items()}
+        return {
+            "seam": self.kind, "asked": self.asked, "preferred": list(self.preferred),
+            "facts": facts, "features": sorted(self.request.features),
+            "chosen": self.chosen.entry.label if self.chosen is not None else None, "supplied": self.supplied,
+            "candidates": [c.as_dict() for c in self.candidates], "skipped": [e.label for e in self.skipped],
+        }  # fmt: skip
+
+    def widen(self, registry: Registry) -> Selection:
+        """The same choice with all other plug-ins looked at too."""
+        seen = {c.entry for c in self.candidates}
+        more = [registry._consider(e, self.request) for e in registry.entries if e not in seen]
+        return replace(self, candidates=(*self.candidates, *more), skipped=())
+
+    def without(self, error: PluginError) -> Selection:
+        """The same with the chosen plug-in refused after all: its implementation is broken."""
+        broken = tuple(
+            replace(c, reasons=(Reason(str(error)),)) if c is self.chosen else c for c in self.candidates
+        )  # fmt: skip
+        return replace(self, chosen=None, candidates=broken)
 
     def require(self) -> Candidate:
         """The chosen candidate; PluginError (with this object as its ``selection``) if nothing is suitable."""
@@ -140,8 +150,10 @@ class Selection:
 class Registry:
     """The plug-ins of one kind.  Immutable; ``entries`` are built-ins first, then by distribution and name."""
 
-    def __init__(self, kind: Kind, entries: Iterable[Entry], allow_targets: Sequence[str] = ()) -> None:
-        self.kind, self.allow_targets = kind, tuple(allow_targets)
+    def __init__(
+        self, kind: Kind, entries: Iterable[Entry], allow_targets: Sequence[str] = (), strict: bool = False
+    ) -> None:
+        self.kind, self.allow_targets, self.strict = kind, tuple(allow_targets), strict
         self.entries = tuple(sorted(entries, key=lambda e: (not e.builtin, e.dist, e.name)))
 
     def find(self, name: str) -> Entry:
@@ -201,70 +213,80 @@ class Registry:
             return own if isinstance(own, Spec) else Spec(real, self.kind.api, summary, limits=ANY)
         raise PluginError(f"{entry}: {entry.target!r} is a {type(found).__name__}, not a minivllm Spec")
 
-    def _consider(self, entry: Entry, request: Request) -> Candidate:
-        """Stage two for one entry; a fault of a plug-in that nobody asked for is a reason, not an exception."""
+    def _judge(self, entry: Entry, request: Request) -> Candidate:
+        """Stage two for one entry.  PluginError if its spec, or the check in it, is broken."""
         if entry.blocked:
             return Candidate(entry, None, (Reason(f"blocked by {ENV}"),))
+        spec = self.spec(entry)
         try:
-            spec = self.spec(entry)
+            reasons = spec.refuse(request, self.kind)
+        except Exception as exc:
+            raise PluginError(f"{entry}: its spec cannot answer: {type(exc).__name__}: {exc}") from exc
+        return Candidate(entry, spec, reasons)
+
+    def _consider(self, entry: Entry, request: Request) -> Candidate:
+        """The same for a plug-in that nobody asked for: its fault is a reason, unless MINIVLLM_STRICT_PLUGINS=1."""
+        try:
+            return self._judge(entry, request)
         except PluginError as exc:
+            if self.strict:
+                raise PluginError(f"{exc}\n  (Nobody asked for it; it is an error because of {STRICT}=1.)") from exc
             return Candidate(entry, None, (Reason(str(exc).partition("\n")[0]),))
-        return Candidate(entry, spec, spec.refuse(request, self.kind))
 
     def select(
         self, request: Request, name: str = "auto", prefer: Sequence[str] = (), everything: bool = False
     ) -> Selection:
         """Choose one.  A name asked for never falls back to another.  ``auto`` takes the best of the built-ins, and
-        looks at third parties only if none can serve; with ``prefer`` it takes the first of that list that can.
+        looks at third parties only if none can serve; with ``prefer`` it takes the first of that list that can, where
+        a plug-in that is not installed or does not fit is passed over, and one that is broken is an error.
         ``everything`` looks at all the rest too, for ``explain``; it never changes the choice."""
         one: Candidate | None
         if name != "auto":
             entry = self.find(name)
-            spec = self.spec(entry)
-            one = Candidate(entry, spec, spec.refuse(request, self.kind))
+            one = self._judge(entry, request)
             looked, rest = [one], [e for e in self.entries if e != entry]
         else:
             looked, rest = self._auto(request, prefer)
             able = [c for c in looked if c.suitable]
             one = (able[0] if prefer else min(able, key=lambda c: c.rank)) if able else None
-        if everything:
-            looked, rest = looked + [self._consider(e, request) for e in rest], []
         chosen = one if one is not None and one.suitable else None
         skipped = tuple(rest) if chosen is not None and name == "auto" else ()
-        return Selection(self.kind.name, name, request, chosen, tuple(looked), skipped, tuple(prefer))
+        made = Selection(self.kind.name, name, request, chosen, tuple(looked), skipped, tuple(prefer))
+        return made.widen(self) if everything else made
 
     def _auto(self, request: Request, prefer: Sequence[str]) -> tuple[list[Candidate], list[Entry]]:
         looked: list[Candidate] = []
-        for tier in self._tiers(prefer):
-            for entry in tier:
-                looked.append(self._consider(entry, request) if entry.target else Candidate(entry, None, NOT_INSTALLED))
-            if any(c.suitable for c in looked):
-                break
+        if prefer:
+            for name in prefer:
+                looked.append(self._preferred(name, request))
+                if looked[-1].suitable:
+                    break
+        else:
+            for own in (True, False):
+                looked += [self._consider(e, request) for e in self.entries if e.builtin is own]
+                if any(c.suitable for c in looked):
+                    break
         return looked, [e for e in self.entries if e not in {c.entry for c in looked}]
-
-    def _tiers(self, prefer: Sequence[str]) -> list[list[Entry]]:
-        if not prefer:
-            return [[e for e in self.entries if e.builtin], [e for e in self.entries if not e.builtin]]
-        return [[self._preferred(name)] for name in prefer]
 
     def installed(self, name: str) -> bool:
         """Whether ``name`` or ``dist/name`` is offered, blocked or not; a ``module:Class`` always is."""
         return ":" in name or any(name in (e.name, e.label) for e in self.entries)
 
-    def _preferred(self, name: str) -> Entry:
+    def _preferred(self, name: str, request: Request) -> Candidate:
         """A name of a list.  What is not installed or blocked is passed over, but a misspelt name is told."""
         if self.installed(name):
             found = [e for e in self.entries if name in (e.name, e.label)]
-            return found[0] if found and all(e.blocked for e in found) else self.find(name)
+            return self._judge(found[0] if found and all(e.blocked for e in found) else self.find(name), request)
         dist, slash, _ = name.rpartition("/")
         near, here = suggest(name, {e.name for e in self.entries}, 0.75), {e.dist for e in self.entries}
-        if _normal(dist) in here if slash else near:
+        if discovery.normal(dist) in here if slash else near:
             hint = "In a list of names to prefer, one that is not installed is written 'dist/name'."
             raise PluginError(f"{self._unknown(name)}\n  {hint}")
-        return Entry(self.kind.name, name, "", "", "-")
+        return Candidate(Entry(self.kind.name, name, "", "", "-"), None, NOT_INSTALLED)
 
     def load(self, candidate: Candidate) -> type:
-        """Import the implementation and check that it fills the seam."""
+        """Import the implementation and check that it fills the seam.  PluginError names package, version and entry
+        point."""
         assert candidate.spec is not None
         found = _import(candidate.entry, candidate.spec.impl)
         check_base(self.kind, candidate.entry, found)
@@ -299,6 +321,9 @@ class Registry:
         except ValidationError as exc:
             lines = "".join(f"\n  {line}" for line in sourced(faults(exc, model, values, at), origins))
             raise PluginError(f"Wrong options for {label}:{lines}") from exc
+        except Exception as exc:
+            text = f"{candidate.entry}: {candidate.spec.options!r} cannot take options: {type(exc).__name__}: {exc}"
+            raise PluginError(text) from exc
 
 
 NOT_INSTALLED = (Reason("not installed"),)
@@ -307,10 +332,14 @@ NOT_INSTALLED = (Reason("not installed"),)
 class Catalog(Mapping[str, Registry]):
     """One registry per kind.  Made once from package metadata, never changed, handed to whoever chooses."""
 
-    def __init__(self, entries: Iterable[Entry], allow_targets: Sequence[str] = ()) -> None:
+    def __init__(
+        self, entries: Iterable[Entry], allow_targets: Sequence[str] = (), faults: Iterable[Fault] = (),
+        strict: bool = False,
+    ) -> None:  # fmt: skip
         self.entries, self.allow_targets = tuple(entries), tuple(allow_targets)
+        self.faults, self.strict = tuple(faults), strict
         self._registries = {
-            name: Registry(kind, (e for e in self.entries if e.kind == name), allow_targets)
+            name: Registry(kind, (e for e in self.entries if e.kind == name), allow_targets, strict)
             for name, kind in KINDS.items()
         }
         self.reserved = tuple(e for e in self.entries if e.kind in RESERVED)
@@ -320,31 +349,19 @@ class Catalog(Mapping[str, Registry]):
         cls, environ: Mapping[str, str] | None = None, entry_points: Any = None, allow_targets: Sequence[str] = ()
     ) -> Catalog:
         """Built-ins and what installed packages offer; runs no code of theirs.  ``entry_points`` is what
-        ``importlib.metadata.entry_points()`` returns, which takes 10 ms and is called once."""
-        from minivllm import __version__
-        from minivllm.plugins.specs import BUILTINS
-
-        offered = importlib.metadata.entry_points() if entry_points is None else entry_points
-        entries = {
-            (kind, BUILTIN, name): Entry(kind, name, target, BUILTIN, __version__) for kind, name, target in BUILTINS
-        }
-        for kind in (*KINDS, *RESERVED):
-            for point in offered.select(group=f"{GROUP}.{kind}"):
-                dist = _normal(point.dist.name) if point.dist is not None else "unknown"
-                version = point.dist.version if point.dist is not None else "-"
-                target = point.value.partition("[")[0].strip()  # extras are no business of ours
-                # an editable install beside a wheel offers the same name twice: it is one plug-in
-                entries.setdefault((kind, dist, point.name), Entry(kind, point.name, target, dist, version))
-        return cls(_block(entries.values(), os.environ if environ is None else environ), allow_targets)
+        ``importlib.metadata.entry_points()`` returns; without it the metadata is asked, once a process."""
+        entries, faults, strict = discovery.find(environ, entry_points)
+        return cls(entries, allow_targets, faults, strict)
 
     def overlay(self, kind: str, name: str, target: str) -> Catalog:
         """A copy in which ``target`` is offered too, as ``local/name``: for experiments and tests in Python."""
         entry = Entry(self[kind].kind.name, name, target, LOCAL, "-")
-        return Catalog((*self.entries, entry), (*self.allow_targets, target.partition(":")[0]))
+        allowed = (*self.allow_targets, target.partition(":")[0])
+        return Catalog((*self.entries, entry), allowed, self.faults, self.strict)
 
     def allow(self, targets: Sequence[str]) -> Catalog:
         """A copy in which ``module:Class`` targets of these modules may be chosen."""
-        return Catalog(self.entries, (*self.allow_targets, *targets))
+        return Catalog(self.entries, (*self.allow_targets, *targets), self.faults, self.strict)
 
     def __getitem__(self, kind: str) -> Registry:
         if kind in RESERVED:
@@ -362,35 +379,14 @@ class Catalog(Mapping[str, Registry]):
         return len(self._registries)
 
 
-def _block(entries: Iterable[Entry], environ: Mapping[str, str]) -> list[Entry]:
-    """Mark what MINIVLLM_PLUGINS shuts out: unset = all visible, empty = none, ``a,b`` = only these distributions,
-    ``-a`` = all but this one.  Built-ins are always visible."""
-    entries, text = list(entries), environ.get(ENV)
-    if text is None:
-        return entries
-    words = [w for w in re.split(r"[,\s]+", text) if w]
-    only = {_normal(w) for w in words if not w.startswith("-")}
-    without = {_normal(w[1:]) for w in words if w.startswith("-")}
-    dists = {e.dist for e in entries if not e.builtin}
-    if unknown := sorted((only | without) - dists):
-        raise PluginError(
-            f"{ENV} names {', '.join(unknown)}, but no such package offers a minivllm plugin. "
-            f"Installed: {', '.join(sorted(dists)) or 'none'}."
-        )
-    shut = without if without and not only else (dists - only) | without
-    return [replace(e, blocked=not e.builtin and e.dist in shut) for e in entries]
-
-
-def _normal(dist: str) -> str:
-    return re.sub(r"[-_.]+", "-", dist).lower()  # PEP 503
-
-
 def check_base(kind: Kind, entry: Entry | str, found: Any) -> None:
-    """PluginError unless ``found`` is a subclass of the kind's base class."""
+    """PluginError unless ``found`` is a subclass of the kind's base class that implements all it must."""
     base = import_target(kind.base)
     if not (isinstance(found, type) and issubclass(found, base)):
         what = found.__qualname__ if isinstance(found, type) else f"a {type(found).__name__}"
         raise PluginError(f"{entry}: {what} is not a subclass of {kind.base.replace(':', '.')}")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise PluginError(f"{entry}: {found.__qualname__} does not implement {', '.join(missing)}")
 
 
 def import_target(target: str) -> Any:
@@ -410,24 +406,35 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
     Works in any process that has the packages installed; PluginError names the plug-in if the import fails, the class
     does not fill the seam, or it cannot be made.
     """
+    who = f"{kind} {part.name!r} ({part.source})" if part.source else f"{kind} {part.name!r}"
+    found = _guarded(who, part.target, part.source)
+    check_base(KINDS[kind], who, found)
+    model = _guarded(who, part.options_target, part.source) if part.options_target else None
     try:
-        found = import_target(part.target)
-        options = import_target(part.options_target)(**part.options) if part.options_target else None
-    except (Exception, SystemExit) as exc:
-        text = f"{kind} {part.name!r} could not be imported from {part.target!r}: {type(exc).__name__}: {exc}"
-        raise PluginError(text) from exc
-    check_base(KINDS[kind], f"{kind} {part.name!r}", found)
-    try:
+        options = model(**part.options) if model is not None else None
         return found() if kind == "model" and options is None else found(options, *context)
     except MinivllmError:
         raise
     except Exception as exc:
-        raise PluginError(f"{kind} {part.name!r} could not be made: {type(exc).__name__}: {exc}") from exc
+        raise PluginError(f"{who} could not be made: {type(exc).__name__}: {exc}") from exc
 
 
 def _import(entry: Entry, target: str) -> Any:
-    # SystemExit too: a module that calls sys.exit() when imported must not end the engine without a word
+    try:
+        return _guarded(str(entry), target, entry.source)
+    except PluginError as exc:
+        if hint := discovery.version_hint(entry):
+            raise PluginError(f"{exc} ({hint})") from exc.__cause__
+        raise
+
+
+def _guarded(who: str, target: str, source: str) -> Any:
+    """Import a target; any failure is a PluginError that names ``who``, and the target where ``source`` does not."""
     try:
         return import_target(target)
-    except (Exception, SystemExit) as exc:
-        raise PluginError(f"{entry} could not be imported from {target!r}: {type(exc).__name__}: {exc}") from exc
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:
+        # SystemExit too, and a panic in Rust: a module that ends when imported must not end the engine without a word
+        at = "" if repr(target) in source else f" from {target!r}"
+        raise PluginError(f"{who} could not be imported{at}: {type(exc).__name__}: {exc}") from exc

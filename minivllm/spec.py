@@ -33,6 +33,7 @@ class Kind:
     ``api`` is the contract's (major, minor); a plug-in fits if its major is equal and its minor is not newer.
     ``facts`` are what ``limits`` may name, ``features`` and ``traits`` what a spec may claim and declare.  The engine
     asks for some of the features; the others are promises to users, and the conformance kit holds plug-ins to all.
+    ``open`` are the facts that a user may leave open and a spec may supply in ``prefer``.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Kind:
     facts: tuple[str, ...] = ()
     features: Mapping[str, str] = field(default_factory=dict)  # name -> what is claimed
     traits: Mapping[str, str] = field(default_factory=dict)  # name -> what is declared
+    open: tuple[str, ...] = ()
 
     @property
     def group(self) -> str:
@@ -66,6 +68,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
             },
             traits={"graph": "steps that can be captured in a CUDA graph: none, decode or mixed",
                     "plan": "where plan() works: host or device"},
+            open=("block",),
         ),
         Kind("evictor", _SEAMS + "evictor:Evictor", traits={"order": "the reference order it keeps: lru, fifo or lfu"}),
         Kind("executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size")),
@@ -164,6 +167,11 @@ def allows(limit: Any, value: Any) -> bool:
 def describe(limit: Any) -> str:
     if isinstance(limit, Set):
         numbers = all(_number(v) for v in limit)
+        if numbers and len(limit) > 4:
+            low, high = min(limit), max(limit)
+            step = (high - low) / (len(limit) - 1)
+            if step.is_integer() and limit == set(range(low, high + 1, int(step))):
+                return f"{low} to {high} in steps of {int(step)}"
         return "{" + ", ".join(str(v) for v in sorted(limit, key=None if numbers else str)) + "}"
     return str(limit)
 
@@ -198,6 +206,10 @@ class Needs:
     version: str = ""
     install: str = ""
     dist: str = ""
+
+    def __post_init__(self) -> None:
+        if self.version and not self.version[0].isdigit():
+            raise ValueError(f"Needs({self.module!r}): version={self.version!r}: want the lowest one, such as '2.1'")
 
     def missing(self) -> Reason | None:
         if not _installed(self.module):
@@ -267,6 +279,28 @@ class Spec:
     traits: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[[Request], Sequence[Reason]] | None = None
 
+    def __post_init__(self) -> None:
+        """TypeError for a field of the wrong form: at once, where its author sees it, not while somebody chooses."""
+        limits = {} if self.limits == ANY else self.limits
+        for name, well, want in (
+            ("impl", _text(self.impl) and ":" in self.impl, "'package.module:Class'"),
+            ("api", _version(self.api), "(major, minor)"),
+            ("summary", isinstance(self.summary, str), "a line of text"),
+            ("options", isinstance(self.options, str), "'package.module:Class'"),
+            ("priority", isinstance(self.priority, int), "a whole number"),
+            ("limits", isinstance(limits, Mapping), "a dict of fact -> limit, or ANY"),
+            ("features", isinstance(self.features, Set), "a frozenset of names"),
+            ("needs", isinstance(self.needs, tuple) and all(isinstance(n, Needs) for n in self.needs), "(Needs(...),)"),
+            ("prefer", isinstance(self.prefer, Mapping), "a dict of fact -> value"),
+            ("traits", isinstance(self.traits, Mapping), "a dict"),
+            ("check", self.check is None or callable(self.check), "a function (Request) -> [Reason]"),
+        ):
+            if not well:
+                raise TypeError(f"Spec {name}={getattr(self, name)!r}: want {want}")
+        for fact, limit in limits.items():
+            if not isinstance(limit, Set) and not hasattr(limit, "allows"):
+                raise TypeError(f"Spec limits[{fact!r}]={limit!r}: want a set, AtLeast, AtMost, Range, MultipleOf, ANY")
+
     @property
     def plain_traits(self) -> dict[str, Any]:
         """The traits that the engine reads: words and numbers."""
@@ -275,8 +309,9 @@ class Spec:
     def refuse(self, request: Request, kind: Kind) -> tuple[Reason, ...]:
         """Every reason why this plug-in cannot serve the request; empty if it can."""
         if self.api[0] != kind.api[0] or self.api[1] > kind.api[1]:
-            fix = "upgrade minivllm" if tuple(self.api) > kind.api else "upgrade the plugin"
-            return (Reason("interface version", version(kind.api), version(self.api), fix),)
+            newer = tuple(self.api) > kind.api
+            fix = f"written for {'a newer' if newer else 'an older'} minivllm: upgrade {'minivllm' if newer else 'it'}"
+            return (Reason("contract version", version(kind.api), version(self.api), fix),)
         reasons = [
             Reason(key, plain(value), describe(self.limits[key]) if key in self.limits else "nothing (not declared)")
             for key, value in (request.facts.items() if self.limits != ANY else ())
@@ -287,6 +322,14 @@ class Spec:
         if self.check is not None and not reasons:
             reasons += self.check(request)
         return tuple(reasons)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _version(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(type(n) is int for n in value)
 
 
 def check_seam(seam: str | None) -> str | None:

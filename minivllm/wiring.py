@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from minivllm import __version__
 from minivllm.core.hf_config import Checkpoint, open_checkpoint
 from minivllm.core.interfaces.executor import Part, Wiring
-from minivllm.errors import ConfigError, ModelError, PluginError
+from minivllm.errors import ConfigError, ModelError, PluginError, ResourceError
+from minivllm.explanation import Explanation
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.registry import Candidate, Catalog, Registry, Request, Selection, build_part
-from minivllm.spec import OPTION_OF, Spec, check_seam
+from minivllm.spec import OPTION_OF, Spec
 from minivllm.validation import begins, source_of
 
 if TYPE_CHECKING:
@@ -57,23 +59,13 @@ class Resolved:
         """The attention window of each KV group."""
         return tuple(self.attention[layers[0]].window for layers in self.groups)
 
+    @property
+    def explanation(self) -> Explanation:
+        return Explanation(self.selections, self.notes, self.catalog)
+
     def explain(self, seam: str | None = None, all: bool = False) -> str:
         """Why each choice was made; with ``all`` also what the plug-ins say that were not looked at."""
-        return explain(self.selections, self.notes, self.catalog, seam, all)
-
-
-def explain(
-    selections: Sequence[Selection], notes: Sequence[tuple[str, str]], catalog: Catalog, seam: str | None, all: bool
-) -> str:
-    """The text of ``minivllm explain``, also for a resolution that ended early."""
-    kind = check_seam(seam)
-    width = max([len(what) for what, _ in notes] + [0])
-    lines = [f"{what:{width}}  {sentence}" for what, sentence in notes] if kind is None else []
-    for s in selections:
-        if kind in (None, s.kind):
-            again = catalog[s.kind].select(s.request, s.asked, s.preferred, everything=True) if all else s
-            lines.append(again.explain())
-    return "\n".join(lines)
+        return self.explanation.text(seam, all)
 
 
 def resolve(config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None = None) -> Resolved:
@@ -231,9 +223,15 @@ class _Fold:
         known = ("device", "sm", "dtype", "kv_format")
         chosen = self._pick("attention", self.config.attention, known, more, features)
         assert chosen.spec is not None
-        block = asked if asked is not None else int(chosen.spec.prefer.get("block", DEFAULT_BLOCK))
-        why = "asked for" if asked is not None else f"preferred by {chosen.entry.label}"
-        self._learn("block", block, f"{block} ({why})")
+        supplied = self.selections[-1].supplied.get("block")
+        block = asked if asked is not None else supplied if supplied is not None else DEFAULT_BLOCK
+        if reasons := chosen.spec.refuse(Request({"block": block}), self.catalog["attention"].kind):
+            raise PluginError(
+                f"{chosen.entry}: the block size was left open, and its spec does not support "
+                f"{'its own' if supplied is not None else 'the default'}: {'; '.join(map(str, reasons))}"
+            )
+        own = f"supplied by {chosen.entry.label}" if supplied is not None else "the engine's default"
+        self._learn("block", block, f"{block} ({'asked for' if asked is not None else own})")
         return block
 
     def _select(
@@ -289,7 +287,8 @@ def make_part(registry: Registry, chosen: Candidate, choice: Choice, at: str, or
     values = {} if options is None else options.model_dump(mode="json")
     spec = chosen.spec
     return Part(
-        chosen.entry.label, spec.impl, values, spec.options, tuple(sorted(spec.features)), spec.plain_traits
+        chosen.entry.label, spec.impl, values, spec.options, tuple(sorted(spec.features)), spec.plain_traits,
+        chosen.entry.source,
     )  # fmt: skip
 
 
@@ -308,11 +307,17 @@ def group_layers(specs: Sequence[AttnSpec]) -> tuple[tuple[int, ...], ...]:
 
 
 def wiring_to_json(wiring: Wiring) -> str:
-    return json.dumps(dataclasses.asdict(wiring))
+    """Targets and options, and the version of minivllm that chose them."""
+    return json.dumps({**dataclasses.asdict(wiring), "minivllm": __version__})
 
 
 def wiring_from_json(text: str) -> Wiring:
+    """ResourceError if another version of minivllm made it."""
     values = json.loads(text)
+    if (theirs := values.pop("minivllm", None)) != __version__:
+        raise ResourceError(
+            f"the wiring was made by minivllm {theirs}, and this process has {__version__}: install one version for all"
+        )
     values["parts"] = {seam: Part(**part) for seam, part in values["parts"].items()}
     values["processors"] = tuple(Part(**part) for part in values["processors"])
     values["groups"] = tuple(tuple(layers) for layers in values["groups"])

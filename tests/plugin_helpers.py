@@ -11,13 +11,40 @@ from minivllm.registry import Catalog
 class Points(list):
     """What importlib.metadata.entry_points() returns, as far as it is used."""
 
+    @property
+    def groups(self):
+        return {p.group for p in self}
+
     def select(self, group):
         return [p for p in self if p.group == group]
 
 
-def point(dist, name, value, kind="attention", version="1.0"):
-    found = SimpleNamespace(name=dist, version=version)
-    return SimpleNamespace(group=f"minivllm.{kind}", name=name, value=value, dist=found)
+class Dist:
+    def __init__(self, name, version):
+        self.text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nName: not this one\n"
+
+    def read_text(self, file):
+        return self.text if file == "METADATA" else None
+
+
+def point(dist, name, value, kind="attention", version="1.0", group=None):
+    group = group or f"minivllm.{kind}"
+    return SimpleNamespace(group=group, name=name, value=value, dist=Dist(dist, version))
+
+
+def install(folder, name, points, version="1.0", metadata="", **modules):
+    """A distribution in ``folder`` as pip leaves it: metadata, modules by name, and ``points``, which is the text of
+    entry_points.txt or group -> {name: target}."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}")
+    if not isinstance(points, str):
+        groups = ([f"[{g}]", *(f"{n} = {t}" for n, t in named.items())] for g, named in points.items())
+        points = "\n".join(line for lines in groups for line in lines)
+    (info / "entry_points.txt").write_text(points + "\n")
+    for module, text in modules.items():
+        (folder / f"{module}.py").write_text(text)
+    return folder
 
 
 def discover(*points, environ=None):

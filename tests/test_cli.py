@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from plugin_helpers import install
 
 import minivllm
 from minivllm.cli import main, one_line
@@ -160,20 +161,15 @@ def test_plugins_lists_what_is_installed(capsys):
     assert [line.split()[1] for line in out.splitlines()[1:]] == ["bf16", "fp16", "fp32"]
 
 
-def test_a_broken_plugin_is_a_line_of_the_list(capsys, monkeypatch):
-    import importlib.metadata
-
-    dist = SimpleNamespace(name="acme", version="2.0")
-    point = SimpleNamespace(name="x", value="no_such_module:S", dist=dist)
-    eagle = SimpleNamespace(name="eagle", value="no_such_module:E", dist=dist)
-    offered = {"minivllm.attention": [point], "minivllm.drafter": [eagle]}
-    points = SimpleNamespace(select=lambda group: offered.get(group, []))
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda: points)
-    code, out, err = said(capsys, "plugins")
+def test_a_broken_plugin_is_a_line_of_the_list(capsys, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    points = {"minivllm.attention": {"x": "no_such_module:S"}, "minivllm.drafter": {"eagle": "no_such_module:E"}}
+    install(tmp_path, "acme", points, version="2.0")
+    code, out, err = said(capsys, "plugins", "--specs")
     rows = [re.split(r" {2,}", line) for line in out.splitlines()]
     assert (code, err) == (0, "")
-    assert ["attention", "x", "acme", "2.0", "broken: attention 'acme/x' (acme 2.0) could not be imported from "
-            "'no_such_module:S': ModuleNotFoundError: No module named 'no_such_module'"] in rows  # fmt: skip
+    assert ["attention", "x", "acme", "2.0", "broken: attention 'acme/x' (acme 2.0, entry point 'no_such_module:S') "
+            "could not be imported: ModuleNotFoundError: No module named 'no_such_module'"] in rows  # fmt: skip
     assert ["drafter", "eagle", "acme", "2.0", "reserved: not used by this version"] in rows
 
 

@@ -10,6 +10,7 @@ import pytest
 from plugin_helpers import discover, point, spec_text, write_package
 
 import minivllm
+from minivllm import discovery
 from minivllm.config_files import tomllib
 from minivllm.errors import PluginError
 from minivllm.plugins.specs import BUILTINS
@@ -70,7 +71,8 @@ def test_one_question_to_the_package_metadata(monkeypatch):
     calls = []
     real = metadata.entry_points
     monkeypatch.setattr(metadata, "entry_points", lambda **kw: calls.append(kw) or real(**kw))
-    Catalog.discover(environ={})
+    monkeypatch.setattr(discovery, "_asked", None)
+    assert Catalog.discover(environ={}).entries == Catalog.discover(environ={}).entries
     assert calls == [{}]
 
 
@@ -156,7 +158,9 @@ def test_the_environment_cannot_name_what_is_not_there():
 def test_a_blocked_plugin_is_not_imported(package):
     package("shut", "raise AssertionError('imported')")
     registry = discover(point("shut", "x", "shut:S"), environ={"MINIVLLM_PLUGINS": ""})["attention"]
-    with pytest.raises(PluginError, match=r"^attention 'shut/x' \(shut 1.0\) is blocked by MINIVLLM_PLUGINS.$"):
+    with pytest.raises(
+        PluginError, match=r"^attention 'shut/x' \(shut 1.0, entry point 'shut:S'\) is blocked by MINIVLLM_PLUGINS.$"
+    ):
         registry.find("x")
     selection = registry.select(Request({"nobody": 1}), everything=True)
     assert "  x shut/x                blocked by MINIVLLM_PLUGINS\n" in selection.explain() + "\n"
@@ -169,7 +173,9 @@ def test_a_blocked_plugin_is_not_imported(package):
 def test_a_broken_spec_is_an_error_if_asked_for_and_a_line_if_not(package):
     package("acme_sparse", "raise RuntimeError('boom')")
     registry = discover(point("acme", "sparse", "acme_sparse:SPEC"))["attention"]
-    text = "attention 'acme/sparse' (acme 1.0) could not be imported from 'acme_sparse:SPEC': RuntimeError: boom"
+    text = (
+        "attention 'acme/sparse' (acme 1.0, entry point 'acme_sparse:SPEC') could not be imported: RuntimeError: boom"
+    )
     with pytest.raises(PluginError) as info:
         registry.select(Request(), "sparse")
     assert str(info.value) == text and isinstance(info.value.__cause__, RuntimeError)
@@ -186,7 +192,7 @@ def test_something_else_than_a_spec_is_refused(package):
     package("other", "S = {}")
     with pytest.raises(PluginError) as info:
         discover(point("o", "x", "other:S"))["attention"].select(Request(), "x")
-    assert str(info.value) == "attention 'o/x' (o 1.0): 'other:S' is a dict, not a minivllm Spec"
+    assert str(info.value) == "attention 'o/x' (o 1.0, entry point 'other:S'): 'other:S' is a dict, not a minivllm Spec"
 
 
 def test_an_implementation_that_does_not_fill_the_seam_is_refused(package):
@@ -196,7 +202,7 @@ def test_an_implementation_that_does_not_fill_the_seam_is_refused(package):
     with pytest.raises(PluginError) as info:
         registry.load(registry.select(Request(), "flash").require())
     assert str(info.value) == (
-        "attention 'acme/flash' (acme 1.0): Flash is not a subclass of "
+        "attention 'acme/flash' (acme 1.0, entry point 'acme_spec:S'): Flash is not a subclass of "
         "minivllm.core.interfaces.attention.AttentionBackend"
     )
 
@@ -204,9 +210,9 @@ def test_an_implementation_that_does_not_fill_the_seam_is_refused(package):
 @pytest.mark.parametrize(
     "api, reason",
     [
-        ((0, 9), "interface version: want 1.0, supports 0.9  (upgrade the plugin)"),
-        ((1, 7), "interface version: want 1.0, supports 1.7  (upgrade minivllm)"),
-        ((2, 0), "interface version: want 1.0, supports 2.0  (upgrade minivllm)"),
+        ((0, 9), "contract version: want 1.0, supports 0.9  (written for an older minivllm: upgrade it)"),
+        ((1, 7), "contract version: want 1.0, supports 1.7  (written for a newer minivllm: upgrade minivllm)"),
+        ((2, 0), "contract version: want 1.0, supports 2.0  (written for a newer minivllm: upgrade minivllm)"),
     ],
 )
 def test_another_interface_version_is_refused(package, api, reason):

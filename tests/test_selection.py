@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 
@@ -155,6 +156,104 @@ def test_a_spec_can_be_pickled_and_reports_what_limits_cannot_say():
     checked = Spec("a:B", (1, 0), "x", limits=ANY, check=check)
     (reason,) = checked.refuse(Request(), KINDS["attention"])
     assert str(reason) == "heads: want a multiple of 8, supports 4"
+
+
+# ---------------------------------------------------------------- broken plug-ins, and what is left open
+
+
+def test_a_broken_plugin_in_a_list_of_preferences_is_an_error_and_a_blocked_one_is_passed_over(package):
+    package("acme_boom_spec", "raise RuntimeError('boom')")
+    points = [point("acme", "flash", "acme_boom_spec:S")]
+    with pytest.raises(PluginError) as info:
+        discover(*points)["attention"].select(Request(), prefer=("gone/x", "acme/flash", "sdpa"))
+    assert str(info.value) == (
+        "attention 'acme/flash' (acme 1.0, entry point 'acme_boom_spec:S') could not be imported: RuntimeError: boom"
+    )
+    shut = discover(*points, environ={"MINIVLLM_PLUGINS": ""})["scheduler"]
+    assert shut.select(Request(), prefer=("fcfs",)).chosen
+    shut = discover(*points, environ={"MINIVLLM_PLUGINS": ""})["attention"].select(Request(), prefer=("acme/flash",))
+    assert [str(r) for r in shut.candidates[0].reasons] == ["blocked by MINIVLLM_PLUGINS"] and shut.chosen is None
+
+
+CHECKED = """
+from minivllm.spec import *
+def check(request): return 1 / 0
+S = Spec("acme:Flash", (1, 0), "x", limits=ANY, features=frozenset({"f"}), check=check)
+"""
+
+
+def test_a_check_that_raises_is_a_reason_or_an_error_that_names_the_package(package):
+    package("acme_check_spec", CHECKED)
+    registry = discover(point("acme", "flash", "acme_check_spec:S"))["attention"]
+    text = "attention 'acme/flash' (acme 1.0, entry point 'acme_check_spec:S'): its spec cannot answer: ZeroDivision"
+    selection = registry.select(Request(features=frozenset({"f"})))
+    assert str(selection.candidates[-1].reasons[0]).startswith(text) and selection.chosen is None
+    with pytest.raises(PluginError) as info:
+        registry.select(Request(), "flash")
+    assert str(info.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"impl": "acme.Flash"}, "Spec impl='acme.Flash': want 'package.module:Class'"),
+        ({"api": "1.0"}, "Spec api='1.0': want (major, minor)"),
+        ({"api": (1,)}, "Spec api=(1,): want (major, minor)"),
+        ({"limits": {"device": "cuda"}},
+         "Spec limits['device']='cuda': want a set, AtLeast, AtMost, Range, MultipleOf, ANY"),
+        ({"limits": [1]}, "Spec limits=[1]: want a dict of fact -> limit, or ANY"),
+        ({"features": "window"}, "Spec features='window': want a frozenset of names"),
+        ({"needs": Needs("json")}, "Spec needs=Needs(module='json', version='', install=''): want (Needs(...),)"),
+        ({"priority": "high"}, "Spec priority='high': want a whole number"),
+        ({"check": True}, "Spec check=True: want a function (Request) -> [Reason]"),
+    ],
+)  # fmt: skip
+def test_a_spec_of_the_wrong_form_fails_where_it_is_written(wrong, message):
+    with pytest.raises(TypeError) as info:
+        Spec(**{"impl": "a:B", "api": (1, 0), "summary": "x", **wrong})
+    assert str(info.value) == message
+
+
+def test_a_needed_version_is_the_lowest_one_not_a_specifier():
+    with pytest.raises(ValueError, match=r"^Needs\('a'\): version='>=2.1': want the lowest one, such as '2.1'$"):
+        Needs("a", ">=2.1")
+
+
+def test_what_the_user_left_open_is_supplied_by_the_chosen_plugin(package):
+    text = spec_text().replace('"for a test"', '"for a test", prefer={"block": 32}')
+    package("acme_open_spec", text)
+    registry = discover(point("acme", "flash", "acme_open_spec:S"))["attention"]
+    left = registry.select(Request({"dtype": "float32"}), "acme/flash")
+    assert left.supplied == {"block": 32}
+    assert left.explain().splitlines()[2:] == [
+        "  > acme/flash  priority 0",
+        "      supplies block=32: it was left open",
+    ]
+    assert registry.select(Request({"block": 16}), "acme/flash").supplied == {}
+
+
+def test_a_selection_is_json_with_every_reason(package):
+    registry = registry_of(package, ("minivllm", "a", 5, []), ("minivllm", "b", 0, ["f"]), ("zz", "c", 0, ["f"]))
+    found = registry.select(Request({"dim": frozenset({64, 8})}, frozenset({"f"}))).as_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert (found["seam"], found["asked"], found["chosen"]) == ("attention", "auto", "minivllm/b")
+    assert (found["facts"], found["features"], found["skipped"]) == ({"dim": [8, 64]}, ["f"], ["zz/c"])
+    first, second = found["candidates"]
+    assert not first["suitable"] and [r["text"] for r in first["reasons"]] == ["feature 'f' not declared"]
+    assert second["suitable"] and second["impl"] == "acme:Flash" and second["version"] == "1.0"
+
+
+def test_a_class_that_leaves_out_a_method_is_refused_when_it_is_loaded(package):
+    package(
+        "acme_part", "from minivllm.core.interfaces.evictor import Evictor\nclass Half(Evictor):\n  free = drop = 1\n"
+    )
+    package("acme_part_spec", spec_text(impl="acme_part:Half"))
+    registry = discover(point("acme", "half", "acme_part_spec:S", kind="evictor"))["evictor"]
+    with pytest.raises(PluginError) as info:
+        registry.load(registry.select(Request(), "half").require())
+    assert str(info.value) == (
+        "evictor 'acme/half' (acme 1.0, entry point 'acme_part_spec:S'): Half does not implement add, hold, victims"
+    )
 
 
 # ---------------------------------------------------------------- options

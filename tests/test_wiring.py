@@ -14,15 +14,16 @@ from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.errors import ConfigError, ModelError, PluginError
+from minivllm.explanation import Explanation
 from minivllm.registry import Catalog, build_part
-from minivllm.wiring import explain, group_layers, resolve, wiring_from_json, wiring_to_json
+from minivllm.wiring import group_layers, resolve, wiring_from_json, wiring_to_json
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
 }  # fmt: skip
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-CATALOG = Catalog.discover(environ={}, entry_points=SimpleNamespace(select=lambda group: ()))
+CATALOG = Catalog.discover(environ={}, entry_points=SimpleNamespace(groups=()))
 
 
 def save(path, family="qwen3", **values):
@@ -120,7 +121,7 @@ def test_explain_tells_the_facts_and_the_choices(model):
         "dtype          float32 (the checkpoint's)",
         f"model          {model} (Qwen3ForCausalLM)",
         "max_model_len  64 (asked for)",
-        "block          16 (preferred by minivllm/sdpa)",
+        "block          16 (supplied by minivllm/sdpa)",
         "attention -> minivllm/sdpa   (asked: auto)",
         "  for device=cpu, dtype=float32, kv_format=fp32, dim_qk=8, dim_v=8, queries_per_kv=2",
         "  x minivllm/llama  architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
@@ -142,7 +143,7 @@ def test_a_failed_choice_carries_what_was_chosen_before_it(model):
     with pytest.raises(PluginError) as info:
         wire(model, batch_invariant=True)
     assert [s.kind for s in info.value.selections] == ["executor", "model", "quantizer", "kvformat", "attention"]
-    text = explain(info.value.selections, info.value.notes, CATALOG, "attention", False)
+    text = Explanation(info.value.selections, info.value.notes, CATALOG).text("attention")
     assert text == str(info.value)
     lines = text.splitlines()
     assert lines[:2] == [
@@ -317,6 +318,6 @@ def test_a_target_of_an_experiment_is_wired_where_it_is_allowed(model, tmp_path,
     text = "from minivllm.plugins.scheduler.fcfs import Fcfs\nclass Mine(Fcfs):\n    'Mine.'\n"
     (tmp_path / "wiring_exp.py").write_text(text)
     part = wire(model, scheduler="wiring_exp:Mine", allow_targets=["wiring_exp"]).parts["scheduler"]
-    assert part == Part("local/wiring_exp:Mine", "wiring_exp:Mine")
+    assert part == Part("local/wiring_exp:Mine", "wiring_exp:Mine", source="target 'wiring_exp:Mine'")
     with pytest.raises(PluginError, match="Add --allow-target wiring_exp if you trust it"):
         wire(model, scheduler="wiring_exp:Mine")

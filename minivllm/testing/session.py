@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from minivllm.discovery import BUILTIN
 from minivllm.errors import PluginError
-from minivllm.registry import BUILTIN, Catalog, import_target
+from minivllm.registry import Catalog, import_target
 from minivllm.spec import KINDS, Spec
 
 from . import SUITES

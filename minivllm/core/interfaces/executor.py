@@ -22,6 +22,7 @@ class Part:
     options_target: str = ""  # the pydantic model of the options
     features: tuple[str, ...] = ()  # what its spec claims
     traits: Mapping[str, Any] = field(default_factory=dict)  # and declares
+    source: str = ""  # "acme 1.0, entry point 'acme_spec:FLASH'": whom an error names
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features))  # JSON knows no tuples

@@ -1,0 +1,92 @@
+"""Why the parts are those they are: the selections of a configuration as text, as data and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import PluginError
+from minivllm.registry import Catalog, Selection
+from minivllm.spec import check_seam
+
+if TYPE_CHECKING:
+    from minivllm.config import Loaded
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One selection for each choice, in the order in which they were made.
+
+    ``notes`` are (what, sentence) for what is not a plug-in: device, dtype, block size ...  ``error`` is what ended the
+    choosing, the last selection being the one that failed, or an implementation that cannot be imported.
+    """
+
+    selections: tuple[Selection, ...]
+    notes: tuple[tuple[str, str], ...]
+    catalog: Catalog
+    error: PluginError | None = None
+
+    def of(self, seam: str | None = None) -> tuple[Selection, ...]:
+        """The selections of a seam (several for processors and strategies), by its name or its option's."""
+        kind = check_seam(seam)
+        return tuple(s for s in self.selections if kind in (None, s.kind))
+
+    def text(self, seam: str | None = None, all: bool = False) -> str:
+        """What ``minivllm explain`` prints; ``all`` asks the plug-ins too that were not looked at."""
+        width = max([len(what) for what, _ in self.notes] + [0])
+        lines = [f"{what:{width}}  {sentence}" for what, sentence in self.notes] if seam is None else []
+        return "\n".join([*lines, *(s.explain() for s in self._asked(seam, all))])
+
+    def as_dict(self, seam: str | None = None, all: bool = False) -> dict[str, Any]:
+        """The same as JSON."""
+        return {
+            "notes": dict(self.notes),
+            "selections": [s.as_dict() for s in self._asked(seam, all)],
+            "error": str(self.error) if self.error is not None else None,
+        }
+
+    def _asked(self, seam: str | None, all: bool) -> Sequence[Selection]:
+        return [s.widen(self.catalog[s.kind]) if all else s for s in self.of(seam)]
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def explain(model: Any = None, *, config: Any = None, **options: Any) -> Explanation:
+    """What ``LLM`` with the same arguments would be made of, and why.  Loads no weights.
+
+    A configuration that nothing suits gives an explanation with an ``error``; one that is wrong raises, as ``LLM`` does
+    (ConfigError, ModelError, or PluginError for a name that is unknown or a plug-in whose spec is broken).
+    """
+    from minivllm.hardware import prepare_environment
+    from minivllm.llm import load
+
+    prepare_environment()
+    return explain_loaded(load(config, options if model is None else {**options, "model": model}))
+
+
+def explain_loaded(loaded: Loaded, catalog: Catalog | None = None) -> Explanation:
+    from minivllm.wiring import resolve
+
+    catalog = (Catalog.discover() if catalog is None else catalog).allow(loaded.engine.allow_targets)
+    try:
+        resolved = resolve(loaded.engine, catalog, loaded.origins)
+    except PluginError as exc:
+        if getattr(exc, "selection", None) is None:
+            raise
+        return Explanation(exc.selections, exc.notes, catalog, exc)  # type: ignore[attr-defined]
+    return imported(resolved.explanation)
+
+
+def imported(explanation: Explanation) -> Explanation:
+    """Import each chosen implementation, as the engine would: a spec can promise a class that is not there."""
+    found, error = [], explanation.error
+    for selection in explanation.selections:
+        try:
+            if selection.chosen is not None:
+                explanation.catalog[selection.kind].load(selection.chosen)
+        except PluginError as exc:
+            selection, error = selection.without(exc), error or exc
+        found.append(selection)
+    return Explanation(tuple(found), explanation.notes, explanation.catalog, error)

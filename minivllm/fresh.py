@@ -1,0 +1,28 @@
+"""A fresh Python process that imports what this one would: for workers, and to look at plug-ins from a distance."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# the path goes first: what is imported before it is set could be found elsewhere
+_CODE = """\
+import sys
+sys.path[:] = sys.argv[1].split("\\n")
+from minivllm.registry import import_target
+import_target(sys.argv[2])(*sys.argv[3:])
+"""
+
+
+def command(target: str, *words: str) -> list[str]:
+    """The command line of a process that calls the function ``target`` ("module:function") with ``words``.
+
+    It has this process's import path as it is now, so a module from a folder that was put on ``sys.path`` by hand is
+    found there too.  Nothing else is handed on: no module, no object, no pickle.
+    """
+    return [sys.executable, "-c", _CODE, "\n".join(import_path()), target, *words]
+
+
+def import_path() -> list[str]:
+    """``sys.path`` with the folders written out, so that it means the same in another working directory."""
+    return [os.path.abspath(folder) for folder in sys.path]
