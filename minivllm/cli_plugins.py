@@ -133,12 +133,13 @@ def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
 
 def show(args: argparse.Namespace) -> int:
     """The spec as it is; imports it, and the model of its options."""
-    from minivllm.registry import Catalog, import_target
+    from minivllm.registry import Catalog
     from minivllm.spec import ANY, describe, version
 
     catalog = Catalog.discover()
     for i, entry in enumerate(named(catalog, args.name, args.seam)):
-        spec = catalog[entry.kind].spec(entry)
+        registry = catalog[entry.kind]
+        spec = registry.spec(entry)
         lines = [("", f"{entry}"), ("summary", spec.summary), ("contract", version(spec.api)), ("class", spec.impl)]
         limits = {"any": ANY} if spec.limits == ANY else spec.limits
         lines += [("limits", f"{fact}: {describe(limit)}") for fact, limit in limits.items()]
@@ -149,8 +150,11 @@ def show(args: argparse.Namespace) -> int:
         lines += [("prefers", f"{fact}={value}") for fact, value in spec.prefer.items()]
         lines += [("declares", f"{name}={value}") for name, value in spec.traits.items()]
         if spec.options:
-            fields = import_target(spec.options).model_fields
-            lines += [("options", f"{name} = {f.get_default()!r}: {f.description}") for name, f in fields.items()]
+            fields = registry.options_model(entry, spec).model_fields
+            lines += [
+                ("options", f"{name} = {f.get_default(call_default_factory=True)!r}: {f.description}")
+                for name, f in fields.items()
+            ]
         print("\n" * bool(i) + "\n".join(f"{what:9} {text}" if what else text for what, text in lines))
     return 0
 

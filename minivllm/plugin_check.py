@@ -135,7 +135,7 @@ def _look(entry: Entry, look: _Look) -> None:
     if torch is not None and torch.cuda.is_initialized():
         look.faults.append("importing it initialises CUDA: a worker process could not be forked, and memory is taken")
     if spec.options:
-        look.faults += _option_faults(import_target(spec.options))
+        look.faults += _option_faults(registry.options_model(entry, spec))
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -193,10 +193,6 @@ def spec_faults(spec: Spec, kind: Kind) -> list[str]:
 
 
 def _option_faults(model: Any) -> list[str]:
-    from pydantic import BaseModel
-
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        return [f"its options are {model!r}: want a pydantic model"]
     faults = [] if model.model_config.get("extra") == "forbid" else ['its options want extra="forbid"']
     silent = [name for name, f in model.model_fields.items() if not (f.description or "").strip()]
     return faults + ([f"options without a description: {', '.join(silent)}"] if silent else [])
