@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from minivllm.core.timing import SeamTimes
+from minivllm.discovery import BUILTIN, LOCAL
 from minivllm.errors import MinivllmError, PluginError, suggest
-from minivllm.registry import BUILTIN, LOCAL, build_part, import_target
+from minivllm.registry import build_part, import_target
 
 from .contract import PROJECT, WRAPPERS, HookContracts, Hooks
 
