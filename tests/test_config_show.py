@@ -270,7 +270,10 @@ def test_a_broken_or_blocked_plugin_is_a_comment_of_the_schema(schema):
     assert (
         "attention 'acme/gone' (acme 1.0, entry point 'acme_spec:X') could not be imported: AttributeError" in comment
     )
-    assert "attention 'acme/four' (acme 1.0): 'acme_spec:ANY' is no pydantic model of its options" in comment
+    assert (
+        "attention 'acme/four' (acme 1.0, entry point 'acme_spec:V'): 'acme_spec:ANY' is no pydantic model of its options"
+        in comment
+    )
     assert "$comment" not in schema["properties"]["scheduler"]
     blocked = config_schema(discover(point("acme", "x", "no:X"), environ={"MINIVLLM_PLUGINS": ""}))
     assert blocked["properties"]["attention"]["$comment"] == (

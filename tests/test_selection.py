@@ -203,7 +203,7 @@ def test_a_check_that_raises_is_a_reason_or_an_error_that_names_the_package(pack
          "Spec limits['device']='cuda': want a set, AtLeast, AtMost, Range, MultipleOf, ANY"),
         ({"limits": [1]}, "Spec limits=[1]: want a dict of fact -> limit, or ANY"),
         ({"features": "window"}, "Spec features='window': want a frozenset of names"),
-        ({"needs": Needs("json")}, "Spec needs=Needs(module='json', version='', install=''): want (Needs(...),)"),
+        ({"needs": Needs("json")}, "Spec needs=Needs(module='json', version='', install='', dist=''): want (Needs(...),)"),
         ({"priority": "high"}, "Spec priority='high': want a whole number"),
         ({"check": True}, "Spec check=True: want a function (Request) -> [Reason]"),
     ],
