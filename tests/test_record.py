@@ -23,6 +23,7 @@ from plugin_helpers import write_package
 from minivllm import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from minivllm.cli import main
 from minivllm.config import load_config
+from minivllm.hardware import Device
 from minivllm.record import bill, machine, replay, sources
 from minivllm.record.diff import NOTHING, compare, report
 from minivllm.record.nodes import IDENTITY, fingerprint, nodes
@@ -185,6 +186,16 @@ def test_git_tells_commit_and_changes_and_is_silent_outside_a_repository(tmp_pat
     (tmp_path / "f.py").write_text("2")
     assert machine.git_state(tmp_path)["dirty"] is True
     assert machine.git_state(tmp_path, "f.py") and machine.git_state(tmp_path, "g.py") is None
+
+
+def test_the_machine_is_told_with_its_gpu_and_without_its_name():
+    import platform
+
+    found = machine.machine(Device("cuda", "NVIDIA H100", 90, 80 * 2**30, "asked for"))
+    assert (found["gpu"], found["gpu_memory_gib"], found["compute_capability"]) == ("NVIDIA H100", 80.0, "9.0")
+    assert found["cores"] >= 1 and found["memory_gib"] > 0 and "driver" in found
+    assert not platform.node() or platform.node() not in json.dumps([found, machine.versions()])
+    assert "gpu" not in machine.machine(Device("cpu", "a CPU", 0, 2**30, ""))
 
 
 def test_the_environment_is_what_changes_numbers_and_no_secret(tmp_path):
