@@ -618,6 +618,9 @@ def test_a_record_that_cannot_be_written_or_read_is_refused_before_the_work(expe
     )
     (experiment / "x.json").write_text('{"format": "minivllm-run", "format_version": 9}')
     assert refuses("diff", "x.json", "a.json").startswith("x.json: a record of format 9, and this minivllm reads 1")
+    half = {k: v for k, v in bill.read("a.json").items() if k not in ("parts", "results")}
+    (experiment / "x.json").write_text(json.dumps(half))
+    assert refuses("diff", "x.json", "a.json") == "x.json: not a whole record: it lacks parts, results"
     (experiment / "x.json").write_text("")
     assert refuses("diff", "x.json", "a.json").startswith("x.json: broken JSON: ")
     assert refuses("diff", "none.json", "a.json") == "none.json: No such file or directory"

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 FORMAT = "minivllm-run"
 FORMAT_VERSION = 1
+KEYS = (
+    "created", "fingerprint", "minivllm", "config", "resolved", "model", "parts", "changed_sources", "versions",
+    "machine", "environment", "git", "results",
+)  # fmt: skip
 SELVES = ("allow_targets",)  # values of the configuration that a file may not hold: kept apart
 
 
@@ -261,4 +265,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path}: a record of format {found.get('format_version')}, and this minivllm reads {FORMAT_VERSION}; "
             f"it was written by minivllm {found.get('minivllm', {}).get('version', '?')}"
         )
+    if missing := [key for key in KEYS if key not in found]:
+        raise ConfigError(f"{path}: not a whole record: it lacks {', '.join(missing)}")
     return found
