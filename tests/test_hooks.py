@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from plugin_helpers import discover, point, write_package
 from wrong.hooks import Mirror
 
@@ -32,6 +33,17 @@ from minivllm.testing.sim import VOCAB, answer, outputs, request, run, sim_engin
 from minivllm.wiring import resolve
 
 package = pytest.fixture(write_package)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The models are tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 POCKET = {"model": "pocket", "max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 128}
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
+from minivllm.errors import RequestError
 
 
 class Local(Executor):
@@ -17,6 +18,7 @@ class Local(Executor):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self.runner: Any = None
+        self._seams: Any = None  # a profile that labels them
         self._running: deque[Any] = deque()  # runner.Running, in order of submission
 
     def start(self, wiring: Wiring) -> Capacity:
@@ -48,7 +50,22 @@ class Local(Executor):
             return self.runner.profile_start()
         if verb == "profile_stop":
             return self.runner.profile_stop(str((args or {})["path"]))
+        if verb == "seams_start":
+            self._seams = self._profile()
+            return None
+        if verb == "seams_stop":
+            if self._seams is None:
+                raise RequestError("no profile of seams is running; call seams_start first")
+            seams, self._seams = self._seams, None
+            return seams.stop(**(args or {}))
         return super().call(verb, args)
+
+    def _profile(self) -> Any:
+        if self._seams is not None:
+            raise RequestError("a profile of seams is running already; call seams_stop first")
+        from minivllm.profiling import SeamProfile
+
+        return SeamProfile(self.runner)
 
     def alive(self) -> bool:
         return self.runner is not None

@@ -1,0 +1,139 @@
+"""``minivllm bench``: measure.  Parsing it imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+from minivllm.errors import ConfigError, EngineDeadError
+
+
+def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Add ``bench`` and what it measures.  ``command`` is that of ``minivllm.cli``."""
+    group = command("bench", "cli_bench:profile", "Measure what a configuration does on this machine.")
+    whats = group.add_subparsers(metavar="WHAT", required=True, parser_class=type(group))
+    text = "Eager steps under torch's profiler: each seam's share of the device (on a CPU: of the CPU's time)."
+    sub = whats.add_parser("profile", help=text, description=text, parents=[common, wiring])
+    sub.set_defaults(run="minivllm.cli_bench:profile")
+    sub.add_argument("--batch-size", type=_count, default=8, metavar="N", help="requests at once (default 8)")
+    sub.add_argument("--input-len", type=_count, default=128, metavar="N", help="tokens of a prompt (default 128)")
+    sub.add_argument(
+        "--steps", type=_count, default=16, metavar="N", help="decode steps that are profiled (default 16)"
+    )
+    sub.add_argument("--trace", default="", metavar="FILE", help="write the decode steps as a Chrome trace")
+    sub.add_argument("--json", action="store_true", help="print the figures as JSON")
+    # the next one goes here: whats.add_parser("throughput", ...)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: want a positive number")
+    return value
+
+
+def profile(args: argparse.Namespace) -> int:
+    """Prefill and decode apart, because they ask for different things."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own steps otherwise
+    from minivllm.cli_commands import check_output, load, open_llm
+
+    loaded = load(args)
+    if args.trace:
+        check_output(args.trace)
+    # a captured step is one launch, and steps that overlap cannot be told apart
+    engine = loaded.engine.model_copy(update={"enforce_eager": True, "run_ahead": 0})
+    with open_llm(replace(loaded, engine=engine)) as llm:
+        figures = measure(llm, args.batch_size, args.input_len, args.steps, args.trace)
+    print(json.dumps(figures) if args.json else table(figures))
+    return 0
+
+
+def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> dict[str, Any]:
+    """``{"prefill": {"steps", "ms": {seam: ms a step}}, "decode": ..., "host_ms": ..., ...}``."""
+    w = llm.engine.wiring
+    need = length + steps + WARM + 2
+    if batch > w.max_num_seqs:
+        raise ConfigError(f"--batch-size {batch} is more than max_num_seqs={w.max_num_seqs}; lower it")
+    if need > w.max_model_len:
+        what = f"--input-len {length} and --steps {steps} need {need} tokens"
+        raise ConfigError(f"{what}, and max_model_len is {w.max_model_len}; lower them or raise it")
+    found: dict[str, Any] = {}
+    for measured in (False, True):  # once to warm up: first calls compile, allocate and fill caches
+        ids = _prompts(llm, batch, length, 1 + measured)
+        found["prefill"] = _phase(llm, measured, lambda: _prefill(llm))
+        for _ in range(WARM):
+            llm.engine.step()
+        path = trace if measured else ""
+        found["decode"] = _phase(llm, measured, lambda: [llm.engine.step() for _ in range(steps)], path)
+        for i in ids:
+            llm.engine.abort(i)
+        if llm.engine.dead:
+            raise EngineDeadError(llm.engine.dead)
+    parts = {seam: part.name for seam, part in llm.resolved.parts.items()}
+    return {
+        "model": llm.config.model, "device": w.device, "dtype": w.dtype, "batch_size": batch, "input_len": length,
+        "parts": parts, **found, "host_ms": llm.stats()["seam_ms"],
+    }  # fmt: skip
+
+
+WARM = 2  # decode steps before those that are profiled
+
+
+def _prompts(llm: Any, batch: int, length: int, seed: int) -> list[str]:
+    """Add requests of random tokens, which hit no prefix; their ids."""
+    import time
+
+    import numpy as np
+
+    from minivllm.core.request import Request, SamplingParams
+
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(max_tokens=llm.engine.wiring.max_model_len - length, ignore_eos=True, seed=seed)
+    ids = [f"profile-{seed}-{i}" for i in range(batch)]
+    for name in ids:
+        prompt = rng.integers(0, llm.engine.capacity.vocab_size, length).astype(np.int32)
+        llm.engine.add(Request(name, prompt, params, time.monotonic()))
+    return ids
+
+
+def _prefill(llm: Any) -> None:
+    """Step until every request has drawn its first token."""
+    engine = llm.engine
+    while any(r.first_token is None for r in engine.requests.values()):
+        engine.step()
+
+
+def _phase(llm: Any, measured: bool, run: Any, trace: str = "") -> dict[str, Any]:
+    """Milliseconds a step by seam of what ``run`` does."""
+    engine, before = llm.engine, llm.engine.clock.count
+    if measured:
+        engine.call("seams_start")
+    run()
+    spent = engine.call("seams_stop", {"trace": trace}) if measured else {}
+    steps = max(1, engine.clock.count - before)
+    return {"steps": steps, "ms": {seam: ms / steps for seam, ms in spent.items()}}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as a table, the seam that takes most of decoding first."""
+    phases = {name: figures[name]["ms"] for name in ("prefill", "decode")}
+    totals = {name: sum(ms.values()) or 1.0 for name, ms in phases.items()}
+    what = "device ms" if figures["device"].startswith("cuda") else "CPU ms"
+    steps = {name: f"{name}, {figures[name]['steps']} step{'s' * (figures[name]['steps'] > 1)}" for name in phases}
+    lines = [
+        f"{figures['model']} on {figures['device']}, {figures['dtype']}, {figures['batch_size']} requests of "
+        f"{figures['input_len']} tokens; eager steps, {what} a step",
+        f"{'seam':10} {'plug-in':22} {steps['prefill']:>20} {steps['decode']:>20}",
+    ]
+    for seam in sorted({s for ms in phases.values() for s in ms}, key=lambda s: -phases["decode"].get(s, 0.0)):
+        kind, _, own = seam.partition(":")
+        spent = {name: ms.get(seam, 0.0) for name, ms in phases.items()}
+        cells = (f"{ms:>12.3f} {100 * ms / totals[name]:>5.1f} %" for name, ms in spent.items())
+        lines.append(f"{kind:10} {own or figures['parts'].get(kind, '-'):22} {' '.join(cells)}")
+    sums = " ".join(f"{sum(ms.values()):>12.3f} 100.0 %" for ms in phases.values())
+    lines.append(f"{'all':10} {'':22} {sums}")
+    host = ", ".join(f"{seam} {ms:.3f}" for seam, ms in sorted(figures["host_ms"].items(), key=lambda x: -x[1]) if ms)
+    return "\n".join([*lines, f"host ms a step, of all steps (stats()['seam_ms']): {host}"])
