@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PREFIX = "seam "
 OTHER = "engine"  # columns, gathers, copies: what no plug-in does
+UNKNOWN = "unknown"
 
 
 class SeamProfile:
@@ -74,11 +75,13 @@ class SeamProfile:
 
 
 def shares(events: Any, cuda: bool) -> dict[str, float]:
-    """Milliseconds of a profile by the innermost label round each event; what has no label round it is left out, but on
-    CUDA nothing that ran on the device is."""
+    """Milliseconds of a profile by the innermost label round each event.  On a CPU what has no label round it is left
+    out; on CUDA nothing that ran on the device is: ``UNKNOWN`` has what torch ties to no call on the host."""
     spent: dict[str, float] = {}
+    whole = 0.0
     for event in events:
         if event.device_type != DeviceType.CPU:
+            whole += 0.0 if event.is_user_annotation else event.time_range.elapsed_us() / 1e3
             continue
         us = event.self_device_time_total if cuda else event.self_cpu_time_total
         label = _seam_of(event)
@@ -86,7 +89,8 @@ def shares(events: Any, cuda: bool) -> dict[str, float]:
             label = OTHER
         if label is not None and us:
             spent[label] = spent.get(label, 0.0) + us / 1e3
-    return spent
+    unknown = whole - sum(spent.values()) if cuda else 0.0
+    return {**spent, UNKNOWN: unknown} if unknown > 0.001 * whole else spent
 
 
 def _seam_of(event: Any) -> str | None:

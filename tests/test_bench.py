@@ -98,14 +98,14 @@ def test_the_labels_are_there_while_a_profile_runs_and_at_no_other_time():
         runner = llm.engine.executor.runner
         parts = [runner, runner.backend, runner.backend.ctx.kv_format, *runner.processors, *schemes(runner.model)]
         before = [dict(vars(part)) for part in parts]
-        want = llm.generate("One day", greedy, use_tqdm=False)[0].token_ids
+        want = llm.generate("One day", greedy, use_tqdm=False)[0].tokens
         with pytest.raises(RequestError, match="no profile of seams is running"):
             llm.engine.call("seams_stop")
         llm.engine.call("seams_start")
         assert "forward" in vars(runner.backend)
         with pytest.raises(RequestError, match="a profile of seams is running already"):
             llm.engine.call("seams_start")
-        assert llm.generate("One day", greedy, use_tqdm=False)[0].token_ids == want
+        assert llm.generate("One day", greedy, use_tqdm=False)[0].tokens == want
         assert llm.engine.call("seams_stop")["attention"] > 0
         for part, had in zip(parts, before, strict=True):
             assert set(vars(part)) == set(had), type(part)
