@@ -77,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     cli_record.add_commands(command)
     cli_plugins.add_commands(command, wiring, common)
     cli_config.add_commands(command, wiring, common)
-    cli_bench.add_commands(command, wiring, common)
+    cli_bench.add_commands(command, common, wiring, record)
     text = "Put a number on the quality of the model in the package."
     sub = command("eval", "cli_commands:evaluate", text, wiring, record)
     sub.add_argument("what", choices=["pocket"])

@@ -11,12 +11,12 @@ from typing import Any
 from minivllm.errors import ConfigError, EngineDeadError
 
 
-def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Add ``bench`` and what it measures.  ``command`` is that of ``minivllm.cli``."""
+def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
+    """Add ``bench`` and what it measures.  ``command`` and the ``parents`` of the flags are those of ``minivllm.cli``."""
     group = command("bench", "cli_bench:profile", "Measure what a configuration does on this machine.")
     whats = group.add_subparsers(metavar="WHAT", required=True, parser_class=type(group))
     text = "Eager steps under torch's profiler: each seam's share of the device (on a CPU: of the CPU's time)."
-    sub = whats.add_parser("profile", help=text, description=text, parents=[common, wiring])
+    sub = whats.add_parser("profile", help=text, description=text, parents=parents)
     sub.set_defaults(run="minivllm.cli_bench:profile")
     sub.add_argument("--batch-size", type=_count, default=8, metavar="N", help="requests at once (default 8)")
     sub.add_argument("--input-len", type=_count, default=128, metavar="N", help="tokens of a prompt (default 128)")
@@ -45,7 +45,7 @@ def profile(args: argparse.Namespace) -> int:
         check_output(args.trace)
     # a captured step is one launch, and steps that overlap cannot be told apart
     engine = loaded.engine.model_copy(update={"enforce_eager": True, "run_ahead": 0})
-    with open_llm(replace(loaded, engine=engine)) as llm:
+    with open_llm(replace(loaded, engine=engine), args) as llm:
         figures = measure(llm, args.batch_size, args.input_len, args.steps, args.trace)
     print(json.dumps(figures) if args.json else table(figures))
     return 0

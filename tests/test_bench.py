@@ -34,7 +34,7 @@ class Burns(Processor):
     def bind(self, params, prompt_len):
         return Row()
     def apply(self, logits, rows, state):
-        x = torch.ones(500, 500)
+        x = torch.ones(400, 400)
         for _ in range(20):
             x = torch.mm(x, x).clamp_(-1, 1)
 """
@@ -43,12 +43,12 @@ class Burns(Processor):
 def test_a_profile_gives_each_seam_its_share_and_a_processor_that_computes_the_most(package, capsys, tmp_path):
     package("acme_burns", BURNS)
     trace = tmp_path / "trace.json"
-    options = ["--batch-size", "2", "--input-len", "20", "--steps", "3", "--trace", str(trace), "--json"]
+    options = ["--batch-size", "2", "--input-len", "20", "--steps", "2", "--trace", str(trace), "--json"]
     own = ["--set", 'processors=["acme_burns:Burns"]', "--allow-target", "acme_burns"]
     assert main(["bench", "profile", *SMALL, *own, *options]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["batch_size"], figures["input_len"]) == (2, 20)
-    for phase, steps in (("prefill", 1), ("decode", 3)):
+    for phase, steps in (("prefill", 1), ("decode", 2)):
         spent = figures[phase]["ms"]
         assert figures[phase]["steps"] == steps
         burns = "processor:local/acme_burns:Burns"
