@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 SHORT = 8192  # contexts up to here share their captures; longer ones are cut differently by the attention back end
 MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
+MEASURED_FROM = 128  # rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
 CAPTURES = 160  # mixed steps and sampling variants that are kept
 
 
@@ -200,11 +201,11 @@ class Graphs:
                 self._capture_forward(GraphKey("decode", size, size, SHORT))
             for variant in variants:
                 self.sample(GraphKey("decode", size), (*none, variant, False, -1))
-        keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes}
-        self.sizes = useful_sizes({size: replay_ms(self.forwards[key].graph) for size, key in keys.items()})
-        for size, key in keys.items():
-            if size not in self.sizes:
-                del self.forwards[key]
+        keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= MEASURED_FROM}
+        useful = useful_sizes({size: replay_ms(self.forwards[key].graph) for size, key in keys.items()})
+        for size in set(keys) - set(useful):
+            self.sizes.remove(size)
+            del self.forwards[keys[size]]
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
         """The buffers of a size, holding these slots."""

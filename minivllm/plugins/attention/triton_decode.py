@@ -22,17 +22,29 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
 from minivllm.core.kernels.launch import pdl, wait
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NEVER: tl.constexpr = tl.constexpr(-1.0e30)  # a score that no key reaches; finite, so that no NaN arises from it
 
 
 @triton.jit
-def capped(s, softcap):
-    """softcap * tanh(s / softcap), by exp: libdevice's tanh is not there under the interpreter."""
-    e = tl.exp(-2.0 * tl.abs(s) / softcap)
-    t = (1.0 - e) / (1.0 + e)
-    return softcap * tl.where(s < 0, -t, t)
+def base2(s, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores times ``scale``, capped if asked to (softcap * tanh(s / softcap)), for a softmax in base 2."""
+    if SOFTCAP:  # tanh by exp: libdevice's is not there under the interpreter
+        e = tl.exp(-2.0 * tl.abs(s * scale) / softcap)
+        t = (1.0 - e) / (1.0 + e)
+        return softcap * tl.where(s < 0, -t, t) * LOG2E
+    else:
+        return s * (scale * LOG2E)
+
+
+@triton.jit
+def dot(a, b, acc, dtype: tl.constexpr, IEEE: tl.constexpr):
+    """acc + a b in ``dtype`` with float32 sums, or all of it in float32."""
+    if IEEE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a.to(dtype), b.to(dtype), acc)
 
 
 @triton.jit
@@ -97,27 +109,17 @@ def _decode(
             v = tl.load(v_at, mask=seen[None, :] & (ov < DV)[:, None], other=0.0)
         # the next tile's blocks, asked for now: their latency hides behind this tile
         page = _page(blocks, tile * N + N, on, last, BLOCK, N)
-        if IEEE:
-            s = tl.dot(k.to(tl.float32), queries.to(tl.float32), input_precision="ieee")
-        else:
-            s = tl.dot(k.to(queries.dtype), queries)
-        if SOFTCAP:
-            s = capped(s * scale, softcap) * 1.4426950408889634
-        else:
-            s = s * (scale * 1.4426950408889634)
+        s = base2(dot(k, queries, tl.zeros([N, GP], tl.float32), queries.dtype, IEEE), scale, softcap, SOFTCAP)
         s = tl.where(seen[:, None], s, NEVER)
         peak = tl.maximum(m, tl.max(s, 0))
         p = tl.exp2(s - peak[None, :])
         fade = tl.exp2(m - peak)
         total = total * fade + tl.sum(p, 0)
-        if IEEE:
-            acc = tl.dot(v.to(tl.float32), p, acc * fade[None, :], input_precision="ieee")
-        else:
-            acc = tl.dot(v.to(queries.dtype), p.to(queries.dtype), acc * fade[None, :])
+        acc = dot(v, p, acc * fade[None, :], queries.dtype, IEEE)
         m = peak
 
     if SPLITS == 1:
-        _finish(acc, m, total, row * KH * G + heads, og < G, heads, sinks, out, lse, DV, DVP, SINKS, LSE)
+        finish(acc, m, total, row * KH * G + heads, og < G, heads, sinks, out, lse, DV, DVP, SINKS, LSE, False)
     else:
         at = ((row * KH + head).to(tl.int64) * SPLITS + split) * G + og
         tl.store(part + at[None, :] * DV + ov[:, None], acc, mask=(og < G)[None, :] & (ov < DV)[:, None])
@@ -126,41 +128,31 @@ def _decode(
 
 
 @triton.jit
-def _finish(acc, m, total, at, on, heads, sinks, out, lse, DV: tl.constexpr, DVP: tl.constexpr,
-            SINKS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
-    """Divide acc [DVP, n] by its denominators and store it at rows ``at`` [n] of out [.., DV]."""
-    ov = tl.arange(0, DVP)
-    if SINKS:
-        sink = tl.load(sinks + heads, mask=on, other=0.0) * 1.4426950408889634
-        peak = tl.maximum(m, sink)
-        fade = tl.exp2(m - peak)
-        acc = acc * fade[None, :]
-        total = total * fade + tl.exp2(sink - peak)
-        m = peak
-    some = tl.where(total > 0, total, 1.0)
-    value = (acc / some[None, :]).to(out.dtype.element_ty)
-    tl.store(out + at[None, :].to(tl.int64) * DV + ov[:, None], value, mask=on[None, :] & (ov < DV)[:, None])
-    if LSE:
-        tl.store(lse + at, (m + tl.log2(some)) * 0.6931471805599453, mask=on)
+def _along(x, ROWS: tl.constexpr):
+    """x [n] as a column of acc [n, DVP] (ROWS), or as a row of acc [DVP, n]."""
+    if ROWS:
+        return x[:, None]
+    else:
+        return x[None, :]
 
 
 @triton.jit
-def _finish_rows(acc, m, total, at, on, heads, sinks, out, lse, DV: tl.constexpr, DVP: tl.constexpr,
-                 SINKS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
-    """As ``_finish`` for acc [n, DVP]."""
-    ov = tl.arange(0, DVP)
+def finish(acc, m, total, at, on, heads, sinks, out, lse, DV: tl.constexpr, DVP: tl.constexpr, SINKS: tl.constexpr,
+           LSE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Divide acc, [n, DVP] if ROWS, else [DVP, n], by its denominators; store it at rows ``at`` [n] of out [.., DV]."""
     if SINKS:
-        sink = tl.load(sinks + heads, mask=on, other=0.0) * 1.4426950408889634
+        sink = tl.load(sinks + heads, mask=on, other=0.0) * LOG2E
         peak = tl.maximum(m, sink)
         fade = tl.exp2(m - peak)
-        acc = acc * fade[:, None]
+        acc = acc * _along(fade, ROWS)
         total = total * fade + tl.exp2(sink - peak)
         m = peak
     some = tl.where(total > 0, total, 1.0)
-    value = (acc / some[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None].to(tl.int64) * DV + ov[None, :], value, mask=on[:, None] & (ov < DV)[None, :])
+    ov = tl.arange(0, DVP)
+    to = out + _along(at.to(tl.int64) * DV, ROWS) + _along(ov, not ROWS)
+    tl.store(to, (acc / _along(some, ROWS)).to(out.dtype.element_ty), mask=_along(on, ROWS) & _along(ov < DV, not ROWS))
     if LSE:
-        tl.store(lse + at, (m + tl.log2(some)) * 0.6931471805599453, mask=on)
+        tl.store(lse + at, (m + tl.log2(some)) * LN2, mask=on)
 
 
 @triton.jit
@@ -185,7 +177,7 @@ def _merge(
     acc = tl.sum(parts * weight[:, None], 0)
     total = tl.sum(totals * weight, 0)
     if SINKS:
-        sink = tl.load(sinks + head) * 1.4426950408889634
+        sink = tl.load(sinks + head) * LOG2E
         peak = tl.maximum(m, sink)
         acc = acc * tl.exp2(m - peak)
         total = total * tl.exp2(m - peak) + tl.exp2(sink - peak)
@@ -193,7 +185,7 @@ def _merge(
     some = tl.where(total > 0, total, 1.0)
     tl.store(out + (row * KH * G + head).to(tl.int64) * DV + ov, (acc / some).to(out.dtype.element_ty), mask=ov < DV)
     if LSE:
-        tl.store(lse + row * KH * G + head, (m + tl.log2(some)) * 0.6931471805599453)
+        tl.store(lse + row * KH * G + head, (m + tl.log2(some)) * LN2)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
 
-from .triton_decode import NEVER, _finish_rows, capped, in_float32, power
+from .triton_decode import NEVER, base2, dot, finish, in_float32, power
 
 
 @triton.jit
@@ -69,14 +69,8 @@ def _prefill(
             there &= key > low - WINDOW
         k = tl.load(k_at, mask=there[None, :] & (od < D)[:, None], other=0.0)
         v = tl.load(v_at, mask=there[:, None] & (ov < DV)[None, :], other=0.0)
-        if IEEE:
-            s = tl.dot(queries.to(tl.float32), k.to(tl.float32), input_precision="ieee")
-        else:
-            s = tl.dot(queries, k.to(queries.dtype))
-        if SOFTCAP:
-            s = capped(s * scale, softcap) * 1.4426950408889634
-        else:
-            s = s * (scale * 1.4426950408889634)
+        s = dot(queries, k, tl.zeros([M, N], tl.float32), queries.dtype, IEEE)
+        s = base2(s, scale, softcap, SOFTCAP)
         seen = key[None, :] <= position[:, None]
         if WINDOW > 0:
             seen &= key[None, :] > position[:, None] - WINDOW
@@ -85,13 +79,10 @@ def _prefill(
         p = tl.where(seen, tl.exp2(s - peak[:, None]), 0.0)
         fade = tl.exp2(m - peak)
         total = total * fade + tl.sum(p, 1)
-        if IEEE:
-            acc = tl.dot(p, v.to(tl.float32), acc * fade[:, None], input_precision="ieee")
-        else:
-            acc = tl.dot(p.to(queries.dtype), v.to(queries.dtype), acc * fade[:, None])
+        acc = dot(p, v, acc * fade[:, None], queries.dtype, IEEE)
         m = peak
     at = (begin + mine) * (KH * G) + heads
-    _finish_rows(acc, m, total, at, real, heads, sinks, out, lse, DV, DVP, SINKS, LSE)
+    finish(acc, m, total, at, real, heads, sinks, out, lse, DV, DVP, SINKS, LSE, True)
 
 
 def tile_lines(group: int, dim: int, longest: int, exact: bool) -> int:
