@@ -206,19 +206,12 @@ class BlockPool:
         if parent >= 0:
             self.children[parent] += 1
             parent_key = int(self.key[parent])
-        one = np.array([key], np.uint64)
-        cost = float((depth + 1) * self.block)
-        self._tell(
-            "add",
-            one,
-            BlockInfo(
-                parent=np.array([parent_key], np.uint64),
-                depth=np.array([depth], np.int32),
-                bytes=np.array([self.block_bytes], np.int64),
-                cost=np.array([cost], np.float64),
-                tenant=np.array([tenant], np.int32),
-            ),
-        )
+        info = BlockInfo(
+            parent=np.array([parent_key], np.uint64), depth=np.array([depth], np.int32),
+            bytes=np.array([self.block_bytes], np.int64), cost=np.array([(depth + 1) * self.block], np.float64),
+            tenant=np.array([tenant], np.int32),
+        )  # fmt: skip
+        self._tell("add", np.array([key], np.uint64), info)
         return block
 
     def published(self, block: int) -> bool:

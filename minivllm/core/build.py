@@ -69,15 +69,9 @@ def build_worker(wiring: Wiring) -> Worker:
     cfg = open_checkpoint(wiring.model_dir).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
     ctx = AttentionContext(
-        wiring.device,
-        wiring.dtype,
-        fmt,
-        wiring.block,
-        wiring.max_num_seqs,
-        wiring.max_model_len,
-        wiring.batch_invariant,
-        fused(wiring),
-    )
+        wiring.device, wiring.dtype, fmt, wiring.block, wiring.max_num_seqs, wiring.max_model_len,
+        wiring.batch_invariant, fused(wiring),
+    )  # fmt: skip
     backend = build_part("attention", wiring.parts["attention"], ctx)
     quantizer = build_part("quantizer", wiring.parts["quantizer"], getattr(cfg, "quantization_config", None))
     arch = build_part("model", wiring.parts["model"])
@@ -95,15 +89,9 @@ def build_worker(wiring: Wiring) -> Worker:
         load_weights(wiring.model_dir, arch, cfg, parts, wiring.load_format, wiring.seed)
     groups = [list(g) for g in wiring.groups]
     worker = Worker(
-        device,
-        model,
-        backend,
-        make_processors(wiring, cfg.vocab_size),
-        groups,
-        cfg.vocab_size,
-        cfg.hidden_size,
+        device, model, backend, make_processors(wiring, cfg.vocab_size), groups, cfg.vocab_size, cfg.hidden_size,
         weight_bytes(parts),
-    )
+    )  # fmt: skip
     _take_cache(worker, wiring, parts, fmt)
     return worker
 

@@ -23,18 +23,10 @@ from .interfaces.plan import STOP_IDS
 MAX_LOGPROBS = 20
 MAX_N = 128
 WAITING, RUNNING, FINISHED = 0, 1, 2
-PROCESSED = frozenset(  # what processors and samplers do, not the engine
-    (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-    )
-)
+PROCESSED = frozenset((  # what processors and samplers do, not the engine
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias",
+))  # fmt: skip
 
 
 def _check(ok: bool, field_name: str, value: Any, want: str) -> None:
