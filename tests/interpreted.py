@@ -97,12 +97,13 @@ def draws(logits, limits, fused, first=0):
     """Tokens of rows with these limits; the noise of row j is that of row ``first + j``."""
     n, width = logits.shape
     sampler = DefaultSampler(None, SamplingContext(width, 100, ()))
-    state, row = ProcessorState(sampler, n, torch.device("cpu")), torch.arange(n)
+    state, row = ProcessorState(sampler, n, logits.device), torch.arange(n, device=logits.device)
     bound = [sampler.bind(SamplingParams(**asked), 1) for asked in limits]
     state.join(np.arange(n), dict(enumerate(bound)))
     key, variant = row + first, int(np.bitwise_or.reduce([b.variant for b in bound]))
     rows = Rows(row, key * 3 + 1, row * 0 + 1, (key << 33) - 7919 * key, key % 3, variant, torch.zeros(n, 101), 100)
-    out = Draw(torch.full((n,), -1))
+    out = Draw(torch.full_like(row, -1))
+    sampler.ctx = SamplingContext(width, 100, (), fuse=fused)
     (sampler._draw_fused if fused else sampler.draw)(logits, rows, state.columns, out)
     if fused:
         assert torch.equal(out.peaks.amax(1), logits.amax(1).nan_to_num(torch.inf, torch.inf, -torch.inf))

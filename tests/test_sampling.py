@@ -190,6 +190,32 @@ def test_sorting_in_chunks_changes_nothing(monkeypatch):
     assert torch.equal(stage.draw(range(9), logits), whole)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["flat", "ties", "gaps", "sorted"])
+def test_the_kernels_draw_what_the_reference_draws(kind, dtype):
+    """Scores that differ by rounding alone may change places: one row of 51 at most."""
+    from interpreted import LIMITS, draws, spread
+
+    torch.manual_seed(7)
+    logits = spread(kind, 3 * len(LIMITS), 151_936).to(dtype).cuda()
+    got, want = (draws(logits, LIMITS * 3, fused) for fused in (True, False))
+    assert sum(a != b for a, b in zip(got, want, strict=True)) <= 1
+    for j in range(len(LIMITS)):
+        assert draws(logits[j : j + 1].float(), LIMITS[j : j + 1], True, first=j) == [got[j]], LIMITS[j]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_report_the_log_probabilities_of_the_reference(dtype):
+    logits, chosen = torch.randn(9, 151_936).mul(3).to(dtype).cuda(), torch.arange(9).cuda() * 11_000
+    for k in (0, 1, 20):
+        got, want = logprobs_of(logits, chosen, k, fuse=True), logprobs_of(logits, chosen, k)
+        assert torch.equal(got[1], want[1])
+        torch.testing.assert_close((got[0], got[3]), (want[0], want[3]), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(logits.float().gather(1, got[2].long()), logits.float().gather(1, want[2].long()))
+
+
 def test_bad_rows_are_those_that_nothing_can_be_drawn_from():
     logits = torch.randn(5, 32)
     logits[0, :31] = -INF

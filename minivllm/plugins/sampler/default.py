@@ -1,5 +1,6 @@
 """The default sampler: greedy, temperature, min-p, top-k and top-p, one pass over all rows of a step.
 
+What is here runs everywhere and is the reference; on a GPU kernels that sort nothing take its place (``_draw_fused``).
 Every restriction is turned into one number per row, the smallest value that may still be drawn; tokens that tie with
 it stay in.  That number is a function of the row's multiset of values, never of the batch or of the path that found
 it, and the mass for top-p is summed in integers, whose sum does not depend on the order.
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 # variant bits; above them one bit per power of two that bounds a small top_k
 GREEDY, DRAWN, LIMITED, MIN_P, FULL, K_SHIFT = 1, 2, 4, 8, 16, 5
-SMALL_K = 1024  # up to here the k best are selected; above, or for top-p alone, the row is sorted
+SMALL_K = 1024  # up to here the k best are selected; above, or for top-p alone, the row is sorted (bisected by kernels)
 MIN_TEMPERATURE = 1e-5  # below, 1 / T overflows float32: greedy
 MASS_SCALE = 2.0**40  # integer mass of the likeliest token: 2**22 tokens fit in int64
 COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # as the kernels take them
@@ -66,6 +67,7 @@ class DefaultSampler(Sampler):
         is_drawn = temperature > 0
         greedy = logits.argmax(dim=1) if rows.variant & GREEDY else None
         # relative to the best: no overflow at small temperatures, and small numbers where float32 is fine
+        logits = logits.float()
         x = (logits - logits.amax(dim=1, keepdim=True)).div_(torch.where(is_drawn, temperature, 1.0)[:, None])
         floor = None
         if rows.variant & MIN_P:

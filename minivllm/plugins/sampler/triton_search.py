@@ -24,7 +24,7 @@ from .triton_draw import DONE, OPEN, Work, load_row, mass_of, scale_of
 from .triton_noise import gumbel_noise, row_keys
 from .triton_topk import ordered, top_bit
 
-CHUNK = 8192
+CHUNK = 4096
 
 
 @triton.jit
@@ -63,15 +63,17 @@ def _top_k(base, k, best, inv, floor, V, CHUNK: tl.constexpr, BITS: tl.constexpr
 
 
 @triton.jit
-def _mass(base, cut, best, inv, floor, V, CHUNK: tl.constexpr):
-    """Probability int64 of logits above ``cut`` that min-p keeps."""
+def _masses(base, cut, best, inv, floor, V, CHUNK: tl.constexpr):
+    """Probability int64 that min-p keeps: of logits above ``cut``, and of all."""
     lane = tl.arange(0, CHUNK)
-    m = tl.zeros((CHUNK,), tl.int64)
+    above, whole = tl.zeros((CHUNK,), tl.int64), tl.zeros((CHUNK,), tl.int64)
     for start in range(0, V, CHUNK):
         x = load_row(base, start + lane, V)
         rel = (x - best) * inv
-        m += tl.where((x > cut) & (rel >= floor), mass_of(rel), 0).to(tl.int64)
-    return tl.sum(m, 0)
+        m = tl.where(rel >= floor, mass_of(rel), 0).to(tl.int64)
+        above += tl.where(x > cut, m, 0)
+        whole += m
+    return tl.sum(above, 0), tl.sum(whole, 0)
 
 
 @triton.jit
@@ -104,19 +106,19 @@ def _search(
         base = logits + row.to(tl.int64) * stride
         best, inv, floor = scale_of(known, row)
         a, b = row_keys(tl.load(seed + row), tl.load(position + row), tl.load(sample + row))
+        k = tl.load(top_k + tl.load(slots + row))
         if left == OPEN:
-            token = tl.load(tokens + row).to(tl.int32)
-            whole = _mass(base, float("-inf"), best, inv, floor, V, CHUNK)
+            token, few = tl.load(tokens + row).to(tl.int32), tl.full((), 0, tl.int64)
         else:
-            k = tl.load(top_k + tl.load(slots + row))
-            cut, whole = _top_k(base, k, best, inv, floor, V, CHUNK, BITS)
+            cut, few = _top_k(base, k, best, inv, floor, V, CHUNK, BITS)
             token = _best_above(base, cut, best, inv, floor, a, b, V, CHUNK, FAST)
         p = tl.load(known + row * 8 + 3)
-        budget = p.to(tl.float64) * whole.to(tl.float64)
         searching = (p < 1).to(tl.int32)
         while searching != 0:
             value = tl.load(base + token).to(tl.float32)
-            if _mass(base, value, best, inv, floor, V, CHUNK).to(tl.float64) < budget:
+            above, whole = _masses(base, value, best, inv, floor, V, CHUNK)
+            whole = tl.where(k > 0, few, whole)
+            if above.to(tl.float64) < p.to(tl.float64) * whole.to(tl.float64):
                 searching = tl.full((), 0, tl.int32)
             else:
                 token = _best_above(base, value, best, inv, floor, a, b, V, CHUNK, FAST)

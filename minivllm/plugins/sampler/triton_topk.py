@@ -21,10 +21,10 @@ from torch import Tensor
 
 from minivllm.core.kernels.launch import pdl, wait
 
+from .default import SMALL_K as MOST
 from .triton_draw import DONE, TILE, WAITS, Work, mass_of, scale_of
 from .triton_noise import gumbel_noise, row_keys
 
-MOST = 1024
 ROOM = 4096  # candidates of a row
 
 
