@@ -353,7 +353,8 @@ class SchedulerConformance(SpecConformance):
                 f"(patience = {self.patience:.0f} s; a test class may raise it if the policy ages slowly)"
             )
         assert outputs(r) == [answer(r.prompt, r.params, s.sample, max_len) for s in r.sequences]
-        assert made > 10, "the test itself is too weak: hardly any other came"
+        # a policy that likes it best serves it as soon as it comes: then only those before it have come
+        assert made >= 8, "the test itself is too weak: hardly any other came"
 
 
 def _ask(

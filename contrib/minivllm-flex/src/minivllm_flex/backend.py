@@ -1,0 +1,143 @@
+"""Attention by torch's FlexAttention (Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
+Kernels", MLSys 2025, arXiv:2412.05496): what a layer does to scores is a small function, and the kernel is made of it.
+
+A step is cut into batches: all rows that decode are one, each row with several tokens is one of its own.  The keys and
+values of a batch are gathered from the cache once a layer, tightly: padding repeats a row's last slot and is masked, so
+that what lies in foreign or stale slots, NaN included, is never multiplied::
+
+    decode rows   q [R, heads, 1, dim]     k [R, kv_heads, longest, dim]
+    a prefill     q [1, heads, n, dim]     k [1, kv_heads, its keys, dim]
+
+Row b sees key j if ``start[b] + j`` lies in the causal window of its query's position.  Sinks need no kernel: they only
+add exp(sink) to the denominator, which is known from the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+from minivllm.core.interfaces.attention import AttentionBackend, AttentionContext, AttnLayer, AttnMeta, AttnSpec
+from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
+from minivllm.errors import PluginError
+
+from .options import FlexOptions
+
+HIDDEN = float("-inf")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of n queries each, and K keys; made once a step for all layers of a KV group and window."""
+
+    tokens: slice  # of the step; B * n
+    slots: Tensor  # i64 [B, K] flat cache slots of the keys
+    first: Tensor  # i64 [B] position of key 0
+    query: Tensor  # i64 [B] position of query 0
+
+
+class Flex(AttentionBackend):
+    """Contract as in ``AttentionBackend``; window, sinks, soft cap and ``lse`` are supported, scores are not."""
+
+    def __init__(self, options: FlexOptions | None, ctx: AttentionContext) -> None:
+        options = options or FlexOptions()
+        super().__init__(options, ctx)
+        on = options.compile == "on" or (options.compile == "auto" and ctx.device.startswith("cuda"))
+        self.flex: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if on else flex_attention
+
+    def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
+        layout = fmt.layout(spec, block)
+        wrong = {name: t.shape for name, t in layout.tensors.items() if t.shape[0] != block}
+        if wrong:
+            raise PluginError(f"flex reads the cache token by token: KV tensors {wrong}, want ({block}, ...)")
+        return layout
+
+    def forward(
+        self,
+        layer: AttnLayer,
+        q: Tensor,
+        meta: AttnMeta,
+        out: Tensor,
+        lse: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> None:
+        if scores is not None:
+            raise PluginError("flex gives no attention scores: want scores=None")
+        key = ("flex", layer.group, layer.spec.window)
+        if key not in meta.work:
+            meta.work[key] = make_batches(meta, layer.group, layer.spec.window)
+        for batch in meta.work[key]:
+            o, norm = self._attend(layer, q[batch.tokens], batch)
+            out[batch.tokens] = o
+            if lse is not None:
+                lse[batch.tokens] = norm
+
+    def _attend(self, layer: AttnLayer, q: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """out [B * n, heads, dim_v] and lse f32 [B * n, heads] of queries q [B * n, heads, dim_qk]."""
+        spec, rows = layer.spec, len(batch.slots)
+        cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}  # blocks of one token
+        k, v = self.ctx.kv_format.load(cache, batch.slots, q.dtype)
+        o, aux = self.flex(
+            q.view(rows, -1, spec.heads, spec.dim_qk).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            score_mod=score_mod(spec, batch), scale=spec.softmax_scale, enable_gqa=spec.heads != spec.kv_heads,
+            return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
+        o, norm = o.transpose(1, 2).flatten(0, 1), aux.lse.float().transpose(1, 2).flatten(0, 1)
+        if spec.sinks:
+            assert layer.sinks is not None
+            total = torch.logaddexp(norm, layer.sinks)
+            o = (o * (norm - total).exp()[..., None]).to(q.dtype)
+            norm = total
+        return o, norm
+
+
+def score_mod(spec: AttnSpec, batch: Batch) -> Callable[..., Tensor]:
+    """What becomes of the scaled score of query i and key j of row b."""
+    first, query, window, softcap = batch.first, batch.query, spec.window, spec.softcap
+
+    def modify(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        asks, at = query[b] + i, first[b] + j
+        seen = at <= asks
+        if window is not None:
+            seen = seen & (at > asks - window)
+        return torch.where(seen, score, HIDDEN)
+
+    return modify
+
+
+def make_batches(meta: AttnMeta, group: int, window: int | None) -> list[Batch]:
+    """The decode rows, then each row behind them."""
+    batches, n = [], meta.decode_rows
+    if n:
+        last = (meta.kv_len[group, :n].long() - 1).clamp(min=0)  # the host's lengths are upper bounds
+        longest = max(int(meta.host_kv_len[group, :n].max()), 1)
+        first = torch.zeros_like(last)
+        if window is not None:
+            longest, first = min(longest, window), (last - window + 1).clamp(min=0)
+        batches.append(make_batch(meta, group, slice(0, n), slice(0, n), first, last, longest))
+    start = n
+    for row in range(n, len(meta.host_q_len)):
+        count, length = int(meta.host_q_len[row]), int(meta.host_kv_len[group, row])
+        begin = 0 if window is None else max(0, length - count - window + 1)
+        first, query = (torch.tensor([x], device=meta.table.device) for x in (begin, length - count))
+        tokens = slice(start, start + count)
+        batches.append(make_batch(meta, group, slice(row, row + 1), tokens, first, query, length - begin, count))
+        start += count
+    return batches
+
+
+def make_batch(
+    meta: AttnMeta, group: int, rows: slice, tokens: slice, first: Tensor, query: Tensor, keys: int, queries: int = 1
+) -> Batch:
+    """The batch of ``rows``: ``keys`` keys from position ``first`` on, of queries from position ``query`` on; i64 [B]."""
+    at = first[:, None] + torch.arange(keys, device=first.device)
+    at = torch.minimum(at, (query + queries - 1)[:, None])  # the padding is the last key again, and ``modify`` hides it
+    blocks = meta.table[group].index_select(0, meta.slots[rows]).gather(1, at // meta.block)
+    return Batch(tokens, blocks.long() * meta.block + at % meta.block, first, query)

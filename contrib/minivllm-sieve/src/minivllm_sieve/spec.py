@@ -1,0 +1,9 @@
+"""What the evictor says about itself."""
+
+from minivllm.spec import Spec
+
+SIEVE = Spec(
+    impl="minivllm_sieve.sieve:Sieve",
+    api=(1, 0),
+    summary="SIEVE (NSDI 2024): spares what was hit since its hand last came, without moving it",
+)

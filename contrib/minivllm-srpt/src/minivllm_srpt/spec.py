@@ -1,0 +1,11 @@
+"""What the policy says about itself."""
+
+from minivllm.spec import Spec
+
+SRPT = Spec(
+    impl="minivllm_srpt.srpt:Srpt",
+    api=(1, 0),
+    summary="shortest remaining predicted time first, with a bounded wait; learns lengths by tenant",
+    options="minivllm_srpt.options:SrptOptions",
+    features=frozenset({"starvation_free"}),
+)

@@ -1,0 +1,74 @@
+"""Shortest remaining predicted time first, with limited preemption and a bounded wait.
+
+Whom to serve first: the one with the least predicted work left (shortest-predicted-job-first; "Efficient LLM Scheduling
+by Learning to Rank", Fu et al., NeurIPS 2024, arXiv:2408.15792, and TRAIL, "Don't Stop Me Now: Embedding Based Scheduling
+for LLMs", Shahout et al., ICLR 2025, arXiv:2410.01035).  From the first comes the bound: who has waited ``max_wait``
+seconds goes before all that have waited less.  From the second come the prediction that shrinks while a request runs, and
+limited preemption: what is nearly done is not thrown out.  Both papers read the length of an answer off the model's hidden
+states; a policy sees columns only, so here it is learned from the lengths of earlier answers (``lengths``), and is never
+more than what the engine expects (``QueueView.predicted_out``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minivllm.core.interfaces.scheduler import Load, QueueView, SchedulerContext, SchedulerPolicy, StepShape
+
+from .lengths import Lengths
+from .options import SrptOptions
+
+
+class Srpt(SchedulerPolicy):
+    """Keys are times of arrival, so ``order`` is shown the ``window`` oldest; among them it decides.
+
+    Nobody starves: whoever waits becomes one of the oldest, then overdue, and the overdue go by arrival; and the oldest
+    of those that run is never preempted while another can be.
+    """
+
+    options: SrptOptions
+
+    def __init__(self, options: SrptOptions | None, ctx: SchedulerContext) -> None:
+        super().__init__(options or SrptOptions(), ctx)
+        self.lengths = Lengths(self.options.least_seen)
+        self.steps = self.seen = 0  # steps that were planned, and the last one that ``order`` saw
+
+    def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
+        if self.options.learn:
+            if self.seen < self.steps - 1:
+                self.lengths.lose_sight()
+            self.lengths.watch(running.id, running.tenant, running.prompt, running.known)
+            self.seen = self.steps
+        waits = now - head.arrival <= self.options.max_wait  # False sorts first
+        by = np.where(waits, self.work(head), head.arrival)
+        return np.lexsort((head.id, by, waits)).astype(np.int32)
+
+    def shape(self, load: Load, now: float) -> StepShape:
+        """Mixed steps, as by default; it is called once a step, waiting requests or not, so steps are counted here."""
+        self.steps += 1
+        return super().shape(load, now)
+
+    def victim(self, candidates: QueueView, need: int) -> int:
+        """The one with the most work left, of those that are not nearly done, and not the oldest."""
+        made = candidates.known - candidates.prompt
+        young = made < self.options.preemptible * self.expected(candidates)
+        young[np.lexsort((candidates.id, candidates.arrival))[0]] = False
+        work = self.work(candidates)
+        if young.any():
+            index = int(np.argmax(np.where(young, work, -np.inf)))
+        else:
+            index = int(np.lexsort((candidates.id, candidates.arrival))[-1])
+        self.lengths.forget(int(candidates.id[index]))
+        return index
+
+    def expected(self, view: QueueView) -> np.ndarray:
+        """Output tokens f64 [n]; of one that has outrun its prediction, as many again as it has."""
+        made = view.known - view.prompt
+        guess = self.lengths.predict(view.tenant, view.prompt, view.predicted_out)
+        return np.minimum(np.where(made >= guess, 2 * made + 1, guess), np.maximum(view.max_out, 1))
+
+    def work(self, view: QueueView) -> np.ndarray:
+        """What is left to compute f64 [n], in tokens to generate."""
+        left = np.maximum(self.expected(view) - (view.known - view.prompt), 1)
+        to_compute = np.maximum(view.known - np.maximum(view.computed, view.cached), 0)
+        return left + self.options.prefill_cost * to_compute

@@ -1,0 +1,1 @@
+"""Watermarked sampling.  Nothing is imported here: asking for the spec must cost nothing."""

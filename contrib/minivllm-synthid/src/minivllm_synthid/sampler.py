@@ -1,0 +1,118 @@
+"""Temperature, top-k and top-p, and a watermark where a request asks for it: ``extra={"watermark": True}``.
+
+Text repeats itself, and the same context would choose the same noise again, which readers could notice; so a context
+marks a token only the first time that it comes in a sequence (the paper's *repeated context masking*).  That is the state:
+the contexts of the tokens that were accepted, in a column by slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler, SamplingContext
+from minivllm.core.sampling import gumbel
+from minivllm.errors import RequestError
+
+from .options import SynthIdOptions
+from .tournament import context_hash, tournament
+
+if TYPE_CHECKING:
+    from minivllm import SamplingParams
+
+DRAWN, LIMITED, MARKED = 1, 2, 4  # variant bits
+COLD = 1e-5  # below this temperature 1 / T overflows: greedy
+
+
+class SynthId(Sampler):
+    """Reads ``temperature``, ``top_k``, ``top_p`` and ``extra["watermark"]``; greedy draws cannot carry a mark.
+
+    Columns: ``seen`` i64 [remember + 1], the hashes of the contexts of accepted tokens as a ring, whose last place takes
+    what is not kept and stays 0; and ``count``, how many they were.
+    """
+
+    reads = frozenset({"temperature", "top_k", "top_p", "watermark"})
+    options: SynthIdOptions
+
+    def __init__(self, options: SynthIdOptions | None, ctx: SamplingContext) -> None:
+        super().__init__(options or SynthIdOptions(), ctx)
+
+    def columns(self) -> Mapping[str, Column]:
+        return {
+            "temperature": Column(),
+            "top_k": Column(dtype="int32"),  # 0 = all
+            "top_p": Column(fill=1.0),
+            "marked": Column(dtype="bool"),
+            "seen": Column((self.options.remember + 1,), "int64"),
+            "count": Column(dtype="int64"),
+        }
+
+    def bind(self, params: SamplingParams, prompt_len: int) -> Row:
+        wanted = params.extra.get("watermark", self.options.always)
+        if not isinstance(wanted, bool):
+            raise RequestError(f"watermark={wanted!r}: want True or False", "watermark")
+        if params.temperature < COLD:
+            return Row({"temperature": 0.0})
+        k = max(params.top_k, 0)
+        variant = DRAWN | LIMITED * (k > 0 or params.top_p < 1) | MARKED * wanted
+        values = {"temperature": params.temperature, "top_k": k, "top_p": params.top_p, "marked": wanted}
+        return Row(values, variant)
+
+    def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+        best = logits.argmax(dim=1)
+        if not rows.variant & DRAWN:
+            out.tokens.copy_(best)
+            return
+        temperature = state["temperature"][rows.slots]
+        x = logits - logits.amax(dim=1, keepdim=True)  # relative to the best: no overflow at small temperatures
+        x /= torch.where(temperature > 0, temperature, 1.0)[:, None]
+        if rows.variant & LIMITED:
+            x = limited(x, state["top_k"][rows.slots], state["top_p"][rows.slots])
+        if rows.variant & MARKED:
+            x = self._marked(x, rows, state)
+        x = x + gumbel(rows.seed, rows.position, rows.sample, x.shape[1])
+        out.tokens.copy_(torch.where(temperature > 0, x.argmax(dim=1), best))
+
+    def _marked(self, x: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+        """Logarithms of the probabilities [N, V] after the tournament, where the context is a new one."""
+        context = context_hash(self._before(rows), self.options.key)
+        known = (state["seen"][rows.slots] == context[:, None]).any(dim=1)
+        on = state["marked"][rows.slots] & ~known & (rows.position >= self.options.context)
+        marked = tournament(torch.softmax(x, dim=1), context, self.options.layers).log()
+        return torch.where(on[:, None], marked, x)
+
+    def _before(self, rows: Rows) -> Tensor:
+        """The tokens i64 [N, context] before the one that is drawn; those of a short history are arbitrary."""
+        at = rows.position[:, None] + torch.arange(-self.options.context, 0, device=rows.position.device)
+        return rows.tokens[rows.slots[:, None], at.clamp(min=0)].long()
+
+    def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+        """Remember the context of each accepted token that could have been marked."""
+        n, size = tokens.shape[1], self.options.context
+        history = torch.cat([self._before(rows), tokens[:, :-1]], dim=1)
+        hashes = context_hash(history.unfold(1, size, 1), self.options.key)  # [N, n]
+        k = torch.arange(n, device=tokens.device)
+        counts = (k < count[:, None]) & state["marked"][rows.slots][:, None]
+        counts &= rows.position[:, None] + k >= size
+        number = counts.cumsum(dim=1)
+        total = number[:, -1:]
+        kept = counts & (number > total - self.options.remember)  # two that fall on one place would be written in any order
+        place = torch.where(kept, (state["count"][rows.slots][:, None] + number - 1) % self.options.remember, self.options.remember)
+        state["seen"][rows.slots[:, None], place] = torch.where(kept, hashes, 0)
+        state["count"][rows.slots] += total[:, 0]
+
+
+def limited(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Logits [N, V] with -inf for what top-k [N] (0 = all) and then top-p [N] leave out; ties at the limit stay in."""
+    best, order = x.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(x.shape[1], device=x.device)
+    keep = (rank < top_k[:, None]) | (top_k == 0)[:, None]
+    mass = torch.where(keep, best.double().exp(), 0.0)
+    after = mass.cumsum(dim=1)
+    # the token that crosses top_p stays; at top_p = 1 rounding must not cut the tail
+    keep &= ((after - mass) < top_p.double()[:, None] * after[:, -1:]) | (top_p == 1)[:, None]
+    last = keep.sum(dim=1, keepdim=True).sub(1).clamp(min=0)
+    return x.masked_fill(x < best.gather(1, last), float("-inf"))

@@ -1,0 +1,12 @@
+"""What the sampler says about itself."""
+
+from minivllm.spec import ANY, Spec
+
+SYNTHID = Spec(
+    impl="minivllm_synthid.sampler:SynthId",
+    api=(1, 0),
+    summary="temperature, top-k and top-p, with a watermark that a detector finds (SynthID-Text, Nature 2024)",
+    options="minivllm_synthid.options:SynthIdOptions",
+    limits={"device": ANY},
+    features=frozenset({"graph_safe"}),
+)
