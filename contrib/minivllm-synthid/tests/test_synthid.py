@@ -108,7 +108,7 @@ def test_limits_at_their_edges():
 
 
 def stories(**more):
-    """Token ids of ten stories (hot ones: a watermark needs choices), every second one marked, and how many were preempted on the way."""
+    """Token ids of ten hot stories (a watermark needs choices), every second one marked; how many were preempted."""
     torch.set_num_threads(1)  # the model is small
     options = dict(model="pocket", dtype="float32", device="cpu", max_num_seqs=8, max_model_len=512)
     params = [

@@ -1,5 +1,6 @@
-"""Attention by torch's FlexAttention (Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
-Kernels", MLSys 2025, arXiv:2412.05496): what a layer does to scores is a small function, and the kernel is made of it.
+"""Attention by torch's FlexAttention (Dong et al., "Flex Attention: A Programming Model for Generating Optimized
+Attention Kernels", MLSys 2025, arXiv:2412.05496): what a layer does to scores is a small function, and the kernel is
+made of it.
 
 A step is cut into batches: all rows that decode are one, each row with several tokens is one of its own.  The keys and
 values of a batch are gathered from the cache once a layer, tightly: padding repeats a row's last slot and is masked, so
@@ -14,6 +15,7 @@ add exp(sink) to the denominator, which is known from the log-sum-exp.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +51,8 @@ class Flex(AttentionBackend):
         super().__init__(options, ctx)
         on = options.compile == "on" or (options.compile == "auto" and ctx.device.startswith("cuda"))
         self.flex: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if on else flex_attention
+        if not on:  # it was asked for, or there is no GPU: torch's advice to compile would be wrong here
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
@@ -136,7 +140,8 @@ def make_batches(meta: AttnMeta, group: int, window: int | None) -> list[Batch]:
 def make_batch(
     meta: AttnMeta, group: int, rows: slice, tokens: slice, first: Tensor, query: Tensor, keys: int, queries: int = 1
 ) -> Batch:
-    """The batch of ``rows``: ``keys`` keys from position ``first`` on, of queries from position ``query`` on; i64 [B]."""
+    """The batch of ``rows``: ``keys`` keys from position ``first`` on, of queries from position ``query``
+    on; i64 [B]."""
     at = first[:, None] + torch.arange(keys, device=first.device)
     at = torch.minimum(at, (query + queries - 1)[:, None])  # the padding is the last key again, and ``modify`` hides it
     blocks = meta.table[group].index_select(0, meta.slots[rows]).gather(1, at // meta.block)

@@ -11,5 +11,5 @@ class FlexOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     compile: Literal["auto", "on", "off"] = Field(
-        "auto", description="Compile the kernel: auto does so on a GPU; without it the scores of a batch are spelled out."
+        "auto", description="Compile the kernel (auto: on a GPU); off spells out the scores of a batch."
     )

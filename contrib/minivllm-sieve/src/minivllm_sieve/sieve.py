@@ -1,4 +1,5 @@
-"""SIEVE (Zhang et al., "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web Caches", NSDI 2024).
+"""SIEVE (Zhang et al., "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web Caches", NSDI
+2024).
 
 Objects stand in the order in which they came.  A hand moves from the oldest to the newest and then starts again; an
 object that was hit since the hand last passed is spared and loses its mark, the first one without a mark goes::

@@ -1,12 +1,12 @@
 """Shortest remaining predicted time first, with limited preemption and a bounded wait.
 
 Whom to serve first: the one with the least predicted work left (shortest-predicted-job-first; "Efficient LLM Scheduling
-by Learning to Rank", Fu et al., NeurIPS 2024, arXiv:2408.15792, and TRAIL, "Don't Stop Me Now: Embedding Based Scheduling
-for LLMs", Shahout et al., ICLR 2025, arXiv:2410.01035).  From the first comes the bound: who has waited ``max_wait``
-seconds goes before all that have waited less.  From the second come the prediction that shrinks while a request runs, and
-limited preemption: what is nearly done is not thrown out.  Both papers read the length of an answer off the model's hidden
-states; a policy sees columns only, so here it is learned from the lengths of earlier answers (``lengths``), and is never
-more than what the engine expects (``QueueView.predicted_out``).
+by Learning to Rank", Fu et al., NeurIPS 2024, arXiv:2408.15792, and TRAIL, "Don't Stop Me Now: Embedding Based
+Scheduling for LLMs", Shahout et al., ICLR 2025, arXiv:2410.01035).  From the first comes the bound: who has waited
+``max_wait`` seconds goes before all that have waited less.  From the second come the prediction that shrinks while a
+request runs, and limited preemption: what is nearly done is not thrown out.  Both papers read the length of an answer
+off the model's hidden states; a policy sees columns only, so here it is learned from the lengths of earlier answers
+(``lengths``), and is never more than what the engine expects (``QueueView.predicted_out``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Temperature, top-k and top-p, and a watermark where a request asks for it: ``extra={"watermark": True}``.
 
 Text repeats itself, and the same context would choose the same noise again, which readers could notice; so a context
-marks a token only the first time that it comes in a sequence (the paper's *repeated context masking*).  That is the state:
-the contexts of the tokens that were accepted, in a column by slot.
+marks a token only the first time that it comes in a sequence (the paper's *repeated context masking*).  That is the
+state: the contexts of the tokens that were accepted, in a column by slot.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COLD = 1e-5  # below this temperature 1 / T overflows: greedy
 class SynthId(Sampler):
     """Reads ``temperature``, ``top_k``, ``top_p`` and ``extra["watermark"]``; greedy draws cannot carry a mark.
 
-    Columns: ``seen`` i64 [remember + 1], the hashes of the contexts of accepted tokens as a ring, whose last place takes
-    what is not kept and stays 0; and ``count``, how many they were.
+    Columns: ``seen`` i64 [remember + 1], the hashes of the contexts of accepted tokens as a ring, whose last place
+    takes what is not kept and stays 0; and ``count``, how many they were.
     """
 
     reads = frozenset({"temperature", "top_k", "top_p", "watermark"})
@@ -99,15 +99,17 @@ class SynthId(Sampler):
         counts &= rows.position[:, None] + k >= size
         number = counts.cumsum(dim=1)
         total = number[:, -1:]
-        kept = counts & (number > total - self.options.remember)  # two that fall on one place would be written in any order
-        place = torch.where(kept, (state["count"][rows.slots][:, None] + number - 1) % self.options.remember, self.options.remember)
+        size = self.options.remember
+        kept = counts & (number > total - size)  # two that fall on one place would be written in any order
+        place = (state["count"][rows.slots][:, None] + number - 1) % size
+        place = torch.where(kept, place, size)
         state["seen"][rows.slots[:, None], place] = torch.where(kept, hashes, 0)
         state["count"][rows.slots] += total[:, 0]
 
 
 def limited(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Logits [N, V] with -inf for what top-k [N] (0 = all) and then top-p [N] leave out; ties at the limit stay in."""
-    best, order = x.sort(dim=1, descending=True, stable=True)
+    best = x.sort(dim=1, descending=True).values
     rank = torch.arange(x.shape[1], device=x.device)
     keep = (rank < top_k[:, None]) | (top_k == 0)[:, None]
     mass = torch.where(keep, best.double().exp(), 0.0)

@@ -1,10 +1,10 @@
-"""The tournament of SynthID-Text and its detector (Dathathri et al., "Scalable watermarking for identifying large language
-model outputs", Nature 634, 2024, doi:10.1038/s41586-024-08025-4).
+"""The tournament of SynthID-Text and its detector (Dathathri et al., "Scalable watermarking for identifying large
+language model outputs", Nature 634, 2024, doi:10.1038/s41586-024-08025-4).
 
-A hash of a secret key and of the last few tokens, the *context*, gives each token of the vocabulary one bit a layer, its
-*g-values*.  A layer of the tournament lets pairs of tokens that were drawn from the distribution meet, of which one with
-g = 1 wins; of m layers the winner has more ones than chance gives it.  In the limit of the paper's two-token tournament
-a layer turns the distribution p into::
+A hash of a secret key and of the last few tokens, the *context*, gives each token of the vocabulary one bit a layer,
+its *g-values*.  A layer of the tournament lets pairs of tokens that were drawn from the distribution meet, of which one
+with g = 1 wins; of m layers the winner has more ones than chance gives it.  In the limit of the paper's two-token
+tournament a layer turns the distribution p into::
 
     p'(x) = p(x) (1 + g(x) - sum over y of p(y) g(y))
 

@@ -1,0 +1,22 @@
+"""What the back end says about itself.  What is not claimed here is refused, and what is claimed the kit tests."""
+
+from minivllm.spec import ANY, MultipleOf, Spec
+
+MY_PLUGIN = Spec(
+    impl="my_plugin.plugin:MyPlugin",
+    api=(1, 0),
+    summary="attention row by row, in float32",
+    limits={
+        "device": ANY,
+        "sm": ANY,  # 10 * major + minor of the GPU's compute capability; AtLeast(90) is Hopper
+        "dtype": {"bfloat16", "float16", "float32"},
+        "kv_format": {"bf16", "fp16", "fp32"},
+        "dim_qk": ANY,
+        "dim_v": ANY,
+        "queries_per_kv": ANY,
+        "block": MultipleOf(1),
+    },
+    features=frozenset({"window"}),  # and softcap, sinks, lse ... once it can do them
+    prefer={"block": 16},
+    traits={"graph": "none", "plan": "host"},
+)

@@ -1,0 +1,4 @@
+"""SUMMARY.
+
+Nothing is imported here: to ask for the spec must cost nothing.
+"""

@@ -1,0 +1,9 @@
+"""What the evictor says about itself."""
+
+from minivllm.spec import Spec
+
+MY_PLUGIN = Spec(
+    impl="my_plugin.plugin:MyPlugin",
+    api=(1, 0),
+    summary="gives up the block with the fewest hits, of equal ones the one freed longest ago",
+)

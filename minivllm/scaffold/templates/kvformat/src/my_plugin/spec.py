@@ -1,0 +1,33 @@
+"""What the format says about itself, and a back end that reads it."""
+
+from minivllm.spec import ANY, MultipleOf, Spec
+
+MY_PLUGIN = Spec(
+    impl="my_plugin.plugin:MyPlugin",
+    api=(1, 0),
+    summary="keys and values in int8, with a scale a token and head",
+    limits={
+        "device": ANY,
+        "sm": ANY,
+        "dtype": {"bfloat16", "float16", "float32"},
+        "holds": frozenset(),  # it stores no dtype without loss, so it is only taken when it is asked for
+    },
+)
+ATTENTION = Spec(
+    impl="minivllm.plugins.attention.sdpa:Sdpa",
+    api=(1, 0),
+    summary="the built-in sdpa over the KV format my-plugin/my-plugin",
+    limits={
+        "device": ANY,
+        "sm": ANY,
+        "dtype": {"bfloat16", "float16", "float32"},
+        "kv_format": {"my-plugin/my-plugin"},
+        "dim_qk": ANY,
+        "dim_v": ANY,
+        "queries_per_kv": ANY,
+        "block": MultipleOf(1),
+    },
+    features=frozenset({"sinks", "softcap", "window"}),
+    prefer={"block": 16},
+    traits={"graph": "none", "plan": "host"},
+)

@@ -1,0 +1,45 @@
+"""``extra={"my_plugin": x}`` takes x from the logit of each of the last ``last`` tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows, SamplingContext
+from minivllm.errors import RequestError
+
+from .options import Options
+
+if TYPE_CHECKING:
+    from minivllm import SamplingParams
+
+
+class MyPlugin(Processor):
+    """State would go into more columns, written in ``commit``; the tokens so far are in ``rows`` anyway."""
+
+    reads = frozenset({"my_plugin"})
+    options: Options
+
+    def __init__(self, options: Options | None, ctx: SamplingContext) -> None:
+        super().__init__(options or Options(), ctx)
+
+    def columns(self) -> Mapping[str, Column]:
+        return {"penalty": Column()}  # float32 [S]
+
+    def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
+        penalty = params.extra.get("my_plugin", 0)
+        number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
+        if not number or not 0 <= penalty < math.inf or penalty > 1e4:
+            raise RequestError(f"my_plugin={penalty!r}: want a number from 0 to 10000", "my_plugin")
+        return Row({"penalty": float(penalty)}) if penalty else None
+
+    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+        back = torch.arange(1, self.options.last + 1, device=logits.device)
+        at = rows.position[:, None] - back  # [N, last]; below 0 there is nothing
+        tokens = rows.tokens[rows.slots[:, None], at.clamp(min=0)].long()
+        recent = torch.zeros_like(logits).scatter_add_(1, torch.where(at >= 0, tokens, 0), (at >= 0).to(logits.dtype))
+        logits -= (recent > 0) * state["penalty"][rows.slots][:, None]

@@ -1,0 +1,19 @@
+from minivllm.testing import ProcessorConformance
+
+
+class TestMyPlugin(ProcessorConformance):
+    plugin = "my-plugin/my-plugin"
+    options = {"last": 5}
+
+    def params(self, vocab):
+        """Values of the parameters of its own, without which the kit could not test them."""
+        return [{"extra": {"my_plugin": value}} for value in (0.5, 2, 50.0)]
+
+    def wrong_params(self, vocab):
+        return [{"extra": {"my_plugin": value}} for value in (-1, "much", 1e9)]
+
+    def reference(self, params, logits, prompt, output):
+        """What must become of the logits f64 [V] of one row, in the plainest way."""
+        for token in set([*prompt, *output][-self.options["last"] :]):
+            logits[token] -= params.extra.get("my_plugin", 0)
+        return logits

@@ -1,0 +1,5 @@
+from minivllm.testing import QuantizerConformance
+
+
+class TestMyPlugin(QuantizerConformance):
+    plugin = "my-plugin/my-plugin"

@@ -1,0 +1,49 @@
+"""Top-a: of the probabilities p after the temperature, tokens with p >= a * max(p) ** 2 stay, ``extra={"my_plugin":
+a}``.
+
+The surer the model is, the fewer tokens stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler
+from minivllm.core.sampling import gumbel
+from minivllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from minivllm import SamplingParams
+
+COLD = 1e-5  # below this temperature 1 / T overflows: greedy
+
+
+class MyPlugin(Sampler):
+    """The draw is argmax(logits / T + gumbel noise).  top_p and others, which it does not name in
+    ``reads``, are refused."""
+
+    reads = frozenset({"temperature", "my_plugin"})
+
+    def columns(self) -> Mapping[str, Column]:
+        return {"temperature": Column(), "a": Column()}  # float32 [S]; temperature 0 is greedy
+
+    def bind(self, params: SamplingParams, prompt_len: int) -> Row:
+        a = params.extra.get("my_plugin", 0)
+        if not isinstance(a, (int, float)) or isinstance(a, bool) or not 0 <= a <= 1:
+            raise RequestError(f"my_plugin={a!r}: want a number from 0 to 1", "my_plugin")
+        return Row({"temperature": params.temperature if params.temperature >= COLD else 0.0, "a": float(a)})
+
+    def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+        temperature, a = state["temperature"][rows.slots], state["a"][rows.slots]
+        best = logits.argmax(dim=1)
+        x = logits - logits.amax(dim=1, keepdim=True)  # relative to the best: no overflow at small temperatures
+        x /= torch.where(temperature > 0, temperature, 1.0)[:, None]
+        highest = torch.softmax(x, dim=1).amax(dim=1)
+        # p >= a * highest ** 2, and p = highest * exp(x); the best one has x = 0 and stays, as a * highest <= 1
+        x = x.masked_fill(x < (a * highest).log()[:, None], float("-inf"))
+        x += gumbel(rows.seed, rows.position, rows.sample, x.shape[1])
+        out.tokens.copy_(torch.where(temperature > 0, x.argmax(dim=1), best))

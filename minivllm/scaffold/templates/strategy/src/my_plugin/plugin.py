@@ -1,0 +1,36 @@
+"""n samples of a prompt, best first, if the request asks for log-probabilities (``logprobs=0`` is enough)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy
+from minivllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from minivllm import SamplingParams
+
+
+class MyPlugin(DecodingStrategy):
+    """Without log-probabilities the samples come in the order of their numbers; what failed or was aborted
+    comes last."""
+
+    def takes(self, params: SamplingParams) -> bool:
+        return params.n > 1
+
+    def start(self, params: SamplingParams) -> Sequence[Branch]:
+        if params.n < 2:
+            raise RequestError(f"n={params.n}: my-plugin ranks several samples, want n of at least 2", "n")
+        return tuple(Branch(i) for i in range(params.n))
+
+    def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:
+        return [end.sample for end in sorted(ends, key=rank)]
+
+
+def rank(end: BranchEnd) -> tuple[bool, float, int]:
+    """Smaller is better."""
+    score = end.cumulative_logprob
+    mean = -math.inf if score is None else score / max(end.length, 1)
+    return end.finish_reason in ("abort", "error"), -mean, end.sample

@@ -1,0 +1,9 @@
+"""What the strategy says about itself."""
+
+from minivllm.spec import Spec
+
+MY_PLUGIN = Spec(
+    impl="my_plugin.plugin:MyPlugin",
+    api=(1, 0),
+    summary="n samples, the one of the highest mean log-probability first",
+)
