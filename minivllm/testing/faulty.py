@@ -10,7 +10,7 @@ from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
 
 TARGETS = __name__
-FATAL_CHUNK = 13  # tokens
+FATAL_CHUNK = 63  # tokens; more than a preempted sequence of the tests ever computes again
 
 
 class Faulty(Processor):
@@ -60,11 +60,11 @@ class Misshapen(Processor):
 
 
 class FaultyAttention(Sdpa):
-    """Fails in every step that brings a chunk of ``FATAL_CHUNK`` tokens."""
+    """Fails in every step that brings a whole prompt of ``FATAL_CHUNK`` tokens."""
 
     spec = replace(SDPA, impl=f"{__name__}:FaultyAttention")
 
     def plan(self, meta, key):
-        if (meta.host_q_len == FATAL_CHUNK).any():
+        if ((meta.host_q_len == FATAL_CHUNK) & (meta.host_kv_len[0] == FATAL_CHUNK)).any():
             raise RuntimeError("boom in plan")
         super().plan(meta, key)

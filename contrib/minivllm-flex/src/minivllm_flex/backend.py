@@ -49,10 +49,12 @@ class Flex(AttentionBackend):
     def __init__(self, options: FlexOptions | None, ctx: AttentionContext) -> None:
         options = options or FlexOptions()
         super().__init__(options, ctx)
-        on = options.compile == "on" or (options.compile == "auto" and ctx.device.startswith("cuda"))
+        cpu = ctx.device.startswith("cpu")
+        on = options.compile == "on" or (options.compile == "auto" and not cpu)
         self.flex: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if on else flex_attention
-        if not on:  # it was asked for, or there is no GPU: torch's advice to compile would be wrong here
-            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        self.flex_lse = flex_attention if cpu else self.flex  # torch compiles no log-sum-exp for a CPU
+        # where it is not compiled, that was asked for or there is no GPU: torch's advice would be wrong here
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
@@ -76,27 +78,28 @@ class Flex(AttentionBackend):
         if key not in meta.work:
             meta.work[key] = make_batches(meta, layer.group, layer.spec.window)
         for batch in meta.work[key]:
-            o, norm = self._attend(layer, q[batch.tokens], batch)
+            o, norm = self._attend(layer, q[batch.tokens], batch, lse is not None)
             out[batch.tokens] = o
             if lse is not None:
                 lse[batch.tokens] = norm
 
-    def _attend(self, layer: AttnLayer, q: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """out [B * n, heads, dim_v] and lse f32 [B * n, heads] of queries q [B * n, heads, dim_qk]."""
+    def _attend(self, layer: AttnLayer, q: Tensor, batch: Batch, lse: bool) -> tuple[Tensor, Tensor | None]:
+        """out [B * n, heads, dim_v], and lse f32 [B * n, heads] if wanted, of queries q [B * n, heads, dim_qk]."""
         spec, rows = layer.spec, len(batch.slots)
         cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}  # blocks of one token
         k, v = self.ctx.kv_format.load(cache, batch.slots, q.dtype)
-        o, aux = self.flex(
-            q.view(rows, -1, spec.heads, spec.dim_qk).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-            score_mod=score_mod(spec, batch), scale=spec.softmax_scale, enable_gqa=spec.heads != spec.kv_heads,
-            return_aux=AuxRequest(lse=True),
+        args = (q.view(rows, -1, spec.heads, spec.dim_qk).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        more = dict(
+            score_mod=score_mod(spec, batch), scale=spec.softmax_scale, enable_gqa=spec.heads != spec.kv_heads
         )  # fmt: skip
-        o, norm = o.transpose(1, 2).flatten(0, 1), aux.lse.float().transpose(1, 2).flatten(0, 1)
+        if not (lse or spec.sinks):
+            return self.flex(*args, **more).transpose(1, 2).flatten(0, 1), None
+        o, aux = self.flex_lse(*args, **more, return_aux=AuxRequest(lse=True))
+        o, norm = (x.transpose(1, 2).flatten(0, 1) for x in (o, aux.lse.float()))
         if spec.sinks:
             assert layer.sinks is not None
             total = torch.logaddexp(norm, layer.sinks)
-            o = (o * (norm - total).exp()[..., None]).to(q.dtype)
-            norm = total
+            o, norm = (o * (norm - total).exp()[..., None]).to(q.dtype), total
         return o, norm
 
 
