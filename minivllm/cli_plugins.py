@@ -23,6 +23,7 @@ VERBS = {
     "list": "List the plug-ins that are installed, from metadata; `minivllm plugins` alone does this too.",
     "show": "Print what a plug-in says about itself: limits, features, options.",
     "check": "Import plug-ins, each in a process of its own, and print faults and milliseconds.",
+    "new": "Write a package that is a plug-in of a seam already: it works, and passes the conformance kit.",
 }
 
 
@@ -61,7 +62,10 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
     sub.add_argument("--builtins", action="store_true", help="minivllm's own too")
     sub.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each (default 60)")
     sub.add_argument("--json", action="store_true", help="the reports as JSON")
-    # the next verb goes here: verb("new", "its_module:its_function")
+    sub = verb("new", "scaffold.command:new")
+    sub.add_argument("name", help="of the package and of the plug-in, such as my-attn")
+    sub.add_argument("--seam", required=True, help="attention, evictor, scheduler ...")
+    sub.add_argument("--dir", default=".", metavar="DIR", help="where to write its folder (default: here)")
 
     sub = command(
         "explain", "cli_plugins:explain", "Say what would be wired, and why, without loading a model.", wiring

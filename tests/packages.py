@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+import minivllm
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,6 +27,7 @@ def write_metadata(pyproject: Path, into: Path) -> str:
     lines = []
     for group, points in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
+    (info / "RECORD").touch()
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     return project["name"]
 
@@ -36,3 +40,37 @@ def environment(packages: Iterable[Path], metadata: Path) -> dict[str, str]:
         paths.append(str(folder / "src" if (folder / "src").is_dir() else folder))
     root = str(Path(__file__).resolve().parents[1])
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, root])}
+
+
+# What a package may import of minivllm.  ``core.runner`` is for executors, which need something that runs a step.
+PUBLIC = (
+    "minivllm.core.interfaces", "minivllm.core.layers", "minivllm.core.kernels", "minivllm.core.sampling",
+    "minivllm.core.runner", "minivllm.spec", "minivllm.errors", "minivllm.hooks", "minivllm.testing",
+)  # fmt: skip
+
+
+def public_imports(folder: Path) -> list[str]:
+    """What the Python files of a package import of minivllm although it is not public: "file: name" each."""
+    wrong = []
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                # ``from minivllm import LLM`` is public, ``from minivllm import core`` is a module
+                one = node.module in ("minivllm", "minivllm.core")
+                names = [f"{node.module}.{a.name}" for a in node.names] if one else [node.module]
+            for name in names:
+                top = name.split(".")[0] == "minivllm"
+                fine = (
+                    name in ("minivllm", *PUBLIC) or name.startswith(tuple(f"{p}." for p in PUBLIC)) or _exported(name)
+                )
+                if top and not fine:
+                    wrong.append(f"{path.relative_to(folder)}: {name}")
+    return wrong
+
+
+def _exported(name: str) -> bool:
+    package, _, attribute = name.rpartition(".")
+    return package == "minivllm" and attribute in minivllm.__all__

@@ -22,6 +22,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
+from packages import write_metadata
 
 from minivllm.cli import main
 from minivllm.config import SEAMS, EngineConfig, load_config
@@ -30,6 +31,7 @@ from minivllm.hooks.contract import WRAPPERS, HookContracts
 from minivllm.hooks.manager import NAMES
 from minivllm.registry import Catalog
 from minivllm.spec import KINDS
+from minivllm.testing import base
 from minivllm.testing.cli import main as conformance
 from minivllm.text.outputs import CompletionOutput, RequestOutput
 from minivllm.wiring import resolve
@@ -50,8 +52,14 @@ def here(tmp_path, monkeypatch):
     torch.set_num_threads(1)  # the models are tiny
     yield tmp_path
     torch.set_num_threads(threads)
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("acme", "deepest"):
+    forget("acme", "deepest", "my_", known=before)
+    sys.path[:] = [path for path in sys.path if not path.startswith(str(tmp_path))]
+
+
+def forget(*names, known=()):
+    """Modules of packages whose names begin so."""
+    for name in set(sys.modules) - set(known):
+        if name.partition(".")[0].startswith(names):
             del sys.modules[name]
 
 
@@ -69,7 +77,7 @@ def run_document(path: Path, capsys) -> int:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
             if file.name == "pyproject.toml":
-                install(file)
+                write_metadata(file, Path("."))
         elif kind == "python":
             run_python(path, text, space, capsys)
             count += 1
@@ -92,9 +100,16 @@ def run_console(text: str, capsys) -> int:
     count = 0
     for command, _, output in (part.partition("\n") for part in parts):
         words = shlex.split(command)
+        if words[:2] == ["pip", "install"] and words[-1].startswith("./"):
+            folder = Path(words[-1].partition("[")[0])
+            write_metadata(folder / "pyproject.toml", Path("."))
+            sys.path.insert(1, str((folder / "src").resolve()))
         if words[:3] == ["python", "-m", "minivllm.testing"]:
-            assert conformance(words[3:]) == 0, capsys.readouterr().out
-            shown = capsys.readouterr().out.splitlines()
+            base.find.cache_clear()
+            forget("my_")  # its files may have changed
+            code, shown = conformance(words[3:]), capsys.readouterr().out.splitlines()
+            assert bool(code) == ("  FAIL  " in output), shown
+            shown = [re.sub(r"\(\d+\.\d s\)", "(0.0 s)", line) for line in shown]
             assert all(line in shown for line in output.splitlines() if line not in ("", "...", "```")), shown
             count += 1
             continue
@@ -105,7 +120,7 @@ def run_console(text: str, capsys) -> int:
         except SystemExit as end:  # --version
             code = end.code or 0
         out, error = capsys.readouterr()
-        if words[1] == "config" and not code:
+        if words[1] in ("config", "plugins") and not code:
             assert set(output.splitlines()) <= {*out.splitlines(), "...", "```"}, out
         shown = [line for line in output.splitlines() if line.startswith("minivllm: ")]
         assert all(line in error.splitlines() for line in shown), f"{command}: {error!r}"
@@ -114,23 +129,6 @@ def run_console(text: str, capsys) -> int:
             assert out.splitlines()[:2] == output.splitlines()[:2], out
         count += 1
     return count
-
-
-def install(pyproject: Path) -> None:
-    """The metadata that pip would write for a package in this folder."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-
-    project = tomllib.loads(pyproject.read_text())["project"]
-    info = Path(f"{project['name']}-{project['version']}.dist-info")
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    lines = []
-    for group, points in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines))
 
 
 def test_the_quickstart_runs_as_it_is_written(here, capsys):
@@ -155,6 +153,12 @@ def test_the_plug_ins_of_the_guide_work(here, capsys):
     assert run_document(DOCS / "plugins.md", capsys) >= 5
 
 
+def test_the_tutorial_ends_in_a_working_package(here, capsys):
+    assert run_document(DOCS / "plugins" / "tutorial.md", capsys) >= 8
+    done = conformance(["my-evictor", "-k", "spec or options"])
+    assert done == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_python_blocks_compile_and_those_with_pocket_run(name, here, capsys):
     path, space = ROOT / name, {"__name__": "document"}
@@ -168,7 +172,7 @@ def test_python_blocks_compile_and_those_with_pocket_run(name, here, capsys):
 
 
 def test_links_between_documents_lead_somewhere():
-    for path in [*DOCS.glob("*.md"), ROOT / "CONTRIBUTING.md"]:
+    for path in [*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "contrib").rglob("*.md")]:
         for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
             target, _, anchor = link.partition("#")
             if "://" in link:

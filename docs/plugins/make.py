@@ -1,0 +1,178 @@
+"""Write one page a seam, from its interface and the conformance kit: ``python docs/plugins/make.py``.
+
+A page is what an author must know: the contract as the source states it, with the bodies of methods left out, what a
+spec may say, and every rule that the kit holds a plug-in to.  ``tests/test_plugin_pages.py`` checks that they are up to
+date.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from minivllm.scaffold import about  # noqa: E402
+from minivllm.spec import KINDS, OPTION_OF, Kind  # noqa: E402
+
+HERE = Path(__file__).parent
+TESTING = ROOT / "minivllm" / "testing"
+FACTS = {  # what the values of a fact are
+    "architecture": "what config.json calls the model's class",
+    "block": "tokens of a KV block; asked only if the user set `kvcache_block_size`",
+    "checkpoint": "the quantization method that config.json names, `none` without one",
+    "device": "`cpu` or `cuda`",
+    "dim_qk": "elements of a head's queries and keys; a set where layers differ, of which each must be allowed",
+    "dim_v": "elements of a head's values; a set where layers differ",
+    "dtype": "of the activations: `float32`, `bfloat16`, `float16`",
+    "holds": "the dtype that must be stored without loss; asked only if the user left the KV format open",
+    "kv_format": "`bf16`, `fp16`, `fp32`, or `dist/name` of a format from a package",
+    "model_type": "which config class of transformers the model has",
+    "queries_per_kv": "query heads that share a KV head; a set where layers differ",
+    "sm": "10 * major + minor of the GPU's compute capability; asked on CUDA only",
+    "tensor_parallel_size": "processes that share a model",
+}
+
+
+def page(kind: Kind) -> str:
+    module, _, base = kind.base.partition(":")
+    file = ROOT / (module.replace(".", "/") + ".py")
+    file = file if file.is_file() else file.with_suffix("") / "contract.py"
+    source = file.read_text(encoding="utf-8")
+    name, option = kind.name, OPTION_OF.get(kind.name, kind.name)
+    lines = [
+        f"# The seam `{name}`: contract {kind.api[0]}.{kind.api[1]}", "",
+        f"<!-- written by docs/plugins/make.py from {file.relative_to(ROOT)}: do not edit -->", "",
+        f"A plug-in is a subclass of `{module}.{base}`, offered by the entry-point group",
+        f"`{kind.group}` and chosen with the option `{option}`. [The overview](../plugins.md) says what a spec is and",
+        "how a name is resolved, [the tutorial](tutorial.md) goes from nothing to a package.", "",
+        f"A package that works, to start from ({about(name)['summary']}):", "",
+        "```bash", f"minivllm plugins new my-{name} --seam {name}", "```", "",
+        "## The contract", "", *text(ast.get_docstring(ast.parse(source)) or ""), "",
+        "```python", *stubs(source, base), "```", "", *claims(kind), "## What the conformance kit demands", "",
+        *suite(name), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def text(docstring: str) -> Iterator[str]:
+    """A docstring as Markdown: its double backquotes become single ones, what follows '::' a block."""
+    for part in re.split(r"\n\n", docstring):
+        if part.startswith("    "):
+            yield from ("```text", *(line[4:] for line in part.splitlines()), "```", "")
+        else:
+            yield from (re.sub(r"``(.+?)``", r"`\1`", part.replace("::", ":"), flags=re.S), "")
+
+
+# ---- source --------------------------------------------------------------------------------------------------------
+
+
+def stubs(source: str, base: str) -> list[str]:
+    """The classes of an interface without the bodies of their methods; of a file with two seams what ``base`` needs."""
+    lines, tree = source.splitlines(), ast.parse(source)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    other = {"Processor": {"Sampler", "Draw"}}.get(base, set())
+    constants = [node for node in tree.body if isinstance(node, ast.Assign)]
+    out = [line for node in constants for line in lines[node.lineno - 1 : node.end_lineno]]
+    for node in classes:
+        if node.name not in other:
+            out += ["", *stub(node, lines)]
+    return out
+
+
+def stub(node: ast.ClassDef, lines: list[str]) -> list[str]:
+    """One class: its fields with their comments, its methods up to the end of their docstrings."""
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    out, at = [], first - 1
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef):
+            start = min([item.lineno, *(d.lineno for d in item.decorator_list)]) - 1
+            out += lines[at:start]
+            if item.name != "__post_init__":
+                out += method(item, lines, start)
+            at = item.end_lineno or start
+    out += lines[at : node.end_lineno]
+    return [re.sub(r"  # noqa.*$", "", line) for line in "\n".join(out).rstrip().splitlines()]
+
+
+def method(item: ast.FunctionDef, lines: list[str], start: int) -> list[str]:
+    body = item.body[0]
+    if ast.get_docstring(item) is not None:
+        return [*lines[start : body.end_lineno], *(["        ..."] if len(item.body) > 1 else [])]
+    if body.lineno == item.lineno:
+        return lines[start : item.lineno]
+    return [*lines[start : body.lineno - 1], "        ..."]
+
+
+def claims(kind: Kind) -> Iterator[str]:
+    yield from ("## What a spec says", "")
+    if kind.facts:
+        yield "`limits` names each of these facts, with the values that it serves (`ANY` for all); what is left out"
+        yield "is refused:"
+        yield ""
+        yield from (f"- `{fact}`: {FACTS[fact]}" for fact in kind.facts)
+        yield ""
+    else:
+        yield from ("Nothing is asked of `limits`.", "")
+    for title, names in (("`features`, promises that the kit tests", kind.features), ("`traits`", kind.traits)):
+        if names:
+            yield from (f"{title}:", "", *(f"- `{name}`: {meaning}" for name, meaning in names.items()), "")
+
+
+# ---- the kit -------------------------------------------------------------------------------------------------------
+
+
+def suite(seam: str) -> Iterator[str]:
+    from minivllm.testing import SUITES
+
+    module, name = SUITES[seam]
+    found = dict(classes(module))
+    yield f"`python -m minivllm.testing my-{seam}/my-{seam}`, or in a test file of the package:"
+    yield from ("", "```python", f"from minivllm.testing import {name}", "", "", "class TestMine(" + name + "):")
+    yield from (f'    plugin = "my-{seam}/my-{seam}"', "```", "")
+    doc = ast.get_docstring(found[name])
+    yield from text(doc) if doc else ()
+    chain, tests, hooks = [name], {}, {}
+    while chain:
+        current = chain.pop()
+        if current not in found:
+            continue
+        node = found[current]
+        chain += [b.id for b in node.bases if isinstance(b, ast.Name)]
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef) and item.name.startswith("test_"):
+                tests.setdefault(item.name, ast.get_docstring(item) or "")
+            elif isinstance(item, ast.FunctionDef) and not item.name.startswith("_") and current == name:
+                hooks[item.name] = ast.get_docstring(item) or ""
+    yield from ("Every rule, by the name of its test:", "")
+    for test, doc in tests.items():
+        rule = " ".join(re.sub(r"``(.+?)``", r"`\1`", doc).split())
+        yield f"- **{test.removeprefix('test_').replace('_', ' ')}**{'. ' + rule if rule else ''}"
+
+
+def classes(module: str, seen: set[str] | None = None) -> Iterator[tuple[str, ast.ClassDef]]:
+    """The classes of a module of the kit and of those that it imports its bases from."""
+    seen = set() if seen is None else seen
+    if module in seen or not (TESTING / f"{module}.py").is_file():
+        return
+    seen.add(module)
+    tree = ast.parse((TESTING / f"{module}.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+            yield from classes(node.module, seen)
+
+
+def pages() -> dict[Path, str]:
+    return {HERE / f"{name}.md": page(kind) for name, kind in KINDS.items()}
+
+
+if __name__ == "__main__":
+    for path, content in pages().items():
+        path.write_text(content, encoding="utf-8")
+        print(path.relative_to(ROOT))
