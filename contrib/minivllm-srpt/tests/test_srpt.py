@@ -8,8 +8,9 @@ from minivllm_srpt.lengths import Lengths
 from minivllm_srpt.options import SrptOptions
 from minivllm_srpt.srpt import Srpt
 
+from minivllm import SamplingParams
 from minivllm.testing import SchedulerConformance
-from minivllm.testing.sim import Clock, request, sim_engine
+from minivllm.testing.sim import Clock, answer, request, sim_engine
 
 
 class TestSrpt(SchedulerConformance):
@@ -41,9 +42,6 @@ def mean_latency(policy, lengths, tell: bool, rounds: int = 6) -> float:
 
 def stop_after(prompt, length):
     """Parameters that say 60 tokens and end after about ``length``: a stop id that comes there first."""
-    from minivllm.core.request import SamplingParams
-    from minivllm.testing.sim import answer
-
     tokens, _ = answer(prompt, SamplingParams(max_tokens=60, ignore_eos=True))
     at = next(i for i in range(length, 60) if tokens[i] not in tokens[:i])
     return {"max_tokens": 60, "stop_token_ids": [tokens[at]]}
