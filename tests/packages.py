@@ -62,11 +62,8 @@ def public_imports(folder: Path) -> list[str]:
                 one = node.module in ("minivllm", "minivllm.core")
                 names = [f"{node.module}.{a.name}" for a in node.names] if one else [node.module]
             for name in names:
-                top = name.split(".")[0] == "minivllm"
-                fine = (
-                    name in ("minivllm", *PUBLIC) or name.startswith(tuple(f"{p}." for p in PUBLIC)) or _exported(name)
-                )
-                if top and not fine:
+                fine = name == "minivllm" or f"{name}.".startswith(tuple(f"{p}." for p in PUBLIC)) or _exported(name)
+                if name.split(".")[0] == "minivllm" and not fine:
                     wrong.append(f"{path.relative_to(folder)}: {name}")
     return wrong
 

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from packages import PUBLIC, environment, public_imports, tomllib
+import torch
+from packages import PUBLIC, environment, public_imports, tomllib, write_metadata
+
+from minivllm.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTRIB = sorted(p.parent for p in (ROOT / "contrib").glob("*/pyproject.toml"))
@@ -58,23 +61,24 @@ def test_a_package_is_whole(package):
     assert any("Conformance" in p.read_text() for p in (package / "tests").glob("test_*.py"))
 
 
-@pytest.mark.parametrize("package", [p for p in CONTRIB if p.name != "minivllm-flex"], ids=lambda p: p.name)
-def test_its_example_runs_with_the_model_in_the_package(package, tmp_path):
-    check_example(package, tmp_path)
+# without a compiler FlexAttention is traced anew for each length: half a minute
+SLOW = ("minivllm-flex",)
+EXAMPLES = [pytest.param(p, marks=pytest.mark.slow if p.name in SLOW else (), id=p.name) for p in CONTRIB]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("package", [p for p in CONTRIB if p.name == "minivllm-flex"], ids=lambda p: p.name)
-def test_its_example_runs_slowly(package, tmp_path):
-    """Half a minute: without a compiler FlexAttention is traced anew for each length."""
-    check_example(package, tmp_path)
-
-
-def check_example(package, tmp_path):
-    file = package / "example.toml"
-    wanted = tomllib.loads(file.read_text())
-    lines = [json.loads(line) for line in run(package, tmp_path, "minivllm", "run", file).splitlines()]
-    assert [line["prompt"] for line in lines] == wanted["run"]["prompts"]
+@pytest.mark.parametrize("package", EXAMPLES)
+def test_its_example_runs_with_the_model_in_the_package(package, tmp_path, monkeypatch, capsys):
+    write_metadata(package / "pyproject.toml", tmp_path)
+    for path in (tmp_path, package / "src"):
+        monkeypatch.syspath_prepend(path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is small
+    try:
+        assert main(["run", str(package / "example.toml")]) == 0, capsys.readouterr().err
+    finally:
+        torch.set_num_threads(threads)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == tomllib.loads((package / "example.toml").read_text())["run"]["prompts"]
     assert all(line["outputs"][0]["finish_reason"] in ("stop", "length") for line in lines)
 
 
