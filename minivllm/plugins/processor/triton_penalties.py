@@ -87,7 +87,7 @@ def _penalise(
                 now = now & (tl.load(stayed + cell, mask=now, other=-1) == at) & (token >= 0) & (token < V)
                 x = tl.load(base + token, mask=now, other=0.0)
                 n = tl.load(count + cell, mask=now, other=0).to(tl.float32)
-                x = tl.where(x > 0, x / factor, x * factor)
+                x = tl.where(x > 0, tl.div_rn(x, factor + tl.zeros((CHUNK,), tl.float32)), x * factor)
                 x = x - n * each - tl.where(n > 0, once, 0.0)
                 tl.store(base + token, x, mask=now)
             tl.debug_barrier()
