@@ -19,8 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from minivllm.config_files import parse_value, read_chain
 from minivllm.config_layers import Layers, Shape, unalias
 from minivllm.config_requires import check_requirements
-from minivllm.core.hf_config import IN_PACKAGE
 from minivllm.errors import ConfigError, RequestError
+from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.validation import Fault, begins, faults, source_of, sourced
 
 ENV_PREFIX = "MINIVLLM__"

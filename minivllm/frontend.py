@@ -39,9 +39,9 @@ class StreamOutput:
 
 def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     """Choose the parts, load the model, start the executor."""
-    from minivllm.core.build import make_processors
     from minivllm.core.engine import Engine
     from minivllm.hooks.bridge import make_hooks
+    from minivllm.loading.build import make_processors
     from minivllm.registry import Catalog, build_part
     from minivllm.text.tokenizer import configured_eos, load_tokenizer
     from minivllm.wiring import resolve

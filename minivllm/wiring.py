@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minivllm import __version__
-from minivllm.core.hf_config import Checkpoint, open_checkpoint
 from minivllm.core.interfaces.executor import Part, Wiring
 from minivllm.errors import ConfigError, ModelError, PluginError, ResourceError
 from minivllm.explanation import Explanation
 from minivllm.hardware import Device, choose_dtype, find_device
+from minivllm.loading.hf_config import Checkpoint, open_checkpoint
 from minivllm.registry import Candidate, Catalog, Registry, Request, Selection, build_part
 from minivllm.spec import OPTION_OF, Spec
 from minivllm.validation import begins, source_of

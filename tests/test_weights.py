@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from minivllm.core.interfaces.model import Rule
 from minivllm.core.interfaces.quantizer import Shard
-from minivllm.core.weights import find_targets, load_weights, weight_bytes
 from minivllm.errors import ModelError
+from minivllm.loading.weights import find_targets, load_weights, weight_bytes
 from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import ARCHS, tiny_dir
 

@@ -9,12 +9,12 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from minivllm.config import EngineConfig, load_config
-from minivllm.core.hf_config import find_model, open_checkpoint, read_config
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.errors import ConfigError, ModelError, PluginError
 from minivllm.explanation import Explanation
+from minivllm.loading.hf_config import find_model, open_checkpoint, read_config
 from minivllm.registry import Catalog, build_part
 from minivllm.wiring import group_layers, resolve, wiring_from_json, wiring_to_json
 

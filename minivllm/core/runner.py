@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from minivllm.errors import RequestError
+from minivllm.loading.build import build_worker, fused
 
 from . import sampling
-from .build import build_worker, fused
 from .interfaces.attention import AttnMeta, GraphKey
 from .interfaces.executor import Capacity
 from .interfaces.model import StepTensors

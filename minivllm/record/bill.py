@@ -186,7 +186,7 @@ def _model(resolved: Resolved) -> dict[str, Any]:
 
 
 def _tokenizer_folder(name: str) -> Path:
-    from minivllm.core.hf_config import find_model
+    from minivllm.loading.hf_config import find_model
 
     return find_model(name)
 

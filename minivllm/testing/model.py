@@ -18,10 +18,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minivllm.core.hf_config import read_config
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
+from minivllm.loading.hf_config import read_config
 from minivllm.spec import ANY
 
 from .base import Seen, since

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from minivllm.core.interfaces.attention import AttentionContext, AttnMeta, GraphKey
+from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.sampling import SamplingContext
+from minivllm.core.layers.parts import Parts
 from minivllm.errors import ModelError, ResourceError
 from minivllm.registry import build_part
 
 from .hf_config import open_checkpoint
-from .interfaces.attention import AttentionContext, AttnMeta, GraphKey
-from .interfaces.model import StepTensors
-from .interfaces.sampling import SamplingContext
-from .layers.parts import Parts
 from .weights import build_model, load_weights, weight_bytes
 
 if TYPE_CHECKING:
-    from .interfaces.attention import AttentionBackend
-    from .interfaces.executor import Wiring
-    from .interfaces.sampling import Processor
+    from minivllm.core.interfaces.attention import AttentionBackend
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.sampling import Processor
 
 CPU_CACHE_SHARE = 0.25  # of the memory that is free; pages are only taken when they are written
 CPU_CACHE_LIMIT = 8 << 30

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.core.interfaces.model import Model, ModelArch, Rule
+from minivllm.core.layers.module import Module
+from minivllm.core.layers.parts import Parts
 from minivllm.errors import ModelError, suggest
-
-from .interfaces.model import Model, ModelArch, Rule
-from .layers.module import Module
-from .layers.parts import Parts
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")  # older checkpoints carry tables that are computed here
