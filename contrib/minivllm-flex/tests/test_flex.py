@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
@@ -23,10 +22,3 @@ def tokens(**options):
 
 def test_the_model_in_the_package_writes_what_it_writes_with_sdpa():
     assert tokens(attention="minivllm-flex/flex") == tokens(attention="sdpa")
-
-
-@pytest.mark.slow
-def test_compiled_on_a_cpu_it_writes_the_same():
-    """A minute for the C++ compiler."""
-    compiled = {"name": "minivllm-flex/flex", "options": {"compile": "on"}}
-    assert tokens(attention=compiled) == tokens(attention="sdpa")

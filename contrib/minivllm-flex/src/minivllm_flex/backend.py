@@ -49,12 +49,11 @@ class Flex(AttentionBackend):
     def __init__(self, options: FlexOptions | None, ctx: AttentionContext) -> None:
         options = options or FlexOptions()
         super().__init__(options, ctx)
-        cpu = ctx.device.startswith("cpu")
-        on = options.compile == "on" or (options.compile == "auto" and not cpu)
+        # the C++ that torch 2.13 makes of it for a CPU does not compile once sizes vary, and knows no log-sum-exp
+        on = options.compile == "auto" and not ctx.device.startswith("cpu")
         self.flex: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if on else flex_attention
-        self.flex_lse = flex_attention if cpu else self.flex  # torch compiles no log-sum-exp for a CPU
-        # where it is not compiled, that was asked for or there is no GPU: torch's advice would be wrong here
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        if not on:  # torch's advice to compile would be wrong here
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
@@ -94,7 +93,7 @@ class Flex(AttentionBackend):
         )  # fmt: skip
         if not (lse or spec.sinks):
             return self.flex(*args, **more).transpose(1, 2).flatten(0, 1), None
-        o, aux = self.flex_lse(*args, **more, return_aux=AuxRequest(lse=True))
+        o, aux = self.flex(*args, **more, return_aux=AuxRequest(lse=True))
         o, norm = (x.transpose(1, 2).flatten(0, 1) for x in (o, aux.lse.float()))
         if spec.sinks:
             assert layer.sinks is not None

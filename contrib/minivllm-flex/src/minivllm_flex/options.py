@@ -10,6 +10,6 @@ class FlexOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    compile: Literal["auto", "on", "off"] = Field(
-        "auto", description="Compile the kernel (auto: on a GPU); off spells out the scores of a batch."
+    compile: Literal["auto", "off"] = Field(
+        "auto", description="auto compiles the kernel on a GPU; off, and a CPU, spell out the scores of a batch."
     )
