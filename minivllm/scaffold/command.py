@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from pathlib import Path
 
 from minivllm.scaffold import files, write
 from minivllm.spec import check_seam
@@ -17,10 +16,10 @@ def new(args: argparse.Namespace) -> int:
     assert seam is not None
     for path, _ in files(args.name, seam):
         print(folder / path)
-    where = shlex.quote(str(folder if folder.is_absolute() else Path(".") / folder))
+    where = folder.as_posix() if folder.is_absolute() else f"./{folder.as_posix()}"  # pip must see that it is a path
     print(
         f"\nA working {seam} plug-in.  Next:\n"
-        f'  pip install -e "{where}[test]"\n'
+        f"  pip install -e {shlex.quote(where + '[test]')}\n"
         f"  python -m minivllm.testing {args.name}/{args.name} --seam {seam}\n"
         f"then change {folder / 'src' / args.name.replace('-', '_') / 'plugin.py'}, and test again."
     )
