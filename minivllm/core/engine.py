@@ -133,7 +133,6 @@ class Engine:
             self.tenants.clear()
         request.tenant = self.tenants.setdefault(p.tenant, next(self._tenant))
         request.salt = p.cache_salt or ""
-        request.watch = request.watch or p.logprobs is not None
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
         for b in branches:
             seq = Seq(next(self._ids), request, b.sample, seed, tokens=request.prompt, known=len(request.prompt))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .interfaces.plan import ENDED, EOS, FAILED, LENGTH, NAN, STOP_ID, StepPlan, StepResult
-from .request import FINISHED, WAITING, TokenLogprobs
+from .request import FINISHED, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +65,9 @@ class Publisher:
         self._publish_blocks(flight, live, result)
         if not live.all():
             self._departed(flight, result, live)
+        if result.logprobs is not None:
+            for j in np.flatnonzero(ok & s.scored[slots]).tolist():
+                s.seq[slots[j]].unsettled.append((result.logprobs, j))
         ended = (result.flags & ENDED) != 0
         busy = live[pick] & (ended | (s.watch[slots] & ok))
         if busy.any():
@@ -79,8 +82,6 @@ class Publisher:
 
     def _deliver(self, seq: Seq, result: StepResult, j: int) -> None:
         """Hand a live row's new tokens to its sink and end it if it has ended."""
-        if result.count[j] and result.logprobs is not None and seq.request.params.logprobs is not None:
-            add_logprob(seq, result, j)
         flags = int(result.flags[j])
         if flags & (FAILED | NAN):
             error = next((e for e in result.errors if j in e.rows), None)
@@ -102,6 +103,7 @@ class Publisher:
     def flush(self, seq: Seq, ended: tuple[str, int | None] | None = None) -> str | None:
         """Tokens that the sink has not had yet; the stop string that they complete.  A sink that raises ends its own
         sequence."""
+        seq.settle()
         start = len(seq.request.prompt) + seq.published
         if seq.slot >= 0:
             ids = self.slots.tokens[seq.slot, start : self.slots.collected[seq.slot]].tolist()
@@ -147,6 +149,8 @@ class Publisher:
                 seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
                 seq.known += 1
                 self.tokens += 1
+                if result.logprobs is not None and seq.request.params.logprobs is not None:
+                    seq.unsettled.append((result.logprobs, j))
                 self._deliver(seq, result, j)
             if not seq.in_flight:
                 del self.planner.departed[serial]
@@ -213,11 +217,3 @@ def _reason(flags: int, token: int) -> tuple[str, int | None]:
     if flags & STOP_ID:
         return "stop", token
     return "length", None
-
-
-def add_logprob(seq: Seq, result: StepResult, j: int) -> None:
-    """One more entry for the token of row j."""
-    lp, k = result.logprobs, seq.request.params.logprobs
-    chosen = float(lp.chosen[j])
-    seq.logprobs.append(TokenLogprobs(chosen, int(lp.rank[j]), lp.top_ids[j, :k].tolist(), lp.top[j, :k].tolist()))
-    seq.cumulative_logprob += chosen

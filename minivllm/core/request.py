@@ -214,9 +214,20 @@ class Seq:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    logprobs: list[Any] = field(default_factory=list)  # outputs.TokenLogprobs, one per generated token
+    logprobs: list[Any] = field(default_factory=list)  # TokenLogprobs, one per generated token that is settled
     cumulative_logprob: float = 0.0
+    unsettled: list[tuple[Any, int]] = field(default_factory=list)  # (plan.LogProbs, row) of the tokens after those
     published: int = 0  # output tokens handed to the text side
+
+    def settle(self) -> None:
+        """Make entries of the log-probabilities that have come: not before somebody asks, a step has no time for it."""
+        k = self.request.params.logprobs
+        for lp, j in self.unsettled:
+            chosen = float(lp.chosen[j])
+            entry = TokenLogprobs(chosen, int(lp.rank[j]), lp.top_ids[j, :k].tolist(), lp.top[j, :k].tolist())
+            self.logprobs.append(entry)
+            self.cumulative_logprob += chosen
+        self.unsettled.clear()
 
 
 @dataclass(eq=False)

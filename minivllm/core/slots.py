@@ -48,6 +48,7 @@ class Slots:
         self.late = np.zeros(size, bool)
         self.host = np.zeros(size, bool)
         self.watch = np.zeros(size, bool)  # somebody wants each token as it comes
+        self.scored = np.zeros(size, bool)  # it wants log-probabilities
         self.topk = np.full(size, -1, np.int32)
         self.published = i32()  # blocks handed to the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
@@ -74,6 +75,7 @@ class Slots:
         self.late[slot], self.host[slot] = p.allowed_tokens_fn is not None, p.choose_fn is not None
         self.topk[slot] = -1 if p.logprobs is None else p.logprobs
         self.watch[slot] = bool(r.watch) or self.late[slot] or self.host[slot]
+        self.scored[slot] = r.params.logprobs is not None
         self.published[slot] = 0
         self.blocks[:, slot], self.trimmed[:, slot] = 0, 0
         self.running = np.append(self.running, np.int32(slot))
