@@ -16,6 +16,7 @@ runs as separate launches instead; ``notes`` says why.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .interfaces.plan import StepPlan
     from .runner import Runner
 
+log = logging.getLogger(__name__)
 SHORT = 8192  # contexts up to here share their captures; longer ones are cut differently by the attention back end
 MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
 MEASURED_FROM = 128  # rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
@@ -165,7 +167,7 @@ class Graphs:
                 self._capture_forward(key)
             except Exception as e:  # a model or back end that cannot be captured, or no memory left for it
                 self.refused.add(key)
-                self.notes.append(f"a step is not captured: {first_line(e)}")
+                self._note(f"a step is not captured, it runs as separate launches: {first_line(e)}")
                 return None
         captured = self.forwards[key]
         if key.kind == "mixed":
@@ -305,12 +307,16 @@ class Graphs:
         try:
             return self._capture(lambda: run_sample(r, b, asked))
         except Exception as e:  # a plug-in that cannot be captured runs uncaptured
-            note = f"sampling is not captured: {first_line(e)}"
-            if note not in self.notes:
-                self.notes.append(note)
+            self._note(f"sampling is not captured, it runs as separate launches: {first_line(e)}")
             return None
         finally:
             b.slots.copy_(held)
+
+    def _note(self, text: str) -> None:
+        """Say it once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            log.warning(text)
 
     def _capture(self, run: Callable[[], Any]) -> Captured:
         """Run once by itself (kernels are compiled, scratch is taken), then record; on rows of the spare slot."""

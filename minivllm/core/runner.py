@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from minivllm.errors import RequestError
-from minivllm.loading.build import build_worker, fused
+from minivllm.loading.build import build_worker, fused, has_kernels
 
 from . import sampling
 from .interfaces.attention import AttnMeta, GraphKey
@@ -108,7 +108,7 @@ class Runner:
 
     def _graphs(self) -> Any:
         """Captured decode steps, if device, config and plug-ins allow them."""
-        wanted = self.wiring.graph != "off" and self.device.type == "cuda" and fused(self.wiring)
+        wanted = self.wiring.graph != "off" and has_kernels(self.wiring)
         traits = self.wiring.parts["attention"].traits
         graph = traits.get("graph", "none")
         if not wanted or graph == "none" or traits.get("plan") != "device":

@@ -58,9 +58,14 @@ def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processo
     return [*made, (sampler.name, build_part("sampler", sampler, ctx))]
 
 
+def has_kernels(wiring: Wiring) -> bool:
+    """Whether Triton's kernels can run there."""
+    return wiring.device.startswith("cuda") and importlib.util.find_spec("triton") is not None
+
+
 def fused(wiring: Wiring) -> bool:
-    """Whether the fused kernels run: they are Triton's."""
-    return wiring.fuse and wiring.device.startswith("cuda") and importlib.util.find_spec("triton") is not None
+    """Whether the kernels run that join layers, or the operations of a sampler."""
+    return wiring.fuse and has_kernels(wiring)
 
 
 def build_worker(wiring: Wiring) -> Worker:
