@@ -114,7 +114,7 @@ class EngineConfig(Strict):
         "auto", description="steps that are captured as CUDA graphs; auto: decode, if attention and model allow it"
     )
     fuse: bool = Field(
-        True, description="fused kernels on a GPU, and captured steps, which need them; false: torch's own, one by one"
+        True, description="kernels on a GPU that join layers, or the operations of a sampler; false: torch's own, one by one"
     )
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model, if the executor can")
     run_ahead: int | None = Field(None, ge=0, description="steps in flight beside the newest; None: the executor's")
