@@ -327,6 +327,8 @@ class SamplingConformance(SpecConformance):
                 self._same(out[j], again[j], s, f"after {count[j]} of the tokens {poisoned[j].tolist()} at once, it")
 
         seen.require(twice=10)
+        if not seen["changed"] and (unknown := self.unknown()):  # what turns its state on may be one of these
+            pytest.skip(f"no values known of {', '.join(unknown)}: override params()")
         assert seen["changed"], "no commit changes a column: what it hears is lost, or kept where no fork finds it"
 
     @since(1, 0)
