@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from minivllm import __version__, cli_bench, cli_config, cli_plugins, cli_record
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, ResourceError
 
 SAMPLING: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", int, "tokens to generate at most"),
@@ -109,10 +109,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as exc:
         if debug:
             raise
+        if broken := broken_metadata(exc):
+            print(f"minivllm: error: {broken}", file=sys.stderr)
+            return ResourceError.exit_code
         print(
             f"minivllm: error: {type(exc).__name__}: {one_line(str(exc))} (a bug; --debug shows where)", file=sys.stderr
         )
         return 1
+
+
+def broken_metadata(exc: Exception) -> str:
+    """Which package to remove, if an exception comes out of ``importlib.metadata``: minivllm's own discovery survives
+    one that cannot be read, but pydantic and torch look for plug-ins of theirs too."""
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exc.__traceback__))
+    if not any(name.startswith("importlib.metadata") for name in names):
+        return ""
+    from minivllm.discovery import unreadable
+
+    found = "; ".join(map(str, unreadable()))
+    return f"{found}. Other libraries read that too, and fail: reinstall the package or remove it" if found else ""
 
 
 def one_line(text: str) -> str:

@@ -187,6 +187,11 @@ def _one_by_one() -> tuple[list[Entry], list[Fault]]:
     return found, faults
 
 
+def unreadable() -> list[Fault]:
+    """The packages whose entry points cannot be read, by anybody."""
+    return _one_by_one()[1]
+
+
 def normal(dist: str) -> str:
     return re.sub(r"[-_.]+", "-", dist).lower()  # PEP 503
 

@@ -228,6 +228,16 @@ def test_a_hundred_packages_are_listed_without_a_module_of_theirs(tmp_path):
     assert modules == "[]" and lines[0].startswith("evictor 'minivllm/lru' (minivllm ")
 
 
+def test_where_another_library_fails_on_broken_metadata_the_package_is_named(tmp_path):
+    install(tmp_path, "broke", "[x]\njust a line", version="2.1")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    argv = [sys.executable, "-m", "minivllm", "explain"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 5 and not done.stdout
+    assert done.stderr.startswith("minivllm: error: broke 2.1: its entry points cannot be read: ")
+    assert done.stderr.endswith(". Other libraries read that too, and fail: reinstall the package or remove it\n")
+
+
 def test_plugins_shows_summaries_of_others_if_asked(path, capsys):
     install(path, "acme", {"minivllm.evictor": {"arc": "acme_ok_spec:S"}}, acme_ok_spec=spec_text())
     assert main(["plugins", "evictor"]) == 0
