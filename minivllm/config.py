@@ -110,8 +110,8 @@ class EngineConfig(Strict):
     kvcache_block_size: int | None = Field(None, ge=1, description="tokens; None: what the attention back end prefers")
     enable_prefix_caching: bool = Field(True, description="share the KV blocks of equal prefixes")
     enforce_eager: bool = Field(False, description="never run captured graphs: the same as graph=off")
-    graph: Literal["auto", "decode", "off"] = Field(
-        "auto", description="steps that are captured as CUDA graphs; auto: decode, if attention and model allow it"
+    graph: Literal["auto", "mixed", "decode", "off"] = Field(
+        "auto", description="steps that are captured as CUDA graphs; mixed: decode steps too; auto: what attention allows"
     )
     fuse: bool = Field(
         True, description="kernels on a GPU that join layers, or the operations of a sampler; false: torch's own, one by one"

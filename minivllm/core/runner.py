@@ -115,7 +115,7 @@ class Runner:
             return None
         from .graphs import Graphs, first_line
 
-        graphs = Graphs(self, graph == "mixed" and self.wiring.graph == "auto")
+        graphs = Graphs(self, graph == "mixed" and self.wiring.graph in ("auto", "mixed"))
         try:
             with torch.inference_mode():
                 graphs.warm()

@@ -49,7 +49,7 @@ class Wiring:
     groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
     eos_ids: tuple[int, ...] = ()
     run_ahead: int | None = None  # steps in flight beside the newest; None = the executor's choice
-    graph: str = "auto"  # captured steps: auto | decode | off
+    graph: str = "auto"  # captured steps: auto | mixed | decode | off
     fuse: bool = True  # fused kernels, where the device has them
 
 
