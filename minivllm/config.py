@@ -111,10 +111,10 @@ class EngineConfig(Strict):
     enable_prefix_caching: bool = Field(True, description="share the KV blocks of equal prefixes")
     enforce_eager: bool = Field(False, description="never run captured graphs: the same as graph=off")
     graph: Literal["auto", "mixed", "decode", "off"] = Field(
-        "auto", description="steps that are captured as CUDA graphs; mixed: decode steps too; auto: what attention allows"
+        "auto", description="steps captured as CUDA graphs; mixed: decode steps too; auto: what attention allows"
     )
     fuse: bool = Field(
-        True, description="kernels on a GPU that join layers, or the operations of a sampler; false: torch's own, one by one"
+        True, description="kernels on a GPU that join layers, or a sampler's operations; false: torch's own, one by one"
     )
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model, if the executor can")
     run_ahead: int | None = Field(None, ge=0, description="steps in flight beside the newest; None: the executor's")
