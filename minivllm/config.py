@@ -61,6 +61,8 @@ class Choice(BaseModel):
     def model_post_init(self, context: Any) -> None:
         if self.prefer and self.name != "auto":
             raise ValueError(f"prefer is only for name = 'auto', and the name is {self.name!r}")
+        if "auto" in self.prefer:
+            raise ValueError("prefer: want names of plug-ins, and 'auto' is none")
         if self.options and self.name == "auto":
             raise ValueError("options need a name: which plug-in are they for?")
 
@@ -233,9 +235,15 @@ def _lay_over(
 ) -> None:  # fmt: skip
     """What counts more than files."""
     environ = os.environ if environ is None else environ
+    given: dict[tuple[str, ...], str] = {}
     for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX):  # sorted: a NAME comes before its OPTIONS
-            layers.put(name.removeprefix(ENV_PREFIX).lower().split("__"), parse_value(text), _always(name))
+            top, *rest = name.removeprefix(ENV_PREFIX).lower().split("__")
+            path = (ALIASES.get(top, top), *rest)
+            if path in given:
+                raise ConfigError(f"{'.'.join(path)} is given twice, as {given[path]} and as {name}")
+            given[path] = name
+            layers.put(path, parse_value(text), _always(name))
         elif name.startswith("MINIVLLM_") and name[9:].lower() in EngineConfig.model_fields:
             layers.notes.append(f"{name} is not read: want two underscores, {ENV_PREFIX}{name[9:]}")
     layers.assign([_assignment(text) for text in sets], "--set", trusted=True)
@@ -296,7 +304,7 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         text = values.get(key)
         if (
             isinstance(text, str)
-            and text not in IN_PACKAGE
+            and text not in ("", *IN_PACKAGE)
             and (text.startswith(("./", "../")) or (folder / text).is_dir())
         ):
             values[key] = os.path.normpath(folder / text)

@@ -198,10 +198,11 @@ def _loader_class() -> Any:
             seen: set[Any] = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                    if key.value in seen and id(node) not in self.merged:
+                    name = self.construct_object(key)  # 0x5 is 5
+                    if name in seen and id(node) not in self.merged:
                         problem = f"the key {key.value!r} is there twice"
                         raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-                    seen.add(key.value)
+                    seen.add(name)
             self.merged.add(id(node))  # from now on it holds the keys of its merges too
             return super().construct_mapping(node, deep)
 

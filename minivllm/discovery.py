@@ -106,6 +106,8 @@ def _unusable(entry: Entry, same: Entry | None) -> str:
     where = f"{GROUP}.{entry.kind}: {entry.name!r}"
     if entry.builtin:
         return f"{where} claims to be of the package minivllm, which has none by entry point"
+    if entry.dist == LOCAL:
+        return f"{where} is of a package that is called {LOCAL!r}, which here means what a user named directly"
     if not _NAME.fullmatch(entry.name) or entry.name == "auto":
         return f"{where} is no name for a plug-in: want letters, digits, '_', '-' and '.', and not 'auto'"
     if entry.dist == UNKNOWN:
@@ -235,7 +237,9 @@ def _shut(dists: set[str], environ: Mapping[str, str]) -> set[str]:
     words = [w for w in re.split(r"[,\s]+", text) if w]
     only = {normal(w) for w in words if not w.startswith("-")}
     without = {normal(w[1:]) for w in words if w.startswith("-")}
-    if unknown := sorted((only | without) - dists):
+    if BUILTIN in without or "" in without:
+        raise PluginError(f"{ENV}={text!r}: want packages, or '-package', and minivllm itself cannot be shut out")
+    if unknown := sorted((only | without) - dists - {BUILTIN}):
         raise PluginError(
             f"{ENV} names {', '.join(unknown)}, but no such package offers a minivllm plugin. "
             f"Installed: {', '.join(sorted(dists)) or 'none'}."

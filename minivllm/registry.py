@@ -174,7 +174,8 @@ class Registry:
 
     def _unknown(self, name: str) -> str:
         known = sorted({e.name for e in self.entries} | {e.label for e in self.entries if not e.builtin})
-        hint = suggest(name, known)
+        dist, slash, bare = name.rpartition("/")
+        hint = suggest(f"{discovery.normal(dist)}{slash}{bare}", known)
         installed = ", ".join(e.name if e.builtin else e.label for e in self.entries) or "none"
         return (
             f"No {self.kind.name} is called {name!r}.{hint}\n"
@@ -220,7 +221,9 @@ class Registry:
         spec = self.spec(entry)
         try:
             reasons = spec.refuse(request, self.kind)
-        except Exception as exc:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:  # as when it is imported: a panic in Rust too
             raise PluginError(f"{entry}: its spec cannot answer: {type(exc).__name__}: {exc}") from exc
         return Candidate(entry, spec, reasons)
 

@@ -13,6 +13,7 @@ and names it in its pyproject: ``[project.entry-points."minivllm.attention"]`` `
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -217,17 +218,25 @@ class Needs:
         if self.version:
             from packaging.version import Version
 
-            top = self.module.partition(".")[0]
-            dists = [self.dist] if self.dist else importlib.metadata.packages_distributions().get(top, [self.module])
-            try:
-                have = importlib.metadata.version(dists[0])
-            except importlib.metadata.PackageNotFoundError:
+            have = self.installed_version()
+            if have is None:
                 return Reason(
                     f"{self.module} has no version", f"at least {self.version}", "an unknown one", self.install
                 )
             if Version(have) < Version(self.version):
                 return Reason(self.module, f"at least {self.version}", have, self.install)
         return None
+
+    def installed_version(self) -> str | None:
+        """The version of the distribution that brings the module; None if that cannot be told."""
+        dist = self.dist or self.module.partition(".")[0]
+        if not self.dist:
+            with contextlib.suppress(Exception):  # some package has broken metadata: then by the name
+                dist = importlib.metadata.packages_distributions().get(dist, [dist])[0]
+        try:
+            return importlib.metadata.version(dist)
+        except importlib.metadata.PackageNotFoundError:
+            return None
 
 
 def _installed(module: str) -> bool:
@@ -321,6 +330,8 @@ class Spec:
         reasons += [reason for needs in self.needs if (reason := needs.missing()) is not None]
         if self.check is not None and not reasons:
             reasons += self.check(request)
+            if wrong := [r for r in reasons if not isinstance(r, Reason)]:
+                raise TypeError(f"check() gave {wrong[0]!r}: want a list of Reason")
         return tuple(reasons)
 
 

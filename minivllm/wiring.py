@@ -274,7 +274,10 @@ class _Fold:
         for i, choice in enumerate(choices):
             at = f"{OPTION_OF.get(kind, kind)}.{i}"
             selection = self._select(kind, choice, known, at=at)
-            selection.require()
+            label = selection.require().entry.label
+            if any(part.name == label for part in parts):  # once by its name, once as package/name
+                place = begins(source_of(self.origins, at))
+                raise ConfigError(f"{place}{OPTION_OF.get(kind, kind)}: {label!r} is there twice")
             parts.append(self._keep(selection, choice, at))
         return parts
 

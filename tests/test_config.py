@@ -135,6 +135,7 @@ def test_a_value_on_the_command_line_means_itself(value):
         ("seed = 1\nseed = 2\n", "x.toml", "{path}:2:9: Cannot overwrite a value"),
         ("seed: 1\nseed: 2\n", "x.yaml", "{path}:2:1: the key 'seed' is there twice"),
         ("scheduler:\n  name: a\n  name: b\n", "x.yml", "{path}:3:3: the key 'name' is there twice"),
+        ("sampling:\n  logit_bias: {5: 1, 0x5: 2}\n", "x.yaml", "{path}:2:22: the key '0x5' is there twice"),
         ("seed: [1\n", "x.yaml", "{path}:2:1: expected ',' or ']', but got '<stream end>'"),
         ("a: !!python/object/apply:os.system [x]", "x.yaml", "{path}:1:4: could not determine a constructor for the "
          "tag 'tag:yaml.org,2002:python/object/apply:os.system'"),
@@ -143,6 +144,9 @@ def test_a_value_on_the_command_line_means_itself(value):
         (b"seed = '\xff'", "x.toml", "{path}: not UTF-8 (byte 8); save it as UTF-8"),
         ("{}", "x.json", "{path}: want a file that ends in .toml, .yaml or .yml, or the .json record of a run"),
         ("max_nums_seqs = 1", "x.toml", "{path}:1: unknown option 'max_nums_seqs'. Did you mean 'max_num_seqs'?"),
+        ("model = ''", "x.toml", "{path}:1: model='': want text that is not empty"),
+        ("attention = {prefer = ['sdpa', 'auto']}", "x.toml",
+         "{path}:1: attention: prefer: want names of plug-ins, and 'auto' is none"),
         ("max_num_seqs = 'many'", "x.toml", "{path}:1: max_num_seqs='many': want a whole number from 1"),
         ("max_num_seqs = true", "x.toml", "{path}:1: max_num_seqs=True: want a whole number from 1"),
         ("[scheduler]\nnam = 'x'", "x.toml", "{path}:2: unknown option 'scheduler.nam'. Did you mean 'name'?"),
@@ -203,6 +207,10 @@ def test_a_missing_file_is_told(tmp_path):
          "--set: scheduler.options.a.b: scheduler.options.a is 1 from --set, not a table"),
         ({"environ": {"MINIVLLM__SEDE": "1"}}, "MINIVLLM__SEDE: unknown option 'sede'. Did you mean 'seed'?"),
         ({"environ": {"MINIVLLM__SEED": "x"}}, "MINIVLLM__SEED: seed='x': want a whole number"),
+        ({"environ": {"MINIVLLM__QUANTIZATION": "int8", "MINIVLLM__QUANTIZER": "none"}},
+         "quantizer is given twice, as MINIVLLM__QUANTIZATION and as MINIVLLM__QUANTIZER"),
+        ({"environ": {"MINIVLLM__SEED": "1", "MINIVLLM__seed": "2"}},
+         "seed is given twice, as MINIVLLM__SEED and as MINIVLLM__seed"),
         ({"environ": {"MINIVLLM__ALLOW_TARGETS": "['x']"}}, "MINIVLLM__ALLOW_TARGETS: allow_targets may come from the "
          "command line (--allow-target) or from Python only: what names code must not be what allows it"),
         ({"keywords": {"max_seqs": 1}}, "unknown option 'max_seqs'. Did you mean 'max_num_seqs'?"),

@@ -119,6 +119,15 @@ def test_a_package_that_calls_itself_minivllm_adds_nothing(path):
     ]
 
 
+def test_a_package_cannot_pass_for_what_a_user_named_directly(path):
+    install(path, "local", {"minivllm.attention": {"mine": "evil:S"}})
+    assert labels() == []
+    assert faults() == [
+        "local 1.0: minivllm.attention: 'mine' is of a package that is called 'local', which here means what a user "
+        "named directly"
+    ]
+
+
 def test_a_package_that_offers_one_name_twice_is_told(path):
     install(path, "acme", "[minivllm.attention]\nx = a:S\nx = b:S\nx = a:S\n")
     assert faults() == ["acme 1.0: minivllm.attention: 'x' is offered twice, as 'a:S' and as 'b:S': the first is used"]

@@ -17,8 +17,10 @@ from plugin_helpers import write_package
 from wrong.hooks import Mirror
 
 from minivllm import LLM, AsyncLLM, SamplingParams
+from minivllm.core.request import Request
 from minivllm.errors import ConfigError, PluginError
 from minivllm.hooks import Hooks, hookimpl
+from minivllm.hooks.bridge import view_of
 from minivllm.plugins.hooks.options import StepLogOptions
 from minivllm.plugins.hooks.step_log import StepLog
 from minivllm.plugins.scheduler.fcfs import Fcfs
@@ -211,6 +213,33 @@ def test_an_observer_that_raises_is_logged_with_its_package_and_disabled_after_t
     first, *_, last = caplog.messages
     assert first == "hooks 'acme/a' (acme -) failed in minivllm_step_finished (1 of 3): ValueError: no disk"
     assert last == "hooks 'acme/a' (acme -) is disabled: it failed 3 times" and len(caplog.messages) == 4
+
+
+def test_no_exception_of_a_hook_ends_the_engine_not_even_a_panic_in_rust(caplog):
+    class Panic(BaseException):  # what PyO3 raises
+        pass
+
+    class Panics(Hooks):
+        @hookimpl
+        def minivllm_step_finished(self, step):
+            raise Panic("index out of bounds")
+
+    engine = hooked(Panics())
+    made = request(engine, "r", range(5), max_tokens=9)
+    run(engine)
+    assert outputs(made) == [answer(made.prompt, made.params)]
+    assert engine.stats()["hook_failures"] == {"acme/a": 3} and "Panic: index out of bounds" in caplog.text
+
+
+def test_a_hook_cannot_change_the_parameters_of_a_request():
+    given = SamplingParams(logit_bias={3: 1.0}, stop_token_ids=[7], extra={"deep": {"a": [1]}})
+    made = Request("r", np.arange(5, dtype=np.int32), given, arrival=0.0)
+    params = view_of(made).params
+    for change in (lambda: params["logit_bias"].clear(), lambda: params["extra"]["deep"].update(a=0),
+                   lambda: params["stop_token_ids"].clear()):  # fmt: skip
+        with pytest.raises(AttributeError):
+            change()
+    assert params["extra"] == {"deep": {"a": (1,)}} and made.params.logit_bias == {3: 1.0}
 
 
 def test_wrappers_see_both_sides_and_the_first_is_the_outermost():

@@ -14,6 +14,7 @@ from plugin_helpers import discover, point, write_package
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.errors import ConfigError, PluginError
+from minivllm.hooks import Hooks, hookimpl
 from minivllm.hooks.manager import NAMES, HookManager
 from minivllm.plugins.hooks.options import LiveOptions, StepLogOptions
 from minivllm.plugins.hooks.step_log import COLUMNS, StepLog
@@ -65,6 +66,7 @@ def chosen(package, environ=None, **text):
         ({"mark": "wrapper=True", "body": "yield"}, "minivllm_step_finished cannot be wrapped: want @hookimpl without"),
         ({"mark": "hookwrapper=True", "body": "yield"}, "is an old-style wrapper: want @hookimpl"),
         ({"name": "minivllm_publish"}, r"minivllm_publish is a wrapper: want @hookimpl\(wrapper=True\) and a yield"),
+        ({"body": "yield"}, r"minivllm_step_finished is a generator .*, and nothing of it would run: want a plain"),
         ({"mark": "specname='minivllm_nothing'", "name": "f"}, "there is no hook 'minivllm_nothing'"),
     ],
 )
@@ -82,6 +84,16 @@ def test_versions_blocks_and_base_classes_are_those_of_any_seam(package):
         chosen(package, environ={"MINIVLLM_PLUGINS": ""})
     with pytest.raises(PluginError, match=r"is not a subclass of minivllm.hooks.Hooks"):
         HookManager.make(chosen(package, base="object").hooks)
+
+
+def test_an_async_hook_that_nobody_would_await_is_refused():
+    class Later(Hooks):
+        @hookimpl
+        async def minivllm_step_finished(self, step):
+            pass
+
+    with pytest.raises(PluginError, match="minivllm_step_finished is an async function, and nothing of it would run"):
+        HookManager([("acme/later", Later())])
 
 
 def test_a_hook_that_is_newer_may_be_optional(package):

@@ -13,12 +13,13 @@ import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from plugin_helpers import write_package
+from plugin_helpers import install, write_package
 
 from minivllm import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from minivllm.cli import main
@@ -371,6 +372,7 @@ def test_versions_and_machine_differ_without_another_fingerprint(made):
         (dict(machine__memory_gib=9.0, machine__system="Linux 9"), NOTHING),
         (dict(machine__gpu="H100"), "only the machine differs"),
         (dict(environment={"OMP_NUM_THREADS": "1"}), "only the machine differs"),
+        (dict(environment={"MINIVLLM_PLUGINS": "", "MINIVLLM_STRICT_PLUGINS": "1"}), NOTHING),
         (dict(versions__torch="9.0", machine__cpu="B"), "torch and the machine differ"),
         (dict(created="2001", command=["x"], changed_sources=["evictor"]), NOTHING),
     ]:
@@ -477,6 +479,24 @@ def test_a_python_run_is_recorded_when_it_ends_and_runs_again(model, tmp_path, m
     assert capsys.readouterr()[0].startswith(NOTHING + "\nthe tokens are the same: ")
     with LLM(config="a.json") as llm:
         assert llm.config.max_num_seqs == 4 and llm.config.skip_tokenizer_init
+
+
+def test_the_model_in_the_package_is_recorded_as_such_beside_a_folder_of_its_name(tmp_path, monkeypatch, made):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pocket").mkdir()
+    loaded = load_config(keywords={"model": "pocket", "device": "cpu"}, environ={})
+    record = bill.make(resolve(loaded.engine, Catalog.discover()), loaded)
+    assert record["config"]["values"]["model"] == "pocket"
+    assert Path(record["model"]["folder"]).parent != tmp_path
+
+
+def test_a_requirement_that_nobody_can_read_does_not_keep_a_run_from_being_recorded(tmp_path, monkeypatch, made, write):
+    requires = "Requires-Dist: not ! a requirement\nRequires-Dist: numpy>=1\nRequires-Dist: no-such-package\n"
+    install(tmp_path, "acme", {"minivllm.evictor": {"mine": "acme_torn:S"}}, metadata=requires)
+    text = f"from minivllm.spec import Spec\n{EVICTOR}S = Spec('acme_torn:Mine', (1, 0), 'for a test')\n"
+    write("acme_torn", text)
+    (part,) = (p for p in made(evictor="mine")["parts"] if p["seam"] == "evictor")
+    assert part["requires"] == {"numpy": importlib.metadata.version("numpy")}
 
 
 def test_a_function_of_python_cannot_be_run_from_a_file(model, tmp_path):
@@ -621,6 +641,10 @@ def test_a_record_that_cannot_be_written_or_read_is_refused_before_the_work(expe
     half = {k: v for k, v in bill.read("a.json").items() if k not in ("parts", "results")}
     (experiment / "x.json").write_text(json.dumps(half))
     assert refuses("diff", "x.json", "a.json") == "x.json: not a whole record: it lacks parts, results"
+    for part, torn in [("parts", None), ("config", {}), ("model", []), ("versions", "torch 2"), ("parts", [{}])]:
+        (experiment / "x.json").write_text(json.dumps({**bill.read("a.json"), part: torn}))
+        for command in ("diff", "x.json", "a.json"), ("run", "x.json"):
+            assert refuses(*command).startswith("x.json: not a whole record, edited by hand? "), part
     (experiment / "x.json").write_text("")
     assert refuses("diff", "x.json", "a.json").startswith("x.json: broken JSON: ")
     assert refuses("diff", "none.json", "a.json") == "none.json: No such file or directory"

@@ -155,6 +155,22 @@ def test_the_environment_cannot_name_what_is_not_there():
     assert str(info.value) == ("MINIVLLM_PLUGINS names aa, but no such package offers a minivllm plugin. Installed: a.")
 
 
+def test_minivllm_itself_may_be_named_and_cannot_be_shut_out():
+    offered = point("a", "x", "a:S")
+    entries = discover(offered, environ={"MINIVLLM_PLUGINS": "minivllm"})["attention"].entries
+    assert [e.dist for e in entries if e.blocked] == ["a"]
+    for value in ("-minivllm", "-", "- a"):
+        with pytest.raises(PluginError) as info:
+            discover(offered, environ={"MINIVLLM_PLUGINS": value})
+        want = "want packages, or '-package', and minivllm itself cannot be shut out"
+        assert str(info.value) == f"MINIVLLM_PLUGINS={value!r}: {want}"
+
+
+def test_a_package_in_another_spelling_is_suggested_in_its_own():
+    with pytest.raises(PluginError, match=r"^No attention is called 'Acme_Attn/x'. Did you mean 'acme-attn/x'"):
+        discover(point("acme.attn", "x", "a:S"))["attention"].find("Acme_Attn/x")
+
+
 def test_a_blocked_plugin_is_not_imported(package):
     package("shut", "raise AssertionError('imported')")
     registry = discover(point("shut", "x", "shut:S"), environ={"MINIVLLM_PLUGINS": ""})["attention"]

@@ -9,7 +9,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plugin_helpers import discover, point, spec_text, write_package
+from plugin_helpers import discover, install, point, spec_text, write_package
 
 from minivllm.errors import PluginError
 from minivllm.registry import (
@@ -191,6 +191,33 @@ def test_a_check_that_raises_is_a_reason_or_an_error_that_names_the_package(pack
     with pytest.raises(PluginError) as info:
         registry.select(Request(), "flash")
     assert str(info.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("return ['too old']", "TypeError: check() gave 'too old': want a list of Reason"),
+        ("return 'too old'", "TypeError: check() gave 't': want a list of Reason"),
+        ("raise Panic('no device')", "Panic: no device"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_check_that_gives_no_reasons_or_panics_is_a_reason_like_any_fault(package, body, message):
+    text = f"class Panic(BaseException): pass\ndef check(request):\n    {body}\n"
+    package("acme_panic_spec", text + spec_text().replace('"for a test"', '"for a test", check=check'))
+    registry = discover(point("acme", "flash", "acme_panic_spec:S"))["attention"]
+    selection = registry.select(Request(features=frozenset()), "sdpa", everything=True)
+    (reason,) = next(c for c in selection.candidates if c.entry.dist == "acme").reasons
+    assert str(reason).endswith(f"its spec cannot answer: {message}")
+    json.dumps(selection.as_dict())
+
+
+def test_a_needed_version_is_told_though_the_metadata_of_another_package_is_broken(tmp_path, monkeypatch):
+    install(tmp_path, "other", {}, metadata="", version="1")
+    (tmp_path / "other-1.dist-info" / "METADATA").write_bytes(b"Name: \xff\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Needs("numpy", "1").missing() is None and Needs("numpy", "1").installed_version()
+    assert str(Needs("numpy", "9999").missing()).startswith("numpy: want at least 9999, supports ")
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,8 @@ def test_a_failed_choice_carries_what_was_chosen_before_it(model):
          "  A package adds one with the entry-point group 'minivllm.processor'; an experiment can say 'module:Class'."),
         ({"quantizer": {"name": "int8", "options": {"skp": []}}}, PluginError,
          "Wrong options for minivllm/int8:\n  unknown option 'quantizer.options.skp'. Did you mean 'skip'?"),
+        ({"processors": ["penalties", "minivllm/penalties"]}, ConfigError,
+         "processors: 'minivllm/penalties' is there twice"),
         ({"processors": [{"name": "penalties", "options": {"a": 1}}]}, PluginError,
          "minivllm/penalties takes no options: processors.0.options has 'a'"),
     ],

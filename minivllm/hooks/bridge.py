@@ -189,5 +189,12 @@ def frozen(a: np.ndarray) -> np.ndarray:
 def view_of(request: Request) -> RequestView:
     return RequestView(
         request.id, tuple(s.id for s in request.sequences), frozen(request.prompt),
-        MappingProxyType(dict(vars(request.params))), request.arrival,
+        _sealed(vars(request.params)), request.arrival,
     )  # fmt: skip
+
+
+def _sealed(value: Any) -> Any:
+    """A parameter that cannot be changed: the engine reads the same tables and lists."""
+    if isinstance(value, Mapping):
+        return MappingProxyType({key: _sealed(inner) for key, inner in value.items()})
+    return tuple(map(_sealed, value)) if isinstance(value, (list, tuple)) else value

@@ -7,6 +7,7 @@ each has its own time, its own failures, and must not take the others with it.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ FAILURES = 3  # of a plug-in, and it is disabled
 PREFIX = "minivllm_"
 NAMES = tuple(name for name in vars(HookContracts) if name.startswith(PREFIX))
 log = logging.getLogger("minivllm.hooks")
-Fault = (Exception, SystemExit)  # a plug-in that exits must not end the engine
 
 
 @dataclass(eq=False)
@@ -120,9 +120,9 @@ class HookManager:
         """A call whose error is that of who asked: PluginError, unless minivllm itself would raise it."""
         try:
             return call.function(*[values[a] for a in call.takes])
-        except MinivllmError:
+        except (MinivllmError, KeyboardInterrupt):
             raise
-        except Fault as exc:
+        except BaseException as exc:
             raise PluginError(f"{call.member} failed in {call.hook}: {type(exc).__name__}: {exc}") from exc
 
     def ask(self, name: str, **values: Any) -> tuple[str, Any] | None:
@@ -158,7 +158,9 @@ class HookManager:
         member = call.member
         try:
             return self.times.run(f"hooks:{member.name}", function, *args)
-        except Fault as exc:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:  # SystemExit too, and a panic in Rust: nothing of a plug-in's ends the engine
             member.failures += 1
             how = f"{member} failed in {call.hook} ({member.failures} of {FAILURES}): {type(exc).__name__}: {exc}"
             log.warning(how, exc_info=exc if log.isEnabledFor(logging.DEBUG) else None)
@@ -204,7 +206,9 @@ def _class(part: Part) -> Any:
     """The class of a plug-in, or None if it cannot be imported: ``build_part`` then says so where it is used."""
     try:
         return import_target(part.target)
-    except Fault:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return None
 
 
@@ -229,6 +233,16 @@ def _check(manager: pluggy.PluginManager, member: Member) -> None:
             raise PluginError(f"{member}: {name} cannot be wrapped: want @hookimpl without wrapper=True")
         if not opts["wrapper"] and name in WRAPPERS:
             raise PluginError(f"{member}: {name} is a wrapper: want @hookimpl(wrapper=True) and a yield")
+        if not opts["wrapper"] and (what := _deferred(getattr(member.plugin, attribute))):
+            raise PluginError(f"{member}: {name} is {what}, and nothing of it would run: want a plain function")
+
+
+def _deferred(function: Callable[..., Any]) -> str:
+    """What a function is whose call does not run it."""
+    if inspect.iscoroutinefunction(function):
+        return "an async function"
+    generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    return "a generator (it has a yield)" if generates else ""
 
 
 def _words(exc: pluggy.PluginValidationError) -> str:
@@ -237,8 +251,6 @@ def _words(exc: pluggy.PluginValidationError) -> str:
     last = str(exc).splitlines()[-1].strip()
     if not hook:
         return last
-    import inspect
-
     told = [p for p in inspect.signature(getattr(HookContracts, hook)).parameters if p != "self"]
     return f"{hook}: {last[:1].lower()}{last[1:]}; it is told: {', '.join(told)}"
 

@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm.discovery import LOCAL
 from minivllm.errors import ConfigError
+from minivllm.loading.hf_config import IN_PACKAGE
 
 from . import machine, sources
 
@@ -108,25 +110,16 @@ def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
     return {
         "seam": seam, "name": part.name, "asked": selection.asked, "distribution": entry.dist,
         "version": entry.version, "target": part.target, "options": dict(part.options), "source": found,
-        "needs": {need.module: _module_version(need.module) for need in (spec.needs if spec else ())},
+        "needs": {need.module: need.installed_version() for need in (spec.needs if spec else ())},
         "requires": _requires(entry),
     }  # fmt: skip
 
 
-def _module_version(module: str) -> str | None:
-    top = module.partition(".")[0]
-    names = importlib.metadata.packages_distributions().get(top, [top])
-    try:
-        return importlib.metadata.version(names[0])
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _requires(entry: Entry) -> dict[str, str]:
     """Installed versions of what a third-party package depends on: its kernels may live there."""
-    from packaging.requirements import Requirement
+    from packaging.requirements import InvalidRequirement, Requirement
 
-    if entry.builtin:
+    if entry.builtin or entry.dist == LOCAL:
         return {}
     try:
         lines = importlib.metadata.requires(entry.dist) or []
@@ -134,11 +127,11 @@ def _requires(entry: Entry) -> dict[str, str]:
         return {}
     found = {}
     for line in lines:
-        name = Requirement(line).name
         try:
+            name = Requirement(line).name
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # an extra that is not installed
+        except (InvalidRequirement, importlib.metadata.PackageNotFoundError):
+            continue  # what pip could not read either, or an extra that is not installed
     return {name: version for name, version in sorted(found.items()) if name != "minivllm"}
 
 
@@ -146,7 +139,7 @@ def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
     """The configuration such that it means the same when it is read again, from any folder."""
     values = loaded.engine.model_dump(mode="json", exclude=set(SELVES))
     for key in ("model", "tokenizer"):
-        if isinstance(values[key], str) and Path(values[key]).expanduser().is_dir():
+        if isinstance(values[key], str) and values[key] not in IN_PACKAGE and Path(values[key]).expanduser().is_dir():
             values[key] = str(Path(values[key]).expanduser().resolve())
     run = loaded.run.model_dump(mode="json", exclude={"record", "prompts_file"})
     if run["output"]:
@@ -267,4 +260,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     if missing := [key for key in KEYS if key not in found]:
         raise ConfigError(f"{path}: not a whole record: it lacks {', '.join(missing)}")
+    from .nodes import fingerprint
+
+    try:
+        fingerprint(found)
+    except (LookupError, TypeError, AttributeError) as exc:
+        raise ConfigError(f"{path}: not a whole record, edited by hand? {type(exc).__name__}: {exc}") from None
     return found

@@ -17,6 +17,7 @@ GROUPS = ("model", "parts", "options", "requests", "versions", "machine")
 IDENTITY = ("model", "parts", "options", "requests")  # the groups that the fingerprint covers
 QUIET = ("config_version", "requires", "enforce_eager")  # decide nothing, or are part of another option
 LIBRARIES = ("torch", "cuda", "triton", "transformers", "tokenizers")  # those whose version can change a token
+CHOOSING = ("MINIVLLM_PLUGINS", "MINIVLLM_STRICT_PLUGINS")  # what they bring about is seen in the parts
 MACHINE = ("cpu", "cores", "threads", "gpu", "compute_capability", "driver")  # and what of the machine can
 FOLLOWS: Mapping[str, tuple[str, ...]] = {  # what decides a value that the user left open
     "tokenizer": ("model",),
@@ -192,4 +193,4 @@ def _machine(bill: Mapping[str, Any]) -> Iterator[Node]:
     for name, value in bill["machine"].items():
         yield Node(f"machine.{name}", "machine", value, subject="the machine", counts=name in MACHINE)
     for name, value in bill["environment"].items():
-        yield Node(f"environment.{name}", "machine", value, subject="the machine")
+        yield Node(f"environment.{name}", "machine", value, subject="the machine", counts=name not in CHOOSING)
