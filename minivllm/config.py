@@ -111,6 +111,9 @@ class EngineConfig(Strict):
     num_kvcache_blocks: int = Field(-1, ge=-1, description="-1: as many as fit")
     kvcache_block_size: int | None = Field(None, ge=1, description="tokens; None: what the attention back end prefers")
     enable_prefix_caching: bool = Field(True, description="share the KV blocks of equal prefixes")
+    partial_prefix_hits: bool = Field(
+        True, description="copy the first tokens of a cached block where a prefix ends in it"
+    )
     enforce_eager: bool = Field(False, description="never run captured graphs: the same as graph=off")
     graph: Literal["auto", "mixed", "decode", "off"] = Field(
         "auto", description="steps captured as CUDA graphs; mixed: decode steps too; auto: what attention allows"

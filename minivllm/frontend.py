@@ -66,7 +66,8 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
             processors=make_processors(wiring, capacity.vocab_size),
             strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
             windows=resolved.windows, prefix_caching=config.enable_prefix_caching,
-            eos_ids=[i for i in eos_ids if i < capacity.vocab_size], hooks=hooks,
+            partial_hits=config.partial_prefix_hits, hooks=hooks,
+            eos_ids=[i for i in eos_ids if i < capacity.vocab_size],
         )  # fmt: skip
         if hooks is not None:
             hooks.started()

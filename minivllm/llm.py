@@ -187,7 +187,14 @@ class LLM:
         """The steps so far, part by part, as a Chrome trace."""
         self.engine.clock.chrome_trace(path)
 
+    def check(self) -> None:
+        """Walk every block table and every KV block; AssertionError names what does not add up.  MINIVLLM_CHECK=1 does
+        it after every step."""
+        self.engine.check()
+
     def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix that no running request uses; results do not change, the next prompts compute
+        all of their tokens."""
         self.engine.reset_prefix_cache()
 
     def start_profile(self) -> None:

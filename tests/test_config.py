@@ -37,7 +37,8 @@ def test_the_defaults_are_those_of_the_design():
     wanted = {
         "model": "pocket", "max_num_seqs": 512, "max_num_batched_tokens": 16384, "max_model_len": None, "seed": 0,
         "gpu_memory_utilization": 0.9, "num_kvcache_blocks": -1, "kvcache_block_size": None, "load_format": "auto",
-        "dtype": "auto", "device": "auto", "enable_prefix_caching": True, "tensor_parallel_size": 1,
+        "dtype": "auto", "device": "auto", "enable_prefix_caching": True, "partial_prefix_hits": True,
+        "tensor_parallel_size": 1,
     }  # fmt: skip
     assert {name: getattr(config, name) for name in wanted} == wanted
     assert [c.name for c in config.processors] == ["penalties", "logit_bias"]

@@ -368,7 +368,7 @@ def test_a_real_engine_counts_the_time_of_each_plug_in():
         stats = llm.stats()
     seams = stats["seam_ms"]
     assert set(seams) == {
-        "attention", "model", "processor:minivllm/logit_bias", "processor:minivllm/penalties", "sampler",
+        "attention", "evictor", "model", "processor:minivllm/logit_bias", "processor:minivllm/penalties", "sampler",
         "scheduler", "strategy",
     }  # fmt: skip
     assert seams["model"] > 0 and seams["processor:minivllm/penalties"] > 0 and seams["sampler"] > 0

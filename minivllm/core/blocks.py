@@ -6,10 +6,15 @@ Every block is in exactly one of three states::
                      ▲        └──────release──► idle (ref 0, cached)    if it was
                      └──share── idle ──evicted──► free
 
-A block is published when it is full and all its tokens were collected; then it has a *key*: the hash of (parent key,
-its token ids), so equal prefixes have equal chains.  A key is only a hint: on a hit the token ids and the parent block
-are compared, so a collision costs a miss and never a wrong token.  An idle block may be evicted iff no cached block has
-it as parent; the evictor plug-in says in which order.
+A block is published when it is full and all its tokens were collected, or as the *tail* of a sequence that ended.
+Then it has a *key*: the hash of (parent key, its token ids), so equal prefixes have equal chains.  A key is only a
+hint: on a hit the token ids and the parent block are compared, so a collision costs a miss and never a wrong token.  An
+idle block may be evicted iff no cached block has it as parent; the evictor plug-in says in which order.
+
+The cached blocks with one parent are a linked list in two arrays, the youngest first; ``partial`` looks along it for
+the block that begins as a prompt goes on::
+
+    youngest[b4] ──► b7 ──older──► b2 ──older──► 0        younger[b2] = b7, younger[b7] = 0
 """
 
 from __future__ import annotations
@@ -31,7 +36,12 @@ if TYPE_CHECKING:
     from .timing import SeamTimes
 
 MAX_ROOTS = 65536  # salts that are remembered
+SIBLINGS = 32  # blocks with one parent that ``partial`` looks at, the youngest first
+DEPTHS = 1 << np.arange(-1, 20).clip(0)  # first depth of each bucket of the statistics: 0, 1, 2, 4, 8 ...
+DEPTHS[0] = 0
+WIDTHS = np.append(np.diff(DEPTHS), 1 << 40)
 NO_BLOCKS = np.empty(0, np.int32)
+Salt = tuple[str, str]  # (tenant, cache_salt): only prefixes with the same are shared
 
 
 def chain_key(parent: int, tokens: bytes) -> int:
@@ -44,7 +54,7 @@ class BlockPool:
     """``total`` blocks of ``block`` tokens; block 0 is the null block and belongs to nobody.
 
     Invariants: free + held + idle = total - 1;  ref[b] = number of block tables that hold b;
-    index[key[b]] == b for every published b;  children[b] = published blocks whose parent is b.
+    index[key[b]] == b for every published b;  the list from youngest[p] = the published blocks whose parent is p.
     """
 
     def __init__(
@@ -58,27 +68,30 @@ class BlockPool:
         self.parent = np.full(total, -1, np.int64)  # parent block; below -1: a root, or a block of the leading group
         self.stamp = np.zeros(total, np.int64)  # number of the publication, never used twice
         self.stamps = 0
-        self.children = np.zeros(total, np.int32)
-        self.tokens = np.zeros((total, block), np.int32)  # of published blocks
+        self.youngest: dict[int, int] = {}  # parent -> its child that was published last
+        self.older, self.younger = np.zeros(total, np.int32), np.zeros(total, np.int32)  # siblings; 0 = none
+        self.tokens = np.zeros((total, block), np.int32)  # of published blocks; a tail is filled up with -1
         self.index: dict[int, int] = {}
         self._free = np.arange(total - 1, 0, -1, dtype=np.int32)  # a stack; [0, free) are free
         self.free = total - 1
-        self.idle = 0
-        self.roots: dict[str, tuple[int, int]] = {}
+        self.held = self.idle = 0
+        self.roots: dict[Salt, tuple[int, int]] = {}
         self.next_root = -1
+        self.new: list[tuple[int, int, int, float, int]] = []  # published, not told yet: the columns of ``add``
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
+        self.asked, self.found = np.zeros(len(DEPTHS), np.int64), np.zeros(len(DEPTHS), np.int64)  # blocks, by depth
 
     @property
     def available(self) -> int:
         """Blocks that ``take`` can give: free ones and idle ones."""
         return self.free + self.idle
 
-    def root(self, salt: str) -> tuple[int, int]:
+    def root(self, salt: Salt) -> tuple[int, int]:
         """(parent number, parent key) of first blocks under a salt; chains of different salts never meet."""
         found = self.roots.pop(salt, None)
         if found is None:
             self.next_root -= 1  # never used twice: what hung on a forgotten root is never found again
-            found = (self.next_root, chain_key(0, salt.encode()))
+            found = (self.next_root, chain_key(0, repr(salt).encode()))
             if len(self.roots) >= MAX_ROOTS:
                 del self.roots[next(iter(self.roots))]
         self.roots[salt] = found  # last in the dict: the salt that was used longest ago comes first
@@ -104,6 +117,7 @@ class BlockPool:
                 return None
             self._evict(n - self.free)
         self.free -= n
+        self.held += n
         blocks = self._free[self.free : self.free + n].copy()
         self.ref[blocks] = 1
         return blocks
@@ -114,32 +128,32 @@ class BlockPool:
         self.ref[blocks] += 1
         if len(woken):
             self.idle -= len(woken)
+            self.held += len(woken)
             self._tell("hold", self.key[woken])
 
     def release(self, blocks: np.ndarray) -> None:
         """One reference less to each (distinct blocks, parents first; null blocks are skipped)."""
-        blocks = blocks[blocks != NULL_BLOCK]
-        if not len(blocks):
-            return
+        if not blocks.all():
+            blocks = blocks[blocks != NULL_BLOCK]
         left = self.ref[blocks] - 1
-        if left.min() < 0:
-            raise AssertionError(f"block released more often than taken: {blocks[left < 0]}")
+        gone = blocks
+        if left.any():  # else they all had one reference: the usual case
+            if left.min() < 0:
+                raise EngineDeadError(f"blocks {blocks[left < 0].tolist()} were released more often than taken")
+            gone = blocks[left == 0]
         self.ref[blocks] = left
-        gone = blocks[left == 0]
+        self.held -= len(gone)
         cached = self.key[gone] != 0
-        back, kept = gone[~cached], gone[cached]
-        self._push(back)
-        if len(kept):
+        if cached.any():
+            kept, gone = gone[cached], gone[~cached]
             self.idle += len(kept)
             self._tell("free", self.key[kept])
-
-    def _push(self, blocks: np.ndarray) -> None:
-        self._free[self.free : self.free + len(blocks)] = blocks
-        self.free += len(blocks)
+        self._free[self.free : self.free + len(gone)] = gone
+        self.free += len(gone)
 
     # ---- the prefix index ----------------------------------------------------------------------------------------
 
-    def keys_of(self, tokens: np.ndarray, salt: str, keys: list[int]) -> list[int]:
+    def keys_of(self, tokens: np.ndarray, salt: Salt, keys: list[int]) -> list[int]:
         """Extend ``keys`` (of the first blocks of ``tokens``) to all full blocks; a block is hashed once in a life."""
         full = len(tokens) // self.block
         if len(keys) < full:
@@ -151,7 +165,7 @@ class BlockPool:
                 keys.append(parent)
         return keys
 
-    def lookup(self, keys: list[int], tokens: np.ndarray, salt: str) -> np.ndarray:
+    def lookup(self, keys: list[int], tokens: np.ndarray, salt: Salt) -> np.ndarray:
         """The longest run of cached blocks i32 that hold exactly the first tokens; takes no reference."""
         found: list[int] = []
         for key in keys:
@@ -169,6 +183,20 @@ class BlockPool:
             blocks = blocks[: int(np.argmin(same))]
         return blocks
 
+    def partial(self, parent: int, tokens: np.ndarray) -> tuple[int, int]:
+        """Of the cached blocks after ``parent`` (of the youngest ``SIBLINGS``) the one that begins with most of these
+        tokens (one block of them at most), and with how many; (0, 0) if none shares the first."""
+        rows, b = [], self.youngest.get(parent, 0)
+        while b and len(rows) < SIBLINGS:
+            rows.append(b)
+            b = int(self.older[b])
+        if not rows:
+            return 0, 0
+        same = self.tokens[rows, : len(tokens)] == tokens
+        shared = np.where(same.all(axis=1), len(tokens), same.argmin(axis=1))
+        best = int(shared.argmax())
+        return (rows[best], int(shared[best])) if shared[best] else (0, 0)
+
     def follow(self, key: int, leader: int, tokens: np.ndarray) -> int:
         """In a pool whose blocks hang on those of another group: the block with this key whose ``leader`` code (see
         ``follower_of``) and token ids are these, or -1."""
@@ -181,20 +209,26 @@ class BlockPool:
         """The number that stands for this publication of ``block`` as parent of a block in another group's pool."""
         return -(1 << 40) - int(self.stamp[block])
 
-    def hit(self, blocks: np.ndarray) -> None:
-        """A sequence is about to share these: statistics and the evictor hear of it."""
-        self.hits += len(blocks) * self.block
+    def hit(self, blocks: np.ndarray, tokens: int) -> None:
+        """A sequence is about to share these, or to copy the first tokens of one: statistics and the evictor hear."""
+        self.hits += tokens
         if len(blocks):
             self._tell("hit", self.key[blocks])
 
+    def count(self, asked: int, found: int) -> None:
+        """A lookup of so many blocks found so many; a hit is a prefix, so two numbers give the depths."""
+        self.asked += (asked - DEPTHS).clip(0, WIDTHS)
+        self.found += (found - DEPTHS).clip(0, WIDTHS)
+
     def publish(self, block: int, parent: int, key: int, tokens: np.ndarray, depth: int, tenant: int = 0) -> int:
-        """Make a held, full block findable.  Returns the block that stands for this content from now on: itself, or an
-        older twin, which the caller then shares instead.  ``parent``: the block before it, or its salt's root."""
+        """Make a held block findable; it must not be written any more where it has tokens.  Returns the block that
+        stands for this content from now on: itself, or an older twin, which the caller then shares instead.
+        ``parent``: the block before it, or its salt's root.  The evictor hears of it by ``announce``."""
         twin = self.index.get(key)
         if twin is not None:
             if self.parent[twin] == parent and np.array_equal(self.tokens[twin], tokens):
                 return twin
-            if self.ref[twin] or self.children[twin]:
+            if self.ref[twin] or twin in self.youngest:
                 return block  # a collision of keys: this block stays private
             self._tell("drop", np.array([key], np.uint64))  # nobody uses it, or its leader is gone: the new one counts
             self._forget(key, twin)
@@ -202,17 +236,27 @@ class BlockPool:
         self.key[block], self.parent[block], self.tokens[block] = key, parent, tokens
         self.stamps += 1
         self.stamp[block] = self.stamps
-        parent_key = 0
-        if parent >= 0:
-            self.children[parent] += 1
-            parent_key = int(self.key[parent])
-        info = BlockInfo(
-            parent=np.array([parent_key], np.uint64), depth=np.array([depth], np.int32),
-            bytes=np.array([self.block_bytes], np.int64), cost=np.array([(depth + 1) * self.block], np.float64),
-            tenant=np.array([tenant], np.int32),
-        )  # fmt: skip
-        self._tell("add", np.array([key], np.uint64), info)
+        sibling = self.youngest.get(parent, 0)
+        self.older[block], self.younger[block] = sibling, 0
+        if sibling:
+            self.younger[sibling] = block
+        self.youngest[parent] = block
+        cost = depth * self.block + (self.block if tokens[-1] >= 0 else int((tokens >= 0).sum()))
+        self.new.append((key, int(self.key[parent]) if parent >= 0 else 0, depth, cost, tenant))
         return block
+
+    def announce(self) -> None:
+        """Tell the evictor of what was published, before anything else happens to it."""
+        if not self.new:
+            return
+        key, parent, depth, cost, tenant = zip(*self.new, strict=True)
+        self.new.clear()
+        info = BlockInfo(
+            parent=np.array(parent, np.uint64), depth=np.array(depth, np.int32),
+            bytes=np.full(len(key), self.block_bytes, np.int64), cost=np.array(cost, np.float64),
+            tenant=np.array(tenant, np.int32),
+        )  # fmt: skip
+        self._tell("add", np.array(key, np.uint64), info)
 
     def published(self, block: int) -> bool:
         return bool(self.key[block])
@@ -226,7 +270,7 @@ class BlockPool:
             )
         for key in keys.tolist():
             block = self.index.get(key)
-            if block is None or self.ref[block] or self.children[block]:
+            if block is None or self.ref[block] or block in self.youngest:
                 why = "unknown" if block is None else "in use" if self.ref[block] else "the parent of a cached block"
                 raise EngineDeadError(f"evictor {type(self.evictor).__name__} gave up a block that is {why}")
             self._forget(key, block)
@@ -234,8 +278,15 @@ class BlockPool:
 
     def _forget(self, key: int, block: int) -> None:
         del self.index[key]
-        if self.parent[block] >= 0:
-            self.children[self.parent[block]] -= 1
+        older, younger = int(self.older[block]), int(self.younger[block])
+        if older:
+            self.younger[older] = younger
+        if younger:
+            self.older[younger] = older
+        elif older:
+            self.youngest[int(self.parent[block])] = older
+        else:
+            del self.youngest[int(self.parent[block])]
         self.key[block], self.parent[block] = 0, -1
         self.idle -= 1
         self._free[self.free] = block
@@ -250,24 +301,45 @@ class BlockPool:
 
     # ---- trust ---------------------------------------------------------------------------------------------------
 
-    def check(self, tables: list[np.ndarray] | None = None) -> None:
-        """The full walk, for tests: every invariant of the class docstring.  ``tables``: all block tables in use."""
+    def audit(self, at_rest: bool) -> None:
+        """The invariants that a few counters show, after every step.  ``at_rest``: no block table is in use."""
+        if self.free + self.held + self.idle != self.total - 1 or min(self.free, self.held, self.idle) < 0:
+            raise EngineDeadError(
+                f"the KV blocks do not add up: {self.free} free, {self.held} in use and {self.idle} cached of "
+                f"{self.total - 1}"
+            )
+        if at_rest and self.held:
+            raise EngineDeadError(f"{self.held} KV blocks are in use although nothing runs")
+
+    def check(self, tables: list[np.ndarray]) -> None:
+        """The full walk, for tests and on request: every invariant of the class docstring.  AssertionError says which
+        is broken.  ``tables``: all block tables in use."""
         free = self._free[: self.free]
         assert len(np.unique(free)) == len(free) and NULL_BLOCK not in free, "a block is twice in the free list"
         assert not self.ref[free].any() and not self.key[free].any(), "a free block is held or published"
-        held, idle = self.ref > 0, (self.ref == 0) & (self.key != 0)
-        assert idle.sum() == self.idle, "idle count"
-        assert self.free + held.sum() + self.idle == self.total - 1, "a block is lost"
-        assert len(self.index) == (self.key != 0).sum()
+        held, cached = self.ref > 0, self.key != 0
+        assert held.sum() == self.held and (cached & ~held).sum() == self.idle, "the counts of held and idle blocks"
+        assert self.free + self.held + self.idle == self.total - 1, "a block is lost"
+        assert len(self.index) == cached.sum(), "the index and the published blocks differ in number"
         for key, block in self.index.items():
-            assert self.key[block] == key
-        counts = np.zeros(self.total, np.int32)
-        parents = self.parent[(self.key != 0) & (self.parent >= 0)]
-        np.add.at(counts, parents, 1)
-        assert (counts == self.children).all(), "children counts"
-        assert (self.key[parents] != 0).all(), "a cached block has lost its parent"
-        if tables is not None:
-            refs = np.zeros(self.total, np.int32)
-            for t in tables:
-                np.add.at(refs, t[t != NULL_BLOCK], 1)
-            assert (refs == self.ref).all(), "reference counts"
+            assert self.key[block] == key, "the index names a block with another key"
+        lists: dict[int, set[int]] = {}
+        for block in np.flatnonzero(cached).tolist():
+            lists.setdefault(int(self.parent[block]), set()).add(block)
+        assert lists.keys() == self.youngest.keys(), "the lists of siblings and the parents differ"
+        for parent, children in lists.items():
+            assert parent < 0 or (cached[parent] and self.tokens[parent, -1] >= 0), "a cached block has lost its parent"
+            assert parent < 0 or held[parent] or not held[list(children)].any(), "a block is held and its parent is not"
+            block = self.youngest[parent]
+            assert not self.younger[block], "the list of siblings does not begin at its head"
+            while block in children:
+                children.remove(block)
+                older = int(self.older[block])
+                assert not older or self.younger[older] == block, "the links of siblings disagree"
+                block = older
+            assert not block and not children, "a block is not among its siblings"
+        assert not self.new, "the evictor has not heard of a published block"
+        refs = np.zeros(self.total, np.int32)
+        for t in tables:
+            np.add.at(refs, t[t != NULL_BLOCK], 1)
+        assert (refs == self.ref).all(), "the reference counts and the block tables differ"

@@ -6,6 +6,9 @@ with the same content, so it needs no chain of its own::
 
     group 0   [b4]──[b9]──[b7]──[b2]      chain by parent
     group 1     .     .   [c3]  [c8]      window of two blocks; c3 hangs on b7, c8 on b2
+
+A hit goes on inside a block: if the next cached block of the chain begins with the tokens that follow, it is copied
+into a block of the row's own (copy-on-write), and the row computes from there.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .blocks import NO_BLOCKS
+from .blocks import DEPTHS, NO_BLOCKS, WIDTHS
 
 if TYPE_CHECKING:
-    from .blocks import BlockPool
+    from .blocks import BlockPool, Salt
     from .request import Seq
     from .slots import Slots
 
@@ -25,8 +28,12 @@ if TYPE_CHECKING:
 class KVCache:
     """Owns the pools; writes ``slots.table`` and ``slots.blocks`` and notes each change for the device."""
 
-    def __init__(self, pools: list[BlockPool], windows: list[int | None], slots: Slots, prefix: bool = True) -> None:
+    def __init__(
+        self, pools: list[BlockPool], windows: list[int | None], slots: Slots, prefix: bool = True, partial: bool = True
+    ) -> None:
         self.pools, self.slots, self.block, self.prefix = pools, slots, slots.block, prefix
+        self.partial = prefix and partial  # hits go on inside a block
+        self.copied = 0  # tokens that such hits spared
         self.windows = [None, *windows[1:]]  # the leading group keeps all its blocks
         self.table: list[np.ndarray] = []  # changes since ``changes``, as in plan.Delta
         self.trims: list[tuple[int, int, int, int]] = []
@@ -85,17 +92,58 @@ class KVCache:
 
     # ---- a row's table -------------------------------------------------------------------------------------------
 
-    def adopt(self, slot: int, hit: list[np.ndarray]) -> None:
-        """Start a row's tables with a prefix hit.  Counts the tokens as computed."""
+    def adopt(self, slot: int, hit: list[np.ndarray]) -> int:
+        """Start a row's tables with a prefix hit, and with a copy of the block that begins as it goes on.  Returns the
+        tokens that need not be computed, and counts them as computed."""
+        n = len(hit[0])
         for g, blocks in enumerate(hit):
-            self.pools[g].hit(blocks[blocks > 0])
-            self.pools[g].share(blocks[blocks > 0])
-            self._append(g, np.full(len(blocks), slot, np.int32), np.arange(len(blocks), dtype=np.int32), blocks)
-            self.slots.blocks[g, slot] = len(blocks)
+            own = blocks[blocks > 0]
+            self.pools[g].hit(own, len(own) * self.block)
+            self.pools[g].share(own)
+            self._append(g, np.full(n, slot, np.int32), np.arange(n, dtype=np.int32), blocks)
+            self.slots.blocks[g, slot] = n
             self.slots.trimmed[g, slot] = int((blocks == 0).sum())
-        self.slots.published[slot] = len(hit[0])
-        self.slots.computed[slot] = len(hit[0]) * self.block
-        self.pools[0].queries += int(self.slots.known[slot])
+        known = int(self.slots.known[slot])
+        self.slots.published[slot] = n
+        self.slots.computed[slot] = n * self.block + self._copy_partial(slot, int(hit[0][-1]) if n else None, known)
+        if self.prefix:
+            self.pools[0].queries += known
+            self.pools[0].count((known - 1) // self.block, n)
+        return int(self.slots.computed[slot])
+
+    def _copy_partial(self, slot: int, parent: int | None, known: int) -> int:
+        """Copy the cached block that begins as the row goes on after its hit; returns how many tokens it shares.
+
+        The source is read when the next step's delta is applied, before anything is written, so it need not be kept
+        until then: whoever gets it, by this very ``take`` or later, writes after that."""
+        seq, n = self.slots.seq[slot], int(self.slots.published[slot])
+        wanted = seq.tokens[n * self.block : min((n + 1) * self.block, known - 1)]
+        if not self.partial or not len(wanted) or not self.can_take(np.ones((len(self.pools), 1), np.int32)):
+            return 0
+        lead = self.pools[0]
+        first, shared = lead.partial(lead.root(seq.request.salt)[0] if parent is None else parent, wanted)
+        sources = [first]
+        for pool in self.pools[1:]:
+            sources.append(pool.follow(int(lead.key[first]), lead.follower_of(first), lead.tokens[first]))
+        if not shared or min(sources) < 0:
+            return 0
+        for g, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
+            one = np.array([source], np.int32)
+            pool.hit(one, shared)
+            pool.share(one)  # it was used: an evictor hears that by hold and free
+            pool.release(one)
+            self._append_copy(g, slot, n, source)
+        self.copied += shared
+        return shared
+
+    def _append_copy(self, g: int, slot: int, index: int, source: int) -> None:
+        """A new block of a row's own, which gets the content of ``source`` before the next step."""
+        new = self.pools[g].take(1)
+        self._append(g, np.array([slot], np.int32), np.array([index], np.int32), new)
+        self.slots.blocks[g, slot] = index + 1
+        # Sources are read before copies are written: one that is a copy itself stands for what it is copied from.
+        source = next((s for group, s, to in self.copies if group == g and to == source), source)
+        self.copies.append((g, source, int(new[0])))
 
     def missing(self, slots: np.ndarray, upto: np.ndarray) -> np.ndarray:
         """Blocks i32 [G, n] that rows lack to hold ``upto`` tokens each."""
@@ -141,10 +189,7 @@ class KVCache:
             self.slots.blocks[g, child] = full
             self.slots.trimmed[g, child] = self.slots.trimmed[g, parent]
             if part:
-                new = pool.take(1)
-                self._append(g, np.array([child], np.int32), np.array([full], np.int32), new)
-                self.slots.blocks[g, child] = full + 1
-                self.copies.append((g, int(self.slots.table[g, parent, full]), int(new[0])))
+                self._append_copy(g, child, full, int(self.slots.table[g, parent, full]))
         self.slots.computed[child] = computed
         # A block that is full but not yet collected belongs to the parent to publish: the child starts after it.
         self.slots.published[child] = min(int(self.slots.published[parent]), full)
@@ -176,25 +221,51 @@ class KVCache:
 
     # ---- publication ---------------------------------------------------------------------------------------------
 
-    def publish(self, slot: int, seq: Seq, done: int) -> None:
-        """The first ``done`` tokens of a row are computed and collected: make its full blocks findable."""
-        first, last = int(self.slots.published[slot]), done // self.block
+    def publish(self, rows: list[tuple[int, int]]) -> None:
+        """For each (slot, done): the first ``done`` tokens are computed and collected, so full blocks are findable."""
+        for slot, done in rows:
+            self._publish_row(slot, self.slots.seq[slot], done // self.block)
+        for pool in self.pools:
+            pool.announce()
+
+    def _publish_row(self, slot: int, seq: Seq, last: int) -> None:
+        first, tokens, salt = int(self.slots.published[slot]), self.slots.tokens[slot], seq.request.salt
         if not self.prefix or last <= first:
             return
-        tokens = self.slots.tokens[slot]
-        lead = self.pools[0]
-        keys = lead.keys_of(tokens[: last * self.block], seq.request.salt, seq.keys)
+        self.pools[0].keys_of(tokens[: last * self.block], salt, seq.keys)
         for i in range(first, last):
-            parent = int(self.slots.table[0, slot, i - 1]) if i else lead.root(seq.request.salt)[0]
-            if parent >= 0 and not lead.published(parent):
+            if not self._publish_index(slot, i, salt, seq.keys[i], tokens[i * self.block : (i + 1) * self.block]):
                 break  # its parent collided with another key: the rest of the chain stays private
-            row = tokens[i * self.block : (i + 1) * self.block]
-            self._publish_one(0, slot, i, parent, keys[i], row)
-            code = lead.follower_of(int(self.slots.table[0, slot, i]))
-            for g in range(1, len(self.pools)):
-                if self.slots.table[g, slot, i]:
-                    self._publish_one(g, slot, i, code, keys[i], row)
         self.slots.published[slot] = last
+
+    def publish_tail(self, slot: int, seq: Seq) -> None:
+        """A sequence ends: what it has computed of its last block can be copied by whoever goes on from there."""
+        done = int(self.slots.collected[slot]) - 1  # its last token was drawn and never read
+        i, part = divmod(done, self.block)
+        if not self.partial or not part or done < seq.known or self.slots.published[slot] < i:
+            return
+        salt, tokens = seq.request.salt, self.slots.tokens[slot, :done]
+        lead = self.pools[0]
+        lead.keys_of(tokens[: i * self.block], salt, seq.keys)  # a branch has none yet
+        row = np.full(self.block, -1, np.int32)
+        row[:part] = tokens[i * self.block :]
+        key = lead.hash_fn(seq.keys[i - 1] if i else lead.root(salt)[1], row[:part].tobytes())
+        self._publish_index(slot, i, salt, key, row)
+        for pool in self.pools:
+            pool.announce()
+
+    def _publish_index(self, slot: int, i: int, salt: Salt, key: int, row: np.ndarray) -> bool:
+        """Publish a row's blocks at one index of its tables; False if the block before it is not published."""
+        lead = self.pools[0]
+        parent = int(self.slots.table[0, slot, i - 1]) if i else lead.root(salt)[0]
+        if parent >= 0 and not lead.published(parent):
+            return False
+        self._publish_one(0, slot, i, parent, key, row)
+        code = lead.follower_of(int(self.slots.table[0, slot, i]))
+        for g in range(1, len(self.pools)):
+            if self.slots.table[g, slot, i]:
+                self._publish_one(g, slot, i, code, key, row)
+        return True
 
     def _publish_one(self, g: int, slot: int, i: int, parent: int, key: int, row: np.ndarray) -> None:
         """Publish block i of a row; if a twin is cached already the row uses the twin and gives its own back."""
@@ -219,7 +290,33 @@ class KVCache:
         self.table, self.trims, self.copies = [], [], []
         return table, trims, copies
 
+    def by_depth(self) -> dict[str, dict[str, int]]:
+        """Blocks that prompts have asked for and found, by their depth: "0" the first of a prompt, "2-3", "4-7" ..."""
+        asked, found = self.pools[0].asked.tolist(), self.pools[0].found.tolist()
+        names = [
+            str(a) if w == 1 else f"{a}-{a + w - 1}" for a, w in zip(DEPTHS.tolist(), WIDTHS.tolist(), strict=True)
+        ]
+        return {n: {"queries": q, "hits": h} for n, q, h in zip(names, asked, found, strict=True) if q}
+
+    def audit(self) -> None:
+        """What a few counters of each pool show, whatever the number of blocks; EngineDeadError if one is wrong."""
+        for pool in self.pools:
+            pool.audit(at_rest=not len(self.slots.running))
+
     def check(self) -> None:
-        """Every invariant of every pool against the tables of the running rows (for tests)."""
+        """The full walk, for tests and on request: every invariant of every pool against the tables of the running
+        rows, and that what they have published is what they hold.  AssertionError says which is broken."""
+        s = self.slots
         for g, pool in enumerate(self.pools):
-            pool.check([self.slots.table[g, s, : self.slots.blocks[g, s]] for s in self.slots.running.tolist()])
+            pool.check([s.table[g, slot, : s.blocks[g, slot]] for slot in s.running.tolist()])
+        lead = self.pools[0]
+        for slot in s.running.tolist():
+            assert s.computed[slot] <= s.blocks[:, slot].min() * self.block, f"slot {slot} lacks a block"
+            before = lead.root(s.seq[slot].request.salt)[0]
+            for i, block in enumerate(s.table[0, slot, : s.published[slot]].tolist()):
+                row = s.tokens[slot, i * self.block : (i + 1) * self.block]
+                if not lead.published(block):
+                    break  # a collision: private from here on
+                assert lead.parent[block] == before, f"slot {slot}: block {i} hangs on a block or salt of others"
+                assert (lead.tokens[block] == row).all(), f"slot {slot}: block {i} is published with other tokens"
+                before = block

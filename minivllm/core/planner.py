@@ -277,9 +277,9 @@ class Planner:
         slot = s.enter(seq)
         self._joins.append((slot, seq))
         seq.status = RUNNING
+        cached = self.cache.adopt(slot, hit)
         if not seq.preempted:
-            seq.request.cached_tokens = len(hit[0]) * s.block
-        self.cache.adopt(slot, hit)
+            seq.request.cached_tokens = cached
         if protected:
             self.cache.reserve(slot, upto)
         if seq.branches:

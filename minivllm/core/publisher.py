@@ -126,9 +126,10 @@ class Publisher:
         s, slots = self.slots, flight.plan.slots
         full = live & (flight.after // s.block > s.published[slots])
         full[flight.plan.samples[(result.flags & (NAN | FAILED)) != 0]] = False
-        for r in np.flatnonzero(full).tolist():
-            slot = int(slots[r])
-            self.cache.publish(slot, s.seq[slot], min(int(flight.after[r]), int(s.collected[slot])))
+        if full.any():
+            mine = slots[full]
+            done = np.minimum(flight.after[full], s.collected[mine])
+            self.cache.publish(list(zip(mine.tolist(), done.tolist(), strict=True)))
 
     # ---- rows that have left -------------------------------------------------------------------------------------
 

@@ -249,7 +249,7 @@ class Request:
     cached_tokens: int = 0
     strategy: Any = None  # the DecodingStrategy that made its sequences
     tenant: int = 0  # number of params.tenant
-    salt: str = ""
+    salt: tuple[str, str] = ("", "")  # (tenant, cache_salt): the prefix cache keeps what differs in it apart
     watch: bool = False  # somebody wants each token as it comes (a stream, a stop string)
     sink: Any = None  # sink(seq, new token ids, ended or None) -> the stop string that they complete, or None
     on_done: Any = None  # on_done(request), once, when its last sequence has ended

@@ -60,7 +60,7 @@ FNS: Mapping[str | None, dict[str, Any]] = {
     "host": {"choose_fn": lambda logits, ids: int(np.argmax(logits))},
     "late": {"allowed_tokens_fn": lambda ids: range(VOCAB)},
 }
-HARD = ("failed", "preempted", "hit", "forked", "aborted", "evicted", "host", "late", "refused")
+HARD = ("failed", "preempted", "hit", "copied", "forked", "aborted", "evicted", "host", "late", "refused")
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -172,6 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen["victim"] += sum(name == "victim" for name, _ in self.watch.log)
         self.seen["hit"] += self.engine.cache.pools[0].hits
         self.seen["evicted"] += self.engine.cache.pools[0].evictions
+        self.seen["copied"] += self.engine.cache.copied
 
     def check_answer(self, r, s, got, reason):
         want, why = answer(r.prompt, r.params, s.sample, 40)

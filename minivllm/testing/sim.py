@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,8 @@ class SimExecutor(Executor):
         self.kv = [np.zeros((n, block), np.int64) for n in blocks]
         self.results: deque[StepResult] = deque()
         self.fail_at: set[int] = set()
+        # slot -> what its KV may be shared with; every position that is read is checked to be its own
+        self.space: Callable[[int], object] = lambda slot: ()
         self.trail: list[tuple[list[int], list[int]]] = []  # slots and q_len of every step
         self.max_tokens = self.max_rows = 0
         self.held: dict[int, object] = {}
@@ -100,8 +102,10 @@ class SimExecutor(Executor):
             self.table[g, slot, i] = b
         for g, slot, first, count in d.trim:
             self.table[g, slot, first : first + count] = 0
-        for g, src, dst in d.copy:
-            self.kv[g][dst] = self.kv[g][src]
+        for g in range(len(self.kv)):
+            copy = d.copy[d.copy[:, 0] == g]
+            assert len(set(copy[:, 2].tolist())) == len(copy), "two copies to one block in one delta"
+            self.kv[g][copy[:, 2]] = self.kv[g][copy[:, 1]]  # all are read before one is written
 
     def submit(self, plan) -> None:
         self._delta(plan.delta)
@@ -153,19 +157,19 @@ class SimExecutor(Executor):
                 result.flags[i] = self._commit(slot, result.tokens[i])
 
     def _row(self, slot, q, computed) -> None:
-        history = self.tokens[slot]
+        history, space = self.tokens[slot], zlib.crc32(repr(self.space(slot)).encode())
         for g, window in enumerate(self.windows):
             low = 0 if window is None else max(0, computed - window + 1)
             for p in range(low, computed):
                 b = self.table[g, slot, p // self.block]
                 assert b > 0, f"group {g} slot {slot}: position {p} has no block"
-                assert self.kv[g][b, p % self.block] == fingerprint(history[: p + 1]), (
+                assert self.kv[g][b, p % self.block] == fingerprint(history[: p + 1]) ^ space, (
                     f"foreign KV at {p} of slot {slot}"
                 )
             for p in range(computed, computed + q):
                 b = self.table[g, slot, p // self.block]
                 assert b > 0
-                self.kv[g][b, p % self.block] = fingerprint(history[: p + 1])
+                self.kv[g][b, p % self.block] = fingerprint(history[: p + 1]) ^ space
 
     def _commit(self, slot, token) -> int:
         n = self.known[slot]
@@ -240,6 +244,7 @@ def sim_engine(
     depth=0,
     budget=64,
     prefix=True,
+    partial=True,
     policy=Fcfs,
     evictor=Lru,
     strategy: DecodingStrategy | None = None,
@@ -258,11 +263,18 @@ def sim_engine(
         slots, max_len, blocks if isinstance(blocks, list) else [blocks] * len(windows), block, windows, depth
     )
     capacity = executor.start(wiring)
-    return Engine(
+    engine = Engine(
         wiring, executor, capacity, lambda ctx: policy(None, ctx), lambda ctx: evictor(None, ctx),
         [("sim/none", NoProcessor(reads))], [("sim/branches", strategy or _Strategy())], windows, prefix,
-        eos_ids=(EOS_ID,), hooks=hooks,
+        partial, eos_ids=(EOS_ID,), hooks=hooks,
     )  # fmt: skip
+
+    def space(slot: int) -> object:
+        params = engine.slots.seq[slot].request.params
+        return params.tenant, params.cache_salt
+
+    executor.space = space
+    return engine
 
 
 class _Strategy(DecodingStrategy):

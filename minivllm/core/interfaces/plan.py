@@ -53,7 +53,8 @@ class Delta:
     table: np.ndarray = field(default_factory=lambda: no_rows(0, 4))  # i32 [n, 4] (group, slot, index, block)
     # i32 [n, 4] (group, slot, first, count) -> null block
     trim: np.ndarray = field(default_factory=lambda: no_rows(0, 4))
-    copy: np.ndarray = field(default_factory=lambda: no_rows(0, 3))  # i32 [n, 3] (group, source block, new block)
+    # i32 [n, 3] (group, source block, new block); every source is read before a block is written
+    copy: np.ndarray = field(default_factory=lambda: no_rows(0, 3))
     token: np.ndarray = field(default_factory=lambda: no_rows(0, 2))  # i32 [n, 2] (slot, token id chosen on the host)
 
 
