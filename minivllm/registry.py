@@ -139,7 +139,8 @@ class Selection:
             return self.chosen
         if self.asked != "auto" and len(self.candidates) == 1:
             refused = self.candidates[0]
-            text = f"{self.kind} {refused.entry.label!r} does not fit: {'; '.join(map(str, refused.reasons))}"
+            who = f"{self.kind} {refused.entry.label!r}" if refused.entry.builtin else str(refused.entry)
+            text = f"{who} does not fit: {'; '.join(map(str, refused.reasons))}"
         else:
             text = self.explain()
         error = PluginError(text)

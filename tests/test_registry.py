@@ -235,6 +235,9 @@ def test_another_interface_version_is_refused(package, api, reason):
     package("acme_spec", spec_text(api=api))
     selection = discover(point("acme", "flash", "acme_spec:S"))["attention"].select(Request(), "flash")
     assert [str(r) for r in selection.candidates[0].reasons] == [reason]
+    with pytest.raises(PluginError) as info:
+        selection.require()
+    assert str(info.value) == f"attention 'acme/flash' (acme 1.0, entry point 'acme_spec:S') does not fit: {reason}"
 
 
 # ---------------------------------------------------------------- targets
