@@ -289,7 +289,7 @@ def test_one_line_says_what_differs(made, write):
         (dict(**mine, max_num_seqs=3), "evictor and max_num_seqs differ"),
         (dict(**mine, max_num_seqs=3, seed=1), "evictor, seed and max_num_seqs differ"),
         (dict(sampling={"temperature": 0.5}), "only sampling.temperature differs"),
-        (dict(processors=["logit_bias"]), "only processors differs"),
+        (dict(processors=["logit_bias"]), "only processors differ"),
         (dict(enforce_eager=True), "only graph differs"),
         (dict(kvcache_block_size=32), "only kvcache_block_size differs"),
         (dict(num_kvcache_blocks=41), "only num_kvcache_blocks differs"),

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .nodes import GROUPS, Node, nodes, show
+from .nodes import GROUPS, SEVERAL, Node, nodes, show
 
 NOTHING = "nothing that decides the tokens differs"
+PLURAL = ("prompts", *SEVERAL)
 MOST_NAMED = 6  # in the verdict; the groups below it name all
 SAME, OTHER, UNKNOWN = "same", "other", "unknown"
 
@@ -48,7 +49,7 @@ class Comparison:
         if not names:
             return NOTHING
         if len(names) == 1:
-            return f"only {names[0]} differs"
+            return f"only {names[0]} {'differ' if names[0] in PLURAL else 'differs'}"
         if len(names) > MOST_NAMED:
             names = [*names[: MOST_NAMED - 1], f"{len(names) - MOST_NAMED + 1} more"]
         return f"{', '.join(names[:-1])} and {names[-1]} differ"
