@@ -142,6 +142,10 @@ def test_the_page_about_configuration_is_true(here, capsys):
     assert run_document(DOCS / "configuration.md", capsys) >= 12
 
 
+def test_the_page_about_the_cache_is_true(here, capsys):
+    assert run_document(DOCS / "caching.md", capsys) == 1
+
+
 def test_the_experiment_of_the_page_changes_one_part_and_proves_it(here, capsys):
     assert run_document(DOCS / "experiments.md", capsys) >= 8
     lru, deepest = (json.loads((here / name).read_text())["results"] for name in ("lru.json", "deepest.json"))

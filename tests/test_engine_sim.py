@@ -227,10 +227,11 @@ def test_every_shape_of_step_gives_the_same_tokens(kind):
     at_rest(engine)
 
 
-def test_a_salt_keeps_prefixes_apart():
+@pytest.mark.parametrize("field", ["cache_salt", "tenant"])
+def test_a_salt_and_a_tenant_keep_prefixes_apart(field):
     engine = sim_engine()
-    for i, salt in enumerate(("a", "b", None, "a")):
-        r = request(engine, f"r{i}", range(20), max_tokens=2, cache_salt=salt)
+    for i, owner in enumerate(("a", "b", None, "a")):
+        r = request(engine, f"r{i}", range(20), max_tokens=2, **({} if owner is None else {field: owner}))
         run(engine)
         assert r.cached_tokens == (19 if i == 3 else 0)
         assert outputs(r) == expected(r)

@@ -1,0 +1,200 @@
+"""Faults planted into the block manager and the planner: the state machine must catch every one of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cache_machine import drive
+
+from minivllm.core.blocks import BlockPool
+from minivllm.core.cache import KVCache
+from minivllm.core.planner import Planner
+
+FAULTS = {}
+
+
+def fault(cls):
+    """``fault(cls)``: the decorated function gets the real method first and stands in its place."""
+
+    def plant(fn):
+        FAULTS[fn.__name__] = (cls, fn.__doc__.split(":")[0], fn)
+        return fn
+
+    return plant
+
+
+@fault(BlockPool)
+def a_decrement_is_skipped(real, self, blocks):
+    """release: the last of several blocks keeps its reference."""
+    real(self, blocks[:-1] if len(blocks) > 2 else blocks)
+
+
+@fault(BlockPool)
+def a_block_is_freed_twice(real, self, blocks):
+    """release: what was freed last is put on the free list again."""
+    before = self.free
+    real(self, blocks)
+    if self.free > before and self.held:
+        self._free[self.free] = self._free[self.free - 1]
+        self.free += 1
+
+
+@fault(Planner)
+def a_stop_frees_twice(real, self, slot):
+    """leave: the blocks are given back before the row is left, and again."""
+    self.cache.release(slot)
+    real(self, slot)
+
+
+@fault(Planner)
+def a_preempted_row_keeps_its_blocks(real, self, slot):
+    """leave: the tables of a row that goes back to the queue are forgotten, not released."""
+    if self.slots.seq[slot].preempted:
+        self.slots.blocks[:, slot] = 0
+    real(self, slot)
+
+
+@fault(BlockPool)
+def a_hit_does_not_hold(real, self, blocks):
+    """share: idle blocks are used without a reference."""
+    real(self, blocks[self.ref[blocks] > 0])
+
+
+@fault(BlockPool)
+def the_salt_is_forgotten(real, self, salt):
+    """root: only the tenant counts."""
+    return real(self, (salt[0], ""))
+
+
+@fault(BlockPool)
+def the_tenant_is_forgotten(real, self, salt):
+    """root: only the salt counts."""
+    return real(self, ("", salt[1]))
+
+
+@fault(BlockPool)
+def a_hit_trusts_the_hash(real, self, keys, tokens, salt):
+    """lookup: neither token ids nor parents are compared."""
+    found = []
+    for key in keys:
+        if key not in self.index:
+            break
+        found.append(self.index[key])
+    return np.array(found, np.int32)
+
+
+@fault(BlockPool)
+def the_parent_is_wrong(real, self, block, parent, key, tokens, depth, tenant=0):
+    """publish: a block hangs on its grandparent."""
+    above = int(self.parent[parent]) if parent >= 0 else parent
+    return real(self, block, above if above >= 0 else parent, key, tokens, depth, tenant)
+
+
+@fault(BlockPool)
+def an_evicted_block_stays_in_the_index(real, self, key, block):
+    """_forget: it can still be found."""
+    real(self, key, block)
+    self.index[key] = block
+
+
+@fault(BlockPool)
+def a_sibling_is_not_unlinked(real, self, key, block):
+    """_forget: its older sibling becomes the head although a younger one is there."""
+    older, younger, parent = int(self.older[block]), int(self.younger[block]), int(self.parent[block])
+    real(self, key, block)
+    if older and younger:
+        self.youngest[parent] = older
+
+
+@fault(KVCache)
+def a_fork_shares_the_half_written_block(real, self, parent, child, computed):
+    """fork: the block that both write next is not copied."""
+    real(self, parent, child, -(-computed // self.block) * self.block)
+    self.slots.computed[child] = computed
+    self.slots.published[child] = min(int(self.slots.published[child]), computed // self.block)
+
+
+@fault(KVCache)
+def a_copy_writes_its_source(real, self, g, slot, index, source):
+    """_append_copy: source and copy change places."""
+    real(self, g, slot, index, source)
+    self.copies.append((g, *reversed(self.copies.pop()[1:])))
+
+
+@fault(KVCache)
+def a_copy_of_a_copy_reads_what_is_not_there_yet(real, self, g, slot, index, source):
+    """_append_copy: a source that is itself copied by the same delta is not followed."""
+    real(self, g, slot, index, source)
+    self.copies.append((g, source, self.copies.pop()[2]))
+
+
+@fault(BlockPool)
+def a_partial_hit_counts_a_token_too_many(real, self, parent, tokens):
+    """partial: the first token that differs is taken for equal."""
+    block, shared = real(self, parent, tokens)
+    return block, min(shared + 1, len(tokens)) if shared else 0
+
+
+@fault(KVCache)
+def a_tail_holds_the_token_that_was_never_read(real, self, slot, seq):
+    """publish_tail: the last token drawn has no KV yet."""
+    more = int(self.slots.collected[slot] % self.block > 1)
+    self.slots.collected[slot] += more
+    real(self, slot, seq)
+    self.slots.collected[slot] -= more
+
+
+@fault(KVCache)
+def a_block_is_published_before_it_is_full(real, self, rows):
+    """publish: the block that is being written counts."""
+    real(self, [(slot, done + self.block - 1) for slot, done in rows])
+
+
+@fault(KVCache)
+def a_twin_leaves_the_row_its_own_block(real, self, g, slot, i, parent, key, row):
+    """_publish_one: one reference more for the block that the row has already published."""
+    before = int(self.slots.table[g, slot, i])
+    real(self, g, slot, i, parent, key, row)
+    if self.slots.table[g, slot, i] != before:
+        self.slots.table[g, slot, i] = before
+
+
+@fault(KVCache)
+def a_trim_gives_back_what_the_window_still_sees(real, self, slots):
+    """trim: a block too many."""
+    self.slots.computed[slots] += self.block
+    real(self, slots)
+    self.slots.computed[slots] -= self.block
+
+
+@fault(KVCache)
+def the_device_is_not_told_of_a_new_block(real, self, slots, missing):
+    """grow: a row's table on the device lacks what the host has given it."""
+    told = len(self.table)
+    real(self, slots, missing)
+    del self.table[told:]
+
+
+def test_the_block_manager_keeps_its_invariants_whatever_happens():
+    seen = drive(120)
+    seen.require(hit=100, copied=30, preempted=30, evicted=100, forked=30, aborted=20, failed=5, finished=100)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(name, monkeypatch):
+    cls, method, wrong = FAULTS[name]
+    real, used = getattr(cls, method), []
+
+    def planted(self, *args, **kw):
+        used.append(True)
+        return wrong(real, self, *args, **kw)
+
+    monkeypatch.setattr(cls, method, planted)
+    with pytest.raises(Exception) as caught:
+        drive(300, shrink=False)
+    told = f"{type(caught.value).__name__}: {caught.value}"
+    print(f"{name}: {told.splitlines()[0][:160]}")
+    assert used
+    assert not any(e in told for e in ("TypeError", "AttributeError", "NameError")), (
+        f"the fault itself is wrong: {told}"
+    )
