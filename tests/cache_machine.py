@@ -10,7 +10,7 @@ from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.testing.base import Seen
 from minivllm.testing.policy_watch import Watch
 from minivllm.testing.scheduler import EngineMachine
-from minivllm.testing.sim import Clock, request, sim_engine
+from minivllm.testing.sim import Clock, outputs, request, sim_engine
 
 
 class CacheMachine(EngineMachine):
@@ -44,12 +44,24 @@ class CacheMachine(EngineMachine):
         owner=st.sampled_from([("", None), ("", None), ("", "x"), ("a", None)]),
     )
     def prompt_of_parts(self, parts, n, out, owner):
+        self.ask(parts, n, out, owner)
+
+    def ask(self, parts, n, out, owner):
         self.n += 1
         prompt = [t for part in parts for t in part]
         params = dict(n=n, max_tokens=out, ignore_eos=True, tenant=owner[0], cache_salt=owner[1])
         if n * (len(prompt) + out) <= 40:
             self.made.append(request(self.engine, f"r{self.n}", prompt, arrival=self.clock.now, **params))
             self.seen["forked"] += n > 1
+
+    @precondition(lambda self: any(r.done for r in self.made))
+    @rule(data=st.data(), more=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def next_turn(self, data, more):
+        """The prompt is what a request that has ended read and wrote, and goes on."""
+        r = data.draw(st.sampled_from([r for r in self.made if r.done]))
+        parts = [outputs(r)[0][0], more]
+        owner = r.params.tenant, r.params.cache_salt
+        self.ask([r.prompt.tolist(), *parts], 1, 3, owner)
 
     @precondition(lambda self: len(self.engine.slots.running))
     @rule(data=st.data())

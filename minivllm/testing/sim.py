@@ -168,7 +168,7 @@ class SimExecutor(Executor):
                 )
             for p in range(computed, computed + q):
                 b = self.table[g, slot, p // self.block]
-                assert b > 0
+                assert b > 0, f"group {g} slot {slot}: position {p}, which is written, has no block"
                 self.kv[g][b, p % self.block] = fingerprint(history[: p + 1]) ^ space
 
     def _commit(self, slot, token) -> int:
