@@ -40,6 +40,8 @@ def with_verb(argv: Sequence[str]) -> list[str]:
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Add ``plugins`` and ``explain``.  ``command`` is that of ``minivllm.cli``."""
+    from minivllm.spec import KINDS
+
     text = "List, show and check the plug-ins that are installed; `plugins [SEAM]` is short for `plugins list [SEAM]`."
     group = command("plugins", "cli_plugins:listing", text)
     verbs = group.add_subparsers(metavar="VERB", required=True, parser_class=type(group))
@@ -64,7 +66,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
     sub.add_argument("--json", action="store_true", help="the reports as JSON")
     sub = verb("new", "scaffold.command:new")
     sub.add_argument("name", help="of the package and of the plug-in, such as my-attn")
-    sub.add_argument("--seam", required=True, help="attention, evictor, scheduler ...")
+    sub.add_argument("--seam", required=True, help="of which seam it is: " + ", ".join(KINDS))
     sub.add_argument("--dir", default=".", metavar="DIR", help="where to write its folder (default: here)")
 
     sub = command(
@@ -130,6 +132,8 @@ def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
     seams = [r for k, r in catalog.items() if kind in (None, k) and any(name in (e.name, e.label) for e in r.entries)]
     if not seams:
         known = {e.label for r in catalog.values() for e in r.entries if kind in (None, e.kind)}
+        if name in catalog:
+            raise PluginError(f"{name!r} is a seam; `minivllm plugins {name}` lists its plug-ins.")
         near = suggest(name, known | {label.partition("/")[2] for label in known})
         raise PluginError(f"No plug-in is called {name!r}.{near} `minivllm plugins` lists them.")
     return [registry.find(name) for registry in seams]

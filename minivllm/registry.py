@@ -441,4 +441,7 @@ def _guarded(who: str, target: str, source: str) -> Any:
     except BaseException as exc:
         # SystemExit too, and a panic in Rust: a module that ends when imported must not end the engine without a word
         at = "" if repr(target) in source else f" from {target!r}"
-        raise PluginError(f"{who} could not be imported{at}: {type(exc).__name__}: {exc}") from exc
+        top = target.partition(":")[0].partition(".")[0]
+        lost = isinstance(exc, ModuleNotFoundError) and exc.name == top and source.startswith("target ")
+        hint = ". Put the folder it is in on PYTHONPATH (PYTHONPATH=. for the current one)" if lost else ""
+        raise PluginError(f"{who} could not be imported{at}: {type(exc).__name__}: {exc}{hint}") from exc

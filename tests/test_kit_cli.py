@@ -202,6 +202,13 @@ def test_reasons_are_counted_whole_and_who_has_no_values_is_hardly_tested():
     assert not _hardly_tested(skips[:2] + rest + spec)
 
 
+def test_a_sampler_whose_parameters_were_not_tried_is_told_where_they_are(capsys, monkeypatch):
+    done = [outcome("test_a", "passed"), outcome("test_b", "skipped", "no values known of x: override params()")]
+    monkeypatch.setattr("minivllm.testing.run", lambda *args, **kwargs: done)
+    assert main(["default", "--seam", "sampler"]) == 0
+    assert "its own parameters were not tested" in capsys.readouterr().out
+
+
 def test_a_plugin_of_which_no_test_matches_has_no_line_and_no_verdict(capsys):
     assert main(["lru", "fcfs", "-k", "key_gives"]) == 0
     out = capsys.readouterr().out

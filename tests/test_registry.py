@@ -266,6 +266,15 @@ def test_a_target_needs_leave(package):
     assert chosen.spec.summary == "Last come, first served." and registry.load(chosen).__name__ == "Mine"
 
 
+def test_where_a_target_is_looked_for_is_said_if_it_is_not_found(package):
+    package("my_exp", "import no_such_library\n")
+    registry = discover().allow(["my_expp", "my_exp"])["scheduler"]
+    with pytest.raises(PluginError, match=r"No module named 'my_expp'\. Put the folder it is in on PYTHONPATH"):
+        registry.select(Request(), "my_expp:Mine")
+    with pytest.raises(PluginError, match=r"No module named 'no_such_library'$"):  # no fault of the path to my_exp
+        registry.select(Request(), "my_exp:Mine")
+
+
 def test_what_a_target_really_is_must_be_allowed_too(package):
     package("my_exp", "from fractions import Fraction\n")
     registry = discover().allow(["my_exp"])["scheduler"]

@@ -92,6 +92,7 @@ def test_the_command_writes_the_package_and_says_what_is_next(tmp_path, capsys):
     assert main(["plugins", "new", "my-attn", "--seam", "attention", "--dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert str(tmp_path / "my-attn" / "pyproject.toml") in out and "python -m minivllm.testing my-attn/my-attn" in out
+    assert f"  pytest {tmp_path / 'my-attn'} " in out
     assert {p for p, _ in files("my-attn", "attention")} == {
         p.relative_to(tmp_path / "my-attn").as_posix() for p in (tmp_path / "my-attn").rglob("*") if p.is_file()
     }

@@ -21,6 +21,7 @@ def new(args: argparse.Namespace) -> int:
         f"\nA working {seam} plug-in.  Next:\n"
         f"  pip install -e {shlex.quote(where + '[test]')}\n"
         f"  python -m minivllm.testing {args.name}/{args.name} --seam {seam}\n"
+        f"  pytest {shlex.quote(where)}    # the kit too, and what is in {folder / 'tests'}\n"
         f"then change {folder / 'src' / args.name.replace('-', '_') / 'plugin.py'}, and test again."
     )
     return 0

@@ -32,7 +32,8 @@ test on it that passes is an error.  In a test file of your own:
         plugin = "acme/flash"
 
 Only there can hooks be overridden, such as params() of a plug-in with parameters of its own, without which little of it
-is tested; docs/plugins.md names them.  A suite takes 1 to 20 seconds on a CPU, with --profile long up to 4 minutes.
+is tested; docs/plugins.md names them.  A suite takes 1 to 20 seconds on an idle CPU, with --profile long
+up to 4 minutes; on a busy one a sampler's takes minutes (OMP_NUM_THREADS=1 may help).  -v shows each test as it ends.
 """
 
 
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {_count(done)} in {time.perf_counter() - start:.1f} s")
         if _hardly_tested(done):
             print("  hardly tested: override params() in a test class (see docs/plugins.md)")
+        elif any(o.status == "skipped" and o.text.startswith("no values known") for o in done):
+            print("  its own parameters were not tested: the test class of its package gives values (run pytest there)")
         print(flush=True)
     if args.json:
         _write(args, outcomes)
