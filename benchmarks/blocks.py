@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from minivllm.cache_walk import walk_pool
 from minivllm.core.blocks import BlockPool
 from minivllm.core.interfaces.evictor import EvictorContext
 from minivllm.core.timing import SeamTimes
@@ -117,10 +118,10 @@ def main() -> None:
         small = kind(4096, args.blocks)
         for _ in range(args.walk):
             small.call()
-            small.pool.check(small.tables)
+            walk_pool(small.pool, small.tables)
         case = kind(args.total, args.blocks)
         rate = timed(case.call, case.pool.audit, args.seconds)
-        case.pool.check(case.tables)
+        walk_pool(case.pool, case.tables)
         name = kind.__name__.lower()
         print(f"{name:>8} {rate * args.blocks:>12,.0f} {1e6 / rate:>10.1f}  {args.walk} calls", flush=True)
 

@@ -310,36 +310,3 @@ class BlockPool:
             )
         if at_rest and self.held:
             raise EngineDeadError(f"{self.held} KV blocks are in use although nothing runs")
-
-    def check(self, tables: list[np.ndarray]) -> None:
-        """The full walk, for tests and on request: every invariant of the class docstring.  AssertionError says which
-        is broken.  ``tables``: all block tables in use."""
-        free = self._free[: self.free]
-        assert len(np.unique(free)) == len(free) and NULL_BLOCK not in free, "a block is twice in the free list"
-        assert not self.ref[free].any() and not self.key[free].any(), "a free block is held or published"
-        held, cached = self.ref > 0, self.key != 0
-        assert held.sum() == self.held and (cached & ~held).sum() == self.idle, "the counts of held and idle blocks"
-        assert self.free + self.held + self.idle == self.total - 1, "a block is lost"
-        assert len(self.index) == cached.sum(), "the index and the published blocks differ in number"
-        for key, block in self.index.items():
-            assert self.key[block] == key, "the index names a block with another key"
-        lists: dict[int, set[int]] = {}
-        for block in np.flatnonzero(cached).tolist():
-            lists.setdefault(int(self.parent[block]), set()).add(block)
-        assert lists.keys() == self.youngest.keys(), "the lists of siblings and the parents differ"
-        for parent, children in lists.items():
-            assert parent < 0 or (cached[parent] and self.tokens[parent, -1] >= 0), "a cached block has lost its parent"
-            assert parent < 0 or held[parent] or not held[list(children)].any(), "a block is held and its parent is not"
-            block = self.youngest[parent]
-            assert not self.younger[block], "the list of siblings does not begin at its head"
-            while block in children:
-                children.remove(block)
-                older = int(self.older[block])
-                assert not older or self.younger[older] == block, "the links of siblings disagree"
-                block = older
-            assert not block and not children, "a block is not among its siblings"
-        assert not self.new, "the evictor has not heard of a published block"
-        refs = np.zeros(self.total, np.int32)
-        for t in tables:
-            np.add.at(refs, t[t != NULL_BLOCK], 1)
-        assert (refs == self.ref).all(), "the reference counts and the block tables differ"

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minivllm.cache_walk import walk
+
 from .blocks import DEPTHS, NO_BLOCKS, WIDTHS
 
 if TYPE_CHECKING:
@@ -304,19 +306,5 @@ class KVCache:
             pool.audit(at_rest=not len(self.slots.running))
 
     def check(self) -> None:
-        """The full walk, for tests and on request: every invariant of every pool against the tables of the running
-        rows, and that what they have published is what they hold.  AssertionError says which is broken."""
-        s = self.slots
-        for g, pool in enumerate(self.pools):
-            pool.check([s.table[g, slot, : s.blocks[g, slot]] for slot in s.running.tolist()])
-        lead = self.pools[0]
-        for slot in s.running.tolist():
-            assert s.computed[slot] <= s.blocks[:, slot].min() * self.block, f"slot {slot} lacks a block"
-            before = lead.root(s.seq[slot].request.salt)[0]
-            for i, block in enumerate(s.table[0, slot, : s.published[slot]].tolist()):
-                row = s.tokens[slot, i * self.block : (i + 1) * self.block]
-                if not lead.published(block):
-                    break  # a collision: private from here on
-                assert lead.parent[block] == before, f"slot {slot}: block {i} hangs on a block or salt of others"
-                assert (lead.tokens[block] == row).all(), f"slot {slot}: block {i} is published with other tokens"
-                before = block
+        """The full walk, for tests and on request (see ``minivllm.cache_walk``); AssertionError says what is broken."""
+        walk(self)
