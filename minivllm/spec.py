@@ -50,6 +50,7 @@ class Kind:
         return f"minivllm.{self.name}"
 
 
+_INVARIANT = {"batch_invariant": "a row's bits do not depend on the rows beside it, nor on how it is cut into chunks"}
 _GRAPH_SAFE = {"graph_safe": "can be captured in a CUDA graph and replayed on new data"}
 KINDS: Mapping[str, Kind] = MappingProxyType({
     kind.name: kind
@@ -65,7 +66,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
                 "lse": "gives the logarithm of the softmax's denominator",
                 "scores": "gives the attention probabilities",
                 "repeatable": "the same step gives the same bits",
-                "batch_invariant": "a row's bits do not depend on the rows beside it",
+                **_INVARIANT,
             },
             traits={"graph": "steps that can be captured in a CUDA graph: none, decode or mixed",
                     "plan": "where plan() works: host or device"},
@@ -74,15 +75,21 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
         Kind("evictor", _SEAMS + "evictor:Evictor", traits={"order": "the reference order it keeps: lru, fifo or lfu"}),
         Kind("executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size")),
         Kind("hooks", "minivllm.hooks:Hooks"),
-        Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
+        Kind(
+            "kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds"), features=_INVARIANT,
+        ),
         Kind(
             "model", _SEAMS + "model:ModelArch", facts=("device", "dtype", "architecture", "model_type"),
+            features=_INVARIANT,
             traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
         ),
         Kind("processor", _SEAMS + "sampling:Processor", facts=("device",), features=_GRAPH_SAFE),
         Kind(
             "quantizer", _SEAMS + "quantizer:Quantizer", facts=("device", "sm", "dtype", "checkpoint"),
-            features={"sliceable": "slicing a full tensor and quantizing the slice is quantizing and slicing"},
+            features={
+                **_INVARIANT,
+                "sliceable": "slicing a full tensor and quantizing the slice is quantizing and slicing",
+            },
             traits={"bits": "bits of a quantized weight element, scales not counted"},
         ),
         Kind("sampler", _SEAMS + "sampling:Sampler", facts=("device",), features=_GRAPH_SAFE),

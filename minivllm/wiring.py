@@ -22,7 +22,7 @@ from minivllm.explanation import Explanation
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, open_checkpoint
 from minivllm.registry import Candidate, Catalog, Registry, Request, Selection, build_part
-from minivllm.spec import OPTION_OF, Spec
+from minivllm.spec import OPTION_OF, Needs, Spec
 from minivllm.validation import begins, source_of
 
 if TYPE_CHECKING:
@@ -106,14 +106,16 @@ class _Fold:
         hooks = tuple(self._several("hooks", config.hooks, ()))
         checkpoint = open_checkpoint(self._resolve_model(hooks))
         device = self._device()
+        invariant = self._invariant(device)
         self._pick("executor", config.executor, ("device",), {"tensor_parallel_size": config.tensor_parallel_size})
         dtype, why = choose_dtype(config.dtype, checkpoint.dtype, device)
         self._learn("dtype", dtype, f"{dtype} ({why})")
-        specs, hf_config = self._model(checkpoint)
+        specs, hf_config = self._model(checkpoint, invariant)
         max_len = self._max_len(hf_config)
-        self._pick("quantizer", config.quantizer, ("device", "sm", "dtype"), {"checkpoint": checkpoint.quantization})
-        self._kv_format(dtype)
-        block = self._attention(specs)
+        known = ("device", "sm", "dtype")
+        self._pick("quantizer", config.quantizer, known, {"checkpoint": checkpoint.quantization}, invariant)
+        self._kv_format(dtype, invariant)
+        block = self._attention(specs, invariant)
         self._pick("evictor", config.evictor)
         self._pick("scheduler", config.scheduler)
         processors = tuple(self._several("processor", config.processors, ("device",)))
@@ -148,6 +150,30 @@ class _Fold:
             self.facts["sm"] = device.sm
         return device
 
+    def _invariant(self, device: Device) -> frozenset[str]:
+        """The feature that parts must have for ``batch_invariant``; ConfigError where the engine's own lack it."""
+        config = self.config
+        if not config.batch_invariant:
+            return frozenset()
+        said = f"{begins(source_of(self.origins, 'batch_invariant'))}batch_invariant=true"
+        if config.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"{said} with tensor_parallel_size={config.tensor_parallel_size}: the order in which processes are "
+                "summed is the library's; want tensor_parallel_size=1"
+            )
+        if device.kind != "cpu":
+            if not config.fuse:
+                raise ConfigError(f"{said} with fuse=false: torch's products go by the number of rows; want fuse=true")
+            if (device.sm or 0) < 90:
+                have = f"{device.name} has {device.sm / 10:.1f}" if device.sm else f"{device.name} has none"
+                raise ConfigError(
+                    f"{said} on {device.kind}: its product is made for compute capability 9.0 or later, and {have}; "
+                    "want such a GPU, or device=cpu"
+                )
+            if (missing := Needs("triton", "3.4", 'pip install "minivllm[triton]"').missing()) is not None:
+                raise ConfigError(f"{said} on {device.kind}: {missing}")
+        return frozenset({"batch_invariant"})
+
     def _resolve_model(self, hooks: Sequence[Part]) -> str:
         """What a hook says that the name of the model stands for, or the name."""
         name = self.config.model
@@ -161,11 +187,11 @@ class _Fold:
         self.notes.append(("resolved", f"{name} is {found[1]} (says {found[0]})"))
         return found[1]
 
-    def _model(self, checkpoint: Checkpoint) -> tuple[tuple[AttnSpec, ...], Any]:
+    def _model(self, checkpoint: Checkpoint, features: frozenset[str]) -> tuple[tuple[AttnSpec, ...], Any]:
         asked = self.config.model_arch
         named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
         self.notes.append(("model", f"{checkpoint.folder} ({checkpoint.architecture})"))
-        selection = self._select("model", asked, ("device", "dtype"), named)
+        selection = self._select("model", asked, ("device", "dtype"), named, features)
         if selection.chosen is None and asked.name == "auto":
             served = {a for c in selection.candidates if c.spec for a in _architectures(c.spec)}
             if checkpoint.architecture not in served:
@@ -196,13 +222,14 @@ class _Fold:
         self._learn("max_model_len", value, f"{value} ({why})")
         return value
 
-    def _kv_format(self, dtype: str) -> None:
+    def _kv_format(self, dtype: str, features: frozenset[str]) -> None:
         choice = self.config.kv_format
         open_ = choice.name == "auto" and not choice.prefer
-        entry = self._pick("kvformat", choice, ("device", "sm", "dtype"), {"holds": dtype} if open_ else {}).entry
+        more = {"holds": dtype} if open_ else {}
+        entry = self._pick("kvformat", choice, ("device", "sm", "dtype"), more, features).entry
         self.facts["kv_format"] = entry.name if entry.builtin else entry.label
 
-    def _attention(self, specs: Sequence[AttnSpec]) -> int:
+    def _attention(self, specs: Sequence[AttnSpec], invariant: frozenset[str]) -> int:
         """Choose the back end and with it the block size."""
         more: dict[str, Any] = {
             "dim_qk": frozenset(s.dim_qk for s in specs),
@@ -217,9 +244,8 @@ class _Fold:
             "sinks": any(s.sinks for s in specs),
             "softcap": any(s.softcap is not None for s in specs),
             "v_in_k": any(s.v_in_k for s in specs),
-            "batch_invariant": self.config.batch_invariant,
         }
-        features = frozenset(name for name, want in wanted.items() if want)
+        features = frozenset(name for name, want in wanted.items() if want) | invariant
         known = ("device", "sm", "dtype", "kv_format")
         chosen = self._pick("attention", self.config.attention, known, more, features)
         assert chosen.spec is not None

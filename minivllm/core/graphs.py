@@ -360,4 +360,6 @@ def run_sample(r: Runner, b: Buffers, asked: Sequence[Any]) -> tuple[torch.Tenso
     for i, processor in enumerate(r.processors):
         if variants[i] >= 0 and type(processor).commit is not Processor.commit:
             processor.commit(drawn.tokens[:, None], b.out[1], rows, state.processors[i].columns)
-    return sampling.logprobs_of(logits, drawn.tokens, topk, fuse=True) if topk >= 0 else None
+    if topk < 0:
+        return None
+    return sampling.logprobs_of(logits, drawn.tokens, topk, fuse=True, batch_invariant=r.wiring.batch_invariant)

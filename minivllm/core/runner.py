@@ -283,7 +283,7 @@ class Runner:
         )
         self._accept(running, slots_np, rows, tokens, flags.int(), failed)
         if plan.topk >= 0:
-            found = sampling.logprobs_of(raw, tokens, plan.topk, fused(self.wiring))
+            found = sampling.logprobs_of(raw, tokens, plan.topk, fused(self.wiring), self.wiring.batch_invariant)
             running.logprobs = tuple(self._host(t) for t in found)
 
     def _accept(self, running, slots_np, rows: Rows, tokens, flags, failed: np.ndarray) -> None:

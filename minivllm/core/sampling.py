@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .interfaces.plan import EOS, LENGTH, NAN, STOP_ID, STOP_IDS
+from .layers.invariant import logsumexp
 
 _WORD = 1 << 32
 
@@ -83,11 +84,14 @@ def gumbel(seed: Tensor, position: Tensor, sample: Tensor, width: int) -> Tensor
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
-def logprobs_of(logits: Tensor, chosen: Tensor, topk: int, fuse: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def logprobs_of(
+    logits: Tensor, chosen: Tensor, topk: int, fuse: bool = False, batch_invariant: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Natural log-softmax of raw logits [N, V], of any dtype, at ``chosen`` i64 [N], and the ``topk`` best.
 
     Returns chosen f32 [N], rank i32 [N] (1 + how many tokens are strictly likelier), top_ids i32 [N, k] and top f32
-    [N, k], best first, k = min(topk, V).  ``fuse``: by the kernels, which make no float32 copy.
+    [N, k], best first, k = min(topk, V).  ``fuse``: by the kernels, which make no float32 copy (and are
+    batch invariant anyway).
     """
     if fuse:
         from .kernels import logprobs
@@ -95,7 +99,7 @@ def logprobs_of(logits: Tensor, chosen: Tensor, topk: int, fuse: bool = False) -
         if topk <= logprobs.MOST:
             return logprobs.logprobs_of(logits, chosen, topk)
     logits = logits.float()
-    total = torch.logsumexp(logits, dim=1, keepdim=True)
+    total = logsumexp(logits) if batch_invariant else torch.logsumexp(logits, dim=1, keepdim=True)
     value = logits.gather(1, chosen[:, None])
     rank = (logits > value).sum(dim=1, dtype=torch.int32) + 1
     top, top_ids = logits.topk(min(max(topk, 0), logits.shape[1]), dim=1)

@@ -80,7 +80,10 @@ def build_worker(wiring: Wiring) -> Worker:
     backend = build_part("attention", wiring.parts["attention"], ctx)
     quantizer = build_part("quantizer", wiring.parts["quantizer"], getattr(cfg, "quantization_config", None))
     arch = build_part("model", wiring.parts["model"])
-    parts = Parts(wiring.device, wiring.dtype, quantizer, backend, groups=wiring.groups or None, fuse=fused(wiring))
+    parts = Parts(
+        wiring.device, wiring.dtype, quantizer, backend, groups=wiring.groups or None, fuse=fused(wiring),
+        batch_invariant=wiring.batch_invariant,
+    )  # fmt: skip
     with torch.inference_mode():
         try:
             model = build_model(arch, cfg, parts)

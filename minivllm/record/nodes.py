@@ -22,9 +22,9 @@ MACHINE = ("cpu", "cores", "threads", "gpu", "compute_capability", "driver")  # 
 FOLLOWS: Mapping[str, tuple[str, ...]] = {  # what decides a value that the user left open
     "tokenizer": ("model",),
     "executor": ("device", "tensor_parallel_size"),
-    "model_arch": ("model", "device", "dtype"),
-    "quantizer": ("model", "device", "dtype"),
-    "kv_format": ("device", "dtype"),
+    "model_arch": ("model", "device", "dtype", "batch_invariant"),
+    "quantizer": ("model", "device", "dtype", "batch_invariant"),
+    "kv_format": ("device", "dtype", "batch_invariant"),
     "attention": ("model", "device", "dtype", "kv_format", "kvcache_block_size", "batch_invariant"),
     "sampler": ("device",),
     "device": ("machine.gpu",),

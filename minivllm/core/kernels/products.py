@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from minivllm.errors import ModelError
+
 from .launch import capability, pdl, wait
 
 MOST_ROWS, MANY_ROWS = 64, 128  # rows up to which a product here beats the library's and two kernels beside it ...
@@ -213,3 +215,36 @@ class Product:
                 eps, m, IEEE=x.dtype == torch.float32, **sizes, **tile, **pdl(x),
             )  # fmt: skip
         return y, out if self.mode == ADDED else None
+
+
+def fixed_tile(n: int, element: int) -> dict[str, int]:
+    """The tile of any number of rows, for weights of ``element`` bytes: a row's sum runs over k in steps of BK."""
+    bn, bk = (128 if n >= 8192 else 64), 256 // element
+    stages = min(5, STAGE_BYTES // ((64 + bn) * bk * element))
+    return dict(BM=64, BN=bn, BK=bk, SK=1, STAGES=stages, num_warps=4)
+
+
+class FixedProduct:
+    """x [M, K] -> x W^T [M, N] in which a row's bits do not depend on M: one tile, and no split of the sum, for every M
+    (``batch_invariant``).  On the tensor cores a row's place in its tile does not matter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        if weight.shape[1] * weight.element_size() % 16:
+            raise ModelError(
+                f"batch_invariant=true: a weight has {weight.shape[1]} inputs of {weight.element_size()} bytes: "
+                "want a multiple of 16 bytes, which its kernel reads at a time"
+            )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        (n, k), m = self.weight.shape, x.shape[0]
+        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+        if m:
+            tile, x = fixed_tile(n, x.element_size()), x.contiguous()
+            _gemm[(triton.cdiv(m, tile["BM"]), triton.cdiv(n, tile["BN"]), 1)](
+                TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
+                TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]), y, y, y, y, y, y, y, y, 0.0, m,
+                N=n, K=k, DIM=k, PARTS=0, PARTS_P=1, MODE=PLAIN, BIAS=False, IEEE=x.dtype == torch.float32, **tile,
+                **pdl(x),
+            )  # fmt: skip
+        return y

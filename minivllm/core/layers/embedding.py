@@ -31,11 +31,14 @@ class LMHead(Linear):
 class TiedLMHead(Module):
     """The head whose weight is the embedding's; a quantized one (``scheme``) makes its own copy once that is loaded."""
 
-    def __init__(self, info: ModuleInfo, tied: Embedding, scheme: WeightScheme | None, fuse: bool = False) -> None:
+    def __init__(
+        self, info: ModuleInfo, tied: Embedding, scheme: WeightScheme | None, fuse: bool = False,
+        invariant: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(info.name)
         self.tied, self.scheme, self.part = tied, scheme, info.parts[0][0]
         self.tensors = dict(scheme.tensors) if scheme else {}
-        self.plain = Dense(info, fuse, tied.weight) if scheme is None else None
+        self.plain = Dense(info, fuse, tied.weight, invariant) if scheme is None else None
 
     def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
         return {}

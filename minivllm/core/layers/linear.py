@@ -10,6 +10,7 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 from minivllm.errors import ModelError, PluginError
 
+from .invariant import FixedRows
 from .matmul import matmul, pack
 from .module import Module, check_shape, fill
 
@@ -32,10 +33,12 @@ def no_adapter(scheme: WeightScheme, adapter: Any) -> None:
 class Dense(WeightScheme):
     """The unquantized weight [out, in] in the activations' dtype."""
 
-    def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None) -> None:
-        self.info = info
-        self.fuse = fuse
+    def __init__(
+        self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False
+    ) -> None:
+        self.info, self.fuse, self.invariant = info, fuse, invariant
         self.row: Any = None  # the kernel for a single row
+        self.fixed: Any = None  # the product that is the same for any number of rows, if ``invariant``
         shape = (info.out_features, info.in_features)
         if weight is None:
             weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
@@ -50,6 +53,9 @@ class Dense(WeightScheme):
         fill(self.weight[part_rows(self.info, part)], tensor)
 
     def finish(self) -> None:
+        if self.invariant:
+            self.fixed = fixed_product(self.weight)
+            return
         self.packed = pack(self.weight)
         if self.fuse:
             from minivllm.core.kernels.products import Product
@@ -58,9 +64,20 @@ class Dense(WeightScheme):
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
+        if self.fixed is not None:
+            return self.fixed(x) if out is None else out.copy_(self.fixed(x))
         if self.row is not None and out is None and x.shape[0] == 1 and self.row.fits(x):
             return self.row(x)[0]
         return matmul(x, self.weight, self.packed) if out is None else torch.mm(x, self.weight.t(), out=out)
+
+
+def fixed_product(weight: Tensor) -> Any:
+    """x -> x W^T for weight [out, in], whose bits for a row do not depend on the rows beside it."""
+    if weight.device.type == "cpu":
+        return FixedRows(weight)
+    from minivllm.core.kernels.products import FixedProduct
+
+    return FixedProduct(weight)
 
 
 class Linear(Module):

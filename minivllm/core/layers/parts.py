@@ -13,6 +13,7 @@ from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, Attn
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard
 from minivllm.errors import ModelError
 
+from . import invariant
 from .activation import silu_mul
 from .attention import AttentionLayer
 from .embedding import Embedding, LMHead, TiedLMHead
@@ -28,6 +29,7 @@ ALONE = Shard()
 class Parts:
     """Makes modules and remembers them: ``modules`` by name for the loader, ``layers`` for the KV cache.
 
+    ``batch_invariant``: what they give a row has the same bits whatever rows are beside it.
     A model gives full sizes everywhere; this process's share is taken here.  ``groups`` names the layers of each KV
     group; without it layers of equal geometry form one, in the order they come.
     """
@@ -42,10 +44,12 @@ class Parts:
         group: Any = None,
         groups: Sequence[Sequence[int]] | None = None,
         fuse: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.device, self.shard, self.group = str(device), shard, group
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        self.quantizer, self.backend, self.fuse = quantizer, backend, fuse
+        self.quantizer, self.backend, self.fuse, self.invariant = quantizer, backend, fuse, batch_invariant
+        self.pairs = fuse and not batch_invariant  # the kernels for pairs go by the number of rows
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
@@ -82,7 +86,10 @@ class Parts:
         elif split is not None:
             raise ValueError(f"split={split!r}: want None, 'column' or 'row'")
         info = self._info(name, "linear", inp, parts, bias=bias, split=split)
-        return self._add(Linear(info, self.quantizer.scheme(info) or Dense(info, self.fuse), self.group))
+        return self._add(Linear(info, self.quantizer.scheme(info) or self._dense(info), self.group))
+
+    def _dense(self, info: ModuleInfo) -> Dense:
+        return Dense(info, self.fuse, invariant=self.invariant)
 
     def embedding(self, name: str, rows: int, dim: int) -> Embedding:
         return self._add(Embedding(name, rows, dim, self.dtype, self.device))
@@ -92,8 +99,8 @@ class Parts:
         info = self._info(name, "lm_head", inp, [("", vocab)])
         scheme = self.quantizer.scheme(info)
         if tied is not None:
-            return self._add(TiedLMHead(info, tied, scheme, self.fuse))
-        return self._add(LMHead(info, scheme or Dense(info, self.fuse)))
+            return self._add(TiedLMHead(info, tied, scheme, self.fuse, self.invariant))
+        return self._add(LMHead(info, scheme or self._dense(info)))
 
     def norm(self, name: str, dim: int, eps: float) -> RMSNorm:
         return self._add(RMSNorm(name, dim, eps, self.dtype, self.device, self.fuse))
@@ -102,22 +109,22 @@ class Parts:
     def silu_mul(self) -> Callable[[Tensor], Tensor]:
         """SwiGLU's gate: [T, 2 n] = gate | up -> silu(gate) * up [T, n]."""
         if not self.fuse:
-            return silu_mul
+            return invariant.silu_mul if self.invariant else silu_mul
         from minivllm.core.kernels.activation import silu_mul as fused
 
         return fused
 
     def normed_linear(self, linear: Linear) -> NormedLinear:
         """Normed -> linear(x) [T, out]; see ``layers.fused``."""
-        return NormedLinear(linear, self.fuse)
+        return NormedLinear(linear, self.pairs)
 
     def gated_linear(self, linear: Linear) -> GatedLinear:
         """Normed -> silu(gate) * up [T, n], where linear(x) [T, 2 n] = gate | up."""
-        return GatedLinear(linear, self.silu_mul, self.fuse)
+        return GatedLinear(linear, self.silu_mul, self.pairs)
 
     def linear_norm(self, linear: Linear, norm: RMSNorm, whole: bool = False) -> LinearNorm:
         """(x, residual) -> (Normed of residual + linear(x), that sum); ``whole``: the norm is computed to its end."""
-        return LinearNorm(linear, norm, self.fuse, whole)
+        return LinearNorm(linear, norm, self.pairs, whole)
 
     def attention(self, index: int, spec: AttnSpec) -> AttentionLayer:
         """Layer ``index`` (0, 1, ... in order); ``spec`` is the whole model's, ``layers`` keeps the local share."""

@@ -72,7 +72,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, dim] rotated in float32; the leading cos.shape[-1] elements of a head, the rest passes."""
     dim = cos.shape[-1]
     head = (x if x.shape[-1] == dim else x[..., :dim]).float()
-    y = torch.addcmul(head * cos, head.roll(dim // 2, -1), sin).to(x.dtype)
+    # not addcmul: whether that rounds its product depends on where in a thread's share an element lies
+    y = (head * cos).add_(head.roll(dim // 2, -1).mul_(sin)).to(x.dtype)
     return y if x.shape[-1] == dim else torch.cat((y, x[..., dim:]), dim=-1)
 
 

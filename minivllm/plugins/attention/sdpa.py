@@ -5,7 +5,8 @@ of its keys and attends in one call.  What a batch needs (slots, masks) is made 
 KV group and shared by the others through ``meta.work``.  Only slots below a row's length are gathered: padding repeats
 the row's last token, so what foreign or stale slots hold, NaN included, cannot reach a result.
 
-Sinks, soft caps and log-sum-exp take an explicit softmax in float32 instead.
+Sinks, soft caps and log-sum-exp take an explicit softmax in float32 instead.  With ``batch_invariant``, which a CPU
+alone has here, all of it is ``sdpa_invariant``'s.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from minivllm.core.interfaces.attention import AttentionBackend, AttentionContex
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
 from minivllm.core.layers.rotary import prepare_qk
 from minivllm.errors import PluginError
+
+from .sdpa_invariant import attend
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Sdpa(AttentionBackend):
     def __init__(self, options: Any, ctx: AttentionContext) -> None:
         super().__init__(options, ctx)
         self.limits = CPU if ctx.device.startswith("cpu") else GPU
+        if ctx.batch_invariant and self.limits is GPU:
+            raise PluginError(f"sdpa: batch_invariant=true on {ctx.device}: want a CPU, or the back end triton")
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
@@ -103,6 +108,9 @@ class Sdpa(AttentionBackend):
     ) -> None:
         if scores is not None:
             raise PluginError("sdpa gives no attention scores: want scores=None")
+        if self.ctx.batch_invariant:
+            attend(self.ctx.kv_format, layer, q, meta, out, lse)
+            return
         spec = layer.spec
         explicit = spec.sinks or spec.softcap is not None or lse is not None
         key = ("sdpa", layer.group, spec.window, spec.heads, explicit)

@@ -4,6 +4,16 @@ from collections.abc import Sequence
 
 from minivllm.spec import ANY, AtLeast, MultipleOf, Needs, Range, Reason, Request, Spec, plain
 
+
+
+def invariant_on_cpu(request: Request) -> Sequence[Reason]:
+    """torch's kernels on a GPU are chosen by the size of the step."""
+    device = request.facts.get("device", "cpu")
+    if "batch_invariant" in request.features and device != "cpu":
+        return [Reason("device with batch_invariant", plain(device), "{cpu}", "take the back end triton")]
+    return []
+
+
 SDPA = Spec(
     impl="minivllm.plugins.attention.sdpa:Sdpa",
     api=(1, 0),
@@ -18,9 +28,10 @@ SDPA = Spec(
         "kv_format": {"bf16", "fp16", "fp32"},
         "block": MultipleOf(1),
     },
-    features=frozenset({"lse", "sinks", "softcap", "window"}),
+    features=frozenset({"batch_invariant", "lse", "sinks", "softcap", "window"}),
     prefer={"block": 16},
     traits={"graph": "none", "plan": "host"},
+    check=invariant_on_cpu,
 )
 DIMS = frozenset(range(8, 257, 8))
 TRITON = Spec(
@@ -38,7 +49,7 @@ TRITON = Spec(
         "kv_format": {"bf16", "fp16", "fp32"},
         "block": MultipleOf(1),
     },
-    features=frozenset({"lse", "repeatable", "sinks", "softcap", "v_in_k", "window"}),
+    features=frozenset({"batch_invariant", "lse", "repeatable", "sinks", "softcap", "v_in_k", "window"}),
     needs=(Needs("triton", "3.4", 'pip install "minivllm[triton]"'),),
     prefer={"block": 64},
     traits={"graph": "mixed", "plan": "device"},

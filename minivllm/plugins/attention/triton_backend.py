@@ -21,6 +21,7 @@ from .triton_write import fits, write
 PROGRAMS = 4 * 132  # of the decode kernel that keep an H200's memory busy
 SPLIT_TOKENS = 256  # least context that is worth a program of its own
 MAX_SPLITS = 64
+FIXED_LINES = 64  # of a tile of queries if results must not depend on the batch
 EAGER = GraphKey()
 
 
@@ -40,7 +41,12 @@ class Triton(AttentionBackend):
 
     def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
         if fits(q, k, v, pre):
-            return write(layer, q, k, v, meta, pre)
+            return write(layer, q, k, v, meta, pre, self.ctx.batch_invariant)
+        if self.ctx.batch_invariant:
+            raise PluginError(
+                f"triton: batch_invariant=true with heads of {q.shape[2]} elements, or a rotary embedding over part of "
+                "them: want an even number, and rotary over all of it"
+            )
         return super().write(layer, q, k, v, meta, pre)
 
     def plan(self, meta: AttnMeta, key: GraphKey) -> None:
@@ -60,6 +66,9 @@ class Triton(AttentionBackend):
             raise PluginError("triton gives no attention scores: want scores=None")
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
+        if self.ctx.batch_invariant:  # one kernel and one tile for every query, whoever else is in the step
+            prefill(layer, q, meta, out, lse, self._fixed_tiles(meta, layer.spec, q))
+            return
         rows, mixed = meta.decode_rows, meta.work.get("key", EAGER).kind == "mixed"
         if rows:
             splits = self._splits(meta, layer, rows)
@@ -115,3 +124,17 @@ class Triton(AttentionBackend):
             packed = packed.to(q.device, non_blocking=True)
             found = meta.work[key] = (packed[0], packed[1], lines)
         return found
+
+    def _fixed_tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Tiles of ``FIXED_LINES`` over all rows, those of one token too."""
+        tokens = FIXED_LINES // (spec.heads // spec.kv_heads)
+        found, captured = meta.work.get(("fixed", tokens)), meta.work.get("key", EAGER)
+        if found is None:
+            if captured.kind == "eager":
+                packed = torch.from_numpy(np.stack(make_tiles(meta.host_q_len, 0, tokens)))
+                row, token = packed.to(q.device, non_blocking=True)
+            else:
+                most = captured.rows if captured.kind == "decode" else captured.tokens // tokens + captured.rows
+                row, token = tiles_on_device(meta.q_len, most, tokens, least=1)
+            found = meta.work["fixed", tokens] = (row, token)
+        return *found, FIXED_LINES

@@ -102,24 +102,25 @@ def make_tiles(q_len: np.ndarray, first_row: int, tokens: int) -> tuple[np.ndarr
 
 
 @triton.jit
-def _tiles(q_len, tile_row, tile_token, rows, TOKENS: tl.constexpr, P: tl.constexpr):
-    """The tiles of row ``program_id`` behind those of the rows before it; a row of one token has none."""
+def _tiles(q_len, tile_row, tile_token, rows, TOKENS: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
+    """The tiles of row ``program_id`` behind those of the rows before it; a row of less than LEAST tokens has none."""
     row = tl.program_id(0)
     at = tl.arange(0, P)
     lens = tl.load(q_len + at, mask=at < row, other=0)
-    start = tl.sum(tl.where(lens > 1, (lens + TOKENS - 1) // TOKENS, 0), 0)
+    start = tl.sum(tl.where(lens >= LEAST, (lens + TOKENS - 1) // TOKENS, 0), 0)
     mine = tl.load(q_len + row)
-    if mine > 1:
+    if mine >= LEAST:
         for i in range((mine + TOKENS - 1) // TOKENS):
             tl.store(tile_row + start + i, row)
             tl.store(tile_token + start + i, i * TOKENS)
 
 
-def tiles_on_device(q_len: Tensor, most: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """(row or -1, first token) i32 of ``most`` tiles, from q_len i32 [R] on the device: for a captured step."""
+def tiles_on_device(q_len: Tensor, most: int, tokens: int, least: int = 2) -> tuple[Tensor, Tensor]:
+    """(row or -1, first token) i32 of ``most`` tiles, from q_len i32 [R] on the device: for a captured step.  Rows of
+    less than ``least`` tokens have none."""
     row = torch.full((most,), -1, dtype=torch.int32, device=q_len.device)
     token = torch.zeros_like(row)
-    _tiles[(len(q_len),)](q_len, row, token, len(q_len), TOKENS=tokens, P=power(len(q_len)), num_warps=1)
+    _tiles[(len(q_len),)](q_len, row, token, len(q_len), TOKENS=tokens, P=power(len(q_len)), LEAST=least, num_warps=1)
     return row, token
 
 

@@ -81,13 +81,19 @@ def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
     return whole and (pre is None or (pre.q_norm is None) == (pre.k_norm is None))
 
 
+FIXED = 512  # tokens that the choice is made for if it must be the same for any number of them
+
+
 def heads_each(tokens: int) -> tuple[int, int]:
     """Heads of a program, and its warps: many programs while the device has room for them."""
     return (1, 1) if tokens <= 16 else (8, 4) if tokens <= 512 else (16, 4)
 
 
-def write(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
-    """As ``AttentionBackend.write`` where ``fits``; a new tensor [T, heads, D] comes back."""
+def write(
+    layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None, fixed: bool = False
+) -> Tensor:
+    """As ``AttentionBackend.write`` where ``fits``; a new tensor [T, heads, D] comes back.  ``fixed``: the order of a
+    head's sum does not depend on T."""
     tokens, heads, dim = q.shape
     kv_heads, dim_v = k.shape[1], v.shape[2]
     out = q.new_empty(tokens, heads, dim)
@@ -96,7 +102,7 @@ def write(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre
     has_v = "v" in layer.cache
     norm = pre is not None and pre.q_norm is not None
     rotary = pre is not None and pre.cos is not None
-    each, warps = heads_each(tokens)
+    each, warps = heads_each(FIXED if fixed else tokens)
     total = heads + kv_heads * (2 if has_v else 1)
     _write[(tokens, triton.cdiv(total, each))](
         q, k, v, out, layer.cache["k"], layer.cache["v"] if has_v else out,

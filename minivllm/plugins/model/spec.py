@@ -12,6 +12,7 @@ LLAMA = Spec(
     api=(1, 0),
     summary="Llama 2 and 3",
     limits={"architecture": {"LlamaForCausalLM"}, "model_type": {"llama"}, "device": ANY, "dtype": ANY},
+    features=frozenset({"batch_invariant"}),  # made of the layers it is given
     traits={"ignores": ("pretraining_tp",)},  # cut the products of old versions into pieces, with the same result
 )
 QWEN2 = Spec(
@@ -19,6 +20,7 @@ QWEN2 = Spec(
     api=(1, 0),
     summary="Qwen 2 and 2.5",
     limits={"architecture": {"Qwen2ForCausalLM"}, "model_type": {"qwen2"}, "device": ANY, "dtype": ANY},
+    features=frozenset({"batch_invariant"}),  # made of the layers it is given
     traits={"ignores": WINDOWS},
 )
 QWEN3 = Spec(
@@ -26,5 +28,6 @@ QWEN3 = Spec(
     api=(1, 0),
     summary="Qwen 3, dense; pocket is one",
     limits={"architecture": {"Qwen3ForCausalLM"}, "model_type": {"qwen3"}, "device": ANY, "dtype": ANY},
+    features=frozenset({"batch_invariant"}),  # made of the layers it is given
     traits={"ignores": WINDOWS},
 )

@@ -19,4 +19,5 @@ NONE = Spec(
     summary="weights as they are in the checkpoint, in the dtype of the run",
     priority=10,
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "checkpoint": {"none"}},
+    features=frozenset({"batch_invariant"}),
 )
