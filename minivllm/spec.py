@@ -75,9 +75,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
         Kind("evictor", _SEAMS + "evictor:Evictor", traits={"order": "the reference order it keeps: lru, fifo or lfu"}),
         Kind("executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size")),
         Kind("hooks", "minivllm.hooks:Hooks"),
-        Kind(
-            "kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds"), features=_INVARIANT,
-        ),
+        Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
         Kind(
             "model", _SEAMS + "model:ModelArch", facts=("device", "dtype", "architecture", "model_type"),
             features=_INVARIANT,

@@ -114,7 +114,7 @@ class _Fold:
         max_len = self._max_len(hf_config)
         known = ("device", "sm", "dtype")
         self._pick("quantizer", config.quantizer, known, {"checkpoint": checkpoint.quantization}, invariant)
-        self._kv_format(dtype, invariant)
+        self._kv_format(dtype)
         block = self._attention(specs, invariant)
         self._pick("evictor", config.evictor)
         self._pick("scheduler", config.scheduler)
@@ -222,11 +222,10 @@ class _Fold:
         self._learn("max_model_len", value, f"{value} ({why})")
         return value
 
-    def _kv_format(self, dtype: str, features: frozenset[str]) -> None:
+    def _kv_format(self, dtype: str) -> None:
         choice = self.config.kv_format
         open_ = choice.name == "auto" and not choice.prefer
-        more = {"holds": dtype} if open_ else {}
-        entry = self._pick("kvformat", choice, ("device", "sm", "dtype"), more, features).entry
+        entry = self._pick("kvformat", choice, ("device", "sm", "dtype"), {"holds": dtype} if open_ else {}).entry
         self.facts["kv_format"] = entry.name if entry.builtin else entry.label
 
     def _attention(self, specs: Sequence[AttnSpec], invariant: frozenset[str]) -> int:

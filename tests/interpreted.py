@@ -22,6 +22,8 @@ from minivllm.core.layers.fused import Normed
 from minivllm.core.layers.norm import rms_norm
 from minivllm.core.request import SamplingParams
 from minivllm.core.state import ProcessorState
+from minivllm.errors import ModelError
+from minivllm.plugins.attention import triton_prefill
 from minivllm.plugins.processor import triton_penalties
 from minivllm.plugins.processor.penalties import Penalties
 from minivllm.plugins.sampler.default import DefaultSampler
@@ -193,6 +195,30 @@ def test_penalties_count_every_token_of_a_history_whatever_shares_its_cell(lengt
     triton_penalties.penalise(got, rows, state["repetition"], state["presence"], state["frequency"])
     Penalties(None, SamplingContext(width, 100, (), fuse=False)).apply(want, rows, state)
     near(got, want)
+
+
+@pytest.mark.parametrize(("n", "k"), [(96, 64), (130, 48)])
+def test_a_fixed_product_gives_a_row_the_same_bits_in_any_number_of_rows(n, k):
+    torch.manual_seed(n)
+    w, x = torch.randn(n, k), torch.randn(130, k)
+    product = products.FixedProduct(w)
+    whole = product(x)
+    near(whole, x @ w.t(), 1e-4)
+    for part in (slice(0, 1), slice(7, 8), slice(3, 70), slice(64, 130)):
+        assert torch.equal(product(x[part]), whole[part])
+    assert product(x[:0]).shape == (0, n)
+    with pytest.raises(ModelError, match="want a multiple of 16 bytes"):
+        products.FixedProduct(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_the_device_cuts_rows_into_the_tiles_that_the_host_would(least):
+    q_len = np.array([1, 1, 7, 64, 0, 9], np.int32)
+    row, token = triton_prefill.tiles_on_device(torch.from_numpy(q_len), 20, 8, least)
+    kept = np.where(q_len >= least, q_len, 0)
+    want = sorted(zip(*(x.tolist() for x in triton_prefill.make_tiles(kept, 0, 8)), strict=True))
+    got = sorted((r, t) for r, t in zip(row.tolist(), token.tolist(), strict=True) if r >= 0)
+    assert got == want and row.tolist()[len(want) :] == [-1] * (20 - len(want))
 
 
 def test_a_nan_shows_in_the_peak_of_its_tile():

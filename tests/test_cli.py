@@ -185,10 +185,11 @@ def test_explain_says_what_would_be_wired(capsys):
 @pocket
 def test_explain_of_what_cannot_be_wired_shows_the_reasons_and_ends_with_4(capsys):
     code, out, err = said(
-        capsys, "explain", "attention", "--set", "dtype=float32", "--set", "device=cpu", "--set", "batch_invariant=true"
-    )
-    assert (code, err) == (4, "") and out.startswith("attention -> nothing suitable   (asked: auto)\n")
-    assert "x minivllm/sdpa         feature 'batch_invariant' not declared\n" in out
+        capsys, "explain", "quantizer", "--set", "dtype=float32", "--set", "device=cpu",
+        "--set", "batch_invariant=true", "--set", "quantizer=int8",
+    )  # fmt: skip
+    assert (code, err) == (4, "") and out.startswith("quantizer -> nothing suitable   (asked: int8)\n")
+    assert "x minivllm/int8  feature 'batch_invariant' not declared\n" in out
 
 
 # ---------------------------------------------------------------- running

@@ -32,9 +32,9 @@ def test_explain_in_python_gives_the_selections_and_their_text():
 
 
 def test_what_nothing_suits_is_explained_and_what_is_wrong_raises():
-    found = minivllm.explain(**CPU, batch_invariant=True)
+    found = minivllm.explain(**CPU, batch_invariant=True, quantizer="int8")
     assert isinstance(found.error, PluginError) and found.selections[-1].chosen is None
-    assert found.as_dict()["error"].startswith("attention -> nothing suitable")
+    assert found.as_dict()["error"].startswith("quantizer 'minivllm/int8' does not fit")
     with pytest.raises(PluginError, match="No scheduler is called 'fcf'"):
         minivllm.explain(**CPU, scheduler="fcf")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.errors import ConfigError, ModelError, PluginError
 from minivllm.explanation import Explanation
+from minivllm.hardware import Device
 from minivllm.loading.hf_config import find_model, open_checkpoint, read_config
 from minivllm.registry import Catalog, build_part
 from minivllm.wiring import group_layers, resolve, wiring_from_json, wiring_to_json
@@ -139,21 +141,53 @@ def test_explain_of_one_seam_is_its_selection(model):
         found.explain("schedular")
 
 
-def test_a_failed_choice_carries_what_was_chosen_before_it(model):
+def test_a_failed_choice_carries_what_was_chosen_before_it(tmp_path):
     with pytest.raises(PluginError) as info:
-        wire(model, batch_invariant=True)
-    assert [s.kind for s in info.value.selections] == ["executor", "model", "quantizer", "kvformat", "attention"]
-    text = Explanation(info.value.selections, info.value.notes, CATALOG).text("attention")
+        wire(save(tmp_path, quantization_config={"quant_method": "unheard_of"}), batch_invariant=True)
+    assert [s.kind for s in info.value.selections] == ["executor", "model", "quantizer"]
+    text = Explanation(info.value.selections, info.value.notes, CATALOG).text("quantizer")
     assert text == str(info.value)
     lines = text.splitlines()
     assert lines[:2] == [
-        "attention -> nothing suitable   (asked: auto)",
-        "  for device=cpu, dtype=float32, kv_format=fp32, dim_qk=8, dim_v=8, queries_per_kv=2, "
-        "features={batch_invariant}",
+        "quantizer -> nothing suitable   (asked: auto)",
+        "  for device=cpu, dtype=float32, checkpoint=unheard_of, features={batch_invariant}",
     ]
-    assert "  x minivllm/sdpa         feature 'batch_invariant' not declared" in lines
-    why = "device: want cpu, supports {cuda}; feature 'batch_invariant' not declared"
-    assert f"  x minivllm/triton       {why}" in lines
+    assert "  x minivllm/none  checkpoint: want unheard_of, supports {none}" in lines
+    why = "checkpoint: want unheard_of, supports {none}; feature 'batch_invariant' not declared"
+    assert f"  x minivllm/int8  {why}" in lines
+
+
+# ---------------------------------------------------------------- batch_invariant
+
+GPU = Device("cuda", "a GPU", 90, 1 << 36, "a test")
+
+
+def test_batch_invariant_is_asked_of_model_quantizer_and_attention_and_closed_by_default(model):
+    found = wire(model, batch_invariant=True)
+    assert found.wiring.batch_invariant and found.parts["attention"].name == "minivllm/sdpa"
+    asked = {s.kind for s in found.selections if "batch_invariant" in s.request.features}
+    assert asked == {"model", "quantizer", "attention"}
+    assert not any("batch_invariant" in s.request.features for s in wire(model).selections)
+    with pytest.raises(PluginError, match="'minivllm/int8' does not fit: feature 'batch_invariant' not declared"):
+        wire(model, batch_invariant=True, quantizer="int8")
+
+
+@pytest.mark.parametrize("device, options, message", [
+    (replace(GPU, sm=89), {}, "its product is made for compute capability 9.0 or later, and a GPU has 8.9"),
+    (replace(GPU, sm=0), {}, "and a GPU has none; want such a GPU, or device=cpu"),
+    (GPU, {"fuse": False}, "batch_invariant=true with fuse=false: torch's products go by the number of rows"),
+    (GPU, {"tensor_parallel_size": 2}, "batch_invariant=true with tensor_parallel_size=2: .* want tensor_parallel_size=1"),
+])  # fmt: skip
+def test_batch_invariant_says_what_of_a_gpu_or_an_option_does_not_fit(model, monkeypatch, device, options, message):
+    monkeypatch.setattr("minivllm.wiring.find_device", lambda asked: device)
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineConfig(model=model, batch_invariant=True, **options), CATALOG)
+
+
+def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
+    monkeypatch.setattr("minivllm.wiring.find_device", lambda asked: GPU)
+    with pytest.raises(PluginError, match="device with batch_invariant: want cuda, supports {cpu}"):
+        resolve(EngineConfig(model=model, batch_invariant=True, attention="sdpa", dtype="float32"), CATALOG)
 
 
 # ---------------------------------------------------------------- refusals

@@ -24,7 +24,7 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {  # what decides a value that the user
     "executor": ("device", "tensor_parallel_size"),
     "model_arch": ("model", "device", "dtype", "batch_invariant"),
     "quantizer": ("model", "device", "dtype", "batch_invariant"),
-    "kv_format": ("device", "dtype", "batch_invariant"),
+    "kv_format": ("device", "dtype"),
     "attention": ("model", "device", "dtype", "kv_format", "kvcache_block_size", "batch_invariant"),
     "sampler": ("device",),
     "device": ("machine.gpu",),

@@ -314,16 +314,29 @@ class AttentionConformance(Writing, SpecConformance):
 
     @since(1, 0)
     def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(self) -> None:
-        """``batch_invariant``: alone, beside others and in another order, in the same step shape or not."""
+        """``batch_invariant``: alone, beside others and in another order, in the same step shape or not; and cut into
+        chunks of any size."""
         self.need("batch_invariant")
         for _, setting in self.space.each("dtype"):
             world, rows = self._crowd(setting, True)
-            want = self._bits(world, rows)
+            want = self._bits(world, rows, world.check)
             for chosen in (*([i] for i in range(len(rows))), range(0, len(rows), 2), range(len(rows))[::-1]):
                 got = self._bits(world, [rows[i] for i in chosen])
                 _assert_same(
                     got, {k: want[i] for k, i in enumerate(chosen)}, chosen, f"beside {len(chosen) - 1} others"
                 )
+            for size in (1, 16, 64):
+                for i, (seq, new) in enumerate(rows):
+                    if new > 1 and (size > 1 or new < 20):
+                        got = self._in_chunks(world, seq, [min(size, new - at) for at in range(0, new, size)])
+                        _assert_same({0: got}, {0: want[i]}, [i], f"it comes in chunks of {size}")
+
+    def _in_chunks(self, world: World, seq: Any, sizes: Sequence[int]) -> Tensor:
+        """out [n, heads, dim_v] of steps that bring ``sizes`` tokens, one after another, and leave no trace."""
+        length = seq.length
+        got = torch.cat([world.step([(seq, n)])[0].out for n in sizes])
+        seq.length = length
+        return got
 
     def _crowd(self, setting: Setting, invariant: bool) -> tuple[World, list]:
         """A world and the rows of a step: short and long, one token and several."""
@@ -331,10 +344,10 @@ class AttentionConformance(Writing, SpecConformance):
         world = World(self, setting, len(shapes), 720, batch_invariant=invariant)
         return world, [(world.add(past), new) for past, new in shapes]
 
-    def _bits(self, world: World, rows: list) -> dict[int, Tensor]:
+    def _bits(self, world: World, rows: list, step: Any = None) -> dict[int, Tensor]:
         """Index among ``rows`` -> its out [n, heads, dim_v] of a step, which leaves no trace."""
         lengths = [seq.length for seq, _ in rows]
-        got = world.step(rows)[0]
+        got = (step or world.step)(rows)[0]
         for (seq, _), length in zip(rows, lengths, strict=True):
             seq.length = length
         order = sorted(range(len(rows)), key=lambda i: rows[i][1] != 1)

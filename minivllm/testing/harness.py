@@ -48,12 +48,15 @@ class Harness:
         backend=Sdpa,
         load_format: str = "auto",
         seed: int = 0,
+        batch_invariant: bool = False,
     ) -> None:
         fmt = FORMATS[kv or dtype]()
         self.block, self.device = block, device
-        ctx = AttentionContext(device, dtype, fmt, block, slots, max_len)
+        ctx = AttentionContext(device, dtype, fmt, block, slots, max_len, batch_invariant)
         self.backend = backend(None, ctx)
-        self.parts = Parts(device, dtype, quantizer or Unquantized(), self.backend, shard, group)
+        self.parts = Parts(
+            device, dtype, quantizer or Unquantized(), self.backend, shard, group, batch_invariant=batch_invariant
+        )
         self.model = build_model(arch, cfg, self.parts)
         for module in self.parts.modules.values():  # what nothing fills must be seen
             for tensor in module.tensors.values():

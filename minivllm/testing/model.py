@@ -240,20 +240,21 @@ class ModelConformance(SpecConformance):
 
     @since(1, 0)
     def test_logits_do_not_depend_on_how_a_sequence_is_cut_nor_on_its_neighbours(self, tmp_path: Path) -> None:
-        """Whole, token by token and among strangers: positions come with the step, keys and values from the cache."""
-        for name, cls in self.families().items():
+        """Whole, token by token and among strangers: positions come with the step, keys and values from the cache; bit
+        for bit where ``batch_invariant`` is claimed, in that mode on a CPU."""
+        modes = {False, self.claims("batch_invariant") and self.place() == "cpu"}
+        for name, cls, bits in [(*item, bits) for item in self.families().items() for bits in modes]:
             case = self.case(cls, tmp_path / name)
-            harness, n = self.harness(case.path), len(PROMPT)
-            ways = {"whole": harness.step({0: PROMPT})[0], "token by token": harness.chunked(1, PROMPT, range(1, n))}
+            harness, ones = self.harness(case.path, batch_invariant=bits), range(1, len(PROMPT))
+            ways = {"whole": harness.step({0: PROMPT})[0], "token by token": harness.chunked(1, PROMPT, ones)}
             strangers = (
-                {2: PROMPT[:5], 3: [9] * 11, 4: [3]},
-                {2: PROMPT[5:6], 3: [4], 4: [7]},
-                {2: PROMPT[6:12], 3: [8], 4: [6, 6], 5: [11, 12, 13]},
-                {2: PROMPT[12:], 4: [1] * 7, 5: [2]},
-            )
+                {2: PROMPT[:5], 3: [9] * 11, 4: [3]}, {2: PROMPT[5:6], 3: [4], 4: [7]},
+                {2: PROMPT[6:12], 3: [8], 4: [6, 6], 5: [11, 12, 13]}, {2: PROMPT[12:], 4: [1] * 7, 5: [2]},
+            )  # fmt: skip
             ways["among strangers"] = torch.cat([harness.step(feed)[2] for feed in strangers])
             for way, got in ways.items():
                 assert not (wrong := self.difference(got, case)), f"{name}, {way}: {wrong}"
+                assert not bits or torch.equal(got, ways["whole"]), f"{name}, {way}: other bits with batch_invariant"
 
     @since(1, 0)
     def test_a_long_sequence_is_right_to_its_end(self, tmp_path: Path) -> None:

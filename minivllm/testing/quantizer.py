@@ -234,7 +234,8 @@ class QuantizerConformance(SpecConformance):
     @since(1, 0)
     def test_products_are_those_of_the_weight_that_is_held(self) -> None:
         """Against float64, by at most twice the error of a plain product in the same dtype; for any number of tokens,
-        contiguous or not, into ``out`` or not, and without the bias, which is the layer's."""
+        contiguous or not, into ``out`` or not, and without the bias, which is the layer's.  ``batch_invariant``: a row
+        has the same bits alone."""
         for dtype in self.values("dtype", *data.DTYPES):
             for info in self.quantized((*data.SHAPES, data.LONG), dtype=dtype, bias=True):
                 torch.manual_seed(4)
@@ -249,6 +250,8 @@ class QuantizerConformance(SpecConformance):
                     for form, x in data.inputs(tokens, info):
                         got = data.product(scheme, x, f"{tokens} tokens, {form}, {info.in_features} inputs, {dtype}")
                         want, size = x.cpu().double() @ held.T, x.cpu().double().abs() @ held.abs().T + 1e-30
+                        if self.claims("batch_invariant"):
+                            data.alone(scheme, x, got, f"{info.parts}, {tokens} tokens, {form}, {dtype}")
                         off = (got.cpu().double() - want).abs() / size
                         row, column = divmod(int(off.argmax()), off.shape[1])
                         assert off.max() <= 6 * torch.finfo(x.dtype).eps + floor, (

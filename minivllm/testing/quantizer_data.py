@@ -76,6 +76,12 @@ def product(scheme: WeightScheme, x: Tensor, what: str) -> Tensor:
     return got
 
 
+def alone(scheme: WeightScheme, x: Tensor, got: Tensor, what: str) -> None:
+    """A row of the product has the bits that it has by itself, and beside fewer."""
+    for a, b in {(0, 1), (len(x) // 2, len(x) // 2 + 1), (len(x) // 3, len(x))}:
+        assert torch.equal(scheme.apply(x[a:b]), got[a:b]), f"{what}: rows {a} to {b} have other bits by themselves"
+
+
 def storages() -> dict[int, int]:
     """Address -> bytes of the memory of every tensor there is."""
     gc.collect()

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from minivllm.spec import ANY, AtLeast, MultipleOf, Needs, Range, Reason, Request, Spec, plain
 
 
-
 def invariant_on_cpu(request: Request) -> Sequence[Reason]:
     """torch's kernels on a GPU are chosen by the size of the step."""
     device = request.facts.get("device", "cpu")
