@@ -168,7 +168,7 @@ def test_batch_invariant_is_asked_of_model_quantizer_and_attention_and_closed_by
     asked = {s.kind for s in found.selections if "batch_invariant" in s.request.features}
     assert asked == {"model", "quantizer", "attention"}
     assert not any("batch_invariant" in s.request.features for s in wire(model).selections)
-    with pytest.raises(PluginError, match="'minivllm/int8' does not fit: feature 'batch_invariant' not declared"):
+    with pytest.raises(PluginError, match=r"'minivllm/int8' does not fit: feature 'batch_invariant' not declared"):
         wire(model, batch_invariant=True, quantizer="int8")
 
 
@@ -186,7 +186,7 @@ def test_batch_invariant_says_what_of_a_gpu_or_an_option_does_not_fit(model, mon
 
 def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
     monkeypatch.setattr("minivllm.wiring.find_device", lambda asked: GPU)
-    with pytest.raises(PluginError, match="device with batch_invariant: want cuda, supports {cpu}"):
+    with pytest.raises(PluginError, match=r"device with batch_invariant: want cuda, supports {cpu}"):
         resolve(EngineConfig(model=model, batch_invariant=True, attention="sdpa", dtype="float32"), CATALOG)
 
 
