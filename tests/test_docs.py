@@ -146,6 +146,10 @@ def test_the_page_about_the_cache_is_true(here, capsys):
     assert run_document(DOCS / "caching.md", capsys) == 1
 
 
+def test_what_reproducibility_shows_runs_as_shown(here, capsys):
+    assert run_document(DOCS / "reproducibility.md", capsys) == 2
+
+
 def test_the_experiment_of_the_page_changes_one_part_and_proves_it(here, capsys):
     assert run_document(DOCS / "experiments.md", capsys) >= 8
     lru, deepest = (json.loads((here / name).read_text())["results"] for name in ("lru.json", "deepest.json"))

@@ -217,13 +217,6 @@ class Product:
         return y, out if self.mode == ADDED else None
 
 
-def fixed_tile(n: int, element: int) -> dict[str, int]:
-    """The tile of any number of rows, for weights of ``element`` bytes: a row's sum runs over k in steps of BK."""
-    bn, bk = (128 if n >= 8192 else 64), 256 // element
-    stages = min(5, STAGE_BYTES // ((64 + bn) * bk * element))
-    return dict(BM=64, BN=bn, BK=bk, SK=1, STAGES=stages, num_warps=4)
-
-
 class FixedProduct:
     """x [M, K] -> x W^T [M, N] in which a row's bits do not depend on M: one tile, and no split of the sum, for every M
     (``batch_invariant``).  On the tensor cores a row's place in its tile does not matter."""
@@ -240,7 +233,8 @@ class FixedProduct:
         (n, k), m = self.weight.shape, x.shape[0]
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)
         if m:
-            tile, x = fixed_tile(n, x.element_size()), x.contiguous()
+            bn, bk, x = 128 if n >= 8192 else 64, 256 // x.element_size(), x.contiguous()
+            tile = dict(BM=64, BN=bn, BK=bk, SK=1, STAGES=min(5, STAGE_BYTES // ((64 + bn) * 256)), num_warps=4)
             _gemm[(triton.cdiv(m, tile["BM"]), triton.cdiv(n, tile["BN"]), 1)](
                 TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
                 TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]), y, y, y, y, y, y, y, y, 0.0, m,

@@ -32,8 +32,7 @@ class TiedLMHead(Module):
     """The head whose weight is the embedding's; a quantized one (``scheme``) makes its own copy once that is loaded."""
 
     def __init__(
-        self, info: ModuleInfo, tied: Embedding, scheme: WeightScheme | None, fuse: bool = False,
-        invariant: bool = False,
+        self, info: ModuleInfo, tied: Embedding, scheme: WeightScheme | None, fuse: bool = False, invariant=False
     ) -> None:  # fmt: skip
         super().__init__(info.name)
         self.tied, self.scheme, self.part = tied, scheme, info.parts[0][0]

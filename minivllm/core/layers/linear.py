@@ -33,9 +33,7 @@ def no_adapter(scheme: WeightScheme, adapter: Any) -> None:
 class Dense(WeightScheme):
     """The unquantized weight [out, in] in the activations' dtype."""
 
-    def __init__(
-        self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False
-    ) -> None:
+    def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False):
         self.info, self.fuse, self.invariant = info, fuse, invariant
         self.row: Any = None  # the kernel for a single row
         self.fixed: Any = None  # the product that is the same for any number of rows, if ``invariant``
@@ -53,8 +51,13 @@ class Dense(WeightScheme):
         fill(self.weight[part_rows(self.info, part)], tensor)
 
     def finish(self) -> None:
+        if self.invariant and self.weight.device.type == "cpu":
+            self.fixed = FixedRows(self.weight)
+            return
         if self.invariant:
-            self.fixed = fixed_product(self.weight)
+            from minivllm.core.kernels.products import FixedProduct
+
+            self.fixed = FixedProduct(self.weight)
             return
         self.packed = pack(self.weight)
         if self.fuse:
@@ -69,15 +72,6 @@ class Dense(WeightScheme):
         if self.row is not None and out is None and x.shape[0] == 1 and self.row.fits(x):
             return self.row(x)[0]
         return matmul(x, self.weight, self.packed) if out is None else torch.mm(x, self.weight.t(), out=out)
-
-
-def fixed_product(weight: Tensor) -> Any:
-    """x -> x W^T for weight [out, in], whose bits for a row do not depend on the rows beside it."""
-    if weight.device.type == "cpu":
-        return FixedRows(weight)
-    from minivllm.core.kernels.products import FixedProduct
-
-    return FixedProduct(weight)
 
 
 class Linear(Module):
