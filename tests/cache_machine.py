@@ -63,6 +63,16 @@ class CacheMachine(EngineMachine):
         owner = r.params.tenant, r.params.cache_salt
         self.ask([r.prompt.tolist(), *parts], 1, 3, owner)
 
+    @precondition(lambda self: self.made)
+    @rule(data=st.data(), n=st.integers(1, 3))
+    def again_when_nothing_runs(self, data, n):
+        """The same prompt, which is cached but for its last token: it may fork before anything is computed."""
+        for _ in range(300):
+            if self.engine.busy:
+                self.clock.turn(self.engine)
+        r = data.draw(st.sampled_from(self.made))
+        self.ask([r.prompt.tolist()], n, 2, (r.params.tenant, r.params.cache_salt))
+
     @precondition(lambda self: len(self.engine.slots.running))
     @rule(data=st.data())
     def preempt(self, data):

@@ -191,7 +191,7 @@ def test_a_planted_fault_is_caught(name, monkeypatch):
 
     monkeypatch.setattr(cls, method, planted)
     with pytest.raises(Exception) as caught:
-        drive(300, shrink=False)
+        drive(600, shrink=False)
     told = f"{type(caught.value).__name__}: {caught.value}"
     print(f"{name}: {told.splitlines()[0][:160]}")
     assert used
