@@ -1,14 +1,22 @@
 """Host time of one decode step, with a device that answers at once: plan and publish, by rows running and waiting.
 
-    python benchmarks/plan_step.py
+    python benchmarks/plan_step.py                                   rows running, waiting and finished, with fcfs
+    python benchmarks/plan_step.py --policy all --rows 256 1000 --waiting 0 100000          every built-in policy
 
-Prints medians in microseconds.  ``waiting`` and ``finished`` must not matter: the planner looks at the head of the
-queue only.  One step plans the next token of every running row; once in ``block`` steps rows take a new block.
+Prints medians in microseconds (with ``--policy`` of CPU time).  ``waiting`` and ``finished`` must not matter: the
+planner looks at the head of the queue only.  One step plans the next token of every running row; once in ``block``
+steps rows take a new block.
+
+With ``--policy`` a step is planned in three situations: *full*, no row is free; *blocked*, one is, but none of those
+that wait fits, so the policy is asked in vain in each step; *turnover*, about one row in 200 ends in each step and a
+newcomer takes its place.  p99 is that of turnover.  Requests differ in priority, tenant, target and length, half of
+them share one of 50 prefixes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 
 import numpy as np
@@ -20,22 +28,30 @@ from minivllm.core.interfaces.sampling import Row
 from minivllm.core.request import Request, SamplingParams
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
-from minivllm.plugins.strategy.single import Single
+from minivllm.plugins.strategy.parallel import Parallel
+from minivllm.registry import Catalog
+from minivllm.spec import Request as Asked
+from minivllm.testing.session import builtins
 
 VOCAB, BLOCK = 50_000, 16
 
 
 class Instant(Executor):
-    """Every row draws token 7; nobody ends unless ``end`` is set, then everybody does."""
+    """Every row draws token 7 and ends at its length; if ``end`` is set, everybody does at once."""
 
     end = False
 
     def start(self, wiring):
+        self.limit = np.zeros(wiring.max_num_seqs, np.int32)
         return Capacity((wiring.num_blocks,), (1,), VOCAB, 0, 0)
 
     def submit(self, plan):
         n = len(plan.samples)
-        tokens, ones, flags = np.full(n, 7, np.int32), np.ones(n, np.int32), np.full(n, LENGTH * self.end, np.uint8)
+        if plan.delta.join is not None:
+            self.limit[plan.delta.join.slot] = plan.delta.join.end
+        known = (plan.computed + plan.q_len)[plan.samples] + 1
+        ended = (known >= self.limit[plan.slots[plan.samples]]) | self.end
+        tokens, ones, flags = np.full(n, 7, np.int32), np.ones(n, np.int32), (LENGTH * ended).astype(np.uint8)
         self.result = StepResult(plan.id, plan.slots[plan.samples], tokens, ones, flags)
 
     def supply(self, step, late):
@@ -61,7 +77,7 @@ class Nothing:
         return Row()
 
 
-def engine(rows: int, max_len: int = 4096) -> Engine:
+def engine(rows: int, max_len: int = 4096, policy=Fcfs) -> Engine:
     blocks = rows * (max_len // BLOCK + 1) + 1
     part = Part("bench/none", "none:None")
     wiring = Wiring(
@@ -71,8 +87,8 @@ def engine(rows: int, max_len: int = 4096) -> Engine:
     )  # fmt: skip
     executor = Instant()
     return Engine(
-        wiring, executor, executor.start(wiring), lambda ctx: Fcfs(None, ctx), lambda ctx: Lru(None, ctx),
-        [("bench/none", Nothing())], [("minivllm/single", Single(None))],
+        wiring, executor, executor.start(wiring), lambda ctx: policy(None, ctx), lambda ctx: Lru(None, ctx),
+        [("bench/none", Nothing())], [("minivllm/parallel", Parallel(None))],
     )  # fmt: skip
 
 
@@ -101,10 +117,81 @@ def measure(rows: int, waiting: int, finished: int, steps: int = 400) -> tuple[f
     return float(np.median(part[:, 0])), float(np.median(part[:, 3]))
 
 
+def policies() -> dict[str, type]:
+    """The built-in policies by name."""
+    registry = Catalog.discover()["scheduler"]
+    return {
+        label.partition("/")[2]: registry.load(registry.select(Asked(), label).require())
+        for kind, label in builtins()
+        if kind == "scheduler"
+    }
+
+
+def situation(policy: type, rows: int, waiting: int, kind: str, steps: int) -> np.ndarray:
+    """Microseconds of each plan, f64 [steps]."""
+    e = engine(rows + (kind == "blocked"), 1024, policy)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, VOCAB, (50, 64)).astype(np.int32)
+
+    def add(i, out, n=1):
+        prompt = rng.integers(0, VOCAB, rng.integers(80, 120)).astype(np.int32)
+        if i % 2:
+            prompt[:64] = shared[i // 2 % 50]
+        service = dict(priority=i % 7 - 3, tenant=f"t{i % 100}", ttft_ms=None if i % 3 else 1e3 * (1 + i % 50))
+        p = SamplingParams(n=n, max_tokens=int(out), ignore_eos=True, tpot_ms=None if i % 4 else 50.0, **service)
+        e.add(Request(f"r{i}", prompt, p, time.monotonic()))
+
+    for i in range(rows):
+        add(i, 900 if kind != "turnover" else rng.integers(1, 400))
+    for _ in range(30):
+        e.step()
+    for i in range(rows, rows + waiting):
+        add(i, 400 if kind != "turnover" else rng.integers(1, 400), n=1 + (kind == "blocked"))
+    for _ in range(100 if kind == "turnover" else 10):
+        e.step()
+    took, plan, ids = [], e.planner.next, itertools.count(rows + waiting)
+
+    def timed(now):
+        start = time.thread_time_ns()  # of this thread: what else runs on the machine does not count
+        made = plan(now)
+        took.append((time.thread_time_ns() - start) / 1e3)
+        return made
+
+    e.planner.next = timed
+    for _ in range(steps):
+        e.step()
+        while kind == "turnover" and e.planner.n_waiting + len(e.slots.running) < rows + waiting:
+            add(next(ids), rng.integers(1, 400))
+    return np.array(took)
+
+
+def by_policy(args: argparse.Namespace) -> None:
+    there = policies()
+    names = list(there) if args.policy == ["all"] else args.policy
+    unknown = sorted(set(names) - set(there))
+    if unknown:
+        raise SystemExit(f"--policy {unknown[0]}: want all, or some of {', '.join(there)}")
+    print(f"{'policy':<14} {'rows':>5} {'waiting':>8} {'full':>8} {'blocked':>8} {'turnover':>9} {'p99':>8}")
+    for name in names:
+        for rows in args.rows:
+            for waiting in args.waiting:
+                full, blocked, turnover = (
+                    situation(there[name], rows, waiting, kind, args.steps) for kind in ("full", "blocked", "turnover")
+                )
+                figures = f"{np.median(full):>8.0f} {np.median(blocked):>8.0f} {np.median(turnover):>9.0f}"
+                print(f"{name:<14} {rows:>5} {waiting:>8} {figures} {np.quantile(turnover, 0.99):>8.0f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--policy", nargs="+", metavar="NAME", help="built-in policies, or all")
+    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1000], help="running sequences; with --policy")
+    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 100_000], help="with --policy")
     args = parser.parse_args()
+    if args.policy:
+        by_policy(args)
+        return
     print(f"{'rows':>6} {'waiting':>8} {'finished':>9} {'plan us':>9} {'publish us':>11}")
     for rows, waiting, finished in (
         (1, 0, 0),

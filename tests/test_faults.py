@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import threading
 
@@ -151,10 +152,13 @@ def test_aborted_and_cancelled_entries_do_not_pile_up_in_the_queue():
     engine = sim_engine(slots=1)
     request(engine, "long", [1], max_tokens=200, ignore_eos=True)
     engine.step()
-    for i in range(1000):
+    for i in range(3000):
         request(engine, f"r{i}", [2], max_tokens=5)
+    for i in random.Random(1).sample(range(3000), 2990):
         engine.abort(f"r{i}")
-    assert len(engine.planner.waiting) < 70
+        (lane,) = engine.planner.waiting.lanes.values()
+        assert len(lane.front) + len(lane.back) < 2 * engine.planner.n_waiting + 70
+    assert engine.planner.n_waiting == 10
     run(engine)
     at_rest(engine)
 

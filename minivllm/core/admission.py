@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,32 +15,23 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 
-def queue_view(seqs: list[Seq], cached: np.ndarray | None = None) -> QueueView:
-    """The columns of ``QueueView`` for sequences without a slot."""
-    n = len(seqs)
-    i32 = lambda values: np.fromiter(values, np.int32, n)  # noqa: E731
-    f64 = lambda values: np.fromiter(values, np.float64, n)  # noqa: E731
-    out = i32(s.request.end - len(s.request.prompt) for s in seqs)
-    return QueueView(
-        id=np.fromiter((s.id for s in seqs), np.int64, n),
-        arrival=f64(s.request.arrival for s in seqs),
-        prompt=i32(len(s.request.prompt) for s in seqs),
-        known=i32(s.known for s in seqs),
-        computed=np.zeros(n, np.int32),
-        cached=np.zeros(n, np.int32) if cached is None else cached,
-        predicted_out=out,
-        max_out=out,
-        priority=i32(s.request.params.priority for s in seqs),
-        tenant=i32(s.request.tenant for s in seqs),
-        ttft_due=f64(_due(s.request.arrival, s.request.params.ttft_ms) for s in seqs),
-        tpot_due=np.full(n, np.inf),
-        preempted=i32(s.preempted for s in seqs),
-        blocks=np.zeros(n, np.int32),
-    )
+DTYPES = {"id": np.int64, **dict.fromkeys(("arrival", "ttft_due", "tpot_due"), np.float64)}
+ROW = np.dtype([(f.name, DTYPES.get(f.name, np.int32)) for f in fields(QueueView)])
 
 
-def _due(arrival: float, ms: float | None) -> float:
-    return np.inf if ms is None else arrival + ms / 1e3
+def row_of(seq: Seq) -> tuple[Any, ...]:
+    """A sequence without a slot as one row of ``QueueView``; it does not change while the sequence waits."""
+    r, n = seq.request, len(seq.request.prompt)
+    ttft, at = r.params.ttft_ms, r.arrival
+    due = np.inf if ttft is None else at + ttft / 1e3
+    return (seq.id, at, n, seq.known, 0, 0, r.expected, r.end - n, r.params.priority, r.tenant, due, np.inf,
+            seq.preempted, 0)  # fmt: skip
+
+
+def queue_view(rows: list[tuple[Any, ...]]) -> QueueView:
+    """The columns of ``QueueView`` for rows of ``row_of``."""
+    table = np.array(rows, ROW)
+    return QueueView(**{name: table[name] for name in ROW.names})
 
 
 def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:

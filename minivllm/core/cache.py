@@ -13,6 +13,7 @@ into a block of the row's own (copy-on-write), and the row computes from there.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,6 +92,20 @@ class KVCache:
                 ]
                 return [chain[:n], *follow]
         return none
+
+    def hints(self, seqs: list[Seq]) -> list[int]:
+        """Tokens that a prefix hit would give each of them, as far as keys tell; cheap enough to ask in each step."""
+        if not self.prefix or len(self.pools) > 1:
+            return [len(self.lookup(seq)[0]) * self.block for seq in seqs]
+        lead, index, block = self.pools[0], self.pools[0].index, self.block
+        for seq in seqs:
+            keys, usable, n = seq.keys, (seq.known - 1) // block, seq.hint
+            if len(keys) < usable:
+                lead.keys_of(seq.tokens[: seq.known], seq.request.salt, keys)
+            if (n and keys[n - 1] not in index) or (n < usable and keys[n] in index):
+                # a cached block's parent is cached as well, so those that are there come first
+                seq.hint = bisect_left(keys, True, hi=usable, key=lambda key: key not in index)
+        return [seq.hint * block for seq in seqs]
 
     # ---- a row's table -------------------------------------------------------------------------------------------
 

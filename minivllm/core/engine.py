@@ -33,7 +33,7 @@ from .interfaces.scheduler import SchedulerContext
 from .interfaces.strategy import BranchEnd
 from .planner import Planner
 from .publisher import Flight, Publisher
-from .request import FINISHED, RUNNING, Request, Seq
+from .request import FINISHED, Request, Seq
 from .slots import Slots
 from .timing import StepClock, processor_seams
 
@@ -226,16 +226,13 @@ class Engine:
             self.publisher.flush(seq)  # what it has generated is not lost
             if seq.status == FINISHED:
                 return
-        if seq.slot >= 0:
-            try:
-                if reason != "error":
-                    self.cache.publish_tail(seq.slot, seq)
-                self.planner.leave(seq.slot)
-            except EngineDeadError as e:  # the evictor failed: blocks are in doubt
-                self._die(str(e))
-                return
-        elif seq.status != RUNNING:
-            self.planner.forget(seq)
+        try:
+            if seq.slot >= 0 and reason != "error":
+                self.cache.publish_tail(seq.slot, seq)
+            self.planner.end(seq)
+        except EngineDeadError as e:  # the evictor failed: blocks are in doubt
+            self._die(str(e))
+            return
         self._end(seq, reason, stop_reason, error)
 
     def _end(self, seq: Seq, reason: str, stop_reason: int | str | None, error: str | None) -> None:

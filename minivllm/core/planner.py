@@ -13,15 +13,15 @@ that it needs.
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .admission import join_of, queue_view
+from .admission import join_of, queue_view, row_of
 from .interfaces.plan import Delta, StepPlan, no_rows
 from .interfaces.scheduler import Load, SchedulerPolicy, StepShape
 from .request import RUNNING, WAITING
+from .waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,9 +42,7 @@ class Planner:
         self, slots: Slots, cache: KVCache, policy: SchedulerPolicy, max_tokens: int, seams: SeamTimes
     ) -> None:  # fmt: skip
         self.slots, self.cache, self.policy, self.max_tokens, self.seams = slots, cache, policy, max_tokens, seams
-        # heap by (policy.key, id); entries of finished ones are skipped
-        self.waiting: list[tuple[float, int, Seq]] = []
-        self.n_waiting = 0
+        self.waiting = WaitingQueue()
         self.step_id = 0
         self.reserved = 0  # slots kept for branches that will fork
         self.wake_at = 0.0  # clock before which a policy holds newcomers back; 0 = it does not
@@ -56,52 +54,48 @@ class Planner:
         self.chosen: list[tuple[int, int]] = []  # (slot, token) chosen on the host since the last plan
         self._joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
         self._forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
-        own = type(policy)
-        self._orders = own.order is not SchedulerPolicy.order
-        self._shapes = own.shape is not SchedulerPolicy.shape
+        self._ended: list[Seq] = []  # since the last plan, for a policy that wants to know
+        own, base = type(policy), SchedulerPolicy
+        self._shapes, self._lanes = own.shape is not base.shape, own.lane is not base.lane
+        self._orders, self._ends = own.order is not base.order or self._lanes, own.ended is not base.ended
 
     def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
         return self.seams.run("scheduler", question, *args)
 
     # ---- the queue -----------------------------------------------------------------------------------------------
 
+    @property
+    def n_waiting(self) -> int:
+        return self.waiting.n
+
     def add(self, seq: Seq) -> None:
         """Queue a sequence (new, or preempted and at rest)."""
-        key = float(self._ask(self.policy.key, queue_view([seq]))[0])
+        seq.row = row_of(seq)
+        view = queue_view([seq.row])
+        key = float(self._ask(self.policy.key, view)[0])
         if key != key:
             raise ValueError("its key is NaN; want a number")
-        heapq.heappush(self.waiting, (key, seq.id, seq))
-        seq.status, seq.queued = WAITING, True
-        self.n_waiting += 1
+        self.waiting.push(seq, key, int(self._ask(self.policy.lane, view)[0]) if self._lanes else 0)
+        seq.status = WAITING
 
-    def forget(self, seq: Seq) -> None:
-        """A waiting sequence has ended; its heap entry is skipped when it comes up."""
-        self.n_waiting -= seq.queued
-        seq.queued = False
-        if len(self.waiting) > 2 * self.n_waiting + 64:
-            self.waiting = [e for e in self.waiting if e[2].queued]
-            heapq.heapify(self.waiting)
-
-    def _head(self) -> Seq | None:
-        while self.waiting and not self.waiting[0][2].queued:
-            heapq.heappop(self.waiting)
-        return self.waiting[0][2] if self.waiting else None
+    def end(self, seq: Seq) -> None:
+        """A sequence ends, wherever it is."""
+        if seq.slot >= 0:
+            self.leave(seq.slot)
+        elif seq.queued:
+            self.waiting.remove(seq)
+        if self._ends:
+            self._ended.append(seq)
 
     def _candidates(self, now: float) -> list[Seq]:
         """The waiting sequences that may be admitted now, in the policy's order (its window only)."""
         if not self._orders:
-            head = self._head()
+            head = self.waiting.head()
             return [] if head is None else [head]
-        entries = []
-        while self._head() is not None and len(entries) < self.policy.window:
-            entries.append(heapq.heappop(self.waiting))
-        for e in entries:
-            heapq.heappush(self.waiting, e)
-        seqs = [e[2] for e in entries]
-        if not seqs:
-            return []
-        cached = np.array([len(self.cache.lookup(s)[0]) * self.cache.block for s in seqs], np.int32)
-        order = self._ask(self.policy.order, queue_view(seqs, cached), self.slots.view(self.slots.running), now)
+        seqs = self.waiting.first(self.policy.window)
+        head = queue_view([s.row for s in seqs])
+        head.cached[:] = self.cache.hints(seqs)
+        order = self._ask(self.policy.order, head, self.slots.view(self.slots.running), now)
         return [seqs[i] for i in dict.fromkeys(int(i) for i in order) if 0 <= i < len(seqs)]
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -112,20 +106,24 @@ class Planner:
         if not self._forks:  # a fork that the device has not heard of still reads its parent's row
             s.free.extend(s.cooling)
             s.cooling.clear()
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self._ask(self.policy.ended, queue_view([row_of(seq) for seq in ended]))
         shape = self._ask(self.policy.shape, self._load(now), now) if self._shapes else MIX
         self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
         self._fork()
         self.cache.trim(s.running)
         decode, chunks, used = no_rows(), {}, 0
-        if shape.kind != "prefill_first":
+        if shape.kind == "mix":
             decode = self._decode()
             used = len(decode)
         cap = self.max_tokens if shape.prefill_cap is None else shape.prefill_cap
         budget = min(self.max_tokens - used, cap)
         budget, decode = self._prefill(chunks, budget, decode)
-        if not self.wake_at and not (shape.kind == "static" and len(s.running)):
-            self._admit(chunks, budget, now)
-        if shape.kind == "prefill_first" and not chunks:
+        static = shape.kind == "static"
+        if not self.wake_at and not (static and len(s.running)):
+            self._admit(chunks, budget, now, static)
+        if shape.kind != "mix" and not chunks:
             decode = self._decode()
         if not len(decode) and not chunks and s.forking[s.running].any():
             self._fork()  # a newcomer whose prompt was cached, or is one token long, can fork at once
@@ -244,16 +242,17 @@ class Planner:
 
     # ---- newcomers -----------------------------------------------------------------------------------------------
 
-    def _admit(self, chunks: dict[int, int], budget: int, now: float) -> None:
+    def _admit(self, chunks: dict[int, int], budget: int, now: float, static: bool) -> None:
+        """Newcomers with their first chunks.  A ``static`` batch enters at once, whether its tokens fit or not."""
         s = self.slots
-        while self.n_waiting and budget > 0:
+        while self.n_waiting and (budget > 0 or static) and len(s.free) > self.reserved and self.cache.available:
             admitted = 0
             for seq in self._candidates(now):
-                if budget <= 0 or not self._enter(seq):
+                if (budget <= 0 and not static) or not self._enter(seq):
                     return  # nobody overtakes the first that has no room
                 admitted += 1
                 want = int(s.goal[seq.slot] - s.computed[seq.slot])
-                if want:
+                if want and budget > 0:
                     chunks[seq.slot] = self._room(seq.slot, min(want, budget))
                     budget -= chunks[seq.slot]
             if not admitted:
@@ -273,7 +272,7 @@ class Planner:
             room = pool.available - int((pool.ref[own] == 0).sum())
             if self.cache.at_once(g, upto) - len(own) + spare > room:
                 return False
-        self._remove(seq)
+        self.waiting.remove(seq, served=True)
         slot = s.enter(seq)
         self._joins.append((slot, seq))
         seq.status = RUNNING
@@ -286,18 +285,6 @@ class Planner:
             self.reserved += len(seq.branches)
             s.forking[slot], s.goal[slot] = True, s.prompt[slot] - 1
         return True
-
-    def _remove(self, seq: Seq) -> None:
-        """Take an admitted sequence out of the queue."""
-        self.n_waiting -= 1
-        seq.queued = False
-        if self.waiting and self.waiting[0][2] is seq:
-            heapq.heappop(self.waiting)
-        else:  # a policy admitted from within its window
-            at = next(i for i, e in enumerate(self.waiting) if e[2] is seq)
-            self.waiting[at] = self.waiting[-1]
-            self.waiting.pop()
-            heapq.heapify(self.waiting)
 
     def _fork(self) -> None:
         """Parents whose prompt is computed but for its last token get their branches, which share its blocks."""
@@ -374,9 +361,10 @@ class Planner:
 
     def _load(self, now: float) -> Load:
         s = self.slots
-        head = self._head()
+        head = self.waiting.head()
         return Load(
             waiting=self.n_waiting, running=len(s.running), prefilling=int((self._need(s.running) > 1).sum()),
             free_blocks=self.cache.available, total_blocks=min(p.total for p in self.cache.pools),
             token_budget=self.max_tokens, oldest_wait=0.0 if head is None else max(0.0, now - head.request.arrival),
+            tpot_slack=float(s.tpot_due[s.running].min(initial=np.inf)) - now,
         )  # fmt: skip

@@ -80,6 +80,7 @@ class SamplingParams:
     tenant: str = ""
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    expected_tokens: int | None = None
     cache_salt: str | None = None
     allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None = None
     choose_fn: Callable[[np.ndarray, Sequence[int]], int] | None = None
@@ -158,6 +159,8 @@ class SamplingParams:
             self.tenant,
             "a name up to 256 characters",
         )
+        want, value = "a whole number >= 1", self.expected_tokens
+        _check(value is None or (_whole(value) and 1 <= value < 2**31), "expected_tokens", value, want)
         for name in ("ttft_ms", "tpot_ms"):
             value = getattr(self, name)
             _check(value is None or (_number(value) and value > 0), name, value, "a positive number of milliseconds")
@@ -206,7 +209,11 @@ class Seq:
     serial: int = -1  # stamp of its stay in the slot: results of an older stay are dropped
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # [known] while it has no slot
     known: int = 0  # tokens known to the host while it has no slot
-    queued: bool = False  # it is in the planner's heap
+    queued: bool = False  # it is in the planner's queue, by key in its lane
+    key: float = 0.0
+    lane: int = 0
+    row: tuple[Any, ...] = ()  # what a policy is shown of it while it is queued
+    hint: int = 0  # blocks of its prefix that were cached when somebody asked last
     in_flight: int = 0  # steps whose results are still to come while it has no slot
     preempted: int = 0
     keys: list[int] = field(default_factory=list)  # hash chain of its full blocks, in the prefix index
@@ -253,6 +260,12 @@ class Request:
     watch: bool = False  # somebody wants each token as it comes (a stream, a stop string)
     sink: Any = None  # sink(seq, new token ids, ended or None) -> the stop string that they complete, or None
     on_done: Any = None  # on_done(request), once, when its last sequence has ended
+
+    @property
+    def expected(self) -> int:
+        """Output tokens to reckon with: what the client expects, or the most that there can be."""
+        most = self.end - len(self.prompt)
+        return most if self.params.expected_tokens is None else min(self.params.expected_tokens, most)
 
     @property
     def done(self) -> bool:

@@ -37,7 +37,7 @@ class Slots:
         self.id = np.zeros(size, np.int64)
         self.arrival = np.zeros(size, np.float64)
         self.prompt, self.known, self.computed, self.collected, self.end = i32(), i32(), i32(), i32(), i32()
-        self.priority, self.tenant, self.preempted = i32(), i32(), i32()
+        self.priority, self.tenant, self.preempted, self.expected = i32(), i32(), i32(), i32()
         self.ttft_due = np.full(size, np.inf)
         self.tpot_due = np.full(size, np.inf)
         self.tpot = np.full(size, np.inf)  # seconds a token may take
@@ -68,6 +68,7 @@ class Slots:
         self.computed[slot], self.collected[slot], self.goal[slot] = 0, n, n
         self.tokens[slot, :n] = seq.tokens[:n]
         self.priority[slot], self.tenant[slot], self.preempted[slot] = p.priority, r.tenant, seq.preempted
+        self.expected[slot] = r.expected
         self.ttft_due[slot] = np.inf if p.ttft_ms is None else r.arrival + p.ttft_ms / 1e3
         self.tpot_due[slot] = np.inf
         self.tpot[slot] = np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
@@ -98,7 +99,7 @@ class Slots:
         return QueueView(
             id=self.id[slots], arrival=self.arrival[slots], prompt=self.prompt[slots], known=known,
             computed=self.computed[slots], cached=np.zeros(len(slots), np.int32),
-            predicted_out=self.end[slots] - self.prompt[slots], max_out=self.end[slots] - self.prompt[slots],
+            predicted_out=self.expected[slots], max_out=self.end[slots] - self.prompt[slots],
             priority=self.priority[slots], tenant=self.tenant[slots], ttft_due=self.ttft_due[slots],
             tpot_due=self.tpot_due[slots], preempted=self.preempted[slots], blocks=self.blocks[:, slots].sum(axis=0),
         )  # fmt: skip

@@ -24,8 +24,10 @@ class QueueView:
     prompt: np.ndarray  # i32 prompt length
     known: np.ndarray  # i32 prompt + generated (or promised) tokens
     computed: np.ndarray  # i32 tokens whose keys and values are in the cache (or on their way)
-    cached: np.ndarray  # i32 tokens that a prefix hit would give; fresh only for the window handed to ``order``
-    predicted_out: np.ndarray  # i32 output tokens expected (max_tokens where nothing better is known)
+    cached: (
+        np.ndarray
+    )  # i32 tokens that a hit of whole blocks would give; known only of the window that ``order`` is shown
+    predicted_out: np.ndarray  # i32 output tokens expected (the request's expected_tokens, or max_out)
     max_out: np.ndarray  # i32
     priority: np.ndarray  # i32, smaller is more urgent (as in vLLM)
     tenant: np.ndarray  # i32 number of the tenant's name
@@ -52,13 +54,15 @@ class Load:
     total_blocks: int
     token_budget: int
     oldest_wait: float  # seconds the oldest waiting request has waited
+    tpot_slack: float = np.inf  # seconds until the first running row with a target is due to have its next token
 
 
 @dataclass(frozen=True)
 class StepShape:
     """What kind of step is wanted.  ``mix``: decodes first, the rest of the budget to prefill.  ``prefill_first``:
-    while anything can prefill, a step holds prefill only.  ``static``: nothing is admitted until all running rows
-    ended.  ``prefill_cap`` limits prefill tokens of the step; before ``hold_until`` (clock) nothing new is admitted."""
+    while anything can prefill, a step holds prefill only.  ``static``: so too, and nothing is admitted until all
+    running rows ended; then as many as there is room for enter in one step.  ``prefill_cap`` limits prefill tokens of
+    the step; before ``hold_until`` (clock) nothing new is admitted."""
 
     kind: str = "mix"
     prefill_cap: int | None = None
@@ -86,12 +90,21 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
         """Sort key f64 [n] given once, on arrival or requeue; smaller goes first.  Ageing is static in it."""
         return new.arrival
 
+    def lane(self, new: QueueView) -> np.ndarray:
+        """Numbers i64 [n], given with ``key``.  ``order`` is shown the first of each lane, as many of each, so that no
+        lane hides another; beyond ``window`` lanes, those that were served longest ago."""
+        return np.zeros(len(new), np.int64)
+
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
         """Indices i32 into ``head`` in the order wanted; what is left out waits.  Not called unless overridden."""
         return np.arange(len(head), dtype=np.int32)
 
     def shape(self, load: Load, now: float) -> StepShape:
         return StepShape()
+
+    def ended(self, gone: QueueView) -> None:  # noqa: B027  (most policies do not want to know)
+        """Told, before a step is planned, of those that ended since the last one: finished, aborted or failed, running
+        or not.  ``known`` is what they came to.  Not called unless overridden."""
 
     def victim(self, candidates: QueueView, need: int) -> int:
         """Index of the running sequence to preempt for ``need`` blocks.  Protected ones are not among them."""

@@ -1,0 +1,95 @@
+"""Options of the policies in this folder."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+CLOSED = ConfigDict(extra="forbid", frozen=True)
+
+
+class PriorityOptions(BaseModel):
+    """How fast waiting makes up for priority."""
+
+    model_config = CLOSED
+
+    ageing: float = Field(
+        30.0, gt=0, le=1e6, description="Seconds of waiting that are worth one level of priority; large is strict."
+    )
+    levels: int = Field(10, ge=1, le=1000, description="A priority counts as at most this, and at least minus this.")
+
+
+class ShortestJobOptions(BaseModel):
+    """What a token of work costs, and how long a long job may be overtaken."""
+
+    model_config = CLOSED
+
+    seconds_per_token: float = Field(
+        0.25, gt=0, description="Seconds that a request is put back for each output token expected of it."
+    )
+    prefill_cost: float = Field(0.02, ge=0, description="Cost of a token of the prompt, in output tokens.")
+    max_wait: float = Field(
+        300.0, gt=0, le=1e6, description="No request is put back by more seconds than this, however long it is."
+    )
+
+
+class DeadlineOptions(BaseModel):
+    """Targets where a request has none, the device's speed, and how long a lost cause may wait."""
+
+    model_config = CLOSED
+
+    default_ttft_ms: float = Field(10_000.0, gt=0, le=1e9, description="Target of a request without ttft_ms.")
+    prefill_rate: float = Field(
+        20_000.0, gt=0, description="Prompt tokens per second: when a request has to start to be in time."
+    )
+    max_wait: float = Field(
+        30.0, ge=0, le=1e6, description="Seconds of waiting after which a request goes first, in time or not."
+    )
+    min_chunk: int = Field(
+        64, ge=1, description="Prompt tokens that a step may always hold, however late running requests are."
+    )
+
+
+class PrefixAwareOptions(BaseModel):
+    """How long a request may be overtaken by those with a longer cached prefix."""
+
+    model_config = CLOSED
+
+    max_wait: float = Field(10.0, ge=0, le=1e6, description="Seconds of waiting after which a request goes first.")
+
+
+class FairOptions(BaseModel):
+    """What counts as service, and when somebody goes first whatever his tenant has had."""
+
+    model_config = CLOSED
+
+    input_cost: float = Field(1.0, ge=0, description="Service that a token of a prompt counts as.")
+    output_cost: float = Field(2.0, gt=0, description="Service that a generated token counts as.")
+    max_wait: float = Field(
+        300.0, gt=0, le=1e6, description="Seconds of waiting after which a request goes first, so that nobody starves."
+    )
+
+
+class PrefillFirstOptions(BaseModel):
+    """How newcomers are gathered into a prefill phase."""
+
+    model_config = CLOSED
+
+    batch: int = Field(1, ge=1, description="Wait for this many newcomers before a prefill phase begins.")
+    max_hold: float = Field(
+        0.05, ge=0, le=10, description="Seconds that the oldest newcomer waits for others at most, while batch > 1."
+    )
+    ratio: float = Field(
+        2.0, gt=1, description="Newcomers of one step have prompts whose lengths differ by less than this factor."
+    )
+    prefill_cap: int | None = Field(None, ge=1, description="Prompt tokens of a step at most; none: the token budget.")
+
+
+class StaticOptions(BaseModel):
+    """When a batch is large enough to start."""
+
+    model_config = CLOSED
+
+    batch: int | None = Field(None, ge=1, description="Sequences in a batch; none: max_num_seqs.")
+    max_hold: float = Field(
+        0.05, ge=0, le=10, description="Seconds that the oldest waits for a batch to fill before it starts as it is."
+    )
