@@ -26,7 +26,7 @@ class QueueView:
     computed: np.ndarray  # i32 tokens whose keys and values are in the cache (or on their way)
     cached: (
         np.ndarray
-    )  # i32 tokens that a hit of whole blocks would give; known only of the window that ``order`` is shown
+    )  # i32 tokens that a hit of whole blocks would give; known only in what ``order`` is shown
     predicted_out: np.ndarray  # i32 output tokens expected (the request's expected_tokens, or max_out)
     max_out: np.ndarray  # i32
     priority: np.ndarray  # i32, smaller is more urgent (as in vLLM)
