@@ -134,8 +134,10 @@ def test_explain_tells_the_facts_and_the_choices(model):
 
 def test_explain_of_one_seam_is_its_selection(model):
     found = wire(model)
-    text = "scheduler -> minivllm/fcfs   (asked: auto)\n  for anything\n  > minivllm/fcfs  priority 10"
-    assert found.explain("scheduler") == text
+    first, facts, *others = found.explain("scheduler").splitlines()
+    assert (first, facts) == ("scheduler -> minivllm/fcfs   (asked: auto)", "  for anything")
+    assert [line.split() for line in others if line.startswith("  >")] == [[">", "minivllm/fcfs", "priority", "10"]]
+    assert "  - minivllm/fair           priority 0: suitable, not needed" in others
     assert found.explain("processors").count("asked: ") == 2
     with pytest.raises(PluginError, match=r"^No seam is called 'schedular'\. Did you mean 'scheduler'\?"):
         found.explain("schedular")

@@ -24,9 +24,7 @@ class QueueView:
     prompt: np.ndarray  # i32 prompt length
     known: np.ndarray  # i32 prompt + generated (or promised) tokens
     computed: np.ndarray  # i32 tokens whose keys and values are in the cache (or on their way)
-    cached: (
-        np.ndarray
-    )  # i32 tokens that a hit of whole blocks would give; known only in what ``order`` is shown
+    cached: np.ndarray  # i32 tokens that a hit of whole blocks would give; known only in what ``order`` is shown
     predicted_out: np.ndarray  # i32 output tokens expected (the request's expected_tokens, or max_out)
     max_out: np.ndarray  # i32
     priority: np.ndarray  # i32, smaller is more urgent (as in vLLM)
