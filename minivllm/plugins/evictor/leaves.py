@@ -1,0 +1,173 @@
+"""What evictors share that give up the ripe block of least rank.  A block is *ripe* when nobody holds it and no cached
+block hangs on it; only ripe blocks may go, so a block comes up when the last of its children is gone.
+
+    held ──free──► idle ──last child gone──► ripe ──victims──► gone
+     ▲               │                         │
+     └─────hold──────┴─────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
+
+STAMP_BITS = 44  # of a queue's entry, the low ones; more blocks than an engine releases in its life
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    key: int
+    parent: Block | None
+    depth: int
+    size: int  # bytes
+    cost: float  # tokens to recompute if it is lost and all before it too
+    age: int  # number of its arrival
+    hits: int = 0  # lookups that found it
+    children: int = 0  # cached blocks that hang on it
+    held: bool = True
+    stamp: int = 0  # number of its last release, never used twice; deeper blocks of one call have the smaller one
+    entry: int | None = None  # in a queue, while it is ripe
+    mark: int = 0  # a plug-in's own
+
+    @property
+    def ripe(self) -> bool:
+        return not self.held and not self.children
+
+
+class RankQueue:
+    """Ripe blocks by (rank, stamp), least first: O(log n) to push and to pop, O(1) to discard.
+
+    The heap holds plain integers, rank above stamp, which compare faster than tuples.  Discarded entries stay in it
+    until they come up, or until they are more than half of it.  Invariant: ``block_of[b.entry] is b`` for all in it.
+    """
+
+    def __init__(self) -> None:
+        self.heap: list[int] = []
+        self.block_of: dict[int, Block] = {}
+
+    def __len__(self) -> int:
+        return len(self.block_of)
+
+    def push(self, block: Block, rank: int) -> None:
+        entry = block.entry = rank << STAMP_BITS | block.stamp
+        self.block_of[entry] = block
+        heapq.heappush(self.heap, entry)
+
+    def discard(self, block: Block) -> None:
+        if block.entry is None or self.block_of.pop(block.entry, None) is None:
+            return
+        block.entry = None
+        if len(self.heap) > 2 * len(self.block_of) + 64:
+            self.heap = list(self.block_of)
+            heapq.heapify(self.heap)
+
+    def pop(self) -> Block | None:
+        while self.heap:
+            block = self.block_of.pop(heapq.heappop(self.heap), None)
+            if block is not None:
+                block.entry = None
+                return block
+        return None
+
+
+class Leaves(Evictor):
+    """Keeps the tree of cached blocks.  A subclass says the ``rank`` of a ripe block; of equal ranks the block that was
+    released longest ago goes first.  A rank is asked for when a block becomes ripe and stays until it is held again."""
+
+    def __init__(self, options: Any, ctx: EvictorContext) -> None:
+        super().__init__(options, ctx)
+        self.blocks: dict[int, Block] = {}
+        self.queue = RankQueue()
+        self.arrivals = self.releases = 0
+
+    def rank(self, block: Block) -> int:
+        """Smaller goes first."""
+        raise NotImplementedError
+
+    def came(self, block: Block) -> None:
+        """A new block, held."""
+
+    def gone(self, block: Block) -> None:
+        """It was given up."""
+
+    # ---- the contract --------------------------------------------------------------------------------------------
+
+    def add(self, keys: np.ndarray, info: BlockInfo) -> None:
+        columns = (keys, info.parent, info.depth, info.bytes, info.cost)
+        for key, up, depth, size, cost in zip(*(c.tolist() for c in columns), strict=True):
+            parent = self.blocks.get(up) if up else None
+            block = self.blocks[key] = Block(key, parent, depth, size, cost, self.arrivals)
+            self.arrivals += 1
+            if parent is not None:
+                parent.children += 1
+                self.unqueue(parent)
+            self.came(block)
+
+    def hit(self, keys: np.ndarray) -> None:
+        for key in keys.tolist():
+            self.blocks[key].hits += 1
+
+    def hold(self, keys: np.ndarray) -> None:
+        for key in keys.tolist():
+            block = self.blocks[key]
+            block.held = True
+            self.unqueue(block)
+
+    def free(self, keys: np.ndarray) -> None:
+        for key in reversed(keys.tolist()):
+            block = self.blocks[key]
+            block.held = False
+            self.releases += 1
+            block.stamp = self.releases
+            self.released(block)
+            if not block.children:
+                self.enqueue(block)
+
+    def drop(self, keys: np.ndarray) -> None:
+        for key in keys.tolist():
+            block = self.blocks[key]
+            block.held = True  # so that it does not become ripe when its children, which come after it, go
+            self.unqueue(block)
+            self._cut(block)
+
+    def victims(self, n: int) -> np.ndarray:
+        out: list[int] = []
+        while len(out) < n:
+            block = self.next()
+            if block is None:
+                break
+            self.gone(block)
+            self._cut(block)
+            out.append(block.key)
+        return np.array(out, np.uint64)
+
+    # ---- for subclasses with more than one queue -----------------------------------------------------------------
+
+    def released(self, block: Block) -> None:
+        """Nobody holds it any longer; called before its rank is asked for."""
+
+    def enqueue(self, block: Block) -> None:
+        """It has become ripe."""
+        self.queue.push(block, self.rank(block))
+
+    def unqueue(self, block: Block) -> None:
+        """It is not ripe any longer, if it was."""
+        self.queue.discard(block)
+
+    def next(self) -> Block | None:
+        """Take the ripe block that is to go."""
+        return self.queue.pop()
+
+    def _cut(self, block: Block) -> None:
+        del self.blocks[block.key]
+        parent = block.parent
+        if parent is not None:
+            block.parent = None
+            parent.children -= 1
+            if parent.ripe:
+                self.enqueue(parent)

@@ -1,0 +1,31 @@
+"""Options of the evictors in this folder."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class PrefixDepthOptions(BaseModel):
+    """How finely depths are told apart."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    band: int = Field(1, ge=1, description="Blocks; depths within a band count as equal, and recency decides.")
+
+
+class S3FifoOptions(BaseModel):
+    """The sizes of the queues."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    small: float = Field(0.1, gt=0, lt=1, description="Share of the cache for blocks on probation.")
+    promote_after: int = Field(2, ge=1, le=3, description="Hits in the small queue that lead to the main one.")
+
+
+class CostAwareOptions(BaseModel):
+    """How fast worth fades, and how long what went is remembered."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    horizon: float = Field(2.0, gt=0, le=100, description="Worth fades by e in so many times the cache's blocks.")
+    ghosts: float = Field(1.0, ge=0, le=16, description="Keys to remember, in times the cache's blocks.")
