@@ -86,6 +86,16 @@ def choose_hooks(config: EngineConfig, catalog: Catalog) -> tuple[Part, ...]:
     return tuple(_Fold(config, catalog.allow(config.allow_targets), {})._several("hooks", config.hooks, ()))
 
 
+def choose_seams(
+    config: EngineConfig, catalog: Catalog, seams: Sequence[str], origins: Mapping[str, str] | None = None
+) -> dict[str, Part]:
+    """What fills these seams, for who needs no model and no device; of seams that ask for no facts."""
+    fold = _Fold(config, catalog.allow(config.allow_targets), dict(origins or {}))
+    for seam in seams:
+        fold._pick(seam, getattr(config, seam))
+    return fold.parts
+
+
 @dataclass
 class _Fold:
     config: EngineConfig

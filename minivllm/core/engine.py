@@ -18,7 +18,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +97,8 @@ class Engine:
         self.dead: str | None = None
         self.checked = os.environ.get(CHECK, "") not in ("", "0")
         self._ids = itertools.count()
+        self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; a replay has its own
+        self.publisher.now = lambda: self.now()
         self._seeds = random.Random(wiring.seed)
         if hooks is not None:
             hooks.attach(self)
@@ -241,7 +243,7 @@ class Engine:
             branch.status, branch.finish_reason, branch.error = FINISHED, reason, error
         request = seq.request
         if request.done and request.finished is None:
-            request.finished = time.monotonic()
+            request.finished = self.now()
             self.finished += 1
             self.requests.pop(request.id, None)
             if self.hooks is not None:
@@ -319,13 +321,13 @@ class Engine:
 
     def idle(self) -> float:
         """Seconds to wait after a ``step`` that found nothing to do: until the policy's hold ends, or a short while."""
-        hold = self.planner.wake_at - time.monotonic() if self.planner.wake_at else IDLE
+        hold = self.planner.wake_at - self.now() if self.planner.wake_at else IDLE
         return min(max(hold, 0.0), IDLE)
 
     def _plan(self) -> StepPlan | None:
         """A policy that raises costs a turn; three times in a row, and the engine gives up."""
         try:
-            return self.planner.next(time.monotonic())
+            return self.planner.next(self.now())
         except EngineDeadError as e:
             self._die(str(e))
         except Exception as e:

@@ -40,6 +40,7 @@ class Publisher:
     def __init__(self, slots: Slots, cache: KVCache, planner: Planner, finish: Callable[..., None]) -> None:
         self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
         self.tokens = self.overshoot = 0
+        self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; the engine sets it
 
     def publish(self, flight: Flight, result: StepResult) -> None:
         s, plan = self.slots, flight.plan
@@ -54,7 +55,7 @@ class Publisher:
         ok = live[pick] & (result.count > 0)
         mine, pos = slots[ok], at[ok]
         s.tokens[mine, pos] = result.tokens[ok]
-        now = time.monotonic()
+        now = self.now()
         s.tpot_due[mine] = now + s.tpot[mine]
         for slot in mine[pos == s.prompt[mine]].tolist():
             r = s.seq[slot].request
@@ -198,7 +199,7 @@ class Publisher:
             s.ready[slot] = True
             self.tokens += 1
             self.planner.chosen.append((slot, token))
-            seq.request.first_token = seq.request.first_token or time.monotonic()
+            seq.request.first_token = seq.request.first_token or self.now()
             flags = stop_flags(seq, token, n + 1)
             self.send(seq, _reason(flags, token) if flags else None)
 

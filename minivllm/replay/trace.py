@@ -52,19 +52,22 @@ class Trace:
         runs = self.runs[self.first[i] : self.first[i + 1]]
         return np.repeat(runs[:, 0], runs[:, 1])[: self.prompt[i]]
 
-    def blocks(self, i: int, block: int) -> list[int]:
-        """The chain of the prompt's blocks as keys: equal keys are equal prefixes.  Full blocks, as the engine caches
-        them; in a trace whose unit is ``block`` its own ids, and then the last may be partial, as the trace has it."""
-        if block == self.unit:
-            ids = self.runs[self.first[i] : self.first[i + 1], 0].tolist()
-            return [spread(x) for x in ids]
+    def keys(self, i: int, block: int) -> list[int]:
+        """The keys of the prompt's full blocks, the same as the engine's: equal keys are equal prefixes."""
         from minivllm.core.blocks import chain_key
 
-        raw, step, key, keys = self.tokens(i).tobytes(), 4 * block, 1, []
+        raw, step, key, keys = self.tokens(i).tobytes(), 4 * block, chain_key(0, b""), []
         for at in range(0, len(raw) - step + 1, step):
             key = chain_key(key, raw[at : at + step])
             keys.append(key)
         return keys
+
+    def chain(self, i: int, block: int) -> list[int]:
+        """The prompt's blocks as the trace itself counts them: if its unit is ``block`` its own ids, and the last block
+        may be partial; otherwise ``keys``."""
+        if block != self.unit:
+            return self.keys(i, block)
+        return [spread(x) for x in self.runs[self.first[i] : self.first[i + 1], 0].tolist()]
 
 
 def spread(number: int) -> int:

@@ -1,0 +1,99 @@
+"""``minivllm replay``: a trace through the scheduler and the evictor, without a model.  Parsing it imports nothing
+heavy; running it imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.config import Loaded
+    from minivllm.replay.trace import Trace
+
+
+def add_commands(command: Any) -> None:
+    """Add ``replay``.  ``command`` is that of ``minivllm.cli``."""
+    text = "Run a trace through the engine's scheduler and cache without a model, and compare configurations."
+    sub = command("replay", "cli_replay:replay", text)
+    sub.add_argument("trace", help="a .csv (Azure), a .jsonl (Mooncake), or synthetic:requests=5000,seed=0,...")
+    sub.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; one run for each")
+    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
+    sub.add_argument("--evictor", action="append", default=[], metavar="NAME", help="run each of these (a,b or again)")
+    sub.add_argument("--scheduler", action="append", default=[], metavar="NAME", help="run each of these")
+    sub.add_argument("--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class")
+    sub.add_argument("--blocks", default="", metavar="N|P%", help="KV blocks, or a share of the trace's distinct ones")
+    sub.add_argument("--cache-only", action="store_true", help="no scheduler: requests one after the other, in blocks")
+    sub.add_argument("--optimum", action="store_true", help="Belady's offline optimum beside the evictors")
+    sub.add_argument(
+        "--step-ms", type=float, default=50.0, metavar="MS",
+        help="what a step counts for between arrivals (default 50); 0: all requests are there at once",
+    )  # fmt: skip
+    sub.add_argument("--requests", default="", metavar="A:B", help="only requests A to B-1, by arrival")
+    sub.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def replay(args: argparse.Namespace) -> int:
+    from minivllm.replay import compare
+    from minivllm.replay.trace import read_trace
+
+    if not 0 <= args.step_ms <= 3.6e6:
+        raise ConfigError(f"--step-ms {args.step_ms:g}: want 0 to 3600000")
+    trace = _part(read_trace(args.trace), args.requests)
+    evictors, schedulers = (
+        [n for text in texts for n in text.split(",") if n] for texts in (args.evictor, args.scheduler)
+    )
+    if args.cache_only and schedulers:
+        raise ConfigError("--scheduler has no meaning with --cache-only, which runs none; leave one of them out")
+    found = compare.cases(
+        trace, _configs(args), evictors, schedulers, args.blocks, alone=args.cache_only, optimum=args.optimum
+    )
+    if args.cache_only:
+        rows = compare.run_alone(trace, found)
+    else:
+        told = lambda text: print(f"minivllm: {text}", file=sys.stderr)  # noqa: E731
+        rows = compare.run_engine(trace, found, args.step_ms / 1e3, told)
+    about = {
+        "trace": trace.name, "requests": len(trace), "prompt_tokens": int(trace.prompt.sum()),
+        "output_tokens": int(trace.output.sum()), "seconds": float(trace.arrival[-1]),
+    }  # fmt: skip
+    if args.json:
+        print(json.dumps({**about, "step_ms": None if args.cache_only else args.step_ms, "runs": rows}))
+        return 0
+    print(f"{trace.name}: {len(trace)} requests in {about['seconds']:.0f} s, {about['prompt_tokens']} prompt and "
+          f"{about['output_tokens']} output tokens")  # fmt: skip
+    print(compare.table(rows))
+    return 0
+
+
+def _configs(args: argparse.Namespace) -> list[tuple[str, Loaded]]:
+    """(label, configuration) for each file, or the defaults."""
+    from minivllm.config import load_config
+
+    flags = {"allow_targets": args.allow_target} if args.allow_target else {}
+    stems = [Path(file).stem for file in args.config]
+    labels = stems if len(set(stems)) == len(stems) else args.config
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"--config {labels[0]}: the same file twice; each is a run of its own")
+    found = [(label, load_config([file], args.set, flags=flags)) for label, file in zip(labels, args.config, strict=True)]
+    for _, loaded in found:
+        for note in loaded.notes:
+            print(f"minivllm: {note}", file=sys.stderr)
+    return found or [("defaults", load_config([], args.set, flags=flags))]
+
+
+def _part(trace: Trace, text: str) -> Trace:
+    if not text:
+        return trace
+    start, colon, stop = text.partition(":")
+    try:
+        a, b = int(start or 0), int(stop or len(trace))
+    except ValueError:
+        a, b = 0, 0
+    if not colon or not 0 <= a < b <= len(trace):
+        raise ConfigError(f"--requests {text}: want A:B with 0 <= A < B <= {len(trace)}")
+    return trace.part(a, b)

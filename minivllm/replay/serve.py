@@ -1,0 +1,258 @@
+"""The engine over a trace: its own planner, block pools, scheduler and evictor, and a device that only counts.
+
+Nothing is computed, so a step costs what the host does in it.  The answer of a request is as long as the trace says,
+and its tokens are the trace's, so the next turn of a conversation finds it in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+
+from minivllm.core.engine import Engine
+from minivllm.core.interfaces.evictor import Evictor, EvictorContext
+from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
+from minivllm.core.interfaces.plan import LENGTH, StepPlan, StepResult
+from minivllm.core.interfaces.sampling import Row
+from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
+from minivllm.core.request import Request, SamplingParams
+from minivllm.core.timing import PARTS, StepClock
+from minivllm.errors import ConfigError, EngineDeadError, RequestError
+from minivllm.plugins.strategy.single import Single
+
+from .optimum import Optimum, uses_of
+from .trace import Trace
+
+VOCAB = 2**31 - 1
+IDLE_TURNS = 100_000  # with requests there and nothing planned: the policy holds them back for ever
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of the engine's options a replay needs."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block: int  # tokens
+    blocks: int  # that requests can use
+    prefix: bool = True
+
+
+@dataclass(frozen=True)
+class ServeRun:
+    """What became of the trace.  Columns are [n], -1 where a request was refused."""
+
+    steps: int  # that did work
+    queued: np.ndarray  # i64 steps from arrival to a place in a batch
+    first: np.ndarray  # i64 steps from arrival to the first token
+    done: np.ndarray  # i64 steps from arrival to the last token
+    cached: np.ndarray  # i32 prompt tokens found in the cache when it was first admitted
+    prompt: np.ndarray  # i32
+    computed: int  # tokens that went through the device
+    evictions: int
+    preemptions: int
+    part_s: Mapping[str, float]  # host seconds by part of a turn
+    seam_s: Mapping[str, float]  # host seconds by seam
+    seconds: float  # of the whole replay
+    cpu_s: float  # of it, what this process computed: the machine may have had other things to do
+    refused: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Of prompt tokens."""
+        served = self.queued >= 0
+        return float(self.cached[served].sum() / max(1, self.prompt[served].sum()))
+
+
+class Steps:
+    """Time in a replay: step k begins ``seconds`` x k after the first arrival.  A clock that says how long a step takes
+    would go here; ``tick`` is told of each step's plan (None: nothing ran)."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.step = seconds, 0
+
+    @property
+    def now(self) -> float:
+        return self.seconds * self.step
+
+    def tick(self, plan: StepPlan | None) -> None:
+        self.step += 1
+
+    def skip_to(self, when: float) -> None:
+        """Nothing is to be done before then."""
+        if self.seconds:
+            self.step = max(self.step, math.ceil(when / self.seconds))
+
+    def step_of(self, when: np.ndarray) -> np.ndarray:
+        """The step that begins at ``when`` or after it, i64."""
+        if not self.seconds:
+            return np.zeros(len(when), np.int64)
+        return np.ceil(when / self.seconds).astype(np.int64)
+
+
+class Counting(Executor):
+    """Answers at once.  ``Join.seed`` is the number of the request in the trace."""
+
+    def __init__(self, trace: Trace, sizes: Sizes, steps: Steps) -> None:
+        self.trace, self.sizes, self.steps = trace, sizes, steps
+        self.token = np.zeros(sizes.max_num_seqs, np.int32)  # what the row's answer holds
+        self.end = np.zeros(sizes.max_num_seqs, np.int32)
+        self.request = np.zeros(sizes.max_num_seqs, np.int64)  # whose row it is
+        # steps, -1 = not yet: the place in a batch, the first token, the last
+        self.joined, self.first, self.done = (np.full(len(trace), -1, np.int64) for _ in range(3))
+        self.computed = 0
+        self.plan: StepPlan | None = None
+        self.results: list[StepResult] = []
+
+    def start(self, wiring: Wiring) -> Capacity:
+        return Capacity((self.sizes.blocks + 1,), (self.sizes.block,), VOCAB, 0, 0)
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plan = plan
+        if (join := plan.delta.join) is not None:
+            self.token[join.slot], self.end[join.slot] = self.trace.answer[join.seed], join.end
+            self.request[join.slot] = join.seed
+            new = join.seed[self.joined[join.seed] < 0]
+            self.joined[new] = self.steps.step
+        self.computed += int(plan.q_len.sum())
+        slots = plan.slots[plan.samples]
+        known = plan.computed[plan.samples] + plan.q_len[plan.samples] + 1
+        ends = known >= self.end[slots]
+        flags = np.where(ends, LENGTH, 0).astype(np.uint8)
+        self.done[self.request[slots[ends]]] = self.steps.step
+        if len(plan.slots) > len(slots) or plan.q_len[-1] > 1:  # a prompt may be complete
+            asked = self.request[slots]
+            new = asked[(known == self.trace.prompt[asked] + 1) & (self.first[asked] < 0)]
+            self.first[new] = self.steps.step
+        self.results.append(StepResult(plan.id, slots, self.token[slots], np.ones(len(slots), np.int32), flags))
+
+    def supply(self, step: int, late: Any) -> None:
+        raise AssertionError("no request of a trace has a mask")
+
+    def collect(self, in_flight: int) -> list[StepResult]:
+        out, self.results = self.results, []
+        return out
+
+    def alive(self) -> bool:
+        return True
+
+    def stop(self, deadline: float = 10.0) -> None:
+        self.results.clear()
+
+
+class NoSampler:
+    reads: frozenset[str] = frozenset()
+
+    def columns(self) -> dict[str, Any]:
+        return {}
+
+    def bind(self, params: SamplingParams, prompt_len: int) -> Row:
+        return Row()
+
+
+class _Tally:
+    """Sums over all steps what the engine's clock keeps of the last ones."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self.clock, self.counted = clock, 0
+        self.part = np.zeros(len(PARTS))
+        self.seam: dict[str, float] = {}
+
+    def step(self) -> None:
+        if self.clock.count - self.counted == self.clock.size:
+            self.add()
+
+    def add(self) -> None:
+        rows = np.arange(self.counted, self.clock.count) % self.clock.size
+        self.part += self.clock.part[rows].sum(axis=0)
+        for name, column in self.clock.seam.items():
+            self.seam[name] = self.seam.get(name, 0.0) + float(column[rows].sum())
+        self.counted = self.clock.count
+
+
+def serve(
+    trace: Trace,
+    sizes: Sizes,
+    policy: Callable[[SchedulerContext], SchedulerPolicy],
+    evictor: Callable[[EvictorContext], Evictor] | None,
+    seconds_per_step: float = 0.05,
+) -> ServeRun:
+    """Serve the whole trace.  ``evictor`` None: Belady's rule, which knows all prompts to come in order of arrival.
+    ``seconds_per_step`` 0: all requests are there at the start."""
+    if sizes.max_num_batched_tokens < sizes.max_num_seqs:
+        raise ConfigError("max_num_batched_tokens is less than max_num_seqs: a decode step would not fit")
+    steps = Steps(seconds_per_step)
+    device = Counting(trace, sizes, steps)
+    sent = 0
+    if evictor is None:
+        chains = [trace.keys(i, sizes.block)[: (n - 1) // sizes.block] for i, n in enumerate(trace.prompt.tolist())]
+        future = uses_of(chains)
+        evictor = lambda ctx: Optimum(ctx, future, lambda: sent - engine.planner.n_waiting)  # noqa: E731
+    engine = _engine(device, sizes, policy, evictor, steps)
+    tally = _Tally(engine.clock)
+    cached = np.zeros(len(trace), np.int32)
+
+    def ended(r: Request) -> None:
+        cached[r.params.seed] = r.cached_tokens
+
+    due = steps.step_of(trace.arrival)
+    refused = idle = 0
+    start, start_cpu = perf_counter(), process_time()
+    while sent < len(trace) or engine.busy:
+        while sent < len(trace) and due[sent] <= steps.step:
+            refused += not _add(engine, trace, sent, ended)
+            sent += 1
+        device.plan = None
+        worked = engine.step()
+        if engine.dead:
+            raise EngineDeadError(engine.dead)
+        idle = 0 if worked else idle + 1
+        if idle > IDLE_TURNS:
+            what = f"{engine.planner.n_waiting} requests wait and nothing was planned in {IDLE_TURNS} turns"
+            raise EngineDeadError(f"{what}: the scheduler {type(engine.planner.policy).__name__} holds them back")
+        steps.tick(device.plan)
+        tally.step()
+        if not engine.busy and sent < len(trace):
+            steps.skip_to(float(trace.arrival[sent]))
+    tally.add()
+    seconds, cpu = perf_counter() - start, process_time() - start_cpu
+    at = np.where(device.joined >= 0, due, 0)
+    gone = device.joined < 0
+    since = lambda column: np.where(gone, -1, column.astype(np.int64) - at)  # noqa: E731
+    pools = engine.cache.pools
+    return ServeRun(
+        engine.clock.count, since(device.joined), since(device.first), since(device.done), cached, trace.prompt, device.computed,
+        sum(p.evictions for p in pools), engine.planner.preemptions, dict(zip(PARTS, tally.part.tolist(), strict=True)),
+        tally.seam, seconds, cpu, refused,
+    )  # fmt: skip
+
+
+def _engine(device: Counting, sizes: Sizes, policy: Any, evictor: Any, steps: Steps) -> Engine:
+    wiring = Wiring(
+        model_dir="", load_format="dummy", device="cpu", dtype="float32", block=sizes.block,
+        max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len, num_blocks=sizes.blocks, memory_utilization=0.9, batch_invariant=False,
+        seed=0, parts={"model": Part("minivllm/replay", "minivllm.replay.serve:Counting")},
+    )  # fmt: skip
+    engine = Engine(
+        wiring, device, device.start(wiring), policy, evictor, [("replay/none", NoSampler())],
+        [("minivllm/single", Single(None))], prefix_caching=sizes.prefix,
+    )  # fmt: skip
+    engine.now = lambda: steps.now
+    return engine
+
+
+def _add(engine: Engine, trace: Trace, i: int, ended: Callable[[Request], None]) -> bool:
+    """False if the engine refuses it: it is longer than the model, or the cache."""
+    params = SamplingParams(max_tokens=int(trace.output[i]), ignore_eos=True, detokenize=False, seed=i)
+    try:
+        engine.add(Request(str(i), trace.tokens(i), params, float(trace.arrival[i]), on_done=ended))
+    except RequestError:
+        return False
+    return True
