@@ -108,7 +108,7 @@ def run_alone(trace: Trace, found: Sequence[Case]) -> list[dict[str, Any]]:
         else:
             run = run_cache(chains[block], case.sizes.blocks, block, _maker("evictor", case.evictor))
         rows.append({
-            **_head(case), "hit_rate": run.rate, "hit_blocks": int(run.hits.sum()), "asked_blocks": int(run.asked.sum()),
+            **_head(case), "scheduler": "-", "hit_rate": run.rate, "hit_blocks": int(run.hits.sum()), "asked_blocks": int(run.asked.sum()),
             "evictions": run.evictions, "evictor_us_per_block": 1e6 * run.seconds / max(1, int(run.asked.sum())),
         })  # fmt: skip
     return _of_optimum(rows)

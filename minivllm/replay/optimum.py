@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 from minivllm.core.interfaces.evictor import EvictorContext
-from minivllm.plugins.evictor.leaves import Block, Leaves
+from minivllm.plugins.evictor.leaves import Block, Leaves, exact
 
 NEVER = 1 << 40
 
@@ -39,7 +39,7 @@ class Optimum(Leaves):
 
     def enqueue(self, block: Block) -> None:
         block.mark = self.rank(block)
-        self.queue.push(block, block.mark)
+        self.queue.push(block, exact(block.mark, block))
 
 
 def uses_of(chains: Sequence[Sequence[int]]) -> dict[int, list[int]]:

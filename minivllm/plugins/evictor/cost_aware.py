@@ -20,6 +20,7 @@ them, without which a class that is given up early could never show that it shou
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from .leaves import Block, Leaves
 
 CLASSES = 4
 PRIOR = 20.0  # rests of a class that are worth as much as what all classes together say
+LEAST = 1e-3  # a chance: a class that was never used again may yet be
 
 
 class CostAware(Leaves):
@@ -39,23 +41,27 @@ class CostAware(Leaves):
         super().__init__(options, ctx)
         self.fade = options.horizon * ctx.capacity
         self.most_ghosts = int(options.ghosts * ctx.capacity)
-        self.ghosts: dict[int, tuple[int, int]] = {}  # key -> (class, hits), oldest first
+        self.ghosts: OrderedDict[int, int] = OrderedDict()  # key -> hits x CLASSES + class, oldest first
         self.rests, self.reused = [0] * CLASSES, [0] * CLASSES
+        self.bonus = [0.0] * CLASSES  # releases that the chance of a class is worth
 
     def chance(self, group: int) -> float:
-        """That a block which comes to rest in this class is used again, 0 < chance <= 1."""
+        """That a block which comes to rest in this class is used again, ``LEAST`` to 1."""
         every = (sum(self.reused) + 1) / (sum(self.rests) + 2)
-        return min(1.0, (self.reused[group] + PRIOR * every) / (self.rests[group] + PRIOR))
+        return min(1.0, max(LEAST, (self.reused[group] + PRIOR * every) / (self.rests[group] + PRIOR)))
 
-    def rank(self, block: Block) -> int:
-        cost = block.cost - (block.parent.cost if block.parent is not None else 0.0)
-        value = self.chance(block.mark) * max(cost, 1e-6) / max(block.size, 1)
-        return int(block.stamp + self.fade * math.log(value))
+    def enqueue(self, block: Block) -> None:
+        entry = block.stamp + self.fade * block.worth + self.bonus[block.mark]
+        while entry in self.queue.block_of:  # hardly ever: an entry is one block's
+            entry = math.nextafter(entry, math.inf)
+        self.queue.push(block, entry)
 
     def came(self, block: Block) -> None:
+        cost = block.cost - (block.parent.cost if block.parent is not None else 0.0)
+        block.worth = math.log(max(cost, 1e-6) / max(block.size, 1))
         ghost = self.ghosts.pop(block.key, None)
         if ghost is not None:
-            group, hits = ghost
+            hits, group = divmod(ghost, CLASSES)
             self.reused[group] += 1
             block.hits = hits + 1
 
@@ -66,13 +72,24 @@ class CostAware(Leaves):
             if not block.held:
                 self.reused[block.mark] += 1
 
+    def free(self, keys: np.ndarray) -> None:
+        self._learn()
+        super().free(keys)
+
+    def victims(self, n: int) -> np.ndarray:
+        self._learn()
+        return super().victims(n)
+
+    def _learn(self) -> None:
+        """What was counted until now counts for the ranks that are given in this call."""
+        self.bonus = [self.fade * math.log(self.chance(group)) for group in range(CLASSES)]
+
     def released(self, block: Block) -> None:
         block.mark = min(block.hits.bit_length(), CLASSES - 1)
         self.rests[block.mark] += 1
 
     def gone(self, block: Block) -> None:
-        if not self.most_ghosts:
-            return
-        self.ghosts[block.key] = (block.mark, block.hits)
-        if len(self.ghosts) > self.most_ghosts:
-            del self.ghosts[next(iter(self.ghosts))]
+        if self.most_ghosts:
+            self.ghosts[block.key] = block.hits * CLASSES + block.mark
+            if len(self.ghosts) > self.most_ghosts:
+                self.ghosts.popitem(last=False)

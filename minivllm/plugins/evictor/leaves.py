@@ -9,30 +9,33 @@ block hangs on it; only ripe blocks may go, so a block comes up when the last of
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
 
-STAMP_BITS = 44  # of a queue's entry, the low ones; more blocks than an engine releases in its life
+STAMP_BITS = 40  # of a queue's entry, the low ones; more blocks than an engine releases in its life
 
 
-@dataclass(slots=True, eq=False)
 class Block:
-    key: int
-    parent: Block | None
-    depth: int
-    size: int  # bytes
-    cost: float  # tokens to recompute if it is lost and all before it too
-    age: int  # number of its arrival
-    hits: int = 0  # lookups that found it
-    children: int = 0  # cached blocks that hang on it
-    held: bool = True
-    stamp: int = 0  # number of its last release, never used twice; deeper blocks of one call have the smaller one
-    entry: int | None = None  # in a queue, while it is ripe
-    mark: int = 0  # a plug-in's own
+    """A cached block.  (A plain class: a million of them are made, and a dataclass is slower to make.)"""
+
+    __slots__ = (
+        "key", "parent", "depth", "size", "cost", "age", "hits", "children", "held", "stamp", "entry", "mark", "worth",
+    )  # fmt: skip
+
+    def __init__(self, key: int, parent: Block | None, depth: int, size: int, cost: float, age: int) -> None:
+        self.key, self.parent, self.depth = key, parent, depth
+        self.size = size  # bytes
+        self.cost = cost  # tokens to recompute if it is lost and all before it too
+        self.age = age  # number of its arrival
+        self.hits = 0  # lookups that found it
+        self.children = 0  # cached blocks that hang on it
+        self.held = True
+        self.stamp = 0  # number of its last release, never used twice; deeper blocks of one call have the smaller one
+        self.entry: float | None = None  # in a queue, while it is ripe
+        self.mark, self.worth = 0, 0.0  # a plug-in's own
 
     @property
     def ripe(self) -> bool:
@@ -40,27 +43,29 @@ class Block:
 
 
 class RankQueue:
-    """Ripe blocks by (rank, stamp), least first: O(log n) to push and to pop, O(1) to discard.
+    """Ripe blocks by a number, least first: O(log n) to push and to pop, O(1) to discard.
 
-    The heap holds plain integers, rank above stamp, which compare faster than tuples.  Discarded entries stay in it
-    until they come up, or until they are more than half of it.  Invariant: ``block_of[b.entry] is b`` for all in it.
+    The heap holds plain numbers, which compare faster than tuples; each belongs to one block.  Discarded ones stay in
+    it until they come up, or until they are more than half of it.  Invariant: ``block_of[b.entry] is b`` for all in it.
     """
 
     def __init__(self) -> None:
-        self.heap: list[int] = []
-        self.block_of: dict[int, Block] = {}
+        self.heap: list[float] = []
+        self.block_of: dict[float, Block] = {}
 
     def __len__(self) -> int:
         return len(self.block_of)
 
-    def push(self, block: Block, rank: int) -> None:
-        entry = block.entry = rank << STAMP_BITS | block.stamp
+    def push(self, block: Block, entry: float) -> None:
+        """``entry`` must be no other block's: two blocks never have the same stamp (see ``exact``)."""
+        block.entry = entry
         self.block_of[entry] = block
         heapq.heappush(self.heap, entry)
 
     def discard(self, block: Block) -> None:
-        if block.entry is None or self.block_of.pop(block.entry, None) is None:
+        if block.entry is None:
             return
+        del self.block_of[block.entry]
         block.entry = None
         if len(self.heap) > 2 * len(self.block_of) + 64:
             self.heap = list(self.block_of)
@@ -73,6 +78,11 @@ class RankQueue:
                 block.entry = None
                 return block
         return None
+
+
+def exact(rank: int, block: Block) -> int:
+    """The entry of a whole-numbered rank: of equal ranks the block that was released longest ago goes first."""
+    return rank << STAMP_BITS | block.stamp
 
 
 class Leaves(Evictor):
@@ -153,7 +163,7 @@ class Leaves(Evictor):
 
     def enqueue(self, block: Block) -> None:
         """It has become ripe."""
-        self.queue.push(block, self.rank(block))
+        self.queue.push(block, exact(self.rank(block), block))
 
     def unqueue(self, block: Block) -> None:
         """It is not ripe any longer, if it was."""

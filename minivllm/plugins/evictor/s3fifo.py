@@ -13,6 +13,7 @@ that are held or have cached children count in the size of their queue but are p
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class S3Fifo(Leaves):
         self.main = RankQueue()
         self.small = 0
         self.limit = options.small * ctx.capacity
-        self.ghosts: dict[int, None] = {}  # oldest first
+        self.ghosts: OrderedDict[int, None] = OrderedDict()  # oldest first; a dict would look for it through gaps
         self.most_ghosts = ctx.capacity - int(self.limit)
 
     def came(self, block: Block) -> None:
@@ -53,7 +54,7 @@ class S3Fifo(Leaves):
                 block.mark += 1
 
     def enqueue(self, block: Block) -> None:
-        (self.main if block.mark >= MAIN else self.queue).push(block, block.age)
+        (self.main if block.mark >= MAIN else self.queue).push(block, block.age)  # an age is one block's
 
     def unqueue(self, block: Block) -> None:
         (self.main if block.mark >= MAIN else self.queue).discard(block)
@@ -85,4 +86,4 @@ class S3Fifo(Leaves):
             self.small -= 1
             self.ghosts[block.key] = None
             if len(self.ghosts) > self.most_ghosts:
-                del self.ghosts[next(iter(self.ghosts))]
+                self.ghosts.popitem(last=False)
