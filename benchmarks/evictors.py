@@ -74,7 +74,11 @@ def main() -> None:
     parser.add_argument("evictors", nargs="*", default=builtin, metavar="NAME", help="default: the built-in ones")
     parser.add_argument("--blocks", type=int, default=1_000_000)
     args = parser.parse_args()
-    print(f"{'evictor':14}" + "".join(f"{what:>9}" for what in ("add", "hit", "hold", "free", "victims")) + "   us a block")
+    print(
+        f"{'evictor':14}"
+        + "".join(f"{what:>9}" for what in ("add", "hit", "hold", "free", "victims"))
+        + "   us a block"
+    )
     for name in args.evictors:
         found = measure(name, args.blocks)
         print(f"{name:14}" + "".join(f"{us:9.2f}" for us in found.values()), flush=True)

@@ -79,7 +79,9 @@ def _configs(args: argparse.Namespace) -> list[tuple[str, Loaded]]:
     labels = stems if len(set(stems)) == len(stems) else args.config
     if len(set(labels)) < len(labels):
         raise ConfigError(f"--config {labels[0]}: the same file twice; each is a run of its own")
-    found = [(label, load_config([file], args.set, flags=flags)) for label, file in zip(labels, args.config, strict=True)]
+    found = [
+        (label, load_config([file], args.set, flags=flags)) for label, file in zip(labels, args.config, strict=True)
+    ]
     for _, loaded in found:
         for note in loaded.notes:
             print(f"minivllm: {note}", file=sys.stderr)

@@ -33,7 +33,9 @@ class CacheRun:
         return float(self.hits.sum() / max(1, self.asked.sum()))
 
 
-def run_cache(chains: Sequence[Sequence[int]], capacity: int, block: int, make: Callable[[EvictorContext], Evictor]) -> CacheRun:
+def run_cache(
+    chains: Sequence[Sequence[int]], capacity: int, block: int, make: Callable[[EvictorContext], Evictor]
+) -> CacheRun:
     """Serve ``chains`` (keys, parents first) with a cache of ``capacity`` blocks.  Of a chain that is longer than the
     cache the end is not cached.  PluginError if the evictor breaks its contract."""
     evictor = make(EvictorContext(capacity=capacity, block=block, tier="device"))
@@ -71,7 +73,7 @@ def run_cache(chains: Sequence[Sequence[int]], capacity: int, block: int, make: 
 
 
 def run_optimum(chains: Sequence[Sequence[int]], capacity: int, block: int) -> CacheRun:
-    """What no evictor can beat.  A request's blocks are ranked when it has been served: by the next one that uses them."""
+    """What no evictor can beat.  Blocks are ranked when a request has been served, by the next one that uses them."""
     served = [0]
     future = uses_of(chains)
     watched = _Counted(chains, served)

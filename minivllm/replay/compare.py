@@ -69,6 +69,7 @@ def _sizes(trace: Trace, config: EngineConfig, blocks: str, alone: bool, distinc
         config.max_num_seqs, config.max_num_batched_tokens,
         config.max_model_len or int((trace.prompt + trace.output).max()), block,
         _blocks(trace, config.num_kvcache_blocks, blocks, block, distinct), config.enable_prefix_caching,
+        config.partial_prefix_hits,
     )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def _blocks(trace: Trace, configured: int, asked: str, block: int, distinct: dic
         count = 0 if share else int(asked)
     except ValueError:
         share, count = 0.0, 0
-    if not share and count < 1 or share < 0 or share > 100:
+    if (not share and count < 1) or not 0 <= share <= 1:
         raise ConfigError(f"--blocks {asked}: want a positive number, or a percentage of the distinct blocks")
     if share:
         if block not in distinct:
@@ -108,7 +109,8 @@ def run_alone(trace: Trace, found: Sequence[Case]) -> list[dict[str, Any]]:
         else:
             run = run_cache(chains[block], case.sizes.blocks, block, _maker("evictor", case.evictor))
         rows.append({
-            **_head(case), "scheduler": "-", "hit_rate": run.rate, "hit_blocks": int(run.hits.sum()), "asked_blocks": int(run.asked.sum()),
+            **_head(case), "scheduler": "-", "hit_rate": run.rate,
+            "hit_blocks": int(run.hits.sum()), "asked_blocks": int(run.asked.sum()),
             "evictions": run.evictions, "evictor_us_per_block": 1e6 * run.seconds / max(1, int(run.asked.sum())),
         })  # fmt: skip
     return _of_optimum(rows)

@@ -42,6 +42,7 @@ class Sizes:
     block: int  # tokens
     blocks: int  # that requests can use
     prefix: bool = True
+    partial: bool = True  # hits go on inside a block
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,13 @@ def serve(
     steps = Steps(seconds_per_step)
     device = Counting(trace, sizes, steps)
     sent = 0
+    future: dict[int, list[int]] = {}
+    asked = evictor or (lambda ctx: Optimum(ctx, future, lambda: sent - engine.planner.n_waiting))
+    engine = _engine(device, sizes, policy, asked, steps)
     if evictor is None:
-        chains = [trace.keys(i, sizes.block)[: (n - 1) // sizes.block] for i, n in enumerate(trace.prompt.tolist())]
-        future = uses_of(chains)
-        evictor = lambda ctx: Optimum(ctx, future, lambda: sent - engine.planner.n_waiting)  # noqa: E731
-    engine = _engine(device, sizes, policy, evictor, steps)
+        root = engine.cache.pools[0].root(("", ""))[1]
+        usable = ((trace.prompt - 1) // sizes.block).tolist()  # a hit leaves a token to compute
+        future.update(uses_of([trace.keys(i, sizes.block, root)[:n] for i, n in enumerate(usable)]))
     tally = _Tally(engine.clock)
     cached = np.zeros(len(trace), np.int32)
 
@@ -227,7 +230,8 @@ def serve(
     since = lambda column: np.where(gone, -1, column.astype(np.int64) - at)  # noqa: E731
     pools = engine.cache.pools
     return ServeRun(
-        engine.clock.count, since(device.joined), since(device.first), since(device.done), cached, trace.prompt, device.computed,
+        engine.clock.count, since(device.joined), since(device.first), since(device.done), cached, trace.prompt,
+        device.computed,
         sum(p.evictions for p in pools), engine.planner.preemptions, dict(zip(PARTS, tally.part.tolist(), strict=True)),
         tally.seam, seconds, cpu, refused,
     )  # fmt: skip
@@ -242,7 +246,7 @@ def _engine(device: Counting, sizes: Sizes, policy: Any, evictor: Any, steps: St
     )  # fmt: skip
     engine = Engine(
         wiring, device, device.start(wiring), policy, evictor, [("replay/none", NoSampler())],
-        [("minivllm/single", Single(None))], prefix_caching=sizes.prefix,
+        [("minivllm/single", Single(None))], prefix_caching=sizes.prefix, partial_hits=sizes.partial,
     )  # fmt: skip
     engine.now = lambda: steps.now
     return engine

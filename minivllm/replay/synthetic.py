@@ -1,8 +1,8 @@
 """A trace from a seed: bursty arrivals, log-normal lengths, a tree of shared beginnings, conversations of many turns.
 
-    tree     root ── node ── node ...   system prompts and documents: Zipf decides which child a conversation takes
-    talk     path in the tree + (question + answer) x turns; the next turn repeats all that was said
-    time     conversations start in bursts (gaps are gamma-distributed, shape below 1), a user thinks between turns
+tree     root ── node ── node ...   system prompts and documents: Zipf decides which child a conversation takes
+talk     path in the tree + (question + answer) x turns; the next turn repeats all that was said
+time     conversations start in bursts (gaps are gamma-distributed, shape below 1), a user thinks between turns
 """
 
 from __future__ import annotations

@@ -52,11 +52,12 @@ class Trace:
         runs = self.runs[self.first[i] : self.first[i + 1]]
         return np.repeat(runs[:, 0], runs[:, 1])[: self.prompt[i]]
 
-    def keys(self, i: int, block: int) -> list[int]:
-        """The keys of the prompt's full blocks, the same as the engine's: equal keys are equal prefixes."""
+    def keys(self, i: int, block: int, root: int = 1) -> list[int]:
+        """The keys of the prompt's full blocks: equal keys are equal prefixes.  With the key of an engine's root as
+        ``root`` (see ``BlockPool.root``) they are the engine's."""
         from minivllm.core.blocks import chain_key
 
-        raw, step, key, keys = self.tokens(i).tobytes(), 4 * block, chain_key(0, b""), []
+        raw, step, key, keys = self.tokens(i).tobytes(), 4 * block, root, []
         for at in range(0, len(raw) - step + 1, step):
             key = chain_key(key, raw[at : at + step])
             keys.append(key)

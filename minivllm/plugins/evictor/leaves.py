@@ -22,7 +22,19 @@ class Block:
     """A cached block.  (A plain class: a million of them are made, and a dataclass is slower to make.)"""
 
     __slots__ = (
-        "key", "parent", "depth", "size", "cost", "age", "hits", "children", "held", "stamp", "entry", "mark", "worth",
+        "age",
+        "children",
+        "cost",
+        "depth",
+        "entry",
+        "held",
+        "hits",
+        "key",
+        "mark",
+        "parent",
+        "size",
+        "stamp",
+        "worth",
     )  # fmt: skip
 
     def __init__(self, key: int, parent: Block | None, depth: int, size: int, cost: float, age: int) -> None:
