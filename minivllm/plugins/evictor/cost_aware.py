@@ -20,14 +20,13 @@ them, without which a class that is given up early could never show that it shou
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
 from minivllm.core.interfaces.evictor import EvictorContext
 
-from .leaves import Block, Leaves
+from .leaves import Block, Ghosts, Leaves
 
 CLASSES = 4
 PRIOR = 20.0  # rests of a class that are worth as much as what all classes together say
@@ -40,8 +39,7 @@ class CostAware(Leaves):
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
         self.fade = options.horizon * ctx.capacity
-        self.most_ghosts = int(options.ghosts * ctx.capacity)
-        self.ghosts: OrderedDict[int, int] = OrderedDict()  # key -> hits x CLASSES + class, oldest first
+        self.ghosts = Ghosts(int(options.ghosts * ctx.capacity))  # hits x CLASSES + class
         self.rests, self.reused = [0] * CLASSES, [0] * CLASSES
         self.bonus = [0.0] * CLASSES  # releases that the chance of a class is worth
 
@@ -59,7 +57,7 @@ class CostAware(Leaves):
     def came(self, block: Block) -> None:
         cost = block.cost - (block.parent.cost if block.parent is not None else 0.0)
         block.worth = math.log(max(cost, 1e-6) / max(block.size, 1))
-        ghost = self.ghosts.pop(block.key, None)
+        ghost = self.ghosts.pop(block.key)
         if ghost is not None:
             hits, group = divmod(ghost, CLASSES)
             self.reused[group] += 1
@@ -89,7 +87,4 @@ class CostAware(Leaves):
         self.rests[block.mark] += 1
 
     def gone(self, block: Block) -> None:
-        if self.most_ghosts:
-            self.ghosts[block.key] = block.hits * CLASSES + block.mark
-            if len(self.ghosts) > self.most_ghosts:
-                self.ghosts.popitem(last=False)
+        self.ghosts.put(block.key, block.hits * CLASSES + block.mark)

@@ -9,6 +9,7 @@ block hangs on it; only ripe blocks may go, so a block comes up when the last of
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,6 @@ class Block:
         self.stamp = 0  # number of its last release, never used twice; deeper blocks of one call have the smaller one
         self.entry: float | None = None  # in a queue, while it is ripe
         self.mark, self.worth = 0, 0.0  # a plug-in's own
-
-    @property
-    def ripe(self) -> bool:
-        return not self.held and not self.children
 
 
 class RankQueue:
@@ -95,6 +92,25 @@ class RankQueue:
 def exact(rank: int, block: Block) -> int:
     """The entry of a whole-numbered rank: of equal ranks the block that was released longest ago goes first."""
     return rank << STAMP_BITS | block.stamp
+
+
+class Ghosts:
+    """The last ``most`` keys that went, each with a number.  A key that went twice is forgotten with its first time."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.number: dict[int, int] = {}
+        self.line: deque[int] = deque()  # a dict alone would look for its oldest key through gaps
+
+    def put(self, key: int, number: int) -> None:
+        self.line.append(key)
+        self.number[key] = number
+        if len(self.line) > self.most:
+            self.number.pop(self.line.popleft(), None)
+
+    def pop(self, key: int) -> int | None:
+        """Its number, if it is there; it is not afterwards."""
+        return self.number.pop(key, None)
 
 
 class Leaves(Evictor):
@@ -191,5 +207,5 @@ class Leaves(Evictor):
         if parent is not None:
             block.parent = None
             parent.children -= 1
-            if parent.ripe:
+            if not parent.held and not parent.children:
                 self.enqueue(parent)

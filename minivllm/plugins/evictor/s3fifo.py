@@ -13,14 +13,13 @@ that are held or have cached children count in the size of their queue but are p
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
 from minivllm.core.interfaces.evictor import EvictorContext
 
-from .leaves import Block, Leaves, RankQueue
+from .leaves import Block, Ghosts, Leaves, RankQueue
 
 MOST = 3  # a count takes two bits
 SMALL, MAIN = 0, 4  # added to the count in ``Block.mark``
@@ -37,12 +36,10 @@ class S3Fifo(Leaves):
         self.main = RankQueue()
         self.small = 0
         self.limit = options.small * ctx.capacity
-        self.ghosts: OrderedDict[int, None] = OrderedDict()  # oldest first; a dict would look for it through gaps
-        self.most_ghosts = ctx.capacity - int(self.limit)
+        self.ghosts = Ghosts(ctx.capacity - int(self.limit))
 
     def came(self, block: Block) -> None:
-        if block.key in self.ghosts:
-            del self.ghosts[block.key]
+        if self.ghosts.pop(block.key) is not None:
             block.mark = MAIN
         else:
             self.small += 1
@@ -84,6 +81,4 @@ class S3Fifo(Leaves):
     def gone(self, block: Block) -> None:
         if block.mark < MAIN:
             self.small -= 1
-            self.ghosts[block.key] = None
-            if len(self.ghosts) > self.most_ghosts:
-                self.ghosts.popitem(last=False)
+            self.ghosts.put(block.key, 0)
