@@ -42,7 +42,7 @@ def said(capsys, *args):
 # ---------------------------------------------------------------- show
 
 
-BASE = "seed = 7\n[scheduler]\nname = 'acme/fair'\noptions = { window = 4, weights = { a = 1.5 } }\n"
+BASE = "seed = 7\n[scheduler]\nname = 'acme/quota'\noptions = { window = 4, weights = { a = 1.5 } }\n"
 CHILD = """extends: base.toml
 processors:
   - penalties
@@ -70,7 +70,7 @@ def test_each_value_is_shown_with_its_origin_and_a_plugin_with_its_version(here,
     lines = [" ".join(line.split()) for line in out.splitlines()]
     for line in (
         "# base.toml", "# a.yaml", "model = \"pocket\" # command line", "seed = 7 # base.toml:1",
-        "name = \"acme/fair\" # base.toml:3, No scheduler is called 'acme/fair'",
+        "name = \"acme/quota\" # base.toml:3, No scheduler is called 'acme/quota'",
         "options.window = 4 # base.toml:4", "options.weights.a = 1.5 # base.toml:4",
         f'name = "lru" # --set, minivllm {__version__}', f'name = "penalties" # a.yaml:3, minivllm {__version__}',
         "options.k = [1, { y = \"ä\\\"\" }] # a.yaml:4", "fuse = true # default", "# max_model_len: not set # default",
@@ -90,7 +90,7 @@ def test_as_json_there_are_plain_values_or_an_object_for_each_option(here, capsy
     assert rows["attention.name"] == {
         "value": "sdpa", "origin": "--set", "plugin": {"dist": "minivllm", "version": __version__},
     }  # fmt: skip
-    assert rows["scheduler.name"]["plugin"] == {"missing": "No scheduler is called 'acme/fair'"}
+    assert rows["scheduler.name"]["plugin"] == {"missing": "No scheduler is called 'acme/quota'"}
     assert rows["seed"] == {"value": 7, "origin": "base.toml:1"} and rows["dtype"]["origin"] == "default"
 
 
@@ -120,7 +120,7 @@ def test_in_python_what_the_layers_say_is_a_warning(here):
 
     (here / "base.toml").write_text(BASE)
     (here / "b.toml").write_text("max_num_seqs = 3")
-    with pytest.warns(UserWarning, match=r"^scheduler is now 'fcfs'; options of 'acme/fair' dropped$"):
+    with pytest.warns(UserWarning, match=r"^scheduler is now 'fcfs'; options of 'acme/quota' dropped$"):
         loaded = load(["base.toml", "b.toml"], {"scheduler": "fcfs"})
     assert loaded.engine.max_num_seqs == 3 and loaded.files == ("base.toml", "b.toml")
 
