@@ -180,7 +180,9 @@ def test_the_block_manager_keeps_its_invariants_whatever_happens():
     seen.require(hit=100, copied=30, preempted=8, evicted=100, forked=30, aborted=20, failed=5, finished=100)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [n if i < 8 else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(FAULTS)]
+)
 def test_a_planted_fault_is_caught(name, monkeypatch):
     cls, method, wrong = FAULTS[name]
     real, used = getattr(cls, method), []

@@ -7,7 +7,17 @@ import pytest
 from minivllm.testing.session import builtins, run
 
 
-@pytest.mark.parametrize(("seam", "plugin"), builtins(), ids=["-".join(b).replace("minivllm/", "") for b in builtins()])
+# Policies and evictors are many and alike: each has tests of what it is for, and the kit's run of all is a slow test.
+ALIKE = {"scheduler": "minivllm/fcfs", "evictor": "minivllm/lru"}
+
+
+def cases():
+    for seam, plugin in builtins():
+        marks = [pytest.mark.slow] if ALIKE.get(seam, plugin) != plugin else []
+        yield pytest.param(seam, plugin, id=f"{seam}-{plugin}".replace("minivllm/", ""), marks=marks)
+
+
+@pytest.mark.parametrize(("seam", "plugin"), cases())
 def test_built_in_plugin_conforms(seam, plugin):
     outcomes = run([(seam, plugin)])
     failed = [f"{o.test}: {o.text}" for o in outcomes if o.status == "failed"]
