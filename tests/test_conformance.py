@@ -6,7 +6,6 @@ import pytest
 
 from minivllm.testing.session import builtins, run
 
-
 # Policies and evictors are many and alike: each has tests of what it is for, and the kit's run of all is a slow test.
 ALIKE = {"scheduler": "minivllm/fcfs", "evictor": "minivllm/lru"}
 
@@ -17,7 +16,7 @@ def cases():
         yield pytest.param(seam, plugin, id=f"{seam}-{plugin}".replace("minivllm/", ""), marks=marks)
 
 
-@pytest.mark.parametrize(("seam", "plugin"), cases())
+@pytest.mark.parametrize(("seam", "plugin"), list(cases()))
 def test_built_in_plugin_conforms(seam, plugin):
     outcomes = run([(seam, plugin)])
     failed = [f"{o.test}: {o.text}" for o in outcomes if o.status == "failed"]
