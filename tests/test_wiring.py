@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -186,6 +187,7 @@ def test_batch_invariant_says_what_of_a_gpu_or_an_option_does_not_fit(model, mon
         resolve(EngineConfig(model=model, batch_invariant=True, **options), CATALOG)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the mode is refused before: needs triton")
 def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
     monkeypatch.setattr("minivllm.wiring.find_device", lambda asked: GPU)
     with pytest.raises(PluginError, match=r"device with batch_invariant: want cuda, supports {cpu}"):
