@@ -15,14 +15,14 @@ import torch
 from minivllm.core import graphs, sampling
 from minivllm.core.interfaces.plan import OVERSHOOT, STOP_IDS
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
-from minivllm.core.kernels import activation, logprobs, norm, products, step
-from minivllm.core.kernels.peaks import best_of_tiles
-from minivllm.core.layers.activation import silu_mul
-from minivllm.core.layers.fused import Normed
-from minivllm.core.layers.norm import rms_norm
 from minivllm.core.request import SamplingParams
 from minivllm.core.state import ProcessorState
 from minivllm.errors import ModelError
+from minivllm.kernels import activation, logprobs, norm, products, step
+from minivllm.kernels.peaks import best_of_tiles
+from minivllm.layers.activation import silu_mul
+from minivllm.layers.fused import Normed
+from minivllm.layers.norm import rms_norm
 from minivllm.plugins.attention import triton_prefill
 from minivllm.plugins.processor import triton_penalties
 from minivllm.plugins.processor.penalties import Penalties

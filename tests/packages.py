@@ -44,7 +44,7 @@ def environment(packages: Iterable[Path], metadata: Path) -> dict[str, str]:
 
 # What a package may import of minivllm.  ``core.runner`` is for executors, which need something that runs a step.
 PUBLIC = (
-    "minivllm.core.interfaces", "minivllm.core.layers", "minivllm.core.kernels", "minivllm.core.sampling",
+    "minivllm.core.interfaces", "minivllm.layers", "minivllm.kernels", "minivllm.core.sampling",
     "minivllm.core.runner", "minivllm.spec", "minivllm.errors", "minivllm.hooks", "minivllm.testing",
 )  # fmt: skip
 

@@ -10,12 +10,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnSpec, QKPre
 from minivllm.core.interfaces.quantizer import ModuleInfo
-from minivllm.core.layers.activation import silu_mul
-from minivllm.core.layers.linear import Dense, Linear
-from minivllm.core.layers.norm import RMSNorm
-from minivllm.core.layers.parts import Parts
-from minivllm.core.layers.rotary import inverse_frequencies, prepare_qk, rope_parameters, rotary_tables
 from minivllm.errors import ModelError, PluginError
+from minivllm.layers.activation import silu_mul
+from minivllm.layers.linear import Dense, Linear
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.parts import Parts
+from minivllm.layers.rotary import inverse_frequencies, prepare_qk, rope_parameters, rotary_tables
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.plugins.quantizer.none import Unquantized

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from minivllm.kernels import step
+from minivllm.kernels.peaks import best_of_tiles
+
 from . import sampling
 from .interfaces.attention import AttnMeta, GraphKey
 from .interfaces.model import StepTensors
 from .interfaces.sampling import Draw, Processor, Rows
-from .kernels import step
-from .kernels.peaks import best_of_tiles
 from .request import SamplingParams
 from .state import staged
 

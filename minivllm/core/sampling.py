@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minivllm.layers.invariant import logsumexp
+
 from .interfaces.plan import EOS, LENGTH, NAN, STOP_ID, STOP_IDS
-from .layers.invariant import logsumexp
 
 _WORD = 1 << 32
 
@@ -94,7 +95,7 @@ def logprobs_of(
     batch invariant anyway).
     """
     if fuse:
-        from .kernels import logprobs
+        from minivllm.kernels import logprobs
 
         if topk <= logprobs.MOST:
             return logprobs.logprobs_of(logits, chosen, topk)

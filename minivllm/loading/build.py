@@ -14,8 +14,8 @@ import torch
 from minivllm.core.interfaces.attention import AttentionContext, AttnMeta, GraphKey
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.sampling import SamplingContext
-from minivllm.core.layers.parts import Parts
 from minivllm.errors import ModelError, ResourceError
+from minivllm.layers.parts import Parts
 from minivllm.registry import build_part
 
 from .hf_config import open_checkpoint

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.model import Model, ModelArch, Rule
-from minivllm.core.layers.module import Module
-from minivllm.core.layers.parts import Parts
 from minivllm.errors import ModelError, suggest
+from minivllm.layers.module import Module
+from minivllm.layers.parts import Parts
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")  # older checkpoints carry tables that are computed here

@@ -13,7 +13,7 @@ import torch
 from minivllm.core.interfaces.attention import AttentionContext, GraphKey
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
-from minivllm.core.layers.parts import ALONE, Parts
+from minivllm.layers.parts import ALONE, Parts
 from minivllm.loading.weights import build_model, load_weights
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32

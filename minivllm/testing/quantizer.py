@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard, WeightScheme
-from minivllm.core.layers.linear import Linear
 from minivllm.errors import MinivllmError, ModelError, PluginError
+from minivllm.layers.linear import Linear
 from minivllm.loading.weights import find_targets
 from minivllm.registry import import_target
 from minivllm.spec import ANY, allows

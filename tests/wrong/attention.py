@@ -7,7 +7,7 @@ import torch
 
 from minivllm.core.interfaces.attention import AttentionBackend
 from minivllm.core.interfaces.kvformat import KVLayout, TensorSpec
-from minivllm.core.layers.rotary import prepare_qk
+from minivllm.layers.rotary import prepare_qk
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
 from minivllm.spec import ANY, MultipleOf, Spec

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from minivllm.core.interfaces.kvformat import KVLayout
-from minivllm.core.layers.norm import rms_norm
-from minivllm.core.layers.rotary import gather_rotary, prepare_qk, rotate
+from minivllm.layers.norm import rms_norm
+from minivllm.layers.rotary import gather_rotary, prepare_qk, rotate
 from minivllm.spec import Spec
 
 from .attention import ALL, LIMITS, RowByRow, spec

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.model import ModelArch, Rule
-from minivllm.core.layers.activation import silu_mul
+from minivllm.layers.activation import silu_mul
 from minivllm.plugins.model.llama import Block, Decoder, Llama
 from minivllm.plugins.model.qwen2 import Qwen2
 from minivllm.plugins.model.spec import WINDOWS

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from minivllm.core.interfaces.quantizer import Quantizer
-from minivllm.core.layers.linear import no_adapter, part_rows
-from minivllm.core.layers.module import check_shape
+from minivllm.layers.linear import no_adapter, part_rows
+from minivllm.layers.module import check_shape
 from minivllm.plugins.quantizer.int8 import Int8, Int8Weight
 from minivllm.plugins.quantizer.none import refuse_quantized
 from minivllm.spec import ANY, Spec

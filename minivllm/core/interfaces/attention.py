@@ -157,7 +157,7 @@ class AttentionBackend(ABC):
         q [T, heads, dim_qk], k [T, kv_heads, dim_qk], v [T, kv_heads, dim_v].  This default is unfused.
         """
         if pre is not None:
-            from minivllm.core.layers.rotary import prepare_qk
+            from minivllm.layers.rotary import prepare_qk
 
             q, k = prepare_qk(q, k, meta.position, pre)
         self.ctx.kv_format.store(layer.cache, k, v, meta.slot_map[layer.group])

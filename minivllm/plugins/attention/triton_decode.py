@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
-from minivllm.core.kernels.launch import pdl, wait
+from minivllm.kernels.launch import pdl, wait
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, QKPre
-from minivllm.core.kernels.launch import pdl, wait
+from minivllm.kernels.launch import pdl, wait
 
 from .triton_decode import power
 

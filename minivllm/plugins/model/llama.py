@@ -12,8 +12,8 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.model import ModelArch, Parts, Rule, StepTensors
-from minivllm.core.layers.fused import Normed
 from minivllm.errors import ModelError
+from minivllm.layers.fused import Normed
 
 
 class Llama(ModelArch):

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
-from minivllm.core.layers.linear import no_adapter, part_rows
-from minivllm.core.layers.module import check_shape
 from minivllm.errors import PluginError
+from minivllm.layers.linear import no_adapter, part_rows
+from minivllm.layers.module import check_shape
 
 from .none import refuse_quantized
 from .options import Int8Options

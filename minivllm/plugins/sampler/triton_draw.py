@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.core.kernels.launch import pdl, wait
+from minivllm.kernels.launch import pdl, wait
 
 from .triton_noise import gumbel_noise, row_keys
 

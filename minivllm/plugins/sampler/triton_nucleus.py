@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.core.kernels.launch import pdl, wait
+from minivllm.kernels.launch import pdl, wait
 
 from .triton_draw import DONE, OPEN, TILE, Work, load_row, mass_of, pick, scale_of
 from .triton_noise import gumbel_noise, row_keys

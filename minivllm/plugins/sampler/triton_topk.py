@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.core.kernels.launch import pdl, wait
+from minivllm.kernels.launch import pdl, wait
 
 from .default import SMALL_K as MOST
 from .triton_draw import DONE, TILE, WAITS, Work, mass_of, scale_of

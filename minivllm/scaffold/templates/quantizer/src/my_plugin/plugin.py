@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
-from minivllm.core.layers.linear import no_adapter, part_rows
-from minivllm.core.layers.module import check_shape
 from minivllm.errors import ModelError
+from minivllm.layers.linear import no_adapter, part_rows
+from minivllm.layers.module import check_shape
 
 
 class Weight(WeightScheme):

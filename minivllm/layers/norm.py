@@ -22,7 +22,7 @@ class RMSNorm(Module):
         super().__init__(name)
         self.eps, self.fused = eps, None
         if fuse:
-            from minivllm.core.kernels.norm import add_rms_norm
+            from minivllm.kernels.norm import add_rms_norm
 
             self.fused = add_rms_norm
         self.weight = torch.empty(dim, dtype=dtype, device=device)

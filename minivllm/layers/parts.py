@@ -110,7 +110,7 @@ class Parts:
         """SwiGLU's gate: [T, 2 n] = gate | up -> silu(gate) * up [T, n]."""
         if not self.fuse:
             return invariant.silu_mul if self.invariant else silu_mul
-        from minivllm.core.kernels.activation import silu_mul as fused
+        from minivllm.kernels.activation import silu_mul as fused
 
         return fused
 

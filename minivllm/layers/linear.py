@@ -55,13 +55,13 @@ class Dense(WeightScheme):
             self.fixed = FixedRows(self.weight)
             return
         if self.invariant:
-            from minivllm.core.kernels.products import FixedProduct
+            from minivllm.kernels.products import FixedProduct
 
             self.fixed = FixedProduct(self.weight)
             return
         self.packed = pack(self.weight)
         if self.fuse:
-            from minivllm.core.kernels.products import Product
+            from minivllm.kernels.products import Product
 
             self.row = Product(self.weight, None)
 

@@ -55,7 +55,7 @@ class _Pair:
         if not self.fuse:
             return None
         if self._kernel is None:  # made once the weight is loaded
-            from minivllm.core.kernels.products import Product
+            from minivllm.kernels.products import Product
 
             self._kernel = Product(self.linear.scheme.weight, self.linear.bias, self.mode)
         return self._kernel if self._kernel.fits(x) else None
