@@ -8,9 +8,12 @@ planner looks at the head of the queue only.  One step plans the next token of e
 steps rows take a new block.
 
 With ``--policy`` a step is planned in three situations: *full*, no row is free; *blocked*, one is, but none of those
-that wait fits, so the policy is asked in vain in each step; *turnover*, about one row in 200 ends in each step and a
-newcomer takes its place.  p99 is that of turnover.  Requests differ in priority, tenant, target and length, half of
-them share one of 50 prefixes.
+that wait fits, so the policy is asked in vain in each step; *turnover*, one row in 200, chosen by the device, ends in
+each step and a newcomer takes its place: the policy is asked, and each newcomer has its prompt hashed and looked up in
+the cache, gets a row, blocks for its whole prompt, and a copy of a block where another prompt parts from its own inside
+one.  (The blocks of those that ended are given back when the step's results are published, column *publish*.)  p99 and
+*new*, newcomers a step, are those of turnover.  Requests differ in priority, tenant, target and expected length, half
+of them share one of 50 prefixes.
 """
 
 from __future__ import annotations
@@ -37,9 +40,11 @@ VOCAB, BLOCK = 50_000, 16
 
 
 class Instant(Executor):
-    """Every row draws token 7 and ends at its length; if ``end`` is set, everybody does at once."""
+    """Every row draws token 7 and ends at its length; if ``end`` is set, everybody does at once; in each step ``some``
+    rows, chosen at random, end beside."""
 
-    end = False
+    end, some = False, 0
+    rng = np.random.default_rng(1)
 
     def start(self, wiring):
         self.limit = np.zeros(wiring.max_num_seqs, np.int32)
@@ -51,6 +56,7 @@ class Instant(Executor):
             self.limit[plan.delta.join.slot] = plan.delta.join.end
         known = (plan.computed + plan.q_len)[plan.samples] + 1
         ended = (known >= self.limit[plan.slots[plan.samples]]) | self.end
+        ended[self.rng.permutation(n)[: self.some]] = True
         tokens, ones, flags = np.full(n, 7, np.int32), np.ones(n, np.int32), (LENGTH * ended).astype(np.uint8)
         self.result = StepResult(plan.id, plan.slots[plan.samples], tokens, ones, flags)
 
@@ -127,42 +133,53 @@ def policies() -> dict[str, type]:
     }
 
 
-def situation(policy: type, rows: int, waiting: int, kind: str, steps: int) -> np.ndarray:
-    """Microseconds of each plan, f64 [steps]."""
+def timed(took: list[float], call):
+    """``call``, with the CPU microseconds of this thread noted: what else runs on the machine does not count."""
+
+    def run(*args):
+        start = time.thread_time_ns()
+        made = call(*args)
+        took.append((time.thread_time_ns() - start) / 1e3)
+        return made
+
+    return run
+
+
+def situation(policy: type, rows: int, waiting: int, kind: str, steps: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Microseconds of each plan and each publication, f64 [steps] both, and newcomers a step."""
     e = engine(rows + (kind == "blocked"), 1024, policy)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, VOCAB, (50, 64)).astype(np.int32)
 
-    def add(i, out, n=1):
+    def add(i, n=1):
         prompt = rng.integers(0, VOCAB, rng.integers(80, 120)).astype(np.int32)
         if i % 2:
             prompt[:64] = shared[i // 2 % 50]
         service = dict(priority=i % 7 - 3, tenant=f"t{i % 100}", ttft_ms=None if i % 3 else 1e3 * (1 + i % 50))
-        p = SamplingParams(n=n, max_tokens=int(out), ignore_eos=True, tpot_ms=None if i % 4 else 50.0, **service)
+        service |= dict(expected_tokens=int(rng.integers(1, 400)), tpot_ms=None if i % 4 else 50.0)
+        p = SamplingParams(n=n, max_tokens=900, ignore_eos=True, **service)
         e.add(Request(f"r{i}", prompt, p, time.monotonic()))
 
     for i in range(rows):
-        add(i, 900 if kind != "turnover" else rng.integers(1, 400))
+        add(i)
     for _ in range(30):
         e.step()
     for i in range(rows, rows + waiting):
-        add(i, 400 if kind != "turnover" else rng.integers(1, 400), n=1 + (kind == "blocked"))
-    for _ in range(100 if kind == "turnover" else 10):
-        e.step()
-    took, plan, ids = [], e.planner.next, itertools.count(rows + waiting)
+        add(i, n=1 + (kind == "blocked"))
+    e.executor.some = max(1, rows // 200) if kind == "turnover" else 0
+    ids = itertools.count(rows + waiting)
 
-    def timed(now):
-        start = time.thread_time_ns()  # of this thread: what else runs on the machine does not count
-        made = plan(now)
-        took.append((time.thread_time_ns() - start) / 1e3)
-        return made
+    def go(steps):
+        for _ in range(steps):
+            e.step()
+            while kind == "turnover" and e.planner.n_waiting + len(e.slots.running) < rows + waiting:
+                add(next(ids))
 
-    e.planner.next = timed
-    for _ in range(steps):
-        e.step()
-        while kind == "turnover" and e.planner.n_waiting + len(e.slots.running) < rows + waiting:
-            add(next(ids), rng.integers(1, 400))
-    return np.array(took)
+    go(100 if kind == "turnover" else 10)
+    plan, publish, before = [], [], e.slots.next_serial
+    e.planner.next, e.publisher.publish = timed(plan, e.planner.next), timed(publish, e.publisher.publish)
+    go(steps)
+    return np.array(plan), np.array(publish), (e.slots.next_serial - before) / steps
 
 
 def by_policy(args: argparse.Namespace) -> None:
@@ -171,15 +188,17 @@ def by_policy(args: argparse.Namespace) -> None:
     unknown = sorted(set(names) - set(there))
     if unknown:
         raise SystemExit(f"--policy {unknown[0]}: want all, or some of {', '.join(there)}")
-    print(f"{'policy':<14} {'rows':>5} {'waiting':>8} {'full':>8} {'blocked':>8} {'turnover':>9} {'p99':>8}")
+    head = ("policy", "rows", "waiting", "full", "blocked", "turnover", "p99", "new", "publish")
+    print("{:<14} {:>5} {:>8} {:>7} {:>8} {:>9} {:>7} {:>5} {:>8}".format(*head))
     for name in names:
         for rows in args.rows:
             for waiting in args.waiting:
-                full, blocked, turnover = (
+                full, blocked, (turnover, publish, new) = (
                     situation(there[name], rows, waiting, kind, args.steps) for kind in ("full", "blocked", "turnover")
                 )
-                figures = f"{np.median(full):>8.0f} {np.median(blocked):>8.0f} {np.median(turnover):>9.0f}"
-                print(f"{name:<14} {rows:>5} {waiting:>8} {figures} {np.quantile(turnover, 0.99):>8.0f}", flush=True)
+                figures = f"{np.median(full[0]):>7.0f} {np.median(blocked[0]):>8.0f} {np.median(turnover):>9.0f}"
+                rest = f"{np.quantile(turnover, 0.99):>7.0f} {new:>5.1f} {np.median(publish):>8.0f}"
+                print(f"{name:<14} {rows:>5} {waiting:>8} {figures} {rest}", flush=True)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ the block that begins as a prompt goes on::
 
 from __future__ import annotations
 
+from collections import Counter
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 MAX_ROOTS = 65536  # salts that are remembered
 SIBLINGS = 32  # blocks with one parent that ``partial`` looks at, the youngest first
-DEPTHS = 1 << np.arange(-1, 20).clip(0)  # first depth of each bucket of the statistics: 0, 1, 2, 4, 8 ...
-DEPTHS[0] = 0
-WIDTHS = np.append(np.diff(DEPTHS), 1 << 40)
 NO_BLOCKS = np.empty(0, np.int32)
 Salt = tuple[str, str]  # (tenant, cache_salt): only prefixes with the same are shared
 
@@ -69,7 +67,7 @@ class BlockPool:
         self.stamp = np.zeros(total, np.int64)  # number of the publication, never used twice
         self.stamps = 0
         self.youngest: dict[int, int] = {}  # parent -> its child that was published last
-        self.older, self.younger = np.zeros(total, np.int32), np.zeros(total, np.int32)  # siblings; 0 = none
+        self.older, self.younger = [0] * total, [0] * total  # siblings; 0 = none (walked one by one: lists are faster)
         self.tokens = np.zeros((total, block), np.int32)  # of published blocks; a tail is filled up with -1
         self.index: dict[int, int] = {}
         self._free = np.arange(total - 1, 0, -1, dtype=np.int32)  # a stack; [0, free) are free
@@ -79,7 +77,7 @@ class BlockPool:
         self.next_root = -1
         self.new: list[tuple[int, int, int, float, int]] = []  # published, not told yet: the columns of ``add``
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
-        self.asked, self.found = np.zeros(len(DEPTHS), np.int64), np.zeros(len(DEPTHS), np.int64)  # blocks, by depth
+        self.asked, self.found = Counter[int](), Counter[int]()  # lookups, by the blocks that they asked for and found
 
     @property
     def available(self) -> int:
@@ -189,7 +187,7 @@ class BlockPool:
         rows, b = [], self.youngest.get(parent, 0)
         while b and len(rows) < SIBLINGS:
             rows.append(b)
-            b = int(self.older[b])
+            b = self.older[b]
         if not rows:
             return 0, 0
         same = self.tokens[rows, : len(tokens)] == tokens
@@ -217,8 +215,8 @@ class BlockPool:
 
     def count(self, asked: int, found: int) -> None:
         """A lookup of so many blocks found so many; a hit is a prefix, so two numbers give the depths."""
-        self.asked += (asked - DEPTHS).clip(0, WIDTHS)
-        self.found += (found - DEPTHS).clip(0, WIDTHS)
+        self.asked[asked] += 1
+        self.found[found] += 1
 
     def publish(self, block: int, parent: int, key: int, tokens: np.ndarray, depth: int, tenant: int = 0) -> int:
         """Make a held block findable; it must not be written any more where it has tokens.  Returns the block that
@@ -278,7 +276,7 @@ class BlockPool:
 
     def _forget(self, key: int, block: int) -> None:
         del self.index[key]
-        older, younger = int(self.older[block]), int(self.younger[block])
+        older, younger = self.older[block], self.younger[block]
         if older:
             self.younger[older] = younger
         if younger:

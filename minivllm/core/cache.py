@@ -20,7 +20,7 @@ import numpy as np
 
 from minivllm.cache_walk import walk
 
-from .blocks import DEPTHS, NO_BLOCKS, WIDTHS
+from .blocks import NO_BLOCKS
 
 if TYPE_CHECKING:
     from .blocks import BlockPool, Salt
@@ -41,6 +41,7 @@ class KVCache:
         self.table: list[np.ndarray] = []  # changes since ``changes``, as in plan.Delta
         self.trims: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
+        self.twins = False  # a twin took the place of a block since ``changes``
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
@@ -93,19 +94,27 @@ class KVCache:
                 return [chain[:n], *follow]
         return none
 
-    def hints(self, seqs: list[Seq]) -> list[int]:
-        """Tokens that a prefix hit would give each of them, as far as keys tell; cheap enough to ask in each step."""
+    def hints(self, seqs: list[Seq]) -> np.ndarray:
+        """Tokens i32 [n] that a prefix hit would give each of these waiting sequences, as far as keys tell.
+
+        Each remembers how many blocks were there, the key of the last of them and the key of the next one: while the
+        one is cached and the other is not its answer holds, so asking in each step is cheap."""
         if not self.prefix or len(self.pools) > 1:
-            return [len(self.lookup(seq)[0]) * self.block for seq in seqs]
-        lead, index, block = self.pools[0], self.pools[0].index, self.block
+            return np.array([len(self.lookup(seq)[0]) * self.block for seq in seqs], np.int32)
+        index, blocks = self.pools[0].index, []
         for seq in seqs:
-            keys, usable, n = seq.keys, (seq.known - 1) // block, seq.hint
-            if len(keys) < usable:
-                lead.keys_of(seq.tokens[: seq.known], seq.request.salt, keys)
-            if (n and keys[n - 1] not in index) or (n < usable and keys[n] in index):
-                # a cached block's parent is cached as well, so those that are there come first
-                seq.hint = bisect_left(keys, True, hi=usable, key=lambda key: key not in index)
-        return [seq.hint * block for seq in seqs]
+            hint = seq.hint
+            if hint is None or hint[2] in index or (hint[1] and hint[1] not in index):
+                hint = seq.hint = self._hint(seq)
+            blocks.append(hint[0])
+        return np.array(blocks, np.int32) * self.block
+
+    def _hint(self, seq: Seq) -> tuple[int, int, int]:
+        lead, usable = self.pools[0], (seq.known - 1) // self.block
+        keys = lead.keys_of(seq.tokens[: seq.known], seq.request.salt, seq.keys)
+        # a cached block's parent is cached as well, so those that are there come first
+        n = bisect_left(keys, True, hi=usable, key=lambda key: key not in lead.index)
+        return n, keys[n - 1] if n else 0, keys[n] if n < usable else 0
 
     # ---- a row's table -------------------------------------------------------------------------------------------
 
@@ -113,7 +122,7 @@ class KVCache:
         """Start a row's tables with a prefix hit, and with a copy of the block that begins as it goes on.  Returns the
         tokens that need not be computed, and counts them as computed."""
         n = len(hit[0])
-        for g, blocks in enumerate(hit):
+        for g, blocks in enumerate(hit if n else ()):
             own = blocks[blocks > 0]
             self.pools[g].hit(own, len(own) * self.block)
             self.pools[g].share(own)
@@ -135,14 +144,16 @@ class KVCache:
         until then: whoever gets it, by this very ``take`` or later, writes after that."""
         seq, n = self.slots.seq[slot], int(self.slots.published[slot])
         wanted = seq.tokens[n * self.block : min((n + 1) * self.block, known - 1)]
-        if not self.partial or not len(wanted) or not self.can_take(np.ones((len(self.pools), 1), np.int32)):
+        if not self.partial or not len(wanted) or not self.available:
             return 0
         lead = self.pools[0]
         first, shared = lead.partial(lead.root(seq.request.salt)[0] if parent is None else parent, wanted)
+        if not shared:
+            return 0
         sources = [first]
         for pool in self.pools[1:]:
             sources.append(pool.follow(int(lead.key[first]), lead.follower_of(first), lead.tokens[first]))
-        if not shared or min(sources) < 0:
+        if min(sources) < 0:
             return 0
         for g, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
             one = np.array([source], np.int32)
@@ -291,6 +302,7 @@ class KVCache:
             return
         stands = pool.publish(own, parent, key, row, i, int(self.slots.tenant[slot]))
         if stands != own:
+            self.twins = True
             pool.share(np.array([stands]))
             self._append(g, np.array([slot], np.int32), np.array([i], np.int32), np.array([stands], np.int32))
             pool.release(np.array([own]))
@@ -298,22 +310,28 @@ class KVCache:
     def changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(table, trim, copy) of plan.Delta since the last call."""
         table = np.concatenate(self.table) if self.table else np.empty((0, 4), np.int32)
-        if len(self.table) > 1:  # an entry may have changed twice (a twin took its place): the last word counts
+        if self.twins:  # an entry may have changed twice: the last word counts
             place = (table[:, 0].astype(np.int64) << 52) | (table[:, 1].astype(np.int64) << 26) | table[:, 2]
             _, last = np.unique(place[::-1], return_index=True)
             table = table[np.sort(len(table) - 1 - last)]
         trims = np.array(self.trims, np.int32).reshape(-1, 4)
         copies = np.array(self.copies, np.int32).reshape(-1, 3)
-        self.table, self.trims, self.copies = [], [], []
+        self.table, self.trims, self.copies, self.twins = [], [], [], False
         return table, trims, copies
 
     def by_depth(self) -> dict[str, dict[str, int]]:
         """Blocks that prompts have asked for and found, by their depth: "0" the first of a prompt, "2-3", "4-7" ..."""
-        asked, found = self.pools[0].asked.tolist(), self.pools[0].found.tolist()
-        names = [
-            str(a) if w == 1 else f"{a}-{a + w - 1}" for a, w in zip(DEPTHS.tolist(), WIDTHS.tolist(), strict=True)
-        ]
-        return {n: {"queries": q, "hits": h} for n, q, h in zip(names, asked, found, strict=True) if q}
+        out: dict[str, dict[str, int]] = {}
+        first, end = 0, 1  # of the depths of a line
+
+        def blocks(lookups: dict[int, int]) -> int:
+            return sum(max(0, min(depth, end) - first) * n for depth, n in lookups.items())
+
+        while queries := blocks(self.pools[0].asked):
+            name = str(first) if end == first + 1 else f"{first}-{end - 1}"
+            out[name] = {"queries": queries, "hits": blocks(self.pools[0].found)}
+            first, end = end, 2 * end
+        return out
 
     def audit(self) -> None:
         """What a few counters of each pool show, whatever the number of blocks; EngineDeadError if one is wrong."""

@@ -24,7 +24,7 @@ from .request import RUNNING, WAITING
 from .waiting import WaitingQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from .cache import KVCache
     from .request import Seq
@@ -70,7 +70,7 @@ class Planner:
 
     def add(self, seq: Seq) -> None:
         """Queue a sequence (new, or preempted and at rest)."""
-        seq.row = row_of(seq)
+        seq.row, seq.hint = row_of(seq), None
         view = queue_view([seq.row])
         key = float(self._ask(self.policy.key, view)[0])
         if key != key:
@@ -87,16 +87,19 @@ class Planner:
         if self._ends:
             self._ended.append(seq)
 
-    def _candidates(self, now: float) -> list[Seq]:
-        """The waiting sequences that may be admitted now, in the policy's order (its window only)."""
+    def _candidates(self, now: float) -> Iterator[Seq]:
+        """The waiting sequences that may be admitted now, in the policy's order (its window only).  Usually few of them
+        have room, so what the policy gave is looked at as far as it is needed."""
         if not self._orders:
-            head = self.waiting.head()
-            return [] if head is None else [head]
+            while (head := self.waiting.head()) is not None:
+                yield head
+            return
         seqs = self.waiting.first(self.policy.window)
-        head = queue_view([s.row for s in seqs])
-        head.cached[:] = self.cache.hints(seqs)
-        order = self._ask(self.policy.order, head, self.slots.view(self.slots.running), now)
-        return [seqs[i] for i in dict.fromkeys(int(i) for i in order) if 0 <= i < len(seqs)]
+        head = queue_view([seq.row for seq in seqs], lambda: self.cache.hints(seqs))
+        for i in self._ask(self.policy.order, head, self.slots.view(self.slots.running), now):
+            i = int(i)
+            if 0 <= i < len(seqs) and seqs[i].queued:
+                yield seqs[i]
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -117,7 +120,7 @@ class Planner:
         if shape.kind == "mix":
             decode = self._decode()
             used = len(decode)
-        cap = self.max_tokens if shape.prefill_cap is None else shape.prefill_cap
+        cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
         budget = min(self.max_tokens - used, cap)
         budget, decode = self._prefill(chunks, budget, decode)
         static = shape.kind == "static"
@@ -216,60 +219,76 @@ class Planner:
                 break
             if s.seq[slot] is None:
                 continue  # preempted for the oldest a moment ago
-            chunk = self._room(slot, min(want, budget))
+            chunk = self._take(slot, min(want, budget))
             while not chunk and slot == oldest:
                 gone = self._make_room(slot, 1)
                 if gone == slot:
                     break
                 decode = decode[decode != gone]
                 budget += chunks.pop(gone, 0)
-                chunk = self._room(slot, min(want, budget))
+                chunk = self._take(slot, min(want, budget))
             if chunk:
                 chunks[slot] = chunk
                 budget -= chunk
         return budget, decode
 
-    def _room(self, slot: int, chunk: int) -> int:
-        """Take blocks for as much of a chunk as there is room for; returns the tokens that fit."""
+    def _room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
+        """How much of a chunk fits into the row's blocks and those that are there and not ``promised``: (tokens, blocks
+        to take for them)."""
         s = self.slots
-        have = int(s.blocks[:, slot].min()) * s.block - int(s.computed[slot])
-        chunk = min(chunk, have + self.cache.available * s.block)
-        if chunk <= 0:
-            return 0
+        have, done = int(s.blocks[:, slot].min()), int(s.computed[slot])
+        chunk = max(0, min(chunk, (have + self.cache.available - promised) * s.block - done))
+        return chunk, max(0, self.cache.blocks_for(done + chunk) - have)
+
+    def _take(self, slot: int, chunk: int) -> int:
+        """Take blocks for as much of a chunk as there is room for; returns the tokens that fit."""
+        chunk, _ = self._room(slot, chunk)
         row = np.array([slot], np.int32)
-        self.cache.grow(row, self.cache.missing(row, s.computed[row] + chunk))
+        self.cache.grow(row, self.cache.missing(row, self.slots.computed[row] + chunk))
         return chunk
 
     # ---- newcomers -----------------------------------------------------------------------------------------------
 
     def _admit(self, chunks: dict[int, int], budget: int, now: float, static: bool) -> None:
-        """Newcomers with their first chunks.  A ``static`` batch enters at once, whether its tokens fit or not."""
-        s = self.slots
-        while self.n_waiting and (budget > 0 or static) and len(s.free) > self.reserved and self.cache.available:
-            admitted = 0
-            for seq in self._candidates(now):
-                if (budget <= 0 and not static) or not self._enter(seq):
-                    return  # nobody overtakes the first that has no room
-                admitted += 1
-                want = int(s.goal[seq.slot] - s.computed[seq.slot])
-                if want and budget > 0:
-                    chunks[seq.slot] = self._room(seq.slot, min(want, budget))
-                    budget -= chunks[seq.slot]
-            if not admitted:
-                return
+        """Newcomers with their first chunks.  A ``static`` batch enters at once, whether its tokens fit or not.  Blocks
+        for the chunks are promised to each and taken for all together."""
+        s, new, promised = self.slots, {}, 0
+        for seq in self._newcomers(now):
+            if (budget <= 0 and not static) or not self._enter(seq, promised):
+                break  # nobody overtakes the first that has no room
+            want = int(s.goal[seq.slot] - s.computed[seq.slot])
+            if want and budget > 0:
+                new[seq.slot], blocks = self._room(seq.slot, min(want, budget), promised)
+                promised += blocks
+                budget -= new[seq.slot]
+        if new:
+            rows = np.fromiter(new, np.int32, len(new))
+            upto = s.computed[rows] + np.fromiter(new.values(), np.int32, len(new))
+            self.cache.grow(rows, self.cache.missing(rows, upto))
+            chunks |= new
 
-    def _enter(self, seq: Seq) -> bool:
-        """Give a waiting sequence a slot and its prefix hit if all that it knows has room; False leaves it waiting."""
+    def _newcomers(self, now: float) -> Iterator[Seq]:
+        """Who is to enter next, while there is a slot; the policy is asked again once all that it named are in."""
+        s, entered = self.slots, True
+        while entered and self.n_waiting and len(s.free) > self.reserved and self.cache.available:
+            entered = False
+            for seq in self._candidates(now):
+                yield seq
+                entered = True
+
+    def _enter(self, seq: Seq, promised: int) -> bool:
+        """Give a waiting sequence a slot and its prefix hit if all that it knows has room beside what is ``promised``;
+        False leaves it waiting."""
         s = self.slots
         if len(s.free) - self.reserved < 1 + len(seq.branches):
             return False
         hit = self.cache.lookup(seq)
         protected = seq.preempted >= PROTECTED_AFTER
         upto = seq.request.end if protected else seq.known
-        spare = 0 if protected or not len(s.running) else 1 + len(s.running) // 8
+        spare = promised + (0 if protected or not len(s.running) else 1 + len(s.running) // 8)
         for g, (pool, blocks) in enumerate(zip(self.cache.pools, hit, strict=True)):
             own = blocks[blocks > 0]
-            room = pool.available - int((pool.ref[own] == 0).sum())
+            room = pool.available - (int((pool.ref[own] == 0).sum()) if len(own) else 0)
             if self.cache.at_once(g, upto) - len(own) + spare > room:
                 return False
         self.waiting.remove(seq, served=True)

@@ -212,8 +212,8 @@ class Seq:
     queued: bool = False  # it is in the planner's queue, by key in its lane
     key: float = 0.0
     lane: int = 0
-    row: tuple[Any, ...] = ()  # what a policy is shown of it while it is queued
-    hint: int = 0  # blocks of its prefix that were cached when somebody asked last
+    row: bytes = b""  # what a policy is shown of it while it is queued
+    hint: tuple[int, int, int] | None = None  # of ``KVCache.hints``, since it was queued
     in_flight: int = 0  # steps whose results are still to come while it has no slot
     preempted: int = 0
     keys: list[int] = field(default_factory=list)  # hash chain of its full blocks, in the prefix index

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .interfaces.scheduler import QueueView
+from .admission import LazyView
 
 if TYPE_CHECKING:
+    from .interfaces.scheduler import QueueView
     from .request import Seq
 
 
@@ -79,7 +80,7 @@ class Slots:
         self.scored[slot] = r.params.logprobs is not None
         self.published[slot] = 0
         self.blocks[:, slot], self.trimmed[:, slot] = 0, 0
-        self.running = np.append(self.running, np.int32(slot))
+        self.running = np.concatenate((self.running, np.array((slot,), np.int32)))
         return slot
 
     def leave(self, slot: int) -> None:
@@ -94,12 +95,18 @@ class Slots:
         self.cooling.append(slot)
 
     def view(self, slots: np.ndarray) -> QueueView:
-        """The columns that a policy sees, for these rows."""
-        known = self.known[slots]
-        return QueueView(
-            id=self.id[slots], arrival=self.arrival[slots], prompt=self.prompt[slots], known=known,
-            computed=self.computed[slots], cached=np.zeros(len(slots), np.int32),
-            predicted_out=self.expected[slots], max_out=self.end[slots] - self.prompt[slots],
-            priority=self.priority[slots], tenant=self.tenant[slots], ttft_due=self.ttft_due[slots],
-            tpot_due=self.tpot_due[slots], preempted=self.preempted[slots], blocks=self.blocks[:, slots].sum(axis=0),
-        )  # fmt: skip
+        """What a policy sees of these rows."""
+
+        def column(name: str) -> np.ndarray:
+            match name:
+                case "cached":
+                    return np.zeros(len(slots), np.int32)
+                case "predicted_out":
+                    return self.expected[slots]
+                case "max_out":
+                    return self.end[slots] - self.prompt[slots]
+                case "blocks":
+                    return self.blocks[:, slots].sum(axis=0)
+            return getattr(self, name)[slots]
+
+        return LazyView(len(slots), column)

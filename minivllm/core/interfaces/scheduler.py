@@ -17,7 +17,8 @@ API = (1, 0)
 
 @dataclass(frozen=True)
 class QueueView:
-    """Columns over some sequences.  Times are seconds on the engine's monotonic clock; lengths are tokens."""
+    """Columns over some sequences.  Times are seconds on the engine's monotonic clock; lengths are tokens.  The engine
+    makes a column when it is first read, so read in the call what you need: a view is of no use after it."""
 
     id: np.ndarray  # i64 engine-wide number of the sequence
     arrival: np.ndarray  # f64

@@ -24,22 +24,24 @@ from .options import FairOptions
 if TYPE_CHECKING:
     from typing import Any
 
-SPARE = 1024  # tenants that do not wait whose counters are remembered
+SPARE = 1024  # tenants that neither wait nor run whose counters are remembered
 
 
 class Fair(SchedulerPolicy):
     """Each tenant has a lane of the queue, so that a flood of one hides nobody; inside a lane it is by arrival.
 
-    Invariant: ``counter[t]`` is the service of tenant t plus what it was lifted by; ``paid`` is the part of
-    it that is due to each sequence of ``ids`` (sorted), those that were admitted and have not ended.
+    Invariant: ``counter[place[t]]`` is the service of tenant t plus what it was lifted by; ``paid`` is the part of it
+    that is due to each sequence of ``ids`` (sorted), those that were admitted and have not ended, and ``owner`` the
+    place of each one's tenant.
     """
 
     options: FairOptions
 
     def __init__(self, options: Any, ctx: SchedulerContext) -> None:
         super().__init__(options or FairOptions(), ctx)
-        self.counter: dict[int, float] = {}
-        self.ids, self.paid = np.empty(0, np.int64), np.empty(0)
+        self.place: dict[int, int] = {}  # tenant -> index into counter
+        self.counter = np.zeros(64)
+        self.ids, self.paid, self.owner = np.empty(0, np.int64), np.empty(0), np.empty(0, np.int64)
         self.active: set[int] = set()  # tenants that wait, as far as is known
         self.floor = 0.0  # the least counter of those that wait, or waited last
 
@@ -47,7 +49,8 @@ class Fair(SchedulerPolicy):
         for tenant in new.tenant.tolist():
             if tenant not in self.active:
                 self.active.add(tenant)
-                self.counter[tenant] = max(self.counter.get(tenant, 0.0), self.floor)
+                at = self._place(tenant)
+                self.counter[at] = max(self.counter[at], self.floor)
         return new.arrival
 
     def lane(self, new: QueueView) -> np.ndarray:
@@ -55,66 +58,89 @@ class Fair(SchedulerPolicy):
 
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
         self._charge(running)
-        by_age = np.lexsort((head.id, head.arrival))
-        tenant, old = head.tenant.tolist(), by_age[now - head.arrival[by_age] > self.options.max_wait].tolist()
-        lanes: dict[int, list[int]] = {}  # tenant -> indices into head, the next one last
-        for i in by_age[::-1].tolist():
-            lanes.setdefault(tenant[i], []).append(i)
-        if len(lanes) < self.window:  # else there may be tenants whom we have not been shown
-            self.active = set(lanes)
+        tenants, lane = np.unique(head.tenant, return_inverse=True)
+        names = tenants.tolist()
+        if len(names) < self.window:  # else there may be tenants whom we have not been shown
+            self.active = set(names)
         self._forget()
-        self.floor = min(self.counter[t] for t in lanes)
+        counters = self.counter[[self._place(t) for t in names]].tolist()
+        self.floor = min(counters)
         # what is preempted has been charged for its prompt
-        cost = np.where(self._admitted(head.id), 0.0, self.options.input_cost * head.prompt).tolist()
-        counters = {t: self.counter[t] for t in lanes}
-        for i in old:
-            lanes[tenant[i]].pop()  # the oldest of a lane are its next ones
-            counters[tenant[i]] += cost[i]
-        next_up = [(c, t) for t, c in counters.items()]
+        cost = np.where(self._find(head.id)[1], 0.0, self.options.input_cost * head.prompt)
+        by_age = np.lexsort((head.id, head.arrival))
+        chosen = by_age[now - head.arrival[by_age] > self.options.max_wait].tolist()
+        line = by_age[np.argsort(lane[by_age], kind="stable")]  # lane after lane, each by age
+        edges = np.searchsorted(lane[line], np.arange(len(names) + 1)).tolist()
+        start, end = edges[:-1], edges[1:]
+        for i in chosen:
+            start[lane[i]] += 1  # the oldest of a lane are its next ones
+            counters[lane[i]] += cost[i]
+        next_up = [(c, g) for g, c in enumerate(counters) if start[g] < end[g]]
         heapq.heapify(next_up)
-        chosen, rows = old, max(self.ctx.max_num_seqs - len(running), 1)
+        rows = max(self.ctx.max_num_seqs - len(running), 1)
         while next_up and len(chosen) < rows:  # more than there are rows cannot be admitted
-            counter, t = heapq.heappop(next_up)
-            if lanes[t]:
-                chosen.append(lanes[t].pop())
-                heapq.heappush(next_up, (counter + cost[chosen[-1]], t))
+            counter, g = next_up[0]
+            chosen.append(int(line[start[g]]))
+            start[g] += 1
+            if start[g] < end[g]:
+                heapq.heapreplace(next_up, (counter + cost[chosen[-1]], g))
+            else:
+                heapq.heappop(next_up)
         return np.array(chosen, np.int64)
 
     def ended(self, gone: QueueView) -> None:
-        ran = self._admitted(gone.id) | (gone.known > gone.prompt)  # the others have never been served
-        self._charge(gone.take(ran))
-        stay = ~np.isin(self.ids, gone.id)
-        self.ids, self.paid = self.ids[stay], self.paid[stay]
+        ran = self._find(gone.id)[1] | (gone.known > gone.prompt)  # the others have never been served
+        ended = gone.take(ran)
+        self._charge(ended)
+        at, _ = self._find(ended.id)
+        self.ids, self.paid, self.owner = (np.delete(a, at) for a in (self.ids, self.paid, self.owner))
 
     def victim(self, candidates: QueueView, need: int) -> int:
         self._charge(candidates)
-        had = np.array([self.counter[t] for t in candidates.tenant.tolist()])
+        had = self.counter[self.owner[self._find(candidates.id)[0]]]
         return int(np.lexsort((candidates.id, candidates.arrival, had))[-1])
 
     def _charge(self, view: QueueView) -> None:
         """Count what these sequences have been served since they were charged last."""
-        fresh = view.id[~self._admitted(view.id)]
-        if len(fresh):
-            ids = np.concatenate([self.ids, fresh])
-            by_id = np.argsort(ids)
-            self.ids, self.paid = ids[by_id], np.concatenate([self.paid, np.zeros(len(fresh))])[by_id]
-        at = np.searchsorted(self.ids, view.id)
+        at, known = self._find(view.id)
+        if not known.all():
+            fresh = np.flatnonzero(~known)[np.argsort(view.id[~known])]
+            where = np.searchsorted(self.ids, view.id[fresh])
+            self.owner = np.insert(self.owner, where, [self._place(t) for t in view.tenant[fresh].tolist()])
+            self.ids, self.paid = np.insert(self.ids, where, view.id[fresh]), np.insert(self.paid, where, 0.0)
+            at, _ = self._find(view.id)
         total = self.options.input_cost * view.prompt + self.options.output_cost * (view.known - view.prompt)
         more = np.maximum(total - self.paid[at], 0)
         self.paid[at] += more
-        tenants, place = np.unique(view.tenant, return_inverse=True)
-        for tenant, service in zip(tenants.tolist(), np.bincount(place, more).tolist(), strict=True):
-            self.counter[tenant] = self.counter.get(tenant, self.floor) + service
+        self.counter += np.bincount(self.owner[at], more, len(self.counter))
 
-    def _admitted(self, ids: np.ndarray) -> np.ndarray:
-        """Which of these sequences have been charged, bool [n]."""
+    def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where these sequences are in ``ids``, and which of them are there, those that have been charged, bool [n]."""
         if not len(self.ids):
-            return np.zeros(len(ids), bool)
-        return self.ids[np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)] == ids
+            return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)
+        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return at, self.ids[at] == ids
+
+    def _place(self, tenant: int) -> int:
+        """A tenant's index into ``counter``; a new one starts from the floor."""
+        at = self.place.get(tenant)
+        if at is None:
+            at = self.place[tenant] = len(self.place)
+            if at == len(self.counter):
+                self.counter = np.concatenate([self.counter, np.zeros(at)])
+            self.counter[at] = self.floor
+        return at
 
     def _forget(self) -> None:
-        """Of those who do not wait, keep the counters that are furthest above the floor."""
-        if len(self.counter) > len(self.active) + 2 * SPARE:
-            away = [(c, t) for t, c in self.counter.items() if t not in self.active]
-            kept = {t: c for c, t in heapq.nlargest(SPARE, away)}
-            self.counter = kept | {t: self.counter[t] for t in self.active}
+        """Of those who neither wait nor run, keep the counters that are furthest above the floor."""
+        if len(self.place) <= len(self.active) + len(self.ids) + 2 * SPARE:
+            return
+        stay, runs = self.active, set(self.owner.tolist())
+        away = [(self.counter[at], t) for t, at in self.place.items() if t not in stay and at not in runs]
+        drop = {t for _, t in heapq.nsmallest(len(away) - SPARE, away)}
+        kept = [(t, at) for t, at in self.place.items() if t not in drop]
+        moved = np.zeros(len(self.place), np.int64)
+        moved[[at for _, at in kept]] = np.arange(len(kept))
+        counter = np.zeros(max(64, len(kept)))
+        counter[: len(kept)] = self.counter[[at for _, at in kept]]
+        self.place, self.counter, self.owner = {t: i for i, (t, _) in enumerate(kept)}, counter, moved[self.owner]
