@@ -1,0 +1,286 @@
+"""The engine's loop behind a link: commands in, one frame a turn out.  It knows neither text nor clients.
+
+    link.receive(seconds)   [Command(kind, header, columns), ...]; waits for the first at most that long
+    turn                    commands, engine.step(), link.send(FRAME, header, columns)
+
+A frame has a column entry for each branch that got tokens or ended in this turn, for all requests together:
+
+    stream i64 [R], sample i32 [R], count i32 [R], end u8 [R] (index into ENDS), stop_id i32 [R] (-1: none)
+    tokens i32 [sum(count)]
+    scored u8 [R]: the rows that come with log-probabilities; for each of their tokens, in order:
+    chosen f32, rank i32, tops i32 (how many of the best follow), and for those top_ids i32, top f32
+    first i64, first_at f64, cached i32    requests whose first token came
+    done i64, done_at f64                  requests that ended, which is said after their last rows
+
+and in its header what is rare: accepted and refused requests, errors, answers to questions, the engine's end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from minivllm.core.engine import Engine
+from minivllm.core.request import MAX_LOGPROBS, Request, SamplingParams, Seq
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError
+
+ENDS = (None, "stop", "length", "abort", "error")
+END = {reason: code for code, reason in enumerate(ENDS)}
+HEARTBEAT = 1.0  # seconds after which a frame is sent though there is nothing to say
+PATIENCE = 0.005  # seconds of a turn for commands: the running requests wait meanwhile
+log = logging.getLogger("minivllm")
+
+
+class Command(NamedTuple):
+    """``kind``: add, abort, cut (a stop string was found), ask, stop."""
+
+    kind: str
+    header: dict[str, Any]
+    columns: dict[str, np.ndarray]
+
+
+class Link(Protocol):
+    """Two ends of it: a deque in this process, or a socket (``process_client``)."""
+
+    def receive(self, seconds: float) -> list[Command]:
+        """What has come; waits for the first at most that long.  EngineDeadError if the other side is gone."""
+
+    def send(self, header: dict[str, Any], columns: dict[str, np.ndarray]) -> None: ...
+
+
+class _Live:
+    """A request in the engine: its number on the link and which of its branches have been told to have ended."""
+
+    __slots__ = ("ended", "number", "request", "started")
+
+    def __init__(self, number: int, request: Request) -> None:
+        self.number, self.request = number, request
+        self.ended: set[int] = set()
+        self.started = False
+
+
+class EngineLoop:
+    """``run`` returns when the link says stop, is gone, or (``ends``) the engine is dead."""
+
+    def __init__(self, engine: Engine, link: Link, ends: bool = False) -> None:
+        self.engine, self.link, self.ends = engine, link, ends
+        self.live: dict[int, _Live] = {}
+        self.stopping = False
+        self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
+        self._waiting: list[Command] = []
+        self._sent = 0.0
+        self._told_dead = False
+        self._clear()
+
+    def run(self) -> None:
+        engine = self.engine
+        worked = False
+        while not self.stopping and not (self.ends and self._told_dead):
+            wait = 0.0
+            if not worked and not self._waiting:
+                wait = engine.idle() if engine.busy and not engine.dead else HEARTBEAT
+            try:
+                self._waiting += self.link.receive(wait)
+                begin = time.perf_counter()
+                self._obey(begin + PATIENCE)
+                middle = time.perf_counter()
+                worked = not engine.dead and engine.busy and engine.step()
+                after = time.perf_counter()
+                if self._flush():
+                    self.turns += 1
+                    self.own_seconds += time.perf_counter() - after + middle - begin
+            except EngineDeadError as e:  # the link: nobody is there any more
+                engine.fail_all(str(e))
+                return
+            except Exception as e:
+                log.exception("the engine's loop met an error")
+                engine.fail_all(f"{type(e).__name__}: {e}")
+        engine.fail_all("the engine was stopped")
+        self._flush(last=True)
+
+    # ---- commands ------------------------------------------------------------------------------------------------
+
+    def _obey(self, until: float) -> None:
+        done = 0
+        for command in self._waiting:
+            getattr(self, f"_do_{command.kind}")(**command.header, **command.columns)
+            done += 1
+            if time.perf_counter() > until:
+                break
+        del self._waiting[:done]
+
+    def _do_add(
+        self, number: int, id: str, params: dict[str, Any], prompt: np.ndarray, arrival: float, watch: bool
+    ) -> None:
+        try:
+            made = SamplingParams.make(**params)
+            request = Request(id, np.asarray(prompt, np.int32), made, arrival)
+            live = _Live(number, request)
+            request.watch, request.sink = watch, self._sink(live)
+            request.on_done = lambda r: self._done(live)
+            self.engine.add(request)
+        except MinivllmError as e:
+            param = getattr(e, "param", None)
+            self.header.setdefault("refused", []).append([number, type(e).__name__, str(e), param])
+        except Exception as e:
+            self.header.setdefault("refused", []).append([number, "RequestError", f"{type(e).__name__}: {e}", None])
+        else:
+            self.live[number] = live
+            self.header.setdefault("accepted", []).append(number)
+
+    def _do_abort(self, number: int) -> None:
+        if (live := self.live.get(number)) is not None:
+            self.engine.abort(live.request.id)
+
+    def _do_cut(self, number: int, sample: int, stop: str) -> None:
+        """A stop string ended a branch in the text, which is made elsewhere."""
+        if (live := self.live.get(number)) is None:
+            return
+        for seq in live.request.sequences:
+            if seq.sample == sample and seq.finish_reason is None:
+                live.ended.add(sample)
+                self.engine.finish(seq, "stop", stop_reason=stop)
+
+    def _do_ask(self, ask: int, what: str, args: dict[str, Any]) -> None:
+        try:
+            answer = [ask, getattr(self, f"_ask_{what}")(**args), None]
+        except Exception as e:
+            answer = [ask, None, [type(e).__name__, str(e)]]
+        self.header.setdefault("answers", []).append(answer)
+
+    def _ask_stats(self) -> dict[str, Any]:
+        turns = max(self.turns, 1)
+        return {**self.engine.stats(), "loop_turns": self.turns, "loop_ms": 1e3 * self.own_seconds / turns}
+
+    def _ask_reset_prefix_cache(self) -> bool:
+        self.engine.reset_prefix_cache()
+        return True
+
+    def _ask_profile(self, start: bool, path: str) -> str:
+        self.engine.call("profile_start") if start else self.engine.call("profile_stop", {"path": path})
+        return path
+
+    def _do_stop(self) -> None:
+        self.stopping = True
+
+    # ---- frames --------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        self.header: dict[str, Any] = {}
+        self.rows: list[tuple[int, int, int, int, int, int]] = []  # stream, sample, count, end, stop_id, scored
+        self.tokens: list[int] = []
+        self.scores: list[tuple[float, int, int]] = []  # chosen, rank, tops
+        self.top_ids: list[int] = []
+        self.tops: list[float] = []
+        self.firsts: list[tuple[int, float, int]] = []
+        self.dones: list[tuple[int, float]] = []
+
+    def _sink(self, live: _Live) -> Callable[[Seq, list[int], tuple[str, Any] | None], None]:
+        def sink(seq: Seq, ids: list[int], ended: tuple[str, Any] | None) -> None:
+            if seq.sample in live.ended:
+                return
+            if not live.started and ids:
+                live.started = True
+                r = live.request
+                self.firsts.append((live.number, r.first_token or self.engine.now(), r.cached_tokens))
+            end, stop_id = 0, -1
+            if ended is not None:
+                live.ended.add(seq.sample)
+                end = END[ended[0]]
+                stop_id = -1 if ended[1] is None else ended[1]
+            scored = live.request.params.logprobs is not None and bool(ids)
+            self.rows.append((live.number, seq.sample, len(ids), end, stop_id, scored))
+            self.tokens += ids
+            if scored:
+                for entry in seq.logprobs[seq.published - len(ids) : seq.published]:
+                    self.scores.append((entry.chosen, entry.rank, len(entry.top_ids)))
+                    self.top_ids += entry.top_ids
+                    self.tops += entry.top
+
+        return sink
+
+    def _done(self, live: _Live) -> None:
+        request = live.request
+        self.live.pop(live.number, None)
+        for seq in request.sequences:
+            if seq.sample not in live.ended:  # aborted or failed: no sink was told
+                self.rows.append((live.number, seq.sample, 0, END[seq.finish_reason or "abort"], -1, 0))
+                if seq.error:
+                    self.header.setdefault("errors", []).append([live.number, seq.sample, seq.error])
+        if request.params.n > 1 and not self.engine.dead:
+            order = [seq.sample for seq in self.engine.answer(request)]
+            self.header.setdefault("order", []).append([live.number, order])
+        self.dones.append((live.number, request.finished or self.engine.now()))
+
+    def _flush(self, last: bool = False) -> bool:
+        """Send what this turn gave, or a sign of life if nothing was sent for a while."""
+        now = time.monotonic()
+        if self.engine.dead and not self._told_dead:
+            self._told_dead, self.header["dead"] = True, self.engine.dead
+        if last:
+            self.header["stopped"] = True
+        full = bool(self.rows or self.header or self.dones)
+        if not full and now - self._sent < HEARTBEAT:
+            return False
+        header, columns = self.header, self._columns()
+        self._clear()
+        self._sent = now
+        self.link.send(header, columns)
+        return full
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        columns: dict[str, np.ndarray] = {}
+        if self.rows:
+            table = np.array(self.rows, np.int64).T
+            for name, dtype, column in zip(
+                ("stream", "sample", "count", "end", "stop_id", "scored"), ["i8", "i4", "i4", "u1", "i4", "u1"], table,
+                strict=True,
+            ):  # fmt: skip
+                columns[name] = column.astype(dtype)
+            columns["tokens"] = np.array(self.tokens, np.int32)
+        if self.scores:
+            chosen, rank, tops = zip(*self.scores, strict=True)
+            columns["chosen"] = np.array(chosen, np.float32)
+            columns["rank"], columns["tops"] = np.array(rank, np.int32), np.array(tops, np.int32)
+            columns["top_ids"], columns["top"] = np.array(self.top_ids, np.int32), np.array(self.tops, np.float32)
+        if self.firsts:
+            number, at, cached = zip(*self.firsts, strict=True)
+            columns["first"], columns["first_at"] = np.array(number, np.int64), np.array(at, np.float64)
+            columns["cached"] = np.array(cached, np.int32)
+        if self.dones:
+            number, at = zip(*self.dones, strict=True)
+            columns["done"], columns["done_at"] = np.array(number, np.int64), np.array(at, np.float64)
+        return columns
+
+
+def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
+    """What a client is told of an engine: the fields of ``EngineInfo``, and ``tokenizer``, its folder or None."""
+    import minivllm
+
+    w, config = engine.wiring, resolved.config
+    room = min(pool.total for pool in engine.cache.pools) - 1
+    several = {"strategy": resolved.strategies, "hooks": resolved.hooks}
+    return {
+        "model": config.model, "max_model_len": w.max_model_len, "vocab_size": engine.capacity.vocab_size,
+        "kv_tokens": room * w.block, "max_num_seqs": w.max_num_seqs, "max_logprobs": MAX_LOGPROBS,
+        "selections": {seam: part.name for seam, part in resolved.parts.items()}
+        | {seam: [part.name for part in parts] for seam, parts in several.items() if parts},
+        "version": minivllm.__version__,
+        "tokenizer": None if config.skip_tokenizer_init else config.tokenizer or w.model_dir,
+    }  # fmt: skip
+
+
+def error_from(name: str, message: str, param: str | None = None) -> Exception:
+    """The error of minivllm with that class name; another one came of a bug and is a plain MinivllmError."""
+    from minivllm import errors
+
+    kind = getattr(errors, name, None)
+    if kind is RequestError:
+        return RequestError(message, param)
+    if isinstance(kind, type) and issubclass(kind, MinivllmError):
+        return kind(message)
+    return MinivllmError(f"{name}: {message}")

@@ -1,0 +1,159 @@
+"""The client's side of one request: tokens come in, pieces of text go out, and a slow reader holds nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from minivllm.text.outputs import Logprob, RequestMetrics, SequenceText
+
+if TYPE_CHECKING:
+    from minivllm.core.request import SamplingParams, TokenLogprobs
+    from minivllm.text.tokenizer import Tokenizer
+
+
+@dataclass
+class Piece:
+    """New text and tokens of one branch.  The last piece of a branch has ``finish_reason``: "stop", "length", "abort"
+    or "error", then ``error`` says why.  ``logprobs``: one dict per token, as in ``CompletionOutput``."""
+
+    sample: int
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    def join(self, later: Piece) -> None:
+        """Take in the piece that follows this one."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+
+
+class Stream:
+    """An async iterator of ``Piece``; it ends when every branch has.  ``aclose`` (or leaving ``async with``) aborts.
+
+    Invariant: at most one piece of each branch waits to be read; what comes meanwhile is joined to it.  So what an
+    unread stream holds is bounded by its own answer, and who fills it never waits.
+
+    One event loop's thread uses it.  ``order`` is known at the end: the samples of the answer, best first.
+    """
+
+    def __init__(
+        self, number: int, request_id: str, prompt_tokens: int, params: SamplingParams, tokenizer: Tokenizer | None,
+        drop: Callable[[Stream], None], cut: Callable[[Stream, int, str], None],
+    ) -> None:  # fmt: skip
+        self.number, self.request_id, self.params = number, request_id, params
+        self.prompt_tokens, self.cached_tokens = prompt_tokens, 0
+        self.metrics = RequestMetrics(time.monotonic())
+        self.order: list[int] | None = None
+        self.texts = [SequenceText(tokenizer, params, i) for i in range(params.n)]
+        self.open = set(range(params.n))  # branches whose last piece is still to come
+        self._drop, self._cut = drop, cut
+        self._pending: dict[int, Piece] = {}
+        self._error: Exception | None = None
+        self._done = False  # nothing more will come
+        self._wake: asyncio.Future[None] | None = None
+
+    # ---- the reader ----------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        """EngineDeadError if the engine has ended before the request."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if self._done:
+                raise StopAsyncIteration
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        return self._pending.pop(next(iter(self._pending)))
+
+    async def aclose(self) -> None:
+        """Abort what still runs; nothing more is read.  Idempotent."""
+        self._pending.clear()
+        if not self._done:
+            self._end()
+            self._drop(self)
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.aclose()
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all branches so far; those behind a stop string are not counted."""
+        return sum(len(text.token_ids) for text in self.texts)
+
+    # ---- who fills it --------------------------------------------------------------------------------------------
+
+    def feed(
+        self, sample: int, ids: Sequence[int], reason: str | None = None, stop_token: int | None = None,
+        logprobs: Sequence[TokenLogprobs] | None = None, error: str | None = None,
+    ) -> None:  # fmt: skip
+        """Accepted tokens of a branch, and why it has ended if it has; ``stop_token`` is the id that ended it where
+        that is not an end-of-sequence token.  Ignored if the branch has ended."""
+        if sample not in self.open:
+            return
+        text = self.texts[sample]
+        before = len(text.logprobs or ())
+        # what ends with "stop" here ended with a token: stop strings are found below
+        delta = text.feed(ids, reason is not None, stop_token=reason == "stop" and bool(ids), logprobs=logprobs)
+        if reason is not None:
+            text.finish(reason, stop_token)
+        if text.finish_reason is not None:
+            self.open.discard(sample)
+        elif not delta.used and not delta.text:
+            return
+        new = None if text.logprobs is None else text.logprobs[before:]
+        piece = Piece(
+            sample, delta.text, list(ids[: delta.used]), new, text.finish_reason, text.stop_reason,
+            error if text.finish_reason == "error" else None,
+        )  # fmt: skip
+        if (waiting := self._pending.get(sample)) is not None:
+            waiting.join(piece)
+        else:
+            self._pending[sample] = piece
+        if reason is None and delta.stopped is not None:
+            self._cut(self, sample, delta.stopped)
+        self._rouse()
+
+    def started(self, at: float, cached_tokens: int) -> None:
+        """The first token came, ``at`` seconds of ``time.monotonic``."""
+        self.metrics.first_token_time, self.cached_tokens = at, cached_tokens
+        self.metrics.cached_tokens = cached_tokens
+
+    def finished(self, at: float, order: list[int] | None = None) -> None:
+        """The request has ended in the engine."""
+        self.order = order if order is not None else list(range(self.params.n))
+        self.metrics.finished_time = at
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        """The engine has ended; what has come can still be read."""
+        if not self._done:
+            self._error = error
+            self._end()
+
+    def _end(self) -> None:
+        self._done = True
+        self.open.clear()
+        self._rouse()
+
+    def _rouse(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
