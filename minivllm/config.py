@@ -23,6 +23,9 @@ from minivllm.errors import ConfigError, RequestError
 from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.validation import Fault, begins, faults, source_of, sourced
 
+PROCESSORS = (  # what applies to a request that asks for it, in this order: masks may come anywhere, a divisor last
+    "penalties", "logit_bias", "bad_words", "allowed_tokens", "no_repeat_ngram", "temperature_schedule",
+)  # fmt: skip
 ENV_PREFIX = "MINIVLLM__"
 CONFIG_VERSION = 1
 ALIASES = {"quantization": "quantizer", "kv_cache_dtype": "kv_format"}
@@ -132,7 +135,7 @@ class EngineConfig(Strict):
     model_arch: One = Choice()
     executor: One = Choice()
     kv_format: One = Choice()
-    processors: Several = [Choice(name="penalties"), Choice(name="logit_bias")]
+    processors: Several = [Choice(name=name) for name in PROCESSORS]
     strategies: Several = [Choice(name="single"), Choice(name="parallel")]
     hooks: Several = []
     allow_targets: list[str] = Field([], description="modules whose classes may be named; never from a file")

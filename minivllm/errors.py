@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 
 class MinivllmError(Exception):
     """Base of all errors raised on purpose; catching it never hides a bug."""
@@ -57,9 +59,22 @@ class EngineDeadError(MinivllmError):
     exit_code = 7
 
 
+_short = reprlib.Repr()
+_short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
+_short.maxstring = _short.maxother = _short.maxlong = 120
+
+
+def shown(value: object) -> str:
+    """A value in a message: its repr, shortened, whatever it is."""
+    try:
+        return _short.repr(value)
+    except Exception:  # a number of 5,000 digits; an object whose repr fails
+        return f"a {type(value).__name__}"
+
+
 def suggest(word: str, known, cutoff: float = 0.6) -> str:
     """`` Did you mean 'x'?`` for the nearest known word, or nothing.  Used wherever a name is refused."""
     import difflib
 
-    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(str(word)[:80], [str(k) for k in known], n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""

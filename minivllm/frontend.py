@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.request import Request, SamplingParams
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from minivllm.core.request import Seq
     from minivllm.text.tokenizer import Tokenizer
     from minivllm.wiring import Resolved
+
+MOST_WORDS = 1024  # in ``bad_words`` that are looked at here; more are refused by who reads them
 
 
 @dataclass
@@ -85,6 +87,7 @@ class Tracked:
         stream: Callable[[StreamOutput], None] | None = None, done: Callable[[Tracked], None] | None = None,
     ) -> None:  # fmt: skip
         text, ids = read_prompt(prompt, tokenizer)
+        params = with_token_ids(params, tokenizer)
         self.stream, self.done = stream, done
         self.texts = [SequenceText(tokenizer, params, i) for i in range(params.n)]
         self.engine: Engine | None = None
@@ -164,6 +167,29 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[str | None, n
     return text, array.astype(np.int32)
 
 
+def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The parameters with token ids in place of the words in ``bad_words``: as they are spelt at the beginning of a text
+    and after a space, which most vocabularies tell apart."""
+    words = params.bad_words
+    if not isinstance(words, (list, tuple)) or not any(isinstance(word, str) for word in words[:MOST_WORDS]):
+        return params
+    if tokenizer is None:
+        raise RequestError("bad_words: words need a tokenizer; give token ids, or drop skip_tokenizer_init", "bad_words")
+    found: dict[tuple[Any, ...], None] = {}
+    for word in words[:MOST_WORDS]:
+        if not isinstance(word, str):
+            found[tuple(word) if isinstance(word, (list, tuple, np.ndarray)) else (word,)] = None
+            continue
+        if not word.strip() or len(word) > 256:
+            raise RequestError(f"bad_words: the word {shown(word)}: want text of at most 256 characters", "bad_words")
+        try:
+            for text in (word, " " + word.lstrip()):
+                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+        except RequestError as e:
+            raise RequestError(f"bad_words: the word {shown(word)}: {e}", "bad_words") from e
+    return replace(params, bad_words=(*found, *words[MOST_WORDS:]))
+
+
 def is_one_prompt(prompts: Any) -> bool:
     """A single prompt rather than a list of them."""
     if isinstance(prompts, (str, Mapping)):
@@ -178,7 +204,7 @@ def params_for(params: Any, n: int) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
     if isinstance(params, Mapping):
-        params = SamplingParams.make(**params)
+        params = SamplingParams.make(**{str(name): value for name, value in params.items()})
     if isinstance(params, SamplingParams):
         return [params] * n
     if isinstance(params, str) or not isinstance(params, Sequence):

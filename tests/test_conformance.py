@@ -6,8 +6,11 @@ import pytest
 
 from minivllm.testing.session import builtins, run
 
-# Policies and evictors are many and alike: each has tests of what it is for, and the kit's run of all is a slow test.
-ALIKE = {"scheduler": "minivllm/fcfs", "evictor": "minivllm/lru"}
+# Of these there are many that are alike: each has tests of what it is for, and the kit's run of all is a slow test.
+ALIKE = {
+    "scheduler": "minivllm/fcfs", "evictor": "minivllm/lru", "processor": "minivllm/penalties",
+    "sampler": "minivllm/default",
+}  # fmt: skip
 
 
 def cases():

@@ -16,30 +16,40 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minivllm.errors import RequestError, suggest
+from minivllm.errors import RequestError, shown, suggest
 
 from .interfaces.plan import STOP_IDS
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_STOPS = 16
 WAITING, RUNNING, FINISHED = 0, 1, 2
 PROCESSED = frozenset((  # what processors and samplers do, not the engine
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias",
+    "logit_bias", "bad_words", "allowed_token_ids", "no_repeat_ngram_size", "temperature_schedule", "typical_p",
+    "mirostat_tau", "mirostat_eta",
 ))  # fmt: skip
+RANGES = (  # field, least, most, what to say of it; both ends are in the range unless said otherwise
+    ("temperature", 0, 2, "a number from 0 (greedy) to 2"), ("top_p", 1e-300, 1, "a number in (0, 1]"),
+    ("min_p", 0, 1, "a number in [0, 1]"), ("typical_p", 1e-300, 1, "a number in (0, 1]"),
+    ("repetition_penalty", 1e-6, 1e6, "a positive number, at most 1e6"),
+    ("presence_penalty", -2, 2, "a number from -2 to 2"), ("frequency_penalty", -2, 2, "a number from -2 to 2"),
+    ("mirostat_eta", 1e-6, 1, "a number in (0, 1]"),
+)  # fmt: skip
 
 
 def _check(ok: bool, field_name: str, value: Any, want: str) -> None:
     if not ok:
-        raise RequestError(f"{field_name}={value!r}: want {want}", field_name)
+        raise RequestError(f"{field_name}={shown(value)}: want {want}", field_name)
 
 
 def _number(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float, np.integer, np.floating))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def _whole(value: Any) -> bool:
@@ -54,6 +64,9 @@ class SamplingParams:
     ``seed`` makes the draws repeatable: they depend on (logits, seed, position, sample) alone.
     ``allowed_tokens_fn(ids) -> ids`` restricts the next token given the tokens so far; it runs on the host while the
     forward pass runs.  ``choose_fn(logits, ids) -> id`` picks the token on the host (float32 numpy logits).
+    ``logits_processors``: ``f(output ids, logits) -> logits`` or ``f(prompt ids, output ids, logits) -> logits``, run on
+    the host in order on the row's float32 logits (a torch tensor [V]), before the sampler draws.
+    ``bad_words``: words, or lists of token ids, whose last token is not drawn where the others came before it.
     ``extra`` holds parameters of processors and samplers from other packages, by name.
     """
 
@@ -66,6 +79,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str | Sequence[int]] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    no_repeat_ngram_size: int = 0
+    temperature_schedule: Mapping[str, Any] | None = None
+    typical_p: float = 1.0
+    mirostat_tau: float | None = None
+    mirostat_eta: float = 0.1
     seed: int | None = None
     max_tokens: int | None = 64
     min_tokens: int = 0
@@ -84,6 +104,7 @@ class SamplingParams:
     cache_salt: str | None = None
     allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None = None
     choose_fn: Callable[[np.ndarray, Sequence[int]], int] | None = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -99,16 +120,17 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         _check(isinstance(self.extra, Mapping), "extra", self.extra, "a mapping of names to values")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            _check(_number(getattr(self, name)), name, getattr(self, name), "a finite number")
+        for name, least, most, want in RANGES:
+            value = getattr(self, name)
+            _check(_number(value), name, value, f"a finite number: {want}")
+            _check(least <= value <= most, name, value, want)
         _check(_whole(self.n) and 1 <= self.n <= MAX_N, "n", self.n, f"a whole number from 1 to {MAX_N}")
-        _check(0 <= self.temperature <= 100, "temperature", self.temperature, "0 (greedy) to 100")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _check(_whole(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (all) or a positive whole number")
-        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
-        _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "a positive number")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "a number from -2 to 2")
+        if isinstance(self.allowed_token_ids, (range, np.ndarray)):
+            self.allowed_token_ids = list(self.allowed_token_ids)
+        tau, ngram = self.mirostat_tau, self.no_repeat_ngram_size
+        _check(tau is None or (_number(tau) and 0 < tau <= 64), "mirostat_tau", tau, "bits, above 0 and up to 64")
+        _check(_whole(ngram) and ngram >= 0, "no_repeat_ngram_size", ngram, "0 (off) or a positive whole number")
         if self.seed is not None:
             _check(_whole(self.seed) and -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit whole number")
         if self.max_tokens is not None:
@@ -130,26 +152,21 @@ class SamplingParams:
         self._check_service()
 
     def _check_stops(self) -> None:
-        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        stop, ids = self.stop, self.stop_token_ids
+        listed = stop is None or isinstance(stop, (str, list, tuple))
+        _check(listed, "stop", stop, "a string, or a list of strings")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        _check(len(stops) <= MAX_STOPS, "stop", f"{len(stops)} strings", f"at most {MAX_STOPS} strings")
         for s in stops:
             _check(isinstance(s, str) and 0 < len(s) <= 256, "stop", s, "non-empty strings of at most 256 characters")
-        _check(len(stops) <= 16, "stop", f"{len(stops)} strings", "at most 16 strings")
-        _check(
-            not stops or self.detokenize,
-            "stop",
-            self.stop,
-            "no stop strings with detokenize=False (use stop_token_ids)",
-        )
-        _check(
-            self.stop_token_ids is None or isinstance(self.stop_token_ids, Sequence),
-            "stop_token_ids",
-            self.stop_token_ids,
-            "a list of token ids",
-        )
-        ids = list(self.stop_token_ids or ())
+        want = "no stop strings with detokenize=False (use stop_token_ids)"
+        _check(not stops or self.detokenize, "stop", stop, want)
+        listed = ids is None or (isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, (str, bytes)))
+        _check(listed, "stop_token_ids", ids, "a list of token ids")
+        ids, most = () if ids is None else ids, STOP_IDS - 8
+        _check(len(ids) <= most, "stop_token_ids", f"{len(ids)} ids", f"at most {most} ids")
         _check(all(_whole(i) and i >= 0 for i in ids), "stop_token_ids", ids, "whole numbers >= 0")
-        _check(len(ids) <= STOP_IDS - 8, "stop_token_ids", f"{len(ids)} ids", f"at most {STOP_IDS - 8} ids")
-        self.stop, self.stop_token_ids = tuple(stops), tuple(int(i) for i in ids)
+        self.stop, self.stop_token_ids = stops, tuple(int(i) for i in ids)
 
     def _check_service(self) -> None:
         _check(_whole(self.priority) and abs(self.priority) < 2**31, "priority", self.priority, "a 32-bit whole number")
@@ -166,16 +183,18 @@ class SamplingParams:
             _check(value is None or (_number(value) and value > 0), name, value, "a positive number of milliseconds")
         ok = self.cache_salt is None or (isinstance(self.cache_salt, str) and 0 < len(self.cache_salt.encode()) <= 256)
         _check(ok, "cache_salt", self.cache_salt, "a string of 1 to 256 bytes")
-        _check(
-            self.choose_fn is None or (self.logprobs is None and self.allowed_tokens_fn is None),
-            "choose_fn",
-            "given",
-            "it alone: the callable sees the logits, so logprobs and allowed_tokens_fn have no say beside it",
-        )
+        own = self.logits_processors
+        _check(own is None or isinstance(own, (list, tuple)), "logits_processors", own, "a list of callables")
+        _check(all(map(callable, own or ())), "logits_processors", own, "a list of callables")
+        self.logits_processors = tuple(own) if own else None
+        for name in ("choose_fn", "logits_processors"):
+            beside = ("logprobs", "allowed_tokens_fn", *(("choose_fn",) if name != "choose_fn" else ()))
+            there = [other for other in beside if getattr(self, other) is not None]
+            want = f"no {', '.join(there)} beside it: the token is drawn on the host, where that has no say"
+            _check(getattr(self, name) is None or not there, name, "given", want)
         for name in ("allowed_tokens_fn", "choose_fn"):
-            _check(
-                getattr(self, name) is None or callable(getattr(self, name)), name, getattr(self, name), "a callable"
-            )
+            value = getattr(self, name)
+            _check(value is None or callable(value), name, value, "a callable")
 
     def asked(self) -> list[str]:
         """Names of the parameters that some processor or sampler has to honour: those that are not neutral."""

@@ -133,6 +133,8 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
         default = f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc, operator]
         if value == default or (f.name in ("stop", "stop_token_ids") and not value):
             continue
+        if isinstance(value, (list, tuple)) and any(map(callable, value)):
+            value = value[0]  # a record says that a function was there, which is all that it can do
         if callable(value):
             name = getattr(value, "__qualname__", type(value).__qualname__)
             found[f.name] = {"function": f"{getattr(value, '__module__', '?')}:{name}"}
@@ -144,6 +146,8 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return list(map(_plain, value))
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -40,10 +40,10 @@ def check_greedy(llm: LLM, what: str) -> None:
 
 def random_requests() -> list[SamplingParams]:
     """Draws that depend on the seed and the branch, ends by a token that may come too early, log-probabilities."""
-    some = dict(temperature=3.0, max_tokens=24)
+    some = dict(temperature=2.0, max_tokens=24)
     stop = lambda at: dict(min_tokens=9, stop_token_ids=list(range(at, 61, 7)))  # noqa: E731
     return [
-        SamplingParams(seed=SEED + 1, n=3, temperature=4.0, min_tokens=4, max_tokens=46),
+        SamplingParams(seed=SEED + 1, n=3, temperature=1.9, min_tokens=4, max_tokens=46),
         SamplingParams(seed=SEED + 2, n=3, ignore_eos=True, **some),
         SamplingParams(seed=SEED + 3, ignore_eos=True, logprobs=3, **some),
         SamplingParams(seed=SEED + 4, n=3, **some, **stop(3)),

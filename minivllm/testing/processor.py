@@ -16,30 +16,10 @@ from minivllm.core.request import SamplingParams
 
 from .base import Seen, since
 from .sampling import SamplingConformance
-from .sampling_rows import LARGE, MAX_LEN, PENALTIES, Seq, Stage
+from .sampling_reference import standard_reference
+from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, Seq, Stage
 
 TOLERANCE = 2e-6  # of the largest number in a row: some roundings of float32
-
-
-def standard_reference(
-    reads: frozenset[str], params: SamplingParams, logits: Tensor, prompt: Sequence[int], output: Sequence[int]
-) -> Tensor:
-    """Logits float64 [V] after the standard parameters among ``reads``.
-
-    Repetition (Keskar et al., arXiv:1909.05858) is for tokens of prompt and output: a logit above 0 is divided by the
-    penalty, another multiplied.  Presence and frequency count the output only.  A bias is added.
-    """
-    out = logits.clone()
-    penalty = params.repetition_penalty if "repetition_penalty" in reads else 1.0
-    presence = params.presence_penalty if "presence_penalty" in reads else 0.0
-    frequency = params.frequency_penalty if "frequency_penalty" in reads else 0.0
-    for token in {*prompt, *output}:
-        out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
-    for token in set(output):
-        out[token] -= frequency * output.count(token) + presence
-    for token, bias in (params.logit_bias or {}).items() if "logit_bias" in reads else ():
-        out[int(token)] += bias
-    return out
 
 
 class ProcessorConformance(SamplingConformance):
@@ -51,7 +31,7 @@ class ProcessorConformance(SamplingConformance):
         self, params: SamplingParams, logits: Tensor, prompt: Sequence[int], output: Sequence[int]
     ) -> Tensor | None:
         """What the logits f64 [V] of one row must become; None: unknown, only what holds for all is tested."""
-        if self.reads - {*PENALTIES, "logit_bias"} or not self.reads:
+        if self.reads - set(LOGITS) or not self.reads:
             return None
         return standard_reference(self.reads, params, logits, prompt, output)
 
@@ -112,7 +92,7 @@ class ProcessorConformance(SamplingConformance):
 
         assert seen["bound"], "bind returned None for all that was tried: override params() with what turns it on"
         seen.require(banned=20)
-        if self.reads and not self.reads - {*PENALTIES, "logit_bias"}:
+        if self.reads and not self.reads - set(LOGITS):
             seen.require(changed=60)
 
     @since(1, 0)
@@ -138,7 +118,9 @@ class ProcessorConformance(SamplingConformance):
         own = [p for p in self.params(self.vocab) if name in p or name in p.get("extra", ())]
         standard: dict[str, Any] = {
             "repetition_penalty": 1.7, "presence_penalty": 1.1, "frequency_penalty": 1.1,
-            "logit_bias": {3: 7.0, "5": -7.0},
+            "logit_bias": {3: 7.0, "5": -7.0}, "bad_words": [[3], [8, 8, 5], [40, 41]],
+            "allowed_token_ids": [0, 3, 8, self.vocab - 1], "no_repeat_ngram_size": 1,
+            "temperature_schedule": SCHEDULES[0],
         }  # fmt: skip
         return [*([{name: standard[name]}] if name in standard else []), *own]
 

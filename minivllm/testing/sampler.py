@@ -208,7 +208,7 @@ class SamplerConformance(SamplingConformance):
         limits += [{"top_p": x} for x in (0.01, 0.3, 0.5, 0.97, 0.99999)]
         limits += [{"min_p": x} for x in (0.6, 0.75, 0.9, 1.0)]
         limits += [
-            {"temperature": 3.0, "top_p": 0.5}, {"temperature": 0.1, "top_p": 0.5}, {"temperature": 3.0, "min_p": 0.9},
+            {"temperature": 2.0, "top_p": 0.5}, {"temperature": 0.1, "top_p": 0.5}, {"temperature": 2.0, "min_p": 0.9},
             {"temperature": 0.1, "min_p": 0.3}, {"top_k": 4, "top_p": 0.6}, {"min_p": 0.8, "top_p": 0.6},
             {"temperature": 2.0, "top_k": 9, "top_p": 0.7, "min_p": 0.8},
         ]  # fmt: skip
@@ -320,7 +320,7 @@ class SamplerConformance(SamplingConformance):
                 params = SamplingParams.make(temperature=temperature, **asked)
                 got = set(self.draws(params, logits, self.keys(64)).tolist())
                 assert got == {best}, f"temperature={temperature}: drew {sorted(got)} of {logits.tolist()}; want {best}"
-        self.check(SamplingParams(temperature=100.0), torch.linspace(-5, 5, 8), 1 << 16)
+        self.check(SamplingParams(temperature=2.0), torch.linspace(-0.1, 0.1, 8), 1 << 16)
 
     @since(1, 0)
     def test_rows_without_a_distribution_leave_the_others_alone(self) -> None:

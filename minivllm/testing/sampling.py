@@ -20,10 +20,13 @@ from minivllm.errors import RequestError
 
 from .base import Seen, since
 from .sampling_rows import (
+    BANS,
     DRAWS,
     GARBAGE,
     MAX_LEN,
     PENALTIES,
+    SCHEDULES,
+    STANDARD,
     Seq,
     Stage,
     captured,
@@ -72,13 +75,17 @@ class SamplingConformance(SpecConformance):
     def unknown(self) -> list[str]:
         """Parameters that it reads and that neither the kit nor ``params`` has values for."""
         own = {name for p in self.params(self.vocab) for name in (*p, *p.get("extra", ()))}
-        return sorted(self.reads - own - set(PENALTIES) - set(DRAWS) - {"logit_bias"})
+        return sorted(self.reads - own - set(STANDARD))
 
     def keywords(self, vocab: int) -> st.SearchStrategy[dict[str, Any]]:
         """Keywords of SamplingParams that the plug-in reads.  A bias does not come with penalties: which of them is
         first is not laid down."""
-        groups = [[n for n in group if n in self.reads] for group in (PENALTIES, ("logit_bias",), DRAWS)]
+        all_groups = (PENALTIES, ("logit_bias",), BANS, ("temperature_schedule",), (*DRAWS, "typical_p"))
+        groups = [[n for n in group if n in self.reads] for group in all_groups]
         found = [st.fixed_dictionaries({}, optional={n: values_of(n, vocab) for n in g}) for g in groups if g]
+        if "mirostat_tau" in self.reads:  # it takes the place of the other limits
+            more = {"mirostat_eta": st.sampled_from([0.05, 0.5]), "temperature": st.sampled_from([0.4, 1.7])}
+            found.append(st.fixed_dictionaries({"mirostat_tau": values_of("mirostat_tau", vocab)}, optional=more))
         own = list(self.params(vocab))
         found += [st.sampled_from(own).map(dict)] if own else []
         if not found and self.reads:
@@ -193,7 +200,9 @@ class SamplingConformance(SpecConformance):
         """Else the engine would refuse, or give to another plug-in, what this one acts on."""
         set_all = {
             "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.5,
-            "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {1: 5.0},
+            "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {1: 5.0}, "bad_words": [[1]],
+            "allowed_token_ids": [1], "no_repeat_ngram_size": 2, "temperature_schedule": SCHEDULES[0],
+            "typical_p": 0.5, "mirostat_tau": 2.0,
         }  # fmt: skip
         made, other = self.make(self.vocab), {k: v for k, v in set_all.items() if k not in self.reads}
 

@@ -31,28 +31,52 @@ LARGE = 151_936  # a vocabulary that no 16-bit number counts
 STALE = (-1, 2**30, 3, -(2**31), 0)  # what may lie in a history beyond its end
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
+BANS = ("bad_words", "allowed_token_ids", "no_repeat_ngram_size")
+LOGITS = (*PENALTIES, "logit_bias", *BANS, "temperature_schedule")  # what processors do
+STANDARD = (*LOGITS, *DRAWS, "typical_p", "mirostat_tau", "mirostat_eta")
+SCHEDULES: tuple[dict[str, Any], ...] = (
+    {"kind": "linear", "start": 1.7, "end": 0.3, "tokens": 20}, {"kind": "linear", "start": 0.5, "end": 2, "tokens": 1},
+    {"kind": "cosine", "start": 0.4, "end": 1.9, "tokens": 31}, {"kind": "entropy", "low": 0.2, "high": 1.8},
+    {"kind": "entropy", "low": 1.5, "high": 0.5, "exponent": 0.25},
+)  # fmt: skip
 GARBAGE = (None, "x", "", -1, 0.5, float("nan"), float("inf"), 10**30, [], [1], {}, {"a": 1}, True, b"x", object())
 
 
 def values_of(name: str, vocab: int) -> st.SearchStrategy[Any]:
     """Values of a standard sampling parameter that change something."""
+    token = st.integers(0, vocab - 1) | st.sampled_from([0, vocab - 1])
     if name == "logit_bias":
         bias = st.floats(-100, 100, width=32)
         by_id = st.dictionaries(st.integers(0, vocab - 1), bias, min_size=1, max_size=6)
         return by_id | by_id.map(lambda wanted: {str(token): b for token, b in wanted.items()})
+    if name == "bad_words":
+        return st.lists(st.lists(token, min_size=1, max_size=3), min_size=1, max_size=8)
+    if name == "allowed_token_ids":
+        return st.lists(token, min_size=1, max_size=12)
     return st.sampled_from({
         "repetition_penalty": (1.3, 0.8, 1.0001, 5.0), "presence_penalty": (0.3, -1.5, 2.0, -2.0),
-        "frequency_penalty": (0.3, -1.5, 2.0, -2.0), "temperature": (0.0, 0.31, 0.9, 2.7),
+        "frequency_penalty": (0.3, -1.5, 2.0, -2.0), "temperature": (0.0, 0.31, 0.9, 1.9),
         "top_k": (1, 2, 5, 17, 40, 1000), "top_p": (0.913579, 0.5012345, 0.0123), "min_p": (0.0519, 0.3, 0.7071),
+        "no_repeat_ngram_size": (1, 2, 3, 5), "temperature_schedule": SCHEDULES,
+        "typical_p": (0.913579, 0.5012345, 0.2123), "mirostat_tau": (0.5, 1.7, 3.0),
     }[name])  # fmt: skip
 
 
 def wrong_values(name: str, vocab: int) -> Sequence[Any]:
     """Values of a standard parameter that ``SamplingParams`` lets through and that nobody can serve."""
-    if name != "logit_bias":
-        return ()
     nan, inf = float("nan"), float("inf")
-    return ({vocab: 1.0}, {-1: 1.0}, {"x": 1.0}, {1.5: 1.0}, {1: nan}, {1: inf}, {1: "a"}, {1: None}, [1], 5, "x")
+    linear = {"kind": "linear", "start": 1.0, "end": 0.5, "tokens": 9}
+    return {
+        "logit_bias": (
+            {vocab: 1.0}, {-1: 1.0}, {"x": 1.0}, {1.5: 1.0}, {1: nan}, {1: inf}, {1: "a"}, {1: None}, [1], 5, "x",
+        ),
+        "bad_words": ([[vocab]], [[-1]], [[]], [[1.5]], [["x"]], [[1], [2, vocab]], [None], 5, {1: 2}),
+        "allowed_token_ids": ([vocab], [-1], [], [1.5], ["x"], [[1, 2]], [True, 3], 5, "x", {1: 2}),
+        "temperature_schedule": (
+            5, "linear", {}, {"kind": "x"}, {"kind": "linear"}, {**linear, "start": nan}, {**linear, "end": 0},
+            {**linear, "tokens": -1}, {**linear, "more": 1}, {**linear, "start": "1"}, {**linear, "start": inf},
+        ),
+    }.get(name, ())  # fmt: skip
 
 
 @dataclass(frozen=True)
