@@ -81,7 +81,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
             features=_INVARIANT,
             traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
         ),
-        Kind("processor", _SEAMS + "sampling:Processor", facts=("device",), features=_GRAPH_SAFE),
+        Kind("processor", _SEAMS + "sampling:Processor", api=(1, 1), facts=("device",), features=_GRAPH_SAFE),
         Kind(
             "quantizer", _SEAMS + "quantizer:Quantizer", facts=("device", "sm", "dtype", "checkpoint"),
             features={
@@ -90,7 +90,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
             },
             traits={"bits": "bits of a quantized weight element, scales not counted"},
         ),
-        Kind("sampler", _SEAMS + "sampling:Sampler", facts=("device",), features=_GRAPH_SAFE),
+        Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 1), facts=("device",), features=_GRAPH_SAFE),
         Kind(
             "scheduler", _SEAMS + "scheduler:SchedulerPolicy",
             features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.config import SEAMS, EngineConfig, load_config
+from minivllm.config import PROCESSORS, SEAMS, EngineConfig, load_config
 from minivllm.config_files import parse_value
 from minivllm.errors import ConfigError
 
@@ -41,7 +41,7 @@ def test_the_defaults_are_those_of_the_design():
         "tensor_parallel_size": 1,
     }  # fmt: skip
     assert {name: getattr(config, name) for name in wanted} == wanted
-    assert [c.name for c in config.processors] == ["penalties", "logit_bias"]
+    assert [c.name for c in config.processors] == list(PROCESSORS)
     assert [c.name for c in config.strategies] == ["single", "parallel"]
     assert {getattr(config, seam).name for seam in SEAMS} == {"auto"}
 

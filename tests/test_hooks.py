@@ -17,6 +17,7 @@ from plugin_helpers import write_package
 from wrong.hooks import Mirror
 
 from minivllm import LLM, AsyncLLM, SamplingParams
+from minivllm.config import PROCESSORS
 from minivllm.core.request import Request
 from minivllm.errors import ConfigError, PluginError
 from minivllm.hooks import Hooks, hookimpl
@@ -370,8 +371,8 @@ def test_a_real_engine_counts_the_time_of_each_plug_in():
         stats = llm.stats()
     seams = stats["seam_ms"]
     assert set(seams) == {
-        "attention", "evictor", "model", "processor:minivllm/logit_bias", "processor:minivllm/penalties", "sampler",
-        "scheduler", "strategy",
+        "attention", "evictor", "model", "sampler", "scheduler", "strategy",
+        *(f"processor:minivllm/{name}" for name in PROCESSORS),
     }  # fmt: skip
     assert seams["model"] > 0 and seams["processor:minivllm/penalties"] > 0 and seams["sampler"] > 0
     whole = sum(stats[f"{part}_ms"] for part in ("plan", "submit", "wait", "publish"))

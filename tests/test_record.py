@@ -23,7 +23,7 @@ from plugin_helpers import install, write_package
 
 from minivllm import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from minivllm.cli import main
-from minivllm.config import load_config
+from minivllm.config import PROCESSORS, load_config
 from minivllm.hardware import Device
 from minivllm.record import bill, machine, replay, sources
 from minivllm.record.diff import NOTHING, compare, report
@@ -283,7 +283,7 @@ def test_one_line_says_what_differs(made, write):
     for options, verdict in [
         ({}, NOTHING),
         (dict(evictor="lru", attention="minivllm/sdpa", kvcache_block_size=16, max_model_len=256), NOTHING),
-        (dict(enforce_eager=False, processors=["penalties", "logit_bias"]), NOTHING),
+        (dict(enforce_eager=False, processors=list(PROCESSORS)), NOTHING),
         (mine, "only evictor differs"),
         (dict(max_num_seqs=3), "only max_num_seqs differs"),
         (dict(**mine, max_num_seqs=3), "evictor and max_num_seqs differ"),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from minivllm.config import EngineConfig, load_config
+from minivllm.config import PROCESSORS, EngineConfig, load_config
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.scheduler import SchedulerContext
@@ -62,7 +62,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
         "sampler": "minivllm.plugins.sampler.default:DefaultSampler",
     }
     assert set(found.parts) == set(w.parts) | {"executor", "evictor", "scheduler"}
-    assert [p.name for p in w.processors] == ["minivllm/penalties", "minivllm/logit_bias"]
+    assert [p.name for p in w.processors] == [f"minivllm/{name}" for name in PROCESSORS]
     assert [p.name for p in found.strategies] == ["minivllm/single", "minivllm/parallel"]
     assert (w.model_dir, w.device, w.dtype, w.block, w.max_model_len) == (model, "cpu", "float32", 16, 128)
     assert found.groups == w.groups == ((0, 1, 2),) and found.windows == (None,)
@@ -139,7 +139,7 @@ def test_explain_of_one_seam_is_its_selection(model):
     assert (first, facts) == ("scheduler -> minivllm/fcfs   (asked: auto)", "  for anything")
     assert [line.split() for line in others if line.startswith("  >")] == [[">", "minivllm/fcfs", "priority", "10"]]
     assert "  - minivllm/fair           priority 0: suitable, not needed" in others
-    assert found.explain("processors").count("asked: ") == 2
+    assert found.explain("processors").count("asked: ") == len(PROCESSORS)
     with pytest.raises(PluginError, match=r"^No seam is called 'schedular'\. Did you mean 'scheduler'\?"):
         found.explain("schedular")
 
@@ -208,7 +208,8 @@ def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
          "model 'minivllm/llama' does not fit: architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
          "model_type: want qwen3, supports {llama}"),
         ({"processors": ["penalty"]}, PluginError,
-         "No processor is called 'penalty'. Did you mean 'penalties'?\n  Installed: logit_bias, penalties\n"
+         "No processor is called 'penalty'. Did you mean 'penalties'?\n  Installed: allowed_tokens, bad_words, logit_bias, no_repeat_ngram, "
+         "penalties, temperature_schedule\n"
          "  A package adds one with the entry-point group 'minivllm.processor'; an experiment can say 'module:Class'."),
         ({"quantizer": {"name": "int8", "options": {"skp": []}}}, PluginError,
          "Wrong options for minivllm/int8:\n  unknown option 'quantizer.options.skp'. Did you mean 'skip'?"),

@@ -84,4 +84,5 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
             {i: s.request.rows[p] for i, s in enumerate(seqs) if s.request.rows[p] is not None}
             for p in range(len(seqs[0].request.rows))
         ),
+        saved=np.array([s.id if s.saved else -1 for s in seqs], np.int64),
     )

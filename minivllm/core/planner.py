@@ -51,6 +51,8 @@ class Planner:
         self.on_preempt: Callable[[Seq], None] | None = None  # told of each preemption
         self.departed: dict[int, Seq] = {}  # by serial: sequences that left their slot with steps in flight
         self.left: list[int] = []  # slots left since the last plan
+        self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
+        self.forgotten: list[int] = []  # sequences ended since the last plan that had been preempted
         self.chosen: list[tuple[int, int]] = []  # (slot, token) chosen on the host since the last plan
         self._joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
         self._forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
@@ -84,6 +86,8 @@ class Planner:
             self.leave(seq.slot)
         elif seq.queued:
             self.waiting.remove(seq)
+        if seq.saved:
+            self.forgotten.append(seq.id)
         if self._ends:
             self._ended.append(seq)
 
@@ -180,6 +184,9 @@ class Planner:
         seq = self.slots.seq[slot]
         seq.preempted += 1
         self.preemptions += 1
+        if all(other is not seq for *_, other in (*self._joins, *self._forks)):  # the device knows of this stay
+            self.keeps.append((slot, seq.id))
+            seq.saved = True
         self.leave(slot)
         seq.status = WAITING
         if self.on_preempt is not None:
@@ -373,9 +380,11 @@ class Planner:
             table=table,
             trim=trim,
             copy=copy,
+            keep=np.array(self.keeps, np.int64).reshape(-1, 2),
+            forget=np.array(self.forgotten, np.int64),
             token=np.array(self.chosen, np.int32).reshape(-1, 2),
         )
-        self.left, self.chosen, self._joins, self._forks = [], [], [], []
+        self.left, self.chosen, self._joins, self._forks, self.keeps, self.forgotten = [], [], [], [], [], []
         return delta
 
     def _load(self, now: float) -> Load:

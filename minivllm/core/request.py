@@ -235,6 +235,7 @@ class Seq:
     hint: tuple[int, int, int] | None = None  # of ``KVCache.hints``, since it was queued
     in_flight: int = 0  # steps whose results are still to come while it has no slot
     preempted: int = 0
+    saved: bool = False  # the device has put its kept columns aside (see ``plan.Delta.keep``), or is about to
     keys: list[int] = field(default_factory=list)  # hash chain of its full blocks, in the prefix index
     branches: list[Seq] = field(default_factory=list)  # sequences that fork from it once the prompt is computed
     finish_reason: str | None = None

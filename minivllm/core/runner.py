@@ -146,6 +146,7 @@ class Runner:
                 for slot in plan.delta.leave.tolist() if self._poison else ():
                     self._poison.pop(slot, None)
                 self._recommit(plan)
+                self.state.restore(plan.delta.join)
                 self._take_tokens(plan)
                 key = self.graphs.key(plan) if self.graphs is not None else None
                 what = "forward"

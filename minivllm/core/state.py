@@ -68,6 +68,15 @@ class ProcessorState:
             values = torch.as_tensor(np.stack([np.asarray(v) for _, v in having])).to(column.dtype)
             column[where] = values.reshape(len(having), *spec.shape).to(column.device, non_blocking=True)
 
+    def save(self, slot: int) -> list[torch.Tensor]:
+        """Copies of the kept columns of a row."""
+        return [self.columns[name][slot].clone() for name, spec in self.specs.items() if spec.kept]
+
+    def restore(self, slot: int, saved: Sequence[torch.Tensor]) -> None:
+        kept = [self.columns[name] for name, spec in self.specs.items() if spec.kept]
+        for column, values in zip(kept, saved, strict=True):
+            column[slot].copy_(values)
+
     def fork(self, source: np.ndarray, to: np.ndarray) -> None:
         self.active[to], self.variant[to] = self.active[source], self.variant[source]
         a, b = _index(source, self.device), _index(to, self.device)
@@ -91,6 +100,8 @@ class DeviceState:
         self.table = make(groups, slots, -(-max_len // block) + 1, dtype=torch.int32)
         self.wants_min = np.zeros(slots, bool)  # host: rows with min_tokens
         self.processors: list[ProcessorState] = []
+        # sequence -> the kept columns of each processor when it was preempted last; until it ends
+        self.saved: dict[int, list[list[torch.Tensor]]] = {}
 
     def to(self, array: np.ndarray) -> torch.Tensor:
         return staged(array, self.device).to(self.device, non_blocking=True)
@@ -98,6 +109,8 @@ class DeviceState:
     def apply(self, delta: Delta, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
         """Everything but ``delta.token``, which needs the processors (see ``Runner``).  ``caches[g]``: the cache
         tensors of the layers of group g."""
+        for slot, seq in delta.keep.tolist():
+            self.saved[seq] = [p.save(slot) for p in self.processors]
         if len(delta.leave):
             self.stopped.index_fill_(0, self.to(delta.leave).long(), True)
         if delta.join is not None:
@@ -116,6 +129,14 @@ class DeviceState:
                 for layer in caches[g]:
                     for tensor in layer.values():
                         tensor[to] = tensor[source]
+        for seq in delta.forget.tolist():
+            self.saved.pop(seq, None)
+
+    def restore(self, join: Join | None) -> None:
+        """Kept columns of preempted sequences that came back, once their tokens were committed again."""
+        for slot, seq in () if join is None else zip(join.slot.tolist(), join.saved.tolist(), strict=False):
+            for held, values in zip(self.processors, self.saved[seq] if seq >= 0 else (), strict=False):
+                held.restore(slot, values)
 
     def _join(self, j: Join) -> None:
         at = self.to(j.slot).long()

@@ -30,6 +30,8 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("quantizer", "int8", "minivllm.plugins.quantizer.spec:INT8"),
     ("quantizer", "none", "minivllm.plugins.quantizer.spec:NONE"),
     ("sampler", "default", "minivllm.plugins.sampler.spec:DEFAULT"),
+    ("sampler", "mirostat", "minivllm.plugins.sampler.spec:MIROSTAT"),
+    ("sampler", "typical", "minivllm.plugins.sampler.spec:TYPICAL"),
     ("scheduler", "deadline", "minivllm.plugins.scheduler.spec:DEADLINE"),
     ("scheduler", "fair", "minivllm.plugins.scheduler.spec:FAIR"),
     ("scheduler", "fcfs", "minivllm.plugins.scheduler.spec:FCFS"),

@@ -52,6 +52,30 @@ def kept(prob: Tensor, p: SamplingParams, least_p: float, mass_p: float, wide: b
     return ties, ties if int(ties.sum()) == len(order) else alive & (prob > last)
 
 
+def nearest(prob: Tensor, mass_p: float) -> tuple[Tensor, Tensor]:
+    """Masks bool [V] of what locally typical sampling leaves of probabilities f64 [V]: (surely, maybe).
+
+    Of the tokens whose surprise -log p is nearest to the entropy as many as have that mass together; what is as far as
+    the last one, to float32, may stay or go.
+    """
+    alive = prob > 0
+    logp = torch.where(alive, prob, 1.0).log()
+    far = torch.where(alive, (-logp - -(prob * logp).sum()).abs(), torch.inf)
+    order = torch.argsort(far, stable=True)[: int(alive.sum())]
+    mass = prob[order]
+    edge = far[order[max(int((mass.cumsum(0) - mass < mass_p).sum()), 1) - 1]]
+    may, inner = alive & (far <= edge + NEAR), alive & (far < edge - NEAR)
+    return (may, may) if int(may.sum()) == int(inner.sum()) + 1 else (inner, may)
+
+
+def surprising(prob: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """The same of mirostat's first draw: at most 2 tau bits of surprise, and the best in any case."""
+    bits = -prob.log2()
+    inner, may = ((bits <= 2 * params.mirostat_tau + by) & (prob > 0) for by in (-NEAR, NEAR))
+    best = prob == prob.max()
+    return inner | (best if best.sum() == 1 else best & ~best), may | best
+
+
 def supports(prob: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
     """(tokens that must be drawable, tokens that may be): they differ by ties and by masses within NEAR of a limit."""
     must, may = prob > 0, prob < 0
@@ -102,9 +126,25 @@ class SamplerConformance(SamplingConformance):
             best = logits == logits.max()
             return best & (best.sum() == 1), best, None
         prob = torch.softmax(logits.double() / temperature, 0)
-        must, may = supports(prob, params)
+        must, may = self.limited(params, prob)
         exact = torch.where(may, prob, 0.0) / prob[may].sum() if torch.equal(must, may) else None
         return must, may, exact
+
+    def limited(self, params: SamplingParams, prob: Tensor) -> tuple[Tensor, Tensor]:
+        """(must be drawable, may be drawn) of probabilities f64 [V], by the limits that it reads."""
+        if params.mirostat_tau is not None and "mirostat_tau" in self.reads:
+            return surprising(prob, params)
+        if params.typical_p == 1 or "typical_p" not in self.reads:
+            return supports(prob, params)
+        must, may = prob > 0, prob < 0
+        for by in (-NEAR, 0.0, NEAR):
+            for left in nearest(prob, params.typical_p + by):
+                if not left.any():
+                    must = left
+                    continue
+                sure, maybe = supports(torch.where(left, prob, 0.0) / prob[left].sum().clamp(min=1e-300), params)
+                must, may = must & sure, may | maybe
+        return must, may
 
     def draws(self, params: SamplingParams, logits: Tensor, keys: Tensor, others: Sequence[Seq] = ()) -> Tensor:
         """Tokens i64 [n] of one row of logits [V] for keys i64 [n, 3] (seed, position, sample), in few large steps;
@@ -207,6 +247,7 @@ class SamplerConformance(SamplingConformance):
         limits: list[dict[str, Any]] = [{"top_k": k} for k in (1, 2, 3, 11, 12, 13)]
         limits += [{"top_p": x} for x in (0.01, 0.3, 0.5, 0.97, 0.99999)]
         limits += [{"min_p": x} for x in (0.6, 0.75, 0.9, 1.0)]
+        limits += [{"typical_p": x} for x in (0.05, 0.4, 0.9)] + [{"mirostat_tau": x} for x in (1.6, 1.75, 1.9)]
         limits += [
             {"temperature": 2.0, "top_p": 0.5}, {"temperature": 0.1, "top_p": 0.5}, {"temperature": 2.0, "min_p": 0.9},
             {"temperature": 0.1, "min_p": 0.3}, {"top_k": 4, "top_p": 0.6}, {"min_p": 0.8, "top_p": 0.6},
@@ -267,7 +308,8 @@ class SamplerConformance(SamplingConformance):
         """Keywords that send a row through each branch of a usual sampler."""
         tried = [
             {}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 2}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1},
-            {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+            {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01}, {"typical_p": 0.7},
+            {"typical_p": 0.5, "temperature": 0.6, "top_k": 9}, {"mirostat_tau": 1.5}, {"mirostat_tau": 4.0},
         ]  # fmt: skip
         return [asked for asked in tried if asked.keys() <= self.reads] + [dict(p) for p in self.params(self.vocab)]
 

@@ -102,6 +102,10 @@ class SamplingConformance(SpecConformance):
             favourites = [0, vocab - 1, *rng.integers(0, vocab, 3).tolist()]
             length = data.draw(st.integers(1, MAX_LEN - 5))
             tokens = np.where(rng.random(length) < 0.5, rng.choice(favourites, length), rng.integers(0, vocab, length))
+            words = [word[:-1] for word in params.bad_words or () if 1 < len(word) <= length]
+            if words and rng.random() < 0.7:  # or hardly any would come
+                word = words[rng.integers(len(words))]
+                tokens[length - len(word) :] = word
             prompt = data.draw(st.integers(1, length))
             logits = rng.normal(0, data.draw(st.sampled_from([0.3, 4.0])), vocab).astype(np.float32)
             logits[rng.random(vocab) < 0.1] = 0.0
@@ -318,6 +322,7 @@ class SamplingConformance(SpecConformance):
             got, want = (Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED) for _ in range(2))
             for stage in (got, want):
                 stage.join(slots, seqs)
+                self.output(stage, slots, logits)  # what a draw leaves for its commit
             before = got.columns(slots)
             poisoned = np.where(np.arange(k) < count[:, None], tokens, rng.choice([0, 5, self.vocab - 1], (3, k)))
             got.accept(slots, poisoned, count, variant=got.variant(np.array(slots)))
@@ -355,8 +360,41 @@ class SamplingConformance(SpecConformance):
             stage.accept([1, 0], [[x], [y]])
             got = self.output(stage, [1, 0], s.logits.repeat(2, 1))
             for j, token in enumerate((x, y)):
-                own = replace(s, output=(*s.output, token))
-                self._same(got[j], self.alone(own), own, "after a fork" if j else "after it was forked")
+                own, single = replace(s, output=(*s.output, token)), Stage(self, 1)
+                single.join([0], [s])
+                self.output(single, [0], s.logits[None])
+                single.accept([0], [[token]])
+                want = self.output(single, [0], s.logits[None])[0]
+                self._same(got[j], want, own, "after a fork" if j else "after it was forked")
+                if not any(column.kept for column in stage.state.specs.values()):
+                    self._same(got[j], self.alone(own), own, "after a fork" if j else "after it was forked")
+
+    @since(1, 1)
+    def test_a_preempted_row_goes_on_as_if_it_had_stayed(self) -> None:
+        """It leaves its slot between two steps and comes back in another, whose columns hold the fill, what ``bind``
+        gave, and what ``commit`` makes of its tokens; of its old columns those that are ``kept``.  What else a draw has
+        left in the state is lost."""
+
+        @self.for_all(30, st.data(), st.integers(0, 2**20), st.integers(1, 4))
+        def holds(data: Any, seed: int, leaves: int) -> None:
+            (s,), rng = self.sequences(data, 1), np.random.default_rng(seed)
+            s = replace(s, output=())
+            stages, slots, came = [Stage(self, 3, garbage=5) for _ in range(2)], [1, 1], ()
+            for stage in stages:
+                stage.join([1], [s])
+            for step in range(6):
+                if step == leaves:
+                    saved, slots = stages[1].state.save(1), [1, 2]
+                    stages[1].poison([1])
+                    stages[1].join([2], [replace(s, output=came)])
+                    stages[1].state.restore(2, saved)
+                logits = torch.tensor(rng.normal(0, 2, (1, self.vocab)), dtype=torch.float32)
+                a, b = (self.output(stage, [slot], logits) for stage, slot in zip(stages, slots, strict=True))
+                self._same(b[0], a[0], replace(s, output=came), f"in step {step}, preempted before step {leaves}, it")
+                token = int(a[0]) if a.ndim == 1 else int(rng.integers(0, self.vocab))
+                for stage, slot in zip(stages, slots, strict=True):
+                    stage.accept([slot], [[token]])
+                came = (*came, token)
 
     @since(1, 0)
     def test_a_graph_replays_on_new_data(self) -> None:

@@ -40,12 +40,13 @@ class Join:
     n_eos: np.ndarray  # i32 [n]
     tokens: np.ndarray  # i32 [sum(known)]
     bound: tuple[Mapping[int, Any], ...] = ()  # per processor (sampler last): index into the join -> Row
+    saved: np.ndarray = field(default_factory=no_rows)  # i64 [n] sequence whose kept columns come back, -1 = none
 
 
 @dataclass(frozen=True)
 class Delta:
     """What changed on the host since the last step; applied in this order before the step runs:
-    leave, join, fork, table, trim, copy, token."""
+    keep, leave, join, fork, table, trim, copy, forget, token."""
 
     join: Join | None = None
     leave: np.ndarray = field(default_factory=no_rows)  # i32 [n] slots
@@ -55,6 +56,9 @@ class Delta:
     trim: np.ndarray = field(default_factory=lambda: no_rows(0, 4))
     # i32 [n, 3] (group, source block, new block); every source is read before a block is written
     copy: np.ndarray = field(default_factory=lambda: no_rows(0, 3))
+    # i64 [n, 2] (slot, sequence): put the row's kept columns aside; they come back by Join.saved
+    keep: np.ndarray = field(default_factory=lambda: no_rows(0, 2))
+    forget: np.ndarray = field(default_factory=no_rows)  # i64 [n] sequences that ended with columns put aside
     token: np.ndarray = field(default_factory=lambda: no_rows(0, 2))  # i32 [n, 2] (slot, token id chosen on the host)
 
 

@@ -18,16 +18,21 @@ if TYPE_CHECKING:
 
     from minivllm.core.request import SamplingParams
 
-API = (1, 0)
+API = (1, 1)  # 1.1: Column.kept
 
 
 @dataclass(frozen=True)
 class Column:
-    """One state column: ``[S, *shape]`` of a torch dtype's name, rows reset to ``fill``."""
+    """One state column: ``[S, *shape]`` of a torch dtype's name, rows reset to ``fill``.
+
+    ``kept``: the values of a row that is preempted are put aside on the device and are back before its next step, after
+    ``commit`` has heard of its tokens again.  For what tokens alone do not tell, as probabilities they were drawn with.
+    """
 
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
     fill: float = 0.0
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Processor(ABC):
     def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Accepted tokens i64 [N, k], of which ``count[j]`` are valid in row j (0 = none), the first of them at
         ``rows.position``.  Never called for drafts that were rejected, so nothing has to be rolled back; a sequence
-        that was preempted starts with fresh columns and hears of all its tokens again."""
+        that was preempted starts with fresh columns (but for those that are ``kept``) and hears of all its tokens again."""
 
 
 class Sampler(Processor):

@@ -4,42 +4,42 @@ from minivllm.spec import ANY, Spec
 
 ALLOWED_TOKENS = Spec(
     impl="minivllm.plugins.processor.allowed_tokens:AllowedTokens",
-    api=(1, 0),
+    api=(1, 1),
     summary="only tokens of a list: allowed_token_ids",
     limits={"device": ANY},
     features=frozenset({"graph_safe"}),
 )
 BAD_WORDS = Spec(
     impl="minivllm.plugins.processor.bad_words:BadWords",
-    api=(1, 0),
+    api=(1, 1),
     summary="sequences of tokens that must not come",
     limits={"device": ANY},
     features=frozenset({"graph_safe"}),
 )
 LOGIT_BIAS = Spec(
     impl="minivllm.plugins.processor.logit_bias:LogitBias",
-    api=(1, 0),
+    api=(1, 1),
     summary="adds a number to the logits of chosen tokens",
     limits={"device": ANY},
     features=frozenset({"graph_safe"}),
 )
 NO_REPEAT_NGRAM = Spec(
     impl="minivllm.plugins.processor.no_repeat_ngram:NoRepeatNgram",
-    api=(1, 0),
+    api=(1, 1),
     summary="no n tokens in a row come twice",
     limits={"device": ANY},
     features=frozenset({"graph_safe"}),
 )
 PENALTIES = Spec(
     impl="minivllm.plugins.processor.penalties:Penalties",
-    api=(1, 0),
+    api=(1, 1),
     summary="repetition, presence and frequency penalties",
     limits={"device": ANY},
     features=frozenset({"graph_safe"}),
 )
 TEMPERATURE_SCHEDULE = Spec(
     impl="minivllm.plugins.processor.temperature_schedule:TemperatureSchedule",
-    api=(1, 0),
+    api=(1, 1),
     summary="a temperature that changes with the position or the entropy",
     limits={"device": ANY},
     features=frozenset({"graph_safe"}),

@@ -4,9 +4,23 @@ from minivllm.spec import ANY, Spec
 
 DEFAULT = Spec(
     impl="minivllm.plugins.sampler.default:DefaultSampler",
-    api=(1, 0),
+    api=(1, 1),
     summary="greedy, temperature, top-k, top-p and min-p",
     priority=10,
+    limits={"device": ANY},
+    features=frozenset({"graph_safe"}),
+)
+MIROSTAT = Spec(
+    impl="minivllm.plugins.sampler.mirostat:MirostatSampler",
+    api=(1, 1),
+    summary="default, and mirostat 2.0: holds the surprise at a target",
+    limits={"device": ANY},
+    features=frozenset({"graph_safe"}),
+)
+TYPICAL = Spec(
+    impl="minivllm.plugins.sampler.typical:TypicalSampler",
+    api=(1, 1),
+    summary="default, and locally typical sampling",
     limits={"device": ANY},
     features=frozenset({"graph_safe"}),
 )

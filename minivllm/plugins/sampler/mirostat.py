@@ -1,0 +1,74 @@
+"""Mirostat 2.0: sampling that holds the surprise of its tokens at a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows
+from minivllm.errors import RequestError
+
+from .default import MASS_SCALE, MIN_TEMPERATURE, DefaultSampler
+from .mass import masses
+
+if TYPE_CHECKING:
+    from minivllm.core.request import SamplingParams
+
+MIROSTAT = 1 << 40  # variant bit, above those of the default sampler
+
+
+class MirostatSampler(DefaultSampler):
+    """``mirostat_tau`` bits of surprise (Basu et al., arXiv:2007.14966, algorithm 2).  Tokens whose surprise -log2 p is
+    above mu are left out, the best never; then mu -= ``mirostat_eta`` * (surprise of the token - tau).  p is the
+    model's, after temperature and before anything is left out, as in the paper.  mu starts at 2 tau.  Without
+    ``mirostat_tau`` this is the default sampler; with it top-k, top-p and min-p have no say and are refused.
+
+    Column ``mu`` is kept: it is made of probabilities, which accepted tokens do not tell.  ``error``, surprise - tau of
+    the token that was drawn, goes from ``draw`` to the ``commit`` that accepts it and is 0 otherwise.
+    """
+
+    keeps_logits = False
+    reads = DefaultSampler.reads | {"mirostat_tau", "mirostat_eta"}
+
+    def columns(self) -> Mapping[str, Column]:
+        return {
+            **super().columns(), "tau": Column(), "eta": Column(), "mu": Column(fill=math.inf, kept=True),
+            "error": Column(),
+        }  # fmt: skip
+
+    def bind(self, params: SamplingParams, prompt_len: int) -> Row:
+        row, tau, eta = super().bind(params, prompt_len), params.mirostat_tau, params.mirostat_eta
+        if tau is None:
+            if eta != type(params).mirostat_eta:
+                raise RequestError(f"mirostat_eta={eta}: want mirostat_tau beside it, which turns it on", "mirostat_eta")
+            return row
+        clash = [name for name in ("top_k", "top_p", "min_p") if name in params.asked()]
+        if clash or params.temperature < MIN_TEMPERATURE or params.choose_fn is not None:
+            what = f"no {clash[0]}" if clash else "no choose_fn" if params.choose_fn else "temperature above 0"
+            raise RequestError(f"mirostat_tau={tau}: want {what} beside it: it chooses among the tokens", "mirostat_tau")
+        return Row({**row.values, "tau": tau, "eta": eta, "mu": 2 * tau}, row.variant | MIROSTAT)
+
+    def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+        plain = replace(rows, variant=rows.variant & (MIROSTAT - 1))
+        if not rows.variant & MIROSTAT:
+            return super().draw(logits, plain, state, out)
+        x, mass = masses(logits, state["temperature"][rows.slots])
+        total = (mass.sum(dim=1).clamp(min=1).double() / MASS_SCALE).log()[:, None]
+        surprise = (total - x).div_(math.log(2)).float()  # bits
+        mu = state["mu"][rows.slots][:, None]
+        logits.masked_fill_((surprise > mu) & (x < 0), float("-inf"))
+        super().draw(logits, plain, state, out)
+        tau = state["tau"][rows.slots]
+        error = surprise.gather(1, out.tokens.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1) - tau
+        state["error"][rows.slots] = torch.where(tau > 0, error, 0.0)
+
+    def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+        error, mu = state["error"][rows.slots], state["mu"][rows.slots]
+        heard = count > 0
+        state["mu"][rows.slots] = torch.where(heard & (error != 0), mu - state["eta"][rows.slots] * error, mu)
+        state["error"][rows.slots] = torch.where(heard, 0.0, error)

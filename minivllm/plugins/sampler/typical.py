@@ -1,0 +1,65 @@
+"""Locally typical sampling, beside what the default sampler does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows
+
+from .default import CHUNK, MIN_TEMPERATURE, DefaultSampler
+from .mass import masses, mean
+
+if TYPE_CHECKING:
+    from minivllm.core.request import SamplingParams
+
+TYPICAL = 1 << 40  # variant bit, above those of the default sampler
+
+
+class TypicalSampler(DefaultSampler):
+    """``typical_p`` (Meister et al., arXiv:2202.00666): of the tokens whose surprise -log p is nearest to its mean, the
+    entropy, as many as it takes to reach that probability.  After temperature and before min-p, top-k and top-p, which
+    see only what it leaves; ties at the edge stay in.  1 is off, and then this is the default sampler.
+
+    -log p - H = mean(x) - x for logits x, so the order needs no logarithm, and one number of a row decides: the largest
+    distance that stays.
+    """
+
+    keeps_logits = False
+    reads = DefaultSampler.reads | {"typical_p"}
+
+    def columns(self) -> Mapping[str, Column]:
+        return {**super().columns(), "typical_p": Column(fill=1.0)}
+
+    def bind(self, params: SamplingParams, prompt_len: int) -> Row:
+        row = super().bind(params, prompt_len)
+        if params.typical_p == 1 or params.temperature < MIN_TEMPERATURE:
+            return row
+        return Row({**row.values, "typical_p": params.typical_p}, row.variant | TYPICAL)
+
+    def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+        if rows.variant & TYPICAL:
+            chunk = max(CHUNK // logits.shape[1], 1)
+            temperature, typical_p = state["temperature"][rows.slots], state["typical_p"][rows.slots]
+            for i in range(0, len(logits), chunk):
+                part = slice(i, i + chunk)
+                _restrict(logits[part], temperature[part], typical_p[part])
+        super().draw(logits, replace(rows, variant=rows.variant & (TYPICAL - 1)), state, out)
+
+
+def _restrict(logits: Tensor, temperature: Tensor, typical_p: Tensor) -> None:
+    """-inf, in place, for the tokens of ``logits`` [N, V] that are not typical; rows with a NaN keep it."""
+    x, mass = masses(logits, temperature)
+    far = (x - mean(x, mass)[:, None]).abs()
+    near = far.nan_to_num(torch.inf).sort(dim=1)
+    inside = mass.gather(1, near.indices)
+    after = inside.cumsum(dim=1)
+    keep = (after - inside).double() < (after[:, -1:].double() * typical_p.double()[:, None])
+    last = keep.sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
+    edge = near.values.gather(1, last)
+    edge = torch.where((typical_p < 1)[:, None], edge, torch.inf)
+    logits.masked_fill_(far > edge, float("-inf"))
