@@ -190,7 +190,7 @@ def _sampling() -> Schema:
 
     hints, properties = typing.get_type_hints(SamplingParams), {}
     for field in dataclasses.fields(SamplingParams):
-        if not field.name.endswith("_fn"):
+        if not field.name.endswith("_fn") and field.name != "logits_processors":
             properties[field.name] = TypeAdapter(hints[field.name]).json_schema()
             if isinstance(field.default, (bool, int, float, str)):
                 properties[field.name]["default"] = field.default

@@ -168,13 +168,15 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[str | None, n
 
 
 def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The parameters with token ids in place of the words in ``bad_words``: as they are spelt at the beginning of a text
-    and after a space, which most vocabularies tell apart."""
+    """The parameters with token ids in place of the words in ``bad_words``: as they are spelt at the beginning of a
+    text and after a space, which most vocabularies tell apart."""
     words = params.bad_words
     if not isinstance(words, (list, tuple)) or not any(isinstance(word, str) for word in words[:MOST_WORDS]):
         return params
     if tokenizer is None:
-        raise RequestError("bad_words: words need a tokenizer; give token ids, or drop skip_tokenizer_init", "bad_words")
+        raise RequestError(
+            "bad_words: words need a tokenizer; give token ids, or drop skip_tokenizer_init", "bad_words"
+        )
     found: dict[tuple[Any, ...], None] = {}
     for word in words[:MOST_WORDS]:
         if not isinstance(word, str):

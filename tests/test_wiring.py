@@ -50,8 +50,8 @@ def wire(model, catalog=CATALOG, **options):
 def test_every_seam_is_filled_in_the_order_of_the_design(model):
     found = wire(model)
     assert [s.kind for s in found.selections] == [
-        "executor", "model", "quantizer", "kvformat", "attention", "evictor", "scheduler", "processor", "processor",
-        "sampler", "strategy", "strategy",
+        "executor", "model", "quantizer", "kvformat", "attention", "evictor", "scheduler",
+        *["processor"] * len(PROCESSORS), "sampler", "strategy", "strategy",
     ]  # fmt: skip
     w = found.wiring
     assert {seam: part.target for seam, part in w.parts.items()} == {
@@ -208,7 +208,8 @@ def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
          "model 'minivllm/llama' does not fit: architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
          "model_type: want qwen3, supports {llama}"),
         ({"processors": ["penalty"]}, PluginError,
-         "No processor is called 'penalty'. Did you mean 'penalties'?\n  Installed: allowed_tokens, bad_words, logit_bias, no_repeat_ngram, "
+         "No processor is called 'penalty'. Did you mean 'penalties'?\n"
+         "  Installed: allowed_tokens, bad_words, logit_bias, no_repeat_ngram, "
          "penalties, temperature_schedule\n"
          "  A package adds one with the entry-point group 'minivllm.processor'; an experiment can say 'module:Class'."),
         ({"quantizer": {"name": "int8", "options": {"skp": []}}}, PluginError,

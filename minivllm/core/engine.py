@@ -142,6 +142,7 @@ class Engine:
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
         for b in branches:
             seq = Seq(next(self._ids), request, b.sample, seed, tokens=request.prompt, known=len(request.prompt))
+            seq.choose = p.choose_fn or self._host_draw(seq)
             request.sequences.append(seq)
         first, *rest = request.sequences
         first.branches = list(rest)
@@ -152,6 +153,15 @@ class Engine:
         self.requests[request.id] = request
         if self.hooks is not None:
             self.hooks.request_added(request)
+
+    def _host_draw(self, seq: Seq) -> Any:
+        """What draws the tokens of a row whose request brings functions of its own."""
+        functions, sampler = seq.request.params.logits_processors, self.processors[-1][1]
+        if not functions:
+            return None
+        from minivllm.host_rows import HostDraw
+
+        return HostDraw(seq, functions, sampler, seq.request.rows[-1])
 
     def _branches(self, request: Request) -> Sequence[Branch]:
         """Ask the first strategy that takes the request."""

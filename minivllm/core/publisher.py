@@ -188,11 +188,12 @@ class Publisher:
             seq, n = s.seq[slot], int(s.known[slot])
             width = result.logits.shape[1]
             try:
-                token = int(seq.request.params.choose_fn(result.logits[h], s.tokens[slot, :n].tolist()))
+                token = int(seq.choose(result.logits[h], s.tokens[slot, :n].tolist()))
                 if not 0 <= token < width:
                     raise ValueError(f"it chose token {token}; want 0 to {width - 1}")
             except Exception as e:  # the user's code: it ends its own request and nothing else
-                self.finish(seq, "error", error=f"choose_fn: {type(e).__name__}: {e}")
+                what = "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"
+                self.finish(seq, "error", error=f"{what}: {type(e).__name__}: {e}")
                 continue
             s.tokens[slot, n] = token
             s.known[slot] = s.goal[slot] = s.collected[slot] = n + 1

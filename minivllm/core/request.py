@@ -64,8 +64,8 @@ class SamplingParams:
     ``seed`` makes the draws repeatable: they depend on (logits, seed, position, sample) alone.
     ``allowed_tokens_fn(ids) -> ids`` restricts the next token given the tokens so far; it runs on the host while the
     forward pass runs.  ``choose_fn(logits, ids) -> id`` picks the token on the host (float32 numpy logits).
-    ``logits_processors``: ``f(output ids, logits) -> logits`` or ``f(prompt ids, output ids, logits) -> logits``, run on
-    the host in order on the row's float32 logits (a torch tensor [V]), before the sampler draws.
+    ``logits_processors``: functions ``f(output ids, logits) -> logits`` or ``f(prompt ids, output ids, logits) ->
+    logits``, run on the host in order on the row's float32 logits (a torch tensor [V]), before the sampler draws.
     ``bad_words``: words, or lists of token ids, whose last token is not drawn where the others came before it.
     ``extra`` holds parameters of processors and samplers from other packages, by name.
     """
@@ -244,6 +244,7 @@ class Seq:
     logprobs: list[Any] = field(default_factory=list)  # TokenLogprobs, one per generated token that is settled
     cumulative_logprob: float = 0.0
     unsettled: list[tuple[Any, int]] = field(default_factory=list)  # (plan.LogProbs, row) of the tokens after those
+    choose: Callable[[np.ndarray, Sequence[int]], int] | None = None  # a host row: its token, of logits and ids so far
     published: int = 0  # output tokens handed to the text side
 
     def settle(self) -> None:

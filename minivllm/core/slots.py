@@ -74,7 +74,7 @@ class Slots:
         self.tpot_due[slot] = np.inf
         self.tpot[slot] = np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
         self.forking[slot], self.ready[slot], self.flying[slot] = False, True, 0
-        self.late[slot], self.host[slot] = p.allowed_tokens_fn is not None, p.choose_fn is not None
+        self.late[slot], self.host[slot] = p.allowed_tokens_fn is not None, seq.choose is not None
         self.topk[slot] = -1 if p.logprobs is None else p.logprobs
         self.watch[slot] = bool(r.watch) or self.late[slot] or self.host[slot]
         self.scored[slot] = r.params.logprobs is not None

@@ -113,7 +113,8 @@ class Processor(ABC):
     def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Accepted tokens i64 [N, k], of which ``count[j]`` are valid in row j (0 = none), the first of them at
         ``rows.position``.  Never called for drafts that were rejected, so nothing has to be rolled back; a sequence
-        that was preempted starts with fresh columns (but for those that are ``kept``) and hears of all its tokens again."""
+        that was preempted starts with fresh columns, hears of all its tokens again, and then gets back its ``kept``
+        columns."""
 
 
 class Sampler(Processor):

@@ -52,7 +52,9 @@ class BadWords(Processor):
         return Row({"last": last, "before": before}) if wanted else None
 
     def _ids(self, word: Any) -> np.ndarray:
-        _check(not isinstance(word, str), f"bad_words: the word {shown(word)} needs a tokenizer: want lists of token ids")
+        _check(
+            not isinstance(word, str), f"bad_words: the word {shown(word)} needs a tokenizer: want lists of token ids"
+        )
         return token_ids(word, self.ctx.vocab_size, "bad_words", MAX_LEN)
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:

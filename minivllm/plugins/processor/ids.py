@@ -21,7 +21,9 @@ def token_ids(value: Any, vocab: int, field: str, most: int) -> np.ndarray:
         ids = np.empty(0, object)
     whole = ids.ndim == 1 and ids.dtype.kind in "iu"
     # an array of numbers takes True for 1
-    if not whole or (not isinstance(value, (range, np.ndarray)) and any(isinstance(i, (bool, np.bool_)) for i in value)):
+    if not whole or (
+        not isinstance(value, (range, np.ndarray)) and any(isinstance(i, (bool, np.bool_)) for i in value)
+    ):
         raise RequestError(f"{field}={shown(value)}: want whole numbers", field)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab:
