@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from minivllm.core.request import SamplingParams
     from minivllm.explanation import explain
     from minivllm.llm import LLM
+    from minivllm.structured.params import StructuredOutputsParams
     from minivllm.text.outputs import RequestOutput
 
 __version__ = "0.1.0"  # the same as in pyproject.toml; a test compares them
@@ -37,6 +38,7 @@ _LAZY = {
     "LLM": "minivllm.llm",
     "RequestOutput": "minivllm.text.outputs",
     "SamplingParams": "minivllm.core.request",
+    "StructuredOutputsParams": "minivllm.structured.params",
     "explain": "minivllm.explanation",
 }
 
@@ -53,6 +55,7 @@ __all__ = [
     "RequestOutput",
     "ResourceError",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "explain",
 ]

@@ -70,6 +70,9 @@ class AsyncLLM:
         put = lambda piece: _post(loop, queue, piece)  # noqa: E731
         tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put)
 
+        if params.structured_outputs is not None:
+            await asyncio.to_thread(tracked.prepare, self.engine)
+
         def add() -> None:
             try:
                 self._recorder.tally.next_batch()

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core.interfaces.grammar import GrammarContext
 from minivllm.core.request import Request, SamplingParams
 from minivllm.errors import RequestError, shown
 from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText
 
 if TYPE_CHECKING:
-    from minivllm.config import Loaded
+    from minivllm.config import EngineConfig, Loaded
     from minivllm.core.engine import Engine
+    from minivllm.core.interfaces.executor import Part
     from minivllm.core.request import Seq
+    from minivllm.structured.service import Grammars, NoGrammars
     from minivllm.text.tokenizer import Tokenizer
     from minivllm.wiring import Resolved
 
@@ -56,11 +59,13 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     wiring = replace(resolved.wiring, eos_ids=eos_ids)
     parts = resolved.parts
     hooks = make_hooks(resolved.hooks, {seam: part.name for seam, part in parts.items()})
+    grammars: Any = None
     executor = build_part("executor", parts["executor"])
     try:
         capacity = executor.start(wiring)
         notes = tuple(("capacity", note) for note in capacity.notes)
         resolved = replace(resolved, wiring=wiring, notes=(*resolved.notes, *notes))
+        grammars = make_grammars(config, parts.get("grammar"), tokenizer, eos_ids, capacity.vocab_size)
         engine = Engine(
             wiring, executor, capacity,
             policy=lambda ctx: build_part("scheduler", parts["scheduler"], ctx),
@@ -69,14 +74,42 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
             strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
             windows=resolved.windows, prefix_caching=config.enable_prefix_caching,
             partial_hits=config.partial_prefix_hits, hooks=hooks,
-            eos_ids=[i for i in eos_ids if i < capacity.vocab_size],
+            eos_ids=[i for i in eos_ids if i < capacity.vocab_size], grammars=grammars,
         )  # fmt: skip
+        if config.grammar.name != "auto":  # who names one means to use it
+            grammars.warm()
         if hooks is not None:
             hooks.started()
     except BaseException:
         executor.stop()  # what it had taken is given back
+        if grammars is not None:
+            grammars.close()
         raise
     return engine, resolved, tokenizer
+
+
+def make_grammars(
+    config: EngineConfig, part: Part | None, tokenizer: Tokenizer | None, eos_ids: Sequence[int], width: int
+) -> Grammars | NoGrammars:
+    """Who compiles for structured output, or says why nobody does."""
+    from minivllm.structured.service import Grammars, NoGrammars, default_threads
+    from minivllm.text.vocabulary import token_bytes
+    from minivllm.wiring import NO_GRAMMAR
+
+    eos = tuple(i for i in dict.fromkeys(eos_ids) if i < width)
+    if part is None:
+        return NoGrammars(NO_GRAMMAR)
+    if tokenizer is None:
+        return NoGrammars("needs the vocabulary of the tokenizer; drop skip_tokenizer_init")
+    if not eos:
+        return NoGrammars("needs an end-of-sequence token, by which an answer ends, and the model names none")
+
+    def context() -> GrammarContext:
+        return GrammarContext(token_bytes(tokenizer, width), width, eos, default_threads())
+
+    return Grammars(
+        part, context, config.grammar_compile_seconds, config.grammar_compile_mb, config.grammar_cache_mb << 20
+    )
 
 
 class Tracked:
@@ -95,9 +128,17 @@ class Tracked:
         self.request.watch = stream is not None or bool(params.stop)
         self.request.sink, self.request.on_done = self._sink, self._done
 
+    def prepare(self, engine: Engine) -> None:
+        """What takes time before the engine can have it, so not on the engine's thread: its grammar.  RequestError if
+        that is refused."""
+        asked = self.request.params.structured_outputs
+        if asked is not None and self.request.grammar is None:
+            self.request.grammar = engine.grammars.compile(asked)
+
     def add_to(self, engine: Engine) -> None:
         """RequestError if the engine refuses it."""
         self.engine = engine
+        self.prepare(engine)
         engine.add(self.request)
 
     def _sink(self, seq: Seq, ids: list[int], ended: tuple[str, Any] | None) -> str | None:

@@ -74,6 +74,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
         ),
         Kind("evictor", _SEAMS + "evictor:Evictor", traits={"order": "the reference order it keeps: lru, fifo or lfu"}),
         Kind("executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size")),
+        Kind("grammar", _SEAMS + "grammar:Grammar"),
         Kind("hooks", "minivllm.hooks:Hooks"),
         Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
         Kind(
@@ -101,7 +102,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
 OPTION_OF = {  # kind -> its option in the configuration, where that is called otherwise
     "kvformat": "kv_format", "model": "model_arch", "processor": "processors", "strategy": "strategies",
 }  # fmt: skip
-RESERVED = ("drafter", "grammar", "kvstore", "trimmer")  # groups whose contract is not written yet
+RESERVED = ("drafter", "kvstore", "trimmer")  # groups whose contract is not written yet
 
 
 @dataclass(frozen=True)

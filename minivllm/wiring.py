@@ -1,7 +1,7 @@
 """From a configuration to everything that is needed to build the engine: one choice after another, each adding facts.
 
     hooks → device → executor → model → quantizer → KV format → attention → block size → evictor → scheduler
-           → processors → sampler → strategies
+           → processors → sampler → strategies → grammar
 
 The result is data: import targets and options as JSON, so that a worker process builds exactly what was chosen here.
 """
@@ -33,6 +33,7 @@ log = logging.getLogger("minivllm")
 
 DEFAULT_MAX_LEN = 4096
 DEFAULT_BLOCK = 16
+NO_GRAMMAR = "structured output needs a library (pip install llguidance)"
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class _Fold:
         processors = tuple(self._several("processor", config.processors, ("device",)))
         self._pick("sampler", config.sampler, ("device",))
         strategies = tuple(self._several("strategy", config.strategies, ()))
+        self._grammar()
         groups = group_layers(specs)
         wiring = Wiring(
             model_dir=str(checkpoint.folder), load_format=config.load_format, device=device.kind, dtype=dtype,
@@ -237,6 +239,15 @@ class _Fold:
         open_ = choice.name == "auto" and not choice.prefer
         entry = self._pick("kvformat", choice, ("device", "sm", "dtype"), {"holds": dtype} if open_ else {}).entry
         self.facts["kv_format"] = entry.name if entry.builtin else entry.label
+
+    def _grammar(self) -> None:
+        """The one that is named, or one whose library is installed; none is no fault until a request asks for one."""
+        choice = self.config.grammar
+        selection = self._select("grammar", choice)
+        if selection.chosen is None and choice.name == "auto" and not choice.prefer:
+            self.notes.append(("grammar", "none: " + NO_GRAMMAR))
+        else:
+            self._pick("grammar", choice)
 
     def _attention(self, specs: Sequence[AttnSpec], invariant: frozenset[str]) -> int:
         """Choose the back end and with it the block size."""

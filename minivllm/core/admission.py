@@ -76,9 +76,9 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
         end=slots.end[at],
         seed=np.array([seq.seed for seq in seqs], np.int64),
         sample=np.array([seq.sample for seq in seqs], np.int32),
-        min_end=np.array([len(s.request.prompt) + s.request.params.min_tokens for s in seqs], np.int32),
+        min_end=np.array([len(s.request.prompt) + s.request.min_tokens for s in seqs], np.int32),
         stop_ids=stop_ids,
-        n_eos=np.array([0 if s.request.params.ignore_eos else len(s.request.eos_ids) for s in seqs], np.int32),
+        n_eos=np.array([s.request.n_eos for s in seqs], np.int32),
         tokens=np.concatenate([seq.tokens[: seq.known] for seq in seqs]).astype(np.int32),
         bound=tuple(
             {i: s.request.rows[p] for i, s in enumerate(seqs) if s.request.rows[p] is not None}

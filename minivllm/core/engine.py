@@ -31,6 +31,7 @@ from .interfaces.evictor import EvictorContext
 from .interfaces.plan import STOP_IDS, LateInputs, StepPlan
 from .interfaces.scheduler import SchedulerContext
 from .interfaces.strategy import BranchEnd
+from .masks import Masks
 from .planner import Planner
 from .publisher import Flight, Publisher
 from .request import FINISHED, Request, Seq
@@ -57,7 +58,8 @@ class Engine:
     """Requests in, tokens to their sinks.  Not thread-safe: one thread calls everything (see ``async_llm``).
 
     ``processors``: (name, instance) in order, the sampler last.  ``policy`` and ``evictor`` are factories that take the
-    seam's context.  ``hooks``: who is told of what happens (``hooks.bridge.EngineHooks``), or None.
+    seam's context.  ``hooks``: who is told of what happens (``hooks.bridge.EngineHooks``), or None.  ``grammars``:
+    who compiled the requests' grammars (``structured.service.Grammars``).
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Engine:
         partial_hits: bool = True,
         eos_ids: Sequence[int] = (),
         hooks: Any = None,
+        grammars: Any = None,
     ) -> None:
         self.wiring, self.executor, self.capacity, self.hooks = wiring, executor, capacity, hooks
         self.clock = StepClock()
@@ -86,6 +89,8 @@ class Engine:
         )
         self.planner = Planner(self.slots, self.cache, made, wiring.max_num_batched_tokens, self.clock.seams)
         self.publisher = Publisher(self.slots, self.cache, self.planner, self.finish)
+        self.grammars = grammars
+        self.masks = Masks(self.slots, capacity.vocab_size, grammars, self.finish, self.clock.seams)
         self.planner.fail = lambda seq, message: self.finish(seq, "error", error=message)
         self.columns = [dict(made.columns()) for _, made in processors]
         self._bind_seams = processor_seams([name for name, _ in processors])
@@ -119,7 +124,10 @@ class Engine:
         p = request.params
         self._check_prompt(request)
         request.eos_ids = tuple(self.eos_ids)
-        eos = () if p.ignore_eos else request.eos_ids
+        if p.structured_outputs is not None and request.grammar is None:
+            raise RequestError("structured_outputs: nobody has compiled them for this request", "structured_outputs")
+        eos = () if p.ignore_eos and request.grammar is None else request.eos_ids
+        request.n_eos, request.min_tokens = len(eos), p.min_tokens if request.grammar is None else 0
         request.stop_ids = tuple(dict.fromkeys((*eos, *p.stop_token_ids)))
         if len(request.stop_ids) > STOP_IDS:
             raise RequestError(
@@ -289,7 +297,9 @@ class Engine:
             plan = self._launch() if self.hooks is None else self.hooks.launch(self._launch)
             if self.dead or (plan is None and not self.in_flight):
                 return False
-            self._collect(plan)
+            if plan is not None and len(plan.late):
+                self._supply(plan)
+            self._collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
             self.check() if self.checked else self.cache.audit()
         except Exception as e:  # an executor or the cache broke its promise: nothing can be trusted from here on
             self._die(str(e) if isinstance(e, MinivllmError) else f"{type(e).__name__}: {e}")
@@ -308,14 +318,19 @@ class Engine:
         if plan is not None:
             self.in_flight.append(Flight(plan, self.slots.serial[plan.slots], plan.computed + plan.q_len))
             self.executor.submit(plan)
-            if len(plan.late):
-                self.executor.supply(plan.id, LateInputs(self._masks(plan)))
             self.clock.lap(SUBMIT)
         return plan
 
-    def _collect(self, plan: StepPlan | None) -> None:
-        """Publish the steps that have come back."""
-        results = self.executor.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
+    def _supply(self, plan: StepPlan) -> None:
+        """The masks of a step whose layers run: they follow from the tokens of every step before it."""
+        self._collect(1)
+        self.clock.lap(PUBLISH)
+        self.executor.supply(plan.id, LateInputs(self.masks.of(self.in_flight[-1])))
+        self.clock.lap(SUBMIT)
+
+    def _collect(self, in_flight: int) -> None:
+        """Publish the steps that have come back; waits until at most ``in_flight`` remain."""
+        results = self.executor.collect(in_flight)
         self.clock.lap(WAIT)
         for result in results:
             flight = self.in_flight.popleft()
@@ -365,27 +380,6 @@ class Engine:
                     self.publisher.flush(seq)
                     self._end(seq, "error", None, message)
 
-    def _masks(self, plan: StepPlan) -> np.ndarray:
-        """Allowed tokens of the late rows, i32 [n, ceil(V / 32)]; computed while the forward pass runs."""
-        vocab = self.capacity.vocab_size
-        mask = np.zeros((len(plan.late), -(-vocab // 32) * 32), bool)
-        for row, j in zip(mask, plan.late.tolist(), strict=True):
-            slot = int(plan.slots[plan.samples[j]])
-            seq = self.slots.seq[slot]
-            row[:vocab] = True
-            try:
-                so_far = self.slots.tokens[slot, : self.slots.collected[slot]].tolist()
-                ids = np.asarray(seq.request.params.allowed_tokens_fn(so_far), np.int64)
-                if not ids.size or ids.min() < 0 or ids.max() >= vocab:
-                    what = "tokens outside the vocabulary" if ids.size else "no token"
-                    raise ValueError(f"it allowed {what}; want ids 0 to {vocab - 1}")
-            except Exception as e:  # the user's code: it ends its own request and nothing else
-                self.finish(seq, "error", error=f"allowed_tokens_fn: {type(e).__name__}: {e}")
-                continue
-            row[:] = False
-            row[ids] = True
-        return np.packbits(mask, axis=1, bitorder="little").view("<i4")
-
     # ---- care ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -426,5 +420,7 @@ class Engine:
         error = self.dead
         self.fail_all("the engine was stopped")
         self.executor.stop()
+        if self.grammars is not None:
+            self.grammars.close()
         if self.hooks is not None:
             self.hooks.stopped(error)

@@ -358,7 +358,7 @@ class Planner:
         late, host = s.late[drawn], s.host[drawn]
         s.known[drawn] += ~host
         s.goal[drawn] = s.known[drawn]
-        s.ready[drawn] = ~(late | host)
+        s.ready[drawn] = ~host  # a late row's layers need no mask: that comes before it draws
         self.step_id += 1
         return StepPlan(
             id=self.step_id, slots=slots, q_len=q_len, computed=computed, samples=samples,

@@ -87,6 +87,8 @@ class Publisher:
         if flags & (FAILED | NAN):
             error = next((e for e in result.errors if j in e.rows), None)
             message = "the model gave NaN or no finite logit" if error is None else f"{error.plugin}: {error.message}"
+            if error is None and seq.masked:
+                message += ", or its mask and its processors allow no token in common"
             self.finish(seq, "error", error=message)
             return
         self.send(seq, _reason(flags, int(result.tokens[j])) if flags & ENDED else None)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minivllm.errors import RequestError, shown, suggest
+from minivllm.structured.params import StructuredOutputsParams
 
 from .interfaces.plan import STOP_IDS
 
@@ -67,6 +68,7 @@ class SamplingParams:
     ``logits_processors``: functions ``f(output ids, logits) -> logits`` or ``f(prompt ids, output ids, logits) ->
     logits``, run on the host in order on the row's float32 logits (a torch tensor [V]), before the sampler draws.
     ``bad_words``: words, or lists of token ids, whose last token is not drawn where the others came before it.
+    ``structured_outputs``: what the text must fit, as in ``StructuredOutputsParams`` (an object of it or a mapping).
     ``extra`` holds parameters of processors and samplers from other packages, by name.
     """
 
@@ -105,6 +107,7 @@ class SamplingParams:
     allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None = None
     choose_fn: Callable[[np.ndarray, Sequence[int]], int] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -150,6 +153,7 @@ class SamplingParams:
             _check(ok, "logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}")
         self._check_stops()
         self._check_service()
+        self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
 
     def _check_stops(self) -> None:
         stop, ids = self.stop, self.stop_token_ids
@@ -188,7 +192,7 @@ class SamplingParams:
         _check(all(map(callable, own or ())), "logits_processors", own, "a list of callables")
         self.logits_processors = tuple(own) if own else None
         for name in ("choose_fn", "logits_processors"):
-            beside = ("logprobs", "allowed_tokens_fn", *(("choose_fn",) if name != "choose_fn" else ()))
+            beside = ("logprobs", "allowed_tokens_fn", "structured_outputs", *(("choose_fn",) if name != "choose_fn" else ()))
             there = [other for other in beside if getattr(self, other) is not None]
             want = f"no {', '.join(there)} beside it: the token is drawn on the host, where that has no say"
             _check(getattr(self, name) is None or not there, name, "given", want)
@@ -246,6 +250,12 @@ class Seq:
     unsettled: list[tuple[Any, int]] = field(default_factory=list)  # (plan.LogProbs, row) of the tokens after those
     choose: Callable[[np.ndarray, Sequence[int]], int] | None = None  # a host row: its token, of logits and ids so far
     published: int = 0  # output tokens handed to the text side
+    matcher: Any = None  # its grammar's, from the first mask on: it has taken the tokens ``[prompt, matched)``
+    matched: int = 0
+
+    @property
+    def masked(self) -> bool:
+        return self.request.grammar is not None or self.request.params.allowed_tokens_fn is not None
 
     def settle(self) -> None:
         """Make entries of the log-probabilities that have come: not before somebody asks, a step has no time for it."""
@@ -271,6 +281,9 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     rows: tuple[Any, ...] = ()  # per processor: Row or None, the sampler last
     stop_ids: tuple[int, ...] = ()
+    n_eos: int = 0  # the first of ``stop_ids``
+    min_tokens: int = 0  # those that the device sees to; a grammar's mask sees to its own
+    grammar: Any = None  # interfaces.grammar.Compiled
     sequences: list[Seq] = field(default_factory=list)
     first_token: float | None = None
     finished: float | None = None

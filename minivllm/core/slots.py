@@ -44,7 +44,7 @@ class Slots:
         self.tpot = np.full(size, np.inf)  # seconds a token may take
         self.goal = i32()  # known length to compute up to: ``known``, or prompt - 1 while branches wait to fork
         self.forking = np.zeros(size, bool)
-        self.ready = np.ones(size, bool)  # False: sits out until its last token was collected (late and host rows)
+        self.ready = np.ones(size, bool)  # False: sits out until its last token was collected (host rows)
         self.flying = i32()  # steps in flight that hold the row
         self.late = np.zeros(size, bool)
         self.host = np.zeros(size, bool)
@@ -74,9 +74,10 @@ class Slots:
         self.tpot_due[slot] = np.inf
         self.tpot[slot] = np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
         self.forking[slot], self.ready[slot], self.flying[slot] = False, True, 0
-        self.late[slot], self.host[slot] = p.allowed_tokens_fn is not None, seq.choose is not None
+        self.late[slot] = p.allowed_tokens_fn is not None or r.grammar is not None
+        self.host[slot] = seq.choose is not None
         self.topk[slot] = -1 if p.logprobs is None else p.logprobs
-        self.watch[slot] = bool(r.watch) or self.late[slot] or self.host[slot]
+        self.watch[slot] = bool(r.watch) or self.host[slot]
         self.scored[slot] = r.params.logprobs is not None
         self.published[slot] = 0
         self.blocks[:, slot], self.trimmed[:, slot] = 0, 0

@@ -13,6 +13,8 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("evictor", "prefix-depth", "minivllm.plugins.evictor.spec:PREFIX_DEPTH"),
     ("evictor", "s3fifo", "minivllm.plugins.evictor.spec:S3FIFO"),
     ("executor", "local", "minivllm.plugins.executor.spec:LOCAL"),
+    ("grammar", "llguidance", "minivllm.plugins.grammar.spec:LLGUIDANCE"),
+    ("grammar", "xgrammar", "minivllm.plugins.grammar.spec:XGRAMMAR"),
     ("hooks", "live", "minivllm.plugins.hooks.spec:LIVE"),
     ("hooks", "step_log", "minivllm.plugins.hooks.spec:STEP_LOG"),
     ("kvformat", "bf16", "minivllm.plugins.kvformat.spec:BF16"),

@@ -7,10 +7,11 @@ million requests needs no more memory than one of two.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,11 +139,19 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
         if callable(value):
             name = getattr(value, "__qualname__", type(value).__qualname__)
             found[f.name] = {"function": f"{getattr(value, '__module__', '?')}:{name}"}
+        elif is_dataclass(value):
+            found[f.name] = _given(value)
         elif isinstance(value, Mapping):
             found[f.name] = {str(k): _plain(v) for k, v in value.items()}
         else:
             found[f.name] = list(map(_plain, value)) if isinstance(value, (list, tuple)) else _plain(value)
     return found
+
+
+def _given(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not at their defaults."""
+    own = [f for f in fields(value) if getattr(value, f.name) != f.default]
+    return json.loads(json.dumps({f.name: getattr(value, f.name) for f in own}, default=dict))
 
 
 def _plain(value: Any) -> Any:

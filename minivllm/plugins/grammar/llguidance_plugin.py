@@ -1,0 +1,144 @@
+"""llguidance (https://github.com/guidance-ai/llguidance): Lark grammars, JSON schemas and regular expressions.
+
+Everything is written as a Lark grammar in which the library forces no tokens: it would else allow one way only to spell
+what a grammar leaves no choice in, and ask a tokenizer for it.  So masks are exact: a token is allowed if and only if
+its bytes can go on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+
+from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
+
+HEAD = '%llguidance {"no_forcing": true}\n'
+MOST = 300  # characters of a message
+NOTHING = "no text that fits begins like this"
+QUOTED = re.compile(r"\d+ \|")
+BYTES = 64 << 10  # of a small grammar with its lexer, as measured; what a text of n bytes adds is taken as 64 n
+
+
+class _Matcher:
+    """``ended``: an end-of-sequence token was taken, of which the library is not told."""
+
+    __slots__ = ("ended", "ll")
+
+    def __init__(self, ll: Any, ended: bool = False) -> None:
+        self.ll, self.ended = ll, ended
+
+
+class _Vocabulary:
+    """The tokens as the library wants them."""
+
+    def __init__(self, ctx: GrammarContext) -> None:
+        self.tokens = [*ctx.tokens, *[b""] * (ctx.vocab_size - len(ctx.tokens))]
+        self.eos_token_id, self.bos_token_id = ctx.eos_ids[0], None
+        self.special_token_ids = list(ctx.eos_ids)
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError("no token is forced, so no text has to be cut into tokens")
+
+
+class LLGuidance(Grammar):
+    def __init__(self, options: Any, ctx: GrammarContext) -> None:
+        super().__init__(options, ctx)
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Vocabulary(ctx)), eos_token=list(ctx.eos_ids),
+            slices=llguidance.LLTokenizer.json_slices(),
+        )  # fmt: skip
+        threads = getattr(options, "threads", 0) or ctx.threads
+        self._threads = llguidance.LLExecutor(threads) if threads > 1 else None
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._eos = frozenset(ctx.eos_ids)
+
+    def compile(self, source: GrammarSource) -> Compiled:
+        made = llguidance.LLMatcher(self._tokenizer, HEAD + lark(source), log_level=0, limits=self._limits)
+        if made.is_error():
+            raise ValueError(_first(made.get_error()))
+        return Compiled(made, BYTES + 64 * len(source.text))
+
+    def start(self, compiled: Compiled) -> _Matcher:
+        return _Matcher(compiled.handle.deep_copy())
+
+    def accept(self, matchers: Sequence[_Matcher], tokens: Sequence[Sequence[int]]) -> Sequence[int]:
+        plain = self._threads is not None and all(
+            len(new) == 1 and new[0] not in self._eos and not m.ended for m, new in zip(matchers, tokens, strict=True)
+        )
+        if plain:
+            pairs = [(m.ll, new[0]) for m, new in zip(matchers, tokens, strict=True)]
+            return [int(took) for took in self._threads.consume_token_par(pairs)]  # type: ignore[union-attr]
+        return [self._take(m, new) for m, new in zip(matchers, tokens, strict=True)]
+
+    def _take(self, matcher: _Matcher, tokens: Sequence[int]) -> int:
+        for i, token in enumerate(tokens):
+            if matcher.ended:
+                return i
+            if token in self._eos:
+                matcher.ended = matcher.ll.is_accepting()
+                if not matcher.ended:
+                    return i
+            elif matcher.ll.try_consume_tokens([token]) != 1:
+                return i
+        return len(tokens)
+
+    def fill(self, matchers: Sequence[_Matcher], mask: np.ndarray, rows: Sequence[int]) -> Mapping[int, str]:
+        stride, at = mask.strides[0], mask.ctypes.data
+        if self._threads is not None:
+            pairs = [(m.ll, row) for m, row in zip(matchers, rows, strict=True)]
+            self._threads.unsafe_compute_mask_ptr(pairs, at, stride, len(mask))
+        else:
+            for m, row in zip(matchers, rows, strict=True):
+                m.ll.unsafe_compute_mask_ptr(at + row * stride, stride)
+        failed = {}
+        for i, m in enumerate(matchers):
+            if m.ended:
+                failed[i] = "its text has ended"
+            elif m.ll.is_stopped() and not m.ll.is_accepting():
+                failed[i] = _first(m.ll.get_error()) or NOTHING
+        return failed
+
+    def rollback(self, matcher: _Matcher, count: int) -> None:
+        if matcher.ended and count:
+            matcher.ended, count = False, count - 1
+        if count and not matcher.ll.rollback(count):
+            raise ValueError(_first(matcher.ll.get_error()))
+
+    def clone(self, matcher: _Matcher) -> _Matcher:
+        return _Matcher(matcher.ll.deep_copy(), matcher.ended)
+
+
+def lark(source: GrammarSource) -> str:
+    """What was asked for, as a Lark grammar."""
+    if source.kind == "json":
+        schema = json.loads(source.text)
+        if schema is False:
+            raise ValueError("nothing fits the schema false")
+        schema = {} if schema is True else schema
+        own = {"whitespace_flexible": source.any_whitespace and source.whitespace is None}
+        if source.whitespace is not None:
+            own["whitespace_pattern"] = source.whitespace
+        return "start: %json " + json.dumps({**schema, "x-guidance": own})
+    if source.kind == "regex":
+        inner = json.loads(llguidance.LLMatcher.grammar_from_regex(source.text))
+        return inner["grammars"][0]["lark_grammar"]
+    if source.kind == "choice":
+        return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(source.text))
+    try:
+        return any_to_lark(source.text)
+    except Exception as e:  # its own errors, and RecursionError
+        raise ValueError(f"neither Lark nor GBNF: {type(e).__name__}: {e}"[:MOST]) from None
+
+
+def _first(error: str) -> str:
+    """What went wrong, without what follows it: the parser's state, or the grammar as it was written for it."""
+    if error.startswith("NoExtension"):
+        return NOTHING
+    lines = [line.strip() for line in error.partition("<state>")[0].split("\n")]
+    return " ".join(line for line in lines if line and not QUOTED.match(line))[:MOST]

@@ -1,0 +1,22 @@
+"""What the built-in grammar libraries say about themselves."""
+
+from minivllm.spec import Needs, Spec
+
+HERE = "minivllm.plugins.grammar"
+
+LLGUIDANCE = Spec(
+    impl=f"{HERE}.llguidance_plugin:LLGuidance",
+    api=(1, 0),
+    summary="llguidance: an Earley parser over derivatives of regular expressions; compiles in a millisecond",
+    options=f"{HERE}.options:GrammarOptions",
+    priority=20,
+    needs=(Needs("llguidance", "1.3", "pip install llguidance"),),
+)
+XGRAMMAR = Spec(
+    impl=f"{HERE}.xgrammar_plugin:XGrammar",
+    api=(1, 0),
+    summary="XGrammar: masks that do not depend on the stack are computed when a grammar is compiled",
+    options=f"{HERE}.options:GrammarOptions",
+    priority=10,
+    needs=(Needs("xgrammar", "0.2", 'pip install "minivllm[xgrammar]"'),),
+)

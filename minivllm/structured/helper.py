@@ -1,0 +1,195 @@
+"""The process in which grammars are tried out: ``Helper`` is the engine's side, ``main`` the other.
+
+They talk in lines of JSON.  A grammar is compiled, and a few tokens are drawn with it, before the engine's own process
+looks at it; one that takes too long or too much memory, or that brings the library down, costs the helper its life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from minivllm.core.interfaces.executor import Part
+from minivllm.core.interfaces.grammar import GrammarContext, GrammarSource
+from minivllm.errors import ResourceError
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.grammar import Grammar
+
+START = 60.0  # seconds that a process may take to start: importing a library may take some on a busy machine
+DRAWS = 4  # tokens that are drawn with a new grammar
+
+
+class Helper:
+    """One process, started by need and replaced when it was killed.  One thread at a time."""
+
+    def __init__(self, part: Part, ctx: GrammarContext, seconds: float, megabytes: int) -> None:
+        self.seconds, self.megabytes = seconds, megabytes
+        tokens = [token.decode("latin-1") for token in ctx.tokens]
+        hello = {
+            "part": dataclasses.asdict(part), "tokens": tokens, "vocab_size": ctx.vocab_size,
+            "eos_ids": list(ctx.eos_ids), "seconds": seconds, "megabytes": megabytes,
+        }  # fmt: skip
+        self._hello = json.dumps(hello).encode() + b"\n"
+        self._process: subprocess.Popen | None = None
+        self._ready = False
+
+    def start(self) -> None:
+        """Start a process if there is none; returns at once."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "minivllm.structured.helper"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+        )  # fmt: skip
+        self._ready = False
+        self._rest = b""
+
+    def check(self, source: GrammarSource) -> None:
+        """ValueError if the plug-in refuses it or it does not keep within the limits; ResourceError if no process could
+        be started."""
+        for again in (True, False):
+            self.start()
+            try:
+                self._say_hello()
+                answer = self._ask(json.dumps(dataclasses.asdict(source)).encode() + b"\n", self.seconds)
+                break
+            except TimeoutError:
+                self._kill()
+                raise ValueError(
+                    f"it takes more than {self.seconds:g} s to compile: simplify it, or raise grammar_compile_seconds"
+                ) from None
+            except OSError as e:
+                ready = self._ready
+                self._kill()
+                if ready:
+                    raise ValueError(
+                        f"it takes more than {self.megabytes} MB of memory to compile, or is more than the library can "
+                        "hold: simplify it, or raise grammar_compile_mb"
+                    ) from None
+                if not again:
+                    raise ResourceError(f"the process that tries grammars out does not start: {e}") from e
+        if "error" in answer:
+            raise ValueError(answer["error"])
+
+    def _say_hello(self) -> None:
+        if self._ready:
+            return
+        try:
+            answer = self._ask(self._hello, START)
+        except TimeoutError as e:
+            raise OSError(f"no answer in {START:g} s") from e
+        if "error" in answer:
+            self._kill()
+            raise ResourceError(f"the plug-in cannot be made in a process of its own: {answer['error']}")
+        self._ready = True
+
+    def _ask(self, line: bytes, seconds: float) -> Any:
+        """Send a line and read one.  TimeoutError; OSError if the process has died."""
+        process, end = self._process, time.monotonic() + seconds
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        left = memoryview(line)
+        while left:
+            left = left[process.stdin.write(left) :]
+        while b"\n" not in self._rest:
+            wait = end - time.monotonic()
+            if wait <= 0 or not select.select([process.stdout], [], [], wait)[0]:
+                raise TimeoutError
+            got = process.stdout.read(1 << 16)
+            if not got:
+                raise BrokenPipeError(f"it ended with {process.wait()}")
+            self._rest += got
+        answer, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(answer)
+
+    def _kill(self) -> None:
+        """End the process and start another, which is warm by the time somebody asks again."""
+        self.close()
+        self.start()
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+# ---- the other side --------------------------------------------------------------------------------------------------
+
+
+def main() -> NoReturn:
+    """Answer each line until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's; the end of its pipe ends this process
+    hello = json.loads(sys.stdin.buffer.readline())
+    reply = sys.stdout.buffer
+    try:
+        from minivllm.registry import build_part
+
+        tokens = tuple(token.encode("latin-1") for token in hello["tokens"])
+        ctx = GrammarContext(tokens, hello["vocab_size"], tuple(hello["eos_ids"]))
+        plugin = build_part("grammar", Part(**hello["part"]), ctx)
+        limit_memory(hello["megabytes"])
+        answer: dict[str, Any] = {}
+    except Exception as e:
+        answer = {"error": f"{type(e).__name__}: {e}"}
+    while True:
+        reply.write(json.dumps(answer).encode() + b"\n")
+        reply.flush()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            sys.exit(0)
+        signal.setitimer(signal.ITIMER_REAL, 4 * hello["seconds"])  # it ends itself if nobody is left to do it
+        try:
+            try_out(plugin, GrammarSource(**json.loads(line)))
+            answer = {}
+        except ValueError as e:
+            answer = {"error": str(e)}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def limit_memory(megabytes: int) -> None:
+    """What the process may take beyond what it has."""
+    import resource
+
+    with open("/proc/self/statm") as file:
+        have = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (have + (megabytes << 20), resource.RLIM_INFINITY))
+
+
+def try_out(plugin: Grammar, source: GrammarSource) -> None:
+    """Compile it and draw a few tokens.  ValueError if it is refused, or no text fits it."""
+    matcher = plugin.start(plugin.compile(source))
+    width = plugin.ctx.vocab_size
+    mask = np.empty((1, -(-width // 32)), np.int32)
+    rng = np.random.default_rng(0)
+    for _ in range(DRAWS):
+        failed = plugin.fill([matcher], mask, [0])
+        if failed:
+            raise ValueError(failed[0])
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:width])
+        if not len(allowed):
+            raise ValueError("no text that this model's tokens can spell fits it")
+        token = int(rng.choice(allowed))
+        if token in plugin.ctx.eos_ids:
+            return
+        if plugin.accept([matcher], [[token]])[0] != 1:
+            raise ValueError(f"token {token} is allowed and then refused: a fault of the library")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Compiles what clients ask for: tried out in a helper process first, kept under a byte limit.
+
+    any thread ──compile──► kept? ──no──► helper process: time, memory ──passed──► the plug-in, in this process ──► kept
+                              └──yes──────────────────────────────────────────────────────────────────────────────►
+
+A grammar that is too much for the limits harms the helper only, which is killed and replaced.  What was refused is
+refused again at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
+from minivllm.errors import MinivllmError, RequestError
+from minivllm.registry import build_part
+
+from .helper import Helper
+from .params import NAME
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.executor import Part
+    from minivllm.core.interfaces.grammar import Grammar
+
+    from .params import StructuredOutputsParams
+
+REFUSED = 256  # refusals that are remembered
+
+
+def default_threads() -> int:
+    """Threads for a plug-in: the processor's cores but for two, that the loop and the client have too, at most 16."""
+    return max(1, min(16, len(os.sched_getaffinity(0)) - 2))
+
+
+class Grammars:
+    """One plug-in and what it has compiled.  Thread-safe; compilations run one after another.
+
+    ``context`` is asked for when the first grammar is compiled: a vocabulary takes a while to spell out.
+    """
+
+    def __init__(
+        self, part: Part, context: Callable[[], GrammarContext], seconds: float, megabytes: int, cache_bytes: int
+    ) -> None:
+        self.part, self.cache_bytes, self.bytes = part, cache_bytes, 0
+        self._context = context
+        self._seconds, self._megabytes = seconds, megabytes
+        self._kept: OrderedDict[GrammarSource, Compiled] = OrderedDict()
+        self._refused: OrderedDict[GrammarSource, str] = OrderedDict()
+        self._lock, self._busy = threading.Lock(), threading.Lock()
+        self._closed = False
+
+    @cached_property
+    def context(self) -> GrammarContext:
+        return self._context()
+
+    @cached_property
+    def helper(self) -> Helper:
+        return Helper(self.part, self.context, self._seconds, self._megabytes)
+
+    @cached_property
+    def plugin(self) -> Grammar:
+        return build_part("grammar", self.part, self.context)
+
+    def warm(self) -> None:
+        """Start the helper and make the plug-in, on a thread of its own: the first request need not wait for it."""
+
+        def run() -> None:
+            with self._busy:
+                if not self._closed:
+                    self.helper.start()
+                    _ = self.plugin
+
+        threading.Thread(target=run, name="minivllm-grammars", daemon=True).start()
+
+    def compile(self, params: StructuredOutputsParams) -> Compiled:
+        """RequestError, which names the field, if it is refused."""
+        source = params.source
+        found = self._find(source)
+        if found is None:
+            with self._busy:  # who waited for another with the same source finds it
+                found = self._find(source) or self._make(source)
+        return found
+
+    def _find(self, source: GrammarSource) -> Compiled | None:
+        with self._lock:
+            if (why := self._refused.get(source)) is not None:
+                raise RequestError(why, NAME)
+            if (found := self._kept.get(source)) is not None:
+                self._kept.move_to_end(source)
+            return found
+
+    def _make(self, source: GrammarSource) -> Compiled:
+        try:
+            self.helper.start()  # while it starts, the plug-in is made here
+            plugin = self.plugin
+            self.helper.check(source)
+            made = plugin.compile(source)
+        except ValueError as e:
+            why = f"{NAME}.{source.kind}: {e}"
+            with self._lock:
+                self._refused[source] = why
+                while len(self._refused) > REFUSED:
+                    self._refused.popitem(last=False)
+            raise RequestError(why, NAME) from None
+        except MinivllmError as e:
+            raise RequestError(f"{NAME}: {e}", NAME) from e
+        except Exception as e:
+            raise RequestError(f"{NAME}: {self.part.name} failed: {type(e).__name__}: {e}", NAME) from e
+        self._keep(source, made)
+        return made
+
+    def _keep(self, source: GrammarSource, made: Compiled) -> None:
+        """The least recently used make room; sequences that run keep theirs."""
+        with self._lock:
+            self._kept[source] = made
+            self.bytes += made.nbytes
+            while self.bytes > self.cache_bytes and self._kept:
+                self.bytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def close(self) -> None:
+        """End the helper; idempotent."""
+        self._closed = True
+        if "helper" in self.__dict__:
+            self.helper.close()
+
+
+class NoGrammars:
+    """There is no plug-in, or no vocabulary: each request is refused with the reason."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def compile(self, params: StructuredOutputsParams) -> Compiled:
+        raise RequestError(f"{NAME}: {self.why}", NAME)
+
+    def warm(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
