@@ -49,6 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     sampling = argparse.ArgumentParser(add_help=False)
     for name, kind, text in SAMPLING:
         sampling.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, default=None, help=text)
+    sampling.add_argument("--json-schema", metavar="FILE", default=None, help="answer with JSON that fits the schema")
+    sampling.add_argument("--regex", default=None, help="answer with a text that fits the regular expression")
     sampling.add_argument("--stop", action="append", default=None, metavar="TEXT", help="stop before this text")
 
     parser = Parser(prog="minivllm", description="An LLM inference engine made of plug-ins.", parents=[common])

@@ -51,8 +51,24 @@ def with_flags(args: argparse.Namespace, loaded: Loaded) -> Loaded:
     """Sampling flags over the ``[sampling]`` table."""
     names = [*(name for name, _, _ in SAMPLING), "stop"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.json_schema is not None or args.regex is not None:
+        given["structured_outputs"] = structured(args)
     origins = {f"sampling.{name}": f"--{name.replace('_', '-')}" for name in given}
     return replace(loaded, sampling={**loaded.sampling, **given}, origins={**loaded.origins, **origins})
+
+
+def structured(args: argparse.Namespace) -> dict[str, str]:
+    """What ``--json-schema`` or ``--regex`` asks for."""
+    if args.regex is not None:
+        if args.json_schema is not None:
+            raise ConfigError("--regex and --json-schema: want one of them")
+        return {"regex": args.regex}
+    try:
+        return {"json": Path(args.json_schema).read_text(encoding="utf-8")}
+    except OSError as exc:
+        raise ConfigError(f"--json-schema: {args.json_schema}: {exc.strerror}") from None
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"--json-schema: {args.json_schema}: not UTF-8 (byte {exc.start})") from None
 
 
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:

@@ -74,7 +74,15 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
         ),
         Kind("evictor", _SEAMS + "evictor:Evictor", traits={"order": "the reference order it keeps: lru, fifo or lfu"}),
         Kind("executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size")),
-        Kind("grammar", _SEAMS + "grammar:Grammar"),
+        Kind(
+            "grammar", _SEAMS + "grammar:Grammar",
+            features={
+                "json": "compiles JSON schemas",
+                "regex": "compiles regular expressions, with ASCII classes",
+                "choice": "compiles lists of texts",
+                "grammar": "compiles grammars in Lark's notation and in GBNF",
+            },
+        ),
         Kind("hooks", "minivllm.hooks:Hooks"),
         Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
         Kind(

@@ -128,7 +128,7 @@ def test_a_seam_that_is_reserved_or_unknown_is_refused():
     with pytest.raises(PluginError) as info:
         catalog["atention"]
     assert str(info.value) == (
-        "No seam is called 'atention'. Did you mean 'attention'? There are: attention, evictor, executor, hooks, "
+        "No seam is called 'atention'. Did you mean 'attention'? There are: attention, evictor, executor, grammar, hooks, "
         "kvformat, model, processor, quantizer, sampler, scheduler, strategy."
     )
     assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "drafter" not in catalog

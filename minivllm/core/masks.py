@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 class Masks:
     """``grammars.plugin`` made the matchers' grammars; ``finish(seq, reason, error=...)`` is the engine's."""
 
-    def __init__(
-        self, slots: Slots, vocab: int, grammars: Any, finish: Callable[..., None], seams: SeamTimes
-    ) -> None:
+    def __init__(self, slots: Slots, vocab: int, grammars: Any, finish: Callable[..., None], seams: SeamTimes) -> None:
         self.slots, self.vocab, self.grammars, self.finish, self.seams = slots, vocab, grammars, finish, seams
         self._held = np.empty((0, -(-vocab // 32)), np.int32)  # the last step's, which has been drawn meanwhile
 

@@ -103,7 +103,9 @@ class StructuredOutputsParams:
         self._measure(form, text)
         if form == "regex":
             depth = group_depth(text)
-            _check(depth <= MOST_DEPTH, form, f"groups within {depth} others", f"at most {MOST_DEPTH} within each other")
+            _check(
+                depth <= MOST_DEPTH, form, f"groups within {depth} others", f"at most {MOST_DEPTH} within each other"
+            )
         return GrammarSource(form, text)
 
     def _measure(self, form: str, text: str) -> None:
@@ -126,7 +128,9 @@ class StructuredOutputsParams:
                 raise RequestError(f"{NAME}.json is no JSON: {e}", NAME) from None
         _check(isinstance(value, (Mapping, bool)), "json", value, "a schema: an object, true or false")
         deep = value_depth(value)
-        _check(deep <= MOST_DEPTH, "json", "a schema that is deeper, or contains itself", f"at most {MOST_DEPTH} levels")
+        _check(
+            deep <= MOST_DEPTH, "json", "a schema that is deeper, or contains itself", f"at most {MOST_DEPTH} levels"
+        )
         try:
             return jsonlib.loads(jsonlib.dumps(value, default=dict, allow_nan=False))
         except (TypeError, ValueError) as e:
@@ -195,7 +199,9 @@ def closed(schema: Any) -> Any:
     while left:
         part = left.pop()
         if isinstance(part, dict):
-            if isinstance(part.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & set(part):
+            if isinstance(part.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & set(
+                part
+            ):
                 part["additionalProperties"] = False
             left += part.values()
         elif isinstance(part, list):

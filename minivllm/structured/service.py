@@ -95,6 +95,10 @@ class Grammars:
             return found
 
     def _make(self, source: GrammarSource) -> Compiled:
+        features = self.part.features
+        if features and source.kind not in features:
+            takes = ", ".join(features)
+            raise RequestError(f"{NAME}.{source.kind}: {self.part.name} takes only {takes}; choose another", NAME)
         try:
             self.helper.start()  # while it starts, the plug-in is made here
             plugin = self.plugin

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .attention import AttentionConformance
     from .evictor import EvictorConformance
     from .executor import ExecutorConformance
+    from .grammar import GrammarConformance
     from .hooks import HooksConformance
     from .kvformat import KVFormatConformance
     from .model import ModelConformance
@@ -32,6 +33,7 @@ SUITES = {  # seam -> (module here, class)
     "attention": ("attention", "AttentionConformance"),
     "evictor": ("evictor", "EvictorConformance"),
     "executor": ("executor", "ExecutorConformance"),
+    "grammar": ("grammar", "GrammarConformance"),
     "hooks": ("hooks", "HooksConformance"),
     "kvformat": ("kvformat", "KVFormatConformance"),
     "model": ("model", "ModelConformance"),
@@ -44,7 +46,7 @@ SUITES = {  # seam -> (module here, class)
 _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "session", "run": "session"}
 
 __all__ = [
-    "SUITES", "AttentionConformance", "EvictorConformance", "ExecutorConformance", "HooksConformance",
+    "SUITES", "AttentionConformance", "EvictorConformance", "ExecutorConformance", "GrammarConformance", "HooksConformance",
     "KVFormatConformance", "ModelConformance", "Outcome", "ProcessorConformance", "QuantizerConformance",
     "SamplerConformance", "SchedulerConformance", "StrategyConformance", "run",
 ]  # fmt: skip

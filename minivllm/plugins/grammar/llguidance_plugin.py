@@ -19,6 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
 
 HEAD = '%llguidance {"no_forcing": true}\n'
+MOST_WHITESPACE = 40  # between two tokens of JSON: who may write more of it can write it for ever
 MOST = 300  # characters of a message
 NOTHING = "no text that fits begins like this"
 QUOTED = re.compile(r"\d+ \|")
@@ -121,13 +122,13 @@ def lark(source: GrammarSource) -> str:
         if schema is False:
             raise ValueError("nothing fits the schema false")
         schema = {} if schema is True else schema
-        own = {"whitespace_flexible": source.any_whitespace and source.whitespace is None}
-        if source.whitespace is not None:
-            own["whitespace_pattern"] = source.whitespace
+        pattern = source.whitespace
+        if pattern is None and source.any_whitespace:
+            pattern = rf"[\x20\n\r\t]{{1,{MOST_WHITESPACE}}}"
+        own = {"whitespace_flexible": False} if pattern is None else {"whitespace_pattern": pattern}
         return "start: %json " + json.dumps({**schema, "x-guidance": own})
     if source.kind == "regex":
-        inner = json.loads(llguidance.LLMatcher.grammar_from_regex(source.text))
-        return inner["grammars"][0]["lark_grammar"]
+        return f"start: /{llguidance.regex_to_lark(source.text, 'dws')}/"
     if source.kind == "choice":
         return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(source.text))
     try:

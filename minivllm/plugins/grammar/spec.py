@@ -3,6 +3,7 @@
 from minivllm.spec import Needs, Spec
 
 HERE = "minivllm.plugins.grammar"
+FORMS = frozenset({"json", "regex", "choice", "grammar"})
 
 LLGUIDANCE = Spec(
     impl=f"{HERE}.llguidance_plugin:LLGuidance",
@@ -10,6 +11,7 @@ LLGUIDANCE = Spec(
     summary="llguidance: an Earley parser over derivatives of regular expressions; compiles in a millisecond",
     options=f"{HERE}.options:GrammarOptions",
     priority=20,
+    features=FORMS,
     needs=(Needs("llguidance", "1.3", "pip install llguidance"),),
 )
 XGRAMMAR = Spec(
@@ -18,5 +20,6 @@ XGRAMMAR = Spec(
     summary="XGrammar: masks that do not depend on the stack are computed when a grammar is compiled",
     options=f"{HERE}.options:GrammarOptions",
     priority=10,
+    features=FORMS,
     needs=(Needs("xgrammar", "0.2", 'pip install "minivllm[xgrammar]"'),),
 )

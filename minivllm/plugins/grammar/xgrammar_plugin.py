@@ -1,0 +1,115 @@
+"""XGrammar (https://github.com/mlc-ai/xgrammar): pushdown automata, most of whose masks are computed beforehand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
+
+from .xgrammar_schema import unheld
+
+MOST_WHITESPACE = 40  # between two tokens of JSON: who may write more of it can write it for ever
+# What the library lets into strings and should not: control characters (where a length is bounded), and the UTF-8 of
+# surrogates, which is ED followed by A0 to BF.
+CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+HALF = re.compile(rb"[\xa0-\xbf]")
+
+
+class _Matcher:
+    """``taken``: its tokens, of which the last may end in the middle of a character."""
+
+    __slots__ = ("json", "taken", "xg")
+
+    def __init__(self, xg: Any, json: bool, taken: list[int]) -> None:
+        self.xg, self.json, self.taken = xg, json, taken
+
+
+class XGrammar(Grammar):
+    def __init__(self, options: Any, ctx: GrammarContext) -> None:
+        super().__init__(options, ctx)
+        vocabulary = xgrammar.TokenizerInfo(
+            list(ctx.tokens), vocab_size=ctx.vocab_size, stop_token_ids=list(ctx.eos_ids)
+        )
+        threads = getattr(options, "threads", 0) or ctx.threads
+        self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=threads, cache_enabled=False)
+        self._batch = xgrammar.BatchGrammarMatcher(threads)
+        self._anywhere = self._without(SURROGATE.search)
+        self._in_json = self._anywhere & self._without(CONTROL.search)
+        self._after_ed = self._without(HALF.match)
+
+    def _without(self, found: Callable[[bytes], Any]) -> np.ndarray:
+        """A mask of the tokens in which a pattern is not found."""
+        bits = np.ones(-(-self.ctx.vocab_size // 32) * 32, bool)
+        bits[: len(self.ctx.tokens)] = [found(token) is None for token in self.ctx.tokens]
+        return np.packbits(bits, bitorder="little").view("<i4")
+
+    def compile(self, source: GrammarSource) -> Compiled:
+        try:
+            made = self._compile(source)
+        except ValueError:
+            raise
+        except RuntimeError as e:  # the library's own errors
+            raise ValueError(" ".join(str(e).split())[:300]) from None
+        return Compiled((made, source.kind == "json"), made.memory_size_bytes)
+
+    def _compile(self, source: GrammarSource) -> Any:
+        text, c = source.text, self._compiler
+        if source.kind == "json":
+            if source.whitespace is not None:
+                raise ValueError("whitespace_pattern: xgrammar has none; leave it out, or choose grammar=llguidance")
+            schema = json.loads(text)
+            if schema is False:
+                raise ValueError("nothing fits the schema false")
+            if missing := list(dict.fromkeys(unheld(schema))):
+                raise ValueError(f"xgrammar does not hold answers to {', '.join(missing)}; choose grammar=llguidance")
+            return c.compile_json_schema(
+                json.dumps({} if schema is True else schema), any_whitespace=source.any_whitespace, strict_mode=False,
+                separators=None if source.any_whitespace else (",", ":"),
+                max_whitespace_cnt=MOST_WHITESPACE if source.any_whitespace else None,
+            )  # fmt: skip
+        if source.kind == "regex":
+            return c.compile_regex(text)
+        if source.kind == "choice":
+            options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(text))
+            return c.compile_grammar(f"root ::= {options}\n")
+        return c.compile_grammar(text) if "::=" in text else c.compile_lark(text)
+
+    def start(self, compiled: Compiled) -> _Matcher:
+        made, is_json = compiled.handle
+        return _Matcher(xgrammar.GrammarMatcher(made), is_json, [])
+
+    def accept(self, matchers: Sequence[Any], tokens: Sequence[Sequence[int]]) -> Sequence[int]:
+        return [self._take(m, new) for m, new in zip(matchers, tokens, strict=True)]
+
+    def _take(self, matcher: _Matcher, tokens: Sequence[int]) -> int:
+        for i, token in enumerate(tokens):
+            if not matcher.xg.accept_token(int(token)):
+                return i
+            matcher.taken.append(token)
+        return len(tokens)
+
+    def fill(self, matchers: Sequence[Any], mask: np.ndarray, rows: Sequence[int]) -> Mapping[int, str]:
+        failed = {i: "its text has ended" for i, m in enumerate(matchers) if m.xg.is_terminated()}
+        left = [(m, row) for i, (m, row) in enumerate(zip(matchers, rows, strict=True)) if i not in failed]
+        if left:
+            self._batch.batch_fill_next_token_bitmask([m.xg for m, _ in left], mask, [row for _, row in left])
+        for m, row in left:
+            mask[row] &= self._in_json if m.json else self._anywhere
+            if m.taken and self.ctx.tokens[m.taken[-1]].endswith(b"\xed"):
+                mask[row] &= self._after_ed
+        return failed
+
+    def rollback(self, matcher: _Matcher, count: int) -> None:
+        if count:
+            matcher.xg.rollback(count)
+            del matcher.taken[-count:]
+
+    def clone(self, matcher: _Matcher) -> _Matcher:
+        return _Matcher(matcher.xg.fork(), matcher.json, list(matcher.taken))

@@ -1,0 +1,10 @@
+"""What the grammar says about itself."""
+
+from minivllm.spec import Spec
+
+MY_PLUGIN = Spec(
+    impl="my_plugin.plugin:MyPlugin",
+    api=(1, 0),
+    summary="one of several texts, by walking through them",
+    features=frozenset({"choice"}),
+)
