@@ -128,8 +128,8 @@ def test_a_seam_that_is_reserved_or_unknown_is_refused():
     with pytest.raises(PluginError) as info:
         catalog["atention"]
     assert str(info.value) == (
-        "No seam is called 'atention'. Did you mean 'attention'? There are: attention, evictor, executor, grammar, hooks, "
-        "kvformat, model, processor, quantizer, sampler, scheduler, strategy."
+        "No seam is called 'atention'. Did you mean 'attention'? There are: attention, evictor, executor, grammar, "
+        "hooks, kvformat, model, processor, quantizer, sampler, scheduler, strategy."
     )
     assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "drafter" not in catalog
     assert check_seam("kv_format") == "kvformat" and check_seam("processors") == "processor"

@@ -46,8 +46,8 @@ SUITES = {  # seam -> (module here, class)
 _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "session", "run": "session"}
 
 __all__ = [
-    "SUITES", "AttentionConformance", "EvictorConformance", "ExecutorConformance", "GrammarConformance", "HooksConformance",
-    "KVFormatConformance", "ModelConformance", "Outcome", "ProcessorConformance", "QuantizerConformance",
+    "SUITES", "AttentionConformance", "EvictorConformance", "ExecutorConformance", "GrammarConformance",
+    "HooksConformance",     "KVFormatConformance", "ModelConformance", "Outcome", "ProcessorConformance", "QuantizerConformance",
     "SamplerConformance", "SchedulerConformance", "StrategyConformance", "run",
 ]  # fmt: skip
 

@@ -83,8 +83,8 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class LateInputs:
-    """Masks for the late rows of a step: bit t % 32 of ``mask[j, t // 32]`` allows token t in ``StepPlan.late[j]``.  The
-    array stays as it is until the step's result has been collected."""
+    """Masks for the late rows of a step: bit t % 32 of ``mask[j, t // 32]`` allows token t in row ``StepPlan.late[j]``.
+    The array stays as it is until the step's result has been collected."""
 
     mask: np.ndarray  # i32 [len(late), ceil(V / 32)]
 
