@@ -47,8 +47,8 @@ _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "se
 
 __all__ = [
     "SUITES", "AttentionConformance", "EvictorConformance", "ExecutorConformance", "GrammarConformance",
-    "HooksConformance",     "KVFormatConformance", "ModelConformance", "Outcome", "ProcessorConformance", "QuantizerConformance",
-    "SamplerConformance", "SchedulerConformance", "StrategyConformance", "run",
+    "HooksConformance", "KVFormatConformance", "ModelConformance", "Outcome", "ProcessorConformance",
+    "QuantizerConformance", "SamplerConformance", "SchedulerConformance", "StrategyConformance", "run",
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The grammar seam: what an answer may look like (a JSON schema, a regular expression, a grammar), as masks of tokens.
 
 A grammar is compiled once, by any thread, and gives one matcher for each sequence.  Before a row draws, the engine
-tells its matcher the tokens that were drawn since, and asks for the tokens that may come next; both for all such rows of a
+tells its matcher the tokens that were drawn since, and asks for those that may come next; both for all such rows of a
 step in one call, so that a library can spread them over its threads.  That happens on the host while the layers run.
 """
 
