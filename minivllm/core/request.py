@@ -192,7 +192,8 @@ class SamplingParams:
         _check(all(map(callable, own or ())), "logits_processors", own, "a list of callables")
         self.logits_processors = tuple(own) if own else None
         for name in ("choose_fn", "logits_processors"):
-            beside = ("logprobs", "allowed_tokens_fn", "structured_outputs", *(("choose_fn",) if name != "choose_fn" else ()))
+            masks = ("logprobs", "allowed_tokens_fn", "structured_outputs")
+            beside = (*masks, *(("choose_fn",) if name != "choose_fn" else ()))
             there = [other for other in beside if getattr(self, other) is not None]
             want = f"no {', '.join(there)} beside it: the token is drawn on the host, where that has no say"
             _check(getattr(self, name) is None or not there, name, "given", want)
