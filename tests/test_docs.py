@@ -142,6 +142,11 @@ def test_the_page_about_configuration_is_true(here, capsys):
     assert run_document(DOCS / "configuration.md", capsys) >= 12
 
 
+def test_the_page_about_structured_output_is_true(here, capsys):
+    pytest.importorskip("llguidance")
+    assert run_document(DOCS / "structured.md", capsys) == 2
+
+
 def test_the_page_about_the_cache_is_true(here, capsys):
     assert run_document(DOCS / "caching.md", capsys) == 1
 
