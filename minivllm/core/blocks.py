@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .interfaces.evictor import Evictor
     from .timing import SeamTimes
 
-MAX_ROOTS = 65536  # salts that are remembered
+MAX_ROOTS = 65536  # salts beyond which those are forgotten that no cached block has
 SIBLINGS = 32  # blocks with one parent that ``partial`` looks at, the youngest first
 NO_BLOCKS = np.empty(0, np.int32)
 Salt = tuple[str, str]  # (tenant, cache_salt): only prefixes with the same are shared
@@ -73,7 +73,8 @@ class BlockPool:
         self._free = np.arange(total - 1, 0, -1, dtype=np.int32)  # a stack; [0, free) are free
         self.free = total - 1
         self.held = self.idle = 0
-        self.roots: dict[Salt, tuple[int, int]] = {}
+        self.roots: dict[Salt, tuple[int, int]] = {}  # all on which a cached block hangs are here
+        self.most_roots = MAX_ROOTS
         self.next_root = -1
         self.new: list[tuple[int, int, int, float, int]] = []  # published, not told yet: the columns of ``add``
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
@@ -86,19 +87,21 @@ class BlockPool:
 
     def root(self, salt: Salt) -> tuple[int, int]:
         """(parent number, parent key) of first blocks under a salt; chains of different salts never meet."""
-        found = self.roots.pop(salt, None)
+        found = self.roots.get(salt)
         if found is None:
-            self.next_root -= 1  # never used twice: what hung on a forgotten root is never found again
-            found = (self.next_root, chain_key(0, repr(salt).encode()))
-            if len(self.roots) >= MAX_ROOTS:
-                del self.roots[next(iter(self.roots))]
-        self.roots[salt] = found  # last in the dict: the salt that was used longest ago comes first
+            if len(self.roots) >= self.most_roots:
+                self.roots = {s: r for s, r in self.roots.items() if r[0] in self.youngest}
+                self.most_roots = max(MAX_ROOTS, 2 * len(self.roots))
+            self.next_root -= 1  # never used twice
+            found = self.roots[salt] = (self.next_root, chain_key(0, repr(salt).encode()))
         return found
 
     def _tell(self, what: str, *args: Any) -> Any:
         """Call the evictor.  One that raises leaves the pool in doubt, so the engine has to end."""
         try:
             found = self.seams.run("evictor", getattr(self.evictor, what), *args)
+            if what == "victims":
+                found = np.asarray(found, np.uint64).ravel()
         except Exception as e:
             name = type(self.evictor).__name__
             raise EngineDeadError(f"evictor {name} failed in {what}: {type(e).__name__}: {e}") from e

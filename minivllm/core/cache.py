@@ -283,13 +283,17 @@ class KVCache:
             pool.announce()
 
     def _publish_index(self, slot: int, i: int, salt: Salt, key: int, row: np.ndarray) -> bool:
-        """Publish a row's blocks at one index of its tables; False if the block before it is not published."""
+        """Publish a row's blocks at one index of its tables; False if the leading group's block, or the one before it,
+        stays private: nothing can hang on it then, in no group."""
         lead = self.pools[0]
         parent = int(self.slots.table[0, slot, i - 1]) if i else lead.root(salt)[0]
         if parent >= 0 and not lead.published(parent):
             return False
         self._publish_one(0, slot, i, parent, key, row)
-        code = lead.follower_of(int(self.slots.table[0, slot, i]))
+        block = int(self.slots.table[0, slot, i])
+        if not lead.published(block):
+            return False
+        code = lead.follower_of(block)
         for g in range(1, len(self.pools)):
             if self.slots.table[g, slot, i]:
                 self._publish_one(g, slot, i, code, key, row)

@@ -389,8 +389,12 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no running sequence uses."""
-        for pool in self.cache.pools[::-1]:
-            pool.reset()
+        try:
+            for pool in self.cache.pools[::-1]:
+                pool.reset()
+        except EngineDeadError as e:  # the evictor failed: blocks are in doubt
+            self._die(str(e))
+            raise
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
         """A rare verb of the executor."""

@@ -110,6 +110,7 @@ class Planner:
     def next(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run (all rows wait for results, or there is nothing to do)."""
         s = self.slots
+        self._forks = [fork for fork in self._forks if s.seq[fork[1]] is fork[2]]  # the others left before any plan
         if not self._forks:  # a fork that the device has not heard of still reads its parent's row
             s.free.extend(s.cooling)
             s.cooling.clear()
