@@ -9,6 +9,8 @@ import torch
 from minivllm import LLM, RequestError, SamplingParams
 from minivllm.testing.tiny import tiny_dir
 
+torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+
 SMALL = dict(
     skip_tokenizer_init=True, dtype="float32", num_kvcache_blocks=40, max_num_seqs=8, max_num_batched_tokens=64
 )

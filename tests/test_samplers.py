@@ -17,6 +17,8 @@ from minivllm.testing.sampler import SamplerConformance
 from minivllm.testing.sampling_rows import Seq, Stage
 from minivllm.testing.tiny import tiny_dir
 
+torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+
 CTX = SamplingContext(67, 24, ())
 SMALL = dict(skip_tokenizer_init=True, dtype="float32", max_num_seqs=8, max_num_batched_tokens=64)
 

@@ -86,8 +86,10 @@ class Publisher:
         flags = int(result.flags[j])
         if flags & (FAILED | NAN):
             error = next((e for e in result.errors if j in e.rows), None)
-            message = "the model gave NaN or no finite logit" if error is None else f"{error.plugin}: {error.message}"
-            if error is None and seq.masked:
+            message = "nothing can be drawn: the model gave NaN, or processors left no token"
+            if error is not None:
+                message = f"{error.plugin}: {error.message}"
+            elif seq.masked:
                 message += ", or its mask and its processors allow no token in common"
             self.finish(seq, "error", error=message)
             return

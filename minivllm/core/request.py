@@ -116,7 +116,7 @@ class SamplingParams:
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:
-                raise RequestError(f"unknown sampling parameter {name!r}.{suggest(name, known)}", name)
+                raise RequestError(f"unknown sampling parameter {shown(name)}.{suggest(name, known)}", name)
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -136,10 +136,8 @@ class SamplingParams:
         _check(_whole(ngram) and ngram >= 0, "no_repeat_ngram_size", ngram, "0 (off) or a positive whole number")
         if self.seed is not None:
             _check(_whole(self.seed) and -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit whole number")
-        if self.max_tokens is not None:
-            _check(
-                _whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "a whole number >= 1"
-            )
+        most = self.max_tokens
+        _check(most is None or (_whole(most) and 1 <= most < 2**31), "max_tokens", most, "a whole number >= 1")
         _check(_whole(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "a whole number >= 0")
         if self.max_tokens is not None:
             _check(

@@ -112,10 +112,12 @@ class FrameClient:
 
     async def stream(self, prompt_ids: Any, params: SamplingParams, request_id: str, *, pieces: bool = True) -> Stream:
         self._check_open()
+        from minivllm.frontend import with_token_ids
+
         ids = _prompt(prompt_ids)
         if request_id in self._ids:
             raise RequestError(f"request id {request_id!r} is in use; want a new one", "request_id")
-        wire = params_to_json(params)
+        wire = params_to_json(with_token_ids(params, self.tokenizer))
         number = next(self._numbers)
         stream = Stream(number, request_id, len(ids), params, self.tokenizer, self._drop, self._cut)
         accepted = asyncio.get_running_loop().create_future()
@@ -339,7 +341,7 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 
     found = plain_params(params)
     for name, value in found.items():
-        if isinstance(value, Mapping) and "function" in value and callable(getattr(params, name)):
+        if isinstance(value, Mapping) and "function" in value and not isinstance(getattr(params, name), Mapping):
             raise RequestError(f"{name}: a Python function cannot be sent to an engine in another process", name)
     if "logit_bias" in found:
         found["logit_bias"] = {int(token): by for token, by in found["logit_bias"].items()}

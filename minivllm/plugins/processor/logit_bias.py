@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from minivllm.core.request import SamplingParams
@@ -32,14 +31,14 @@ class LogitBias(Processor):
         wanted = params.logit_bias
         if wanted is None:
             return None
-        _check(isinstance(wanted, Mapping), f"logit_bias={wanted!r}: want a mapping from token id to bias")
+        _check(isinstance(wanted, Mapping), f"logit_bias={shown(wanted)}: want a mapping from token id to bias")
         _check(len(wanted) <= MAX_ENTRIES, f"logit_bias has {len(wanted)} entries: want at most {MAX_ENTRIES}")
         ids, bias = np.full(MAX_ENTRIES, -1, np.int32), np.zeros(MAX_ENTRIES, np.float32)
         for i, (key, value) in enumerate(wanted.items()):
             ids[i] = self._token(key)
             number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-            ok = number and math.isfinite(value) and abs(value) <= LIMIT
-            _check(ok, f"logit_bias[{key!r}]={value!r}: want a number from -100 to 100")
+            ok = number and -LIMIT <= value <= LIMIT  # NaN is not
+            _check(ok, f"logit_bias[{shown(key)}]={shown(value)}: want a number from -100 to 100")
             bias[i] = value
         _check(len(set(ids[: len(wanted)].tolist())) == len(wanted), "logit_bias names a token id twice")
         return Row({"ids": ids, "bias": bias}) if bias.any() else None
@@ -50,7 +49,8 @@ class LogitBias(Processor):
         whole = isinstance(key, (int, np.integer)) and not isinstance(key, bool)
         size = self.ctx.vocab_size
         _check(
-            whole and 0 <= key < size, f"logit_bias: token id {key!r} is not in the vocabulary: want 0 to {size - 1}"
+            whole and 0 <= key < size,
+            f"logit_bias: token id {shown(key)} is not in the vocabulary: want 0 to {size - 1}",
         )
         return int(key)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from minivllm.core.request import SamplingParams
@@ -29,7 +29,7 @@ class NoRepeatNgram(Processor):
     def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
         n = params.no_repeat_ngram_size
         if n > MOST:
-            raise RequestError(f"no_repeat_ngram_size={n}: want 0 (off) to {MOST}", "no_repeat_ngram_size")
+            raise RequestError(f"no_repeat_ngram_size={shown(n)}: want 0 (off) to {MOST}", "no_repeat_ngram_size")
         return Row({"size": n}, 1 << (n - 1).bit_length()) if n else None
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
