@@ -45,8 +45,10 @@ OTHERS = {
     "logits_processors": (5, [5], [None], "x", MANY),
     "allowed_tokens_fn": (5, "x"), "choose_fn": (5, "x"),
     "extra": (5, [1]),
-    "tenant": (5, "x" * 257), "cache_salt": ("", 5, "x" * 10_000_000), "ttft_ms": (0, -1, NAN, HUGE), "tpot_ms": (0, INF),
-    "detokenize": (1, "yes", None), "ignore_eos": (1,), "include_stop_str_in_output": ("",), "skip_special_tokens": (0,),
+    "tenant": (5, "x" * 257), "cache_salt": ("", 5, "x" * 10_000_000), "ttft_ms": (0, -1, NAN, HUGE), "tpot_ms": (0,
+    INF),
+    "detokenize": (1, "yes", None), "ignore_eos": (1,), "include_stop_str_in_output": ("",),
+    "skip_special_tokens": (0,),
     "no_such_parameter": (1,), "x" * 1_000_000: (1,),
 }  # fmt: skip
 
@@ -110,7 +112,8 @@ def test_every_bad_value_is_refused_by_name_and_disturbs_nobody(llm):
         (dict(n=4, max_tokens=2000), "max_tokens"), (dict(n=9), "n"),
         (dict(min_tokens=9, max_tokens=5), "min_tokens"), (dict(stop="x", detokenize=False), "stop"),
         (dict(stop="x"), "stop"), (dict(bad_words=["x"]), "bad_words"), (dict(typical_p=0.5), "typical_p"),
-        (dict(mirostat_tau=2.0), "mirostat_tau"), (dict(temperature=0, temperature_schedule=LINEAR), "temperature_schedule"),
+        (dict(mirostat_tau=2.0), "mirostat_tau"), (dict(temperature=0, temperature_schedule=LINEAR),
+        "temperature_schedule"),
         (dict(choose_fn=lambda x, ids: 1, logprobs=1), "choose_fn"),
     ],
 )  # fmt: skip
@@ -122,10 +125,12 @@ def test_what_does_not_go_together_is_refused_by_name(llm, asked, param):
 
 
 def test_ids_are_those_of_the_model_and_not_of_the_tokenizer(llm):
-    """The last id of the logits is in the vocabulary, whether a tokenizer has a token for it or not; the next is not."""
+    """The last id of the logits is in the vocabulary,
+    whether a tokenizer has a token for it or not; the next is not."""
     last = VOCAB - 1
     for asked in (
-        dict(allowed_token_ids=[last]), dict(bad_words=[[last]]), dict(logit_bias={last: 100}), dict(stop_token_ids=[last]),
+        dict(allowed_token_ids=[last]), dict(bad_words=[[last]]), dict(logit_bias={last: 100}),
+        dict(stop_token_ids=[last]),
     ):  # fmt: skip
         out = llm.generate([last, 1], SamplingParams(temperature=0, max_tokens=2, **asked), use_tqdm=False)[0]
         assert out.error is None
@@ -137,8 +142,9 @@ def test_large_values_that_can_be_served_are_answered(llm):
     """As many as the limits allow, numpy numbers, ranges."""
     start = time.perf_counter()
     for asked in (
-        dict(allowed_token_ids=range(VOCAB)), dict(allowed_token_ids=np.arange(VOCAB)), dict(bad_words=[[1] * 16] * 256),
-        dict(logit_bias={i: 1.0 for i in range(VOCAB)}), dict(top_k=10**18), dict(top_p=np.float32(0.5)),
+        dict(allowed_token_ids=range(VOCAB)), dict(allowed_token_ids=np.arange(VOCAB)),
+        dict(bad_words=[[1] * 16] * 256),
+        dict(logit_bias=dict.fromkeys(range(VOCAB), 1.0)), dict(top_k=10**18), dict(top_p=np.float32(0.5)),
         dict(temperature=np.float64(2)), dict(seed=np.int64(-(2**63))), dict(top_p=1e-300), dict(temperature=1e-300),
         dict(no_repeat_ngram_size=64), dict(stop_token_ids=np.arange(20)), dict(repetition_penalty=1e6),
     ):  # fmt: skip

@@ -1,0 +1,141 @@
+"""Where an answer ends and why, over the whole engine: against vLLM's rules written out, on text that the model in the
+package writes without any stop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm import LLM, SamplingParams
+
+torch.set_num_threads(1)
+PROMPT, LONG = "Once upon a time", 48
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("pocket", dtype="float32", max_num_seqs=64, num_kvcache_blocks=400, max_model_len=256) as made:
+        yield made
+
+
+def rule(ids, asked, tokenizer):
+    """(token ids, text, finish reason, stop reason) of an answer that would be ``ids`` if nothing ended it.
+
+    After each token: a stop id ends it unless fewer than min_tokens came before; else a stop string that is complete
+    in the text of more than min_tokens tokens, the one complete first, of two the longer; else max_tokens.  A stop id
+    that is met is in the ids and not in the text; a stop string is cut off, unless it is to be included.
+    """
+    least, include = asked.get("min_tokens", 0), asked.get("include_stop_str_in_output", False)
+    eos = () if asked.get("ignore_eos") else tokenizer.eos_ids
+    stops = [asked["stop"]] if isinstance(asked.get("stop"), str) else asked.get("stop", ())
+    text = ""
+    for k, token in enumerate(ids, 1):
+        ended = k > least and token in (*eos, *asked.get("stop_token_ids", ()))
+        before, text = text, tokenizer.decode(ids[: k - (ended and not include)])
+        for end in range(len(before) + 1, len(text) + 1) if k > least else ():
+            found = [s for s in stops if text[:end].endswith(s)]
+            if found:
+                stop = max(found, key=len)
+                return ids[:k], text[: end if include else end - len(stop)], "stop", stop
+        if ended:
+            return ids[:k], text, "stop", None if token in eos else token
+        if k == asked["max_tokens"]:
+            return ids[:k], text, "length", None
+    raise AssertionError("the text is too short for the test")
+
+
+def told(output):
+    return output.token_ids, output.text, output.finish_reason, output.stop_reason
+
+
+def cases(ids, tokenizer):
+    """Parameters whose stops lie within tokens, over several, at the last token that is allowed, at min_tokens."""
+    rng, text = np.random.default_rng(5), tokenizer.decode(ids)
+    cut = [len(tokenizer.decode(ids[:k])) for k in range(len(ids) + 1)]
+    for _ in range(60):
+        starts = rng.integers(0, len(text) - 12, int(rng.integers(1, 5)))
+        stops = [text[a : a + int(rng.integers(1, 12))] for a in starts.tolist()]
+        complete = text.find(stops[0]) + len(stops[0])
+        at = next(k for k, end in enumerate(cut) if end >= complete)  # the token that completes the first
+        yield {
+            "stop": stops if rng.random() < 0.8 else stops[0],
+            "max_tokens": int(rng.choice([max(at - 1, 1), at, at + 1, LONG])),
+            "include_stop_str_in_output": bool(rng.random() < 0.4),
+            "stop_token_ids": rng.choice(ids, 1).tolist() if rng.random() < 0.3 else [],
+        }
+    for k in (1, 2, 5, 9):
+        for include in (False, True):
+            yield {"stop_token_ids": [ids[k], 7], "max_tokens": LONG, "include_stop_str_in_output": include}
+            yield {"stop": text[cut[k] : cut[k] + 2], "max_tokens": k + 1, "include_stop_str_in_output": include}
+            yield {"stop": [text[cut[k] : cut[k + 1]]], "min_tokens": k + 1, "max_tokens": LONG}
+            yield {"stop": [text[cut[k] : cut[k + 2]], text[cut[k] + 1 : cut[k + 2]]], "max_tokens": LONG}
+    yield {"max_tokens": 1}
+    yield {"max_tokens": 7, "min_tokens": 7}
+
+
+def test_an_answer_ends_where_the_rules_say_with_their_reasons(llm):
+    free = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
+    ids = llm.generate(PROMPT, free, use_tqdm=False)[0].tokens
+    asked = [{"ignore_eos": True, **some} for some in cases(ids, llm.tokenizer)]
+    outs = llm.generate(
+        [PROMPT] * len(asked), [SamplingParams(temperature=0, **some) for some in asked], use_tqdm=False
+    )
+    reasons = set()
+    for some, out in zip(asked, outs, strict=True):
+        want = rule(ids, some, llm.tokenizer)
+        assert told(out.outputs[0]) == want, some
+        reasons.add((want[2], type(want[3])))
+    assert reasons == {("stop", str), ("stop", int), ("length", type(None))}
+
+
+def test_a_stream_gives_the_same_and_its_pieces_are_the_text(llm):
+    free = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
+    ids = llm.generate(PROMPT, free, use_tqdm=False)[0].tokens
+    for some in list(cases(ids, llm.tokenizer))[::9]:
+        some = {"ignore_eos": True, **some}
+        pieces = list(llm.stream(PROMPT, SamplingParams(temperature=0, **some)))
+        token_ids, text, *_ = rule(ids, some, llm.tokenizer)
+        assert "".join(p.delta for p in pieces) == text and [i for p in pieces for i in p.token_ids] == token_ids
+        assert told(pieces[-1].output.outputs[0]) == rule(ids, some, llm.tokenizer), some
+
+
+def test_end_of_sequence_has_no_stop_reason_and_can_be_made_a_stop_id(llm):
+    """With ``ignore_eos`` an end-of-sequence id among ``stop_token_ids`` ends it as any other, and is told."""
+    eos = llm.tokenizer.eos_ids[0]
+    force = {"allowed_tokens_fn": lambda ids: [eos] if len(ids) == 12 else [9]}
+    prompt = llm.tokenizer.encode(PROMPT)
+    n = 12 - len(prompt)
+    asked = {
+        "plain": (dict(), n + 1, "stop", None),
+        "ignored": (dict(ignore_eos=True, max_tokens=n + 3), n + 3, "length", None),
+        "asked": (dict(ignore_eos=True, stop_token_ids=[eos]), n + 1, "stop", eos),
+        "both": (dict(stop_token_ids=[eos]), n + 1, "stop", None),
+        "at the last": (dict(max_tokens=n + 1), n + 1, "stop", None),
+        "one less": (dict(max_tokens=n), n, "length", None),
+    }  # fmt: skip
+    for what, (some, count, reason, stop_reason) in asked.items():
+        out = llm.generate([prompt], SamplingParams(temperature=0, **force, **some), use_tqdm=False)[0].outputs[0]
+        assert (len(out.token_ids), out.finish_reason, out.stop_reason) == (count, reason, stop_reason), what
+
+
+def test_min_tokens_puts_off_stop_ids_and_strings_and_not_the_length(llm):
+    """No stop id is drawn before; the first token after may be one."""
+    free = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
+    ids = llm.generate(PROMPT, free, use_tqdm=False)[0].tokens
+    stops = sorted(set(ids))[:20]
+    for least in (0, 1, 6):
+        params = SamplingParams(temperature=0, stop_token_ids=stops, min_tokens=least, max_tokens=LONG)
+        out = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+        assert not set(stops) & set(out.token_ids[:-1]) and len(out.token_ids) > least
+        assert (out.finish_reason, out.stop_reason) == ("stop", out.token_ids[-1]) and out.token_ids[-1] in stops
+
+
+def test_branches_end_each_by_itself_and_their_tokens_are_counted(llm):
+    params = dict(temperature=1.1, seed=4, n=4, max_tokens=30, ignore_eos=True)
+    free = llm.generate(PROMPT, SamplingParams(**params), use_tqdm=False)[0].outputs
+    some = {**params, "stop": [free[1].text[8:11], free[2].text[20:23]]}
+    out = llm.generate(PROMPT, SamplingParams(**some), use_tqdm=False)[0].outputs
+    for a, b in zip(out, free, strict=True):
+        assert told(a) == rule(b.token_ids, some, llm.tokenizer)
+    assert len({len(o.token_ids) for o in out}) > 1
