@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from minivllm import __version__, cli_bench, cli_config, cli_plugins, cli_record, cli_replay
+from minivllm import __version__, cli_bench, cli_config, cli_plugins, cli_record, cli_replay, cli_serve
 from minivllm.errors import MinivllmError, ResourceError
 
 SAMPLING: tuple[tuple[str, Any, str], ...] = (
@@ -81,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     cli_config.add_commands(command, wiring, common)
     cli_bench.add_commands(command, common, wiring, record)
     cli_replay.add_commands(command)
+    cli_serve.add_commands(command, wiring)
     text = "Put a number on the quality of the model in the package."
     sub = command("eval", "cli_commands:evaluate", text, wiring, record)
     sub.add_argument("what", choices=["pocket"])

@@ -1,7 +1,8 @@
 """What the user wants: defaults < files < environment < ``--set`` < keywords, each value with its origin.
 
-A file is TOML or YAML: the engine's options at the top, the sampling parameters in ``[sampling]`` and the prompts of
-``minivllm run`` in ``[run]``.  Every fault is a ConfigError of one line that names the place and what was wanted.
+A file is TOML or YAML: the engine's options at the top, the sampling parameters in ``[sampling]``, the prompts of
+``minivllm run`` in ``[run]`` and the settings of ``minivllm serve`` in ``[server]``.  Every fault is a ConfigError of
+one line that names the place and what was wanted.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from minivllm.config_base import Strict, refusal
 from minivllm.config_files import parse_value, read_chain
 from minivllm.config_layers import Layers, Shape, unalias
 from minivllm.config_requires import check_requirements
+from minivllm.config_server import ServerConfig
 from minivllm.errors import ConfigError, RequestError
 from minivllm.loading.hf_config import IN_PACKAGE
-from minivllm.validation import Fault, begins, faults, source_of, sourced
+from minivllm.validation import Fault, begins, source_of, sourced
 
 PROCESSORS = (  # what applies to a request that asks for it, in this order: masks may come anywhere, a divisor last
     "penalties", "logit_bias", "bad_words", "allowed_tokens", "no_repeat_ngram", "temperature_schedule",
@@ -30,25 +33,6 @@ ENV_PREFIX = "MINIVLLM__"
 CONFIG_VERSION = 1
 ALIASES = {"quantization": "quantizer", "kv_cache_dtype": "kv_format"}
 DTYPE_NAMES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
-
-def _refusal(found: Sequence[Fault]) -> ConfigError:
-    """The error, which carries the faults, so that who knows where the values came from can say so."""
-    error = ConfigError("; ".join(fault.text for fault in found))
-    error.faults = tuple(found)
-    return error
-
-
-class Strict(BaseModel):
-    """Unknown keys are refused, nothing is converted silently, and a fault is a ConfigError."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as exc:
-            raise _refusal(faults(exc, type(self), values)) from exc
 
 
 class Choice(BaseModel):
@@ -148,24 +132,24 @@ class EngineConfig(Strict):
         super().__init__(**unalias(values, ALIASES, lambda _: ""))
         if self.num_kvcache_blocks == 0:
             what = "num_kvcache_blocks=0: want -1 (as many as fit) or a positive number"
-            raise _refusal([Fault("num_kvcache_blocks", what)])
+            raise refusal([Fault("num_kvcache_blocks", what)])
         if self.max_num_batched_tokens < self.max_num_seqs:
             what = (
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "a decode step would not fit; raise the one or lower the other"
             )
             given = [n for n in ("max_num_batched_tokens", "max_num_seqs") if n in self.model_fields_set]
-            raise _refusal([Fault(given[0] if given else "", what)])
+            raise refusal([Fault(given[0] if given else "", what)])
         for name in SEVERAL:
             names = [choice.name for choice in getattr(self, name)]
             for i, plugin in enumerate(names):
                 if plugin in names[:i]:
-                    raise _refusal([Fault(f"{name}.{i}", f"{name}: {plugin!r} is there twice")])
+                    raise refusal([Fault(f"{name}.{i}", f"{name}: {plugin!r} is there twice")])
                 if plugin == "auto":
                     what = f"{name}: each needs a name; 'auto' is for seams that take one plug-in"
-                    raise _refusal([Fault(f"{name}.{i}", what)])
+                    raise refusal([Fault(f"{name}.{i}", what)])
         if not self.strategies:
-            raise _refusal([Fault("strategies", "strategies: want at least one")])
+            raise refusal([Fault("strategies", "strategies: want at least one")])
 
 
 class RunConfig(Strict):
@@ -186,7 +170,10 @@ class RequiresConfig(Strict):
 
 SEAMS = tuple(name for name, f in EngineConfig.model_fields.items() if f.annotation is Choice)
 SEVERAL = tuple(name for name, f in EngineConfig.model_fields.items() if f.annotation == list[Choice])
-TABLES = {"sampling": None, "run": tuple(RunConfig.model_fields), "requires": tuple(RequiresConfig.model_fields)}
+TABLES = {
+    "sampling": None, "run": tuple(RunConfig.model_fields), "requires": tuple(RequiresConfig.model_fields),
+    "server": tuple(ServerConfig.model_fields),
+}  # fmt: skip
 SHAPE = Shape(
     top=tuple(EngineConfig.model_fields), tables=TABLES, seams=SEAMS, several=SEVERAL,
     choice=tuple(Choice.model_fields), aliases=ALIASES, version=CONFIG_VERSION,
@@ -205,6 +192,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    server: ServerConfig = field(default_factory=ServerConfig)
 
 
 def load_config(
@@ -281,7 +269,8 @@ def _finish(layers: Layers, files: tuple[str, ...]) -> Loaded:
     engine = _checked(EngineConfig, values, origins)
     run = _checked(RunConfig, tables["run"], origins, "run")
     sampling = _sampling(tables["sampling"], origins)
-    return Loaded(engine, sampling, run, dict(origins), tuple(layers.notes), tuple(requires.plugins), files)
+    server = _checked(ServerConfig, tables["server"], origins, "server")
+    return Loaded(engine, sampling, run, dict(origins), tuple(layers.notes), tuple(requires.plugins), files, server)
 
 
 def _checked(model: Any, values: Mapping[str, Any], origins: Mapping[str, str], at: str = "") -> Any:
@@ -323,4 +312,7 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         for key in ("prompts_file", "output", "record"):
             if isinstance(run.get(key), str):
                 run[key] = os.path.normpath(folder / run[key])
+    server = values.get("server")
+    if isinstance(server, dict) and isinstance(server.get("api_key_file"), str):
+        server["api_key_file"] = os.path.normpath(folder / server["api_key_file"])
     return values

@@ -23,6 +23,7 @@ from minivllm.config import (
     RequiresConfig,
     RunConfig,
 )  # fmt: skip
+from minivllm.config_server import ServerConfig
 from minivllm.errors import PluginError
 from minivllm.registry import Catalog, Entry, Registry
 from minivllm.spec import KINDS, OPTION_OF
@@ -62,6 +63,7 @@ def config_schema(catalog: Catalog) -> Schema:
     }
     properties["sampling"] = _sampling()
     properties["run"] = _table(RunConfig, definitions)
+    properties["server"] = _table(ServerConfig, definitions)
     properties["requires"] = _table(RequiresConfig, definitions)
     return {
         "$schema": DRAFT, "title": "minivllm configuration", "type": "object", "properties": properties,

@@ -36,6 +36,8 @@ def leaves(loaded: Loaded) -> list[Leaf]:
     """Every option of a configuration, defaults included, in the order in which they are declared."""
     values = loaded.engine.model_dump()
     tables = {"sampling": dict(loaded.sampling), "run": loaded.run.model_dump()}
+    if any(origin.startswith("server.") for origin in loaded.origins):
+        tables["server"] = loaded.server.model_dump()
     if loaded.requires:
         tables["requires"] = {"plugins": list(loaded.requires)}
     return [Leaf(path, value, _origin(loaded.origins, path)) for path, value in _walk({**values, **tables})]
@@ -158,5 +160,5 @@ def to_json(loaded: Loaded, plugin_of: Any = None) -> str:
 
 def plain(loaded: Loaded) -> dict[str, Any]:
     """The whole configuration as nested plain values."""
-    tables = {"sampling": dict(loaded.sampling), "run": loaded.run.model_dump()}
+    tables = {"sampling": dict(loaded.sampling), "run": loaded.run.model_dump(), "server": loaded.server.model_dump()}
     return {**loaded.engine.model_dump(), **tables, "requires": {"plugins": list(loaded.requires)}}

@@ -1,0 +1,42 @@
+"""The ``[server]`` table of a configuration: where ``minivllm serve`` listens, who may ask, every limit at the door.
+
+Secrets are no part of it: a configuration is shown, compared and recorded.  It names a file that holds the keys.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from minivllm.config_base import Strict
+
+
+class ServerConfig(Strict):
+    """Sizes are in bytes, times in seconds."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0: every network")
+    port: int = Field(8000, ge=0, le=65535, description="0: any that is free, which the log then names")
+    served_model_name: list[str] = Field([], description="names that requests may use; none: the model's own")
+    api_key_file: str | None = Field(None, description="a file with one key a line; requests then need one of them")
+    root_path: str = Field("", description="the path under which a proxy shows the server")
+    allowed_origins: list[str] = Field([], description="web pages that may ask from a browser; '*': all")
+    admin: bool = Field(False, description="offer /start_profile, /stop_profile and /reset_prefix_cache")
+    tool_parser: str = Field("hermes", min_length=1, description="how calls of tools are written in this model's text")
+    log_format: Literal["json", "text"] = Field("json", description="of the log on standard error, a line an event")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="of a request's body; more: 413")
+    max_header_bytes: int = Field(32 << 10, ge=1024, description="of a request's headers together; more: 431")
+    max_headers: int = Field(100, ge=8, description="headers of a request; more: 431")
+    max_n: int = Field(128, ge=1, le=128, description="n of a request")
+    max_batch: int = Field(256, ge=1, description="prompts of a request")
+    max_choices: int = Field(1024, ge=1, description="prompts times n of a request")
+    max_stop: int = Field(16, ge=0, le=16, description="stop strings of a request, of at most 256 characters each")
+    max_logprobs: int = Field(20, ge=0, le=20, description="log-probabilities a token")
+    max_queue: int = Field(256, ge=0, description="prompts that may wait beside max_num_seqs that run; more: 429")
+    header_timeout: float = Field(10, gt=0, description="for the headers of a request to come")
+    body_timeout: float = Field(30, gt=0, description="for the body of a request to come; later: 408")
+    idle_timeout: float = Field(60, gt=0, description="that a connection may stay open without a request")
+    write_timeout: float = Field(30, gt=0, description="that a reader may take nothing before its request is aborted")
+    request_timeout: float = Field(3600, gt=0, description="for a whole answer; later: 408, or an error in the stream")
+    keep_alive: float = Field(15, gt=0, description="between comments in a stream that has nothing to say")
+    drain_timeout: float = Field(30, ge=0, description="for running requests to end after SIGTERM")

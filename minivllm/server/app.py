@@ -1,0 +1,178 @@
+"""The application: every route, what its document says of it, and the guard around all of them.
+
+Guard ── keys, headers, ids, log ──► router ──► route(request, service)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+import minivllm
+
+from . import chat, completions, errors, operations
+from .auth import Keys
+from .errors import ApiError
+from .guard import Guard
+from .protocol.chat import ChatBody
+from .protocol.completion import CompletionBody
+from .protocol.tokens import DetokenizeBody, TokenizeBody
+
+if TYPE_CHECKING:
+    from minivllm.config_server import ServerConfig
+
+    from .generate import Service
+
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+BODY_ERRORS = (400, 404, 408, 413, 415, 429, 499, 500, 503)
+# path, route, method, body, kinds of answer, codes beside those of the guard
+Routes = tuple[tuple[str, Callable[..., Any], str, Any, tuple[str, ...], tuple[int, ...]], ...]
+ROUTES: Routes = (
+    ("/v1/completions", completions.completions, "POST", CompletionBody, (JSON, EVENTS), BODY_ERRORS),
+    ("/v1/chat/completions", chat.chat_completions, "POST", ChatBody, (JSON, EVENTS), BODY_ERRORS),
+    ("/v1/models", operations.models, "GET", None, (JSON,), (503,)),
+    ("/v1/models/{model:path}", operations.model, "GET", None, (JSON,), (404, 503)),
+    ("/tokenize", operations.tokenize, "POST", TokenizeBody, (JSON,), BODY_ERRORS),
+    ("/detokenize", operations.detokenize, "POST", DetokenizeBody, (JSON,), BODY_ERRORS),
+    ("/tokenizer_info", operations.tokenizer_info, "GET", None, (JSON,), (400, 503)),
+    ("/version", operations.version, "GET", None, (JSON,), (503,)),
+    ("/metrics", operations.prometheus, "GET", None, (TEXT,), (503,)),
+)
+ADMIN: Routes = (
+    ("/start_profile", operations.start_profile, "POST", None, (JSON,), (500, 503)),
+    ("/stop_profile", operations.stop_profile, "POST", None, (JSON,), (500, 503)),
+    ("/reset_prefix_cache", operations.reset_prefix_cache, "POST", None, (JSON,), (500, 503)),
+)
+_ERROR = {
+    "type": "object", "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object", "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"}, "type": {"type": "string"},
+                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "code": {"type": "integer"},
+            },
+        }
+    },
+}  # fmt: skip
+
+
+class Application:
+    """An ASGI application.  ``service`` is None until the engine is there; until then only /health answers, with 503.
+
+    ``reason`` says why there is no engine, or why it takes nothing more.
+    """
+
+    def __init__(self, server: ServerConfig, keys: Iterable[str] = ()) -> None:
+        self.service: Service | None = None
+        self.reason = "the model is loading"
+        app = FastAPI(
+            title="minivllm", version=minivllm.__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
+            openapi_url="/openapi.json",
+        )  # fmt: skip
+        for path, route, method, body, kinds, codes in (*ROUTES, *(ADMIN if server.admin else ())):
+            app.add_api_route(
+                path, self._endpoint(route), methods=[method], response_model=None, name=route.__name__,
+                response_class=Response, responses=_documented(kinds, codes), openapi_extra=_documented_body(body),
+            )  # fmt: skip
+        for path, probe in (("/health", self.health), ("/ready", self.ready)):
+            app.add_api_route(
+                path, probe, methods=["GET"], response_model=None, response_class=Response,
+                responses=_documented((JSON,), (503,)),
+            )  # fmt: skip
+        app.add_exception_handler(HTTPException, _http_error)
+        app.add_exception_handler(ApiError, _api_error)
+        self.guard = Guard(app, Keys(keys), server.max_header_bytes, server.max_headers)
+        self.asgi: Any = self.guard
+        if server.allowed_origins:
+            self.asgi = CORSMiddleware(
+                self.guard, allow_origins=server.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )  # fmt: skip
+        self.api = app
+
+    def open(self, service: Service) -> None:
+        """The engine is there."""
+        self.service, self.guard.metrics = service, service.metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.asgi(scope, receive, send)
+
+    async def health(self, request: Request) -> Response:
+        """200 only if the engine stepped or idled in the last 5 seconds."""
+        ok, why = (False, self.reason) if self.service is None else self.service.client.healthy()
+        return JSONResponse({"status": "ok"}) if ok else _answer(_unavailable(why if self.service is None else ""))
+
+    async def ready(self, request: Request) -> Response:
+        """200 if a request would be taken: the model is loaded and nobody has told the server to end."""
+        if self.service is not None and self.service.door.closed:
+            return _answer(_unavailable("the server is shutting down"))
+        return await self.health(request)
+
+    def _endpoint(self, route: Callable[..., Any]) -> Callable[..., Any]:
+        async def endpoint(request: Request) -> Any:
+            if self.service is None:
+                raise _unavailable(self.reason)
+            try:
+                return await route(request, self.service)
+            except ApiError:
+                raise
+            except Exception as exc:
+                error = errors.of(exc)
+                if error.status == 500:
+                    raise
+                raise error from exc
+
+        endpoint.__doc__ = route.__doc__
+        return endpoint
+
+
+def _unavailable(why: str) -> ApiError:
+    return ApiError(503, why or "the engine does not answer; the server's log says why", headers={"Retry-After": "5"})
+
+
+def _answer(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _api_error(request: Request, exc: Exception) -> Response:
+    return _answer(errors.of(exc))
+
+
+async def _http_error(request: Request, exc: Exception) -> Response:
+    """The router's own: no such route, or not by this method."""
+    status = getattr(exc, "status_code", 500)
+    what = {404: "there is no such route", 405: f"the route does not take {request.method[:16]}"}.get(status, str(exc))
+    return _answer(ApiError(status, what, headers=getattr(exc, "headers", None)))
+
+
+def _documented(kinds: Iterable[str], codes: Iterable[int]) -> dict[int | str, dict[str, Any]]:
+    good = {kind: {"schema": {"type": "object"} if kind == JSON else {"type": "string"}} for kind in kinds}
+    bad = {"description": "an error", "content": {JSON: {"schema": _ERROR}}}
+    answers: dict[int | str, dict[str, Any]] = {200: {"description": "the answer", "content": good}}
+    return answers | dict.fromkeys(sorted({400, 401, 405, 431, *codes}), bad)
+
+
+def _documented_body(body: Any) -> dict[str, Any] | None:
+    if body is None:
+        return None
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    inner = schema.pop("$defs", {})
+    schema = _inline(schema, inner)
+    return {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
+
+
+def _inline(node: Any, definitions: dict[str, Any]) -> Any:
+    """Without references: there are few definitions, and none refers to itself."""
+    if isinstance(node, list):
+        return [_inline(one, definitions) for one in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inline(one, definitions) for key, one in node.items()}

@@ -1,0 +1,52 @@
+"""API keys: read from a file, compared in constant time.  Which key it was separates tenants; no key is ever logged."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from minivllm.errors import ConfigError
+
+ENVIRONMENT = "MINIVLLM_API_KEY"
+
+
+def read_keys(path: str) -> list[str]:
+    """One key a line; empty lines and lines that begin with # do not count.  ConfigError if it holds none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"server.api_key_file={path!r}: cannot be read: {type(exc).__name__}") from exc
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise ConfigError(f"server.api_key_file={path!r}: holds no key; want one a line")
+    return keys
+
+
+class Keys:
+    """The keys that are accepted; none: everybody is."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def tenant(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """A name for the key of ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; '' where none is needed, None if
+        there is none or a wrong one.  It takes as long whichever key is right."""
+        if not self._digests:
+            return ""
+        given = headers.get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        key = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        digest, found = _digest(key), None
+        for number, known in enumerate(self._digests):
+            if hmac.compare_digest(digest, known):
+                found = f"key-{number}"
+        return found if key else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

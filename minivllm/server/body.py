@@ -1,0 +1,73 @@
+"""The bytes of a request to a JSON object, within limits that hold while they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect, Request
+
+from .errors import ApiError
+
+
+async def read_object(request: Request, most: int, seconds: float) -> dict[str, Any]:
+    """The body as a JSON object.  ApiError: 415 if its type is not JSON, 413 over ``most`` bytes, 408 if it has not
+    come after ``seconds``, 400 if it is no JSON object."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, "Content-Type: want application/json")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > most:
+        raise ApiError(413, f"the body has {declared} bytes; want at most {most}", headers={"Connection": "close"})
+    try:
+        raw = await asyncio.wait_for(_read(request, most), seconds)
+    except asyncio.TimeoutError:
+        what = f"the body did not come within {seconds:g} s"
+        raise ApiError(408, what, headers={"Connection": "close"}) from None
+    return parse_object(raw)
+
+
+async def _read(request: Request, most: int) -> bytes:
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
+            parts.append(part)
+    except ClientDisconnect:
+        raise ApiError(400, "the connection closed before the body was whole") from None
+    return b"".join(parts)
+
+
+def parse_object(raw: bytes | str) -> dict[str, Any]:
+    """ApiError (400) for anything that is not one JSON object of finite numbers."""
+    try:
+        value = json.loads(raw, parse_constant=_constant, parse_float=_float, parse_int=_int)
+    except RecursionError:
+        raise ApiError(400, "the JSON of the body is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is no JSON: it is not UTF-8") from None
+    except json.JSONDecodeError as exc:
+        raise ApiError(400, f"the body is no JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is no JSON object")
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise ApiError(400, f"the body is no JSON: {name} is no number")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ApiError(400, f"the number {text[:40]} is out of range")
+    return value
+
+
+def _int(text: str) -> int:
+    if len(text) > 40:  # and Python takes its time over thousands of digits
+        raise ApiError(400, f"the number {text[:20]}... is out of range")
+    return int(text)

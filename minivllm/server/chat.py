@@ -1,0 +1,208 @@
+"""``POST /v1/chat/completions``: an answer to a conversation, whole or as a stream, with calls of tools."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from starlette.requests import Request
+
+from . import fields, logprobs, tools
+from .errors import ApiError
+from .generate import (
+    Answer,
+    Service,
+    check_counts,
+    open_streams,
+    read_body,
+    respond,
+    seconds_of,
+    stream_options,
+)
+from .params import asked_tokens, fit, form_of, make_params, structured
+from .protocol.chat import ChatBody
+from .tools import Call, Said
+
+MOST_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+async def chat_completions(request: Request, service: Service) -> Any:
+    body = await read_body(request, service, ChatBody)
+    work = _Chat(service, body, request)
+    return await respond(
+        request, service, bool(body.stream), seconds_of(service, body.timeout_s), work.prepare, work.chunks, work.whole
+    )
+
+
+def check_messages(messages: Any) -> list[Any]:
+    """ApiError (400) for what no template should see; the rest is checked where messages become a prompt."""
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, 'messages: want a list of {"role": ..., "content": ...} that is not empty', "messages")
+    if len(messages) > MOST_MESSAGES:
+        raise ApiError(400, f"messages: {len(messages)} of them; want at most {MOST_MESSAGES}", "messages")
+    checked = []
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            shown = str(role)[:40]
+            raise ApiError(400, f"messages[{number}].role={shown!r}: want one of {', '.join(ROLES)}", "messages")
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                what = f"messages[{number}].content: parts of type {str(kind)[:40]!r} are not supported"
+                raise ApiError(400, f"{what}; want text", "messages")
+        checked.append({**message, "role": "system"} if role == "developer" else message)
+    return checked
+
+
+class _Chat:
+    """One request."""
+
+    def __init__(self, service: Service, body: ChatBody, request: Request) -> None:
+        self.service, self.body, self.state = service, body, request.scope["state"]
+        self.passed, self.warnings = fields.check(body)
+        self.model = service.check_model(body.model)
+        self.usage = stream_options(body)
+        self.n = 1 if body.n is None else body.n
+        check_counts(service, 1, body.n)
+        self.messages = check_messages(body.messages)
+        self.tools = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs: want it only with logprobs=true", "top_logprobs")
+        self.asked = asked_tokens(body)
+        self.top = body.top_logprobs or 0
+        self.speller = logprobs.Speller(service.tokens.tokenizer, bool(body.return_tokens_as_token_ids))
+        form, forced = form_of(body), self.tools.form()
+        if forced is not None:
+            if form is not None:
+                raise ApiError(400, "tool_choice forces calls, and the answer's form is given too", "tool_choice")
+            form = structured(forced)
+        self.params = make_params(
+            body, self.passed, self.top if body.logprobs else None, form, self.state["tenant"], service.client.info,
+            service.server, service.defaults,
+        )  # fmt: skip
+
+    async def prepare(self, held: AsyncExitStack) -> Answer:
+        service = self.service
+        held.enter_context(service.door.enter(1))
+        ids = await render(service, self.messages, self.tools.shown, self.body)
+        most = fit(self.params, self.asked, len(ids), service.client.info)
+        asks = [(ids, dataclasses.replace(self.params, max_tokens=most))]
+        self.ids = ids
+        streams = await open_streams(
+            service, held, self.state["request_id"], asks, bool(self.body.stream), self.state["log"]
+        )
+        object = "chat.completion.chunk" if self.body.stream else "chat.completion"
+        return Answer(
+            service, f"chatcmpl-{self.state['request_id']}", object, self.model, streams, self.n, *self.usage,
+            self.warnings,
+        )  # fmt: skip
+
+    def _reader(self) -> Reader:
+        return Reader(self.tools, tools.parser_of(self.service.server.tool_parser))
+
+    def _shape(self, rows: Any) -> dict[str, Any] | None:
+        return logprobs.chat(rows or (), self.top, self.speller) if self.body.logprobs else None
+
+    async def chunks(self, answer: Answer) -> AsyncIterator[dict[str, Any]]:
+        readers = [self._reader() for _ in range(self.n)]
+        for number in range(self.n):
+            delta = {"role": "assistant", "content": ""}
+            yield {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+        async for number, piece in answer.pieces():
+            reader, final = readers[number], piece.finish_reason is not None
+            choice = {
+                "index": number,
+                "delta": reader.deltas(piece.text, final),
+                "logprobs": self._shape(piece.logprobs),
+            }
+            choice["finish_reason"] = reader.reason(piece.finish_reason)
+            if final:
+                choice["stop_reason"] = piece.stop_reason
+            if self.body.return_token_ids:
+                choice["token_ids"] = piece.token_ids
+            if final or choice["delta"] or self.body.logprobs or self.body.return_token_ids:
+                yield choice
+
+    async def whole(self, answer: Answer) -> list[dict[str, Any]]:
+        async for _ in answer.pieces():
+            pass
+        choices, stream = [], answer.streams[0]
+        for number, sample in enumerate(stream.order or range(self.n)):
+            text, reader = stream.texts[sample], self._reader()
+            reader.deltas(text.text, True)
+            choice = {"index": number, "message": reader.message(), "logprobs": self._shape(text.logprobs)}
+            choice.update(finish_reason=reader.reason(text.finish_reason), stop_reason=text.stop_reason)
+            if self.body.return_token_ids:
+                choice["token_ids"], choice["prompt_token_ids"] = text.token_ids, self.ids
+            choices.append(choice)
+        return choices
+
+
+async def render(service: Service, messages: Any, shown: Any, body: Any) -> list[int]:
+    """The ids of a conversation, by the model's chat template; one that knows no tools is told of them in a message."""
+    template = service.tokens.need().chat_template or ""
+    if "tools" not in template:
+        messages, shown = tools.tell(messages, shown or []), None
+    begin = body.add_generation_prompt is not False
+    return await service.tokens.chat(messages, shown, begin, body.chat_template_kwargs)
+
+
+class Reader:
+    """The text of one choice as deltas of a message, and the message that they add up to."""
+
+    def __init__(self, asked: tools.Tools, parser: Any) -> None:
+        self._choice, self._name = asked.choice, asked.function
+        self._parser = {"auto": parser, "required": tools.Forced}.get(asked.choice, lambda: None)()
+        self._said: list[str] = []
+        self._calls: list[Call] = []
+        self._named = ""
+
+    def deltas(self, text: str, final: bool) -> dict[str, Any]:
+        """What is new; {} if nothing is."""
+        if self._choice == "named":
+            return self._argue(text)
+        found = self._parser.feed(text, final) if self._parser is not None else [Said(text)] if text else []
+        delta: dict[str, Any] = {}
+        said = "".join(one.text for one in found if isinstance(one, Said))
+        calls = [one for one in found if isinstance(one, Call)]
+        if said:
+            delta["content"] = said
+            self._said.append(said)
+        if calls:
+            delta["tool_calls"] = [{"index": len(self._calls) + i, **_call(call)} for i, call in enumerate(calls)]
+            self._calls += calls
+        return delta
+
+    def _argue(self, text: str) -> dict[str, Any]:
+        """A call of the named function: its name once, its arguments in pieces."""
+        if self._calls:
+            self._named += text
+            return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]} if text else {}
+        self._calls = [Call(self._name, "")]
+        self._named = text
+        call = _call(self._calls[0])
+        call["function"]["arguments"] = text
+        return {"tool_calls": [{"index": 0, **call}]}
+
+    def message(self) -> dict[str, Any]:
+        if self._choice == "named" and self._calls:
+            self._calls = [dataclasses.replace(self._calls[0], arguments=self._named)]
+        content = "".join(self._said)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._calls:
+            message["tool_calls"] = [_call(call) for call in self._calls]
+            message["content"] = content.strip() or None
+        return message
+
+    def reason(self, reason: str | None) -> str | None:
+        """A named function ends with "stop", as with OpenAI; calls that the model chose with "tool_calls"."""
+        return "tool_calls" if reason == "stop" and self._calls and self._choice != "named" else reason
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,67 @@
+"""uvicorn's HTTP connection with a deadline and a bound for headers, so that who sends half a request holds nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from uvicorn.config import Config
+
+from .errors import ApiError
+
+SLACK = 8  # times the limit on headers: what is over the limit, but within this, gets an answer that says so
+
+
+async def _nobody(scope: Any, receive: Any, send: Any) -> None:
+    """An application, because a Config wants one."""
+
+
+def protocol(seconds: float, header_bytes: int) -> type[Any]:
+    """The class of connections whose headers must have come after ``seconds``; httptools' where it is installed."""
+    config = Config(_nobody, log_config=None)
+    config.load()
+    base: Any = config.http_protocol_class
+
+    class Connection(base):
+        """Invariant: ``_late`` is set while a request's headers are waited for after its first byte, or after the
+        connection was made."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._come, self._late = 0, self.loop.call_later(seconds, self._close)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            busy = self.cycle is not None and not self.cycle.response_complete
+            before = self.cycle
+            super().data_received(data)
+            if busy or self.cycle is not before:  # this is a body, or a request has begun
+                self._come = 0
+                self._stop()
+                return
+            self._come += len(data)
+            if self._come > SLACK * header_bytes:
+                self.send_400_response("the headers are too large")
+            elif self._late is None:
+                self._late = self.loop.call_later(seconds, self._close)
+
+        def send_400_response(self, msg: str) -> None:
+            body = json.dumps(ApiError(400, "this is no HTTP request").body()).encode()
+            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+            self.transport.close()
+
+        def _stop(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+        def _close(self) -> None:
+            self._late = None
+            if not self.transport.is_closing():
+                self.transport.close()
+
+    return Connection

@@ -1,0 +1,92 @@
+"""What stands before every route: limits on headers, keys, request ids, the log, and the answer to what nobody caught.
+
+It decides by the raw path and headers of the connection: no framework has touched them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from typing import Any
+
+from . import errors, logs
+from .auth import Keys
+from .errors import ApiError
+
+OPEN = frozenset({"/health"})  # routes that need no key
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class Guard:
+    """ASGI middleware around the whole application.  ``scope["state"]`` gets ``request_id`` (ours), ``echoed`` (what
+    the client calls it) and ``tenant``; a route may add ``log``, values for the request's line in the log."""
+
+    def __init__(self, app: Any, keys: Keys, max_header_bytes: int, max_headers: int, metrics: Any = None) -> None:
+        self.app, self.keys, self.metrics = app, keys, metrics
+        self.max_header_bytes, self.max_headers = max_header_bytes, max_headers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = uuid.uuid4().hex
+        echoed = given if REQUEST_ID.fullmatch(given) else request_id
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, echoed=echoed, tenant="", log={})
+        start, status = time.monotonic(), 0
+
+        async def answer(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", echoed.encode())]
+            await send(message)
+
+        try:
+            self._check(scope, headers, state)
+            await self.app(scope, receive, answer)
+        except Exception as exc:
+            error = errors.of(exc)
+            if error.status == 500:
+                logs.log.error("request %s failed", request_id, exc_info=exc)
+            if not status:
+                await send_error(answer, error)
+        finally:
+            path = errors.printable(scope["path"], 128)
+            seconds = time.monotonic() - start
+            if self.metrics is not None:
+                self.metrics.http(scope.get("route"), status)
+            if status != 200 or path not in ("/health", "/metrics", "/ready"):
+                more: Any = {"client_id": echoed} if echoed != request_id else {}
+                logs.event(
+                    "request", request_id=request_id, **more, method=scope["method"], path=path, status=status,
+                    ms=round(1e3 * seconds, 1), **state["log"],
+                )  # fmt: skip
+
+    def _check(self, scope: Any, headers: dict[bytes, bytes], state: dict[str, Any]) -> None:
+        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if len(scope["headers"]) > self.max_headers or size > self.max_header_bytes:
+            what = f"{len(scope['headers'])} headers of {size} bytes"
+            want = f"at most {self.max_headers} of {self.max_header_bytes} bytes together"
+            raise ApiError(431, f"{what}; want {want}", headers={"Connection": "close"})
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            raise ApiError(400, "Content-Length beside Transfer-Encoding: want one", headers={"Connection": "close"})
+        if scope["path"] not in OPEN:
+            tenant = self.keys.tenant(headers)
+            if tenant is None:
+                what = "want a valid API key: Authorization: Bearer KEY"
+                raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
+            state["tenant"] = tenant
+
+
+async def send_error(send: Any, error: ApiError) -> None:
+    """The whole answer."""
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

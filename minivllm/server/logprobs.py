@@ -1,0 +1,83 @@
+"""Log-probabilities in OpenAI's two shapes: that of chat completions and that of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minivllm.text.detokenize import ALPHABET
+
+if TYPE_CHECKING:
+    from minivllm.text.outputs import Logprob
+    from minivllm.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # JSON has no infinity; vLLM's value for it
+
+
+class Speller:
+    """Tokens as text and bytes.  ``as_ids``: ``token_id:N``, which is unambiguous."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids or tokenizer is None
+
+    def text(self, token: int, entry: Logprob) -> str:
+        return f"token_id:{token}" if self._as_ids else entry.decoded_token or ""
+
+    def bytes(self, token: int, entry: Logprob) -> list[int]:
+        """A token may be a part of a character: its text is then U+FFFD, its bytes say which part."""
+        text = entry.decoded_token or ""
+        if "\ufffd" in text and self._tokenizer is not None:
+            spelled = self._tokenizer.token(token) or ""
+            if all(c in ALPHABET for c in spelled):
+                return [ALPHABET[c] for c in spelled]
+        return list(text.encode("utf-8", "replace"))
+
+    def unique(self, token: int, entry: Logprob) -> str:
+        """A text that no other token has: parts of characters as ``bytes:\\xe2\\x98``."""
+        text = self.text(token, entry)
+        if self._as_ids or "\ufffd" not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in self.bytes(token, entry))
+
+
+def chat(rows: Sequence[Mapping[int, Logprob]], top: int, speller: Speller) -> dict[str, Any]:
+    """``rows``: for each token, the chosen one first and then the likeliest."""
+    return {"content": [_chat_row(row, top, speller) for row in rows], "refusal": None}
+
+
+def _chat_row(row: Mapping[int, Logprob], top: int, speller: Speller) -> dict[str, Any]:
+    def one(token: int, entry: Logprob) -> dict[str, Any]:
+        return {
+            "token": speller.text(token, entry), "logprob": max(entry.logprob, LEAST),
+            "bytes": speller.bytes(token, entry),
+        }  # fmt: skip
+
+    token, entry = next(iter(row.items()))
+    best = sorted(row.items(), key=lambda item: item[1].rank or 0)[:top]
+    return {**one(token, entry), "top_logprobs": [one(*item) for item in best]}
+
+
+class Completion:
+    """The shape of completions; one for each choice, because ``text_offset`` counts on from piece to piece."""
+
+    def __init__(self, top: int, speller: Speller, offset: int = 0) -> None:
+        self._top, self._speller, self._offset = top, speller, offset
+
+    def shape(self, rows: Sequence[Mapping[int, Logprob] | None]) -> dict[str, Any]:
+        """A row is None for the first token of a prompt, which nothing came before."""
+        out: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for row in rows:
+            if not row:
+                continue
+            token, entry = next(iter(row.items()))
+            text = self._speller.unique(token, entry)
+            out["text_offset"].append(self._offset)
+            out["tokens"].append(text)
+            out["token_logprobs"].append(max(entry.logprob, LEAST))
+            best = sorted(row.items(), key=lambda item: item[1].rank or 0)[: self._top]
+            likely = {**dict(best), token: entry} if self._top else {}
+            out["top_logprobs"].append(
+                {self._speller.unique(t, e): max(e.logprob, LEAST) for t, e in likely.items()} if likely else None
+            )
+            self._offset += len(self._speller.text(token, entry))
+        return out

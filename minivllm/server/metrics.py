@@ -1,0 +1,123 @@
+"""Prometheus metrics: vLLM's names where they exist, so that its dashboards work, and ours by seam.
+
+What happens here is counted as it happens; what the engine knows is asked of it when somebody looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from .client import EngineInfo, Stream
+
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
+# engine's name of a running total -> ours
+TOTALS = {
+    "preemptions": ("vllm:num_preemptions", "sequences that had to give back their blocks"),
+    "prefix_queries": ("vllm:prefix_cache_queries", "prompt tokens that were looked up in the prefix cache"),
+    "prefix_hits": ("vllm:prefix_cache_hits", "prompt tokens that were found in the prefix cache"),
+    "evictions": ("minivllm:evictions", "cached blocks that had to go"),
+    "overshoot_tokens": ("minivllm:overshoot_tokens", "tokens computed behind the end of an answer"),
+    "steps": ("minivllm:steps", "steps of the engine"),
+}  # fmt: skip
+
+
+class Metrics:
+    """One per server: its registry is its own."""
+
+    def __init__(self, model: str, info: EngineInfo) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._labels = {"model_name": model, "engine": "0"}
+        names = tuple(self._labels)
+        self._seen: dict[str, float] = {}
+
+        def counter(name: str, text: str, *more: str) -> Any:
+            made = Counter(name, text, (*names, *more), registry=self.registry)
+            return made if more else made.labels(**self._labels)
+
+        def gauge(name: str, text: str, *more: str) -> Any:
+            made = Gauge(name, text, (*names, *more), registry=self.registry)
+            return made if more else made.labels(**self._labels)
+
+        def histogram(name: str, text: str, buckets: Any) -> Any:
+            return Histogram(name, text, names, buckets=buckets, registry=self.registry).labels(**self._labels)
+
+        self.running = gauge("vllm:num_requests_running", "sequences that run")
+        self.waiting = gauge("vllm:num_requests_waiting", "sequences that wait")
+        self.cache = gauge("vllm:kv_cache_usage_perc", "share of the KV cache in use, 0 to 1")
+        self.prompt = counter("vllm:prompt_tokens", "tokens of prompts")
+        self.cached = counter("vllm:prompt_tokens_cached", "of those, found in the prefix cache")
+        self.generation = counter("vllm:generation_tokens", "tokens of answers")
+        self.success = counter("vllm:request_success", "requests that ended", "finished_reason")
+        self.refused = counter("vllm:admission_rejections", "requests refused at the door", "reason")
+        self.first = histogram("vllm:time_to_first_token_seconds", "from arrival to the first token", FIRST)
+        self.each = histogram(
+            "vllm:request_time_per_output_token_seconds", "after the first, the mean of a request", EACH
+        )
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "from arrival to the end", WHOLE)
+        self.prompts = histogram("vllm:request_prompt_tokens", "of a request", SIZES)
+        self.generations = histogram("vllm:request_generation_tokens", "of a request", SIZES)
+        self.n = histogram("vllm:request_params_n", "answers asked for", (1, 2, 5, 10, 20, 50, 100))
+        self.answers = counter("minivllm:http_responses", "HTTP answers", "route", "status")
+        self.parts = gauge("minivllm:step_part_seconds", "median host time of a part of a step", "part")
+        self.seams = gauge("minivllm:seam_seconds", "mean host time of a plug-in a step", "seam", "plugin")
+        self._totals = {key: counter(*about) for key, about in TOTALS.items()}
+        self._plugins = dict(info.selections)
+        selected = Gauge("minivllm:plugin_info", "what was chosen", (*names, "seam", "plugin"), registry=self.registry)
+        for seam, plugin in self._plugins.items():
+            for one in plugin if isinstance(plugin, list) else [plugin]:
+                selected.labels(**self._labels, seam=seam, plugin=str(one)).set(1)
+        size = Gauge("vllm:cache_config_info", "the KV cache", (*names, "kv_tokens"), registry=self.registry)
+        size.labels(**self._labels, kv_tokens=str(info.kv_tokens)).set(1)
+
+    def http(self, route: Any, status: int) -> None:
+        """An answer; ``route`` is the router's, so that paths which nobody serves do not become labels."""
+        path = getattr(route, "path", "other")
+        self.answers.labels(**self._labels, route=path, status=str(status)).inc()
+        if status in (429, 503):
+            self.refused.labels(**self._labels, reason="queue_full" if status == 429 else "unavailable").inc()
+
+    def finished(self, stream: Stream) -> None:
+        """A request that has left, whole or not."""
+        about, tokens = stream.metrics, stream.completion_tokens
+        reasons = [text.finish_reason or "abort" for text in stream.texts]
+        reason = next((r for r in ("error", "abort", "length") if r in reasons), "stop")
+        self.success.labels(**self._labels, finished_reason=reason).inc()
+        self.prompt.inc(stream.prompt_tokens)
+        self.cached.inc(stream.cached_tokens)
+        self.generation.inc(tokens)
+        self.prompts.observe(stream.prompt_tokens)
+        self.generations.observe(tokens)
+        self.n.observe(stream.params.n)
+        if about.first_token_time is not None:
+            self.first.observe(max(about.first_token_time - about.arrival_time, 0))
+            if about.finished_time is not None:
+                after = max(about.finished_time - about.first_token_time, 0)
+                self.whole.observe(max(about.finished_time - about.arrival_time, 0))
+                if tokens > stream.params.n:
+                    self.each.observe(after / (tokens / stream.params.n - 1))
+
+    def text(self, stats: Mapping[str, Any]) -> bytes:
+        """All of it, with what the engine says of itself."""
+        if stats:
+            self.running.set(stats["running"])
+            self.waiting.set(stats["waiting"])
+            total = max(stats["blocks_total"], 1)
+            self.cache.set((total - stats["blocks_free"] - stats["blocks_cached"]) / total)
+            for key, total_counter in self._totals.items():
+                total_counter.inc(max(stats.get(key, 0) - self._seen.get(key, 0), 0))
+                self._seen[key] = stats.get(key, 0)
+            for part in ("plan", "submit", "wait", "publish"):
+                self.parts.labels(**self._labels, part=part).set(stats[f"{part}_ms"] / 1e3)
+            for seam, ms in stats["seam_ms"].items():
+                name, _, plugin = seam.partition(":")
+                chosen = plugin or str(self._plugins.get(name, ""))
+                self.seams.labels(**self._labels, seam=name, plugin=chosen).set(ms / 1e3)
+        return generate_latest(self.registry)

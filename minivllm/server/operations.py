@@ -1,0 +1,93 @@
+"""Routes about the server and the model: health, names, tokens, metrics, and what an operator may do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+import minivllm
+
+from . import chat, fields, metrics
+from .errors import ApiError
+from .generate import Service, read_body
+from .protocol.tokens import DetokenizeBody, TokenizeBody
+
+MOST_IDS = 1 << 20  # of /detokenize
+
+
+async def models(request: Request, service: Service) -> Any:
+    return JSONResponse({"object": "list", "data": [_card(service, name) for name in service.names]})
+
+
+async def model(request: Request, service: Service) -> Any:
+    return JSONResponse(_card(service, service.check_model(request.path_params["model"])))
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name, "object": "model", "created": service.created, "owned_by": "minivllm", "root": service.names[0],
+        "parent": None, "max_model_len": service.client.info.max_model_len, "permission": [],
+    }  # fmt: skip
+
+
+async def version(request: Request, service: Service) -> Any:
+    return JSONResponse({"version": minivllm.__version__})
+
+
+async def tokenize(request: Request, service: Service) -> Any:
+    body = await read_body(request, service, TokenizeBody)
+    _, warnings = fields.check(body)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt: want either prompt or messages", "prompt")
+    if body.prompt is not None:
+        ids = await service.tokens.encode(body.prompt, body.add_special_tokens is not False)
+    else:
+        asked = chat.tools.read_tools(body.tools, None, None)
+        ids = await chat.render(service, chat.check_messages(body.messages), asked.shown, body)
+    out = {"count": len(ids), "max_model_len": service.client.info.max_model_len, "tokens": ids, "token_strs": None}
+    if body.return_token_strs:
+        out["token_strs"] = [service.tokens.need().token(i) for i in ids]
+    return JSONResponse({**out, "warnings": warnings} if warnings else out)
+
+
+async def detokenize(request: Request, service: Service) -> Any:
+    body = await read_body(request, service, DetokenizeBody)
+    fields.check(body)
+    service.check_model(body.model)
+    ids, vocab = body.tokens, service.client.info.vocab_size
+    if not isinstance(ids, list) or len(ids) > MOST_IDS or not all(type(i) is int and 0 <= i < vocab for i in ids):
+        raise ApiError(400, f"tokens: want a list of token ids from 0 to {vocab - 1}", "tokens")
+    return JSONResponse({"prompt": service.tokens.need().decode(ids, skip_special_tokens=False)})
+
+
+async def tokenizer_info(request: Request, service: Service) -> Any:
+    tokenizer = service.tokens.need()
+    special = {"bos_token": None, "eos_token": None, "pad_token": None, "unk_token": None, **tokenizer.special_tokens}
+    if special["eos_token"] is None and tokenizer.eos_ids:
+        special["eos_token"] = tokenizer.token(tokenizer.eos_ids[0])
+    return JSONResponse({
+        **special, "eos_token_ids": list(tokenizer.eos_ids), "vocab_size": tokenizer.vocab_size,
+        "model_max_length": service.client.info.max_model_len, "chat_template": tokenizer.chat_template,
+    })  # fmt: skip
+
+
+async def prometheus(request: Request, service: Service) -> Any:
+    ok, _ = service.client.healthy()
+    stats = await service.client.stats() if ok else {}
+    return Response(service.metrics.text(stats), headers={"Content-Type": metrics.TYPE})
+
+
+async def start_profile(request: Request, service: Service) -> Any:
+    await service.client.profile(True)
+    return JSONResponse({"profiling": True})
+
+
+async def stop_profile(request: Request, service: Service) -> Any:
+    return JSONResponse({"profiling": False, "file": (await service.client.profile(False)).rpartition("/")[2]})
+
+
+async def reset_prefix_cache(request: Request, service: Service) -> Any:
+    return JSONResponse({"reset": await service.client.reset_prefix_cache()})

@@ -1,0 +1,153 @@
+"""From a body to ``SamplingParams``: ranges, limits at the door, the form of the answer, the length of the context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.request import SamplingParams
+
+from .errors import ApiError
+
+if TYPE_CHECKING:
+    from minivllm.config_server import ServerConfig
+
+    from .client import EngineInfo
+
+SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "min_tokens", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "priority", "cache_salt",
+    "ttft_ms", "tpot_ms", "expected_tokens",
+)  # fmt: skip
+STRUCTURED = "structured_outputs"
+
+
+def make_params(
+    body: Any, more: Mapping[str, Any], logprobs: int | None, form: Mapping[str, Any] | None, tenant: str,
+    info: EngineInfo, server: ServerConfig, defaults: Mapping[str, Any],
+) -> SamplingParams:  # fmt: skip
+    """``more`` are fields that have been looked at, ``logprobs`` and ``form`` (structured outputs) what the protocol
+    made of its own; ``defaults`` is the ``[sampling]`` table of the configuration.  ``max_tokens`` is left to
+    ``fit``.  ApiError or RequestError for what is out of range."""
+    values = {name: value for name in SAME if (value := getattr(body, name)) is not None}
+    values.update(more)
+    if body.stop is not None:
+        values["stop"] = _stops(body.stop, server.max_stop)
+    if body.stop_token_ids is not None:
+        values["stop_token_ids"] = _ids(body.stop_token_ids, info.vocab_size)
+    if body.logit_bias is not None:
+        values["logit_bias"] = _bias(body.logit_bias, info.vocab_size)
+    if body.vllm_xargs is not None:
+        _want(isinstance(body.vllm_xargs, dict), "vllm_xargs", "an object of names and values")
+        values["extra"] = body.vllm_xargs
+    if logprobs is not None:
+        most = min(server.max_logprobs, info.max_logprobs)
+        _want(0 <= logprobs <= most, "logprobs", f"0 to {most}, not {logprobs}")
+        values["logprobs"] = logprobs
+    if form is not None:
+        values[STRUCTURED] = form
+    made = SamplingParams.make(**{**defaults, "max_tokens": None, **values, "tenant": tenant})
+    _want(made.n <= server.max_n, "n", f"at most {server.max_n}")
+    return made
+
+
+def fit(params: SamplingParams, asked: int | None, prompt: int, info: EngineInfo, least: int | None = None) -> int:
+    """How many tokens an answer to a prompt of ``prompt`` tokens may have: as many as were asked for, else ``least``,
+    else the rest of the context.  ApiError (400) if that is too much for the model."""
+    limit = info.max_model_len
+    if prompt + 1 > limit or (asked is not None and prompt + asked > limit):
+        wanted = "at least one token" if asked is None else f"{asked} tokens"
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {limit} tokens (max_model_len), but the prompt has {prompt} "
+            f"tokens and {wanted} of an answer were asked for ({prompt + (asked or 1)} together). Shorten one of them.",
+            "max_tokens" if prompt + 1 <= limit else "prompt",
+        )
+    most = asked if asked is not None else min(limit - prompt, least or limit)
+    if asked is not None and params.min_tokens > asked:
+        raise ApiError(400, f"min_tokens={params.min_tokens}: want at most max_tokens={asked}", "min_tokens")
+    return max(most, min(params.min_tokens, limit - prompt))
+
+
+def asked_tokens(body: Any) -> int | None:
+    """``max_completion_tokens``, else ``max_tokens``."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = getattr(body, name, None)
+        if value is not None:
+            _want(value >= 1, name, f"a whole number >= 1, not {value}")
+            return value
+    return None
+
+
+def form_of(body: Any) -> dict[str, Any] | None:
+    """What the text must fit, from ``structured_outputs`` or ``response_format``; None: anything.
+
+    ApiError (400) where they ask for different things, or where this engine has no grammars."""
+    form, asked = body.structured_outputs, body.response_format
+    _want(form is None or isinstance(form, dict), STRUCTURED, "an object with one of json, regex, choice, grammar")
+    if asked is not None:
+        _want(isinstance(asked, dict), "response_format", 'an object with a "type"')
+        made = _format(asked)
+        if made is not None and form is not None:
+            raise ApiError(400, "response_format beside structured_outputs: want one", "response_format")
+        form = form if made is None else made
+    return None if form is None else structured(form)
+
+
+def _format(asked: dict[str, Any]) -> dict[str, Any] | None:
+    kind = asked.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        inner = asked.get("json_schema")
+        _want(isinstance(inner, dict), "response_format.json_schema", "an object with name and schema")
+        schema = inner.get("schema", inner.get("json_schema"))
+        _want(isinstance(schema, dict), "response_format.json_schema.schema", "a JSON schema")
+        return {"json": schema}
+    raise ApiError(
+        400, f"response_format.type={str(kind)[:40]!r}: want text, json_object or json_schema", "response_format"
+    )
+
+
+def structured(form: dict[str, Any]) -> dict[str, Any]:
+    """The form, if the engine has grammars.  ApiError (400) if it has none."""
+    if STRUCTURED not in {field.name for field in fields(SamplingParams)}:
+        raise ApiError(
+            400, "structured outputs are not supported by this engine: ask in the prompt instead", STRUCTURED
+        )
+    return form
+
+
+def _want(ok: bool, name: str, want: str) -> None:
+    if not ok:
+        raise ApiError(400, f"{name}: want {want}", name)
+
+
+def _stops(value: Any, most: int) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    _want(isinstance(stops, list), "stop", "a string or a list of strings")
+    _want(len(stops) <= most, "stop", f"at most {most} strings, not {len(stops)}")
+    _want(all(isinstance(s, str) for s in stops), "stop", "a string or a list of strings")
+    return stops
+
+
+def _ids(value: Any, vocab: int) -> list[int]:
+    _want(isinstance(value, list), "stop_token_ids", "a list of token ids")
+    ok = all(type(i) is int and 0 <= i < vocab for i in value[:10_000])
+    _want(ok and len(value) <= 10_000, "stop_token_ids", f"token ids from 0 to {vocab - 1}")
+    return value
+
+
+def _bias(value: Any, vocab: int) -> dict[int, float]:
+    _want(isinstance(value, dict), "logit_bias", "an object of token ids and numbers")
+    made = {}
+    for key, by in value.items():
+        ok = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab
+        _want(ok, "logit_bias", f"token ids from 0 to {vocab - 1} as keys, not {str(key)[:20]!r}")
+        number = isinstance(by, (int, float)) and not isinstance(by, bool)
+        _want(number and -100 <= by <= 100, "logit_bias", f"a number from -100 to 100 for token {key}")
+        made[int(key)] = float(by)
+    return made

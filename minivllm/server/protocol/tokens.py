@@ -1,0 +1,25 @@
+"""``POST /tokenize`` and ``POST /detokenize``, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema
+
+from .common import Body, Table
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})] = None
+    add_special_tokens: bool | None = Field(None, description="default true for a prompt, false for messages")
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Any = None
+    chat_template_kwargs: Table = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})]

@@ -1,0 +1,204 @@
+"""``minivllm serve``: the engine, the application and the socket, from the first byte to a clean end.
+
+The socket is bound first, so that a port in use is told before a model is loaded; /health says 503 until it is.
+
+    SIGTERM, SIGINT   no new requests; running ones have ``drain_timeout`` seconds; exit 0, or 6 if some had to go
+    once more         everything ends now
+    a dead engine     every stream is told; exit 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from minivllm.errors import ConfigError, EngineDeadError, ResourceError
+
+from . import logs, tools
+from .app import Application
+from .auth import ENVIRONMENT, read_keys
+from .client import LocalClient
+from .connection import protocol
+from .generate import Service
+from .limits import Door
+from .metrics import Metrics
+from .tokens import Tokens
+
+if TYPE_CHECKING:
+    from minivllm.config import Loaded
+    from minivllm.config_server import ServerConfig
+
+    from .client import EngineClient
+
+NOT_DRAINED = 6
+LAST = 3  # seconds for connections to close at the end
+LOOK = 1.0  # seconds between looks at the engine
+
+
+def serve(args: argparse.Namespace) -> int:
+    """The command.  Returns the exit code."""
+    from minivllm.cli_serve import load
+
+    loaded = load(args)
+    keys = list(args.api_key or ())
+    if not keys and os.environ.get(ENVIRONMENT):
+        keys = [os.environ[ENVIRONMENT]]
+    if any(not key.strip() for key in keys):
+        raise ConfigError("--api-key: is empty; want a key")
+    if loaded.server.api_key_file is not None:
+        keys += read_keys(loaded.server.api_key_file)
+    tools.parser_of(loaded.server.tool_parser)
+    logs.set_up(loaded.server.log_format)
+    return asyncio.run(run(loaded, keys))
+
+
+def make_service(client: EngineClient, server: ServerConfig, model: str, sampling: Any) -> Service:
+    """What the routes need, over a client that is open.  ``model``: as the configuration has it."""
+    name = Path(model).name if os.path.isdir(model) else model
+    names = list(server.served_model_name) or [name]
+    info = client.info
+    return Service(
+        client, server, names, Tokens(client.tokenizer, info.max_model_len), Door(info.max_num_seqs + server.max_queue),
+        Metrics(names[0], info), dict(sampling),
+    )  # fmt: skip
+
+
+async def run(loaded: Loaded, keys: list[str]) -> int:
+    """Serve until somebody says stop.  ResourceError if the address is taken; the engine's own errors at start."""
+    server = loaded.server
+    bound = bind(server)
+    client: EngineClient = LocalClient(loaded)
+    app = Application(server, keys)
+    http = Http(app, server)
+    stop = Stop()
+    serving = asyncio.create_task(http.serve(sockets=[bound]))
+    opening = asyncio.create_task(client.open())
+    asked = asyncio.create_task(stop.first.wait())
+    try:
+        with stop.listening():
+            await asyncio.wait({serving, opening, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                return 0
+            await opening  # its error is the command's
+            app.open(make_service(client, server, loaded.engine.model, loaded.sampling))
+            host, port = bound.getsockname()[:2]
+            logs.event("serving", url=f"http://{host}:{port}", model=app.service.names[0], keys=len(keys))  # type: ignore[union-attr]
+            return await _until_the_end(app, client, serving, stop)
+    finally:
+        opening.cancel()
+        asked.cancel()
+        http.should_exit = True
+        http.force_exit = stop.second.is_set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        await client.close()
+        bound.close()
+
+
+async def _until_the_end(app: Application, client: EngineClient, serving: asyncio.Task[None], stop: Stop) -> int:
+    first = asyncio.create_task(stop.first.wait())
+    watch = asyncio.create_task(_watch(client))
+    assert app.service is not None
+    door = app.service.door
+    try:
+        await asyncio.wait({first, watch, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done():
+            door.closed = True
+            raise watch.result()
+        start = time.monotonic()
+        drain = asyncio.create_task(door.drain(app.service.server.drain_timeout))
+        again = asyncio.create_task(stop.second.wait())
+        await asyncio.wait({drain, again}, return_when=asyncio.FIRST_COMPLETED)
+        whole = drain.done() and drain.result()
+        if not drain.done():
+            drain.cancel()
+            door.end()
+        again.cancel()
+        await asyncio.sleep(0.1)  # the last words of the streams
+        logs.event("stopped", drained=whole, ms=round(1e3 * (time.monotonic() - start), 1))
+        return 0 if whole else NOT_DRAINED
+    finally:
+        first.cancel()
+        watch.cancel()
+
+
+async def _watch(client: EngineClient) -> EngineDeadError:
+    """Returns once the engine is dead; one that only takes long for a step is not."""
+    while True:
+        await asyncio.sleep(LOOK)
+        ok, why = client.healthy()
+        if ok:
+            continue
+        try:
+            await asyncio.wait_for(client.stats(), LOOK)
+        except asyncio.TimeoutError:
+            continue
+        except EngineDeadError:
+            await asyncio.sleep(LOOK)  # for the streams to be told
+            return EngineDeadError(why)
+
+
+class Stop:
+    """The signals that end the server: the first, and one more."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.tell)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def tell(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+class Http(uvicorn.Server):
+    """uvicorn without its signal handlers: when to end is decided above."""
+
+    def __init__(self, app: Application, server: ServerConfig) -> None:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        super().__init__(
+            uvicorn.Config(
+                app, lifespan="off", log_config=None, access_log=False, ws="none", server_header=False,
+                proxy_headers=False, root_path=server.root_path, timeout_graceful_shutdown=LAST,
+                timeout_keep_alive=max(1, round(server.idle_timeout)), limit_concurrency=max(files // 2, 8),
+                http=protocol(server.header_timeout, server.max_header_bytes), backlog=2048,
+            )
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """ResourceError if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((server.host, server.port))
+    except OSError as exc:
+        bound.close()
+        what = f"cannot listen on {server.host}:{server.port}: {exc.strerror or exc}"
+        raise ResourceError(f"{what}; choose another --port or --host") from exc
+    bound.set_inheritable(False)
+    return bound

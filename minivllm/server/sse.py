@@ -1,0 +1,118 @@
+"""Server-sent events, and the watch over every answer: who asked has gone, reads nothing, waits too long, or has to go.
+
+The work of an answer is a task of its own; beside it one waits for the client to leave.  Leaving it, for whatever
+reason, ends the work and gives back what it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from . import errors, logs
+from .errors import ApiError
+
+if TYPE_CHECKING:
+    from minivllm.config_server import ServerConfig
+
+    from .limits import Door
+
+TICK = 1.0  # seconds between looks at the clock
+DONE = b"data: [DONE]\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]  # fmt: skip
+
+
+class Gone(Exception):
+    """Nobody reads the answer any more."""
+
+
+def encode(event: Any) -> bytes:
+    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+
+
+async def supervise(
+    work: Coroutine[Any, Any, Any], receive: Any, door: Door, seconds: float,
+    look: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> Any:  # fmt: skip
+    """The result of ``work``.  Gone if the client leaves first, ApiError if it takes longer than ``seconds`` (408) or
+    the server ends (503).  ``look`` is called now and then; what it raises ends the work too."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    end = time.monotonic() + seconds
+    try:
+        while True:
+            left = end - time.monotonic()
+            await asyncio.wait(
+                {task, gone, door.ended}, timeout=max(min(left, TICK), 0), return_when=asyncio.FIRST_COMPLETED
+            )
+            if task.done():
+                return task.result()
+            if gone.done():
+                raise Gone
+            if door.ended.done():
+                raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
+            if left <= 0:
+                raise ApiError(408, f"the answer took longer than {seconds:g} s")
+            if look is not None:
+                await look()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """An ASGI response that sends ``events`` (bytes) as they come.  ``held`` is closed when it ends, in every case."""
+
+    def __init__(
+        self, events: AsyncIterator[bytes], held: AsyncExitStack, door: Door, server: ServerConfig, seconds: float
+    ) -> None:
+        super().__init__()
+        self.events, self.held, self.door, self.server, self.seconds = events, held, door, server, seconds
+        self._sent = time.monotonic()
+        self._writing = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with self.held:
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            last = b""
+            try:
+                await supervise(self._write(send), receive, self.door, self.seconds, lambda: self._look(send))
+            except Gone:
+                scope["state"]["log"]["gone"] = True
+                return
+            except Exception as exc:
+                error = errors.of(exc)
+                if error.status == 500:
+                    logs.log.error("request %s failed", scope["state"]["request_id"], exc_info=exc)
+                scope["state"]["log"]["error"] = error.status
+                last = encode(error.body())
+            await send({"type": "http.response.body", "body": last})
+
+    async def _write(self, send: Any) -> None:
+        async for event in self.events:
+            self._writing, self._sent = True, time.monotonic()
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            self._writing, self._sent = False, time.monotonic()
+
+    async def _look(self, send: Any) -> None:
+        """Proxies close a connection on which nothing is said; a reader who takes nothing holds memory."""
+        idle = time.monotonic() - self._sent
+        if self._writing and idle > self.server.write_timeout:
+            raise Gone
+        if not self._writing and idle > self.server.keep_alive:
+            self._sent = time.monotonic()
+            await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})

@@ -1,0 +1,295 @@
+"""Calls of tools: how a model is told of tools, how it is made to call one, and how calls are found in its text.
+
+``tool_choice``   none      the tools are not shown
+                  auto      the model may call; a parser finds calls in its text as it comes
+                  required  a grammar leaves it nothing but a list of calls
+                  named     a grammar leaves it nothing but the arguments of that function
+
+A parser is a class with ``feed(text, final) -> [Said | Call, ...]``; ``PARSERS`` names them, ``register`` adds one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from minivllm.errors import ConfigError, suggest
+
+from .errors import ApiError
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MOST = 128  # tools of a request
+INTRODUCTION = (
+    "You may call functions to answer. These are there, each described by JSON:\n{tools}\nTo call one, write\n"
+    '<tool_call>\n{{"name": <name>, "arguments": <object of arguments>}}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True)
+class Said:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A whole call; ``arguments`` is JSON text.  ``id`` is ours."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+
+class Parser(Protocol):
+    """Finds calls in the text of one answer."""
+
+    def feed(self, text: str, final: bool) -> list[Said | Call]:
+        """What new text has settled; with ``final``, all that is left.  Text that is no call is said, not lost."""
+
+
+def make_call(value: Any) -> Call | None:
+    """A call from {"name", "arguments"}; None if it is not one."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not NAME.fullmatch(value["name"]):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        return Call(value["name"], arguments)
+    return Call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, Mapping) else None
+
+
+def load(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+class Hermes:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write it."""
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+    def __init__(self) -> None:
+        self._left, self._called = "", False
+
+    def feed(self, text: str, final: bool) -> list[Said | Call]:
+        self._left += text
+        found: list[Said | Call] = []
+        while True:
+            start = self._left.find(self.OPEN)
+            if start < 0:
+                keep = 0 if final else _overlap(self._left, self.OPEN)
+                self._say(found, self._left[: len(self._left) - keep])
+                self._left = self._left[len(self._left) - keep :]
+                return found
+            end = self._left.find(self.CLOSE, start)
+            if end < 0 and not final:
+                self._say(found, self._left[:start])
+                self._left = self._left[start:]
+                return found
+            inner = self._left[start + len(self.OPEN) : end if end >= 0 else None]
+            after = end + len(self.CLOSE) if end >= 0 else len(self._left)
+            call = make_call(load(inner))
+            self._say(found, self._left[:start] if call is not None else self._left[:after])
+            if call is not None:
+                found.append(call)
+                self._called = True
+            self._left = self._left[after:]
+
+    def _say(self, found: list[Said | Call], text: str) -> None:
+        if text and not (self._called and not text.strip()):  # newlines between calls are not for the user
+            found.append(Said(text))
+
+
+class Json:
+    """An answer that is nothing but JSON: a call or a list of them."""
+
+    def __init__(self) -> None:
+        self._left, self._plain = "", False
+
+    def feed(self, text: str, final: bool) -> list[Said | Call]:
+        self._left += text
+        begins = self._left.lstrip()[:1]
+        self._plain = self._plain or (begins != "" and begins not in "{[")
+        if not final and not self._plain:
+            return []
+        value = None if self._plain else load(self._left)
+        calls = [make_call(one) for one in (value if isinstance(value, list) else [value])]
+        whole = bool(calls) and all(calls)
+        said, self._left = self._left, ""
+        if whole:
+            return [call for call in calls if call is not None]
+        return [Said(said)] if said else []
+
+
+class Forced:
+    """The list of calls that the grammar of ``required`` leaves: each is told when it is complete."""
+
+    def __init__(self) -> None:
+        self._left, self._at, self._calls = "", 0, 0
+
+    def feed(self, text: str, final: bool) -> list[Said | Call]:
+        self._left += text
+        found: list[Said | Call] = []
+        decoder = json.JSONDecoder()
+        while True:
+            rest = self._left[self._at :]
+            start = rest.find("{")
+            if start < 0 or "}" not in rest:
+                break
+            try:
+                value, end = decoder.raw_decode(rest, start)
+            except ValueError:
+                break
+            self._at += end
+            if (call := make_call(value)) is not None:
+                found.append(call)
+                self._calls += 1
+        if final and not self._calls:
+            found.append(Said(self._left))
+        return found
+
+
+PARSERS: dict[str, Callable[[], Parser]] = {"hermes": Hermes, "json": Json}
+
+
+def register(name: str, make: Callable[[], Parser]) -> None:
+    """Add a parser under a name for ``[server] tool_parser``."""
+    PARSERS[name] = make
+
+
+def parser_of(name: str) -> Callable[[], Parser]:
+    """ConfigError if there is none of that name."""
+    if name not in PARSERS:
+        raise ConfigError(f"server.tool_parser={name!r}: there are {', '.join(PARSERS)}.{suggest(name, PARSERS)}")
+    return PARSERS[name]
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many characters at the end of the text may become the tag."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request and what was chosen: ``none``, ``auto``, ``required`` or ``named`` (``function``)."""
+
+    listed: list[dict[str, Any]]
+    choice: str
+    function: str = ""
+    parallel: bool = True
+
+    @property
+    def shown(self) -> list[dict[str, Any]] | None:
+        return self.listed if self.listed and self.choice != "none" else None
+
+    def form(self) -> dict[str, Any] | None:
+        """What the text must fit (structured outputs), or None."""
+        if self.choice == "named":
+            return {"json": _parameters(self._of(self.function))}
+        if self.choice != "required":
+            return None
+        definitions: dict[str, Any] = {}
+        schemas = []
+        for number, tool in enumerate(self.listed):
+            arguments = _hoisted(_parameters(tool["function"]), f"t{number}_", definitions)
+            schemas.append({
+                "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
+                "properties": {"name": {"const": tool["function"]["name"]}, "arguments": arguments},
+            })  # fmt: skip
+        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": schemas}}
+        if not self.parallel:
+            schema["maxItems"] = 1
+        if definitions:
+            schema["$defs"] = definitions
+        return {"json": schema}
+
+    def _of(self, name: str) -> dict[str, Any]:
+        return next(tool["function"] for tool in self.listed if tool["function"]["name"] == name)
+
+
+def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
+    """ApiError (400) for tools or a choice that are malformed or do not fit together."""
+    tools = tools or []
+    if not isinstance(tools, list) or len(tools) > MOST:
+        raise ApiError(400, f"tools: want a list of at most {MOST} functions", "tools")
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        ok = isinstance(function, dict) and isinstance(function.get("name"), str) and NAME.fullmatch(function["name"])
+        ok = ok and isinstance(function.get("parameters") or {}, dict)
+        if not ok:
+            want = 'want {"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}'
+            raise ApiError(400, f"tools[{number}]: {want}", "tools")
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise ApiError(400, "tools: two of them have the same name", "tools")
+    if choice is None:
+        return Tools(tools, "auto" if tools else "none", parallel=parallel is not False)
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if choice.get("type") != "function" or name not in names:
+            raise ApiError(400, "tool_choice: names no function of tools", "tool_choice")
+        return Tools(tools, "named", str(name), parallel is not False)
+    if choice not in ("none", "auto", "required"):
+        want = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        raise ApiError(400, f"tool_choice: want {want}", "tool_choice")
+    if choice == "required" and not tools:
+        raise ApiError(400, "tool_choice=required: want tools to choose from", "tool_choice")
+    return Tools(tools, str(choice) if tools else "none", parallel=parallel is not False)
+
+
+def tell(messages: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
+    """For a chat template that knows nothing of tools: the tools as a first message, and calls as text."""
+    if not isinstance(messages, list):
+        return messages
+    told: list[Any] = []
+    if tools:
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        told.append({"role": "system", "content": INTRODUCTION.format(tools=lines)})
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        if isinstance(calls, list) and calls:
+            texts = [message.get("content") or ""]
+            for call in calls:
+                function = call.get("function") if isinstance(call, dict) else None
+                if not isinstance(function, dict):
+                    raise ApiError(400, "messages: tool_calls hold no function", "messages")
+                body = {"name": function.get("name"), "arguments": load(str(function.get("arguments"))) or {}}
+                texts.append(f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>")
+            message = {"role": message.get("role"), "content": "\n".join(filter(None, map(str, texts)))}
+        told.append(message)
+    return told
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _hoisted(schema: dict[str, Any], prefix: str, definitions: dict[str, Any]) -> Any:
+    """The schema with its definitions at the top of the whole, where references are looked up."""
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, list):
+            return [walk(one) for one in node]
+        if not isinstance(node, dict):
+            return node
+        return {
+            key: re.sub(r"^#/(\$defs|definitions)/", f"#/$defs/{prefix}", one)
+            if key == "$ref" and isinstance(one, str) else walk(one)
+            for key, one in node.items()
+        }  # fmt: skip
+
+    try:
+        for key in ("$defs", "definitions"):
+            inner = schema.get(key)
+            for name, one in (inner if isinstance(inner, dict) else {}).items():
+                definitions[prefix + name] = walk(one)
+        return walk({key: one for key, one in schema.items() if key not in ("$defs", "definitions")})
+    except RecursionError:
+        raise ApiError(400, "tools: a schema is nested too deeply", "tools") from None

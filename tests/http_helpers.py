@@ -1,0 +1,109 @@
+"""A real server on the loopback interface, with pocket, for tests of HTTP: uvicorn in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+
+GOLDEN = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "logprobs": 1}
+
+
+class Running:
+    """A server; ``url``, ``client`` (httpx), ``app``.  ``do`` runs something on its event loop."""
+
+    def __init__(self, keys: list[str] = (), engine: dict[str, Any] | None = None, **server: Any) -> None:
+        from minivllm.config import load_config
+        from minivllm.server.app import Application
+        from minivllm.server.client import LocalClient
+        from minivllm.server.serve import Http, bind, make_service
+
+        options = {
+            "batch_invariant": True,
+            "max_num_seqs": 64,
+            "num_kvcache_blocks": 512,
+            "max_model_len": 1024,
+            **(engine or {}),
+        }
+        loaded = load_config(keywords={**options, "server": {"port": 0, **server}}, environ={})
+        self._bound = bind(loaded.server)
+        self.host, self.port = self._bound.getsockname()[:2]
+        self.url = f"http://{self.host}:{self.port}"
+        started = threading.Event()
+
+        async def main() -> None:
+            self.loop = asyncio.get_running_loop()
+            self.app = Application(loaded.server, keys)
+            self.http = Http(self.app, loaded.server)
+            client = LocalClient(loaded)
+            serving = asyncio.create_task(self.http.serve(sockets=[self._bound]))
+            await client.open()
+            self.app.open(make_service(client, loaded.server, loaded.engine.model, loaded.sampling))
+            started.set()
+            await serving
+            await client.close()
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+        self._thread.start()
+        assert started.wait(60)
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        self.golden = self.post("/v1/completions", GOLDEN).json()["choices"]
+
+    def do(self, make: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(make(), self.loop).result(30)
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **more)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream, the last as text."""
+        with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            lines = [line for line in answer.iter_lines() if line]
+        assert all(line.startswith(("data: ", ": ")) for line in lines)
+        found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return [one if one == "[DONE]" else json.loads(one) for one in found]
+
+    def raw(self, data: bytes, seconds: float = 5.0) -> bytes:
+        """What comes back for bytes, until the connection ends or says nothing more."""
+        with socket.create_connection((self.host, self.port), timeout=seconds) as link:
+            link.sendall(data)
+            got = b""
+            with contextlib.suppress(TimeoutError, ConnectionResetError):
+                while part := link.recv(65536):
+                    got += part
+            return got
+
+    def stats(self) -> dict[str, Any]:
+        return self.do(self.app.service.client.stats)
+
+    def at_rest(self, seconds: float = 3.0) -> None:
+        """Nobody is inside, nothing runs or waits, every block is free or a cached prefix; the golden request is as it
+        was."""
+        end = time.monotonic() + seconds
+        while True:
+            stats = self.stats()
+            free = stats["blocks_free"] + (
+                stats["blocks_cached"] if stats["blocks_free"] < stats["blocks_total"] else 0
+            )
+            rest = (self.app.service.door.inside, stats["running"], stats["waiting"])
+            if rest == (0, 0, 0) and free >= stats["blocks_total"]:
+                break
+            assert time.monotonic() < end, (rest, stats)
+            time.sleep(0.02)
+        assert self.client.get("/health").status_code == 200
+        assert self.post("/v1/completions", GOLDEN).json()["choices"] == self.golden
+
+    def close(self) -> None:
+        self.client.close()
+        self.http.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
