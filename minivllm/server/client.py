@@ -24,7 +24,8 @@ import numpy as np
 from minivllm.core.request import SamplingParams, TokenLogprobs
 from minivllm.errors import EngineDeadError, RequestError
 
-from .engine_loop import ENDS, Command, EngineLoop, describe, error_from
+from .engine_loop import ENDS, EngineLoop, describe, error_from
+from .frames import Frame
 from .streams import Piece, Stream
 
 if TYPE_CHECKING:
@@ -125,7 +126,10 @@ class FrameClient:
             "number": number, "id": request_id, "params": wire, "arrival": stream.metrics.arrival_time,
             "watch": pieces or bool(params.stop),
         }  # fmt: skip
-        self._send("add", header, {"prompt": ids})
+        try:
+            self._send("add", header, {"prompt": ids})
+        except (TypeError, ValueError) as e:
+            raise RequestError(f"a sampling parameter cannot be sent to the engine: {e}", "extra") from e
         self._streams[number] = self._ids[request_id] = stream
         self._accepting[number] = accepted
         try:
@@ -272,7 +276,7 @@ class LocalClient(FrameClient):
     def __init__(self, loaded: Loaded) -> None:
         super().__init__()
         self._loaded = loaded
-        self._inbox: deque[Command] = deque()
+        self._inbox: deque[Frame] = deque()
         self._came = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -287,7 +291,7 @@ class LocalClient(FrameClient):
 
     def _send(self, kind: str, header: dict[str, Any], columns: dict[str, np.ndarray] | None = None) -> None:
         with self._came:
-            self._inbox.append(Command(kind, header, columns or {}))
+            self._inbox.append(Frame(kind, header, columns or {}))
             self._came.notify()
 
     async def close(self, drain: float = 0.0) -> bool:
@@ -302,7 +306,7 @@ class LocalClient(FrameClient):
 
     # ---- the link, on the engine's thread ------------------------------------------------------------------------
 
-    def receive(self, seconds: float) -> list[Command]:
+    def receive(self, seconds: float) -> list[Frame]:
         with self._came:
             if not self._inbox and seconds > 0:
                 self._came.wait(seconds)
@@ -343,8 +347,6 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
     for name, value in found.items():
         if isinstance(value, Mapping) and "function" in value and not isinstance(getattr(params, name), Mapping):
             raise RequestError(f"{name}: a Python function cannot be sent to an engine in another process", name)
-    if "logit_bias" in found:
-        found["logit_bias"] = {int(token): by for token, by in found["logit_bias"].items()}
     return found
 
 

@@ -1,6 +1,6 @@
 """The engine's loop behind a link: commands in, one frame a turn out.  It knows neither text nor clients.
 
-    link.receive(seconds)   [Command(kind, header, columns), ...]; waits for the first at most that long
+    link.receive(seconds)   [Frame(kind, header, columns), ...]; waits for the first at most that long
     turn                    commands, engine.step(), link.send(FRAME, header, columns)
 
 A frame has a column entry for each branch that got tokens or ended in this turn, for all requests together:
@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,25 +28,20 @@ from minivllm.core.engine import Engine
 from minivllm.core.request import MAX_LOGPROBS, Request, SamplingParams, Seq
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 
+from .frames import Frame
+
 ENDS = (None, "stop", "length", "abort", "error")
 END = {reason: code for code, reason in enumerate(ENDS)}
 HEARTBEAT = 1.0  # seconds after which a frame is sent though there is nothing to say
+COMMANDS = frozenset(("add", "abort", "cut", "ask", "stop"))
 PATIENCE = 0.005  # seconds of a turn for commands: the running requests wait meanwhile
 log = logging.getLogger("minivllm")
-
-
-class Command(NamedTuple):
-    """``kind``: add, abort, cut (a stop string was found), ask, stop."""
-
-    kind: str
-    header: dict[str, Any]
-    columns: dict[str, np.ndarray]
 
 
 class Link(Protocol):
     """Two ends of it: a deque in this process, or a socket (``process_client``)."""
 
-    def receive(self, seconds: float) -> list[Command]:
+    def receive(self, seconds: float) -> list[Frame]:
         """What has come; waits for the first at most that long.  EngineDeadError if the other side is gone."""
 
     def send(self, header: dict[str, Any], columns: dict[str, np.ndarray]) -> None: ...
@@ -71,42 +66,48 @@ class EngineLoop:
         self.live: dict[int, _Live] = {}
         self.stopping = False
         self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
-        self._waiting: list[Command] = []
+        self._waiting: list[Frame] = []
         self._sent = 0.0
         self._told_dead = False
         self._clear()
 
     def run(self) -> None:
-        engine = self.engine
         worked = False
         while not self.stopping and not (self.ends and self._told_dead):
             wait = 0.0
             if not worked and not self._waiting:
-                wait = engine.idle() if engine.busy and not engine.dead else HEARTBEAT
+                wait = self.engine.idle() if self.engine.busy and not self.engine.dead else HEARTBEAT
             try:
-                self._waiting += self.link.receive(wait)
-                begin = time.perf_counter()
-                self._obey(begin + PATIENCE)
-                middle = time.perf_counter()
-                worked = not engine.dead and engine.busy and engine.step()
-                after = time.perf_counter()
-                if self._flush():
-                    self.turns += 1
-                    self.own_seconds += time.perf_counter() - after + middle - begin
+                worked = self.turn(wait)
             except EngineDeadError as e:  # the link: nobody is there any more
-                engine.fail_all(str(e))
+                self.engine.fail_all(str(e))
                 return
             except Exception as e:
                 log.exception("the engine's loop met an error")
-                engine.fail_all(f"{type(e).__name__}: {e}")
-        engine.fail_all("the engine was stopped")
-        self._flush(last=True)
+                self.engine.fail_all(f"{type(e).__name__}: {e}")
+        self.engine.fail_all("the engine was stopped")
+        self._flush()
+
+    def turn(self, wait: float = 0.0) -> bool:
+        """Commands, one step, one frame; False if the engine found nothing to do."""
+        self._waiting += self.link.receive(wait)
+        begin = time.perf_counter()
+        self._obey(begin + PATIENCE)
+        middle = time.perf_counter()
+        worked = not self.engine.dead and self.engine.busy and self.engine.step()
+        after = time.perf_counter()
+        if self._flush():
+            self.turns += 1
+            self.own_seconds += time.perf_counter() - after + middle - begin
+        return worked
 
     # ---- commands ------------------------------------------------------------------------------------------------
 
     def _obey(self, until: float) -> None:
         done = 0
         for command in self._waiting:
+            if command.kind not in COMMANDS:
+                raise EngineDeadError(f"{command.kind!r} is no command; want one of {sorted(COMMANDS)}")
             getattr(self, f"_do_{command.kind}")(**command.header, **command.columns)
             done += 1
             if time.perf_counter() > until:
@@ -117,6 +118,8 @@ class EngineLoop:
         self, number: int, id: str, params: dict[str, Any], prompt: np.ndarray, arrival: float, watch: bool
     ) -> None:
         try:
+            if params.get("logit_bias"):  # the keys of a JSON object are strings
+                params = {**params, "logit_bias": {int(i): by for i, by in params["logit_bias"].items()}}
             made = SamplingParams.make(**params)
             request = Request(id, np.asarray(prompt, np.int32), made, arrival)
             live = _Live(number, request)
@@ -216,13 +219,11 @@ class EngineLoop:
             self.header.setdefault("order", []).append([live.number, order])
         self.dones.append((live.number, request.finished or self.engine.now()))
 
-    def _flush(self, last: bool = False) -> bool:
+    def _flush(self) -> bool:
         """Send what this turn gave, or a sign of life if nothing was sent for a while."""
         now = time.monotonic()
         if self.engine.dead and not self._told_dead:
             self._told_dead, self.header["dead"] = True, self.engine.dead
-        if last:
-            self.header["stopped"] = True
         full = bool(self.rows or self.header or self.dones)
         if not full and now - self._sent < HEARTBEAT:
             return False

@@ -1,0 +1,162 @@
+"""The engine in a process of its own: started by ``process_client`` with one end of a socket pair.
+
+It listens on nothing.  It ends when it is told to, when the socket or the life pipe closes (its parent is gone), or
+when the engine has died (status 7).  Ctrl-C and SIGTERM go to the parent, which decides what they mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from minivllm.errors import EngineDeadError, MinivllmError
+
+from .frames import Frame, Splitter, encode
+
+GRACE = 5.0  # seconds to give everything back once the parent is gone
+BACKLOG = 32 * 2**20  # bytes of frames that wait for a parent that does not read, before the engine waits for it
+CHUNK = 1 << 18
+
+
+class SocketLink:
+    """``engine_loop.Link`` over a socket.  ``send`` waits for nobody as long as less than ``BACKLOG`` is unread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket, self._splitter = sock, Splitter()
+        self._out = bytearray()
+
+    def receive(self, seconds: float) -> list[Frame]:
+        """EngineDeadError if the parent is gone, or what it says is no frame."""
+        if self._out:
+            self._push()
+        found = self._read()
+        until = time.monotonic() + seconds
+        while not found and (left := until - time.monotonic()) > 0:
+            self._wait(left)
+            found = self._read()
+        return found
+
+    def send(self, header: dict[str, Any], columns: dict[str, np.ndarray], kind: str = "frame") -> None:
+        self._out += encode(kind, header, columns)
+        self._push()
+        while len(self._out) > BACKLOG:
+            self._wait(1.0)
+
+    def finish(self, seconds: float) -> None:
+        """Wait until all is sent, at most that long."""
+        until = time.monotonic() + seconds
+        while self._out and (left := until - time.monotonic()) > 0:
+            self._wait(left, reads=False)
+
+    def _wait(self, seconds: float, reads: bool = True) -> None:
+        _, writable, _ = select.select(
+            [self._socket] if reads else [], [self._socket] if self._out else [], [], seconds
+        )
+        if writable:
+            self._push()
+
+    def _push(self) -> None:
+        try:
+            while self._out:
+                sent = self._socket.send(self._out)
+                del self._out[:sent]
+        except BlockingIOError:
+            pass
+        except OSError as e:
+            raise EngineDeadError(f"the client of the engine is gone: {e}") from e
+
+    def _read(self) -> list[Frame]:
+        found: list[Frame] = []
+        try:
+            while True:
+                data = self._socket.recv(CHUNK)
+                if not data:
+                    raise EngineDeadError("the client of the engine is gone")
+                found += self._splitter.feed(data)
+                if len(data) < CHUNK:
+                    return found
+        except BlockingIOError:
+            return found
+        except OSError as e:
+            raise EngineDeadError(f"the client of the engine is gone: {e}") from e
+
+
+def main(socket_fd: str, life_fd: str) -> None:
+    """What the process runs; the arguments are numbers of inherited file descriptors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    running = threading.Event()
+    threading.Thread(target=_watch_parent, args=(int(life_fd), running), daemon=True).start()
+    link = SocketLink(socket.socket(fileno=int(socket_fd)))
+    try:
+        status = _serve(link, running)
+        link.finish(GRACE)
+    except EngineDeadError as e:
+        print(f"minivllm: error: {e}", file=sys.stderr)
+        status = EngineDeadError.exit_code
+    sys.stderr.flush()
+    os._exit(status)  # threads of libraries do not hold it up; all was given back
+
+
+def _serve(link: SocketLink, running: threading.Event) -> int:
+    from minivllm.hardware import prepare_environment
+
+    logging.getLogger("minivllm").addHandler(logging.StreamHandler(sys.stderr))
+    prepare_environment()  # before torch is imported
+    from minivllm.frontend import build_engine
+
+    from .engine_loop import EngineLoop, describe
+
+    opening = link.receive(60.0)
+    if not opening or opening[0].kind != "open":
+        raise EngineDeadError("the client of the engine did not say what to open")
+    try:
+        engine, resolved, _ = build_engine(loaded_from_json(opening[0].header))
+    except Exception as e:
+        if not isinstance(e, MinivllmError):
+            logging.getLogger("minivllm").exception("the engine could not be started")
+        link.send({"error": [type(e).__name__, str(e), getattr(e, "param", None)]}, {}, "failed")
+        return getattr(e, "exit_code", 1)
+    link.send(describe(engine, resolved), {}, "ready")
+    running.set()
+    loop = EngineLoop(engine, link, ends=True)
+    loop.run()
+    engine.stop()
+    return 0 if loop.stopping else EngineDeadError.exit_code
+
+
+def _watch_parent(life_fd: int, running: threading.Event) -> None:
+    """The other end of the pipe is open as long as the parent lives, however it ends."""
+    os.read(life_fd, 1)
+    if running.is_set():
+        time.sleep(GRACE)
+    os._exit(EngineDeadError.exit_code)
+
+
+def loaded_to_json(loaded: Any) -> dict[str, Any]:
+    """A configuration as JSON, for ``loaded_from_json``; ``[run]`` is not the engine's."""
+    engine = loaded.engine.model_dump(mode="json", exclude_unset=True)
+    return {
+        "engine": engine, "sampling": dict(loaded.sampling), "origins": dict(loaded.origins),
+        "requires": list(loaded.requires), "files": list(loaded.files),
+    }  # fmt: skip
+
+
+def loaded_from_json(told: dict[str, Any]) -> Any:
+    """ConfigError if it is not one that this version makes."""
+    from minivllm.config import EngineConfig, Loaded
+
+    return Loaded(
+        EngineConfig(**told["engine"]), told["sampling"], origins=told["origins"], requires=tuple(told["requires"]),
+        files=tuple(told["files"]),
+    )  # fmt: skip
