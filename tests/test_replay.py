@@ -284,6 +284,11 @@ def test_the_engine_finds_what_one_finds_by_hand():
     assert run.steps == 24 and run.hit_rate == 48 / (24 + 30 + 37)
 
 
+def test_a_prompt_of_which_one_token_is_left_to_compute_has_a_first_token_as_others_do():
+    run = serve(turns([(1, 24)], [(1, 21)]), SIZES, fcfs, lru, seconds_per_step=1.0)
+    assert run.cached.tolist() == [0, 20] and run.first.tolist() == [0, 0]
+
+
 def test_queue_times_are_steps_in_line():
     """Two rows, four requests at once, three steps each: the second pair waits for the first."""
     t = turns([(1, 5)], [(2, 5)], [(3, 5)], [(4, 5)], output=3, every=0.0)

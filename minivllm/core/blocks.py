@@ -44,7 +44,7 @@ Salt = tuple[str, str]  # (tenant, cache_salt): only prefixes with the same are 
 
 def chain_key(parent: int, tokens: bytes) -> int:
     """64-bit key of a block whose parent has key ``parent``; 0 is kept for "none"."""
-    digest = blake2b(tokens, digest_size=8, key=parent.to_bytes(8, "little")).digest()
+    digest = blake2b(parent.to_bytes(8, "little") + tokens, digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
 
@@ -187,16 +187,19 @@ class BlockPool:
     def partial(self, parent: int, tokens: np.ndarray) -> tuple[int, int]:
         """Of the cached blocks after ``parent`` (of the youngest ``SIBLINGS``) the one that begins with most of these
         tokens (one block of them at most), and with how many; (0, 0) if none shares the first."""
-        rows, b = [], self.youngest.get(parent, 0)
-        while b and len(rows) < SIBLINGS:
-            rows.append(b)
+        rows, b, first = [], self.youngest.get(parent, 0), tokens[0]
+        for _ in range(SIBLINGS):
+            if not b:
+                break
+            if self.tokens[b, 0] == first:
+                rows.append(b)
             b = self.older[b]
         if not rows:
             return 0, 0
         same = self.tokens[rows, : len(tokens)] == tokens
         shared = np.where(same.all(axis=1), len(tokens), same.argmin(axis=1))
         best = int(shared.argmax())
-        return (rows[best], int(shared[best])) if shared[best] else (0, 0)
+        return rows[best], int(shared[best])
 
     def follow(self, key: int, leader: int, tokens: np.ndarray) -> int:
         """In a pool whose blocks hang on those of another group: the block with this key whose ``leader`` code (see

@@ -127,10 +127,8 @@ class Counting(Executor):
         ends = known >= self.end[slots]
         flags = np.where(ends, LENGTH, 0).astype(np.uint8)
         self.done[self.request[slots[ends]]] = self.steps.step
-        if len(plan.slots) > len(slots) or plan.q_len[-1] > 1:  # a prompt may be complete
-            asked = self.request[slots]
-            new = asked[(known == self.trace.prompt[asked] + 1) & (self.first[asked] < 0)]
-            self.first[new] = self.steps.step
+        asked = self.request[slots]
+        self.first[asked[self.first[asked] < 0]] = self.steps.step  # it drew, so its prompt is computed
         self.results.append(StepResult(plan.id, slots, self.token[slots], np.ones(len(slots), np.int32), flags))
 
     def supply(self, step: int, late: Any) -> None:

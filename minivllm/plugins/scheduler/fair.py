@@ -92,8 +92,9 @@ class Fair(SchedulerPolicy):
         ran = self._find(gone.id)[1] | (gone.known > gone.prompt)  # the others have never been served
         ended = gone.take(ran)
         self._charge(ended)
-        at, _ = self._find(ended.id)
-        self.ids, self.paid, self.owner = (np.delete(a, at) for a in (self.ids, self.paid, self.owner))
+        stay = np.ones(len(self.ids), bool)
+        stay[self._find(ended.id)[0]] = False
+        self.ids, self.paid, self.owner = self.ids[stay], self.paid[stay], self.owner[stay]
 
     def victim(self, candidates: QueueView, need: int) -> int:
         self._charge(candidates)
@@ -104,10 +105,12 @@ class Fair(SchedulerPolicy):
         """Count what these sequences have been served since they were charged last."""
         at, known = self._find(view.id)
         if not known.all():
-            fresh = np.flatnonzero(~known)[np.argsort(view.id[~known])]
-            where = np.searchsorted(self.ids, view.id[fresh])
-            self.owner = np.insert(self.owner, where, [self._place(t) for t in view.tenant[fresh].tolist()])
-            self.ids, self.paid = np.insert(self.ids, where, view.id[fresh]), np.insert(self.paid, where, 0.0)
+            fresh = view.id[~known]
+            owner = np.array([self._place(t) for t in view.tenant[~known].tolist()], np.int64)
+            ids = np.concatenate((self.ids, fresh))
+            by_id = np.argsort(ids, kind="stable")
+            self.ids, self.paid = ids[by_id], np.concatenate((self.paid, np.zeros(len(fresh))))[by_id]
+            self.owner = np.concatenate((self.owner, owner))[by_id]
             at, _ = self._find(view.id)
         total = self.options.input_cost * view.prompt + self.options.output_cost * (view.known - view.prompt)
         more = np.maximum(total - self.paid[at], 0)
