@@ -18,7 +18,7 @@ from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
 from minivllm.core.request import SamplingParams
 from minivllm.core.state import ProcessorState
 from minivllm.errors import ModelError
-from minivllm.kernels import activation, logprobs, norm, products, step
+from minivllm.kernels import activation, logprobs, mask, norm, products, step
 from minivllm.kernels.peaks import best_of_tiles
 from minivllm.layers.activation import silu_mul
 from minivllm.layers.fused import Normed
@@ -219,6 +219,22 @@ def test_the_device_cuts_rows_into_the_tiles_that_the_host_would(least):
     want = sorted(zip(*(x.tolist() for x in triton_prefill.make_tiles(kept, 0, 8)), strict=True))
     got = sorted((r, t) for r, t in zip(row.tolist(), token.tolist(), strict=True) if r >= 0)
     assert got == want and row.tolist()[len(want) :] == [-1] * (20 - len(want))
+
+
+@pytest.mark.parametrize("width", [33, 5000])
+def test_a_mask_forbids_in_the_rows_that_have_one(width):
+    torch.manual_seed(width)
+    allowed = torch.rand(2, -(-width // 32) * 32) < 0.3
+    bits = torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little").view("<i4").copy())
+    logits = torch.randn(4, width + 3)[:, :width]
+    got, want = logits.clone(), logits.clone()
+    held = mask.Masks(4, width, torch.device("cpu"))
+    for rows in (np.array([0]), np.array([3, 1])):  # what the first step left is not the second one's
+        held.put(rows, bits[: len(rows)].numpy())
+    assert held.index.tolist() == [-1, 1, -1, 0]
+    mask.apply(got, held.index, held.mask)
+    sampling.apply_mask(want, bits, torch.tensor([3, 1]))
+    assert torch.equal(got, want) and torch.equal(got[[0, 2]], logits[[0, 2]])
 
 
 def test_a_nan_shows_in_the_peak_of_its_tile():

@@ -85,3 +85,33 @@ def test_auto_sizing_takes_the_memory_that_was_allowed(tmp_path):
     with engine(tmp_path, num_kvcache_blocks=-1, gpu_memory_utilization=0.3) as llm:
         assert llm.stats()["blocks_total"] >= 16 * (256 // 16)
         assert torch.cuda.memory_reserved() < 0.31 * torch.cuda.get_device_properties(0).total_memory
+
+
+@pytest.mark.parametrize("options", [{}, {"run_ahead": 0}, {"run_ahead": 3}, {"graph": "off"}])
+def test_masks_are_those_of_their_rows_in_captured_steps(options):
+    pytest.importorskip("llguidance")
+    asked = [
+        {"choice": ["yes", "no"]},
+        {"regex": "[0-9]{3}-[0-9]{4}"},
+        {"json": {"type": "integer", "maximum": 99}},
+        None,
+    ]
+    params = [
+        SamplingParams(seed=i, max_tokens=12, logprobs=3 if i % 3 == 0 else None, structured_outputs=asked[i % 4])
+        for i in range(24)
+    ]
+    with LLM(model="pocket", device="cuda", max_num_seqs=16, num_kvcache_blocks=400, **options) as llm:
+        outputs = llm.generate(["Tell me."] * 24, params, use_tqdm=False)
+        steps = llm.engine.executor.runner.graphs
+        assert options.get("graph") == "off" or (steps.masks is not None and any(key[1][-1] for key in steps.samples))
+    for i, output in enumerate(outputs):
+        text = output.text
+        assert output.error is None
+        if i % 4 == 0:
+            assert text in ("yes", "no")
+        elif i % 4 == 1:
+            assert len(text) == 8 and text[3] == "-" and (text[:3] + text[4:]).isdigit()
+        elif i % 4 == 2 and output.finish_reason == "stop":
+            assert int(text) <= 99
+        else:
+            assert len(output.tokens) == 12 or output.finish_reason == "stop"

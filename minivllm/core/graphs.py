@@ -10,7 +10,9 @@ A *decode* step (one token a row) reads token, length and block table of each sl
 to the next captured size with the *spare slot*, the last one of the columns: it belongs to nobody, counts as ended, and
 what it computes goes to the null block.
 
-What cannot be captured (a processor that is not graph safe, masks from the host, a model that waits for the device)
+The masks of late rows are copied, beside the layers, to where SAMPLE finds them (``kernels.mask``).
+
+What cannot be captured (a processor that is not graph safe, a token that the host chooses, a model that waits)
 runs as separate launches instead; ``notes`` says why.
 """
 
@@ -25,6 +27,8 @@ import numpy as np
 import torch
 
 from minivllm.kernels import step
+from minivllm.kernels.mask import Masks
+from minivllm.kernels.mask import apply as apply_masks
 from minivllm.kernels.peaks import best_of_tiles
 
 from . import sampling
@@ -35,7 +39,7 @@ from .request import SamplingParams
 from .state import staged
 
 if TYPE_CHECKING:
-    from .interfaces.plan import StepPlan
+    from .interfaces.plan import LateInputs, StepPlan
     from .runner import Runner
 
 log = logging.getLogger(__name__)
@@ -116,6 +120,7 @@ class Graphs:
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple, Captured | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    masks: Masks | None = None  # of late rows, from the first step that has some
     refused: set[GraphKey] = field(default_factory=set)  # captures that failed: such steps run uncaptured
 
     def __post_init__(self) -> None:
@@ -128,7 +133,7 @@ class Graphs:
     def key(self, plan: StepPlan) -> GraphKey | None:
         """The capture that a step can run in, or None."""
         rows, tokens = len(plan.slots), int(plan.q_len.sum())
-        if not rows or rows > self.sizes[-1] or len(plan.late) or len(plan.host):
+        if not rows or rows > self.sizes[-1] or len(plan.host):
             return None
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
@@ -156,7 +161,7 @@ class Graphs:
             if active and not self.runner.graph_safe[i]:
                 return None
             variants.append(int(np.bitwise_or.reduce(held.variant[slots])) if active else -1)
-        return (*variants, bool(state.wants_min[slots].any()), plan.topk)
+        return (*variants, bool(state.wants_min[slots].any()), plan.topk, len(plan.late) > 0)
 
     # ---- run -----------------------------------------------------------------------------------------------------
 
@@ -182,9 +187,15 @@ class Graphs:
         captured.graph.replay()
         return b.hidden[: len(plan.slots)]
 
-    def sample(self, key: GraphKey, asked: tuple) -> tuple[torch.Tensor, Any] | None:
+    def sample(
+        self, key: GraphKey, asked: tuple, plan: StepPlan | None = None, late: LateInputs | None = None
+    ) -> tuple[torch.Tensor, Any] | None:
         """(i32 [3, B] tokens, counts and flags of the rows; their log-probabilities or None).  None if what is asked
-        cannot be captured."""
+        cannot be captured.  ``late`` with its ``plan``: the masks of late rows."""
+        if plan is not None and late is not None:
+            if self.masks is None:
+                self.masks = Masks(self.sizes[-1], self.runner.worker.vocab_size, self.runner.device)
+            self.masks.put(plan.samples[plan.late], late.mask)
         at = (key.rows, asked)
         if at not in self.samples and len(self.samples) < CAPTURES:
             self.samples[at] = self._capture_sample(key.rows, asked)
@@ -192,6 +203,8 @@ class Graphs:
         if captured is None:
             return None
         captured.graph.replay()
+        if late is not None and self.masks is not None:
+            self.masks.read_now()
         return self.buffers[key.rows].out, captured.result
 
     def warm(self) -> None:
@@ -203,7 +216,7 @@ class Graphs:
             if size in self.sizes:
                 self._capture_forward(GraphKey("decode", size, size, SHORT))
             for variant in variants:
-                self.sample(GraphKey("decode", size), (*none, variant, False, -1))
+                self.sample(GraphKey("decode", size), (*none, variant, False, -1, False))
         keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= MEASURED_FROM}
         useful = useful_sizes({size: replay_ms(self.forwards[key].graph) for size, key in keys.items()})
         for size in set(keys) - set(useful):
@@ -306,7 +319,7 @@ class Graphs:
         held = b.slots.clone()
         b.slots.fill_(self.spare)
         try:
-            return self._capture(lambda: run_sample(r, b, asked))
+            return self._capture(lambda: run_sample(r, b, asked, self.masks))
         except Exception as e:  # a plug-in that cannot be captured runs uncaptured
             self._note(f"sampling is not captured, it runs as separate launches: {first_line(e)}")
             return None
@@ -332,17 +345,19 @@ class Graphs:
         return captured
 
 
-def run_sample(r: Runner, b: Buffers, asked: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
+def run_sample(
+    r: Runner, b: Buffers, asked: Sequence[Any], masks: Masks | None = None
+) -> tuple[torch.Tensor, ...] | None:
     """SAMPLE on the rows of ``b``: what ``Runner._sample`` does, without a look at the host.  Processors run on all
     rows if any row bound them: a graph-safe one does nothing where its columns hold their fill."""
     state = r.state
-    *variants, wants_min, topk = asked
+    *variants, wants_min, topk, late = asked
     logits = r.model.logits(b.hidden)
     active = [i for i, v in enumerate(variants[:-1]) if v >= 0]
     x = logits
     if active or wants_min or not r.sampler.any_dtype:
         x = logits.float()
-    if topk >= 0 and x is logits and (active or wants_min or not r.sampler.keeps_logits):
+    if topk >= 0 and x is logits and (active or wants_min or late or not r.sampler.keeps_logits):
         x = logits.clone()  # the log-probabilities are those of the model's own logits
     after, prompt, seed, sample = step.gather(b.slots, (state.known, state.prompt, state.seed, state.sample))
     rows = Rows(b.slots, after, prompt, seed, sample, 0, state.tokens, state.tokens.shape[1] - 1)
@@ -351,6 +366,8 @@ def run_sample(r: Runner, b: Buffers, asked: Sequence[Any]) -> tuple[torch.Tenso
     for i in active:
         rows.variant = variants[i]
         r.processors[i].apply(x, rows, state.processors[i].columns)
+    if late and masks is not None:
+        apply_masks(x, masks.index[: len(b.slots)], masks.mask)
     peaks = None if r.sampler.keeps_logits else best_of_tiles(x)
     drawn = Draw(torch.empty(len(b.slots), dtype=torch.int64, device=x.device))
     rows.variant = variants[-1]

@@ -233,7 +233,7 @@ class Runner:
         try:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
-                    if not self._sample_captured(running):
+                    if not self._sample_captured(running, late):
                         self._sample(running, late)
             running.event = self._mark()
         except Exception as e:
@@ -242,11 +242,11 @@ class Runner:
             running.device_ms = (time.perf_counter() - running.start) * 1e3
         running.hidden, running.seams = None, self.seams.take()
 
-    def _sample_captured(self, running: Running) -> bool:
+    def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
         """SAMPLE as one replay; False if the step asks for what cannot be captured."""
         plan = running.plan
         asked = self.graphs.asked(plan) if running.graph is not None and not self._poison else None
-        done = self.graphs.sample(running.graph, asked) if asked is not None else None
+        done = self.graphs.sample(running.graph, asked, plan, late) if asked is not None else None
         if done is None:
             return False
         running.packed, running.pick = self._host(done[0]), plan.samples
