@@ -108,6 +108,10 @@ class EngineConfig(Strict):
     fuse: bool = Field(
         True, description="kernels on a GPU that join layers, or a sampler's operations; false: torch's own, one by one"
     )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = Field(
+        "raw_logprobs", description="of the model's logits, or of what is drawn from: penalties, temperature, limits"
+    )
+    max_logprobs: int = Field(20, ge=-1, description="that a request may ask for; -1: the whole vocabulary")
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model, if the executor can")
     run_ahead: int | None = Field(None, ge=0, description="steps in flight beside the newest; None: the executor's")
     batch_invariant: bool = Field(False, description="results do not depend on the batch")
@@ -121,7 +125,7 @@ class EngineConfig(Strict):
     kv_format: One = Choice()
     grammar: One = Choice()
     processors: Several = [Choice(name=name) for name in PROCESSORS]
-    strategies: Several = [Choice(name="single"), Choice(name="parallel")]
+    strategies: Several = [Choice(name="single"), Choice(name="parallel"), Choice(name="beam")]
     hooks: Several = []
     grammar_compile_seconds: float = Field(1.0, gt=0, le=60, description="that compiling a client's grammar may take")
     grammar_compile_mb: int = Field(512, ge=16, description="memory that compiling a client's grammar may take")

@@ -14,7 +14,7 @@ import numpy as np
 from minivllm.core.interfaces.grammar import GrammarContext
 from minivllm.core.request import Request, SamplingParams
 from minivllm.errors import RequestError, shown
-from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText
+from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText, StopProbe
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded
@@ -122,10 +122,14 @@ class Tracked:
         text, ids = read_prompt(prompt, tokenizer)
         params = with_token_ids(params, tokenizer)
         self.stream, self.done = stream, done
-        self.texts = [SequenceText(tokenizer, params, i) for i in range(params.n)]
+        self.texts = [SequenceText(tokenizer, params, i) for i in range(params.width)]
+        # branches that may turn out to be no part of the answer: nothing is streamed before all have ended
+        self.late = params.width > params.n or params.beam_width is not None
         self.engine: Engine | None = None
         self.request = Request(request_id or uuid.uuid4().hex, ids, params, arrival=time.monotonic(), text=text)
-        self.request.watch = stream is not None or bool(params.stop)
+        self.request.watch = (stream is not None and not self.late) or bool(params.stop)
+        if params.beam_width is not None and params.stop:
+            self.request.completes = StopProbe(tokenizer, params)
         self.request.sink, self.request.on_done = self._sink, self._done
 
     def prepare(self, engine: Engine) -> None:
@@ -144,11 +148,11 @@ class Tracked:
     def _sink(self, seq: Seq, ids: list[int], ended: tuple[str, Any] | None) -> str | None:
         text = self.texts[seq.sample]
         logprobs = seq.logprobs[len(text.token_ids) :] if text.logprobs is not None else None
-        stop_token = ended is not None and ended[0] == "stop"
+        stop_token = ended is not None and ended[0] == "stop" and not isinstance(ended[1], str)
         delta = text.feed(ids, ended is not None, stop_token=stop_token, logprobs=logprobs)
         if ended is not None:
             text.finish(*ended)
-        if self.stream is not None and (delta.used or delta.text):
+        if self.stream is not None and not self.late and (delta.used or delta.text):
             new = ids[: delta.used]
             self.stream(StreamOutput(self.request.id, seq.sample, delta.text, new, text.finish_reason))
         return delta.stopped
@@ -159,9 +163,11 @@ class Tracked:
             if text.finish_reason is None:  # aborted or failed: what was held back comes out
                 left = text.feed((), True)
                 text.finish(seq.finish_reason or "abort", seq.stop_reason)
-                if self.stream is not None and left.text:
+                if self.stream is not None and not self.late and left.text:
                     self.stream(StreamOutput(request.id, seq.sample, left.text, [], text.finish_reason))
         if self.stream is not None:
+            for out in self.output().outputs if self.late else ():
+                self.stream(StreamOutput(request.id, out.index, out.text, out.token_ids, out.finish_reason))
             reason = self.texts[0].finish_reason
             self.stream(StreamOutput(request.id, 0, "", [], reason, True, self.output()))
         if self.done is not None:
@@ -172,12 +178,21 @@ class Tracked:
         r = self.request
         outputs: list[CompletionOutput]
         if r.finished is not None and self.engine is not None:
-            outputs = [self.texts[s.sample].output() for s in self.engine.answer(r)]
+            answer = self.engine.answer(r)
+            outputs = [self.texts[s.sample].output() for s in answer]
+            if self.late:  # they were ranked
+                outputs = [
+                    replace(out, index=i, score=s.score, cumulative_logprob=s.cumulative_logprob)
+                    for i, (out, s) in enumerate(zip(outputs, answer, strict=True))
+                ]
         else:
-            outputs = [t.output() for t in self.texts]
+            outputs = [t.output() for t in self.texts[: r.params.n]]
         error = next((s.error for s in r.sequences if s.error), None)
         metrics = RequestMetrics(r.arrival, r.first_token, r.finished, r.cached_tokens)
-        return RequestOutput(r.id, r.text, r.prompt.tolist(), outputs, r.finished is not None, metrics, error)
+        scores = None
+        if r.params.prompt_logprobs is not None:
+            scores = self.texts[0].prompt_logprobs(r.prompt, r.prompt_parts)
+        return RequestOutput(r.id, r.text, r.prompt.tolist(), outputs, r.finished is not None, metrics, error, scores)
 
 
 def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[str | None, np.ndarray]:

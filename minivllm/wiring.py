@@ -142,6 +142,7 @@ class _Fold:
             parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler")},
             processors=processors, groups=groups,
             run_ahead=config.run_ahead, graph="off" if config.enforce_eager else config.graph, fuse=config.fuse,
+            logprobs_mode=config.logprobs_mode, max_logprobs=config.max_logprobs,
         )  # fmt: skip
         return Resolved(
             config=config, wiring=wiring, hf_config=hf_config, device=device, attention=specs, groups=groups,

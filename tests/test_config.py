@@ -42,7 +42,7 @@ def test_the_defaults_are_those_of_the_design():
     }  # fmt: skip
     assert {name: getattr(config, name) for name in wanted} == wanted
     assert [c.name for c in config.processors] == list(PROCESSORS)
-    assert [c.name for c in config.strategies] == ["single", "parallel"]
+    assert [c.name for c in config.strategies] == ["single", "parallel", "beam"]
     assert {getattr(config, seam).name for seam in SEAMS} == {"auto"}
 
 

@@ -107,7 +107,7 @@ def test_the_cached_tokens_that_a_policy_is_shown_are_those_of_a_hit(windows):
     class Looks(Fcfs):
         def order(self, head, running, now):
             seqs = {s.id: s for s in engine.planner.waiting}
-            real = [len(engine.cache.lookup(seqs[i])[0]) * 4 for i in head.id.tolist()]
+            real = [len(engine.cache.lookup(seqs[i], seqs[i].known)[0]) * 4 for i in head.id.tolist()]
             assert head.cached.tolist() == real
             seen.extend(real)
             return super().order(head, running, now)

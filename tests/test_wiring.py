@@ -63,7 +63,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
     }
     assert set(found.parts) == set(w.parts) | {"executor", "evictor", "scheduler"}
     assert [p.name for p in w.processors] == [f"minivllm/{name}" for name in PROCESSORS]
-    assert [p.name for p in found.strategies] == ["minivllm/single", "minivllm/parallel"]
+    assert [p.name for p in found.strategies] == ["minivllm/single", "minivllm/parallel", "minivllm/beam"]
     assert (w.model_dir, w.device, w.dtype, w.block, w.max_model_len) == (model, "cpu", "float32", 16, 128)
     assert found.groups == w.groups == ((0, 1, 2),) and found.windows == (None,)
     assert found.hf_config.num_hidden_layers == 3

@@ -68,11 +68,11 @@ class KVCache:
     def fits_alone(self, prompt: int, end: int, n: int = 1) -> bool:
         return all(self.worst(g, prompt, end, n) <= p.total - 1 for g, p in enumerate(self.pools))
 
-    def lookup(self, seq: Seq) -> list[np.ndarray]:
-        """The longest usable prefix hit: blocks per group (null where a window no longer sees them).  At least one
-        known token is left to compute.  Takes no reference."""
+    def lookup(self, seq: Seq, known: int) -> list[np.ndarray]:
+        """The longest usable prefix hit: blocks per group (null where a window no longer sees them).  At least one of
+        the first ``known`` tokens is left to compute.  Takes no reference."""
         none = [NO_BLOCKS] * len(self.pools)
-        usable = (seq.known - 1) // self.block
+        usable = (known - 1) // self.block
         if not self.prefix or usable <= 0:
             return none
         lead = self.pools[0]
@@ -100,7 +100,7 @@ class KVCache:
         Each remembers how many blocks were there, the key of the last of them and the key of the next one: while the
         one is cached and the other is not its answer holds, so asking in each step is cheap."""
         if not self.prefix or len(self.pools) > 1:
-            return np.array([len(self.lookup(seq)[0]) * self.block for seq in seqs], np.int32)
+            return np.array([len(self.lookup(seq, seq.known)[0]) * self.block for seq in seqs], np.int32)
         index, blocks = self.pools[0].index, []
         for seq in seqs:
             hint = seq.hint
@@ -118,9 +118,9 @@ class KVCache:
 
     # ---- a row's table -------------------------------------------------------------------------------------------
 
-    def adopt(self, slot: int, hit: list[np.ndarray]) -> int:
-        """Start a row's tables with a prefix hit, and with a copy of the block that begins as it goes on.  Returns the
-        tokens that need not be computed, and counts them as computed."""
+    def adopt(self, slot: int, hit: list[np.ndarray], known: int) -> int:
+        """Start a row's tables with a prefix hit of its first ``known`` tokens, and with a copy of the block that
+        begins as it goes on.  Returns the tokens that need not be computed, and counts them as computed."""
         n = len(hit[0])
         for g, blocks in enumerate(hit if n else ()):
             own = blocks[blocks > 0]
@@ -129,7 +129,6 @@ class KVCache:
             self._append(g, np.full(n, slot, np.int32), np.arange(n, dtype=np.int32), blocks)
             self.slots.blocks[g, slot] = n
             self.slots.trimmed[g, slot] = int((blocks == 0).sum())
-        known = int(self.slots.known[slot])
         self.slots.published[slot] = n
         self.slots.computed[slot] = n * self.block + self._copy_partial(slot, int(hit[0][-1]) if n else None, known)
         if self.prefix:

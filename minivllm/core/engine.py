@@ -33,9 +33,11 @@ from .interfaces.scheduler import SchedulerContext
 from .interfaces.strategy import BranchEnd
 from .masks import Masks
 from .planner import Planner
+from .prompt_scores import check_logprobs
 from .publisher import Flight, Publisher
 from .request import FINISHED, Request, Seq
 from .slots import Slots
+from .stepwise import Lanes, branch, finish_lanes
 from .timing import StepClock, processor_seams
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ class Engine:
         self.checked = os.environ.get(CHECK, "") not in ("", "0")
         self._ids = itertools.count()
         self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; a replay has its own
-        self.publisher.now = lambda: self.now()
+        self.publisher.now, self.publisher.branch = lambda: self.now(), lambda lanes: branch(self, lanes)
         self._seeds = random.Random(wiring.seed)
         if hooks is not None:
             hooks.attach(self)
@@ -143,6 +145,7 @@ class Engine:
             for seam, (name, made), columns in zip(self._bind_seams, self.processors, self.columns, strict=True)
         )
         branches = self.clock.seams.run("strategy", self._branches, request)
+        check_logprobs(request, self.wiring, self.capacity.vocab_size)
         if p.tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
             self.tenants.clear()
         request.tenant = self.tenants.setdefault(p.tenant, next(self._tenant))
@@ -153,7 +156,7 @@ class Engine:
             seq.choose = p.choose_fn or self._host_draw(seq)
             request.sequences.append(seq)
         first, *rest = request.sequences
-        first.branches = list(rest)
+        first.branches = list(rest) if request.lanes is None else []
         try:
             self.planner.add(first)
         except Exception as e:
@@ -173,19 +176,24 @@ class Engine:
 
     def _branches(self, request: Request) -> Sequence[Branch]:
         """Ask the first strategy that takes the request."""
-        made = None
+        made, asked = None, request.params.branching()
         try:
-            made = next((made for _, made in self.strategies if made.takes(request.params)), None)
+            able = [made for _, made in self.strategies if asked <= made.reads]
+            made = next((made for made in able if made.takes(request.params)), None)
             if made is not None:
                 request.strategy = made
+                if made.mode == "stepwise":
+                    request.lanes = Lanes(request, made.search(request.params, request.end - len(request.prompt)))
+                request.topk = int(made.topk(request.params))
                 return made.start(request.params)
         except RequestError:
             raise
         except Exception as e:
             what = "a strategy" if made is None else type(made).__name__
             raise RequestError(f"{what} failed on this request: {type(e).__name__}: {e}") from e
-        there = ", ".join(name for name, _ in self.strategies)
-        raise RequestError(f"n={request.params.n}: none of the strategies in the config ({there}) takes it", "n")
+        there, field = ", ".join(name for name, _ in self.strategies), min(asked, default="n")
+        what = f"{field}={getattr(request.params, field)}"
+        raise RequestError(f"{what}: none of the strategies in the config ({there}) takes it", field)
 
     def _check_prompt(self, request: Request) -> None:
         p, limit, vocab = request.params, self.wiring.max_model_len, self.capacity.vocab_size
@@ -205,14 +213,15 @@ class Engine:
         for i in p.stop_token_ids:
             if i >= vocab:
                 raise RequestError(f"stop_token_ids: {i} is out of range; want 0 to {vocab - 1}", "stop_token_ids")
-        if p.n > self.wiring.max_num_seqs:
-            raise RequestError(f"n={p.n} is more than max_num_seqs={self.wiring.max_num_seqs}", "n")
+        wide = next((name for name in ("beam_width", "best_of") if getattr(p, name) is not None), "n")
+        if p.width > self.wiring.max_num_seqs:
+            raise RequestError(f"{wide}={p.width} is more than max_num_seqs={self.wiring.max_num_seqs}", wide)
         request.end = limit if p.max_tokens is None else min(n + p.max_tokens, limit)
-        if not self.cache.fits_alone(n, request.end, p.n):
+        if not self.cache.fits_alone(n, request.end, p.width):
             room = (min(pool.total for pool in self.cache.pools) - 1) * self.wiring.block
             raise RequestError(
-                f"the request needs the KV cache of up to {request.end} tokens for each of n={p.n}, but the whole "
-                f"cache holds {room}; shorten it, lower max_tokens, or raise num_kvcache_blocks",
+                f"the request needs the KV cache of up to {request.end} tokens for each of {wide}={p.width}, but the "
+                f"whole cache holds {room}; shorten it, lower max_tokens, or raise num_kvcache_blocks",
                 "max_tokens",
             )
 
@@ -241,7 +250,10 @@ class Engine:
         return True
 
     def finish(self, seq: Seq, reason: str, stop_reason: int | str | None = None, error: str | None = None) -> None:
-        """End a sequence wherever it is; the request ends with its last one."""
+        """End a sequence wherever it is; the request ends with its last one.  Lanes end together."""
+        if seq.request.lanes is not None:
+            finish_lanes(self, seq.request, (reason, stop_reason), error)
+            return
         if reason in ("abort", "error"):
             self.publisher.flush(seq)  # what it has generated is not lost
             if seq.status == FINISHED:
@@ -253,12 +265,13 @@ class Engine:
         except EngineDeadError as e:  # the evictor failed: blocks are in doubt
             self._die(str(e))
             return
-        self._end(seq, reason, stop_reason, error)
+        self.close(seq, reason, stop_reason, error)
 
-    def _end(self, seq: Seq, reason: str, stop_reason: int | str | None, error: str | None) -> None:
+    def close(self, seq: Seq, reason: str, stop_reason: int | str | None, error: str | None) -> None:
+        """A sequence that has left its slot or the queue has ended; the last of its request is the request's end."""
         seq.status, seq.finish_reason, seq.stop_reason, seq.error = FINISHED, reason, stop_reason, error
-        for branch in seq.branches:  # they never forked: what ended their prompt ends them
-            branch.status, branch.finish_reason, branch.error = FINISHED, reason, error
+        for b in seq.branches:  # they never forked: what ended their prompt ends them
+            b.status, b.finish_reason, b.error = FINISHED, reason, error
         request = seq.request
         if request.done and request.finished is None:
             request.finished = self.now()
@@ -274,6 +287,8 @@ class Engine:
 
     def answer(self, request: Request) -> list[Seq]:
         """The sequences of a finished request's answer, best first, as its strategy says."""
+        if request.lanes is not None:
+            return request.sequences[: request.lanes.given]
         ends = [
             BranchEnd(s.sample, s.known - len(request.prompt), s.cumulative_logprob, s.finish_reason or "")
             for s in request.sequences
@@ -375,10 +390,12 @@ class Engine:
         """Tell every request and refuse new ones.  Slots and blocks are left as they are: nobody will use them."""
         self.dead = message
         for request in list(self.requests.values()):
-            for seq in request.sequences:
+            for seq in request.sequences if request.lanes is None else ():
                 if seq.status != FINISHED:
                     self.publisher.flush(seq)
-                    self._end(seq, "error", None, message)
+                    self.close(seq, "error", None, message)
+            if request.lanes is not None:
+                finish_lanes(self, request, ("error", None), message)
 
     # ---- care ----------------------------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ class Graphs:
     def key(self, plan: StepPlan) -> GraphKey | None:
         """The capture that a step can run in, or None."""
         rows, tokens = len(plan.slots), int(plan.q_len.sum())
-        if not rows or rows > self.sizes[-1] or len(plan.host):
+        if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
@@ -150,7 +150,7 @@ class Graphs:
 
     def asked(self, plan: StepPlan) -> tuple | None:
         """What the rows of a step ask of processors and sampler; None if that cannot be captured."""
-        if not len(plan.samples):
+        if not len(plan.samples) or len(plan.held):
             return None
         slots = plan.slots[plan.samples]
         state = self.runner.state
@@ -369,6 +369,10 @@ def run_sample(
     if late and masks is not None:
         apply_masks(x, masks.index[: len(b.slots)], masks.mask)
     peaks = None if r.sampler.keeps_logits else best_of_tiles(x)
+    scored = logits
+    if topk >= 0 and r.processed:
+        rows.variant = variants[-1]
+        scored = r.sampler.drawn_from(x, rows, state.processors[-1].columns)
     drawn = Draw(torch.empty(len(b.slots), dtype=torch.int64, device=x.device))
     rows.variant = variants[-1]
     r.sampler.draw(x, rows, state.processors[-1].columns, drawn)
@@ -380,4 +384,4 @@ def run_sample(
             processor.commit(drawn.tokens[:, None], b.out[1], rows, state.processors[i].columns)
     if topk < 0:
         return None
-    return sampling.logprobs_of(logits, drawn.tokens, topk, fuse=True, batch_invariant=r.wiring.batch_invariant)
+    return sampling.logprobs_of(scored, drawn.tokens, topk, fuse=True, batch_invariant=r.wiring.batch_invariant)

@@ -20,6 +20,7 @@ import numpy as np
 from .admission import join_of, queue_view, row_of
 from .interfaces.plan import Delta, StepPlan, no_rows
 from .interfaces.scheduler import Load, SchedulerPolicy, StepShape
+from .prompt_scores import prompt_rows
 from .request import RUNNING, WAITING
 from .waiting import WaitingQueue
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
     from .request import Seq
     from .slots import Slots
+    from .stepwise import Lanes
     from .timing import SeamTimes
 
 PROTECTED_AFTER = 8
@@ -54,8 +56,9 @@ class Planner:
         self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
         self.forgotten: list[int] = []  # sequences ended since the last plan that had been preempted
         self.chosen: list[tuple[int, int]] = []  # (slot, token) chosen on the host since the last plan
-        self._joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
-        self._forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
+        self.joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
+        self.forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
+        self.moving: list[Lanes] = []  # whose moves are to be carried out
         self._ended: list[Seq] = []  # since the last plan, for a policy that wants to know
         own, base = type(policy), SchedulerPolicy
         self._shapes, self._lanes = own.shape is not base.shape, own.lane is not base.lane
@@ -110,8 +113,8 @@ class Planner:
     def next(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run (all rows wait for results, or there is nothing to do)."""
         s = self.slots
-        self._forks = [fork for fork in self._forks if s.seq[fork[1]] is fork[2]]  # the others left before any plan
-        if not self._forks:  # a fork that the device has not heard of still reads its parent's row
+        self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]  # the others left before any plan
+        if not self.forks:  # a fork that the device has not heard of still reads its parent's row
             s.free.extend(s.cooling)
             s.cooling.clear()
         if self._ended:
@@ -119,6 +122,8 @@ class Planner:
             self._ask(self.policy.ended, queue_view([row_of(seq) for seq in ended]))
         shape = self._ask(self.policy.shape, self._load(now), now) if self._shapes else MIX
         self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
+        if self.moving:
+            self._move()
         self._fork()
         self.cache.trim(s.running)
         decode, chunks, used = no_rows(), {}, 0
@@ -151,7 +156,7 @@ class Planner:
         while missing.any() and not self.cache.can_take(missing):
             lacking = rows[missing.any(axis=0)]
             gone = self._make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
-            keep = rows != gone
+            keep = (rows != gone) & (s.serial[rows] >= 0)  # lanes go together
             rows, missing = rows[keep], missing[:, keep]
         if missing.any():
             self.cache.grow(rows, missing)
@@ -161,14 +166,14 @@ class Planner:
         """Preempt one row for ``need`` blocks.  Returns the slot that leaves the step: the victim, or the requester if
         it must go back, or (oldest or protected, with nobody left to preempt) only wait."""
         s, run = self.slots, self.slots.running
-        oldest = run[np.argmin(s.id[run])]
-        # A row that waits to fork has reserved nothing for its branches yet: it may always be preempted.
-        candidates = run[(run != oldest) & ((s.preempted[run] < PROTECTED_AFTER) | s.forking[run])]
-        if not len(candidates) and requester == oldest and len(self.cache.pools) > 1:
-            candidates = run[run != oldest]  # a sliding window's blocks cannot be reserved ahead
+        oldest = s.id[run].min()  # lanes have one id
+        # A row that waits to fork has reserved nothing for its branches yet, nor have lanes: they may be preempted.
+        candidates = run[(s.id[run] != oldest) & ((s.preempted[run] < PROTECTED_AFTER) | s.forking[run] | s.lane[run])]
+        if not len(candidates) and s.id[requester] == oldest and len(self.cache.pools) > 1:
+            candidates = run[s.id[run] != oldest]  # a sliding window's blocks cannot be reserved ahead
         if len(candidates):
             victim = int(candidates[self._victim(candidates, need)])
-        elif requester != oldest and s.preempted[requester] < PROTECTED_AFTER:
+        elif s.id[requester] != oldest and (s.preempted[requester] < PROTECTED_AFTER or s.lane[requester]):
             victim = requester
         else:
             return requester
@@ -183,20 +188,28 @@ class Planner:
         """Send a running row back to the queue: blocks freed, tokens kept (recompute).  It is queued again once its
         steps in flight have come back (see ``Publisher``)."""
         seq = self.slots.seq[slot]
-        seq.preempted += 1
         self.preemptions += 1
-        if all(other is not seq for *_, other in (*self._joins, *self._forks)):  # the device knows of this stay
-            self.keeps.append((slot, seq.id))
-            seq.saved = True
-        self.leave(slot)
-        seq.status = WAITING
+        if seq.request.lanes is not None:
+            seq.request.lanes.disband(self)
+        else:
+            if all(other is not seq for *_, other in (*self.joins, *self.forks)):  # the device knows of this stay
+                self.keeps.append((slot, seq.id))
+                seq.saved = True
+            seq.preempted += 1
+            self.leave(slot)
+            seq.status = WAITING
         if self.on_preempt is not None:
             self.on_preempt(seq)
         if not seq.in_flight:
             self.requeue(seq)
 
     def requeue(self, seq: Seq) -> None:
-        """Queue a preempted sequence again; if the policy fails on it, it ends."""
+        """Queue a preempted sequence again; if the policy fails on it, it ends.  Lanes queue up as one."""
+        lanes = seq.request.lanes
+        if lanes is not None:
+            if not lanes.resting:
+                return
+            seq = lanes.seqs[0]
         try:
             self.add(seq)
         except Exception as e:
@@ -221,19 +234,18 @@ class Planner:
         rows, need = s.running[need > 1], need[need > 1]
         if not len(rows):
             return budget, decode
-        oldest = int(s.running[np.argmin(s.id[s.running])])
+        oldest = s.id[s.running].min()
         for slot, want in zip(rows.tolist(), need.tolist(), strict=True):
             if budget <= 0:
                 break
             if s.seq[slot] is None:
                 continue  # preempted for the oldest a moment ago
             chunk = self._take(slot, min(want, budget))
-            while not chunk and slot == oldest:
-                gone = self._make_room(slot, 1)
-                if gone == slot:
+            while not chunk and s.id[slot] == oldest:
+                if self._make_room(slot, 1) == slot:
                     break
-                decode = decode[decode != gone]
-                budget += chunks.pop(gone, 0)
+                decode = decode[s.serial[decode] >= 0]
+                budget += sum(chunks.pop(c) for c in list(chunks) if s.seq[c] is None)
                 chunk = self._take(slot, min(want, budget))
             if chunk:
                 chunks[slot] = chunk
@@ -288,10 +300,14 @@ class Planner:
         """Give a waiting sequence a slot and its prefix hit if all that it knows has room beside what is ``promised``;
         False leaves it waiting."""
         s = self.slots
-        if len(s.free) - self.reserved < 1 + len(seq.branches):
+        lanes = seq.request.lanes
+        if len(s.free) - self.reserved < (1 + len(seq.branches) if lanes is None else lanes.width):
             return False
-        hit = self.cache.lookup(seq)
-        protected = seq.preempted >= PROTECTED_AFTER
+        most = seq.known if lanes is None or len(lanes.live) == 1 else lanes.common() + 1
+        if seq.request.prompt_topk >= 0:
+            most = 1  # a cached prefix has no log-probabilities
+        hit = self.cache.lookup(seq, most)
+        protected = seq.preempted >= PROTECTED_AFTER and lanes is None
         upto = seq.request.end if protected else seq.known
         spare = promised + (0 if protected or not len(s.running) else 1 + len(s.running) // 8)
         for g, (pool, blocks) in enumerate(zip(self.cache.pools, hit, strict=True)):
@@ -301,9 +317,9 @@ class Planner:
                 return False
         self.waiting.remove(seq, served=True)
         slot = s.enter(seq)
-        self._joins.append((slot, seq))
+        self.joins.append((slot, seq))
         seq.status = RUNNING
-        cached = self.cache.adopt(slot, hit)
+        cached = self.cache.adopt(slot, hit, most)
         if not seq.preempted:
             seq.request.cached_tokens = cached
         if protected:
@@ -311,7 +327,25 @@ class Planner:
         if seq.branches:
             self.reserved += len(seq.branches)
             s.forking[slot], s.goal[slot] = True, s.prompt[slot] - 1
+        if lanes is not None:
+            lanes.enter(self)
         return True
+
+    def _room_for(self, slot: int, copies: int) -> bool:
+        """Whether there are ``copies`` blocks for a fork of this row; the oldest preempts others for them."""
+        need = np.full((len(self.cache.pools), 1), copies)
+        while not self.cache.can_take(need):
+            if self.slots.id[slot] != self.slots.id[self.slots.running].min() or self._make_room(slot, 1) == slot:
+                return False
+        return True
+
+    def _move(self) -> None:
+        """Carry out what stepwise strategies have decided, as far as there are blocks for it."""
+        for lanes in list(self.moving):
+            if lanes.moves is not None and (
+                lanes.carry_out(self) or (self._room_for(lanes.seqs[0].slot, lanes.width - 1) and lanes.carry_out(self))
+            ):
+                self.moving.remove(lanes)
 
     def _fork(self) -> None:
         """Parents whose prompt is computed but for its last token get their branches, which share its blocks."""
@@ -323,18 +357,18 @@ class Planner:
             at = int(s.computed[slot])
             if at < s.goal[slot] or s.flying[slot]:
                 continue  # what the branches share must be there, not merely planned
-            copies = np.full((len(self.cache.pools), 1), len(seq.branches) * (at % s.block > 0))
-            room = True
-            while room and not self.cache.can_take(copies):
-                room = slot == s.running[np.argmin(s.id[s.running])] and self._make_room(slot, 1) != slot
-            if not room:
+            lanes = seq.request.lanes
+            n = len(seq.branches) if lanes is None else len(lanes.live) - 1
+            if not self._room_for(slot, n * (at % s.block > 0)):
                 continue
+            if lanes is not None:
+                lanes.wake(self, slot, at)
             self.reserved -= len(seq.branches)
             for branch in seq.branches:
                 child = s.enter(branch)
                 branch.status = RUNNING
                 self.cache.fork(slot, child, at)
-                self._forks.append((slot, child, branch))
+                self.forks.append((slot, child, branch))
             seq.branches = []
             s.forking[slot], s.goal[slot] = False, s.known[slot]
 
@@ -357,22 +391,25 @@ class Planner:
         samples = np.flatnonzero(after == s.known[slots]).astype(np.int32)
         drawn = slots[samples]
         late, host = s.late[drawn], s.host[drawn]
+        lane = s.lane[drawn] if host.any() else host
         s.known[drawn] += ~host
         s.goal[drawn] = s.known[drawn]
         s.ready[drawn] = ~host  # a late row's layers need no mask: that comes before it draws
+        prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else (no_rows(0, 2), 0)
         self.step_id += 1
         return StepPlan(
             id=self.step_id, slots=slots, q_len=q_len, computed=computed, samples=samples,
             topk=int(s.topk[drawn].max(initial=-1)), late=np.flatnonzero(late & ~host).astype(np.int32),
-            host=np.flatnonzero(host).astype(np.int32), delta=delta,
+            host=np.flatnonzero(host & ~lane).astype(np.int32), held=np.flatnonzero(lane).astype(np.int32),
+            prompt=prompt, prompt_topk=most, delta=delta,
         )  # fmt: skip
 
     def _delta(self) -> Delta:
         """Everything that the device has not heard of yet."""
         s = self.slots
-        forks = [(parent, slot, b.sample) for parent, slot, b in self._forks if s.seq[slot] is b]
+        forks = [(parent, slot, b.sample) for parent, slot, b in self.forks if s.seq[slot] is b]
         parents = {parent for parent, _, _ in forks}  # preempted perhaps, but the fork copies their columns
-        joins = [(slot, seq) for slot, seq in self._joins if s.seq[slot] is seq or slot in parents]
+        joins = [(slot, seq) for slot, seq in self.joins if s.seq[slot] is seq or slot in parents]
         table, trim, copy = self.cache.changes()
         delta = Delta(
             join=join_of(joins, s) if joins else None,
@@ -385,7 +422,7 @@ class Planner:
             forget=np.array(self.forgotten, np.int64),
             token=np.array(self.chosen, np.int32).reshape(-1, 2),
         )
-        self.left, self.chosen, self._joins, self._forks, self.keeps, self.forgotten = [], [], [], [], [], []
+        self.left, self.chosen, self.joins, self.forks, self.keeps, self.forgotten = [], [], [], [], [], []
         return delta
 
     def _load(self, now: float) -> Load:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .interfaces.plan import ENDED, EOS, FAILED, LENGTH, NAN, STOP_ID, StepPlan, StepResult
+from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .planner import Planner
     from .request import Seq
     from .slots import Slots
+    from .stepwise import Lanes
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Publisher:
         self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
         self.tokens = self.overshoot = 0
         self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; the engine sets it
+        self.branch: Callable[[Lanes], None]  # set by the engine: the lanes have all that their strategy asks for
 
     def publish(self, flight: Flight, result: StepResult) -> None:
         s, plan = self.slots, flight.plan
@@ -63,6 +66,8 @@ class Publisher:
         s.collected[mine] = pos + 1
         s.ready[mine] = True
         self.tokens += int(ok.sum())
+        if len(plan.prompt):
+            keep_prompt(s, plan, live, result.prompt)
         self._publish_blocks(flight, live, result)
         if not live.all():
             self._departed(flight, result, live)
@@ -78,6 +83,8 @@ class Publisher:
                     self._deliver(seq, result, j)
         if len(plan.host):
             self._choose(flight, result, live)
+        if len(plan.held):
+            self._hold(flight, result)
 
     # ---- one row -------------------------------------------------------------------------------------------------
 
@@ -93,7 +100,7 @@ class Publisher:
                 message += ", or its mask and its processors allow no token in common"
             self.finish(seq, "error", error=message)
             return
-        self.send(seq, _reason(flags, int(result.tokens[j])) if flags & ENDED else None)
+        self.send(seq, reason_of(flags, int(result.tokens[j])) if flags & ENDED else None)
 
     def send(self, seq: Seq, ended: tuple[str, int | None] | None) -> None:
         """New tokens of a sequence to its sink; ends it if it has ended or its text now holds a stop string."""
@@ -182,6 +189,18 @@ class Publisher:
 
     # ---- rows whose token is chosen on the host ------------------------------------------------------------------
 
+    def _hold(self, flight: Flight, result: StepResult) -> None:
+        """Candidates of stepwise rows to their lanes."""
+        for j in flight.plan.held.tolist():
+            r = int(flight.plan.samples[j])
+            slot = int(flight.plan.slots[r])
+            if self.slots.serial[slot] != flight.serial[r]:
+                continue  # it has left, or failed a moment ago
+            seq = self.slots.seq[slot]
+            seq.request.first_token = seq.request.first_token or self.now()
+            if seq.request.lanes.take(seq.sample, result.logprobs, j):
+                self.branch(seq.request.lanes)
+
     def _choose(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
         s, plan = self.slots, flight.plan
         for h, j in enumerate(plan.host.tolist()):
@@ -206,7 +225,7 @@ class Publisher:
             self.planner.chosen.append((slot, token))
             seq.request.first_token = seq.request.first_token or self.now()
             flags = stop_flags(seq, token, n + 1)
-            self.send(seq, _reason(flags, token) if flags else None)
+            self.send(seq, reason_of(flags, token) if flags else None)
 
 
 def stop_flags(seq: Seq, token: int, known: int) -> int:
@@ -218,7 +237,7 @@ def stop_flags(seq: Seq, token: int, known: int) -> int:
     return flags | (LENGTH if known >= r.end else 0)
 
 
-def _reason(flags: int, token: int) -> tuple[str, int | None]:
+def reason_of(flags: int, token: int) -> tuple[str, int | None]:
     if flags & EOS:
         return "stop", None
     if flags & STOP_ID:

@@ -21,7 +21,6 @@ from minivllm.structured.params import StructuredOutputsParams
 
 from .interfaces.plan import STOP_IDS
 
-MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOPS = 16
 WAITING, RUNNING, FINISHED = 0, 1, 2
@@ -65,6 +64,8 @@ class SamplingParams:
     ``seed`` makes the draws repeatable: they depend on (logits, seed, position, sample) alone.
     ``allowed_tokens_fn(ids) -> ids`` restricts the next token given the tokens so far; it runs on the host while the
     forward pass runs.  ``choose_fn(logits, ids) -> id`` picks the token on the host (float32 numpy logits).
+    ``best_of`` samples are drawn and the ``n`` of the highest cumulative log-probability given; ``beam_width`` asks for
+    beam search, of which nothing is streamed before its end.
     ``logits_processors``: functions ``f(output ids, logits) -> logits`` or ``f(prompt ids, output ids, logits) ->
     logits``, run on the host in order on the row's float32 logits (a torch tensor [V]), before the sampler draws.
     ``bad_words``: words, or lists of token ids, whose last token is not drawn where the others came before it.
@@ -73,6 +74,10 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -96,6 +101,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     priority: int = 0
@@ -146,12 +152,39 @@ class SamplingParams:
                 self.min_tokens,
                 f"at most max_tokens={self.max_tokens}",
             )
-        if self.logprobs is not None:
-            ok = _whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS
-            _check(ok, "logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            k, want = getattr(self, name), "a whole number from 0, or -1 for the whole vocabulary"
+            _check(k is None or (_whole(k) and k >= -1), name, k, want)
+        self._check_branches()
         self._check_stops()
         self._check_service()
         self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+
+    def _check_branches(self) -> None:
+        for name in ("best_of", "beam_width"):
+            value, want = getattr(self, name), f"a whole number from n={self.n} to {MAX_N}"
+            _check(value is None or (_whole(value) and self.n <= value <= MAX_N), name, value, want)
+        _check(self.best_of is None or self.beam_width is None, "best_of", self.best_of, "it or beam_width, not both")
+        ok = _number(self.length_penalty) and abs(self.length_penalty) <= 10
+        _check(ok, "length_penalty", self.length_penalty, "a number from -10 to 10")
+        ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        _check(ok, "early_stopping", self.early_stopping, 'False, True or "never"')
+        if self.beam_width is None:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                _check(getattr(self, name) == neutral, name, getattr(self, name), "beam_width beside it")
+            return
+        for name in ("allowed_tokens_fn", "choose_fn", "logits_processors", "structured_outputs"):
+            _check(not getattr(self, name), name, "given", "it without beam_width: beams are no rows that draw")
+
+    @property
+    def width(self) -> int:
+        """Branches that the request may have at once."""
+        return self.beam_width or max(self.n, self.best_of or 1)
+
+    def branching(self) -> set[str]:
+        """Names of the parameters that a strategy has to honour."""
+        own = {"beam_width": self.beam_width is not None, "best_of": (self.best_of or self.n) > self.n}
+        return {name for name, asked in own.items() if asked}
 
     def _check_stops(self) -> None:
         stop, ids = self.stop, self.stop_token_ids
@@ -249,6 +282,7 @@ class Seq:
     unsettled: list[tuple[Any, int]] = field(default_factory=list)  # (plan.LogProbs, row) of the tokens after those
     choose: Callable[[np.ndarray, Sequence[int]], int] | None = None  # a host row: its token, of logits and ids so far
     published: int = 0  # output tokens handed to the text side
+    score: float | None = None  # that a stepwise strategy gave it
     matcher: Any = None  # its grammar's, from the first mask on: it has taken the tokens ``[prompt, matched)``
     matched: int = 0
 
@@ -258,7 +292,7 @@ class Seq:
 
     def settle(self) -> None:
         """Make entries of the log-probabilities that have come: not before somebody asks, a step has no time for it."""
-        k = self.request.params.logprobs
+        k = self.request.logprobs
         for lp, j in self.unsettled:
             chosen = float(lp.chosen[j])
             entry = TokenLogprobs(chosen, int(lp.rank[j]), lp.top_ids[j, :k].tolist(), lp.top[j, :k].tolist())
@@ -288,6 +322,12 @@ class Request:
     finished: float | None = None
     cached_tokens: int = 0
     strategy: Any = None  # the DecodingStrategy that made its sequences
+    lanes: Any = None  # stepwise.Lanes if that is asked after every step
+    logprobs: int = 0  # best log-probabilities that the client is told
+    prompt_topk: int = -1  # best log-probabilities of each prompt token; -1: none, or they are all there
+    prompt_parts: list[tuple[int, Any]] = field(default_factory=list)  # (first position, plan.LogProbs) as they came
+    topk: int = -1  # log-probabilities that the device gives of each token, for client or strategy; -1 none
+    completes: Any = None  # completes(generated ids) -> the stop string that the last completes; for lanes
     tenant: int = 0  # number of params.tenant
     salt: tuple[str, str] = ("", "")  # (tenant, cache_salt): the prefix cache keeps what differs in it apart
     watch: bool = False  # somebody wants each token as it comes (a stream, a stop string)

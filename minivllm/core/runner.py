@@ -27,6 +27,7 @@ from .interfaces.executor import Capacity
 from .interfaces.model import StepTensors
 from .interfaces.plan import FAILED, NAN, OVERSHOOT, LateInputs, LogProbs, StepError, StepPlan, StepResult
 from .interfaces.sampling import Draw, Processor, Rows
+from .scoring import score_prompt
 from .state import DeviceState, ProcessorState
 from .timing import SeamTimes, processor_seams
 
@@ -46,6 +47,7 @@ class Running:
     sampled: bool = False
     packed: torch.Tensor | None = None  # i32 [3, N] tokens, count, flags (host memory once ``event`` has passed)
     logprobs: tuple[torch.Tensor, ...] | None = None
+    prompt: tuple[torch.Tensor, ...] | None = None
     logits: torch.Tensor | None = None
     errors: list[StepError] = field(default_factory=list)
     seams: dict[str, float] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class Running:
             id=plan.id, slots=plan.slots[plan.samples], tokens=packed[0], count=packed[1],
             flags=packed[2].astype(np.uint8), logprobs=lp, errors=tuple(self.errors), device_ms=self.device_ms,
             logits=None if self.logits is None else self.logits.numpy(), seams=self.seams,
+            prompt=None if self.prompt is None else LogProbs(*(t.numpy() for t in self.prompt)),
         )  # fmt: skip
 
 
@@ -98,6 +101,7 @@ class Runner:
         self.names = [name for name, _ in w.processors]
         self.processors: list[Processor] = [made for _, made in w.processors]
         self.sampler = self.processors[-1]
+        self.processed = wiring.logprobs_mode == "processed_logprobs"
         self.state.processors = [ProcessorState(p, slots, w.device) for p in self.processors]
         self._commits = [type(p).commit is not Processor.commit for p in self.processors]
         self.seams, self._seam = SeamTimes(), processor_seams(self.names)
@@ -161,6 +165,8 @@ class Runner:
                 self.seams.run("attention", self.backend.plan, meta, plan.graph)
                 what = "forward"
                 hidden = self.seams.run("model", self.model, step)
+                if len(plan.prompt):
+                    running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
                 if len(plan.samples) == hidden.shape[0]:
                     running.hidden = hidden
                 elif len(plan.samples):
@@ -261,7 +267,7 @@ class Runner:
         slots, position = state.to(np.stack([slots_np, position_np]))
         raw = self.model.logits(running.hidden)
         logits = raw.float()
-        if plan.topk >= 0 and logits is raw:
+        if plan.topk >= 0 and logits is raw and not self.processed:
             raw = logits.clone()
         rows = self._rows(slots, position, int(position_np.max()))
         if state.wants_min[slots_np].any():
@@ -278,6 +284,8 @@ class Runner:
         if len(plan.host):
             running.logits = self._host(logits[state.to(plan.host).long()])
         bad = sampling.bad_rows(logits)
+        if plan.topk >= 0 and self.processed:
+            raw = self._drawn_from(logits, rows, slots_np)
         tokens = self._draw(logits, rows, slots_np, failed, running)
         flags = sampling.stop_flags(
             tokens, position, state.stop_ids[slots], state.n_eos[slots], state.min_end[slots], state.end[slots], bad
@@ -294,9 +302,10 @@ class Runner:
         accept = ~stopped
         if failed.any():
             flags = flags.masked_fill(state.to(failed), FAILED)
-        if len(plan.host):  # only a fault ends a row that waits for the host
+        waits = np.concatenate([plan.host, plan.held])
+        if len(waits):  # only a fault ends a row that waits for the host
             host = torch.zeros_like(stopped)
-            host[state.to(plan.host).long()] = True
+            host[state.to(waits).long()] = True
             flags = torch.where(host, flags & (FAILED | NAN), flags)
             accept &= ~host
         accept &= (flags & (FAILED | NAN)) == 0
@@ -327,6 +336,11 @@ class Runner:
             part.zero_()
         if not every:
             logits[index] = part
+
+    def _drawn_from(self, logits, rows: Rows, slots_np) -> torch.Tensor:
+        held = self.state.processors[-1]
+        rows.variant = int(np.bitwise_or.reduce(held.variant[slots_np]))
+        return self.sampler.drawn_from(logits, rows, held.columns)
 
     def _draw(self, logits, rows: Rows, slots_np, failed: np.ndarray, running: Running) -> torch.Tensor:
         held = self.state.processors[-1]

@@ -48,9 +48,12 @@ class Slots:
         self.flying = i32()  # steps in flight that hold the row
         self.late = np.zeros(size, bool)
         self.host = np.zeros(size, bool)
+        self.lane = np.zeros(size, bool)  # of a stepwise strategy: held after each step (see ``stepwise``)
         self.watch = np.zeros(size, bool)  # somebody wants each token as it comes
         self.scored = np.zeros(size, bool)  # it wants log-probabilities
         self.topk = np.full(size, -1, np.int32)
+        self.prompt_topk = np.full(size, -1, np.int32)  # its prompt's log-probabilities are still wanted
+        self.asking = 0  # rows with such
         self.published = i32()  # blocks handed to the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
         self.trimmed = np.zeros((groups, size), np.int32)  # leading blocks given back (sliding window)
@@ -75,10 +78,13 @@ class Slots:
         self.tpot[slot] = np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
         self.forking[slot], self.ready[slot], self.flying[slot] = False, True, 0
         self.late[slot] = p.allowed_tokens_fn is not None or r.grammar is not None
-        self.host[slot] = seq.choose is not None
-        self.topk[slot] = -1 if p.logprobs is None else p.logprobs
+        self.lane[slot] = r.lanes is not None
+        self.host[slot] = seq.choose is not None or self.lane[slot]
+        self.topk[slot] = r.topk
+        self.prompt_topk[slot] = r.prompt_topk
+        self.asking += r.prompt_topk >= 0
         self.watch[slot] = bool(r.watch) or self.host[slot]
-        self.scored[slot] = r.params.logprobs is not None
+        self.scored[slot] = r.topk >= 0
         self.published[slot] = 0
         self.blocks[:, slot], self.trimmed[:, slot] = 0, 0
         self.running = np.concatenate((self.running, np.array((slot,), np.int32)))
@@ -87,6 +93,7 @@ class Slots:
     def leave(self, slot: int) -> None:
         """Take the row back; the caller has released its blocks.  The tokens that the host has seen go to the Seq."""
         seq = self.seq[slot]
+        self.asking -= int(self.prompt_topk[slot] >= 0)
         n = int(self.collected[slot])
         seq.tokens, seq.known, seq.slot, seq.in_flight = self.tokens[slot, :n].copy(), n, -1, int(self.flying[slot])
         self.seq[slot], self.serial[slot] = None, -1

@@ -13,8 +13,8 @@ import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnMeta, GraphKey
 from minivllm.core.interfaces.model import StepTensors
-from minivllm.core.interfaces.sampling import SamplingContext
-from minivllm.errors import ModelError, ResourceError
+from minivllm.core.interfaces.sampling import Sampler, SamplingContext
+from minivllm.errors import ConfigError, ModelError, ResourceError
 from minivllm.layers.parts import Parts
 from minivllm.registry import build_part
 
@@ -54,8 +54,12 @@ def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processo
         vocab_size, wiring.max_model_len, wiring.eos_ids, wiring.batch_invariant, fused(wiring)
     )  # fmt: skip
     made = [(p.name, build_part("processor", p, ctx)) for p in wiring.processors]
-    sampler = wiring.parts["sampler"]
-    return [*made, (sampler.name, build_part("sampler", sampler, ctx))]
+    part = wiring.parts["sampler"]
+    sampler = build_part("sampler", part, ctx)
+    if wiring.logprobs_mode == "processed_logprobs" and type(sampler).drawn_from is Sampler.drawn_from:
+        what = f"logprobs_mode='processed_logprobs': the sampler {part.name} does not say what it draws from"
+        raise ConfigError(f"{what} (drawn_from); want 'raw_logprobs', or another sampler")
+    return [*made, (part.name, sampler)]
 
 
 def has_kernels(wiring: Wiring) -> bool:

@@ -42,6 +42,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("scheduler", "priority", "minivllm.plugins.scheduler.spec:PRIORITY"),
     ("scheduler", "shortest-job", "minivllm.plugins.scheduler.spec:SHORTEST_JOB"),
     ("scheduler", "static", "minivllm.plugins.scheduler.spec:STATIC"),
+    ("strategy", "beam", "minivllm.plugins.strategy.spec:BEAM"),
     ("strategy", "parallel", "minivllm.plugins.strategy.spec:PARALLEL"),
     ("strategy", "single", "minivllm.plugins.strategy.spec:SINGLE"),
 )

@@ -19,7 +19,7 @@ from minivllm.core import engine as engine_module
 from minivllm.core import publisher as publisher_module
 from minivllm.core.engine import IDLE, Engine
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
-from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, StepError, StepResult
+from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, LogProbs, StepError, StepResult
 from minivllm.core.interfaces.sampling import Row
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
 from minivllm.core.request import Request, SamplingParams
@@ -36,6 +36,12 @@ def fingerprint(tokens: np.ndarray) -> int:
 
 def next_token(history: np.ndarray, sample: int) -> int:
     return zlib.crc32(np.append(history, sample).astype(np.int32).tobytes()) % VOCAB
+
+
+def logprobs_after(history: np.ndarray) -> np.ndarray:
+    """f32 [VOCAB] what the device says of the next token."""
+    logits = np.random.default_rng(zlib.crc32(np.asarray(history, np.int32).tobytes())).normal(0, 3, VOCAB)
+    return (logits - np.logaddexp.reduce(logits)).astype(np.float32)
 
 
 def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) -> tuple[list[int], str]:
@@ -121,6 +127,9 @@ class SimExecutor(Executor):
             error = (StepError("step", "sim", "planned failure"),)
             self.results.append(StepResult(plan.id, plan.slots[plan.samples], z, z, z.astype(np.uint8), errors=error))
             return
+        where = [(plan.slots[r], plan.computed[r] + i + 1) for r, count in plan.prompt for i in range(count)]
+        tokens = np.array([self.tokens[slot, n] for slot, n in where], np.int32)
+        prompt = self._logprobs(where, tokens, plan.prompt_topk) if where else None
         for slot, q, computed in zip(plan.slots, plan.q_len, plan.computed, strict=True):
             if not self.stopped[slot]:
                 self._row(slot, int(q), int(computed))
@@ -133,15 +142,28 @@ class SimExecutor(Executor):
                 continue
             assert self.known[slot] == plan.computed[r] + plan.q_len[r]
             tokens[i] = next_token(self.tokens[slot, : self.known[slot]], self.sample[slot])
-            if i in plan.host:
+            if i in plan.host or i in plan.held:
                 continue
             count[i], flags[i] = 1, self._commit(slot, tokens[i])
         logits = np.zeros((len(plan.host), VOCAB), np.float32)
         logits[np.arange(len(plan.host)), tokens[plan.host]] = 1.0
-        result = StepResult(plan.id, plan.slots[plan.samples], tokens, count, flags, logits=logits)
+        where = list(zip(plan.slots[plan.samples], (plan.computed + plan.q_len)[plan.samples], strict=True))
+        lp = self._logprobs(where, tokens, plan.topk) if plan.topk >= 0 else None
+        result = StepResult(
+            plan.id, plan.slots[plan.samples], tokens, count, flags, logprobs=lp, prompt=prompt, logits=logits
+        )
         if len(plan.late):
             self.held[plan.id] = (plan, result)
         self.results.append(result)
+
+    def _logprobs(self, where, tokens, topk: int) -> LogProbs:
+        """``where``: (slot, length of the history)."""
+        rows = [logprobs_after(self.tokens[slot, :n]) for slot, n in where]
+        values = np.array(rows, np.float32).reshape(-1, VOCAB)
+        ids = np.argsort(-values, axis=1, kind="stable")[:, :topk].astype(np.int32)
+        chosen = values[np.arange(len(tokens)), tokens]
+        rank = (values > chosen[:, None]).sum(axis=1).astype(np.int32) + 1
+        return LogProbs(chosen, rank, ids, np.take_along_axis(values, ids, 1))
 
     def supply(self, step, late) -> None:
         if step not in self.held:

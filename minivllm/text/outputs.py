@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from .tokenizer import Tokenizer
 
 
 class Logprob(NamedTuple):
-    """Natural log-probability under softmax(raw logits); ``rank`` counts from 1, the likeliest."""
+    """Natural log-probability, of the raw logits unless ``logprobs_mode`` says otherwise; ``rank`` counts from 1."""
 
     logprob: float
     rank: int | None = None
@@ -52,7 +52,8 @@ class CompletionOutput(_Record):
 
     ``finish_reason`` is "stop" (end-of-sequence, stop token, stop string), "length", "abort" or "error"; None while it
     runs.  ``stop_reason`` is the stop string or stop token id that ended it; None for end-of-sequence.  ``logprobs``
-    has one dict per token, {token id: Logprob}: the chosen token first, then the best.
+    has one dict per token, {token id: Logprob}: the chosen token first, then the best.  ``score`` orders the outputs of
+    beam search: ``cumulative_logprob`` / tokens ** length_penalty.
     """
 
     _also = ("tokens", "finished")
@@ -64,6 +65,7 @@ class CompletionOutput(_Record):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -98,6 +100,7 @@ class RequestOutput(_Record):
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def text(self) -> str:
@@ -129,6 +132,18 @@ class Delta(NamedTuple):
     used: int
 
 
+def _entry(
+    token_id: int, got: TokenLogprobs, most: int | None, spell: Callable[[int], str | None]
+) -> dict[int, Logprob]:
+    """The token itself first, then the ``most`` best (None: all that came)."""
+    entry = {token_id: Logprob(float(got.chosen), int(got.rank), spell(token_id))}
+    for rank, (other, value) in enumerate(zip(got.top_ids[:most], got.top, strict=False), 1):
+        other = int(other)
+        if other not in entry:
+            entry[other] = Logprob(float(value), rank, spell(other))
+    return entry
+
+
 class SequenceText:
     """Text, tokens and log-probabilities of one sequence as its tokens are accepted.
 
@@ -145,6 +160,7 @@ class SequenceText:
         self.stop_reason: int | str | None = None
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self._most = None if params.logprobs == -1 else params.logprobs
         self._tokenizer, self._params = tokenizer, params
         self._pieces: list[str] = []
         self._detokenizer = self._stops = None
@@ -209,14 +225,18 @@ class SequenceText:
         if logprobs is None or len(logprobs) < len(ids):
             raise ValueError(f"{len(ids)} tokens with {len(logprobs or ())} log-probabilities: want one each")
         for token_id, got in zip(ids, logprobs, strict=False):
-            entry = {token_id: Logprob(float(got.chosen), int(got.rank), self._spell(token_id))}
-            best = zip(got.top_ids[: self._params.logprobs], got.top, strict=False)
-            for rank, (other, value) in enumerate(best, 1):
-                other = int(other)
-                if other not in entry:
-                    entry[other] = Logprob(float(value), rank, self._spell(other))
-            self.logprobs.append(entry)
+            self.logprobs.append(_entry(token_id, got, self._most, self._spell))
             self.cumulative_logprob += float(got.chosen)
+
+    def prompt_logprobs(self, prompt: Sequence[int], parts: Sequence[tuple[int, Any]]) -> list[Any]:
+        """One entry a prompt token, None for the first.  ``parts``: (position, plan.LogProbs), of which later ones
+        count; of a request that ended early some are missing, and are None."""
+        out: list[dict[int, Logprob] | None] = [None] * len(prompt)
+        for first, lp in parts:
+            for j in range(len(lp.chosen)):
+                got = TokenLogprobs(float(lp.chosen[j]), int(lp.rank[j]), lp.top_ids[j].tolist(), lp.top[j].tolist())
+                out[first + j] = _entry(int(prompt[first + j]), got, None, self._spell)
+        return out
 
     def _spell(self, token_id: int) -> str | None:
         if self._tokenizer is None or not self._params.detokenize:
@@ -245,3 +265,21 @@ class SequenceText:
             self.finish_reason,
             self.stop_reason,
         )
+
+
+class StopProbe:
+    """Whether generated ids complete a stop string with the last of them, asked of any ids at any time: of those of a
+    beam, which share no state.  Only as many ids are looked at as a stop string can span."""
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        self._tokenizer, self._params = tokenizer, params
+        self._span = 4 * max(map(len, params.stop or ("",))) + 8  # a character is four tokens at most
+
+    def __call__(self, ids: Sequence[int]) -> str | None:
+        if len(ids) <= self._params.min_tokens or self._tokenizer is None:
+            return None
+        text = IncrementalDetokenizer(self._tokenizer, self._params.skip_special_tokens)
+        stops = StopStrings(self._params.stop or ())
+        *before, last = ids[-self._span :]
+        stops.push(text.add(before), armed=False)
+        return stops.push(text.add((last,)))[1]

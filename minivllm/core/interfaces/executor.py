@@ -51,6 +51,8 @@ class Wiring:
     run_ahead: int | None = None  # steps in flight beside the newest; None = the executor's choice
     graph: str = "auto"  # captured steps: auto | mixed | decode | off
     fuse: bool = True  # fused kernels, where the device has them
+    logprobs_mode: str = "raw_logprobs"  # or "processed_logprobs": of what the sampler draws from
+    max_logprobs: int = 20  # that a request may ask for; -1: as many as there are tokens
 
 
 @dataclass(frozen=True)

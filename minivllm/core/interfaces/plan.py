@@ -77,6 +77,12 @@ class StepPlan:
     topk: int = -1  # log-probabilities wanted: -1 none, 0 the chosen token's, k the k best too
     late: np.ndarray = field(default_factory=no_rows)  # i32 indices into ``samples`` whose mask comes by ``supply``
     host: np.ndarray = field(default_factory=no_rows)  # i32 indices into ``samples`` whose logits go to the host
+    # i32 indices into ``samples`` that draw nothing: the host chooses from their log-probabilities
+    held: np.ndarray = field(default_factory=no_rows)
+    # i32 [P, 2] (row, count): the first ``count`` tokens of the row are followed by a token of its prompt, whose
+    # log-probability is wanted
+    prompt: np.ndarray = field(default_factory=lambda: no_rows(0, 2))
+    prompt_topk: int = 0  # the k best too
     graph: GraphKey = GraphKey()  # noqa: RUF009  (it is frozen)
     delta: Delta = Delta()
 
@@ -91,7 +97,7 @@ class LateInputs:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Natural logarithms of softmax(raw logits), float32; ``rank`` counts from 1."""
+    """Natural logarithms of softmax(logits), float32; ``rank`` counts from 1."""
 
     chosen: np.ndarray  # f32 [N]
     rank: np.ndarray  # i32 [N]
@@ -121,6 +127,7 @@ class StepResult:
     count: np.ndarray
     flags: np.ndarray  # u8 [N]
     logprobs: LogProbs | None = None
+    prompt: LogProbs | None = None  # N = sum of the counts of ``plan.prompt``
     logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of host rows
     errors: tuple[StepError, ...] = ()
     device_ms: float = 0.0  # time on the device (wall time of the compute on CPU)

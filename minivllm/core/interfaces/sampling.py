@@ -129,6 +129,11 @@ class Sampler(Processor):
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
         """A sampler only draws."""
 
+    def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+        """Logits float32 [N, V], new, whose softmax ``draw`` draws from; of a greedy row the logits as they are.  For
+        ``logprobs_mode="processed_logprobs"``, which is refused of a sampler that does not say."""
+        raise NotImplementedError
+
     @abstractmethod
     def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
         """Write ``out.tokens``; ``logits`` float32 [N, V] may be overwritten.  -inf is never drawn.  It never writes to

@@ -63,12 +63,18 @@ class DefaultSampler(Sampler):
         if not rows.variant & DRAWN:
             out.tokens.copy_(logits.argmax(dim=1))
             return
-        temperature = state["temperature"][rows.slots]
-        is_drawn = temperature > 0
+        x = self.drawn_from(logits, rows, state)
         greedy = logits.argmax(dim=1) if rows.variant & GREEDY else None
+        x += gumbel(rows.seed, rows.position, rows.sample, x.shape[1])
+        drawn = x.argmax(dim=1)
+        is_drawn = state["temperature"][rows.slots] > 0
+        out.tokens.copy_(drawn if greedy is None else torch.where(is_drawn, drawn, greedy))
+
+    def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+        temperature = state["temperature"][rows.slots]
         # relative to the best: no overflow at small temperatures, and small numbers where float32 is fine
         logits = logits.float()
-        x = (logits - logits.amax(dim=1, keepdim=True)).div_(torch.where(is_drawn, temperature, 1.0)[:, None])
+        x = (logits - logits.amax(dim=1, keepdim=True)).div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
         floor = None
         if rows.variant & MIN_P:
             floor = state["min_p"][rows.slots].log()
@@ -76,9 +82,7 @@ class DefaultSampler(Sampler):
             floor = self._limit(x, rows, state, floor)
         if floor is not None:
             x.masked_fill_(x < floor[:, None], float("-inf"))
-        x += gumbel(rows.seed, rows.position, rows.sample, x.shape[1])
-        drawn = x.argmax(dim=1)
-        out.tokens.copy_(drawn if greedy is None else torch.where(is_drawn, drawn, greedy))
+        return x
 
     def _draw_fused(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
         """The same without a sort, in a few kernels; logits of any dtype.  Which of them a row goes through depends on

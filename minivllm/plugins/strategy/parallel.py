@@ -1,21 +1,43 @@
-"""n independent samples of one prompt, whose blocks they share."""
+"""n independent samples of one prompt, whose blocks they share; or the likeliest n of best_of."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy
+from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
     from minivllm.core.request import SamplingParams
 
 
 class Parallel(DecodingStrategy):
-    """Branch i draws with sample number i; the answer is all of them, in that order."""
+    """Branch i draws with sample number i; the answer is all of them, in that order.  With ``best_of`` > n it is the n
+    of the highest cumulative log-probability, best first; what failed or was aborted comes last."""
+
+    reads = frozenset({"best_of"})
+
+    def takes(self, params: SamplingParams) -> bool:
+        return params.beam_width is None
 
     def start(self, params: SamplingParams) -> Sequence[Branch]:
-        return tuple(Branch(i) for i in range(params.n))
+        if params.beam_width is not None:
+            what = f"beam_width={params.beam_width}: the strategy 'parallel' draws; use 'beam'"
+            raise RequestError(what, "beam_width")
+        return tuple(Branch(i) for i in range(params.width))
+
+    def topk(self, params: SamplingParams) -> int:
+        return 0 if params.width > params.n else -1
 
     def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:
-        return tuple(sorted(end.sample for end in ends))
+        if params.width == params.n:
+            return tuple(sorted(end.sample for end in ends))
+        return tuple(end.sample for end in sorted(ends, key=_rank)[: params.n])
+
+
+def _rank(end: BranchEnd) -> tuple[bool, float, int]:
+    """Smaller is better."""
+    score = -math.inf if end.cumulative_logprob is None else end.cumulative_logprob
+    return end.finish_reason in ("abort", "error"), -score, end.sample

@@ -16,11 +16,14 @@ class Single(DecodingStrategy):
     """n = 1: the request is its only sequence."""
 
     def takes(self, params: SamplingParams) -> bool:
-        return params.n == 1
+        return params.width == 1
 
     def start(self, params: SamplingParams) -> Sequence[Branch]:
         if params.n != 1:
             raise RequestError(f"n={params.n}: the strategy 'single' gives one output; use 'parallel'", "n")
+        if params.width != 1:
+            field = "best_of" if params.beam_width is None else "beam_width"
+            raise RequestError(f"{field}={params.width}: the strategy 'single' has one branch", field)
         return (Branch(0),)
 
     def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:

@@ -2,10 +2,15 @@
 
 from minivllm.spec import Spec
 
+BEAM = Spec(
+    impl="minivllm.plugins.strategy.beam:Beam",
+    api=(1, 1),
+    summary="beam search: width, length penalty, early stopping as in transformers",
+)
 PARALLEL = Spec(
     impl="minivllm.plugins.strategy.parallel:Parallel",
-    api=(1, 0),
-    summary="n independent samples of one prompt, whose blocks they share",
+    api=(1, 1),
+    summary="n independent samples of one prompt, or the n likeliest of best_of, whose blocks they share",
 )
 SINGLE = Spec(
     impl="minivllm.plugins.strategy.single:Single",

@@ -1,4 +1,4 @@
-"""n samples of a prompt, best first, if the request asks for log-probabilities (``logprobs=0`` is enough)."""
+"""n samples of a prompt, the one of the highest mean log-probability first."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 class MyPlugin(DecodingStrategy):
-    """Without log-probabilities the samples come in the order of their numbers; what failed or was aborted
-    comes last."""
+    """What failed or was aborted comes last."""
 
     def takes(self, params: SamplingParams) -> bool:
         return params.n > 1
@@ -24,6 +23,9 @@ class MyPlugin(DecodingStrategy):
         if params.n < 2:
             raise RequestError(f"n={params.n}: my-plugin ranks several samples, want n of at least 2", "n")
         return tuple(Branch(i) for i in range(params.n))
+
+    def topk(self, params: SamplingParams) -> int:
+        return 0  # the chosen tokens' log-probabilities, whether the client asks for them or not
 
     def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:
         return [end.sample for end in sorted(ends, key=rank)]
