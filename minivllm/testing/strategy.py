@@ -16,7 +16,7 @@ from minivllm.errors import RequestError
 
 from .base import Seen, since
 from .sim import answer, at_rest, outputs, request, run, sim_engine
-from .spec import SpecConformance
+from .strategy_steps import StepwiseConformance
 
 WIDTHS = (1, 2, 3, 5, 8, 128)
 NAMES = [f.name for f in fields(SamplingParams)]
@@ -36,8 +36,9 @@ def _named(change: Mapping[str, Any]) -> str:
     return "".join(f", {k}={v}" for k, v in change.items())
 
 
-class StrategyConformance(SpecConformance):
-    """Override ``params`` if the strategy takes only requests of a certain kind."""
+class StrategyConformance(StepwiseConformance):
+    """Override ``params`` if the strategy takes only requests of a certain kind.  Of a stepwise strategy, which has no
+    ``result`` of its own, the searches are tested."""
 
     kind = "strategy"
 
@@ -45,10 +46,19 @@ class StrategyConformance(SpecConformance):
         return ()
 
     def params(self, n: int) -> SamplingParams:
-        """A request for n outputs that is fit for this strategy."""
-        return SamplingParams(n=n, max_tokens=6, ignore_eos=True)
+        """A request for n outputs that is fit for this strategy: of ``beam_width=n`` if it reads that."""
+        wide = {"beam_width": n} if "beam_width" in self.build().reads else {}
+        return SamplingParams(n=n, max_tokens=6, ignore_eos=True, **wide)
+
+    def free(self) -> DecodingStrategy:
+        strategy = self.build()
+        if strategy.mode == "stepwise":
+            pytest.skip("it is stepwise: its searches give the answer")
+        return strategy
 
     def exercise(self, instance: DecodingStrategy) -> Any:
+        if instance.mode == "stepwise":
+            return [self.drive(instance, self.params(n), [n, 1]).run() for n in (1, 2, 5)]
         mine = [self.params(n) for n in WIDTHS if instance.takes(self.params(n))]
         ends = lambda p: [BranchEnd(i, 3 + i % 2, -float(i % 3), "stop") for i in range(p.n)]  # noqa: E731
         return [([b.sample for b in instance.start(p)], list(instance.result(p, ends(p)))) for p in mine]
@@ -63,7 +73,8 @@ class StrategyConformance(SpecConformance):
     def variants(self) -> Iterator[tuple[str, SamplingParams]]:
         """Requests of every width, as ``params`` gives them and with other values of what all requests may set."""
         for n in WIDTHS:
-            for change in ({}, *OTHERS):
+            ranked = [{"best_of": n + 2}] if "best_of" in self.build().reads and n <= 8 else []
+            for change in ({}, *OTHERS, *ranked):
                 yield f"n={n}{_named(change)}", replace(self.params(n), **change)
 
     def check_result(self, n: int, ends: Sequence[BranchEnd], got: Sequence[int]) -> None:
@@ -76,10 +87,11 @@ class StrategyConformance(SpecConformance):
 
     @since(1, 0)
     def test_a_request_of_n_has_n_branches_numbered_from_0(self) -> None:
-        """What it takes it serves: n outputs were asked for, the text side and the KV cache keep room for just so many,
-        and branches of equal numbers would draw the same tokens."""
+        """What it takes it serves: n outputs were asked for (``params.width``: or more branches, by ``best_of`` or
+        ``beam_width``), the text side and the KV cache keep room for just so many, and branches of equal numbers would
+        draw the same tokens."""
         strategy = self.build()
-        assert strategy.mode == "free", f"mode={strategy.mode!r}: this contract knows 'free'"
+        assert strategy.mode in ("free", "stepwise"), f"mode={strategy.mode!r}: want 'free' or 'stepwise'"
         self.widths()  # it takes some
         for what, params in self.variants():
             if not strategy.takes(params):
@@ -89,7 +101,7 @@ class StrategyConformance(SpecConformance):
             except RequestError as e:
                 pytest.fail(f"takes() is true for {what}, and start() refuses it ({e}): say so in takes()")
             assert all(isinstance(b, Branch) for b in made), f"start() gave {made}: want Branch objects"
-            samples, want = [b.sample for b in made], list(range(params.n))
+            samples, want = [b.sample for b in made], list(range(params.width))
             assert samples == want, f"{what}: the branches have the samples {samples}, want {want}"
 
     @since(1, 0)
@@ -123,6 +135,7 @@ class StrategyConformance(SpecConformance):
     def test_the_answer_is_made_of_branches_that_ended(self) -> None:
         """Some or all of them, each once, best first, however they ended; the same ends give the same answer, in
         another instance too."""
+        self.free()
         seen, widths = Seen(), [n for n in self.widths() if n <= 8]
 
         @self.for_all(150, st.data())
@@ -145,6 +158,7 @@ class StrategyConformance(SpecConformance):
     @since(1, 0)
     def test_requests_know_nothing_of_each_other(self) -> None:
         """One instance serves all requests, whose starts and ends come in any order; each gets what it gets alone."""
+        self.free()
         widths = [n for n in self.widths() if n <= 8]
 
         @self.for_all(50, st.lists(st.sampled_from(widths), min_size=2, max_size=5), st.data())
@@ -172,13 +186,18 @@ class StrategyConformance(SpecConformance):
             before = copy.deepcopy(vars(params))
             strategy.takes(params)
             strategy.start(params)
-            strategy.result(params, [BranchEnd(i, 3, -1.0, "stop") for i in range(n)])
+            strategy.topk(params)
+            if strategy.mode == "stepwise":
+                self.drive(strategy, params, [1, 2]).run()
+            else:
+                strategy.result(params, [BranchEnd(i, 3, -1.0, "stop") for i in range(n)])
             changed = {k: v for k, v in vars(params).items() if v != before.get(k)}
             assert not changed and vars(params).keys() == before.keys(), f"n={n}: it changed {changed or 'a field'}"
 
     @since(1, 0)
     def test_the_engine_serves_it(self) -> None:
         """On the simulated device: several requests at once, each branch with the tokens of its own sample."""
+        self.free()
         reads = PROCESSED | {name for n in WIDTHS for name in self.params(n).extra}
         engine = sim_engine(slots=8, blocks=200, depth=1, strategy=self.build(), reads=reads)
         made = []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
+from dataclasses import replace
+
+from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Moves, Pick, Search
 from minivllm.errors import RequestError
+from minivllm.plugins.strategy.beam import Beam
 from minivllm.plugins.strategy.parallel import Parallel
 from minivllm.plugins.strategy.single import Single
 from minivllm.spec import Spec
@@ -13,6 +16,8 @@ BRANCHES = "test_a_request_of_n_has_n_branches_numbered_from_0"
 ANSWER = "test_the_answer_is_made_of_branches_that_ended"
 ENGINE = "test_the_engine_serves_it"
 APART = "test_requests_know_nothing_of_each_other"
+SEARCH = "test_a_search_keeps_to_its_candidates_and_comes_to_an_end"
+SEARCHES = "test_searches_know_nothing_of_each_other"
 REFUSES = "test_what_it_does_not_take_it_refuses_by_name"
 FAULTS = {
     "SameSample": (BRANCHES, ENGINE),
@@ -31,13 +36,19 @@ FAULTS = {
     "TakesN": ("test_the_parameters_of_a_request_stay_as_they_are",),
     "GreedyOnce": (BRANCHES,),
     "SeedIsTruth": (BRANCHES,),
+    "GoesOnPastItsEnd": (SEARCH, "test_the_engine_gives_what_the_search_gives"),
+    "OneBeamMore": (SEARCH,),
+    "TokensFromElsewhere": (SEARCH,),
+    "NeverDone": (SEARCH,),
+    "OneSearchForAll": (SEARCHES,),
+    "CountsItsOutputsFromOne": (SEARCH, "test_the_engine_gives_what_the_search_gives"),
     "WantsItsExtra": ("test_takes_answers_for_any_request",),
 }
-RIGHT = ("BestFirst", "BestOnly", "UpToFour")
+RIGHT = ("BestFirst", "BestOnly", "UpToFour", "GreedyTree")
 
 
 def spec(name: str) -> Spec:
-    return Spec(f"{__name__}:{name}", (1, 0), "a planted fault")
+    return Spec(f"{__name__}:{name}", (1, 1), "a planted fault")
 
 
 class SameSample(Parallel):
@@ -253,3 +264,102 @@ class UpToFour(BestFirst):
         if params.n > 4:
             raise RequestError(f"n={params.n}: want 4 at most", "n")
         return super().start(params)
+
+
+# ---- stepwise --------------------------------------------------------------------------------------------------------
+
+
+class _Changed(Beam):
+    """``change(moves, grown)`` gets at what the search decides."""
+
+    def search(self, params, most):
+        made = super().search(params, most)
+        advance = made.advance
+        made.advance = lambda grown, ends: self.change(advance(grown, ends), grown)
+        return made
+
+
+class GoesOnPastItsEnd(_Changed):
+    """What is an output goes on as well."""
+
+    spec = spec("GoesOnPastItsEnd")
+
+    def change(self, moves, grown):
+        return replace(moves, go_on=[*moves.keep, *moves.go_on][: max(1, len(moves.go_on))])
+
+
+class OneBeamMore(_Changed):
+    spec = spec("OneBeamMore")
+
+    def change(self, moves, grown):
+        used = {(p.branch, p.token) for p in (*moves.go_on, *moves.keep)}
+        free = [Pick(b, int(t)) for b, g in enumerate(grown) for t in g.tokens if (b, int(t)) not in used]
+        return replace(moves, go_on=[*moves.go_on, *free])
+
+
+class TokensFromElsewhere(_Changed):
+    """Takes all from the first branch's candidates."""
+
+    spec = spec("TokensFromElsewhere")
+
+    def change(self, moves, grown):
+        first = [int(t) for t in grown[0].tokens]
+        picks = [replace(p, token=first[i % len(first)]) for i, p in enumerate(moves.go_on)]
+        return replace(moves, go_on=picks)
+
+
+class NeverDone(Beam):
+    """Starts again when it has come to the end."""
+
+    spec = spec("NeverDone")
+
+    def search(self, params, most):
+        made = super().search(params, most)
+        advance = made.advance
+        made.advance = lambda grown, ends: advance(grown, lambda branch, token: False)
+        return made
+
+
+class OneSearchForAll(Beam):
+    spec = spec("OneSearchForAll")
+    made = None
+
+    def search(self, params, most):
+        self.made = self.made or super().search(params, most)
+        return self.made
+
+
+class CountsItsOutputsFromOne(Beam):
+    spec = spec("CountsItsOutputsFromOne")
+
+    def search(self, params, most):
+        made = super().search(params, most)
+        result = made.result
+        made.result = lambda: [i + 1 for i in result()]
+        return made
+
+
+class _Tree(Search):
+    """Every branch by itself, greedily, after a first step that gives each another token."""
+
+    def __init__(self, width):
+        self.width, self.kept = width, 0
+
+    def advance(self, grown, ends):
+        rows = [(b, g.tokens[0]) for b, g in enumerate(grown)] if grown[0].length else None
+        picks = [Pick(b, int(t)) for b, t in rows or [(0, t) for t in grown[0].tokens[: self.width]]]
+        keep = [p for p in picks if ends(p.branch, p.token)]
+        self.kept += len(keep)
+        return Moves([p for p in picks if p not in keep], keep)
+
+    def result(self):
+        return range(self.kept)
+
+
+class GreedyTree(Beam):
+    """Right: no beam search at all."""
+
+    spec = spec("GreedyTree")
+
+    def search(self, params, most):
+        return _Tree(params.beam_width)

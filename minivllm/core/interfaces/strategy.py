@@ -102,9 +102,9 @@ class DecodingStrategy(ABC):
     def start(self, params: SamplingParams) -> Sequence[Branch]:
         """The branches of a new request; they share the prompt's blocks.  RequestError if it cannot serve them."""
 
-    @abstractmethod
     def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:
-        """Sample numbers of the answer, best first, once every branch has ended."""
+        """Free only: sample numbers of the answer, best first, once every branch has ended."""
+        raise NotImplementedError(f"{type(self).__name__} is free and has no result()")
 
     def topk(self, params: SamplingParams) -> int:
         """Log-probabilities that it needs of each token: -1 none, 0 the chosen token's (for ``cumulative_logprob``), k

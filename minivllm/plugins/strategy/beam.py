@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy, Grown, Moves, Pick, Search
+from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Grown, Moves, Pick, Search
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -44,10 +44,6 @@ class Beam(DecodingStrategy):
 
     def search(self, params: SamplingParams, most: int) -> BeamSearch:
         return BeamSearch(params.beam_width or 1, params.length_penalty, params.early_stopping, most)
-
-    def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:
-        """Not asked: the search has the answer."""
-        return tuple(end.sample for end in ends[: params.n])
 
 
 class BeamSearch(Search):
