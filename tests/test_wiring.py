@@ -51,7 +51,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
     found = wire(model)
     assert [s.kind for s in found.selections] == [
         "executor", "model", "quantizer", "kvformat", "attention", "evictor", "scheduler",
-        *["processor"] * len(PROCESSORS), "sampler", "strategy", "strategy",
+        *["processor"] * len(PROCESSORS), "sampler", "strategy", "strategy", "strategy",
     ]  # fmt: skip
     w = found.wiring
     assert {seam: part.target for seam, part in w.parts.items()} == {

@@ -169,6 +169,8 @@ class SamplingParams:
         _check(ok, "length_penalty", self.length_penalty, "a number from -10 to 10")
         ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _check(ok, "early_stopping", self.early_stopping, 'False, True or "never"')
+        for name in ("choose_fn", "logits_processors") if self.best_of else ():
+            _check(not getattr(self, name), name, "given", "it without best_of: the host gives no log-probabilities")
         if self.beam_width is None:
             for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
                 _check(getattr(self, name) == neutral, name, getattr(self, name), "beam_width beside it")
