@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minivllm.core.engine import Engine
-from minivllm.core.request import MAX_LOGPROBS, Request, SamplingParams, Seq
+from minivllm.core.request import Request, SamplingParams, Seq
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 
 from .frames import Frame
@@ -121,6 +121,7 @@ class EngineLoop:
             if params.get("logit_bias"):  # the keys of a JSON object are strings
                 params = {**params, "logit_bias": {int(i): by for i, by in params["logit_bias"].items()}}
             made = SamplingParams.make(**params)
+            _travels(made)
             request = Request(id, np.asarray(prompt, np.int32), made, arrival)
             live = _Live(number, request)
             request.watch, request.sink = watch, self._sink(live)
@@ -258,16 +259,30 @@ class EngineLoop:
         return columns
 
 
+def _travels(params: SamplingParams) -> None:
+    """RequestError for what is ranked or scored where the client's side has no part in it yet."""
+    asked = {
+        "best_of": params.width > params.n and params.beam_width is None,
+        "stop": params.beam_width is not None and bool(params.stop),
+        "prompt_logprobs": params.prompt_logprobs is not None,
+    }
+    for name, there in asked.items():
+        if there:
+            beside = " beside beam_width" if name == "stop" else ""
+            raise RequestError(f"{name}={getattr(params, name)!r}{beside}: want it of an LLM in this process", name)
+
+
 def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
     """What a client is told of an engine: the fields of ``EngineInfo``, and ``tokenizer``, its folder or None."""
     import minivllm
 
     w, config = engine.wiring, resolved.config
     room = min(pool.total for pool in engine.cache.pools) - 1
+    most = engine.capacity.vocab_size if w.max_logprobs < 0 else w.max_logprobs
     several = {"strategy": resolved.strategies, "hooks": resolved.hooks}
     return {
         "model": config.model, "max_model_len": w.max_model_len, "vocab_size": engine.capacity.vocab_size,
-        "kv_tokens": room * w.block, "max_num_seqs": w.max_num_seqs, "max_logprobs": MAX_LOGPROBS,
+        "kv_tokens": room * w.block, "max_num_seqs": w.max_num_seqs, "max_logprobs": most,
         "selections": {seam: part.name for seam, part in resolved.parts.items()}
         | {seam: [part.name for part in parts] for seam, parts in several.items() if parts},
         "version": minivllm.__version__,
