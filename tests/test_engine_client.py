@@ -209,7 +209,7 @@ def test_a_slow_reader_holds_nobody_up_and_misses_nothing(served):
     served(task)
 
 
-@pytest.mark.parametrize("how", ["aclose", "abort", "cancel"])
+@pytest.mark.parametrize("how", ["aclose", "abort", "cancel", "drop"])
 def test_who_leaves_at_any_moment_leaves_nothing_behind(served, how):
     """40 requests on 8 places and few blocks: some wait, some compute their prompt, some run."""
 
@@ -222,6 +222,9 @@ def test_who_leaves_at_any_moment_leaves_nothing_behind(served, how):
             await asyncio.wait([task])
             if not task.cancelled():
                 await task.result().aclose()
+        elif how == "drop":
+            await task
+            del task
         elif how == "aclose":
             await (await task).aclose()
         else:
@@ -358,7 +361,7 @@ def test_drain_lets_running_requests_finish_and_refuses_new_ones():
         client = ProcessClient(load(None, OPTIONS))
         await client.open()
         running = [asyncio.create_task(collect(client, p, greedy(60), p)) for p in PROMPTS]
-        while len(client._streams) < 4:
+        while len(client._ids) < 4:
             await asyncio.sleep(0.01)
         closing = asyncio.create_task(client.close(drain=60))
         await asyncio.sleep(0.01)

@@ -9,6 +9,7 @@ Text is made on this side (detokenizing, stop strings), never in the engine's lo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -86,12 +88,14 @@ class FrameClient:
     """What clients have in common: streams by number, questions by number, and what a frame means for them.
 
     A subclass sends commands (``_send``), brings frames (``_on_frame``) and says when the engine is gone (``_lost``).
+    Invariant: a stream belongs to who reads it; one that nobody holds any more, however that came, is aborted.
     """
 
     def __init__(self) -> None:
         self.tokenizer: Tokenizer | None = None
-        self._streams: dict[int, Stream] = {}
-        self._ids: dict[str, Stream] = {}
+        self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
+        self._ids: dict[str, int] = {}
+        self._read: set[Stream] = set()  # somebody waits for their next piece
         self._accepting: dict[int, asyncio.Future[None]] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
@@ -120,7 +124,7 @@ class FrameClient:
             raise RequestError(f"request id {request_id!r} is in use; want a new one", "request_id")
         wire = params_to_json(with_token_ids(params, self.tokenizer))
         number = next(self._numbers)
-        stream = Stream(number, request_id, len(ids), params, self.tokenizer, self._drop, self._cut)
+        stream = Stream(number, request_id, len(ids), params, self.tokenizer, self._drop, self._cut, self._read)
         accepted = asyncio.get_running_loop().create_future()
         header = {
             "number": number, "id": request_id, "params": wire, "arrival": stream.metrics.arrival_time,
@@ -130,7 +134,7 @@ class FrameClient:
             self._send("add", header, {"prompt": ids})
         except (TypeError, ValueError) as e:
             raise RequestError(f"a sampling parameter cannot be sent to the engine: {e}", "extra") from e
-        self._streams[number] = self._ids[request_id] = stream
+        self._streams[number], self._ids[request_id] = stream, number
         self._accepting[number] = accepted
         try:
             await accepted
@@ -143,25 +147,27 @@ class FrameClient:
         return stream
 
     async def abort(self, request_id: str) -> None:
-        if (stream := self._ids.get(request_id)) is not None and not self._gone:
-            self._send("abort", {"number": stream.number})
+        if (number := self._ids.get(request_id)) is not None and not self._gone:
+            self._send("abort", {"number": number})
 
     def _drop(self, stream: Stream) -> None:
         """Nobody reads the stream any more."""
         self._forget(stream)
         if not self._gone:
-            self._send("abort", {"number": stream.number})
+            with contextlib.suppress(EngineDeadError):  # it died, and we have not heard of it yet
+                self._send("abort", {"number": stream.number})
 
     def _cut(self, stream: Stream, sample: int, stop: str) -> None:
         """A stop string ended a branch: the engine need not go on with it."""
         if not self._gone:
-            self._send("cut", {"number": stream.number, "sample": sample, "stop": stop})
+            with contextlib.suppress(EngineDeadError):
+                self._send("cut", {"number": stream.number, "sample": sample, "stop": stop})
 
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.number, None)
-        if self._ids.get(stream.request_id) is stream:
+        if self._ids.get(stream.request_id) == stream.number:
             del self._ids[stream.request_id]
-        if not self._streams and self._empty is not None:
+        if not self._ids and self._empty is not None:
             self._empty.set()
 
     def _check_open(self) -> None:
@@ -261,13 +267,13 @@ class FrameClient:
 
     async def _drain(self, seconds: float) -> bool:
         self._draining = True
-        if self._streams and seconds > 0 and not self._gone:
+        if self._ids and seconds > 0 and not self._gone:
             self._empty = asyncio.Event()
             try:
                 await asyncio.wait_for(self._empty.wait(), seconds)
             except asyncio.TimeoutError:
-                log.warning("%d requests had not ended after %g s", len(self._streams), seconds)
-        return not self._streams
+                log.warning("%d requests had not ended after %g s", len(self._ids), seconds)
+        return not self._ids
 
 
 class LocalClient(FrameClient):

@@ -42,6 +42,9 @@ class ProcessClient(FrameClient):
         self._life = -1
         self._said = ""
         self._closing = False
+        self._ready: asyncio.Future[dict[str, Any]]
+        self._folder: str | None = None
+        self._ending = asyncio.Lock()
 
     @property
     def pid(self) -> int | None:
@@ -49,6 +52,20 @@ class ProcessClient(FrameClient):
         return None if self._child is None else self._child.pid
 
     async def open(self) -> None:
+        try:
+            self._opened(await self._start())
+            if self._folder is not None:
+                from minivllm.text.tokenizer import load_tokenizer
+
+                self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder)
+            self._check_open()  # it may have died meanwhile
+        except BaseException:
+            self._lost("the engine could not be started")
+            await self._end(0.0)
+            raise
+
+    async def _start(self) -> dict[str, Any]:
+        """Start the process; what it says of itself once its engine has started."""
         ours, theirs = socket.socketpair()
         read_end, self._life = os.pipe()
         argv = fresh.command("minivllm.server.engine_process:main", str(theirs.fileno()), str(read_end))
@@ -58,25 +75,20 @@ class ProcessClient(FrameClient):
                 *argv, stdin=null, stdout=pipe, stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), read_end),
             )  # fmt: skip
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
             os.close(read_end)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        self._ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._ready = asyncio.get_running_loop().create_future()
         said = asyncio.create_task(self._listen())
-        self._tasks = [said, asyncio.create_task(self._read(reader, said))]
+        self._tasks = [said, asyncio.create_task(self._hear(reader, said))]
         self._post(encode("open", loaded_to_json(self._loaded)))
-        try:
-            told = await self._ready
-            if told["tokenizer"] is not None:
-                from minivllm.text.tokenizer import load_tokenizer
-
-                self.tokenizer = await asyncio.to_thread(load_tokenizer, told["tokenizer"])
-        except BaseException:
-            await self._end(0.0)
-            raise
-        if self._child.returncode is None:
-            self._opened(told)
+        told = await self._ready
+        self._folder = told["tokenizer"]
+        return told
 
     def _send(self, kind: str, header: dict[str, Any], columns: dict[str, np.ndarray] | None = None) -> None:
         self._post(encode(kind, header, columns))
@@ -93,33 +105,32 @@ class ProcessClient(FrameClient):
         self._closing = True
         whole = await self._drain(drain)
         self._lost("the engine was stopped")
-        await self._end(2 * GRACE)
+        await self._end(GRACE)
         return whole
 
     async def _end(self, patience: float) -> None:
         """End the process: it is asked to, and killed if it does not within ``patience`` seconds."""
-        child, self._closing = self._child, True
-        if child is None:
-            return
-        if patience > 0 and child.returncode is None:
-            with contextlib.suppress(EngineDeadError):
-                self._post(encode("stop", {}))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(child.wait(), patience)
-        if child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._writer is not None:
-            self._writer.close()
-        if self._life >= 0:
-            os.close(self._life)
-        self._child, self._writer, self._life = None, None, -1
+        self._closing = True
+        async with self._ending:
+            child = self._child
+            if child is not None and child.returncode is None and patience > 0:
+                with contextlib.suppress(EngineDeadError):
+                    self._post(encode("stop", {}))
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(child.wait(), patience)
+            if child is not None and child.returncode is None:
+                self._kill()
+                await child.wait()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._writer is not None:
+                self._writer.close()
+            if self._life >= 0:
+                os.close(self._life)
+            self._child, self._writer, self._life, self._tasks = None, None, -1, []
 
     # ---- what comes ----------------------------------------------------------------------------------------------
 
-    async def _read(self, reader: asyncio.StreamReader, said: asyncio.Task[None]) -> None:
+    async def _hear(self, reader: asyncio.StreamReader, said: asyncio.Task[None]) -> None:
         splitter, why = Splitter(), ""
         try:
             while data := await reader.read(1 << 18):

@@ -38,7 +38,8 @@ class Piece:
 
 
 class Stream:
-    """An async iterator of ``Piece``; it ends when every branch has.  ``aclose`` (or leaving ``async with``) aborts.
+    """An async iterator of ``Piece``; it ends when every branch has.  ``aclose``, leaving ``async with``, or
+    losing the last reference to it aborts.
 
     Invariant: at most one piece of each branch waits to be read; what comes meanwhile is joined to it.  So what an
     unread stream holds is bounded by its own answer, and who fills it never waits.
@@ -49,6 +50,7 @@ class Stream:
     def __init__(
         self, number: int, request_id: str, prompt_tokens: int, params: SamplingParams, tokenizer: Tokenizer | None,
         drop: Callable[[Stream], None], cut: Callable[[Stream, int, str], None],
+        read: set[Stream],
     ) -> None:  # fmt: skip
         self.number, self.request_id, self.params = number, request_id, params
         self.prompt_tokens, self.cached_tokens = prompt_tokens, 0
@@ -56,7 +58,7 @@ class Stream:
         self.order: list[int] | None = None
         self.texts = [SequenceText(tokenizer, params, i) for i in range(params.n)]
         self.open = set(range(params.n))  # branches whose last piece is still to come
-        self._drop, self._cut = drop, cut
+        self._drop, self._cut, self._read = drop, cut, read
         self._pending: dict[int, Piece] = {}
         self._error: Exception | None = None
         self._done = False  # nothing more will come
@@ -75,10 +77,12 @@ class Stream:
             if self._done:
                 raise StopAsyncIteration
             self._wake = asyncio.get_running_loop().create_future()
+            self._read.add(self)  # a task that waits for us is held by nobody else
             try:
                 await self._wake
             finally:
                 self._wake = None
+                self._read.discard(self)
         return self._pending.pop(next(iter(self._pending)))
 
     async def aclose(self) -> None:
@@ -86,6 +90,11 @@ class Stream:
         self._pending.clear()
         if not self._done:
             self._end()
+            self._drop(self)
+
+    def __del__(self) -> None:
+        if not self._done:
+            self._done = True
             self._drop(self)
 
     async def __aenter__(self) -> Stream:
