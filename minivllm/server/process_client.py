@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 UNREAD = 64 * 2**20  # bytes of commands that an engine may leave unread
+log = logging.getLogger("minivllm.engine")
 TAIL = 2000  # characters of what the process said last, for the error
 
 
@@ -175,14 +176,18 @@ class ProcessClient(FrameClient):
                 self._child.kill()
 
     async def _listen(self) -> None:
-        """What the process prints goes to our standard error; the end of it is kept."""
+        """What the process prints goes to our log, line by line; the end of it is kept."""
         assert self._child is not None and self._child.stdout is not None
+        rest = ""
         while data := await self._child.stdout.read(1 << 14):
             text = data.decode(errors="replace")
             self._said = (self._said + text)[-TAIL:]
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.write(text)
-                sys.stderr.flush()
+            *lines, rest = (rest + text).split("\n")
+            rest = rest[-TAIL:]
+            for line in filter(str.strip, lines):
+                log.warning("%s", line.rstrip())
+        if rest.strip():
+            log.warning("%s", rest.rstrip())
 
 
 def _signal_name(number: int) -> str:

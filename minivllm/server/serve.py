@@ -28,11 +28,11 @@ from minivllm.errors import ConfigError, EngineDeadError, ResourceError
 from . import logs, tools
 from .app import Application
 from .auth import ENVIRONMENT, read_keys
-from .client import LocalClient
 from .connection import protocol
 from .generate import Service
 from .limits import Door
 from .metrics import Metrics
+from .process_client import ProcessClient
 from .tokens import Tokens
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
     """Serve until somebody says stop.  ResourceError if the address is taken; the engine's own errors at start."""
     server = loaded.server
     bound = bind(server)
-    client: EngineClient = LocalClient(loaded)
+    client: EngineClient = ProcessClient(loaded)
     app = Application(server, keys)
     http = Http(app, server)
     stop = Stop()
