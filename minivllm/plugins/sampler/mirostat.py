@@ -58,10 +58,11 @@ class MirostatSampler(DefaultSampler):
         if not rows.variant & MIROSTAT:
             return super().draw(logits, plain, state, out)
         x, mass = masses(logits, state["temperature"][rows.slots])
-        total = (mass.sum(dim=1).clamp(min=1).double() / MASS_SCALE).log()[:, None]
-        surprise = (total - x).div_(math.log(2)).float()  # bits
+        total = (mass.sum(dim=1).clamp(min=1).double() / MASS_SCALE).log().float()[:, None]
+        best = x == 0
+        surprise = x.sub_(total).mul_(-1 / math.log(2))  # bits
         mu = state["mu"][rows.slots][:, None]
-        logits.masked_fill_((surprise > mu) & (x < 0), float("-inf"))
+        logits.masked_fill_((surprise > mu) & ~best, float("-inf"))
         super().draw(logits, plain, state, out)
         tau = state["tau"][rows.slots]
         error = surprise.gather(1, out.tokens.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1) - tau
