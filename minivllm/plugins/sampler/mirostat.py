@@ -64,6 +64,7 @@ class MirostatSampler(DefaultSampler):
         mu = state["mu"][rows.slots][:, None]
         logits.masked_fill_((surprise > mu) & ~best, float("-inf"))
         super().draw(logits, plain, state, out)
+        out.peaks = None  # they would be those of what is left
         tau = state["tau"][rows.slots]
         error = surprise.gather(1, out.tokens.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1) - tau
         state["error"][rows.slots] = torch.where(tau > 0, error, 0.0)

@@ -49,6 +49,7 @@ class TypicalSampler(DefaultSampler):
                 part = slice(i, i + chunk)
                 _restrict(logits[part], temperature[part], typical_p[part])
         super().draw(logits, replace(rows, variant=rows.variant & (TYPICAL - 1)), state, out)
+        out.peaks = None  # they would be those of what is left
 
 
 def _restrict(logits: Tensor, temperature: Tensor, typical_p: Tensor) -> None:
