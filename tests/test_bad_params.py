@@ -28,7 +28,8 @@ NUMBERS = {
 }  # fmt: skip
 WHOLE = {
     "top_k": (-2, 1.5), "n": (0, -1, 129, 10**30), "max_tokens": (0, -5, 2.5), "min_tokens": (-1, 2.5, 65),
-    "seed": (2**63, 1.5, "x"), "logprobs": (-1, 21, 1.5), "no_repeat_ngram_size": (-1, 1.5, 65, 10**9),
+    "seed": (2**63, 1.5, "x"), "logprobs": (-2, 21, 1.5), "prompt_logprobs": (-2, 21, 1.5),
+    "best_of": (0, 1.5), "beam_width": (0, 129), "no_repeat_ngram_size": (-1, 1.5, 65, 10**9),
     "priority": (2**31, 1.5), "expected_tokens": (0, 2**40),
 }  # fmt: skip
 OTHERS = {

@@ -140,7 +140,8 @@ def test_what_mirostat_has_learnt_survives_preemption(folder, run_ahead, n):
     [
         (dict(mirostat_tau=2.0, top_k=4), "mirostat_tau"), (dict(mirostat_tau=2.0, top_p=0.5), "mirostat_tau"),
         (dict(mirostat_tau=2.0, min_p=0.5), "mirostat_tau"), (dict(mirostat_tau=2.0, temperature=0), "mirostat_tau"),
-        (dict(mirostat_tau=2.0, choose_fn=lambda x, ids: 1), "mirostat_tau"), (dict(mirostat_eta=0.3), "mirostat_eta"),
+        (dict(mirostat_tau=2.0, choose_fn=lambda x, ids: 1), "mirostat_tau"),
+        (dict(mirostat_tau=2.0, beam_width=2), "mirostat_tau"), (dict(mirostat_eta=0.3), "mirostat_eta"),
     ],
 )  # fmt: skip
 def test_what_mirostat_would_ignore_is_refused(asked, param):

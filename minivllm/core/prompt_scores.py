@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 
 from .interfaces.plan import LogProbs, StepPlan
 
@@ -28,7 +28,7 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
         k = getattr(p, name)
         if k is not None and (vocab if k < 0 else min(k, vocab)) > most:
             raise RequestError(
-                f"{name}={k}: want at most {most} of {vocab} tokens; raise the engine's max_logprobs "
+                f"{name}={shown(k)}: want at most {most} of {vocab} tokens; raise the engine's max_logprobs "
                 f"(it is {wiring.max_logprobs}; -1: no limit)", name,
             )  # fmt: skip
     k = p.prompt_logprobs

@@ -48,8 +48,9 @@ class MirostatSampler(DefaultSampler):
                 raise RequestError(f"mirostat_eta={eta}: want mirostat_tau too, which turns it on", "mirostat_eta")
             return row
         clash = [name for name in ("top_k", "top_p", "min_p") if name in params.asked()]
-        if clash or params.temperature < MIN_TEMPERATURE or params.choose_fn is not None:
-            what = f"no {clash[0]}" if clash else "no choose_fn" if params.choose_fn else "temperature above 0"
+        clash += [name for name in ("choose_fn", "beam_width") if getattr(params, name) is not None]
+        if clash or params.temperature < MIN_TEMPERATURE:
+            what = f"no {clash[0]}" if clash else "temperature above 0"
             raise RequestError(f"mirostat_tau={tau}: want {what} beside it: it chooses among tokens", "mirostat_tau")
         return Row({**row.values, "tau": tau, "eta": eta, "mu": 2 * tau}, row.variant | MIROSTAT)
 

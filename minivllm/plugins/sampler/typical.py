@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows
+from minivllm.errors import RequestError
 
 from .default import CHUNK, MIN_TEMPERATURE, DefaultSampler
 from .mass import masses, mean
@@ -39,6 +40,10 @@ class TypicalSampler(DefaultSampler):
         row = super().bind(params, prompt_len)
         if params.typical_p == 1 or params.temperature < MIN_TEMPERATURE:
             return row
+        for name in ("choose_fn", "beam_width"):
+            if getattr(params, name) is not None:
+                what = f"typical_p={params.typical_p}: want no {name} beside it, which draws nothing"
+                raise RequestError(what, "typical_p")
         return Row({**row.values, "typical_p": params.typical_p}, row.variant | TYPICAL)
 
     def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
