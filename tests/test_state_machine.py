@@ -34,6 +34,6 @@ class PrefillFirst(AnyVictim):
 def test_no_policy_can_make_the_engine_lose_a_block_or_a_token():
     seen = Seen()
     machine = type("Machine", (EngineMachine,), {"policies": [AnyVictim, Reversed, PrefillFirst], "seen": seen})
-    how = settings(max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+    how = settings(max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(machine, settings=how)
     seen.require(**dict.fromkeys(HARD, 1))

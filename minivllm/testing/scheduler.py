@@ -127,6 +127,13 @@ class EngineMachine(RuleBasedStateMachine):
         if fn:
             self.seen[fn] += 1
 
+    @precondition(lambda self: self.n < 5)  # once in an example is enough
+    @rule(first=st.integers(0, VOCAB - 1))
+    def a_crowd(self, first):
+        """Enough long answers at once that most pools are too small for them, so that rows are preempted."""
+        for i in range(5):
+            self.add(0, [(first + i) % VOCAB] * 4, 1, 20, None, True, None, {})
+
     @rule(times=st.integers(1, 12), seconds=st.sampled_from([0.001, 0.02, 0.5]))
     def step(self, times, seconds):
         for _ in range(times):
@@ -250,7 +257,7 @@ class SchedulerConformance(SpecConformance):
         to its view; all requests end in a bounded number of turns, and no tokens but their own."""
         seen = Seen()
         machine = type("Machine", (EngineMachine,), {"policies": [self.make], "seen": seen})
-        self.run_machine(machine, 200, steps=30)
+        self.run_machine(machine, 100, steps=30)
         seen.require(**dict.fromkeys(HARD, 5), finished=100, victim=5)
 
     @since(1, 0)
