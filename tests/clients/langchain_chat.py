@@ -1,0 +1,42 @@
+# /// script
+# dependencies = ["langchain-openai>=1,<2"]
+# ///
+"""LangChain's ChatOpenAI: invoke, stream, structured output in two ways, tools."""
+
+import os
+from importlib.metadata import version
+
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+print("version langchain-openai", version("langchain-openai"))
+llm = ChatOpenAI(
+    base_url=os.environ["BASE_URL"] + "/v1", api_key=os.environ["API_KEY"], model=os.environ["MODEL"], temperature=0,
+    max_tokens=100,
+)  # fmt: skip
+
+
+class Sum(BaseModel):
+    """A sum."""
+
+    total: int
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+whole = llm.invoke("What is 2 + 3?")
+assert whole.content and whole.usage_metadata["output_tokens"] > 0
+print("ok invoke")
+assert "".join(c.content for c in llm.stream("What is 2 + 3?")) == whole.content
+print("ok stream")
+for method in ("json_schema", "function_calling"):
+    assert isinstance(llm.with_structured_output(Sum, method=method).invoke("What is 2 + 3?"), Sum)
+    print("ok structured,", method)
+called = llm.bind_tools([add], tool_choice="add").invoke("Add 2 and 3.")
+assert called.tool_calls[0]["name"] == "add" and set(called.tool_calls[0]["args"]) == {"a", "b"}
+print("ok tools")
