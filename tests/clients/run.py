@@ -72,7 +72,7 @@ class Server:
         until = time.monotonic() + 120
         while True:
             try:
-                with urllib.request.urlopen(self.url + "/ready", timeout=2) as answer:
+                with urllib.request.urlopen(self.url + "/health", timeout=2) as answer:
                     if answer.status == 200:
                         return self
             except OSError:

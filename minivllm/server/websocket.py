@@ -1,0 +1,230 @@
+"""``/v1/ws``: many requests at once on one WebSocket, told apart by ids of the client's.
+
+    from the client   {"type": "auth", "key": K}                first, where a key is needed and no subprotocol had it
+                      {"type": "chat.completions", "id": I, "body": {...}}       or "completions"; as over HTTP
+                      {"type": "cancel", "id": I}
+    to the client     {"type": "chunk", "id": I, "data": {...}}      what an event of the HTTP stream holds
+                      {"type": "done", "id": I}                      its last word; "data" if stream is false
+                      {"type": "error", "id": I, "error": {...}}     its last word too; no id: not about a request
+
+A browser sets no headers, so a key may come as the subprotocol ``key.K``.  A page of another origin may connect only if
+``allowed_origins`` has it.  What waits to be sent is bounded: a reader who is slow slows its own requests, one who takes
+nothing for ``write_timeout`` is sent away.  When the connection ends, for whatever reason, all its requests do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from . import errors, logs
+from .auth import Keys
+from .body import parse_object
+from .chat import Chat
+from .completions import Completion
+from .errors import ApiError
+from .generate import Service, seconds_of
+from .protocol import common
+from .protocol.chat import ChatBody
+from .protocol.completion import CompletionBody
+from .sse import Gone, supervise
+
+if TYPE_CHECKING:
+    from minivllm.config_server import ServerConfig
+
+PROTOCOL = "minivllm"  # the subprotocol that the server answers with
+KEY = "key."  # what a subprotocol begins with that carries a key
+KINDS: dict[str, tuple[type[Any], type[Any]]] = {
+    "chat.completions": (ChatBody, Chat),
+    "completions": (CompletionBody, Completion),
+}
+WAITING = 64  # messages to a client that wait at most; then its requests do
+LONGEST_ID = 128
+BAD_KEY, GOING, SLOW = 1008, 1012, 1013  # close codes (RFC 6455)
+
+
+def foreign(socket: WebSocket, allowed: list[str]) -> bool:
+    """Whether a page of another origin asks, one that ``allowed`` does not name."""
+    origin = socket.headers.get("origin")
+    if origin is None or "*" in allowed or origin in allowed:
+        return False
+    return urlsplit(origin).netloc.lower() != socket.headers.get("host", "").lower()
+
+
+class Connection:
+    """One WebSocket.  ``running`` has a task for each id whose last word was not said."""
+
+    def __init__(self, socket: WebSocket, service: Service, keys: Keys) -> None:
+        self.socket, self.service, self.keys = socket, service, keys
+        self.server: ServerConfig = service.server
+        self.running: dict[str, asyncio.Task[None]] = {}
+        self.out: asyncio.Queue[dict[str, Any]] = asyncio.Queue(WAITING)
+        self.state: dict[str, Any] = socket.scope["state"]
+        self.tenant: str | None = None
+        self.taken, self.ending = 0, False
+
+    async def serve(self) -> None:
+        """Until the client leaves or is sent away."""
+        offered = self.socket.scope.get("subprotocols") or []
+        key = next((one[len(KEY) :] for one in offered if one.startswith(KEY)), None)
+        headers = dict(self.socket.scope["headers"])
+        if key is not None:
+            headers[b"authorization"] = b"Bearer " + key.encode()
+        self.tenant = self.keys.tenant(headers)
+        await self.socket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
+        writer, reader = asyncio.create_task(self._write()), asyncio.create_task(self._read())
+        door = self.service.door
+        code = GOING
+        try:
+            await asyncio.wait({writer, reader, door.ended}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (writer, reader):
+                if task.done():
+                    code = task.result()
+        finally:
+            self.ending = True
+            ending = [writer, reader, *self.running.values()]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+            with contextlib.suppress(Exception):  # it may be closed already
+                await asyncio.wait_for(self.socket.close(code), 1.0)
+            self.state["log"]["closed"] = code
+
+    async def _write(self) -> int:
+        """Send what waits; the close code for a client that takes nothing."""
+        while True:
+            text = json.dumps(await self.out.get(), ensure_ascii=False, separators=(",", ":"))
+            try:
+                await asyncio.wait_for(self.socket.send_text(text), self.server.write_timeout)
+            except asyncio.TimeoutError:
+                return SLOW
+            except (WebSocketDisconnect, RuntimeError):
+                return 1000
+
+    async def _read(self) -> int:
+        """Take messages; the close code once that is over."""
+        if self.tenant is None and not await self._let_in():
+            return BAD_KEY
+        while True:
+            try:
+                raw = await self.socket.receive_text()
+            except (WebSocketDisconnect, KeyError, RuntimeError):  # KeyError: a binary message
+                return 1000
+            ident = None
+            try:
+                message = parse_object(raw)
+                ident = self._id(message)
+                self._take(message.get("type"), ident, message)
+            except ApiError as e:
+                await self.out.put({"type": "error", "id": ident, **e.body()})
+
+    async def _let_in(self) -> bool:
+        """The first message is the key; the client has as long for it as for the headers of a request."""
+        try:
+            raw = await asyncio.wait_for(self.socket.receive_text(), self.server.header_timeout)
+            message = parse_object(raw)
+        except (asyncio.TimeoutError, WebSocketDisconnect, KeyError, RuntimeError, ApiError):
+            return False
+        key = message.get("key")
+        if message.get("type") == "auth" and isinstance(key, str):
+            self.tenant = self.keys.tenant({b"authorization": b"Bearer " + key.encode("utf-8", "replace")})
+        if self.tenant is None:
+            error = ApiError(401, 'want {"type": "auth", "key": K} with a valid API key first')
+            with contextlib.suppress(Exception):
+                await self.socket.send_text(json.dumps({"type": "error", "id": None, **error.body()}))
+        return self.tenant is not None
+
+    def _id(self, message: dict[str, Any]) -> str | None:
+        ident = message.get("id")
+        if ident is None and message.get("type") == "auth":
+            return None
+        if not isinstance(ident, str) or not 0 < len(ident) <= LONGEST_ID:
+            raise ApiError(400, f"id: want a text of 1 to {LONGEST_ID} characters", "id")
+        return ident
+
+    def _take(self, kind: Any, ident: str | None, message: dict[str, Any]) -> None:
+        """Start or cancel a request.  ApiError for what cannot be."""
+        if kind == "auth":
+            return
+        if kind not in KINDS and kind != "cancel":
+            wanted = ", ".join((*KINDS, "cancel"))
+            raise ApiError(400, f"type={errors.printable(str(kind), 40)!r}: want one of {wanted}", "type")
+        assert ident is not None
+        if kind == "cancel":
+            task = self.running.get(ident)
+            if task is not None:  # one that has just ended needs no cancelling
+                task.cancel()
+            return
+        if ident in self.running:
+            raise ApiError(400, f"id={ident!r}: a request with this id is running", "id")
+        most = self.server.max_socket_requests
+        if len(self.running) >= most:
+            raise ApiError(429, f"{most} requests run on this connection; want at most {most}")
+        body = message.get("body")
+        if not isinstance(body, dict):
+            raise ApiError(400, "body: want an object, as over HTTP", "body")
+        self.taken += 1
+        self.running[ident] = asyncio.create_task(self._answer(kind, ident, body, self.taken))
+
+    async def _answer(self, kind: str, ident: str, body: dict[str, Any], number: int) -> None:
+        """One request, to its last word."""
+        last: dict[str, Any] = {"type": "done", "id": ident}
+        try:
+            last.update(await self._work(kind, ident, body, number))
+        except asyncio.CancelledError:
+            if self.ending:
+                raise
+            last["cancelled"] = True
+        except Gone:
+            return
+        except Exception as exc:
+            error = errors.of(exc)
+            if error.status == 500:
+                logs.log.error("request %s failed", self.state["request_id"], exc_info=exc)
+            last = {"type": "error", "id": ident, **error.body()}
+        finally:
+            self.running.pop(ident, None)
+        await self.out.put(last)
+
+    async def _work(self, kind: str, ident: str, body: dict[str, Any], number: int) -> dict[str, Any]:
+        """What the last word has to say beside that it is the last."""
+        model, asked = KINDS[kind]
+        read = common.read(model, {"stream": True, **body})
+        state = {**self.state, "tenant": self.tenant, "request_id": f"{self.state['request_id']}-{number}", "log": {}}
+        work = asked(self.service, read, state)
+        seconds = seconds_of(self.service, read.timeout_s)
+        async with AsyncExitStack() as held:
+            return await supervise(self._send(work, held, bool(read.stream), ident), _never, self.service.door, seconds)
+
+    async def _send(self, work: Any, held: AsyncExitStack, stream: bool, ident: str) -> dict[str, Any]:
+        answer = await work.prepare(held)
+        if not stream:
+            return {"data": answer.whole(await work.whole(answer))}
+        async for chunk in answer.chunks(work.chunks(answer)):
+            await self.out.put({"type": "chunk", "id": ident, "data": chunk})
+        return {}
+
+
+async def _never() -> Any:
+    """A client that does not leave: that is watched elsewhere."""
+    await asyncio.Event().wait()
+
+
+def endpoint(get_service: Callable[[], Service | None], keys: Keys) -> Callable[[WebSocket], Any]:
+    """The route.  Before the engine is there, and for pages of other origins, the handshake is refused."""
+
+    async def serve(socket: WebSocket) -> None:
+        service = get_service()
+        if service is None or service.door.closed or foreign(socket, service.server.allowed_origins):
+            await socket.close(GOING if service is None or service.door.closed else BAD_KEY)
+            return
+        await Connection(socket, service, keys).serve()
+
+    return serve
