@@ -32,6 +32,7 @@ class ServerConfig(Strict):
     max_choices: int = Field(1024, ge=1, description="prompts times n of a request")
     max_stop: int = Field(16, ge=0, le=16, description="stop strings of a request, of at most 256 characters each")
     max_logprobs: int = Field(20, ge=0, le=20, description="log-probabilities a token")
+    max_socket_requests: int = Field(64, ge=1, description="requests that run at once on a WebSocket; more: 429")
     max_queue: int = Field(256, ge=0, description="prompts that may wait beside max_num_seqs that run; more: 429")
     header_timeout: float = Field(10, gt=0, description="for the headers of a request to come")
     body_timeout: float = Field(30, gt=0, description="for the body of a request to come; later: 408")

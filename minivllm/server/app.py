@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 import minivllm
 
-from . import chat, completions, errors, operations
+from . import chat, completions, errors, operations, websocket
 from .auth import Keys
 from .errors import ApiError
 from .guard import Guard
@@ -71,6 +71,7 @@ class Application:
     def __init__(self, server: ServerConfig, keys: Iterable[str] = ()) -> None:
         self.service: Service | None = None
         self.reason = "the model is loading"
+        keys = list(keys)
         app = FastAPI(
             title="minivllm", version=minivllm.__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
             openapi_url="/openapi.json",
@@ -85,6 +86,7 @@ class Application:
                 path, probe, methods=["GET"], response_model=None, response_class=Response,
                 responses=_documented((JSON,), (503,)),
             )  # fmt: skip
+        app.add_api_websocket_route("/v1/ws", websocket.endpoint(lambda: self.service, Keys(keys)))
         app.add_exception_handler(HTTPException, _http_error)
         app.add_exception_handler(ApiError, _api_error)
         self.guard = Guard(app, Keys(keys), server.max_header_bytes, server.max_headers)

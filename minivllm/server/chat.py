@@ -31,7 +31,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 async def chat_completions(request: Request, service: Service) -> Any:
     body = await read_body(request, service, ChatBody)
-    work = _Chat(service, body, request)
+    work = Chat(service, body, request.scope["state"])
     return await respond(
         request, service, bool(body.stream), seconds_of(service, body.timeout_s), work.prepare, work.chunks, work.whole
     )
@@ -59,11 +59,11 @@ def check_messages(messages: Any) -> list[Any]:
     return checked
 
 
-class _Chat:
-    """One request."""
+class Chat:
+    """One request; ``state`` has its ids, tenant and what is to be logged of it."""
 
-    def __init__(self, service: Service, body: ChatBody, request: Request) -> None:
-        self.service, self.body, self.state = service, body, request.scope["state"]
+    def __init__(self, service: Service, body: ChatBody, state: dict[str, Any]) -> None:
+        self.service, self.body, self.state = service, body, state
         self.passed, self.warnings = fields.check(body)
         self.model = service.check_model(body.model)
         self.usage = stream_options(body)

@@ -30,17 +30,17 @@ DEFAULT_TOKENS = 16  # OpenAI's
 
 async def completions(request: Request, service: Service) -> Any:
     body = await read_body(request, service, CompletionBody)
-    work = _Completion(service, body, request)
+    work = Completion(service, body, request.scope["state"])
     return await respond(
         request, service, bool(body.stream), seconds_of(service, body.timeout_s), work.prepare, work.chunks, work.whole
     )
 
 
-class _Completion:
-    """One request."""
+class Completion:
+    """One request; ``state`` has its ids, tenant and what is to be logged of it."""
 
-    def __init__(self, service: Service, body: CompletionBody, request: Request) -> None:
-        self.service, self.body, self.state = service, body, request.scope["state"]
+    def __init__(self, service: Service, body: CompletionBody, state: dict[str, Any]) -> None:
+        self.service, self.body, self.state = service, body, state
         self.passed, self.warnings = fields.check(body)
         self.model = service.check_model(body.model)
         self.usage = stream_options(body)

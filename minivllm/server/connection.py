@@ -38,6 +38,9 @@ def protocol(seconds: float, header_bytes: int) -> type[Any]:
             busy = self.cycle is not None and not self.cycle.response_complete
             before = self.cycle
             super().data_received(data)
+            if self.transport.get_protocol() is not self:  # it has become a WebSocket
+                self._stop()
+                return
             if busy or self.cycle is not before:  # this is a body, or a request has begun
                 self._come = 0
                 self._stop()

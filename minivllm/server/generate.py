@@ -121,6 +121,12 @@ class Answer:
         return piece
 
     async def events(self, choices: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+        """Server-sent events."""
+        async for chunk in self.chunks(choices):
+            yield encode(chunk)
+        yield DONE
+
+    async def chunks(self, choices: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream, one a choice that has something to say."""
         head = self.head()
         first = {"warnings": self.warnings} if self.warnings else {}
@@ -129,10 +135,9 @@ class Answer:
             if self.include_usage:
                 chunk["usage"] = self.usage() if self.continuous else None
             first = {}
-            yield encode(chunk)
+            yield chunk
         if self.include_usage:
-            yield encode({**head, "choices": [], "usage": self.usage()})
-        yield DONE
+            yield {**head, "choices": [], "usage": self.usage()}
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None}

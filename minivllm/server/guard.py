@@ -28,6 +28,9 @@ class Guard:
         self.max_header_bytes, self.max_headers = max_header_bytes, max_headers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await self._socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -67,12 +70,30 @@ class Guard:
                     ms=round(1e3 * seconds, 1), **state["log"],
                 )  # fmt: skip
 
-    def _check(self, scope: Any, headers: dict[bytes, bytes], state: dict[str, Any]) -> None:
+    async def _socket(self, scope: Any, receive: Any, send: Any) -> None:
+        """A WebSocket: its key may come later, so the route looks at it."""
+        request_id, start = uuid.uuid4().hex, time.monotonic()
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, tenant="", log={})
+        try:
+            self._limits(scope)
+            await self.app(scope, receive, send)
+        except ApiError:
+            await receive()  # the handshake, which is refused
+            await send({"type": "websocket.close", "code": 1008})
+        finally:
+            path, ms = errors.printable(scope["path"], 128), 1e3 * (time.monotonic() - start)
+            logs.event("socket", request_id=request_id, path=path, ms=round(ms, 1), **state["log"])
+
+    def _limits(self, scope: Any) -> None:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if len(scope["headers"]) > self.max_headers or size > self.max_header_bytes:
             what = f"{len(scope['headers'])} headers of {size} bytes"
             want = f"at most {self.max_headers} of {self.max_header_bytes} bytes together"
             raise ApiError(431, f"{what}; want {want}", headers={"Connection": "close"})
+
+    def _check(self, scope: Any, headers: dict[bytes, bytes], state: dict[str, Any]) -> None:
+        self._limits(scope)
         if b"content-length" in headers and b"transfer-encoding" in headers:
             raise ApiError(400, "Content-Length beside Transfer-Encoding: want one", headers={"Connection": "close"})
         if scope["path"] not in OPEN:

@@ -177,7 +177,8 @@ class Http(uvicorn.Server):
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         super().__init__(
             uvicorn.Config(
-                app, lifespan="off", log_config=None, access_log=False, ws="none", server_header=False,
+                app, lifespan="off", log_config=None, access_log=False, ws="websockets-sansio", server_header=False,
+                ws_max_size=server.max_body_bytes, ws_per_message_deflate=False,
                 proxy_headers=False, root_path=server.root_path, timeout_graceful_shutdown=LAST,
                 timeout_keep_alive=max(1, round(server.idle_timeout)), limit_concurrency=max(files // 2, 8),
                 http=protocol(server.header_timeout, server.max_header_bytes), backlog=2048,

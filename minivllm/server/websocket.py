@@ -7,9 +7,9 @@
                       {"type": "done", "id": I}                      its last word; "data" if stream is false
                       {"type": "error", "id": I, "error": {...}}     its last word too; no id: not about a request
 
-A browser sets no headers, so a key may come as the subprotocol ``key.K``.  A page of another origin may connect only if
-``allowed_origins`` has it.  What waits to be sent is bounded: a reader who is slow slows its own requests, one who takes
-nothing for ``write_timeout`` is sent away.  When the connection ends, for whatever reason, all its requests do.
+A browser sets no headers, so a key may come as the subprotocol ``key.K``.  A page of another origin may connect only
+if ``allowed_origins`` has it.  What waits to be sent is bounded: a reader who is slow slows its own requests, one who
+takes nothing for ``write_timeout`` is sent away.  When the connection ends, for whatever reason, all its requests do.
 """
 
 from __future__ import annotations
@@ -122,8 +122,10 @@ class Connection:
                 message = parse_object(raw)
                 ident = self._id(message)
                 self._take(message.get("type"), ident, message)
-            except ApiError as e:
-                await self.out.put({"type": "error", "id": ident, **e.body()})
+            except Exception as exc:
+                if not isinstance(exc, ApiError):
+                    logs.log.error("socket %s failed on a message", self.state["request_id"], exc_info=exc)
+                await self.out.put({"type": "error", "id": ident, **errors.of(exc).body()})
 
     async def _let_in(self) -> bool:
         """The first message is the key; the client has as long for it as for the headers of a request."""
@@ -153,7 +155,7 @@ class Connection:
         """Start or cancel a request.  ApiError for what cannot be."""
         if kind == "auth":
             return
-        if kind not in KINDS and kind != "cancel":
+        if not isinstance(kind, str) or kind not in (*KINDS, "cancel"):
             wanted = ", ".join((*KINDS, "cancel"))
             raise ApiError(400, f"type={errors.printable(str(kind), 40)!r}: want one of {wanted}", "type")
         assert ident is not None
