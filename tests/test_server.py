@@ -10,6 +10,8 @@ pytest.importorskip("openai")
 
 from http_helpers import Running
 
+from minivllm.server.tools import Call, Forced, Hermes, Json, Said
+
 CHAT = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
 
 
@@ -85,6 +87,116 @@ def test_openai_python_raises_its_own_errors(openai):
         openai.chat.completions.create(model="gpt-4", **CHAT)
     with pytest.raises(package.BadRequestError, match="maximum context length is 1024 tokens"):
         openai.completions.create(model="pocket", prompt="a", max_tokens=10**9)
+
+
+# ---- tools and forms (the grammars are what makes a tiny model call functions) ---------------------------------------
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add", "description": "adds two numbers",
+        "parameters": {
+            "type": "object", "required": ["a", "b"], "additionalProperties": False,
+            "properties": {"a": {"$ref": "#/$defs/digit"}, "b": {"$ref": "#/$defs/digit"}},
+            "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 99}},
+        },
+    },
+}  # fmt: skip
+ONE = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+PICK = {"type": "function", "function": {"name": "pick", "parameters": ONE}}
+
+
+def joined(stream):
+    """The tool calls of a stream, put together as clients do, and why it ended."""
+    calls, reason = {}, None
+    for chunk in stream:
+        for choice in chunk.choices:
+            reason = choice.finish_reason or reason
+            for call in choice.delta.tool_calls or ():
+                if call.id:
+                    assert call.index not in calls and call.function.name
+                    calls[call.index] = [call.function.name, ""]
+                calls[call.index][1] += call.function.arguments
+    return [calls[i] for i in sorted(calls)], reason
+
+
+def test_openai_python_tools_required_and_named_are_forced(openai):
+    pytest.importorskip("llguidance")
+    ask = {"model": "pocket", **CHAT, "tools": [ADD, PICK], "max_tokens": 80}
+    named = {"type": "function", "function": {"name": "add"}}
+    answer = openai.chat.completions.create(**ask, tool_choice=named, parallel_tool_calls=False)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a", "b"}
+    assert answer.choices[0].finish_reason == "stop" and answer.choices[0].message.content is None
+    assert joined(openai.chat.completions.create(**ask, tool_choice=named, stream=True)) == (
+        [["add", call.function.arguments]], "stop",
+    )  # fmt: skip
+    answer = openai.chat.completions.create(**ask, tool_choice="required", parallel_tool_calls=False)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name in ("add", "pick") and isinstance(json.loads(call.function.arguments), dict)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    stream = openai.chat.completions.create(**ask, tool_choice="required", parallel_tool_calls=False, stream=True)
+    calls, reason = joined(stream)
+    assert calls == [[call.function.name, call.function.arguments]] and reason == "tool_calls"
+    assert openai.chat.completions.create(**ask, tool_choice="none").choices[0].message.tool_calls is None
+
+
+def test_openai_python_parses_an_answer_into_a_model(openai):
+    pytest.importorskip("llguidance")
+    from typing import Literal
+
+    import pydantic
+
+    class Sum(pydantic.BaseModel):
+        kind: Literal["sum", "product"]
+        small: bool
+
+    parsed = openai.chat.completions.parse(model="pocket", **CHAT, response_format=Sum, max_tokens=60)
+    assert isinstance(parsed.choices[0].message.parsed, Sum)
+    with openai.chat.completions.stream(model="pocket", **CHAT, response_format=Sum, max_tokens=60) as stream:
+        kinds = {event.type for event in stream}
+        assert "content.done" in kinds and stream.get_final_completion().choices[0].message.parsed
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}}
+    text = openai.chat.completions.create(model="pocket", **CHAT, extra_body=choice).choices[0].message.content
+    assert text in ("yes", "no")
+
+
+def test_a_conversation_with_calls_and_their_results_is_a_prompt(server):
+    chat = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+    ]  # fmt: skip
+    ids = server.post("/tokenize", {"messages": chat, "tools": [ADD]}).json()["tokens"]
+    text = server.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}' in text and "adds two numbers" in text
+    assert server.post("/v1/chat/completions", {"messages": chat, "tools": [ADD], "max_tokens": 2}).status_code == 200
+
+
+def said_and_called(parser, pieces):
+    found = [one for i, p in enumerate(pieces) for one in parser.feed(p, i == len(pieces) - 1)]
+    text = "".join(one.text for one in found if isinstance(one, Said))
+    return text, [(one.name, json.loads(one.arguments)) for one in found if isinstance(one, Call)]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_calls_are_found_however_the_text_is_cut(size):
+    def cut(text):
+        return [text[i : i + size] for i in range(0, len(text), size)]
+
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "}"]}}\n</tool_call>'
+    want = [("f", {"x": [1, "}"]})]
+    assert said_and_called(Hermes(), cut(f"Let me see.{call}\n{call}")) == ("Let me see.", want * 2)
+    assert said_and_called(Hermes(), cut(call.removesuffix("</tool_call>"))) == ("", want)
+    for plain in ("a <tool_cal", "<tool_call>no json</tool_call> then", "a < b"):
+        assert said_and_called(Hermes(), cut(plain)) == (plain, [])
+    assert said_and_called(Json(), cut('[{"name": "f", "parameters": {"x": [1, "}"]}}]')) == ("", want)
+    for plain in ("plain { text }", '{"a": 1}', "[1, 2", ""):
+        assert said_and_called(Json(), cut(plain) or [""]) == (plain, [])
+    forced = '[{"name":"f","arguments":{"x":[1,"}"]}},{"name":"f","arguments":{"x":[1,"}"]}}]'
+    assert said_and_called(Forced(), cut(forced)) == ("", want * 2)
+    assert said_and_called(Forced(), cut('[{"name":"f","argu')) == ('[{"name":"f","argu', [])
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -240,6 +352,16 @@ def test_models_version_and_tokenizer_say_what_is_served(server):
 
     assert get("/version").json() == {"version": minivllm.__version__}
     assert get("/ready").status_code == 200
+
+
+def test_the_page_lists_every_setting_with_its_default():
+    from pathlib import Path
+
+    from minivllm.config_server import ServerConfig
+
+    page = (Path(__file__).parents[1] / "docs" / "server.md").read_text()
+    for name, field in ServerConfig.model_fields.items():
+        assert f"| `{name}` | `{field.default}` | {field.description} |" in page
 
 
 def test_the_document_describes_every_field_and_code(server):

@@ -64,16 +64,16 @@ def test_a_client_that_leaves_frees_its_blocks_at_once_while_it_runs_or_waits(se
 
 
 def test_what_does_not_fit_gets_429_exactly_and_what_was_accepted_is_served(server):
-    body = {"prompt": "Once", "max_tokens": 30, "ignore_eos": True}
+    body = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
 
     async def main():
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60, trust_env=False) as client:
-            slow = [asyncio.create_task(client.post("/v1/completions", json={**body, "max_tokens": 100}))]
+            slow = [asyncio.create_task(client.post("/v1/completions", json={**body, "max_tokens": 40}))]
             while server.app.service.door.inside < 1:
                 await asyncio.sleep(0.005)
             slow += [
-                asyncio.create_task(client.post("/v1/completions", json={**body, "max_tokens": 80})) for _ in range(5)
+                asyncio.create_task(client.post("/v1/completions", json={**body, "max_tokens": 30})) for _ in range(5)
             ]
             while server.app.service.door.inside < 6:
                 await asyncio.sleep(0.005)

@@ -28,6 +28,7 @@ from minivllm.core.engine import Engine
 from minivllm.core.request import Request, SamplingParams, Seq
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 
+from .compiling import LOOK, Compiling
 from .frames import Frame
 
 ENDS = (None, "stop", "length", "abort", "error")
@@ -67,6 +68,7 @@ class EngineLoop:
         self.stopping = False
         self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
         self._waiting: list[Frame] = []
+        self._compiling = Compiling(lambda asked: engine.grammars.compile(asked))
         self._sent = 0.0
         self._told_dead = False
         self._clear()
@@ -77,6 +79,7 @@ class EngineLoop:
             wait = 0.0
             if not worked and not self._waiting:
                 wait = self.engine.idle() if self.engine.busy and not self.engine.dead else HEARTBEAT
+                wait = min(wait, LOOK) if self._compiling else wait
             try:
                 worked = self.turn(wait)
             except EngineDeadError as e:  # the link: nobody is there any more
@@ -85,6 +88,7 @@ class EngineLoop:
             except Exception as e:
                 log.exception("the engine's loop met an error")
                 self.engine.fail_all(f"{type(e).__name__}: {e}")
+        self._compiling.close()
         self.engine.fail_all("the engine was stopped")
         self._flush()
 
@@ -93,6 +97,8 @@ class EngineLoop:
         self._waiting += self.link.receive(wait)
         begin = time.perf_counter()
         self._obey(begin + PATIENCE)
+        for live, error in self._compiling.ready():
+            self._enter(live, error)
         middle = time.perf_counter()
         worked = not self.engine.dead and self.engine.busy and self.engine.step()
         after = time.perf_counter()
@@ -126,18 +132,37 @@ class EngineLoop:
             live = _Live(number, request)
             request.watch, request.sink = watch, self._sink(live)
             request.on_done = lambda r: self._done(live)
-            self.engine.add(request)
-        except MinivllmError as e:
-            param = getattr(e, "param", None)
-            self.header.setdefault("refused", []).append([number, type(e).__name__, str(e), param])
         except Exception as e:
-            self.header.setdefault("refused", []).append([number, "RequestError", f"{type(e).__name__}: {e}", None])
+            self._refuse(number, e)
+            return
+        if made.structured_outputs is None or self.engine.grammars is None or self.engine.dead:
+            self._enter(live)
         else:
-            self.live[number] = live
-            self.header.setdefault("accepted", []).append(number)
+            self._compiling.begin(number, live)
+
+    def _enter(self, live: _Live, error: Exception | None = None) -> None:
+        """The engine takes a request, or it is refused."""
+        try:
+            if error is not None:
+                raise error
+            self.engine.add(live.request)
+        except Exception as e:
+            self._refuse(live.number, e)
+        else:
+            self.live[live.number] = live
+            self.header.setdefault("accepted", []).append(live.number)
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        if isinstance(error, MinivllmError):
+            told = [number, type(error).__name__, str(error), getattr(error, "param", None)]
+        else:
+            told = [number, "RequestError", f"{type(error).__name__}: {error}", None]
+        self.header.setdefault("refused", []).append(told)
 
     def _do_abort(self, number: int) -> None:
-        if (live := self.live.get(number)) is not None:
+        if self._compiling.cancel(number):
+            self._refuse(number, RequestError("the request was aborted"))
+        elif (live := self.live.get(number)) is not None:
             self.engine.abort(live.request.id)
 
     def _do_cut(self, number: int, sample: int, stop: str) -> None:

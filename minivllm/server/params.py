@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.request import SamplingParams
 
 from .errors import ApiError
+from .tools import COMPACT
 
 if TYPE_CHECKING:
     from minivllm.config_server import ServerConfig
@@ -100,13 +101,13 @@ def _format(asked: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return {"json_object": True}
+        return {"json_object": True, **COMPACT}
     if kind == "json_schema":
         inner = asked.get("json_schema")
         _want(isinstance(inner, dict), "response_format.json_schema", "an object with name and schema")
         schema = inner.get("schema", inner.get("json_schema"))
         _want(isinstance(schema, dict), "response_format.json_schema.schema", "a JSON schema")
-        return {"json": schema}
+        return {"json": schema, **COMPACT}
     raise ApiError(
         400, f"response_format.type={str(kind)[:40]!r}: want text, json_object or json_schema", "response_format"
     )

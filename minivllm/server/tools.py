@@ -23,6 +23,7 @@ from .errors import ApiError
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MOST = 128  # tools of a request
+COMPACT = {"disable_any_whitespace": True}  # a small model that may write spaces may write nothing else
 INTRODUCTION = (
     "You may call functions to answer. These are there, each described by JSON:\n{tools}\nTo call one, write\n"
     '<tool_call>\n{{"name": <name>, "arguments": <object of arguments>}}\n</tool_call>'
@@ -191,7 +192,7 @@ class Tools:
     def form(self) -> dict[str, Any] | None:
         """What the text must fit (structured outputs), or None."""
         if self.choice == "named":
-            return {"json": _parameters(self._of(self.function))}
+            return {"json": _parameters(self._of(self.function)), **COMPACT}
         if self.choice != "required":
             return None
         definitions: dict[str, Any] = {}
@@ -207,7 +208,7 @@ class Tools:
             schema["maxItems"] = 1
         if definitions:
             schema["$defs"] = definitions
-        return {"json": schema}
+        return {"json": schema, **COMPACT}
 
     def _of(self, name: str) -> dict[str, Any]:
         return next(tool["function"] for tool in self.listed if tool["function"]["name"] == name)
