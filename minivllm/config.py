@@ -114,6 +114,10 @@ class EngineConfig(Strict):
     max_logprobs: int = Field(20, ge=-1, description="that a request may ask for; -1: the whole vocabulary")
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model, if the executor can")
     run_ahead: int | None = Field(None, ge=0, description="steps in flight beside the newest; None: the executor's")
+    num_speculative_tokens: int = Field(4, ge=1, le=64, description="tokens that a drafter guesses for a row and step")
+    speculate: Literal["auto", "always"] = Field(
+        "auto", description="auto: not at batch sizes at which it was measured to be slower than no drafts"
+    )
     batch_invariant: bool = Field(False, description="results do not depend on the batch")
     attention: One = Choice()
     scheduler: One = Choice()
@@ -124,6 +128,7 @@ class EngineConfig(Strict):
     executor: One = Choice()
     kv_format: One = Choice()
     grammar: One = Choice()
+    drafter: One = Choice()
     processors: Several = [Choice(name=name) for name in PROCESSORS]
     strategies: Several = [Choice(name="single"), Choice(name="parallel"), Choice(name="beam")]
     hooks: Several = []

@@ -51,7 +51,10 @@ class Kind:
 
 
 _INVARIANT = {"batch_invariant": "a row's bits do not depend on the rows beside it, nor on how it is cut into chunks"}
-_GRAPH_SAFE = {"graph_safe": "can be captured in a CUDA graph and replayed on new data"}
+_SAMPLING = {
+    "graph_safe": "can be captured in a CUDA graph and replayed on new data",
+    "multi_position": "serves several positions of one row in a step, so that rows which bind it can speculate",
+}
 KINDS: Mapping[str, Kind] = MappingProxyType({
     kind.name: kind
     for kind in (
@@ -69,8 +72,15 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
                 **_INVARIANT,
             },
             traits={"graph": "steps that can be captured in a CUDA graph: none, decode or mixed",
-                    "plan": "where plan() works: host or device"},
+                    "plan": "where plan() works: host or device",
+                    "drafts": "how a row's drafts come: `apart`, as decode rows (the default), or `merged`, as tokens "
+                              "of one row, which is for those that read a few tokens as fast as one"},
             open=("block",),
+        ),
+        Kind(
+            "drafter", _SEAMS + "drafter:Drafter", facts=("device",),
+            features={"draft_model": "works with a model of its own, which its option `model` names"},
+            traits={"drafts": "how many tokens it can draft for a row in a step, if there is a limit; 0: none"},
         ),
         Kind("evictor", _SEAMS + "evictor:Evictor", traits={"order": "the reference order it keeps: lru, fifo or lfu"}),
         Kind("executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size")),
@@ -90,7 +100,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
             features=_INVARIANT,
             traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
         ),
-        Kind("processor", _SEAMS + "sampling:Processor", api=(1, 1), facts=("device",), features=_GRAPH_SAFE),
+        Kind("processor", _SEAMS + "sampling:Processor", api=(1, 1), facts=("device",), features=_SAMPLING),
         Kind(
             "quantizer", _SEAMS + "quantizer:Quantizer", facts=("device", "sm", "dtype", "checkpoint"),
             features={
@@ -99,7 +109,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
             },
             traits={"bits": "bits of a quantized weight element, scales not counted"},
         ),
-        Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 1), facts=("device",), features=_GRAPH_SAFE),
+        Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 1), facts=("device",), features=_SAMPLING),
         Kind(
             "scheduler", _SEAMS + "scheduler:SchedulerPolicy",
             features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
@@ -110,7 +120,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
 OPTION_OF = {  # kind -> its option in the configuration, where that is called otherwise
     "kvformat": "kv_format", "model": "model_arch", "processor": "processors", "strategy": "strategies",
 }  # fmt: skip
-RESERVED = ("drafter", "kvstore", "trimmer")  # groups whose contract is not written yet
+RESERVED = ("kvstore", "trimmer")  # groups whose contract is not written yet
 
 
 @dataclass(frozen=True)

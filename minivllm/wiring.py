@@ -1,6 +1,6 @@
 """From a configuration to everything that is needed to build the engine: one choice after another, each adding facts.
 
-    hooks → device → executor → model → quantizer → KV format → attention → block size → evictor → scheduler
+    hooks → device → executor → model → drafter → quantizer → KV format → attention → block size → evictor → scheduler
            → processors → sampler → strategies → grammar
 
 The result is data: import targets and options as JSON, so that a worker process builds exactly what was chosen here.
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minivllm import __version__
-from minivllm.core.interfaces.executor import Part, Wiring
+from minivllm.config import Choice
+from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
 from minivllm.errors import ConfigError, ModelError, PluginError, ResourceError
 from minivllm.explanation import Explanation
 from minivllm.hardware import Device, choose_dtype, find_device
@@ -26,7 +27,7 @@ from minivllm.spec import OPTION_OF, Needs, Spec
 from minivllm.validation import begins, source_of
 
 if TYPE_CHECKING:
-    from minivllm.config import Choice, EngineConfig
+    from minivllm.config import EngineConfig
     from minivllm.core.interfaces.attention import AttnSpec
 
 log = logging.getLogger("minivllm")
@@ -123,14 +124,15 @@ class _Fold:
         self._learn("dtype", dtype, f"{dtype} ({why})")
         specs, hf_config = self._model(checkpoint, invariant)
         max_len = self._max_len(hf_config)
+        drafts, draft_model, draft_specs = self._drafter(hf_config, max_len, invariant)
         known = ("device", "sm", "dtype")
         self._pick("quantizer", config.quantizer, known, {"checkpoint": checkpoint.quantization}, invariant)
         self._kv_format(dtype)
-        block = self._attention(specs, invariant)
+        block = self._attention((*specs, *draft_specs), invariant)
         self._pick("evictor", config.evictor)
         self._pick("scheduler", config.scheduler)
         processors = tuple(self._several("processor", config.processors, ("device",)))
-        self._pick("sampler", config.sampler, ("device",))
+        self._pick("sampler", config.sampler, ("device",), {}, frozenset({"multi_position"} if drafts else ()))
         strategies = tuple(self._several("strategy", config.strategies, ()))
         self._grammar()
         groups = group_layers(specs)
@@ -139,10 +141,11 @@ class _Fold:
             block=block, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_len, num_blocks=config.num_kvcache_blocks, batch_invariant=config.batch_invariant,
             memory_utilization=config.gpu_memory_utilization, seed=config.seed,
-            parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler")},
+            parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")},
             processors=processors, groups=groups,
             run_ahead=config.run_ahead, graph="off" if config.enforce_eager else config.graph, fuse=config.fuse,
             logprobs_mode=config.logprobs_mode, max_logprobs=config.max_logprobs,
+            drafts=drafts, speculate_always=config.speculate == "always", draft_model=draft_model,
         )  # fmt: skip
         return Resolved(
             config=config, wiring=wiring, hf_config=hf_config, device=device, attention=specs, groups=groups,
@@ -234,6 +237,43 @@ class _Fold:
         why = "asked for" if asked is not None else ("the model's" if value == most else f"the model's is {most}")
         self._learn("max_model_len", value, f"{value} ({why})")
         return value
+
+    def _drafter(
+        self, hf_config: Any, max_len: int, invariant: frozenset[str]
+    ) -> tuple[int, DraftWiring | None, tuple[AttnSpec, ...]]:
+        """How many drafts a step may have, and the drafter's model if it has one."""
+        chosen = self._pick("drafter", self.config.drafter, ("device",))
+        part, asked = self.parts["drafter"], self.config.num_speculative_tokens
+        drafts = min(asked, int(part.traits.get("drafts", asked)))
+        if "draft_model" not in part.features:
+            return drafts, None, ()
+        assert chosen.spec is not None
+        path = part.options.get("model")
+        if not isinstance(path, str) or not path:
+            raise PluginError(f"{chosen.entry}: it claims draft_model, and its option 'model' is {path!r}; want a path")
+        checkpoint = open_checkpoint(path)
+        said = f"{begins(source_of(self.origins, 'drafter'))}the draft model {checkpoint.folder}"
+        own = checkpoint.hf_config()
+        if own.vocab_size != hf_config.vocab_size:
+            raise ConfigError(
+                f"{said} has vocab_size={own.vocab_size}; want {hf_config.vocab_size}, as the model has: both must "
+                "have one tokenizer"
+            )
+        most = getattr(own, "max_position_embeddings", None)
+        if most is not None and most < max_len:
+            raise ConfigError(f"{said} has max_position_embeddings={most}; want max_model_len={max_len}: lower that")
+        named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
+        known, registry = ("device", "dtype"), self.catalog
+        model = self._select("model", Choice(), known, named, invariant)
+        quantizer = self._select(
+            "quantizer", Choice(), (*known, "sm"), {"checkpoint": checkpoint.quantization}, invariant
+        )
+        parts = {s.kind: make_part(registry[s.kind], s.require(), Choice(), s.kind, {}) for s in (model, quantizer)}
+        specs = tuple(build_part("model", parts["model"]).attention(own))
+        if any(s.window is not None for s in specs):
+            raise ConfigError(f"{said} has layers with a sliding window; want full attention in all of them")
+        self.notes.append(("draft_model", f"{checkpoint.folder} ({checkpoint.architecture})"))
+        return drafts, DraftWiring(str(checkpoint.folder), parts), specs
 
     def _kv_format(self, dtype: str) -> None:
         choice = self.config.kv_format
@@ -370,6 +410,9 @@ def wiring_from_json(text: str) -> Wiring:
         )
     values["parts"] = {seam: Part(**part) for seam, part in values["parts"].items()}
     values["processors"] = tuple(Part(**part) for part in values["processors"])
+    if (draft := values["draft_model"]) is not None:
+        draft["parts"] = {seam: Part(**part) for seam, part in draft["parts"].items()}
+        values["draft_model"] = DraftWiring(**draft)
     values["groups"] = tuple(tuple(layers) for layers in values["groups"])
     values["eos_ids"] = tuple(values["eos_ids"])
     return Wiring(**values)

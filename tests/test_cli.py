@@ -100,8 +100,8 @@ def test_every_name_of_the_package_can_be_imported():
         (["generate", "--model", "/no/model", "x"], 3, "/no/model: no such directory"),
         (["explain", "--model", "/no/model"], 3, "/no/model: no such directory"),
         (["plugins", "atention"], 4,
-         "No seam is called 'atention'. Did you mean 'attention'? There are: attention, evictor, executor, grammar, "
-         "hooks, kvformat, model, processor, quantizer, sampler, scheduler, strategy."),
+         "No seam is called 'atention'. Did you mean 'attention'? There are: attention, drafter, evictor, executor, "
+         "grammar, hooks, kvformat, model, processor, quantizer, sampler, scheduler, strategy."),
         (["run", "no.toml"], 2, "no.toml: no such file"),
         (["eval", "pocket", "--task", "sum"], 2,
          "--task 'sum': no such task. Did you mean 'sums'? There are: needle, copy, sums, json, story, echo"),
@@ -164,14 +164,14 @@ def test_plugins_lists_what_is_installed(capsys):
 
 def test_a_broken_plugin_is_a_line_of_the_list(capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    points = {"minivllm.attention": {"x": "no_such_module:S"}, "minivllm.drafter": {"eagle": "no_such_module:E"}}
+    points = {"minivllm.attention": {"x": "no_such_module:S"}, "minivllm.kvstore": {"disk": "no_such_module:E"}}
     install(tmp_path, "acme", points, version="2.0")
     code, out, err = said(capsys, "plugins", "--specs")
     rows = [re.split(r" {2,}", line) for line in out.splitlines()]
     assert (code, err) == (0, "")
     assert ["attention", "x", "acme", "2.0", "broken: attention 'acme/x' (acme 2.0, entry point 'no_such_module:S') "
             "could not be imported: ModuleNotFoundError: No module named 'no_such_module'"] in rows  # fmt: skip
-    assert ["drafter", "eagle", "acme", "2.0", "reserved: not used by this version"] in rows
+    assert ["kvstore", "disk", "acme", "2.0", "reserved: not used by this version"] in rows
 
 
 @pocket

@@ -121,17 +121,17 @@ def test_an_editable_install_beside_a_wheel_is_one_plugin():
 
 
 def test_a_seam_that_is_reserved_or_unknown_is_refused():
-    catalog = discover(point("acme", "eagle", "acme:S", kind="drafter"))
-    assert [e.label for e in catalog.reserved] == ["acme/eagle"]
-    with pytest.raises(PluginError, match="The seam 'drafter' is reserved: this version of minivllm has no contract"):
-        catalog["drafter"]
+    catalog = discover(point("acme", "disk", "acme:S", kind="kvstore"))
+    assert [e.label for e in catalog.reserved] == ["acme/disk"]
+    with pytest.raises(PluginError, match="The seam 'kvstore' is reserved: this version of minivllm has no contract"):
+        catalog["kvstore"]
     with pytest.raises(PluginError) as info:
         catalog["atention"]
     assert str(info.value) == (
-        "No seam is called 'atention'. Did you mean 'attention'? There are: attention, evictor, executor, grammar, "
-        "hooks, kvformat, model, processor, quantizer, sampler, scheduler, strategy."
+        "No seam is called 'atention'. Did you mean 'attention'? There are: attention, drafter, evictor, executor, "
+        "grammar, hooks, kvformat, model, processor, quantizer, sampler, scheduler, strategy."
     )
-    assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "drafter" not in catalog
+    assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "kvstore" not in catalog
     assert check_seam("kv_format") == "kvformat" and check_seam("processors") == "processor"
 
 

@@ -50,7 +50,7 @@ def wire(model, catalog=CATALOG, **options):
 def test_every_seam_is_filled_in_the_order_of_the_design(model):
     found = wire(model)
     assert [s.kind for s in found.selections] == [
-        "executor", "model", "quantizer", "kvformat", "attention", "evictor", "scheduler",
+        "executor", "model", "drafter", "quantizer", "kvformat", "attention", "evictor", "scheduler",
         *["processor"] * len(PROCESSORS), "sampler", "strategy", "strategy", "strategy",
     ]  # fmt: skip
     w = found.wiring
@@ -60,6 +60,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
         "kvformat": "minivllm.plugins.kvformat.plain:Fp32",
         "attention": "minivllm.plugins.attention.sdpa:Sdpa",
         "sampler": "minivllm.plugins.sampler.default:DefaultSampler",
+        "drafter": "minivllm.plugins.drafter.none:NoDrafts",
     }
     assert set(found.parts) == set(w.parts) | {"executor", "evictor", "scheduler"}
     assert [p.name for p in w.processors] == [f"minivllm/{name}" for name in PROCESSORS]
@@ -147,7 +148,7 @@ def test_explain_of_one_seam_is_its_selection(model):
 def test_a_failed_choice_carries_what_was_chosen_before_it(tmp_path):
     with pytest.raises(PluginError) as info:
         wire(save(tmp_path, quantization_config={"quant_method": "unheard_of"}), batch_invariant=True)
-    assert [s.kind for s in info.value.selections] == ["executor", "model", "quantizer"]
+    assert [s.kind for s in info.value.selections] == ["executor", "model", "drafter", "quantizer"]
     text = Explanation(info.value.selections, info.value.notes, CATALOG).text("quantizer")
     assert text == str(info.value)
     lines = text.splitlines()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, suggest
+from minivllm.speculation.control import Speculation
 
 from .blocks import BlockPool
 from .cache import KVCache
@@ -93,6 +94,7 @@ class Engine:
         self.publisher = Publisher(self.slots, self.cache, self.planner, self.finish)
         self.grammars = grammars
         self.masks = Masks(self.slots, capacity.vocab_size, grammars, self.finish, self.clock.seams)
+        self.speculation = self.planner.speculation = self.publisher.speculation = Speculation.of(wiring)
         self.planner.fail = lambda seq, message: self.finish(seq, "error", error=message)
         self.columns = [dict(made.columns()) for _, made in processors]
         self._bind_seams = processor_seams([name for name, _ in processors])
@@ -136,14 +138,14 @@ class Engine:
                 f"{len(request.stop_ids)} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
             )
         known = sorted(set().union(*(made.reads for _, made in self.processors)))
-        unknown = [name for name in p.asked() if name not in known]
-        if unknown:
+        if unknown := [name for name in p.asked() if name not in known]:
             what = f"{unknown[0]} is set, but no processor or sampler in the config reads it"
             raise RequestError(f"{what}; add one that does.{suggest(unknown[0], known)}", unknown[0])
         request.rows = tuple(
             self.clock.seams.run(seam, self._bind, name, made, columns, request)
             for seam, (name, made), columns in zip(self._bind_seams, self.processors, self.columns, strict=True)
         )
+        request.speculates = self.speculation is not None and self.speculation.serves(request)
         branches = self.clock.seams.run("strategy", self._branches, request)
         check_logprobs(request, self.wiring, self.capacity.vocab_size)
         if p.tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
@@ -331,7 +333,7 @@ class Engine:
         plan = self._plan()
         self.clock.lap(PLAN)
         if plan is not None:
-            self.in_flight.append(Flight(plan, self.slots.serial[plan.slots], plan.computed + plan.q_len))
+            self.in_flight.append(Flight.of(plan, self.slots, self.now()))
             self.executor.submit(plan)
             self.clock.lap(SUBMIT)
         return plan
@@ -375,7 +377,7 @@ class Engine:
         return None
 
     def _count_failures(self, result: Any) -> None:
-        step_error = next((e for e in result.errors if e.scope != "rows"), None)
+        step_error = result.failure
         if step_error is None:
             self.failed_steps = 0
         else:
@@ -426,9 +428,10 @@ class Engine:
             "generated_tokens": self.publisher.tokens, "overshoot_tokens": self.publisher.overshoot,
             "preemptions": self.planner.preemptions, "blocks_total": lead.total - 1, "blocks_free": lead.free,
             "blocks_cached": lead.idle, "prefix_queries": lead.queries, "prefix_hits": lead.hits,
-            "prefix_hits_copied": self.cache.copied, "prefix_by_depth": self.cache.by_depth(),
-            "evictions": sum(p.evictions for p in self.cache.pools), **self.clock.summary(),
-            **({} if self.hooks is None else {"hook_failures": self.hooks.failures()}),
+            "prefix_hits_copied": self.cache.copied, "prefix_by_depth": self.cache.by_depth(), **self.clock.summary(),
+            "evictions": sum(p.evictions for p in self.cache.pools),
+            **({"speculation": self.speculation.summary()} if self.speculation else {}),
+            **({"hook_failures": self.hooks.failures()} if self.hooks else {}),
         }  # fmt: skip
 
     def fail_all(self, message: str) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .admission import join_of, queue_view, row_of
-from .interfaces.plan import Delta, StepPlan, no_rows
+from .interfaces.plan import Delta, StepPlan, no_rows, with_drafts
 from .interfaces.scheduler import Load, SchedulerPolicy, StepShape
 from .prompt_scores import prompt_rows
 from .request import RUNNING, WAITING
@@ -26,6 +26,8 @@ from .waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from minivllm.speculation.control import Speculation
 
     from .cache import KVCache
     from .request import Seq
@@ -51,6 +53,7 @@ class Planner:
         self.preemptions = 0
         self.fail: Callable[[Seq, str], None]  # set by the engine: ends a sequence with an error
         self.on_preempt: Callable[[Seq], None] | None = None  # told of each preemption
+        self.speculation: Speculation | None = None  # set by the engine
         self.departed: dict[int, Seq] = {}  # by serial: sequences that left their slot with steps in flight
         self.left: list[int] = []  # slots left since the last plan
         self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
@@ -125,7 +128,7 @@ class Planner:
         if self.moving:
             self._move()
         self._fork()
-        self.cache.trim(s.running)
+        self.cache.trim(s.running[~s.drafting[s.running]])
         decode, chunks, used = no_rows(), {}, 0
         if shape.kind == "mix":
             decode = self._decode()
@@ -141,7 +144,7 @@ class Planner:
         if not len(decode) and not chunks and s.forking[s.running].any():
             self._fork()  # a newcomer whose prompt was cached, or is one token long, can fork at once
             decode = self._decode()
-        return self._finish(decode, chunks)
+        return self._finish(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
 
     def _need(self, run: np.ndarray) -> np.ndarray:
         """Tokens that each row has to compute; 0 where it has to wait."""
@@ -374,34 +377,44 @@ class Planner:
 
     # ---- the plan ------------------------------------------------------------------------------------------------
 
-    def _finish(self, decode: np.ndarray, chunks: dict[int, int]) -> StepPlan | None:
-        s = self.slots
+    def _finish(self, decode: np.ndarray, chunks: dict[int, int], budget: int) -> StepPlan | None:
+        """The step of these rows; drafts get what is left of the budget."""
+        s, ahead = self.slots, self.speculation is not None and self.speculation.on(len(decode))
+        n = self.speculation.drafts(s, self.cache, decode, budget) if ahead else no_rows()
+        decode, n, draft = with_drafts(decode, n) if n.any() else (decode, no_rows(), no_rows())
         slots, q_len = decode, np.ones(len(decode), np.int32)
         if chunks:
             slots = np.concatenate([decode, np.fromiter(chunks, np.int32, len(chunks))])
             q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
-            order = np.argsort(q_len > 1, kind="stable")
-            slots, q_len = slots[order], q_len[order]
         if not len(slots):
             return None
+        if chunks or len(draft):  # rows of one token, rows with drafts, chunks
+            key = 2 * (q_len > 1)
+            key[: len(n)] += n > 0
+            order = np.argsort(key, kind="stable")
+            draft = np.append(draft, np.zeros(len(slots) - len(draft), np.int32))[order] if len(draft) else draft
+            slots, q_len = slots[order], q_len[order]
         delta = self._delta()
-        computed = s.computed[slots]
-        s.computed[slots] = after = computed + q_len
+        computed = s.computed[slots] + (draft if len(draft) else 0)
+        s.computed[slots] = after = computed + q_len  # of a row with drafts the last one counts
         s.flying[slots] += 1
-        samples = np.flatnonzero(after == s.known[slots]).astype(np.int32)
+        mine = draft > 0 if len(draft) else np.zeros(len(slots), bool)
+        samples = np.flatnonzero(mine | (after == s.known[slots])).astype(np.int32)
         drawn = slots[samples]
         late, host = s.late[drawn], s.host[drawn]
         lane = s.lane[drawn] if host.any() else host
         s.known[drawn] += ~host
         s.goal[drawn] = s.known[drawn]
-        s.ready[drawn] = ~host  # a late row's layers need no mask: that comes before it draws
+        s.ready[drawn] = ~(host | (ahead & s.speculates[drawn]))  # a late row's mask comes before it draws
+        s.known[slots[mine]] = s.goal[slots[mine]] = after[mine] + 1  # at most: see Publisher._take_back
+        s.drafting[slots[mine]] = True
         prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else (no_rows(0, 2), 0)
         self.step_id += 1
         return StepPlan(
             id=self.step_id, slots=slots, q_len=q_len, computed=computed, samples=samples,
             topk=int(s.topk[drawn].max(initial=-1)), late=np.flatnonzero(late & ~host).astype(np.int32),
             host=np.flatnonzero(host & ~lane).astype(np.int32), held=np.flatnonzero(lane).astype(np.int32),
-            prompt=prompt, prompt_topk=most, delta=delta,
+            prompt=prompt, prompt_topk=most, draft=draft, delta=delta,
         )  # fmt: skip
 
     def _delta(self) -> Delta:

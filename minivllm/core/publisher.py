@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .interfaces.plan import ENDED, EOS, FAILED, LENGTH, NAN, STOP_ID, StepPlan, StepResult
+from .interfaces.plan import ENDED, EOS, FAILED, LENGTH, NAN, STOP_ID, StepPlan, StepResult, group_rows
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from minivllm.speculation.control import Speculation
 
     from .cache import KVCache
     from .planner import Planner
@@ -34,6 +36,11 @@ class Flight:
     plan: StepPlan
     serial: np.ndarray  # i64 [R]
     after: np.ndarray  # i32 [R] tokens with KV once the step has run
+    begun: float = 0.0  # seconds of the engine's clock
+
+    @classmethod
+    def of(cls, plan: StepPlan, slots: Slots, now: float) -> Flight:
+        return cls(plan, slots.serial[plan.slots], plan.computed + plan.q_len, now)
 
 
 class Publisher:
@@ -42,6 +49,7 @@ class Publisher:
     def __init__(self, slots: Slots, cache: KVCache, planner: Planner, finish: Callable[..., None]) -> None:
         self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
         self.tokens = self.overshoot = 0
+        self.speculation: Speculation | None = None  # set by the engine
         self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; the engine sets it
         self.branch: Callable[[Lanes], None]  # set by the engine: the lanes have all that their strategy asks for
 
@@ -49,7 +57,7 @@ class Publisher:
         s, plan = self.slots, flight.plan
         live = s.serial[plan.slots] == flight.serial
         s.flying[plan.slots[live]] -= 1
-        step_error = next((e for e in result.errors if e.scope != "rows"), None)
+        step_error = result.failure
         if step_error is not None:
             self._fail_step(flight, live, step_error)
             return
@@ -68,6 +76,8 @@ class Publisher:
         self.tokens += int(ok.sum())
         if len(plan.prompt):
             keep_prompt(s, plan, live, result.prompt)
+        if self.speculation is not None:
+            self._speculated(flight, live, result, now)
         self._publish_blocks(flight, live, result)
         if not live.all():
             self._departed(flight, result, live)
@@ -76,6 +86,9 @@ class Publisher:
                 s.seq[slots[j]].unsettled.append((result.logprobs, j))
         ended = (result.flags & ENDED) != 0
         busy = live[pick] & (ended | (s.watch[slots] & ok))
+        if len(plan.draft):  # a row is told of all its tokens at once, with what the last of them says
+            follows = np.append(plan.draft[pick][1:] > 0, False)
+            busy &= ~(follows & np.append((result.count | (ended * 1))[1:] > 0, False))
         if busy.any():
             for j in np.flatnonzero(busy).tolist():
                 seq = s.seq[slots[j]]
@@ -85,6 +98,40 @@ class Publisher:
             self._choose(flight, result, live)
         if len(plan.held):
             self._hold(flight, result)
+
+    # ---- rows with drafts ----------------------------------------------------------------------------------------
+
+    def _speculated(self, flight: Flight, live: np.ndarray, result: StepResult, now: float) -> None:
+        """Count what became of the drafts, and take back what was planned for those that were rejected."""
+        plan, spec = flight.plan, self.speculation
+        decodes = int((plan.q_len == 1).sum())
+        if not len(plan.draft):
+            spec.time(decodes, False, int(result.count.sum()), flight.begun, now, decodes == len(plan.slots))
+            return
+        first, heads = group_rows(plan.draft)
+        given = np.zeros(len(plan.slots), np.int32)
+        given[plan.samples] = result.count
+        got = np.bincount(first, given, len(first)).astype(np.int32)
+        spec.collect(plan, result, heads, got[heads])
+        rows, pure = int((plan.draft == 0).sum()), bool((plan.q_len == 1).all())
+        spec.time(rows, True, int(result.count.sum()), flight.begun, now, pure)
+        for head, drafts in zip(heads.tolist(), result.drafted.tolist(), strict=False):
+            seq = self.slots.seq[plan.slots[head]] if live[head] else None
+            if seq is not None:
+                seq.request.drafted += drafts
+                seq.request.accepted += min(max(int(got[head]) - 1, 0), drafts)
+        self._take_back(flight, heads[live[heads]], first, got)
+
+    def _take_back(self, flight: Flight, heads: np.ndarray, first: np.ndarray, got: np.ndarray) -> None:
+        """``known`` and ``computed`` were upper bounds; what is behind an accepted token was written and is not read.
+        The blocks stay with the row, which fills them next."""
+        s, plan = self.slots, flight.plan
+        slots = plan.slots[heads]
+        s.known[slots] = s.goal[slots] = s.collected[slots] = plan.computed[heads] + 1 + got[heads]
+        s.computed[slots] = s.known[slots] - 1
+        s.ready[slots], s.drafting[slots] = True, False
+        among = np.isin(first, heads)
+        flight.after[among] = np.minimum(flight.after, (plan.computed + got)[first])[among]
 
     # ---- one row -------------------------------------------------------------------------------------------------
 
@@ -137,7 +184,8 @@ class Publisher:
             return
         s, slots = self.slots, flight.plan.slots
         full = live & (flight.after // s.block > s.published[slots])
-        full[flight.plan.samples[(result.flags & (NAN | FAILED)) != 0]] = False
+        wrong = flight.plan.samples[(result.flags & (NAN | FAILED)) != 0]
+        full[np.isin(slots, slots[wrong]) if len(wrong) else wrong] = False
         if full.any():
             mine = slots[full]
             done = np.minimum(flight.after[full], s.collected[mine])
@@ -148,23 +196,26 @@ class Publisher:
     def _departed(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
         """Results for stays that ended: a preempted sequence keeps its token, all others drop theirs."""
         plan = flight.plan
-        drawn = {int(r): j for j, r in enumerate(plan.samples.tolist())}
-        for r in np.flatnonzero(~live).tolist():
+        drawn: dict[int, list[int]] = {}
+        for j, r in enumerate(plan.samples.tolist()):
+            drawn.setdefault(int(flight.serial[r]), []).append(j)
+        for r in np.flatnonzero(~live & ((plan.draft == 0) if len(plan.draft) else True)).tolist():
             serial = int(flight.serial[r])
             seq = self.planner.departed.get(serial)
-            j = drawn.get(r)
-            if j is not None and (seq is None or seq.status == FINISHED):
+            mine = drawn.get(serial, [])
+            if mine and (seq is None or seq.status == FINISHED):
                 self.overshoot += 1
             if seq is None:
                 continue
             seq.in_flight -= 1
-            if seq.status == WAITING and j is not None and result.count[j]:
-                seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
-                seq.known += 1
-                self.tokens += 1
-                if result.logprobs is not None and seq.request.params.logprobs is not None:
-                    seq.unsettled.append((result.logprobs, j))
-                self._deliver(seq, result, j)
+            for j in mine:
+                if seq.status == WAITING and result.count[j]:
+                    seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
+                    seq.known += 1
+                    self.tokens += 1
+                    if result.logprobs is not None and seq.request.params.logprobs is not None:
+                        seq.unsettled.append((result.logprobs, j))
+                    self._deliver(seq, result, j)
             if not seq.in_flight:
                 del self.planner.departed[serial]
                 if seq.status == WAITING:
@@ -174,7 +225,7 @@ class Publisher:
         """No row of the step has a result: all its sequences end with the error (blocks unpublished); if the device's
         columns are in doubt, so do all that run."""
         named = f"{error.plugin}: {error.message}" if error.plugin else error.message
-        for r in range(len(flight.serial)):
+        for r in np.flatnonzero(flight.plan.draft == 0) if len(flight.plan.draft) else range(len(flight.serial)):
             serial = int(flight.serial[r])
             seq = self.slots.seq[flight.plan.slots[r]] if live[r] else self.planner.departed.get(serial)
             if seq is not None and not live[r]:

@@ -332,6 +332,9 @@ class Request:
     completes: Any = None  # completes(generated ids) -> the stop string that the last completes; for lanes
     tenant: int = 0  # number of params.tenant
     salt: tuple[str, str] = ("", "")  # (tenant, cache_salt): the prefix cache keeps what differs in it apart
+    speculates: bool = False  # its steps may bring drafts
+    drafted: int = 0  # drafts that were checked
+    accepted: int = 0  # and those that were right
     watch: bool = False  # somebody wants each token as it comes (a stream, a stop string)
     sink: Any = None  # sink(seq, new token ids, ended or None) -> the stop string that they complete, or None
     on_done: Any = None  # on_done(request), once, when its last sequence has ended

@@ -11,7 +11,6 @@ exception.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,71 +21,19 @@ from minivllm.errors import RequestError
 from minivllm.loading.build import build_worker, fused, has_kernels
 
 from . import sampling
-from .interfaces.attention import AttnMeta, GraphKey
+from .drafting import Drafting, by_row, holds, merged, settle
+from .interfaces.attention import AttnMeta
 from .interfaces.executor import Capacity
 from .interfaces.model import StepTensors
-from .interfaces.plan import FAILED, NAN, OVERSHOOT, LateInputs, LogProbs, StepError, StepPlan, StepResult
+from .interfaces.plan import FAILED, NAN, OVERSHOOT, LateInputs, StepError, StepPlan
 from .interfaces.sampling import Draw, Processor, Rows
+from .running import Running
 from .scoring import score_prompt
 from .state import DeviceState, ProcessorState
 from .timing import SeamTimes, processor_seams
 
 if TYPE_CHECKING:
     from .interfaces.executor import Wiring
-
-
-@dataclass
-class Running:
-    """A step between its submission and its collection."""
-
-    plan: StepPlan
-    hidden: torch.Tensor | None = None  # [N, H]
-    graph: GraphKey | None = None  # the capture that it runs in
-    start: float = 0.0
-    device_ms: float = 0.0
-    sampled: bool = False
-    packed: torch.Tensor | None = None  # i32 [3, N] tokens, count, flags (host memory once ``event`` has passed)
-    logprobs: tuple[torch.Tensor, ...] | None = None
-    prompt: tuple[torch.Tensor, ...] | None = None
-    logits: torch.Tensor | None = None
-    errors: list[StepError] = field(default_factory=list)
-    seams: dict[str, float] = field(default_factory=dict)
-    pick: np.ndarray | None = None  # a captured SAMPLE has results for all rows: those that drew
-    event: Any = None
-    begun: Any = None
-
-    def finished(self) -> bool:
-        try:
-            return self.sampled and (self.event is None or self.event.query())
-        except RuntimeError:  # a device fault: ``result`` reports it
-            return True
-
-    def result(self) -> StepResult:
-        """Wait for the device and hand over the arrays."""
-        if self.event is not None:
-            try:
-                self.event.synchronize()
-                self.device_ms = self.begun.elapsed_time(self.event)
-            except RuntimeError as e:  # an asynchronous device fault shows here
-                self.packed, self.errors = None, [StepError("device", "device", str(e).splitlines()[0])]
-        plan = self.plan
-        n = len(plan.samples)
-        if self.packed is None:
-            packed = np.zeros((3, n), np.int32)
-        else:
-            packed = self.packed.numpy()
-        mine = slice(None) if self.pick is None else self.pick
-        packed = packed if self.packed is None else packed[:, mine]
-        lp = None
-        if self.logprobs is not None:
-            chosen, rank, ids, top = (t.numpy()[mine] for t in self.logprobs)
-            lp = LogProbs(chosen, rank, ids, top)
-        return StepResult(
-            id=plan.id, slots=plan.slots[plan.samples], tokens=packed[0], count=packed[1],
-            flags=packed[2].astype(np.uint8), logprobs=lp, errors=tuple(self.errors), device_ms=self.device_ms,
-            logits=None if self.logits is None else self.logits.numpy(), seams=self.seams,
-            prompt=None if self.prompt is None else LogProbs(*(t.numpy() for t in self.prompt)),
-        )  # fmt: skip
 
 
 class Runner:
@@ -107,6 +54,8 @@ class Runner:
         self.seams, self._seam = SeamTimes(), processor_seams(self.names)
         self._poison: dict[int, StepError] = {}  # slots whose processors failed between steps
         self._profiler: Any = None
+        self.drafting = Drafting(self) if wiring.drafts else None
+        self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
         self.graphs = self._graphs()
 
@@ -152,6 +101,9 @@ class Runner:
                 self._recommit(plan)
                 self.state.restore(plan.delta.join)
                 self._take_tokens(plan)
+                if self.drafting is not None:
+                    self.drafting.prepare(running)
+                    plan = running.plan
                 key = self.graphs.key(plan) if self.graphs is not None else None
                 what = "forward"
                 hidden = self.graphs.forward(key, plan) if key is not None else None
@@ -177,6 +129,7 @@ class Runner:
 
     def _step(self, plan: StepPlan) -> tuple[AttnMeta, StepTensors]:
         """The tensors of a step: one copy to the device, then gathers."""
+        plan = merged(plan) if self.merges else plan
         state, r, block = self.state, len(plan.slots), self.wiring.block
         q_len = plan.q_len
         cu = np.zeros(r + 1, np.int64)
@@ -274,9 +227,11 @@ class Runner:
             sampling.suppress_stops(logits, position, state.min_end[slots], state.stop_ids[slots])
         failed = np.zeros(len(slots_np), bool)
         for j in [j for j, slot in enumerate(slots_np.tolist()) if slot in self._poison] if self._poison else ():
-            e = self._poison.pop(int(slots_np[j]))
+            e = self._poison[int(slots_np[j])]
             running.errors.append(StepError(e.scope, e.plugin, e.message, (j,)))
             failed[j] = True
+        for slot in slots_np[failed].tolist():
+            self._poison.pop(slot, None)
         for p in range(len(self.processors) - 1):
             self._apply(p, logits, rows, slots_np, failed, running)
         if late is not None:
@@ -308,15 +263,24 @@ class Runner:
             host[state.to(waits).long()] = True
             flags = torch.where(host, flags & (FAILED | NAN), flags)
             accept &= ~host
+        if len(plan.draft):  # what stands behind a draft that was rejected has no say
+            held = holds(plan, state, rows.slots, rows.position, tokens, (flags != 0) | stopped)
+            accept, flags = accept & held, torch.where(held, flags, 0)
         accept &= (flags & (FAILED | NAN)) == 0
         flags = torch.where(stopped, OVERSHOOT, flags)
         count = accept.int()
         old = state.tokens[rows.slots, rows.position]
         state.tokens[rows.slots, rows.position] = torch.where(accept, tokens.int(), old)
-        state.known[rows.slots] = torch.where(accept, rows.position + 1, state.known[rows.slots])
-        state.stopped[rows.slots] = stopped | (flags != 0)
-        for row in self._commit(rows, slots_np, tokens[:, None], count, running.errors):
-            flags[row] = FAILED
+        if len(plan.draft):
+            settle(plan, state, rows.slots, rows.position, accept, stopped | (flags != 0))
+            heads, mine, total = by_row(plan, state, tokens, count)
+            for row in self._commit(_pick(rows, state.to(heads)), slots_np[heads], mine, total, running.errors):
+                flags[heads[row]] = FAILED
+        else:
+            state.known[rows.slots] = torch.where(accept, rows.position + 1, state.known[rows.slots])
+            state.stopped[rows.slots] = stopped | (flags != 0)
+            for row in self._commit(rows, slots_np, tokens[:, None], count, running.errors):
+                flags[row] = FAILED
         running.packed = self._host(torch.stack([tokens.int(), count, flags]))
 
     def _apply(self, p: int, logits, rows: Rows, slots_np, failed: np.ndarray, running: Running) -> None:
@@ -350,6 +314,26 @@ class Runner:
             self.seams.run("sampler", self.sampler.draw, logits, rows, held.columns, out)
         except Exception as e:
             self._fail_rows(running, failed, np.flatnonzero(~failed), len(self.processors) - 1, e)
+        return out.tokens.clamp_(0, logits.shape[1] - 1)
+
+    def draw_quietly(self, logits: torch.Tensor, rows: Rows, slots_np: np.ndarray) -> torch.Tensor:
+        """Tokens i64 [N] as a step would draw them from these logits, which may be overwritten; changes no column.
+        Raises what a processor raises."""
+        for p, held in enumerate(self.state.processors):
+            on = held.active[slots_np]
+            if not on.any() and p < len(self.processors) - 1:
+                continue
+            index = None if on.all() else self.state.to(np.flatnonzero(on))
+            rows.variant = int(np.bitwise_or.reduce(held.variant[slots_np]))
+            if p == len(self.processors) - 1:
+                out = Draw(torch.zeros(len(slots_np), dtype=torch.int64, device=self.device))
+                self.sampler.draw(logits, rows, held.columns, out)
+            elif index is None:
+                self.processors[p].apply(logits, rows, held.columns)
+            else:
+                part, sub = logits[index], _pick(rows, index)
+                self.processors[p].apply(part, sub, held.columns)
+                logits[index] = part
         return out.tokens.clamp_(0, logits.shape[1] - 1)
 
     def _commit(self, rows: Rows, slots_np, tokens, count, errors: list[StepError]) -> list[int]:

@@ -49,6 +49,8 @@ class Slots:
         self.late = np.zeros(size, bool)
         self.host = np.zeros(size, bool)
         self.lane = np.zeros(size, bool)  # of a stepwise strategy: held after each step (see ``stepwise``)
+        self.speculates = np.zeros(size, bool)  # its steps may bring drafts
+        self.drafting = np.zeros(size, bool)  # a step with drafts is in flight: known and computed are upper bounds
         self.watch = np.zeros(size, bool)  # somebody wants each token as it comes
         self.scored = np.zeros(size, bool)  # it wants log-probabilities
         self.topk = np.full(size, -1, np.int32)
@@ -83,6 +85,7 @@ class Slots:
         self.topk[slot] = r.topk
         self.prompt_topk[slot] = r.prompt_topk
         self.asking += r.prompt_topk >= 0
+        self.speculates[slot], self.drafting[slot] = r.speculates and not self.host[slot], False
         self.watch[slot] = bool(r.watch) or self.host[slot]
         self.scored[slot] = r.topk >= 0
         self.published[slot] = 0

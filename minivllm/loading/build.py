@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from .weights import build_model, load_weights, weight_bytes
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttentionBackend
-    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.executor import Part, Wiring
     from minivllm.core.interfaces.sampling import Processor
 
 CPU_CACHE_SHARE = 0.25  # of the memory that is free; pages are only taken when they are written
@@ -46,6 +46,16 @@ class Worker:
     num_blocks: list[int] = field(default_factory=list)
     block_bytes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    draft: Draft | None = None  # a drafter's model
+
+
+@dataclass
+class Draft:
+    """A drafter's model, whose layers keep their KV in the blocks of the leading group."""
+
+    model: Any
+    backend: AttentionBackend
+    parts: Parts
 
 
 def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
@@ -77,15 +87,36 @@ def build_worker(wiring: Wiring) -> Worker:
     device = torch.device(wiring.device)
     cfg = open_checkpoint(wiring.model_dir).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
+    model, parts = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.groups)
+    groups = [list(g) for g in wiring.groups]
+    worker = Worker(
+        device, model, parts.backend, make_processors(wiring, cfg.vocab_size), groups, cfg.vocab_size, cfg.hidden_size,
+        weight_bytes(parts),
+    )  # fmt: skip
+    if (draft := wiring.draft_model) is not None:
+        own = open_checkpoint(draft.model_dir).hf_config()
+        layers = build_part("model", draft.parts["model"]).attention(own)
+        made, its = _load(wiring, draft.model_dir, draft.parts, own, fmt, (tuple(range(len(layers))),))
+        worker.draft = Draft(made, its.backend, its)
+        worker.weight_bytes += weight_bytes(its)
+    _take_cache(worker, wiring, parts, fmt)
+    return worker
+
+
+def _load(
+    wiring: Wiring, folder: str, chosen: Mapping[str, Part], cfg: Any, fmt: Any, groups: Sequence[Sequence[int]]
+) -> tuple[Any, Parts]:
+    """A model with its weights, and an attention back end of its own."""
+    rows = min(wiring.max_num_seqs * (1 + wiring.drafts), max(wiring.max_num_batched_tokens, wiring.max_num_seqs))
     ctx = AttentionContext(
-        wiring.device, wiring.dtype, fmt, wiring.block, wiring.max_num_seqs, wiring.max_model_len,
-        wiring.batch_invariant, fused(wiring),
+        wiring.device, wiring.dtype, fmt, wiring.block, rows, wiring.max_model_len, wiring.batch_invariant,
+        fused(wiring),
     )  # fmt: skip
     backend = build_part("attention", wiring.parts["attention"], ctx)
-    quantizer = build_part("quantizer", wiring.parts["quantizer"], getattr(cfg, "quantization_config", None))
-    arch = build_part("model", wiring.parts["model"])
+    quantizer = build_part("quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None))
+    arch = build_part("model", chosen["model"])
     parts = Parts(
-        wiring.device, wiring.dtype, quantizer, backend, groups=wiring.groups or None, fuse=fused(wiring),
+        wiring.device, wiring.dtype, quantizer, backend, groups=groups or None, fuse=fused(wiring),
         batch_invariant=wiring.batch_invariant,
     )  # fmt: skip
     with torch.inference_mode():
@@ -94,23 +125,19 @@ def build_worker(wiring: Wiring) -> Worker:
         except torch.OutOfMemoryError as e:
             raise ResourceError(f"no memory for the model's weights: {str(e).splitlines()[0]}") from e
         except (RuntimeError, TypeError) as e:  # sizes that no tensor can have
-            raise ModelError(
-                f"{wiring.model_dir}/config.json: the model cannot be built: {str(e).splitlines()[0]}"
-            ) from e
+            raise ModelError(f"{folder}/config.json: the model cannot be built: {str(e).splitlines()[0]}") from e
         quantizer.finish()
-        load_weights(wiring.model_dir, arch, cfg, parts, wiring.load_format, wiring.seed)
-    groups = [list(g) for g in wiring.groups]
-    worker = Worker(
-        device, model, backend, make_processors(wiring, cfg.vocab_size), groups, cfg.vocab_size, cfg.hidden_size,
-        weight_bytes(parts),
-    )  # fmt: skip
-    _take_cache(worker, wiring, parts, fmt)
-    return worker
+        load_weights(folder, arch, cfg, parts, wiring.load_format, wiring.seed)
+    return model, parts
 
 
 def _take_cache(worker: Worker, wiring: Wiring, parts: Parts, fmt: Any) -> None:
     layouts = [worker.backend.layout(layer.spec, fmt, wiring.block) for layer in parts.layers]
     worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
+    if worker.draft is not None:
+        mine = worker.draft.parts.layers
+        layouts += [worker.draft.backend.layout(layer.spec, fmt, wiring.block) for layer in mine]
+        worker.block_bytes[0] += sum(layout.bytes for layout in layouts[-len(mine) :])
     windows = [parts.layers[group[0]].spec.window for group in worker.groups]
     if wiring.num_blocks > 0:
         blocks = [wiring.num_blocks + 1] * len(worker.groups)
@@ -127,14 +154,17 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: Parts, fmt: Any) -> None:
 
 def _allocate(worker: Worker, parts: Parts, layouts: list, blocks: list[int]) -> None:
     """Zeroed, so that a slot which nobody has written holds no NaN."""
-    for group, n in zip(worker.groups, blocks, strict=True):
+    drafts = [] if worker.draft is None else worker.draft.parts.layers
+    layers, n_layers = [*parts.layers, *drafts], len(parts.layers)
+    groups = [[*group, *(range(n_layers, len(layers)) if g == 0 else ())] for g, group in enumerate(worker.groups)]
+    for group, n in zip(groups, blocks, strict=True):
         for i in group:
-            parts.layers[i].cache = {
+            layers[i].cache = {
                 name: _zeros((n, *t.shape), getattr(torch, t.dtype), worker.device)
                 for name, t in layouts[i].tensors.items()
             }
     worker.num_blocks = blocks
-    worker.caches = [[parts.layers[i].cache for i in group] for group in worker.groups]
+    worker.caches = [[layers[i].cache for i in group] for group in groups]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention import AttentionConformance
+    from .drafter import DrafterConformance
     from .evictor import EvictorConformance
     from .executor import ExecutorConformance
     from .grammar import GrammarConformance
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 SUITES = {  # seam -> (module here, class)
     "attention": ("attention", "AttentionConformance"),
+    "drafter": ("drafter", "DrafterConformance"),
     "evictor": ("evictor", "EvictorConformance"),
     "executor": ("executor", "ExecutorConformance"),
     "grammar": ("grammar", "GrammarConformance"),
@@ -46,9 +48,10 @@ SUITES = {  # seam -> (module here, class)
 _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "session", "run": "session"}
 
 __all__ = [
-    "SUITES", "AttentionConformance", "EvictorConformance", "ExecutorConformance", "GrammarConformance",
-    "HooksConformance", "KVFormatConformance", "ModelConformance", "Outcome", "ProcessorConformance",
-    "QuantizerConformance", "SamplerConformance", "SchedulerConformance", "StrategyConformance", "run",
+    "SUITES", "AttentionConformance", "DrafterConformance", "EvictorConformance", "ExecutorConformance",
+    "GrammarConformance", "HooksConformance", "KVFormatConformance", "ModelConformance", "Outcome",
+    "ProcessorConformance", "QuantizerConformance", "SamplerConformance", "SchedulerConformance",
+    "StrategyConformance", "run",
 ]  # fmt: skip
 
 

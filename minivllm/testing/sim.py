@@ -76,6 +76,7 @@ class SimExecutor(Executor):
         self.space: Callable[[int], object] = lambda slot: ()
         self.trail: list[tuple[list[int], list[int]]] = []  # slots and q_len of every step
         self.max_tokens = self.max_rows = 0
+        self.luck = 0.7  # share of the drafts that are right
         self.held: dict[int, object] = {}
 
     def start(self, wiring):
@@ -118,7 +119,9 @@ class SimExecutor(Executor):
         self.max_tokens = max(self.max_tokens, int(plan.q_len.sum()))
         self.max_rows = max(self.max_rows, len(plan.slots))
         self.trail.append((plan.slots.tolist(), plan.q_len.tolist()))
-        assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot twice in a step"
+        rows = plan.slots[plan.draft == 0] if len(plan.draft) else plan.slots
+        assert len(set(rows.tolist())) == len(rows), "a slot twice in a step, and not for a draft"
+        drafted = self._draft(plan)
         assert (plan.q_len > 0).all() and (np.diff(plan.q_len > 1).clip(-1, 1) >= 0).all(), "one-token rows come first"
         if plan.id in self.fail_at:
             self.stopped[plan.slots] = True  # their KV is not written: no later step may go on from it
@@ -138,7 +141,9 @@ class SimExecutor(Executor):
         for i, r in enumerate(plan.samples):
             slot = plan.slots[r]
             if self.stopped[slot]:
-                flags[i] = OVERSHOOT
+                flags[i] = OVERSHOOT if not len(plan.draft) or not plan.draft[r] else 0
+                continue
+            if len(plan.draft) and plan.draft[r] and not self._holds(slot, int(plan.computed[r])):
                 continue
             assert self.known[slot] == plan.computed[r] + plan.q_len[r]
             tokens[i] = next_token(self.tokens[slot, : self.known[slot]], self.sample[slot])
@@ -150,7 +155,15 @@ class SimExecutor(Executor):
         where = list(zip(plan.slots[plan.samples], (plan.computed + plan.q_len)[plan.samples], strict=True))
         lp = self._logprobs(where, tokens, plan.topk) if plan.topk >= 0 else None
         result = StepResult(
-            plan.id, plan.slots[plan.samples], tokens, count, flags, logprobs=lp, prompt=prompt, logits=logits
+            plan.id,
+            plan.slots[plan.samples],
+            tokens,
+            count,
+            flags,
+            logprobs=lp,
+            prompt=prompt,
+            logits=logits,
+            drafted=drafted,
         )
         if len(plan.late):
             self.held[plan.id] = (plan, result)
@@ -177,6 +190,29 @@ class SimExecutor(Executor):
                 self.stopped[slot] = False
                 result.tokens[i] = int(np.argmax(bits))
                 result.flags[i] = self._commit(slot, result.tokens[i])
+
+    def _draft(self, plan) -> np.ndarray:
+        """Drafts into the history, of which a share of ``luck`` is right; how many each row has."""
+        self.drafts: dict[tuple[int, int], int] = {}
+        counts = []
+        for r in np.flatnonzero(plan.draft == 1) - 1:
+            slot, known = int(plan.slots[r]), int(plan.computed[r]) + 1
+            assert (plan.computed[r] + plan.q_len[r], plan.draft[r]) == (known, 0), "a draft behind no row of its slot"
+            assert self.known[slot] == known or self.stopped[slot], (
+                f"a row with drafts was not at rest: it has {self.known[slot]} tokens, not {known}"
+            )
+            n = int((plan.slots == slot).sum()) - 1
+            assert plan.draft[r : r + n + 1].tolist() == list(range(n + 1)), "drafts of a row do not stand together"
+            for at in range(known, known + n):
+                history = self.tokens[slot, :at]
+                right, chance = next_token(history, self.sample[slot]), zlib.adler32(history.tobytes()) % 97
+                self.tokens[slot, at] = self.drafts[slot, at] = (right + (chance >= 97 * self.luck)) % VOCAB
+            counts.append(n)
+        return np.array(counts, np.int32)
+
+    def _holds(self, slot, at) -> bool:
+        """The draft for position ``at`` is what was drawn there, and so were those before it."""
+        return self.known[slot] == at + 1 and self.tokens[slot, at] == self.drafts[slot, at]
 
     def _row(self, slot, q, computed) -> None:
         history, space = self.tokens[slot], zlib.crc32(repr(self.space(slot)).encode())
@@ -272,14 +308,17 @@ def sim_engine(
     strategy: DecodingStrategy | None = None,
     reads: Iterable[str] = ("temperature",),
     hooks: EngineHooks | None = None,
+    drafts: int = 0,
 ) -> Engine:
     """``policy`` and ``evictor`` are called with (None, context); ``blocks``: a number, or a list of one per window.
-    ``reads``: names of parameters that requests may set although no processor here honours them."""
-    part = Part("sim/sim", "minivllm.testing.sim:Sim")
+    ``reads``: names of parameters that requests may set although no processor here honours them.  ``drafts``: rows
+    bring so many to a step, whether it pays or not."""
+    part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
     wiring = Wiring(
         model_dir="", load_format="dummy", device="cpu", dtype="float32", block=block, max_num_seqs=slots,
         max_num_batched_tokens=budget, max_model_len=max_len, num_blocks=-1, memory_utilization=0.9,
-        batch_invariant=False, seed=0, parts={"model": part},
+        batch_invariant=False, seed=0, parts={"model": part, "sampler": part, "drafter": part}, drafts=drafts,
+        speculate_always=True,
     )  # fmt: skip
     executor = SimExecutor(
         slots, max_len, blocks if isinstance(blocks, list) else [blocks] * len(windows), block, windows, depth

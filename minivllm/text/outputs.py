@@ -78,12 +78,15 @@ class CompletionOutput(_Record):
 
 @dataclass(eq=False)
 class RequestMetrics(_Record):
-    """Seconds of ``time.monotonic``; ``cached_tokens`` of the prompt were found in the prefix cache."""
+    """Seconds of ``time.monotonic``; ``cached_tokens`` of the prompt were found in the prefix cache; of
+    ``drafted_tokens`` that were guessed (speculative decoding) ``accepted_tokens`` were right."""
 
     arrival_time: float = 0.0
     first_token_time: float | None = None
     finished_time: float | None = None
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(eq=False)

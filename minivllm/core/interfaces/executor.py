@@ -29,6 +29,14 @@ class Part:
 
 
 @dataclass(frozen=True)
+class DraftWiring:
+    """The model of a drafter.  Its layers are one KV group, in the blocks of the target's leading group."""
+
+    model_dir: str
+    parts: Mapping[str, Part]  # seam -> part, for model and quantizer
+
+
+@dataclass(frozen=True)
 class Wiring:
     """Everything that a process needs to build its share of the engine; goes over as JSON, never as pickle."""
 
@@ -44,7 +52,7 @@ class Wiring:
     memory_utilization: float
     batch_invariant: bool
     seed: int
-    parts: Mapping[str, Part]  # seam -> part, for model, quantizer, kvformat, attention, sampler
+    parts: Mapping[str, Part]  # seam -> part, for model, quantizer, kvformat, attention, sampler, drafter
     processors: tuple[Part, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
     eos_ids: tuple[int, ...] = ()
@@ -53,6 +61,9 @@ class Wiring:
     fuse: bool = True  # fused kernels, where the device has them
     logprobs_mode: str = "raw_logprobs"  # or "processed_logprobs": of what the sampler draws from
     max_logprobs: int = 20  # that a request may ask for; -1: as many as there are tokens
+    drafts: int = 0  # drafts a row may bring to a step, by parts["drafter"]; 0 = no speculation
+    speculate_always: bool = False  # also where it was measured to lose
+    draft_model: DraftWiring | None = None  # for a drafter that has one
 
 
 @dataclass(frozen=True)

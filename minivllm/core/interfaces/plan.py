@@ -66,6 +66,9 @@ class Delta:
 class StepPlan:
     """One step.  Rows with one token come first (see ``AttnMeta``).
 
+    Drafts are rows of one token: a row that speculates stands for its newest token, and right behind it a row of the
+    same slot for each draft, ``computed`` counting up.  All of them draw (see ``interfaces.drafter``).
+
     ``q_len`` is exact; a row that met its end on the device although the host could not know does nothing (OVERSHOOT).
     """
 
@@ -83,6 +86,7 @@ class StepPlan:
     # log-probability is wanted
     prompt: np.ndarray = field(default_factory=lambda: no_rows(0, 2))
     prompt_topk: int = 0  # the k best too
+    draft: np.ndarray = field(default_factory=no_rows)  # i32 [R] 1, 2 ... for the drafts of a row, 0 else; empty: none
     graph: GraphKey = GraphKey()  # noqa: RUF009  (it is frozen)
     delta: Delta = Delta()
 
@@ -107,8 +111,9 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class StepError:
-    """A failure as a value.  ``scope``: "rows" (FAILED is set in their flags), "step" (no row of the step has a result)
-    or "device" (the columns of all rows are in doubt, so every running sequence ends)."""
+    """A failure as a value.  ``scope``: "rows" (FAILED is set in their flags), "step" (no row of the step has a
+    result), "device" (the columns of all rows are in doubt, so every running sequence ends) or "drafts" (the step has
+    none)."""
 
     scope: str
     plugin: str  # what failed, e.g. "processor minivllm/penalties"; "" if unknown
@@ -123,7 +128,8 @@ class StepResult:
     id: int
     slots: np.ndarray  # i32 [N]
     tokens: np.ndarray  # i32 [N]
-    # i32 [N] tokens accepted: 1, or 0 where the row had ended before (OVERSHOOT) or waits for the host
+    # i32 [N] tokens accepted: 1, or 0 where the row had ended before (OVERSHOOT), waits for the host, or stands behind
+    # a draft that was rejected
     count: np.ndarray
     flags: np.ndarray  # u8 [N]
     logprobs: LogProbs | None = None
@@ -131,4 +137,23 @@ class StepResult:
     logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of host rows
     errors: tuple[StepError, ...] = ()
     device_ms: float = 0.0  # time on the device (wall time of the compute on CPU)
+    drafted: np.ndarray = field(default_factory=no_rows)  # i32, for each row that speculates: drafts that there were
     seams: Mapping[str, float] = field(default_factory=dict)  # host seconds of each plug-in that this step ran
+
+    @property
+    def failure(self) -> StepError | None:
+        """What failed the whole step."""
+        return next((e for e in self.errors if e.scope in ("step", "device")), None)
+
+
+def group_rows(draft: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(for each row of a plan the row of its newest token, i64 [R]; those of them that have drafts)."""
+    first = np.arange(len(draft)) - draft
+    return first, first[draft == 1]
+
+
+def with_drafts(slots: np.ndarray, drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of one token, and a row for each of their ``drafts``: slots, drafts of the slot, ``StepPlan.draft``."""
+    size = 1 + drafts
+    first = np.repeat(np.cumsum(size) - size, size)
+    return slots.repeat(size), drafts.repeat(size), (np.arange(len(first)) - first).astype(np.int32)

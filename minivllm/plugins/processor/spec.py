@@ -7,40 +7,40 @@ ALLOWED_TOKENS = Spec(
     api=(1, 1),
     summary="only tokens of a list: allowed_token_ids",
     limits={"device": ANY},
-    features=frozenset({"graph_safe"}),
+    features=frozenset({"graph_safe", "multi_position"}),
 )
 BAD_WORDS = Spec(
     impl="minivllm.plugins.processor.bad_words:BadWords",
     api=(1, 1),
     summary="sequences of tokens that must not come",
     limits={"device": ANY},
-    features=frozenset({"graph_safe"}),
+    features=frozenset({"graph_safe", "multi_position"}),
 )
 LOGIT_BIAS = Spec(
     impl="minivllm.plugins.processor.logit_bias:LogitBias",
     api=(1, 1),
     summary="adds a number to the logits of chosen tokens",
     limits={"device": ANY},
-    features=frozenset({"graph_safe"}),
+    features=frozenset({"graph_safe", "multi_position"}),
 )
 NO_REPEAT_NGRAM = Spec(
     impl="minivllm.plugins.processor.no_repeat_ngram:NoRepeatNgram",
     api=(1, 1),
     summary="no n tokens in a row come twice",
     limits={"device": ANY},
-    features=frozenset({"graph_safe"}),
+    features=frozenset({"graph_safe", "multi_position"}),
 )
 PENALTIES = Spec(
     impl="minivllm.plugins.processor.penalties:Penalties",
     api=(1, 1),
     summary="repetition, presence and frequency penalties",
     limits={"device": ANY},
-    features=frozenset({"graph_safe"}),
+    features=frozenset({"graph_safe", "multi_position"}),
 )
 TEMPERATURE_SCHEDULE = Spec(
     impl="minivllm.plugins.processor.temperature_schedule:TemperatureSchedule",
     api=(1, 1),
     summary="a temperature that changes with the position or the entropy",
     limits={"device": ANY},
-    features=frozenset({"graph_safe"}),
+    features=frozenset({"graph_safe", "multi_position"}),
 )

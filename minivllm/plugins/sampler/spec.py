@@ -8,7 +8,7 @@ DEFAULT = Spec(
     summary="greedy, temperature, top-k, top-p and min-p",
     priority=10,
     limits={"device": ANY},
-    features=frozenset({"graph_safe"}),
+    features=frozenset({"graph_safe", "multi_position"}),
 )
 MIROSTAT = Spec(
     impl="minivllm.plugins.sampler.mirostat:MirostatSampler",
@@ -22,5 +22,5 @@ TYPICAL = Spec(
     api=(1, 1),
     summary="default, and locally typical sampling",
     limits={"device": ANY},
-    features=frozenset({"graph_safe"}),
+    features=frozenset({"graph_safe", "multi_position"}),
 )

@@ -1,0 +1,27 @@
+"""Options of the built-in drafters."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class NGramOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_lookup_max: int = Field(4, ge=1, le=32, description="tokens that are compared at most")
+    prompt_lookup_min: int = Field(2, ge=1, le=32, description="tokens that must be equal")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> NGramOptions:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            most = self.prompt_lookup_max
+            raise ValueError(f"prompt_lookup_min={self.prompt_lookup_min}: want at most prompt_lookup_max={most}")
+        return self
+
+
+class ModelOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(
+        "pocket-draft", min_length=1, description="a directory, a Hugging Face id, pocket or pocket-draft"
+    )

@@ -1,0 +1,29 @@
+"""What the built-in drafters say about themselves."""
+
+from minivllm.spec import ANY, Spec
+
+HERE = "minivllm.plugins.drafter"
+
+NONE = Spec(
+    impl=f"{HERE}.none:NoDrafts",
+    api=(1, 0),
+    summary="no drafts: every step gives a row one token",
+    priority=10,
+    limits={"device": ANY},
+    traits={"drafts": 0},
+)
+NGRAM = Spec(
+    impl=f"{HERE}.ngram:NGram",
+    api=(1, 0),
+    summary="prompt lookup: what followed when the last tokens were there before",
+    options=f"{HERE}.options:NGramOptions",
+    limits={"device": ANY},
+)
+MODEL = Spec(
+    impl=f"{HERE}.model:ModelDrafter",
+    api=(1, 0),
+    summary="a smaller model with the same tokenizer guesses",
+    options=f"{HERE}.options:ModelOptions",
+    limits={"device": ANY},
+    features=frozenset({"draft_model"}),
+)

@@ -1,0 +1,10 @@
+"""What the drafter says about itself."""
+
+from minivllm.spec import ANY, Spec
+
+MY_PLUGIN = Spec(
+    impl="my_plugin.plugin:MyPlugin",
+    api=(1, 0),
+    summary="drafts what followed when the last token was there before",
+    limits={"device": ANY},
+)

@@ -1,0 +1,366 @@
+"""Speculative decoding changes how many steps there are and no token: in the engine without a model, with small models
+bit for bit, and as a distribution."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from minivllm import LLM, ConfigError, SamplingParams
+from minivllm.core.interfaces.sampling import Column, Row
+from minivllm.plugins.drafter.ngram import NGram
+from minivllm.plugins.drafter.options import NGramOptions
+from minivllm.plugins.processor.logit_bias import LogitBias
+from minivllm.spec import ANY, Spec
+from minivllm.speculation.control import FIRST_WAIT, TRIES, Speculation
+from minivllm.testing import chisquare
+from minivllm.testing.drafter import DrafterConformance
+from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
+from minivllm.testing.tiny import quiet, tiny_dir
+
+# ---- the engine without a model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_token_and_no_block_is_lost_whatever_is_rejected(seed):
+    """Preemption, prefix hits, windows, forks, run-ahead, chunks and rows that may not speculate, in one engine whose
+    device checks every KV slot that it reads."""
+    rng = random.Random(seed)
+    engine = sim_engine(
+        slots=rng.choice([2, 4, 8]), blocks=rng.choice([34, 40, 64]), block=rng.choice([2, 4]),
+        windows=rng.choice([(None,), (None, 8)]), depth=rng.choice([0, 0, 1, 2]), budget=rng.choice([8, 16, 64]),
+        drafts=rng.choice([1, 3, 5]), max_len=40,
+    )  # fmt: skip
+    engine.executor.luck = rng.choice([0, 0.5, 0.9, 1])
+    made = []
+    for i in range(12):
+        prompt = [rng.randrange(5) for _ in range(rng.randrange(1, 20))]
+        params = {"max_tokens": rng.randrange(1, 20), "n": rng.choice([1, 1, 2]) if engine.slots.block == 4 else 1}
+        params |= {"stop_token_ids": [rng.randrange(50)]} if rng.random() < 0.3 else {}
+        params |= {"min_tokens": min(params["max_tokens"], 4)} if rng.random() < 0.3 else {}
+        params |= {"allowed_tokens_fn": lambda ids: range(50)} if rng.random() < 0.2 else {}
+        made.append(request(engine, str(i), prompt, **params))
+        for _ in range(rng.randrange(4)):
+            engine.step()
+            engine.cache.check()
+    run(engine, check=True)
+    at_rest(engine)
+    for r in made:
+        want = [answer(r.prompt, r.params, sample, 40) for sample in range(r.params.n)]
+        assert outputs(r) == want
+    assert engine.stats()["speculation"]["proposed"] > 5
+
+
+@pytest.mark.parametrize("luck", [0, 1])
+def test_a_step_gives_a_row_one_token_and_one_for_each_right_draft(luck):
+    engine = sim_engine(drafts=3)
+    engine.executor.luck = luck
+    r = request(engine, "a", [1, 2, 3], max_tokens=17, ignore_eos=True)
+    run(engine)
+    steps = 1 + (16 if not luck else 4)
+    assert engine.stats()["steps"] == steps and outputs(r)[0][1] == "length"
+    assert r.accepted == (12 if luck else 0) and (r.drafted == 12 or not luck)
+    assert engine.stats()["speculation"]["tokens_per_row"] == (4.0 if luck else 1.0)
+
+
+def test_prefills_come_before_drafts_in_the_token_budget():
+    engine = sim_engine(drafts=5, budget=8, slots=4)
+    request(engine, "a", [1, 2], max_tokens=30, ignore_eos=True)
+    engine.step()
+    request(engine, "b", list(range(20)), max_tokens=2)
+    while engine.slots.computed[1] < 19:
+        before = int(engine.slots.computed[1])
+        engine.step()
+        assert engine.slots.computed[1] >= min(before + 7, 19)
+    run(engine)
+    assert engine.executor.max_tokens <= 8
+
+
+# ---- when it pays --------------------------------------------------------------------------------------------------
+
+
+def serve(spec: Speculation, rows: int, plain: float, drafted: float, per_row: float, steps: int) -> int:
+    """Steps of a batch under a clock of their own; how many had drafts."""
+    now, with_drafts = 0.0, 0
+    for _ in range(steps):
+        drafts = spec.on(rows)
+        with_drafts += drafts
+        ms = drafted if drafts else plain
+        spec.time(rows, drafts, round(rows * (per_row if drafts else 1)), now, now + ms / 1e3, True)
+        now += ms / 1e3
+    return with_drafts
+
+
+def test_it_stays_on_where_it_wins():
+    spec = Speculation(4, "x")
+    assert serve(spec, 2, plain=1.0, drafted=1.5, per_row=2.5, steps=1000) > 900
+    (c,) = spec.summary()["batch"].values()
+    assert c["on"] and c["gain"] == pytest.approx(2.5 / 1.5, rel=0.01)
+
+
+def test_it_goes_off_where_it_loses_and_says_so(caplog):
+    spec = Speculation(4, "x")
+    with caplog.at_level("INFO", "minivllm"):
+        few = serve(spec, 64, plain=1.0, drafted=3.0, per_row=2.0, steps=2000)
+    assert TRIES <= few < 100, "it is tried again, ever more rarely"
+    assert "speculation is off for batches of about 64 rows" in caplog.text
+    assert not spec.summary()["batch"]["33-64"]["on"]
+
+
+def test_batches_of_other_sizes_are_judged_apart():
+    spec = Speculation(4, "x")
+    serve(spec, 1, plain=1.0, drafted=1.2, per_row=3.0, steps=300)
+    serve(spec, 64, plain=1.0, drafted=3.0, per_row=2.0, steps=TRIES * 2 + 1)
+    assert spec.on(1) and not spec.on(64)
+
+
+def test_where_it_begins_to_win_it_is_noticed():
+    spec = Speculation(4, "x")
+    serve(spec, 8, plain=1.0, drafted=3.0, per_row=1.5, steps=100)
+    assert serve(spec, 8, plain=1.0, drafted=1.0, per_row=4.0, steps=1500) > 1500 - 10 * FIRST_WAIT
+
+
+def test_always_means_always():
+    spec = Speculation(4, "x", always=True)
+    assert serve(spec, 64, plain=1.0, drafted=9.0, per_row=1.0, steps=50) == 50
+
+
+# ---- drafters ------------------------------------------------------------------------------------------------------
+
+
+class Lookup(DrafterConformance):
+    """For its way to ask."""
+
+    plugin = "minivllm/ngram"
+
+
+def look_up(rows, k, **options):
+    suite = Lookup()
+    return suite.drafts(NGram(NGramOptions(**options), suite.context()[0]), rows, k)
+
+
+def plain_lookup(row, k, most, least):
+    """The same, spelled out."""
+    for n in range(min(most, len(row) - 1), least - 1, -1):
+        for end in range(len(row) - 2, n - 2, -1):
+            if row[end - n + 1 : end + 1] == row[-n:]:
+                out = list(row)
+                while len(out) < len(row) + k:
+                    out.append(out[end + 1 + len(out) - len(row)])
+                return out[len(row) :]
+    return []
+
+
+def test_ngram_finds_the_longest_latest_match_and_goes_on_in_its_period():
+    assert look_up([[1, 2, 3, 4, 9, 1, 2]], 3) == [[3, 4, 9]]
+    assert look_up([[5, 1, 2, 7, 1, 2, 8, 1, 2]], 1) == [[8]], "the latest"
+    assert look_up([[5, 1, 2, 7, 1, 2, 8, 5, 1, 2]], 1) == [[7]], "the longest before the latest"
+    assert look_up([[1, 2, 3, 3, 3]], 4) == [[3, 3, 3, 3]]
+    assert look_up([[1, 2, 3, 4, 1]], 2, prompt_lookup_min=2) == [[]], "one token is no match"
+    rng = random.Random(0)
+    for _ in range(150):
+        rows = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
+        most = rng.randrange(1, 6)
+        least, k = rng.randrange(1, most + 1), rng.randrange(1, 7)
+        want = [plain_lookup(row, k, most, least) for row in rows]
+        assert look_up(rows, k, prompt_lookup_max=most, prompt_lookup_min=least) == want
+
+
+# ---- with models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A tiny model, and a draft model that is the same but for some noise: it is often right, not always."""
+    folder, _, model = tiny_dir(tmp_path_factory.mktemp("model"), eos_token_id=60)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        for p in model.parameters():
+            p += 0.08 * torch.randn_like(p)
+    draft = tmp_path_factory.mktemp("draft")
+    with quiet():
+        model.save_pretrained(draft)
+    return folder, draft
+
+
+OPTIONS = "minivllm.plugins.drafter.options:NGramOptions"
+
+
+def llm(pair, drafter, **options):
+    named = {"name": "model", "options": {"model": str(pair[1])}} if drafter == "model" else drafter
+    base = dict(
+        device="cpu", dtype="float32", skip_tokenizer_init=True, num_kvcache_blocks=60, max_num_seqs=8,
+        max_num_batched_tokens=40, kvcache_block_size=4, speculate="always", batch_invariant=True,
+    )  # fmt: skip
+    return LLM(str(pair[0]), drafter=named, **{**base, **options})
+
+
+PROMPTS = [[3, 4, 5, 6] * 9, [7, 8, 9], [10] * 12, list(range(11, 40)), [3, 4, 5, 6] * 9 + [1], [2], [9, 8] * 20]
+PARAMS = [
+    {"temperature": 0.0, "max_tokens": 40},
+    {"temperature": 0.7, "top_k": 9, "seed": 5, "max_tokens": 50, "logprobs": 3},
+    {"temperature": 1.0, "top_p": 0.8, "seed": 6, "max_tokens": 40, "repetition_penalty": 1.2, "n": 3},
+    {"temperature": 0.0, "max_tokens": 36, "min_tokens": 30, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+    {"temperature": 0.9, "min_p": 0.05, "seed": 8, "max_tokens": 40, "stop_token_ids": [5, 17], "logprobs": 0},
+    {"temperature": 0.5, "seed": 9, "max_tokens": 60, "logit_bias": {3: 4.0}},
+    {"temperature": 0.0, "max_tokens": 30, "allowed_tokens_fn": lambda ids: range(5, 50)},
+]
+
+
+def answers(engine):
+    outs = engine.generate(PROMPTS, [SamplingParams(**p) for p in PARAMS], use_tqdm=False)
+    assert not any(o.error for o in outs), [o.error for o in outs]
+    return [[(c.token_ids, c.finish_reason, c.stop_reason, c.logprobs) for c in o.outputs] for o in outs], outs
+
+
+@pytest.fixture(scope="module")
+def want(pair):
+    with llm(pair, "none") as engine:
+        return answers(engine)[0]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+@pytest.mark.parametrize("more", [{}, {"num_kvcache_blocks": 42, "num_speculative_tokens": 7}, {"apart": True}])
+def test_every_token_is_the_one_without_drafts(pair, want, drafter, more):
+    """Bit for bit: sampled too, with every limit and penalty, chunked prompts, prefix hits, preemption, branches, stops
+    and log-probabilities; with the drafts of a row as one row for attention, and as rows of their own."""
+    more = dict(more)
+    apart = more.pop("apart", False)
+    with llm(pair, drafter, **more) as engine:
+        if apart:
+            engine.engine.executor.runner.merges = False
+        got, outs = answers(engine)
+        engine.check()
+        stats = engine.stats()
+    assert got == want
+    assert stats["speculation"]["accepted"] > 20 and stats["speculation"]["failed"] is None
+    assert not more or stats["preemptions"] > 0
+    metrics = outs[0].metrics
+    assert 0 <= metrics.accepted_tokens <= metrics.drafted_tokens and outs[-1].metrics.drafted_tokens == 0
+
+
+def joint(model, prompt, p):
+    """Probabilities f64 [V * V] of the first two tokens under temperature, top-k, top-p and presence penalty."""
+
+    def dist(ids):
+        x = model(torch.tensor([prompt + ids])).logits[0, -1].double()
+        for t in set(ids):
+            x[t] -= p["presence_penalty"]
+        x = x / p["temperature"]
+        x[x < x.topk(p["top_k"]).values[-1]] = -torch.inf
+        probs, order = x.softmax(0).sort(descending=True)
+        probs[probs.cumsum(0) - probs >= p["top_p"]] = 0
+        return torch.zeros_like(x).scatter_(0, order, probs / probs.sum())
+
+    with torch.no_grad():
+        first = dist([])
+        return torch.stack([f * (dist([i]) if f > 0 else first) for i, f in enumerate(first.tolist())]).flatten()
+
+
+class Guess(NGram):
+    """The same token for every place, whatever the row says."""
+
+    spec = Spec(f"{__name__}:Guess", (1, 0), "guesses", limits={"device": ANY}, options=OPTIONS)
+    token = 0
+
+    def propose(self, ask):
+        count = torch.full_like(ask.rows.slots, ask.k)
+        return torch.full((len(count), ask.k), Guess.token), count
+
+
+@pytest.mark.parametrize("drafter", [f"{__name__}:Guess", "model"])
+def test_pairs_of_tokens_come_with_the_models_probabilities(pair, drafter):
+    """2,048 draws of two tokens, of which the second is drawn behind a draft: a chi-square test that finds w = 0.24
+    (one probability of 0.2 off by 0.6 of it) with power 0.999."""
+    p = {"temperature": 0.9, "top_k": 5, "top_p": 0.95, "presence_penalty": 0.5}
+    prompt, n = [3, 4, 5, 6] * 3, 2048
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32).eval()
+    probs = joint(model, prompt, p)
+    Guess.token = int(probs.view(61, 61).sum(0).argmax())
+    options = {"max_num_seqs": 128, "num_kvcache_blocks": 900, "max_num_batched_tokens": 1024}
+    with llm(pair, drafter, allow_targets=[__name__], **options) as engine:
+        params = [SamplingParams(**p, n=128, seed=s, max_tokens=3, ignore_eos=True) for s in range(n // 128)]
+        outs = engine.generate([prompt] * len(params), params, use_tqdm=False)
+        spec = engine.stats()["speculation"]
+    tokens = torch.tensor([c.token_ids[0] * 61 + c.token_ids[1] for o in outs for c in o.outputs])
+    chisquare.check_draws(tokens, probs, f"pairs with drafts of {drafter}")
+    _, cells = chisquare.pooled(probs, n)
+    assert chisquare.detectable(n, cells - 1) < 0.24
+    share = spec["accepted"] / spec["proposed"]
+    assert 0.02 < share < 0.98, "drafts are accepted and rejected"
+
+
+class Fails(NGram):
+    spec = Spec(f"{__name__}:Fails", (1, 0), "raises", limits={"device": ANY}, options=OPTIONS)
+
+    def propose(self, ask):
+        raise RuntimeError("no idea")
+
+
+def test_a_drafter_that_raises_costs_its_drafts_and_nothing_else(pair, want, caplog):
+    with llm(pair, f"{__name__}:Fails", allow_targets=[__name__]) as engine:
+        assert answers(engine)[0] == want
+        stats = engine.stats()["speculation"]
+    assert stats["accepted"] == 0 and "no idea" in stats["failed"] and "no idea" in caplog.text
+
+
+class Counts(LogitBias):
+    """Forbids the token that was accepted last: its state comes token by token."""
+
+    reads = frozenset({"logit_bias"})
+    spec = Spec(f"{__name__}:Counts", (1, 0), "by commit", limits={"device": ANY})
+
+    def columns(self):
+        return {"last": Column(dtype="int64", fill=-1)}
+
+    def bind(self, params, prompt_len):
+        return Row() if params.logit_bias else None
+
+    def apply(self, logits, rows, state):
+        last = state["last"][rows.slots]
+        logits.scatter_add_(1, last.clamp(min=0)[:, None], torch.where(last >= 0, -torch.inf, 0.0)[:, None])
+
+    def commit(self, tokens, count, rows, state):
+        at = (count - 1).clamp(min=0).long()
+        new = tokens.gather(1, at[:, None])[:, 0]
+        state["last"][rows.slots] = torch.where(count > 0, new, state["last"][rows.slots])
+
+
+def test_rows_whose_processor_goes_token_by_token_do_not_speculate(pair):
+    target = f"{__name__}:Counts"
+    options = {"processors": ["penalties", target], "allow_targets": [__name__]}
+    params = [SamplingParams(temperature=0, max_tokens=30, logit_bias={1: 1.0}), SamplingParams(temperature=0)]
+    found = []
+    for drafter in ("none", "model"):
+        with llm(pair, drafter, **options) as engine:
+            outs = engine.generate([PROMPTS[0]] * 2, params, use_tqdm=False)
+            found.append([o.tokens for o in outs])
+    assert found[0] == found[1]
+    assert outs[0].metrics.drafted_tokens == 0 < outs[1].metrics.drafted_tokens
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_by_name(pair, tmp_path):
+    other, _, _ = tiny_dir(tmp_path / "other", vocab_size=77)
+    short, _, _ = tiny_dir(tmp_path / "short", max_position_embeddings=64)
+    with pytest.raises(ConfigError, match=r"other has vocab_size=77; want 61, as the model has"):
+        llm((pair[0], other), "model")
+    with pytest.raises(ConfigError, match=r"short has max_position_embeddings=64; want max_model_len=256"):
+        llm((pair[0], short), "model")
+
+
+def test_stop_strings_end_a_text_inside_a_step_with_several_tokens():
+    chat = [{"role": "user", "content": "Tell me a story about a fox."}]
+    found = []
+    for drafter in ("none", "model"):
+        with LLM("pocket", device="cpu", dtype="float32", drafter=drafter, speculate="always", max_num_seqs=2,
+                 num_kvcache_blocks=40, num_speculative_tokens=6) as engine:  # fmt: skip
+            params = SamplingParams(temperature=0, max_tokens=60, stop=[" the ", "fox "], logprobs=1)
+            (out,) = engine.chat(chat, params, use_tqdm=False)
+            pieces = list(engine.chat_stream(chat, params))
+            found.append((out.text, out.tokens, out.finish_reason, out.stop_reason, len(out.outputs[0].logprobs)))
+            assert "".join(p.delta for p in pieces) == out.text and pieces[-1].output.tokens == out.tokens
+    assert found[0] == found[1] and found[0][2] == "stop"
