@@ -137,7 +137,7 @@ class Graphs:
             return None
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
-        if tokens == rows and len(plan.samples) == rows:
+        if tokens == rows and len(plan.samples) == rows and not len(plan.draft):  # drafts have places of their own
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
             return self._unless_refused(GraphKey("decode", size, size, span))
         if not self.mixed or tokens > MOST_TOKENS or len(self.forwards) >= CAPTURES:
@@ -150,7 +150,7 @@ class Graphs:
 
     def asked(self, plan: StepPlan) -> tuple | None:
         """What the rows of a step ask of processors and sampler; None if that cannot be captured."""
-        if not len(plan.samples) or len(plan.held):
+        if not len(plan.samples) or len(plan.held) or len(plan.draft):
             return None
         slots = plan.slots[plan.samples]
         state = self.runner.state
