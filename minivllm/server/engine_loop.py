@@ -66,6 +66,7 @@ class EngineLoop:
         self.engine, self.link, self.ends = engine, link, ends
         self.live: dict[int, _Live] = {}
         self.stopping = False
+        self.turned = time.monotonic()  # when the last turn began
         self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
         self._waiting: list[Frame] = []
         self._compiling = Compiling(lambda asked: engine.grammars.compile(asked))
@@ -94,6 +95,7 @@ class EngineLoop:
 
     def turn(self, wait: float = 0.0) -> bool:
         """Commands, one step, one frame; False if the engine found nothing to do."""
+        self.turned = time.monotonic()
         self._waiting += self.link.receive(wait)
         begin = time.perf_counter()
         self._obey(begin + PATIENCE)

@@ -1,7 +1,7 @@
 """The engine in a process of its own: started by ``process_client`` with one end of a socket pair.
 
 It listens on nothing.  It ends when it is told to, when the socket or the life pipe closes (its parent is gone), or
-when the engine has died (status 7).  Ctrl-C and SIGTERM go to the parent, which decides what they mean.
+when the engine has died or hangs (status 7).  Ctrl-C and SIGTERM go to the parent, which decides what they mean.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,8 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
     link.send(describe(engine, resolved), {}, "ready")
     running.set()
     loop = EngineLoop(engine, link, ends=True)
+    stuck = opening[0].header["stuck_after"], threading.get_ident()
+    threading.Thread(target=_watch_loop, args=(loop, *stuck), daemon=True).start()
     loop.run()
     engine.stop()
     return 0 if loop.stopping else EngineDeadError.exit_code
@@ -141,6 +144,27 @@ def _watch_parent(life_fd: int, running: threading.Event) -> None:
     if running.is_set():
         time.sleep(GRACE)
     os._exit(EngineDeadError.exit_code)
+
+
+def _watch_loop(loop: Any, seconds: float, thread: int) -> None:
+    """End the process if a turn takes longer than that, and say where it hangs."""
+    while (silent := time.monotonic() - loop.turned) < seconds:
+        time.sleep(min(max(seconds - silent, 0.05), 1.0))
+    where = _plugin_in(sys._current_frames().get(thread))
+    print(f"minivllm: error: the engine has hung for {silent:.0f} s in {where}", file=sys.stderr, flush=True)
+    os._exit(EngineDeadError.exit_code)
+
+
+def _plugin_in(frame: FrameType | None) -> str:
+    """What the engine's core has called, and where that is now."""
+    at, called = frame, frame
+    while at is not None and not at.f_globals.get("__name__", "").startswith("minivllm.core."):
+        called, at = at, at.f_back
+    if frame is None or called is None:
+        return "code that Python does not see"
+    owner = type(called.f_locals["self"]).__name__ + "." if "self" in called.f_locals else ""
+    module = called.f_globals.get("__name__", "?")
+    return f"{module}:{owner}{called.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
 def loaded_to_json(loaded: Any) -> dict[str, Any]:

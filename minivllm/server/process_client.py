@@ -32,11 +32,12 @@ class ProcessClient(FrameClient):
     """``EngineClient`` over an engine in a child process.  One task reads its frames; it waits for no stream.
 
     The child ends with this process, however that ends: the write end of the life pipe is open here only.
+    ``stuck_after``: seconds that one step may take before the child ends itself and says which plug-in it hangs in.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, stuck_after: float = 120.0) -> None:
         super().__init__()
-        self._loaded = loaded
+        self._loaded, self._stuck_after = loaded, stuck_after
         self._child: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
@@ -86,7 +87,7 @@ class ProcessClient(FrameClient):
         self._ready = asyncio.get_running_loop().create_future()
         said = asyncio.create_task(self._listen())
         self._tasks = [said, asyncio.create_task(self._hear(reader, said))]
-        self._post(encode("open", loaded_to_json(self._loaded)))
+        self._post(encode("open", {**loaded_to_json(self._loaded), "stuck_after": self._stuck_after}))
         told = await self._ready
         self._folder = told["tokenizer"]
         return told
