@@ -346,6 +346,34 @@ class SamplingConformance(SpecConformance):
         assert seen["changed"], "no commit changes a column: what it hears is lost, or kept where no fork finds it"
 
     @since(1, 0)
+    def test_positions_of_one_row_are_served_together(self) -> None:
+        """With ``multi_position`` a step may hold a row and its drafts: several rows of one slot at consecutive
+        positions, each with the history up to its own.  They come out as one by one, with the tokens accepted."""
+        self.need("multi_position")
+        seen = Seen()
+
+        @self.for_all(30, st.data(), st.integers(0, 2**20))
+        def holds(data: Any, seed: int) -> None:
+            (s,), rng, k = self.sequences(data, 1), np.random.default_rng(seed), data.draw(st.integers(1, 4))
+            tokens = rng.choice([3, 5, *s.prompt[:3], self.vocab - 1], k)
+            logits = torch.stack([s.logits.roll(i) for i in range(k + 1)])
+            together, single = (Stage(self, 3, max_len=MAX_LEN + 8) for _ in range(2))
+            for stage in (together, single):
+                stage.join([1], [s])
+            start = int(together.position[1])
+            together.tokens[1, start : start + k] = torch.tensor(tokens, dtype=torch.int32)
+            together.ahead = np.arange(k + 1)
+            got = self.output(together, [1] * (k + 1), logits)
+            for i in range(k + 1):
+                want = self.output(single, [1], logits[i : i + 1])[0]
+                self._same(got[i], want, s, f"behind the drafts {tokens[:i].tolist()}, in one step with them, it")
+                if i < k:
+                    single.accept([1], [[int(tokens[i])]])
+            seen["drafts"] += k
+
+        seen.require(drafts=20)
+
+    @since(1, 0)
     def test_a_fork_goes_on_as_its_source(self) -> None:
         """A fork gets copies of the columns; then each goes its own way, as if it had been alone from the start."""
 

@@ -117,6 +117,7 @@ class Stage:
         rng = np.random.default_rng(garbage)
         shape = (slots, min(max_len, LONGEST) + 1)
         stale = rng.choice(STALE, shape) if garbage else np.zeros(shape)
+        self.ahead: Any = 0  # of each row: how many drafts stand between its slot's known tokens and its own
         self.tokens = torch.tensor(stale, dtype=torch.int32, device=self.device)
         self.position, self.prompt, self.seed, self.sample = (np.zeros(slots, np.int64) for _ in range(4))
         if garbage:
@@ -168,9 +169,10 @@ class Stage:
 
     def rows(self, slots: np.ndarray, variant: int, max_position: int = 0) -> Rows:
         to = lambda array: torch.tensor(array[slots], device=self.device)  # noqa: E731
+        at = self.position[slots] + self.ahead
         return Rows(
-            torch.tensor(slots, device=self.device), to(self.position), to(self.prompt), to(self.seed), to(self.sample),
-            variant, self.tokens, max_position or int(self.position[slots].max()),
+            torch.tensor(slots, device=self.device), torch.tensor(at, device=self.device), to(self.prompt),
+            to(self.seed), to(self.sample), variant, self.tokens, max_position or int(at.max()),
         )  # fmt: skip
 
     def variant(self, slots: np.ndarray) -> int:

@@ -21,6 +21,7 @@ FAULTS = {
     "CountsTwiceOnce": (COMMIT,),
     "CountsInAByte": (LONG,),
     "ForkForgets": ("test_a_fork_goes_on_as_its_source",),
+    "CountsAndClaims": ("test_positions_of_one_row_are_served_together",),
 }
 RIGHT = ("CountedFrequency",)
 
@@ -54,6 +55,12 @@ class CountedFrequency(Counter):
     """Right: state in a column, kept by commit."""
 
     spec = spec("CountedFrequency")
+
+
+class CountsAndClaims(Counter):
+    """Its count knows of no draft."""
+
+    spec = spec("CountsAndClaims", "multi_position")
 
 
 class CommitsRejected(Counter):

@@ -8,4 +8,5 @@ MY_PLUGIN = Spec(
     summary="makes tokens that came a short while ago less likely",
     options="my_plugin.options:Options",
     limits={"device": ANY},
+    features=frozenset({"multi_position"}),
 )
