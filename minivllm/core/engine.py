@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, suggest
+from minivllm.late_rows import Masks
 from minivllm.speculation.control import Speculation
 
 from .blocks import BlockPool
@@ -32,7 +33,6 @@ from .interfaces.evictor import EvictorContext
 from .interfaces.plan import STOP_IDS, LateInputs, StepPlan
 from .interfaces.scheduler import SchedulerContext
 from .interfaces.strategy import BranchEnd
-from .masks import Masks
 from .planner import Planner
 from .prompt_scores import check_logprobs
 from .publisher import Flight, Publisher

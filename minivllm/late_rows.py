@@ -13,11 +13,11 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .interfaces.grammar import Grammar
-    from .publisher import Flight
-    from .request import Seq
-    from .slots import Slots
-    from .timing import SeamTimes
+    from minivllm.core.interfaces.grammar import Grammar
+    from minivllm.core.publisher import Flight
+    from minivllm.core.request import Seq
+    from minivllm.core.slots import Slots
+    from minivllm.core.timing import SeamTimes
 
 
 class Masks:
