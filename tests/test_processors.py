@@ -1,5 +1,6 @@
 """What is particular to the built-in processors; the conformance kit tests the rest."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from minivllm.errors import RequestError
 from minivllm.frontend import with_token_ids
 from minivllm.plugins.processor.logit_bias import MAX_ENTRIES, LogitBias
 from minivllm.plugins.processor.penalties import Penalties
+from minivllm.server.client import params_to_json
 from minivllm.testing.processor import ProcessorConformance, standard_reference
 from minivllm.testing.sampling_rows import Seq, Stage
 from minivllm.testing.session import run
@@ -126,6 +128,19 @@ def test_words_are_banned_as_they_begin_a_text_and_after_a_space():
     for word in ("", "  ", "x" * 257, "\ud800"):
         with pytest.raises(RequestError, match="bad_words"):
             with_token_ids(SamplingParams(bad_words=[word]), tokenizer)
+
+
+def test_bans_and_schedules_reach_an_engine_elsewhere_and_functions_are_refused():
+    asked = dict(
+        bad_words=[[5, 6], (7,)], allowed_token_ids=range(9), no_repeat_ngram_size=3, typical_p=0.5, mirostat_eta=0.2,
+        temperature_schedule=dict(kind="linear", start=1.5, end=0.5, tokens=9),
+    )  # fmt: skip
+    wire = json.loads(json.dumps(params_to_json(SamplingParams(**asked))))
+    assert wire == {**asked, "bad_words": [[5, 6], [7]], "allowed_token_ids": list(range(9))}
+    assert params_to_json(SamplingParams.make(**wire)) == wire
+    with pytest.raises(RequestError, match="logits_processors") as e:
+        params_to_json(SamplingParams(logits_processors=[lambda ids, x: x]))
+    assert e.value.param == "logits_processors"
 
 
 def test_a_word_that_is_banned_is_not_written():

@@ -34,7 +34,8 @@ REFUSED = {
 # passed on where SamplingParams has them
 PASSED = {
     "allowed_token_ids", "bad_words", "prompt_logprobs", "use_beam_search", "beam_width", "length_penalty",
-    "repetition_detection",
+    "repetition_detection", "no_repeat_ngram_size", "temperature_schedule", "typical_p", "mirostat_tau",
+    "mirostat_eta",
 }  # fmt: skip
 
 

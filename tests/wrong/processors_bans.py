@@ -19,13 +19,13 @@ EXACT = "test_logits_are_those_of_the_float64_reference"
 STALE = "test_stale_history_and_other_slots_do_not_matter"
 BAD = "test_bad_values_are_refused_by_name"
 FAULTS = {
-    "WordsOfThePrompt": (EXACT,),
     "GramsOfTheOutput": (EXACT,),
     "StaleGrams": (EXACT, STALE),
     "StepsFromThePrompt": (EXACT,),
     "OneMore": (EXACT,),
     "AnyId": (BAD,),
     "SharedMask": (EXACT, "test_a_row_does_not_depend_on_the_rows_beside_it"),
+    "WordsOfThePrompt": (EXACT,),
 }
 RIGHT = ()
 

@@ -19,6 +19,7 @@ FAULTS = {
     "ForgetsMu": (PREEMPTED,),
     "LearnsFromTheDraw": (PREEMPTED,),
     "CountsNothing": (COMMIT,),
+    "LearnsAgain": (COMMIT,),
     "Likeliest": (LIMIT,),
     "HalfOfTheTarget": (LIMIT,),
 }
@@ -59,6 +60,17 @@ class CountsNothing(MirostatSampler):
 
     def commit(self, tokens, count, rows, state):
         super().commit(tokens, torch.ones_like(count), rows, state)
+
+
+class LearnsAgain(MirostatSampler):
+    """Takes the surprise of the token that was drawn for that of each one that is committed."""
+
+    spec = spec("LearnsAgain")
+
+    def commit(self, tokens, count, rows, state):
+        error = state["error"].clone()
+        super().commit(tokens, count, rows, state)
+        state["error"].copy_(error)
 
 
 class Likeliest(TypicalSampler):
