@@ -14,6 +14,6 @@ PARALLEL = Spec(
 )
 SINGLE = Spec(
     impl="minivllm.plugins.strategy.single:Single",
-    api=(1, 0),
+    api=(1, 1),
     summary="one sample",
 )
