@@ -239,3 +239,23 @@ def test_sequences_and_scores_are_those_of_transformers(family, seed):
             for o in out.outputs:
                 assert o.cumulative_logprob == pytest.approx(o.score * len(o.token_ids) ** penalty, rel=1e-6)
     assert ended, "the test has no power: nothing ended before its length"
+
+
+def test_stop_strings_end_beams_as_they_end_samples():
+    with LLM("pocket", max_num_seqs=8, max_num_batched_tokens=256, dtype="float32") as llm:
+        stop = "who"  # every story has it after a few words
+        for include in (False, True):
+            asked = dict(stop=[stop], include_stop_str_in_output=include, ignore_eos=True, max_tokens=24)
+            out = llm.generate(
+                "Once upon a time", SamplingParams(beam_width=3, n=3, early_stopping=True, **asked), use_tqdm=False
+            )[0]
+            ended = [o for o in out.outputs if o.finish_reason == "stop"]
+            assert ended, "the test has no power: no beam met the stop string"
+            for o in ended:
+                assert o.stop_reason == stop and o.text.endswith(stop) == include
+                assert (stop in o.text) == include
+            assert all(o.finish_reason == "length" and stop not in o.text for o in out.outputs if o not in ended)
+            greedy = SamplingParams(beam_width=1, **asked)
+            sample = SamplingParams(temperature=0, **asked)
+            a, b = (llm.generate("Once upon a time", p, use_tqdm=False)[0].outputs[0] for p in (greedy, sample))
+            assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 PROTECTED_AFTER = 8
 MIX = StepShape()
+NO_ROWS, NO_PROMPT = no_rows(), (no_rows(0, 2), 0)
 
 
 class Planner:
@@ -402,19 +403,21 @@ class Planner:
         samples = np.flatnonzero(mine | (after == s.known[slots])).astype(np.int32)
         drawn = slots[samples]
         late, host = s.late[drawn], s.host[drawn]
-        lane = s.lane[drawn] if host.any() else host
         s.known[drawn] += ~host
         s.goal[drawn] = s.known[drawn]
         s.ready[drawn] = ~(host | (ahead & s.speculates[drawn]))  # a late row's mask comes before it draws
         s.known[slots[mine]] = s.goal[slots[mine]] = after[mine] + 1  # at most: see Publisher._take_back
         s.drafting[slots[mine]] = True
-        prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else (no_rows(0, 2), 0)
+        chosen, held = np.flatnonzero(host).astype(np.int32), NO_ROWS
+        if len(chosen):
+            lane = s.lane[drawn[chosen]]
+            chosen, held = chosen[~lane], chosen[lane]
+        prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else NO_PROMPT
         self.step_id += 1
         return StepPlan(
             id=self.step_id, slots=slots, q_len=q_len, computed=computed, samples=samples,
             topk=int(s.topk[drawn].max(initial=-1)), late=np.flatnonzero(late & ~host).astype(np.int32),
-            host=np.flatnonzero(host & ~lane).astype(np.int32), held=np.flatnonzero(lane).astype(np.int32),
-            prompt=prompt, prompt_topk=most, draft=draft, delta=delta,
+            host=chosen, held=held, prompt=prompt, prompt_topk=most, draft=draft, delta=delta,
         )  # fmt: skip
 
     def _delta(self) -> Delta:
