@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 PROTECTED_AFTER = 8
 MIX = StepShape()
-NO_ROWS, NO_PROMPT = no_rows(), (no_rows(0, 2), 0)
+NO_PROMPT = (no_rows(0, 2), 0)
 
 
 class Planner:
@@ -308,8 +308,7 @@ class Planner:
         if len(s.free) - self.reserved < (1 + len(seq.branches) if lanes is None else lanes.width):
             return False
         most = seq.known if lanes is None or len(lanes.live) == 1 else lanes.common() + 1
-        if seq.request.prompt_topk >= 0:
-            most = 1  # a cached prefix has no log-probabilities
+        most = most if seq.request.prompt_topk < 0 else 1  # a cached prefix has no log-probabilities
         hit = self.cache.lookup(seq, most)
         protected = seq.preempted >= PROTECTED_AFTER and lanes is None
         upto = seq.request.end if protected else seq.known
@@ -408,16 +407,14 @@ class Planner:
         s.ready[drawn] = ~(host | (ahead & s.speculates[drawn]))  # a late row's mask comes before it draws
         s.known[slots[mine]] = s.goal[slots[mine]] = after[mine] + 1  # at most: see Publisher._take_back
         s.drafting[slots[mine]] = True
-        chosen, held = np.flatnonzero(host).astype(np.int32), NO_ROWS
-        if len(chosen):
-            lane = s.lane[drawn[chosen]]
-            chosen, held = chosen[~lane], chosen[lane]
+        chosen = np.flatnonzero(host).astype(np.int32)
+        lane = s.lane[drawn[chosen]]
         prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else NO_PROMPT
         self.step_id += 1
         return StepPlan(
             id=self.step_id, slots=slots, q_len=q_len, computed=computed, samples=samples,
             topk=int(s.topk[drawn].max(initial=-1)), late=np.flatnonzero(late & ~host).astype(np.int32),
-            host=chosen, held=held, prompt=prompt, prompt_topk=most, draft=draft, delta=delta,
+            host=chosen[~lane], held=chosen[lane], prompt=prompt, prompt_topk=most, draft=draft, delta=delta,
         )  # fmt: skip
 
     def _delta(self) -> Delta:
