@@ -257,7 +257,7 @@ class SchedulerConformance(SpecConformance):
         to its view; all requests end in a bounded number of turns, and no tokens but their own."""
         seen = Seen()
         machine = type("Machine", (EngineMachine,), {"policies": [self.make], "seen": seen})
-        self.run_machine(machine, 100, steps=30)
+        self.run_machine(machine, 200, steps=30)
         seen.require(**dict.fromkeys(HARD, 5), finished=100, victim=5)
 
     @since(1, 0)
