@@ -161,7 +161,7 @@ def test_every_route_but_health_needs_a_key(capsys):
     server = Running(keys=["secret-1", "secret-2"], admin=True)
     try:
         bare = httpx.Client(base_url=server.url, trust_env=False)
-        paths = {route.path: route.methods for route in server.app.api.routes}
+        paths = {route.path: route.methods for route in server.app.api.routes if hasattr(route, "methods")}
         open_to_all = set()
         for path, methods in paths.items():
             answer = bare.request(next(iter(methods)), path.replace("{model:path}", "x"))
