@@ -5,6 +5,7 @@ Guard ── keys, headers, ids, log ──► router ──► route(request, s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class Application:
         for path, route, method, body, kinds, codes in (*ROUTES, *(ADMIN if server.admin else ())):
             app.add_api_route(
                 path, self._endpoint(route), methods=[method], response_model=None, name=route.__name__,
-                response_class=Response, responses=_documented(kinds, codes), openapi_extra=_documented_body(body),
+                response_class=Response, responses=_documented(kinds, codes), openapi_extra=_documented_input(path, body),
             )  # fmt: skip
         for path, probe in (("/health", self.health), ("/ready", self.ready)):
             app.add_api_route(
@@ -160,9 +161,11 @@ def _documented(kinds: Iterable[str], codes: Iterable[int]) -> dict[int | str, d
     return answers | dict.fromkeys(sorted({400, 401, 405, 431, *codes}), bad)
 
 
-def _documented_body(body: Any) -> dict[str, Any] | None:
+def _documented_input(path: str, body: Any) -> dict[str, Any]:
     if body is None:
-        return None
+        names = re.findall(r"{(\w+)", path)
+        one = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        return {"parameters": [{"name": name, **one} for name in names]} if names else {}
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     inner = schema.pop("$defs", {})
     schema = _inline(schema, inner)

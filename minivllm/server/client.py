@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from minivllm.core.interfaces.plan import LogProbs
 from minivllm.core.request import SamplingParams, TokenLogprobs
 from minivllm.errors import EngineDeadError, RequestError
 
@@ -125,6 +126,7 @@ class FrameClient:
         wire = params_to_json(with_token_ids(params, self.tokenizer))
         number = next(self._numbers)
         stream = Stream(number, request_id, len(ids), params, self.tokenizer, self._drop, self._cut, self._read)
+        stream.prompt = ids
         accepted = asyncio.get_running_loop().create_future()
         header = {
             "number": number, "id": request_id, "params": wire, "arrival": stream.metrics.arrival_time,
@@ -227,6 +229,7 @@ class FrameClient:
             self._feed({**header, "errors": ()}, columns, ends=False)
             self._lost(header["dead"])
             return
+        self._score_prompts(columns)
         self._feed(header, columns)
         orders = dict(header.get("order", ()))
         if "done" in columns:
@@ -234,6 +237,23 @@ class FrameClient:
                 if (stream := self._streams.get(number)) is not None:
                     stream.finished(at, orders.get(number))
                     self._forget(stream)
+
+    def _score_prompts(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Log-probabilities of prompts to their streams, before the first piece of each."""
+        if "prompts" not in columns:
+            return
+        names = ("chosen", "rank", "top_ids", "top")
+        rest = [columns[f"prompt_{name}"] for name in names]
+        parts: dict[int, list[tuple[int, LogProbs]]] = {}
+        for number, first, count, best in columns["prompts"].reshape(-1, 4).tolist():
+            sizes = (count, count, count * best, count * best)
+            chosen, rank, ids, top = (column[:size] for column, size in zip(rest, sizes, strict=True))
+            rest = [column[size:] for column, size in zip(rest, sizes, strict=True)]
+            lp = LogProbs(chosen, rank, ids.reshape(count, best), top.reshape(count, best))
+            parts.setdefault(number, []).append((first, lp))
+        for number, found in parts.items():
+            if (stream := self._streams.get(number)) is not None:
+                stream.score_prompt(found)
 
     def _feed(self, header: Mapping[str, Any], columns: Mapping[str, np.ndarray], ends: bool = True) -> None:
         """The rows of a frame to their streams.  ``ends`` False: only what ended well, the rest is about to fail."""

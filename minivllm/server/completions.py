@@ -67,8 +67,6 @@ class Completion:
 
     def _score_prompt(self) -> None:
         """With echo, the log-probabilities of the prompt are wanted too."""
-        if "prompt_logprobs" not in {field.name for field in dataclasses.fields(self.params)}:
-            raise ApiError(400, "echo with logprobs needs prompt_logprobs, which this engine has not", "logprobs")
         self.params = dataclasses.replace(self.params, prompt_logprobs=self.top)
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
@@ -102,13 +100,15 @@ class Completion:
 
     async def chunks(self, answer: Answer) -> AsyncIterator[dict[str, Any]]:
         shapes = [self._shape(0) for _ in range(len(self.ids) * self.n)]
-        if self.body.echo:
-            for number, shape in enumerate(shapes):
-                at = number // self.n
-                shaped = shape and shape.shape(_scores(answer.streams[at]))
-                yield self._choice(number, self.echoed[at], shaped, None, None)
+        silent = set(range(len(shapes))) if self.body.echo else set()
         async for number, piece in answer.pieces():
             shape = shapes[number]
+            if number in silent:  # the prompt's scores are there once the first token is
+                silent.discard(number)
+                at = number // self.n
+                yield self._choice(
+                    number, self.echoed[at], shape and shape.shape(_scores(answer.streams[at])), None, None
+                )
             shaped = shape and shape.shape(piece.logprobs or ())
             choice = self._choice(number, piece.text, shaped, piece.finish_reason, piece.stop_reason)
             if self.body.return_token_ids:
@@ -137,5 +137,10 @@ class Completion:
         return choices
 
 
-def _scores(stream: Any) -> Any:
-    return getattr(stream, "prompt_logprobs", None) or ()
+def _scores(stream: Any) -> list[Any]:
+    """A row a token of the prompt; the token itself where it has no score."""
+    if stream.prompt_logprobs is None:
+        return []
+    return [
+        int(token) if row is None else row for token, row in zip(stream.prompt, stream.prompt_logprobs, strict=True)
+    ]

@@ -10,6 +10,8 @@ A frame has a column entry for each branch that got tokens or ended in this turn
     scored u8 [R]: the rows that come with log-probabilities; for each of their tokens, in order:
     chosen f32, rank i32, tops i32 (how many of the best follow), and for those top_ids i32, top f32
     first i64, first_at f64, cached i32    requests whose first token came
+    prompts i64 [4 P]: (stream, first position, tokens, best of each) of scored parts of prompts of these requests; and
+    prompt_chosen f32, prompt_rank i32, a token each, prompt_top_ids i32, prompt_top f32
     done i64, done_at f64                  requests that ended, which is said after their last rows
 
 and in its header what is rare: accepted and refused requests, errors, answers to questions, the engine's end.
@@ -208,6 +210,7 @@ class EngineLoop:
         self.top_ids: list[int] = []
         self.tops: list[float] = []
         self.firsts: list[tuple[int, float, int]] = []
+        self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
         self.dones: list[tuple[int, float]] = []
 
     def _sink(self, live: _Live) -> Callable[[Seq, list[int], tuple[str, Any] | None], None]:
@@ -218,6 +221,7 @@ class EngineLoop:
                 live.started = True
                 r = live.request
                 self.firsts.append((live.number, r.first_token or self.engine.now(), r.cached_tokens))
+                self.prompts += [(live.number, first, part) for first, part in r.prompt_parts]
             end, stop_id = 0, -1
             if ended is not None:
                 live.ended.add(seq.sample)
@@ -280,6 +284,12 @@ class EngineLoop:
             number, at, cached = zip(*self.firsts, strict=True)
             columns["first"], columns["first_at"] = np.array(number, np.int64), np.array(at, np.float64)
             columns["cached"] = np.array(cached, np.int32)
+        if self.prompts:
+            sizes = [(number, first, *part.top_ids.shape) for number, first, part in self.prompts]
+            columns["prompts"] = np.array(sizes, np.int64).ravel()
+            for name in ("chosen", "rank", "top_ids", "top"):
+                flat = np.concatenate([getattr(part, name).ravel() for _, _, part in self.prompts])
+                columns[f"prompt_{name}"] = flat.astype(np.float32 if name in ("chosen", "top") else np.int32)
         if self.dones:
             number, at = zip(*self.dones, strict=True)
             columns["done"], columns["done_at"] = np.array(number, np.int64), np.array(at, np.float64)
@@ -291,7 +301,6 @@ def _travels(params: SamplingParams) -> None:
     asked = {
         "best_of": params.width > params.n and params.beam_width is None,
         "stop": params.beam_width is not None and bool(params.stop),
-        "prompt_logprobs": params.prompt_logprobs is not None,
     }
     for name, there in asked.items():
         if there:

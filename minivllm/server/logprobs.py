@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from minivllm.text.outputs import Logprob
     from minivllm.text.tokenizer import Tokenizer
 
+NO_SCORE = (("token_logprobs", None), ("top_logprobs", None))
 LEAST = -9999.0  # JSON has no infinity; vLLM's value for it
 
 
@@ -22,6 +23,12 @@ class Speller:
 
     def text(self, token: int, entry: Logprob) -> str:
         return f"token_id:{token}" if self._as_ids else entry.decoded_token or ""
+
+    def alone(self, token: int) -> str:
+        """A token without a score."""
+        if self._as_ids or self._tokenizer is None:
+            return f"token_id:{token}"
+        return self._tokenizer.decode((token,), skip_special_tokens=False)
 
     def bytes(self, token: int, entry: Logprob) -> list[int]:
         """A token may be a part of a character: its text is then U+FFFD, its bytes say which part."""
@@ -63,11 +70,15 @@ class Completion:
     def __init__(self, top: int, speller: Speller, offset: int = 0) -> None:
         self._top, self._speller, self._offset = top, speller, offset
 
-    def shape(self, rows: Sequence[Mapping[int, Logprob] | None]) -> dict[str, Any]:
-        """A row is None for the first token of a prompt, which nothing came before."""
+    def shape(self, rows: Sequence[Mapping[int, Logprob] | int]) -> dict[str, Any]:
+        """A row is a token id where there is no score: the first of a prompt, which nothing came before."""
         out: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for row in rows:
-            if not row:
+            if isinstance(row, int):
+                text = self._speller.alone(row)
+                for name, value in (("text_offset", self._offset), ("tokens", text), *NO_SCORE):
+                    out[name].append(value)
+                self._offset += len(text)
                 continue
             token, entry = next(iter(row.items()))
             text = self._speller.unique(token, entry)

@@ -56,6 +56,8 @@ class Stream:
         self.prompt_tokens, self.cached_tokens = prompt_tokens, 0
         self.metrics = RequestMetrics(time.monotonic())
         self.order: list[int] | None = None
+        self.prompt: Sequence[int] = ()
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # there with the first piece, if asked for
         self.texts = [SequenceText(tokenizer, params, i) for i in range(params.n)]
         self.open = set(range(params.n))  # branches whose last piece is still to come
         self._drop, self._cut, self._read = drop, cut, read
@@ -145,6 +147,10 @@ class Stream:
         """The first token came, ``at`` seconds of ``time.monotonic``."""
         self.metrics.first_token_time, self.cached_tokens = at, cached_tokens
         self.metrics.cached_tokens = cached_tokens
+
+    def score_prompt(self, parts: Sequence[tuple[int, Any]]) -> None:
+        """(first position, plan.LogProbs) of the prompt."""
+        self.prompt_logprobs = self.texts[0].prompt_logprobs(self.prompt, parts)
 
     def finished(self, at: float, order: list[int] | None = None) -> None:
         """The request has ended in the engine."""

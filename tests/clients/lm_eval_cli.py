@@ -37,6 +37,7 @@ arguments = ",".join(
         f"model={os.environ['MODEL']}",
         f"base_url={os.environ['BASE_URL']}/v1/completions",
         "tokenizer_backend=remote",
+        f"auth_token={os.environ['API_KEY']}",
         "num_concurrent=4",
         "max_length=512",
     )
