@@ -80,7 +80,8 @@ class Application:
         for path, route, method, body, kinds, codes in (*ROUTES, *(ADMIN if server.admin else ())):
             app.add_api_route(
                 path, self._endpoint(route), methods=[method], response_model=None, name=route.__name__,
-                response_class=Response, responses=_documented(kinds, codes), openapi_extra=_documented_input(path, body),
+                response_class=Response, responses=_documented(kinds, codes),
+                openapi_extra=_documented_input(path, body),
             )  # fmt: skip
         for path, probe in (("/health", self.health), ("/ready", self.ready)):
             app.add_api_route(
