@@ -38,10 +38,12 @@ assert whole
 print("ok prompt")
 assert llm("-m", "mini", *options, "What is 2 + 3?") == whole
 print("ok stream")
-assert set(json.loads(llm("-m", "mini", "--no-stream", *options, "--schema", "total int, even bool", "Add."))) == {
-    "total",
-    "even",
-}
+schema = {
+    "type": "object", "required": ["total", "even"], "additionalProperties": False,
+    "properties": {"total": {"type": "integer", "minimum": 0, "maximum": 99}, "even": {"type": "boolean"}},
+}  # fmt: skip
+shaped = llm("-m", "mini", "--no-stream", *options, "--schema", json.dumps(schema), "Add.")
+assert set(json.loads(shaped)) == {"total", "even"}
 print("ok schema")
 assert llm("-m", "mini-text", *options, "The cat")
 print("ok completion")
