@@ -13,9 +13,8 @@ print("version schemathesis", version("schemathesis"))
 st = Path(sys.executable).with_name("st")
 done = subprocess.run(
     [st, "run", os.environ["BASE_URL"] + "/openapi.json", "--header", f"Authorization: Bearer {os.environ['API_KEY']}",
-     "--checks", "not_a_server_error,status_code_conformance,content_type_conformance", "--max-examples", "40", "--phases",
-     "examples,fuzzing,stateful",
-     "--request-timeout", "20", "--workers", "2", "--seed", "1",
+     "--checks", "not_a_server_error,status_code_conformance,content_type_conformance", "--max-examples", "40",
+     "--phases", "examples,fuzzing,stateful", "--request-timeout", "20", "--workers", "2", "--seed", "1",
      "--suppress-health-check", "all"],
     capture_output=True, text=True, timeout=580,
 )  # fmt: skip
