@@ -7,7 +7,7 @@ import os
 from importlib.metadata import version
 
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 print("version langchain-openai", version("langchain-openai"))
 llm = ChatOpenAI(
@@ -19,6 +19,7 @@ llm = ChatOpenAI(
 class Sum(BaseModel):
     """A sum."""
 
+    model_config = ConfigDict(extra="forbid")  # what a schema allows, a small model writes
     total: int = Field(ge=0, le=99)  # a small model writes digits for ever
 
 
