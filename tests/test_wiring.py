@@ -51,7 +51,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
     found = wire(model)
     assert [s.kind for s in found.selections] == [
         "executor", "model", "drafter", "quantizer", "kvformat", "attention", "evictor", "scheduler",
-        *["processor"] * len(PROCESSORS), "sampler", "strategy", "strategy", "strategy",
+        *["processor"] * len(PROCESSORS), "sampler", "strategy", "strategy", "strategy", "grammar",
     ]  # fmt: skip
     w = found.wiring
     assert {seam: part.target for seam, part in w.parts.items()} == {
@@ -62,7 +62,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
         "sampler": "minivllm.plugins.sampler.default:DefaultSampler",
         "drafter": "minivllm.plugins.drafter.none:NoDrafts",
     }
-    assert set(found.parts) == set(w.parts) | {"executor", "evictor", "scheduler"}
+    assert set(found.parts) == set(w.parts) | {"executor", "evictor", "scheduler", "grammar"}
     assert [p.name for p in w.processors] == [f"minivllm/{name}" for name in PROCESSORS]
     assert [p.name for p in found.strategies] == ["minivllm/single", "minivllm/parallel", "minivllm/beam"]
     assert (w.model_dir, w.device, w.dtype, w.block, w.max_model_len) == (model, "cpu", "float32", 16, 128)
