@@ -18,7 +18,7 @@ from plugin_helpers import install
 
 import minivllm
 from minivllm.cli import main, one_line
-from minivllm.cli_commands import read_prompts, result, write_stream
+from minivllm.cli.commands import read_prompts, result, write_stream
 from minivllm.errors import ConfigError, MinivllmError
 
 ROOT = Path(__file__).parents[1]

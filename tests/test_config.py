@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.config import PROCESSORS, SEAMS, EngineConfig, load_config
-from minivllm.config_files import parse_value
+from minivllm.config.files import parse_value
 from minivllm.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from minivllm import __version__
 from minivllm.config import load_config
-from minivllm.config_files import ConfigFile, read_chain, read_file
-from minivllm.config_lines import toml_lines
+from minivllm.config.files import ConfigFile, read_chain, read_file
+from minivllm.config.lines import toml_lines
 from minivllm.errors import ConfigError, PluginError
 
 
@@ -98,7 +98,7 @@ tree = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=4), tree, max_size=4))
 def test_the_lines_are_those_that_were_written(values):
-    from minivllm.config_show import toml_key, toml_value
+    from minivllm.config.show import toml_key, toml_value
 
     text = "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in values.items())
     lines = toml_lines(text)

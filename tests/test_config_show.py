@@ -14,9 +14,9 @@ from plugin_helpers import discover, point, write_package
 from minivllm import __version__
 from minivllm.cli import main
 from minivllm.config import EngineConfig, load_config
-from minivllm.config_files import read_file
-from minivllm.config_schema import config_schema
-from minivllm.config_show import leaves, to_toml
+from minivllm.config.files import read_file
+from minivllm.config.schema import config_schema
+from minivllm.config.show import leaves, to_toml
 from minivllm.errors import ConfigError
 
 if sys.version_info >= (3, 11):

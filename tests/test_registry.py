@@ -11,7 +11,7 @@ from plugin_helpers import discover, point, spec_text, write_package
 
 import minivllm
 from minivllm import discovery
-from minivllm.config_files import tomllib
+from minivllm.config.files import tomllib
 from minivllm.errors import PluginError
 from minivllm.plugins.specs import BUILTINS
 from minivllm.registry import (

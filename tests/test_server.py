@@ -357,7 +357,7 @@ def test_models_version_and_tokenizer_say_what_is_served(server):
 def test_the_page_lists_every_setting_with_its_default():
     from pathlib import Path
 
-    from minivllm.config_server import ServerConfig
+    from minivllm.config.server import ServerConfig
 
     page = (Path(__file__).parents[1] / "docs" / "server.md").read_text()
     for name, field in ServerConfig.model_fields.items():

@@ -79,7 +79,7 @@ def check_name(name: str) -> Names:
 
 def about(seam: str) -> dict[str, str]:
     """What a template says of itself: ``summary``, ``use`` and perhaps ``more`` for the pyproject.toml."""
-    from minivllm.config_files import tomllib
+    from minivllm.config.files import tomllib
 
     return tomllib.loads((TEMPLATES / seam / "about.toml").read_text(encoding="utf-8"))
 

@@ -25,7 +25,7 @@ from .protocol.completion import CompletionBody
 from .protocol.tokens import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
-    from minivllm.config_server import ServerConfig
+    from minivllm.config.server import ServerConfig
 
     from .generate import Service
 

@@ -24,7 +24,7 @@ from .protocol import common
 from .sse import DONE, EventStream, Gone, encode, supervise
 
 if TYPE_CHECKING:
-    from minivllm.config_server import ServerConfig
+    from minivllm.config.server import ServerConfig
     from minivllm.core.request import SamplingParams
 
     from .client import EngineClient, Piece, Stream

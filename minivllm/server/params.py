@@ -12,7 +12,7 @@ from .errors import ApiError
 from .tools import COMPACT
 
 if TYPE_CHECKING:
-    from minivllm.config_server import ServerConfig
+    from minivllm.config.server import ServerConfig
 
     from .client import EngineInfo
 

@@ -37,7 +37,7 @@ from .tokens import Tokens
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
-    from minivllm.config_server import ServerConfig
+    from minivllm.config.server import ServerConfig
 
     from .client import EngineClient
 
@@ -48,7 +48,7 @@ LOOK = 1.0  # seconds between looks at the engine
 
 def serve(args: argparse.Namespace) -> int:
     """The command.  Returns the exit code."""
-    from minivllm.cli_serve import load
+    from minivllm.cli.serve import load
 
     loaded = load(args)
     keys = list(args.api_key or ())

@@ -19,7 +19,7 @@ from . import errors, logs
 from .errors import ApiError
 
 if TYPE_CHECKING:
-    from minivllm.config_server import ServerConfig
+    from minivllm.config.server import ServerConfig
 
     from .limits import Door
 

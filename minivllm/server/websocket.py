@@ -37,7 +37,7 @@ from .protocol.completion import CompletionBody
 from .sse import Gone, supervise
 
 if TYPE_CHECKING:
-    from minivllm.config_server import ServerConfig
+    from minivllm.config.server import ServerConfig
 
 PROTOCOL = "minivllm"  # the subprotocol that the server answers with
 KEY = "key."  # what a subprotocol begins with that carries a key

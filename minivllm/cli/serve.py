@@ -34,7 +34,7 @@ ENGINE = (
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     """Add ``serve``.  ``command`` is that of ``minivllm.cli``."""
-    sub = command("serve", "cli_serve:serve", "Serve a model over HTTP, as OpenAI's clients expect it.", wiring)
+    sub = command("serve", "cli.serve:serve", "Serve a model over HTTP, as OpenAI's clients expect it.", wiring)
     sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     for name, kind, text in (*SERVER, *ENGINE):
         sub.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, default=None, help=text)
@@ -50,7 +50,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
 
 def load(args: argparse.Namespace) -> Loaded:
     """The configuration, flags laid over files."""
-    from minivllm.cli_commands import show_warnings
+    from minivllm.cli.commands import show_warnings
     from minivllm.config import load_config
 
     if args.positional is not None and args.model is not None:

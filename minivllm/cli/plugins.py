@@ -43,7 +43,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
     from minivllm.spec import KINDS
 
     text = "List, show and check the plug-ins that are installed; `plugins [SEAM]` is short for `plugins list [SEAM]`."
-    group = command("plugins", "cli_plugins:listing", text)
+    group = command("plugins", "cli.plugins:listing", text)
     verbs = group.add_subparsers(metavar="VERB", required=True, parser_class=type(group))
 
     def verb(name: str, run: str) -> argparse.ArgumentParser:
@@ -52,14 +52,14 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
         sub.set_defaults(run=f"minivllm.{run}")
         return sub
 
-    sub = verb("list", "cli_plugins:listing")
+    sub = verb("list", "cli.plugins:listing")
     sub.add_argument("seam", nargs="?", help="only those of this seam")
     sub.add_argument("--specs", action="store_true", help="import the specs of other packages too, for their summaries")
     sub.add_argument("--json", action="store_true", help="the same as JSON")
-    sub = verb("show", "cli_plugins:show")
+    sub = verb("show", "cli.plugins:show")
     sub.add_argument("name", help="name or package/name")
     sub.add_argument("--seam", help="if the name is one of several seams")
-    sub = verb("check", "cli_plugins:check")
+    sub = verb("check", "cli.plugins:check")
     sub.add_argument("names", nargs="*", metavar="name", help="name or package/name; default: all of other packages")
     sub.add_argument("--builtins", action="store_true", help="minivllm's own too")
     sub.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each (default 60)")
@@ -70,7 +70,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
     sub.add_argument("--dir", default=".", metavar="DIR", help="where to write its folder (default: here)")
 
     sub = command(
-        "explain", "cli_plugins:explain", "Say what would be wired, and why, without loading a model.", wiring
+        "explain", "cli.plugins:explain", "Say what would be wired, and why, without loading a model.", wiring
     )
     sub.add_argument("seam", nargs="?", help="only this seam")
     sub.add_argument("--all", action="store_true", help="look at every installed plug-in")
@@ -202,7 +202,7 @@ def check(args: argparse.Namespace) -> int:
 
 def explain(args: argparse.Namespace) -> int:
     """What would be wired, and why.  Where a choice fails, the choices before it and the reasons are shown."""
-    from minivllm.cli_commands import load
+    from minivllm.cli.commands import load
     from minivllm.explanation import explain_loaded
     from minivllm.hardware import prepare_environment
     from minivllm.spec import check_seam

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minivllm.config_lines import Place, toml_lines
+from minivllm.config.lines import Place, toml_lines
 from minivllm.errors import ConfigError
 
 if sys.version_info >= (3, 11):

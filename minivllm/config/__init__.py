@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from minivllm.config_base import Strict, refusal
-from minivllm.config_files import parse_value, read_chain
-from minivllm.config_layers import Layers, Shape, unalias
-from minivllm.config_requires import check_requirements
-from minivllm.config_server import ServerConfig
+from minivllm.config.base import Strict, refusal
+from minivllm.config.files import parse_value, read_chain
+from minivllm.config.layers import Layers, Shape, unalias
+from minivllm.config.requires import check_requirements
+from minivllm.config.server import ServerConfig
 from minivllm.errors import ConfigError, RequestError
 from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.validation import Fault, begins, source_of, sourced

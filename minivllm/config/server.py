@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from minivllm.config_base import Strict
+from minivllm.config.base import Strict
 
 
 class ServerConfig(Strict):

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm import cli_record
 from minivllm.cli import SAMPLING
+from minivllm.cli import record as recording
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError, suggest
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
 
     if logging.lastResort is not None:  # what hooks fail at is shown; the library leaves that to a program
         logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)
-    return LLM(config=loaded, record=cli_record.record_path(args, loaded))
+    return LLM(config=loaded, record=recording.record_path(args, loaded))
 
 
 def failure(message: str, engine: Any = None) -> MinivllmError:
@@ -163,13 +163,13 @@ def chat(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     loaded = load(args, [args.file])
-    record = cli_record.read_record(args.file)
+    record = recording.read_record(args.file)
     loaded, batches = workload(loaded, record, args.file)
     path = loaded.run.output
     if path:
         check_output(path)  # before the work, not after it; what is there stays until the results are
     if record is not None:
-        cli_record.check_recorded(record, loaded, args)
+        recording.check_recorded(record, loaded, args)
     outputs: list[Any] = []
     with open_llm(loaded, args) as llm:
         shows = sys.stderr.isatty()
@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
     where = path or "standard output"
     print(f"{len(outputs)} results to {where}: {tokens} tokens in {seconds:.1f} s", file=sys.stderr)
     if record is not None:
-        cli_record.tell_tokens(record, now, args.file)
+        recording.tell_tokens(record, now, args.file)
     failed = [output.error for output in outputs if output.error]
     if failed:
         print(f"minivllm: error: {len(failed)} of {len(outputs)} requests failed: {failed[0]}", file=sys.stderr)

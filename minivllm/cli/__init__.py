@@ -14,7 +14,9 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from minivllm import __version__, cli_bench, cli_config, cli_plugins, cli_record, cli_replay, cli_serve
+from minivllm import __version__
+from minivllm.cli import bench, config, plugins, replay, serve
+from minivllm.cli import record as recording
 from minivllm.errors import MinivllmError, ResourceError
 
 SAMPLING: tuple[tuple[str, Any, str], ...] = (
@@ -62,28 +64,28 @@ def make_parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=f"minivllm.{run}")
         return sub
 
-    record = cli_record.record_flag()
+    record = recording.record_flag()
     text = "Complete a prompt; the text streams to standard output."
-    sub = command("generate", "cli_commands:generate", text, wiring, sampling, record)
+    sub = command("generate", "cli.commands:generate", text, wiring, sampling, record)
     sub.add_argument("prompt", nargs="?", help="default: standard input")
     sub.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message, through the chat template"
     )
     text = "Talk to a chat model; an empty line or Ctrl-D ends."
-    sub = command("chat", "cli_commands:chat", text, wiring, sampling, record)
+    sub = command("chat", "cli.commands:chat", text, wiring, sampling, record)
     sub.add_argument("--system", help="a system message")
     text = "Run the prompts of an experiment file, or a recorded run again; results are JSON lines."
-    sub = command("run", "cli_commands:run", text, wiring, record)
+    sub = command("run", "cli.commands:run", text, wiring, record)
     sub.add_argument("file", help="TOML or YAML with a [run] table, or a run.json that --record wrote")
     sub.add_argument("--force", action="store_true", help="run again though sources or versions are not as recorded")
-    cli_record.add_commands(command)
-    cli_plugins.add_commands(command, wiring, common)
-    cli_config.add_commands(command, wiring, common)
-    cli_bench.add_commands(command, common, wiring, record)
-    cli_replay.add_commands(command)
-    cli_serve.add_commands(command, wiring)
+    recording.add_commands(command)
+    plugins.add_commands(command, wiring, common)
+    config.add_commands(command, wiring, common)
+    bench.add_commands(command, common, wiring, record)
+    replay.add_commands(command)
+    serve.add_commands(command, wiring)
     text = "Put a number on the quality of the model in the package."
-    sub = command("eval", "cli_commands:evaluate", text, wiring, record)
+    sub = command("eval", "cli.commands:evaluate", text, wiring, record)
     sub.add_argument("what", choices=["pocket"])
     sub.add_argument("-n", type=int, default=500, help="cases of each task (default 500)")
     sub.add_argument("--task", action="append", default=None, help="needle, copy, sums, json, story (default all)")
@@ -91,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(cli_plugins.with_verb(sys.argv[1:] if argv is None else argv))
+    args = make_parser().parse_args(plugins.with_verb(sys.argv[1:] if argv is None else argv))
     debug = getattr(args, "debug", False)
     try:
         module, _, function = args.run.partition(":")

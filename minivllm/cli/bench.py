@@ -12,12 +12,12 @@ from minivllm.errors import ConfigError, EngineDeadError
 
 
 def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
-    """Add ``bench`` and what it measures.  ``command`` and the ``parents`` of its flags are those of ``cli.py``."""
-    group = command("bench", "cli_bench:profile", "Measure what a configuration does on this machine.")
+    """Add ``bench`` and what it measures.  ``command`` and the ``parents`` of its flags are those of ``minivllm.cli``."""
+    group = command("bench", "cli.bench:profile", "Measure what a configuration does on this machine.")
     whats = group.add_subparsers(metavar="WHAT", required=True, parser_class=type(group))
     text = "Eager steps under torch's profiler: each seam's share of the device (on a CPU: of the CPU's time)."
     sub = whats.add_parser("profile", help=text, description=text, parents=parents)
-    sub.set_defaults(run="minivllm.cli_bench:profile")
+    sub.set_defaults(run="minivllm.cli.bench:profile")
     sub.add_argument("--batch-size", type=_count, default=8, metavar="N", help="requests at once (default 8)")
     sub.add_argument("--input-len", type=_count, default=128, metavar="N", help="tokens of a prompt (default 128)")
     sub.add_argument(
@@ -38,7 +38,7 @@ def _count(text: str) -> int:
 def profile(args: argparse.Namespace) -> int:
     """Prefill and decode apart, because they ask for different things."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own steps otherwise
-    from minivllm.cli_commands import check_output, load, open_llm
+    from minivllm.cli.commands import check_output, load, open_llm
 
     loaded = load(args)
     if args.trace:

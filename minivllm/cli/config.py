@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any
 from minivllm.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
-    from minivllm.config_show import Leaf
+    from minivllm.config.show import Leaf
     from minivllm.registry import Entry
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Add ``config`` and ``schema``.  ``command`` is that of ``minivllm.cli``."""
-    group = command("config", "cli_config:show", "Show what the layers of a configuration come to.")
+    group = command("config", "cli.config:show", "Show what the layers of a configuration come to.")
     verbs = group.add_subparsers(metavar="VERB", required=True, parser_class=type(group))
     text = "Every option with its value, as TOML that can be read again or as JSON."
     sub = verbs.add_parser("show", help=text, description=text, parents=[common, wiring])
-    sub.set_defaults(run="minivllm.cli_config:show")
+    sub.set_defaults(run="minivllm.cli.config:show")
     sub.add_argument("files", nargs="*", metavar="FILE", help="TOML or YAML, as with --config")
     sub.add_argument("--origin", action="store_true", help="where each value came from, and the version of a plug-in")
     sub.add_argument("--format", choices=["toml", "json"], default="toml", help="default toml")
     text = "Write a JSON Schema of configuration files over the plug-ins that are installed, for editors."
-    sub = command("schema", "cli_config:schema", text)
+    sub = command("schema", "cli.config:schema", text)
     sub.add_argument("-o", "--output", metavar="FILE", help="default standard output")
 
 
 def show(args: argparse.Namespace) -> int:
-    from minivllm.cli_commands import load
-    from minivllm.config_show import leaves, to_json, to_toml
+    from minivllm.cli.commands import load
+    from minivllm.config.show import leaves, to_json, to_toml
 
     loaded = load(args, args.files)
     plugin_of = installed(loaded.engine.allow_targets) if args.origin else None
@@ -80,7 +80,7 @@ def plugin_text(plugin: Any) -> str:
 
 
 def schema(args: argparse.Namespace) -> int:
-    from minivllm.config_schema import config_schema
+    from minivllm.config.schema import config_schema
     from minivllm.registry import Catalog
 
     text = json.dumps(config_schema(Catalog.discover()), indent=2) + "\n"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add_commands(command: Any) -> None:
     """Add ``replay``.  ``command`` is that of ``minivllm.cli``."""
     text = "Run a trace through the engine's scheduler and cache without a model, and compare configurations."
-    sub = command("replay", "cli_replay:replay", text)
+    sub = command("replay", "cli.replay:replay", text)
     sub.add_argument("trace", help="a .csv (Azure), a .jsonl (Mooncake), or synthetic:requests=5000,seed=0,...")
     sub.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; one run for each")
     sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")

@@ -23,7 +23,7 @@ from minivllm.config import (
     RequiresConfig,
     RunConfig,
 )  # fmt: skip
-from minivllm.config_server import ServerConfig
+from minivllm.config.server import ServerConfig
 from minivllm.errors import PluginError
 from minivllm.registry import Catalog, Entry, Registry
 from minivllm.spec import KINDS, OPTION_OF

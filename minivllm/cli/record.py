@@ -29,7 +29,7 @@ def record_flag() -> argparse.ArgumentParser:
 
 def add_commands(command: Any) -> None:
     """Add ``diff``.  ``command`` is that of ``minivllm.cli``."""
-    sub = command("diff", "cli_record:diff", "Say what differs between two recorded runs, first of all in one line.")
+    sub = command("diff", "cli.record:diff", "Say what differs between two recorded runs, first of all in one line.")
     sub.add_argument("a", metavar="A.JSON", help="a record of a run")
     sub.add_argument("b", metavar="B.JSON", help="another one")
     text = "fail (exit code 1) if anything else differs; 'nothing' if nothing may"
