@@ -49,7 +49,7 @@ class AsyncLLM:
         self._recorder = Recorder(self._loaded, record)
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
         self._recorder.begin(self.resolved, self.engine)
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="minivllm-engine", daemon=True)
@@ -143,7 +143,7 @@ class AsyncLLM:
         self._send(run)
         return await answer
 
-    def _send(self, job: Callable[[], None], late: bool = False) -> None:
+    def _send(self, job: Callable[[], object], late: bool = False) -> None:
         """Have the engine's thread do something.  ``late``: no matter if the engine has stopped meanwhile."""
         with self._wake:
             if self._stopping and late:

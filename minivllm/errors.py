@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
+from typing import Any
 
 
 class MinivllmError(Exception):
@@ -72,7 +74,7 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
-def suggest(word: str, known, cutoff: float = 0.6) -> str:
+def suggest(word: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
     """`` Did you mean 'x'?`` for the nearest known word, or nothing.  Used wherever a name is refused."""
     import difflib
 

@@ -191,7 +191,7 @@ class Tracked:
         metrics = RequestMetrics(r.arrival, r.first_token, r.finished, r.cached_tokens, r.drafted, r.accepted)
         scores = None
         if r.params.prompt_logprobs is not None:
-            scores = self.texts[0].prompt_logprobs(r.prompt, r.prompt_parts)
+            scores = self.texts[0].prompt_logprobs(r.prompt.tolist(), r.prompt_parts)
         return RequestOutput(r.id, r.text, r.prompt.tolist(), outputs, r.finished is not None, metrics, error, scores)
 
 

@@ -185,7 +185,7 @@ class LLM:
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """The steps so far, part by part, as a Chrome trace."""
-        self.engine.clock.chrome_trace(path)
+        self.engine.clock.chrome_trace(os.fspath(path))
 
     def check(self) -> None:
         """Walk every block table and every KV block; AssertionError names what does not add up.  MINIVLLM_CHECK=1 does

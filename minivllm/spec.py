@@ -269,8 +269,10 @@ def _installed(module: str) -> bool:
         top, *rest = module.split(".")
         spec = importlib.util.find_spec(top)
         for name in rest:
-            where = None if spec is None else spec.submodule_search_locations
-            spec = None if where is None else importlib.machinery.PathFinder.find_spec(f"{spec.name}.{name}", where)
+            if spec is None or spec.submodule_search_locations is None:
+                return False
+            where = spec.submodule_search_locations
+            spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{name}", where)
         return spec is not None
     except (ImportError, ValueError):
         return False

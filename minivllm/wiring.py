@@ -357,7 +357,7 @@ class _Fold:
         return part
 
     def _several(self, kind: str, choices: Sequence[Choice], known: Sequence[str]) -> list[Part]:
-        parts = []
+        parts: list[Part] = []
         for i, choice in enumerate(choices):
             at = f"{OPTION_OF.get(kind, kind)}.{i}"
             selection = self._select(kind, choice, known, at=at)

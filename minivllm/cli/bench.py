@@ -12,7 +12,7 @@ from minivllm.errors import ConfigError, EngineDeadError
 
 
 def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
-    """Add ``bench`` and what it measures.  ``command`` and the ``parents`` of its flags are those of ``minivllm.cli``."""
+    """Add ``bench`` and what it measures.  ``command`` and the ``parents`` of its flags are of ``minivllm.cli``."""
     group = command("bench", "cli.bench:profile", "Measure what a configuration does on this machine.")
     whats = group.add_subparsers(metavar="WHAT", required=True, parser_class=type(group))
     text = "Eager steps under torch's profiler: each seam's share of the device (on a CPU: of the CPU's time)."

@@ -81,7 +81,7 @@ Path_ = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, o
 class EngineConfig(Strict):
     """All options of the engine; names and defaults are vLLM's where it has them."""
 
-    config_version: Literal[1] = Field(CONFIG_VERSION, description="of the form of the file")
+    config_version: Literal[1] = Field(1, description="of the form of the file")
     model: Path_ = Field("pocket", min_length=1, description="a directory, a Hugging Face id, pocket or pocket-draft")
     tokenizer: Path_ | None = Field(None, description="where the tokenizer is, if not with the model")
     skip_tokenizer_init: bool = Field(False, description="token ids in, token ids out")

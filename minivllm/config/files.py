@@ -70,7 +70,7 @@ def read_file(path: str | os.PathLike[str], other: Other | None = None) -> Confi
     asked for what is neither TOML nor YAML."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
-        found = _record(path) if suffix == ".json" else None
+        found: Mapping[str, Any] | None = _record(path) if suffix == ".json" else None
         if found is None and other is not None:
             found = other(os.fspath(path))
         if found is None:

@@ -40,4 +40,5 @@ class ServerConfig(Strict):
     write_timeout: float = Field(30, gt=0, description="that a reader may take nothing before its request is aborted")
     request_timeout: float = Field(3600, gt=0, description="for a whole answer; later: 408, or an error in the stream")
     keep_alive: float = Field(15, gt=0, description="between comments in a stream that has nothing to say")
+    stuck_after: float = Field(120, gt=0, description="that a step of the engine may take; longer: it is ended, exit 7")
     drain_timeout: float = Field(30, ge=0, description="for running requests to end after SIGTERM")

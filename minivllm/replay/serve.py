@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from minivllm.core.engine import Engine
 from minivllm.core.interfaces.evictor import Evictor, EvictorContext
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
 from minivllm.core.interfaces.plan import LENGTH, StepPlan, StepResult
-from minivllm.core.interfaces.sampling import Row
+from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
 from minivllm.core.request import Request, SamplingParams
 from minivllm.core.timing import PARTS, StepClock
@@ -243,7 +243,7 @@ def _engine(device: Counting, sizes: Sizes, policy: Any, evictor: Any, steps: St
         seed=0, parts={"model": Part("minivllm/replay", "minivllm.replay.serve:Counting")},
     )  # fmt: skip
     engine = Engine(
-        wiring, device, device.start(wiring), policy, evictor, [("replay/none", NoSampler())],
+        wiring, device, device.start(wiring), policy, evictor, [("replay/none", cast(Processor, NoSampler()))],
         [("minivllm/single", Single(None))], prefix_caching=sizes.prefix, partial_hits=sizes.partial,
     )  # fmt: skip
     engine.now = lambda: steps.now

@@ -103,7 +103,7 @@ def _format(asked: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"json_object": True, **COMPACT}
     if kind == "json_schema":
-        inner = asked.get("json_schema")
+        inner: Any = asked.get("json_schema")
         _want(isinstance(inner, dict), "response_format.json_schema", "an object with name and schema")
         schema = inner.get("schema", inner.get("json_schema"))
         _want(isinstance(schema, dict), "response_format.json_schema.schema", "a JSON schema")
@@ -122,7 +122,7 @@ def structured(form: dict[str, Any]) -> dict[str, Any]:
     return form
 
 
-def _want(ok: bool, name: str, want: str) -> None:
+def _want(ok: Any, name: str, want: str) -> None:
     if not ok:
         raise ApiError(400, f"{name}: want {want}", name)
 

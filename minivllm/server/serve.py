@@ -78,7 +78,7 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
     """Serve until somebody says stop.  ResourceError if the address is taken; the engine's own errors at start."""
     server = loaded.server
     bound = bind(server)
-    client: EngineClient = ProcessClient(loaded)
+    client: EngineClient = ProcessClient(loaded, server.stuck_after)
     app = Application(server, keys)
     http = Http(app, server)
     stop = Stop()

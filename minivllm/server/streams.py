@@ -56,7 +56,7 @@ class Stream:
         self.prompt_tokens, self.cached_tokens = prompt_tokens, 0
         self.metrics = RequestMetrics(time.monotonic())
         self.order: list[int] | None = None
-        self.prompt: Sequence[int] = ()
+        self.prompt: Any = ()  # i32 [prompt_tokens]
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # there with the first piece, if asked for
         self.texts = [SequenceText(tokenizer, params, i) for i in range(params.n)]
         self.open = set(range(params.n))  # branches whose last piece is still to come

@@ -105,8 +105,9 @@ class Tokens:
             return [walk(inner) for inner in value] if isinstance(value, list) else value
 
         def render() -> str:
-            return tokenizer.apply_chat_template(
-                walk(messages), begin, tokenize=False, tools=walk(tools), variables=variables
+            shown = walk(messages), walk(tools)
+            return str(
+                tokenizer.apply_chat_template(shown[0], begin, tokenize=False, tools=shown[1], variables=variables)
             )
 
         text = render() if size < LONG else await asyncio.to_thread(render)

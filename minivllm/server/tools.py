@@ -220,10 +220,10 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
     if not isinstance(tools, list) or len(tools) > MOST:
         raise ApiError(400, f"tools: want a list of at most {MOST} functions", "tools")
     for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        ok = isinstance(function, dict) and isinstance(function.get("name"), str) and NAME.fullmatch(function["name"])
-        ok = ok and isinstance(function.get("parameters") or {}, dict)
-        if not ok:
+        function: Any = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        named = isinstance(name, str) and NAME.fullmatch(name)
+        if not named or not isinstance(function.get("parameters") or {}, dict):
             want = 'want {"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}'
             raise ApiError(400, f"tools[{number}]: {want}", "tools")
     names = [tool["function"]["name"] for tool in tools]

@@ -83,13 +83,14 @@ class Connection:
         door = self.service.door
         code = GOING
         try:
-            await asyncio.wait({writer, reader, door.ended}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (writer, reader):
-                if task.done():
-                    code = task.result()
+            watched: set[asyncio.Future[Any]] = {writer, reader, door.ended}
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            for side in (writer, reader):
+                if side.done():
+                    code = side.result()
         finally:
             self.ending = True
-            ending = [writer, reader, *self.running.values()]
+            ending: list[asyncio.Task[Any]] = [writer, reader, *self.running.values()]
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)

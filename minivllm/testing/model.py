@@ -7,7 +7,7 @@ as a Hugging Face directory and read back as the engine reads them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from minivllm.spec import ANY
 
 from .base import Seen, since
 from .harness import Harness, Seat, play, seats
+from .model_config import IGNORED, UNCHANGED, names, others, record
 from .spec import SpecConformance
 from .tiny import VARIANTS, edits, quiet, read_tensors, save, small_config, tiny_model, write_tensors
 
@@ -34,19 +35,6 @@ NEW_TOKENS = 32
 MUST_SERVE = ("mha", "mqa", "one layer", "three layers", "64 tokens", "tied")  # if the config class has the field
 # Their frequencies depend on how many tokens a step brings, so transformers itself does not give one answer.
 BY_LENGTH = ("rope dynamic", "rope longrope")
-IGNORED = {  # fields that no decoder here need read, and why
-    "architectures": "chooses the plug-in", "model_type": "chooses the plug-in", "transformers_version": "a note",
-    "name_or_path": "a note", "dtype": "read by the engine", "torch_dtype": "read by the engine",
-    "quantization_config": "read by the quantizer", "max_position_embeddings": "the engine's limit of a sequence",
-    "bos_token_id": "read by the tokenizer", "eos_token_id": "read by the engine", "pad_token_id": "no padding",
-    "sep_token_id": "of training", "initializer_range": "of training", "gradient_checkpointing": "of training",
-    "attention_dropout": "of training", "hidden_dropout": "of training", "resid_pdrop": "of training",
-    "embd_pdrop": "of training", "attn_pdrop": "of training", "residual_dropout": "of training",
-    "use_cache": "there is always a cache", "return_dict": "form of the output", "output_attentions": "not given out",
-    "output_hidden_states": "not given out", "problem_type": "of classifiers", "id2label": "of classifiers",
-    "label2id": "of classifiers", "is_encoder_decoder": "a decoder", "chunk_size_feed_forward": "saves memory only",
-}  # fmt: skip
-UNCHANGED = {"architectures", "model_type", "return_dict", "is_encoder_decoder"}  # of those, not ones to vary
 
 
 @dataclass(frozen=True)
@@ -157,7 +145,7 @@ class ModelConformance(SpecConformance):
                 wrong = self.difference(harness.chunked(1, PROMPT, cuts), case)
                 wrong = wrong and f"cut before {list(cuts)}: {wrong}"
         except ModelError as exc:
-            named = any(re.search(rf"\b{name}\b", str(exc)) for name in _names(values))
+            named = any(re.search(rf"\b{name}\b", str(exc)) for name in names(values))
             return ("refused", str(exc)) if named else ("wrong", f"refused without naming a field that is set: {exc}")
         except Exception as exc:
             return "wrong", f"raises {type(exc).__name__} where transformers computes logits; want ModelError: {exc}"
@@ -371,7 +359,7 @@ class ModelConformance(SpecConformance):
             fields = {k for k in vars(cfg) if not k.startswith("_")}
             stale = sorted(ignores - fields)
             assert not stale, f"{name}: traits ignores={stale}: the config has no such field"
-            read = _record(cfg)
+            read = record(cfg)
             self.harness(path, cfg=cfg)
             silent = sorted(fields - read - ignores - set(IGNORED))
             assert not silent, f"{name}: nobody reads {silent}: read, refuse, or name them in traits['ignores']"
@@ -382,11 +370,11 @@ class ModelConformance(SpecConformance):
         for name, cls in self.families().items():
             plain, seen, i = {k: v for k, v in vars(self.config(cls)).items() if k not in UNCHANGED}, Seen(), 0
             ropes = [v for k, v in self.variants().get("rope", {}).items() if k not in BY_LENGTH]
-            changes = [{k: new} for k, v in plain.items() for new in _others(v)]
+            changes = [{k: new} for k, v in plain.items() for new in others(v)]
             changes += [{**v, "rope_parameters": {**v["rope_parameters"], k: new}} for v in ropes
-                        for k, old in v.get("rope_parameters", {}).items() for new in _others(old)]  # fmt: skip
+                        for k, old in v.get("rope_parameters", {}).items() for new in others(old)]  # fmt: skip
             windows = self.variants().get("window", {}).values()
-            changes += [{**v, k: new} for v in windows for k, old in v.items() for new in _others(old)]
+            changes += [{**v, k: new} for v in windows for k, old in v.items() for new in others(old)]
             for values in changes:
                 if any(k.startswith("_") for k in values):
                     continue
@@ -419,33 +407,3 @@ def logits(hf: Any, tokens: Sequence[int]) -> Tensor:
     """float32 [tokens, V]."""
     with torch.inference_mode():
         return hf(torch.tensor([list(tokens)])).logits[0].float()
-
-
-def _names(values: Any) -> Iterator[str]:
-    """Names of fields, and of those inside of them."""
-    for key, value in values.items():
-        yield str(key)
-        if isinstance(value, Mapping):
-            yield from _names(value)
-
-
-def _others(value: Any) -> list[Any]:
-    """Values to try in place of one; none for what is no number."""
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, int):
-        return [value + 1, value * 2] if value else [1]
-    return [value * 1.5 + 0.05] if isinstance(value, float) else []
-
-
-def _record(cfg: Any) -> set[str]:
-    """The set that holds, from now on, the names of all attributes that are read of a config."""
-    cls: Any = type(cfg)
-    read: set[str] = set()
-
-    def recorder(self: Any, name: str) -> Any:
-        read.add(name)
-        return cls.__getattribute__(self, name)
-
-    cfg.__class__ = type(cls.__name__, (cls,), {"__getattribute__": recorder})
-    return read

@@ -19,12 +19,10 @@ from minivllm.core.request import PROCESSED, SamplingParams
 from minivllm.errors import RequestError
 
 from .base import Seen, since
+from .sampling_data import keywords_of, make_sequences
 from .sampling_rows import (
-    BANS,
-    DRAWS,
     GARBAGE,
     MAX_LEN,
-    PENALTIES,
     SCHEDULES,
     STANDARD,
     Seq,
@@ -32,7 +30,6 @@ from .sampling_rows import (
     captured,
     check_row,
     same_rows,
-    values_of,
     wrong_values,
 )  # fmt: skip
 from .spec import SpecConformance
@@ -80,40 +77,14 @@ class SamplingConformance(SpecConformance):
     def keywords(self, vocab: int) -> st.SearchStrategy[dict[str, Any]]:
         """Keywords of SamplingParams that the plug-in reads.  A bias does not come with penalties: which of them is
         first is not laid down."""
-        all_groups = (PENALTIES, ("logit_bias",), BANS, ("temperature_schedule",), (*DRAWS, "typical_p"))
-        groups = [[n for n in group if n in self.reads] for group in all_groups]
-        found = [st.fixed_dictionaries({}, optional={n: values_of(n, vocab) for n in g}) for g in groups if g]
-        if "mirostat_tau" in self.reads:  # it takes the place of the other limits
-            more = {"mirostat_eta": st.sampled_from([0.05, 0.5]), "temperature": st.sampled_from([0.4, 1.7])}
-            found.append(st.fixed_dictionaries({"mirostat_tau": values_of("mirostat_tau", vocab)}, optional=more))
-        own = list(self.params(vocab))
-        found += [st.sampled_from(own).map(dict)] if own else []
-        if not found and self.reads:
+        found = keywords_of(self.reads, self.params(vocab), vocab)
+        if found is None:
             pytest.skip(f"no values known of {', '.join(self.unknown())}: override params()")
-        return st.one_of(found) if found else st.just({})
+        return found
 
     def sequences(self, data: Any, n: int, vocab: int = 0) -> list[Seq]:
         """n sequences with parameters that the plug-in reads, tokens that repeat, and some logits of -inf and 0."""
-        vocab = vocab or self.vocab
-        rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-        out = []
-        for _ in range(n):
-            params = SamplingParams.make(**data.draw(self.keywords(vocab)))
-            favourites = [0, vocab - 1, *rng.integers(0, vocab, 3).tolist()]
-            length = data.draw(st.integers(1, MAX_LEN - 5))
-            tokens = np.where(rng.random(length) < 0.5, rng.choice(favourites, length), rng.integers(0, vocab, length))
-            words = [word[:-1] for word in params.bad_words or () if 1 < len(word) <= length]
-            if words and rng.random() < 0.7:  # or hardly any would come
-                word = words[rng.integers(len(words))]
-                tokens[length - len(word) :] = word
-            prompt = data.draw(st.integers(1, length))
-            logits = rng.normal(0, data.draw(st.sampled_from([0.3, 4.0])), vocab).astype(np.float32)
-            logits[rng.random(vocab) < 0.1] = 0.0
-            logits[1:][rng.random(vocab - 1) < 0.1] = -np.inf
-            ids = tuple(tokens.tolist())
-            seed, sample = int(rng.integers(-(2**62), 2**62)), int(rng.integers(0, 4))
-            out.append(Seq(params, ids[:prompt], ids[prompt:], torch.tensor(logits), seed, sample))
-        return out
+        return make_sequences(data, n, vocab or self.vocab, self.keywords)
 
     def alone(self, s: Seq, vocab: int = 0, **how: Any) -> Tensor:
         """The output of one sequence in an engine of its own."""

@@ -115,7 +115,7 @@ class IncrementalDetokenizer:
         if scheme.byte_level:
             self._bytes_of = scheme.bytes.__getitem__
             self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-            self.add, self.finish = self._add_bytes, self._finish_bytes
+            self.add, self.finish = self._add_bytes, self._finish_bytes  # type: ignore[method-assign]
         else:
             self._tokenizer, self._scheme, self._skip = tokenizer, scheme, skip
             self._window: list[int] = []  # ids with text; the first ``_settled`` have been given out

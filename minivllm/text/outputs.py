@@ -166,7 +166,8 @@ class SequenceText:
         self._most = None if params.logprobs == -1 else params.logprobs
         self._tokenizer, self._params = tokenizer, params
         self._pieces: list[str] = []
-        self._detokenizer = self._stops = None
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._stops: StopStrings | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
             if params.stop:
@@ -192,7 +193,7 @@ class SequenceText:
         shown = ids[:-1] if stop_token and not self._params.include_stop_str_in_output else ids
         text, stopped, used = "", None, len(ids)
         if self._stops is not None:
-            text, stopped, used = self._scan(ids, shown, final)
+            text, stopped, used = self._scan(self._stops, ids, shown, final)
         elif self._detokenizer is not None:
             text = self._detokenizer.add(shown)
             if final:
@@ -206,25 +207,27 @@ class SequenceText:
             self.finish_reason, self.stop_reason = "stop", stopped
         return Delta(text, stopped, used)
 
-    def _scan(self, ids: list[int], shown: list[int], final: bool) -> tuple[str, str | None, int]:
+    def _scan(self, stops: StopStrings, ids: list[int], shown: list[int], final: bool) -> tuple[str, str | None, int]:
         """Token by token, to know which one completed a stop string."""
         pieces, before, wanted = [], len(self.token_ids), self._params.min_tokens
+        assert self._detokenizer is not None
         for used, token_id in enumerate(shown, 1):
-            text, stopped = self._stops.push(self._detokenizer.add((token_id,)), before + used > wanted)
+            text, stopped = stops.push(self._detokenizer.add((token_id,)), before + used > wanted)
             pieces.append(text)
             if stopped is not None:
                 return "".join(pieces), stopped, used
         if final:
-            text, stopped = self._stops.push(self._detokenizer.finish(), before + len(ids) > wanted)
+            text, stopped = stops.push(self._detokenizer.finish(), before + len(ids) > wanted)
             pieces.append(text)
             if stopped is not None:
                 return "".join(pieces), stopped, len(ids)
-            pieces.append(self._stops.finish())
+            pieces.append(stops.finish())
         return "".join(pieces), None, len(ids)
 
     def _take(self, ids: list[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
         if not ids:
             return
+        assert self.logprobs is not None and self.cumulative_logprob is not None
         if logprobs is None or len(logprobs) < len(ids):
             raise ValueError(f"{len(ids)} tokens with {len(logprobs or ())} log-probabilities: want one each")
         for token_id, got in zip(ids, logprobs, strict=False):

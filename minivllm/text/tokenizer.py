@@ -158,7 +158,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
             texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
             text_only = all(isinstance(t, str) for t in texts)
             check(text_only, f'messages[{i}].content: only parts {{"type": "text", "text": ...}} are supported')
-            content = "\n".join(texts)
+            content = "\n".join(map(str, texts))
         without = content is None and bool(message.get("tool_calls"))
         check(isinstance(content, str) or without, f"messages[{i}].content: want a string")
         chat.append({**message, "role": role, "content": content})
@@ -183,7 +183,9 @@ def compile_template(source: str) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    def tojson(
+        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
         # jinja's own escapes HTML
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
