@@ -1,14 +1,18 @@
 """The process in which grammars are tried out: ``Helper`` is the engine's side, ``main`` the other.
 
 They talk in lines of JSON.  A grammar is compiled, and a few tokens are drawn with it, before the engine's own process
-looks at it; one that takes too long or too much memory, or that brings the library down, costs the helper its life.
+looks at it.  That happens in a child that the helper forks beforehand, as a library may take seconds to start: a
+grammar that takes too long or too much memory, or that brings the library down, costs the child its life and nobody
+else any time.  A plug-in that started threads cannot be forked; then the helper itself is killed and replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
+import os
 import select
 import signal
 import subprocess
@@ -26,7 +30,9 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.grammar import Grammar
 
 START = 60.0  # seconds that a process may take to start: importing a library may take some on a busy machine
+LEFT = 3  # the status of a child that was asked nothing any more
 DRAWS = 4  # tokens that are drawn with a new grammar
+GRACE = 5.0  # seconds beyond the limit after which a helper that should have ended its child is taken for stuck
 
 
 class Helper:
@@ -41,7 +47,7 @@ class Helper:
         }  # fmt: skip
         self._hello = json.dumps(hello).encode() + b"\n"
         self._process: subprocess.Popen | None = None
-        self._ready = False
+        self._ready = self._forks = False
 
     def start(self) -> None:
         """Start a process if there is none; returns at once."""
@@ -62,23 +68,30 @@ class Helper:
             self.start()
             try:
                 self._say_hello()
-                answer = self._ask(json.dumps(dataclasses.asdict(source)).encode() + b"\n", self.seconds)
+                line = json.dumps(dataclasses.asdict(source)).encode() + b"\n"
+                answer = self._ask(line, self.seconds + GRACE * self._forks)
                 break
             except TimeoutError:
                 self._kill()
-                raise ValueError(
-                    f"it takes more than {self.seconds:g} s to compile: simplify it, or raise grammar_compile_seconds"
-                ) from None
+                answer = {"ended": "time"}
+                break
             except OSError as e:
                 ready = self._ready
                 self._kill()
                 if ready:
-                    raise ValueError(
-                        f"it takes more than {self.megabytes} MB of memory to compile, or is more than the library can "
-                        "hold: simplify it, or raise grammar_compile_mb"
-                    ) from None
+                    answer = {"ended": "memory"}
+                    break
                 if not again:
                     raise ResourceError(f"the process that tries grammars out does not start: {e}") from e
+        if (ended := answer.get("ended")) == "time":
+            raise ValueError(
+                f"it takes more than {self.seconds:g} s to compile: simplify it, or raise grammar_compile_seconds"
+            )
+        if ended:
+            raise ValueError(
+                f"it takes more than {self.megabytes} MB of memory to compile, or is more than the library can "
+                "hold: simplify it, or raise grammar_compile_mb"
+            )
         if "error" in answer:
             raise ValueError(answer["error"])
 
@@ -92,7 +105,7 @@ class Helper:
         if "error" in answer:
             self._kill()
             raise ResourceError(f"the plug-in cannot be made in a process of its own: {answer['error']}")
-        self._ready = True
+        self._ready, self._forks = True, answer["forks"]
 
     def _ask(self, line: bytes, seconds: float) -> Any:
         """Send a line and read one.  TimeoutError; OSError if the process has died."""
@@ -136,30 +149,56 @@ def main() -> NoReturn:
     """Answer each line until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's; the end of its pipe ends this process
     hello = json.loads(sys.stdin.buffer.readline())
-    reply = sys.stdout.buffer
+    seconds, megabytes, forks = hello["seconds"], hello["megabytes"], False
     try:
         from minivllm.registry import build_part
 
         tokens = tuple(token.encode("latin-1") for token in hello["tokens"])
         ctx = GrammarContext(tokens, hello["vocab_size"], tuple(hello["eos_ids"]))
+        before = threads()
         plugin = build_part("grammar", Part(**hello["part"]), ctx)
-        limit_memory(hello["megabytes"])
-        answer: dict[str, Any] = {}
+        forks = threads() == before
+        if not forks:
+            limit_memory(megabytes)
+        gc.disable()  # a collection in a child would copy all pages that it looks at
+        answer: dict[str, Any] = {"forks": forks}
     except Exception as e:
         answer = {"error": f"{type(e).__name__}: {e}"}
+    say(answer)
     while True:
-        reply.write(json.dumps(answer).encode() + b"\n")
-        reply.flush()
+        if forks and (child := os.fork()):
+            status = os.waitpid(child, 0)[1]
+            if status and os.waitstatus_to_exitcode(status) == LEFT:
+                sys.exit(0)
+            if status:  # else it has answered
+                say({"ended": "time" if os.waitstatus_to_exitcode(status) == -signal.SIGALRM else "memory"})
+            continue
         line = sys.stdin.buffer.readline()
         if not line:
-            sys.exit(0)
-        signal.setitimer(signal.ITIMER_REAL, 4 * hello["seconds"])  # it ends itself if nobody is left to do it
+            os._exit(LEFT if forks else 0)
+        # SIGALRM ends a process whatever it is busy with; the helper itself if there is nobody left who would
+        signal.setitimer(signal.ITIMER_REAL, seconds if forks else 4 * seconds)
+        if forks:
+            limit_memory(megabytes)
+        answer = {}
         try:
             try_out(plugin, GrammarSource(**json.loads(line)))
-            answer = {}
         except ValueError as e:
             answer = {"error": str(e)}
         signal.setitimer(signal.ITIMER_REAL, 0)
+        say(answer)
+        if forks:
+            os._exit(0)
+
+
+def say(answer: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def threads() -> int:
+    """Of this process, those of libraries too."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def limit_memory(megabytes: int) -> None:
@@ -188,7 +227,8 @@ def try_out(plugin: Grammar, source: GrammarSource) -> None:
         if token in plugin.ctx.eos_ids:
             return
         if plugin.accept([matcher], [[token]])[0] != 1:
-            raise ValueError(f"token {token} is allowed and then refused: a fault of the library")
+            why = plugin.fill([matcher], mask, [0]).get(0)  # a limit of the library, say
+            raise ValueError(why or f"token {token} is allowed and then refused: a fault of the library")
 
 
 if __name__ == "__main__":

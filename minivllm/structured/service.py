@@ -3,8 +3,8 @@
     any thread ──compile──► kept? ──no──► helper process: time, memory ──passed──► the plug-in, in this process ──► kept
                               └──yes──────────────────────────────────────────────────────────────────────────────►
 
-A grammar that is too much for the limits harms the helper only, which is killed and replaced.  What was refused is
-refused again at once.
+A grammar that is too much for the limits harms the helper or its child only, which is killed and replaced.  What was
+refused is refused again at once.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
-from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join, StepPlan, StepResult
+from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join, StepPlan, StepResult, with_drafts
 from minivllm.core.request import SamplingParams
 from minivllm.loading.build import make_processors
 
@@ -92,19 +92,37 @@ class Driver:
         self.known[slot] += 1
 
     def plan(
-        self, rows: Mapping[int, int], late: Sequence[int] = (), host: Sequence[int] = (), topk: int = -1
-    ) -> StepPlan:
-        """``rows``: slot -> tokens; ``late`` and ``host``: slots.  A row that reaches what is known draws."""
-        slots = np.array(sorted(rows, key=lambda s: rows[s] != 1), np.int32)
+        self, rows: Mapping[int, int], late: Sequence[int] = (), host: Sequence[int] = (), topk: int = -1,
+        held: Sequence[int] = (), prompt: Mapping[int, int] | None = None, prompt_topk: int = 0,
+        drafts: Mapping[int, int] | None = None,
+    ) -> StepPlan:  # fmt: skip
+        """``rows``: slot -> tokens; ``late``, ``host`` and ``held``: slots; ``prompt``: slot -> tokens that are scored;
+        ``drafts``: slot -> drafts behind its newest token.  A row that reaches what is known draws."""
+        drafts = drafts or {}
+        slots = np.array(sorted(rows, key=lambda s: 2 * (rows[s] != 1) + (s in drafts)), np.int32)
+        draft = np.empty(0, np.int32)
+        if drafts:
+            slots, _, draft = with_drafts(slots, np.array([drafts.get(s, 0) for s in slots.tolist()]))
         q_len = np.array([rows[s] for s in slots.tolist()], np.int32)
-        computed = self.computed[slots]
-        self.computed[slots] = after = computed + q_len
-        samples = np.flatnonzero(after == self.known[slots]).astype(np.int32)
+        computed = self.computed[slots] + (draft if drafts else 0)
+        self.computed[list(rows)] += np.array(list(rows.values()), np.int32)
+        samples = np.flatnonzero(self.computed[slots] == self.known[slots]).astype(np.int32)
         drawn = slots[samples].tolist()
         at = lambda chosen: np.array([i for i, s in enumerate(drawn) if s in chosen], np.int32)  # noqa: E731
-        self.known[[s for s in drawn if s not in host]] += 1
+        self.known[[s for s in set(drawn) if s not in (*host, *held)]] += 1
         self.steps += 1
-        return StepPlan(self.steps, slots, q_len, computed, samples, topk, at(late), at(host), delta=self._delta())
+        scored = [(i, prompt[s]) for i, s in enumerate(slots.tolist()) if prompt and s in prompt]
+        return StepPlan(
+            self.steps, slots, q_len, computed.astype(np.int32), samples, topk, at(late), at(host), at(held),
+            np.array(scored, np.int32).reshape(-1, 2), prompt_topk, draft, delta=self._delta(),
+        )  # fmt: skip
+
+    def drafted(self, slot: int, result: StepResult) -> int:
+        """How many tokens a row with drafts got, which from now on are known."""
+        n = int(result.count[result.slots == slot].sum())
+        self.known[slot] += n - 1
+        self.computed[slot] += n - 1
+        return n
 
     def submit(self, rows: Mapping[int, int], **more: Any) -> StepPlan:
         plan = self.plan(rows, **more)

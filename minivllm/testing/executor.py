@@ -42,13 +42,13 @@ from .driver import (
     tiny,
 )
 from .executor_engine import check_greedy, check_random, reference
+from .executor_rows import ExecutorRows
 from .faulty import FATAL_CHUNK, TARGETS
-from .spec import SpecConformance
 
 BUDGET, BLOCKS = 64, 200
 
 
-class ExecutorConformance(SpecConformance):
+class ExecutorConformance(ExecutorRows):
     """Override ``sizes`` if this machine cannot hold a claimed ``tensor_parallel_size``."""
 
     kind = "executor"

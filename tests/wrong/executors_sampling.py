@@ -14,6 +14,9 @@ from .executors import Edited
 SEAM = "executor"
 HOST = "test_a_host_row_gives_its_logits_and_takes_its_token_later"
 ENGINE = "test_the_engine_serves_with_it"
+HELD = "test_a_held_row_draws_nothing_and_gives_its_logprobs"
+PROMPT = "test_prompt_logprobs_come_with_the_chunks_that_compute_them"
+DRAFTS = "test_steps_with_drafts_give_the_tokens_of_steps_without"
 LOGPROBS = "test_logprobs_come_if_they_are_asked_for"
 FAULTS = {
     "SeedsInHalf": (ENGINE,),
@@ -23,6 +26,12 @@ FAULTS = {
     "NoLogprobs": (ENGINE, LOGPROBS),
     "LogprobsAlways": (LOGPROBS, HOST),
     "LogprobsByAnotherRow": (LOGPROBS,),
+    "HeldRowsDraw": (HELD,),
+    "NoPromptScores": (PROMPT,),
+    "PromptScoresOneLater": (PROMPT,),
+    "DraftsAlwaysHold": (DRAFTS,),
+    "OneDraftToken": (DRAFTS,),
+    "ForgetsDrafted": (DRAFTS,),
 }
 RIGHT = ()
 
@@ -103,3 +112,51 @@ class LogprobsByAnotherRow(Edited):
         if lp is None:
             return result
         return replace(result, logprobs=replace(lp, chosen=lp.chosen[::-1], top=lp.top[::-1]))
+
+
+class HeldRowsDraw(Local):
+    spec = spec("HeldRowsDraw")
+
+    def submit(self, plan):
+        super().submit(replace(plan, held=plan.held[:0]))
+
+
+class NoPromptScores(Edited):
+    spec = spec("NoPromptScores")
+
+    def edit(self, result):
+        return replace(result, prompt=None)
+
+
+class PromptScoresOneLater(Edited):
+    """Of the token before the one that is asked for."""
+
+    spec = spec("PromptScoresOneLater")
+
+    def edit(self, result):
+        lp = result.prompt
+        return result if lp is None else replace(result, prompt=replace(lp, chosen=np.roll(lp.chosen, 1)))
+
+
+class DraftsAlwaysHold(Edited):
+    spec = spec("DraftsAlwaysHold")
+
+    def edit(self, result):
+        return replace(result, count=np.ones_like(result.count)) if len(result.drafted) else result
+
+
+class OneDraftToken(Edited):
+    """A step gives a row one token, as ever."""
+
+    spec = spec("OneDraftToken")
+
+    def edit(self, result):
+        first = np.unique(result.slots, return_index=True)[1]
+        return replace(result, count=np.where(np.isin(np.arange(len(result.slots)), first), result.count, 0))
+
+
+class ForgetsDrafted(Edited):
+    spec = spec("ForgetsDrafted")
+
+    def edit(self, result):
+        return replace(result, drafted=result.drafted[:0])

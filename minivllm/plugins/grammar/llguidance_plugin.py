@@ -23,6 +23,7 @@ MOST_WHITESPACE = 40  # between two tokens of JSON: who may write more of it can
 MOST = 300  # characters of a message
 NOTHING = "no text that fits begins like this"
 QUOTED = re.compile(r"\d+ \|")
+ITEMS = 20_000  # of the Earley parser at one place: each option of a ``choice`` is one, each optional property four
 BYTES = 64 << 10  # of a small grammar with its lexer, as measured; what a text of n bytes adds is taken as 64 n
 
 
@@ -56,7 +57,7 @@ class LLGuidance(Grammar):
         )  # fmt: skip
         threads = getattr(options, "threads", 0) or ctx.threads
         self._threads = llguidance.LLExecutor(threads) if threads > 1 else None
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(max_items_in_row=ITEMS, verbose_errors=False)
         self._eos = frozenset(ctx.eos_ids)
 
     def compile(self, source: GrammarSource) -> Compiled:
