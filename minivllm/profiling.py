@@ -7,7 +7,9 @@ several seams counts for the one that starts it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 PREFIX = "seam "
 OTHER = "engine"  # columns, gathers, copies: what no plug-in does
-UNKNOWN = "unknown"
+UNKNOWN = "unknown"  # its launch is not in the profile
+CALL = re.compile(r"(cu|cuda|hip)[A-Z]")  # of the runtime or the driver: cudaLaunchKernel, cuLaunchKernelEx ...
 
 
 class SeamProfile:
@@ -71,26 +74,55 @@ class SeamProfile:
                 self._profile.export_chrome_trace(trace)
             except OSError as exc:
                 raise RequestError(f"{trace}: {exc.strerror}") from None
-        return shares(self._profile.events(), self.cuda)
+        if self.cuda:
+            return device_shares(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
+        return cpu_shares(self._profile.events())
 
 
-def shares(events: Any, cuda: bool) -> dict[str, float]:
-    """Milliseconds of a profile by the innermost label round each event.  On a CPU what has no label round it is left
-    out; on CUDA nothing that ran on the device is: ``UNKNOWN`` has what torch ties to no call on the host."""
+def cpu_shares(events: Any) -> dict[str, float]:
+    """Milliseconds of the thread that computes, by the innermost label round each operator.  What has no label round it
+    is left out."""
     spent: dict[str, float] = {}
-    whole = 0.0
     for event in events:
-        if event.device_type != DeviceType.CPU:
-            whole += 0.0 if event.is_user_annotation else event.time_range.elapsed_us() / 1e3
-            continue
-        us = event.self_device_time_total if cuda else event.self_cpu_time_total
         label = _seam_of(event)
-        if label is None and cuda:
-            label = OTHER
-        if label is not None and us:
-            spent[label] = spent.get(label, 0.0) + us / 1e3
-    unknown = whole - sum(spent.values()) if cuda else 0.0
-    return {**spent, UNKNOWN: unknown} if unknown > 0.001 * whole else spent
+        if label is not None and event.self_cpu_time_total:
+            spent[label] = spent.get(label, 0.0) + event.self_cpu_time_total / 1e3
+    return spent
+
+
+def device_shares(events: Iterable[Any]) -> dict[str, float]:
+    """Milliseconds of the device, by the innermost label that stood when a kernel or a copy was launched.  ``events``
+    are those of Kineto: it ties a kernel to the call of the runtime or the driver that launched it by a correlation
+    number, whoever made the call; torch's own events know only the launches of its operators, not Triton's."""
+    labels: list[tuple[int, int, str]] = []
+    launched: dict[int, int] = {}
+    device: list[tuple[int, float]] = []
+    for event in events:
+        name = event.name()
+        if event.device_type() != DeviceType.CPU:
+            if not (event.is_user_annotation() or name.startswith(PREFIX)):
+                device.append((event.correlation_id(), event.duration_ns() / 1e6))
+        elif name.startswith(PREFIX):
+            labels.append((event.start_ns(), event.start_ns() + event.duration_ns(), name.removeprefix(PREFIX)))
+        elif CALL.match(name):
+            launched[event.correlation_id()] = event.start_ns()
+    spent: dict[str, float] = {}
+    labels.sort()
+    starts = [start for start, _, _ in labels]
+    for correlation, ms in device:
+        label = UNKNOWN
+        if correlation in launched:
+            label = _innermost(labels, starts, launched[correlation])
+        spent[label] = spent.get(label, 0.0) + ms
+    return spent
+
+
+def _innermost(labels: list[tuple[int, int, str]], starts: list[int], at: int) -> str:
+    """The label that began last of those that stand at ``at``: labels of one thread nest."""
+    for i in range(bisect_right(starts, at) - 1, -1, -1):
+        if labels[i][1] >= at:
+            return labels[i][2]
+    return OTHER
 
 
 def _seam_of(event: Any) -> str | None:

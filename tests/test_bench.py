@@ -7,12 +7,13 @@ import json
 import pytest
 import torch
 from plugin_helpers import write_package
+from torch.autograd import DeviceType
 
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
 from minivllm.core.interfaces.quantizer import WeightScheme
 from minivllm.errors import RequestError
-from minivllm.profiling import schemes
+from minivllm.profiling import device_shares, schemes
 
 package = pytest.fixture(write_package)
 
@@ -120,3 +121,32 @@ def test_every_weight_of_a_model_is_found_once():
         layers = llm.resolved.hf_config.num_hidden_layers
         assert len(found) == len({id(s) for s in found}) >= 4 * layers  # qkv, o, gate and up, down
         assert all(isinstance(s.tensors["weight"], torch.Tensor) for s in found)
+
+
+class _Event:
+    """As Kineto's events answer."""
+
+    def __init__(self, name, start, us, correlation=0, device=DeviceType.CPU, annotation=False):
+        self.name, self.start_ns, self.duration_ns = (lambda: name), (lambda: start * 1000), (lambda: us * 1000)
+        self.correlation_id, self.device_type = (lambda: correlation), (lambda: device)
+        self.is_user_annotation = lambda: annotation
+
+
+def test_a_kernel_counts_for_the_innermost_label_at_its_launch_whoever_launched_it():
+    gpu = dict(device=DeviceType.CUDA)
+    events = [
+        _Event("seam model", 0, 100),
+        _Event("seam attention", 20, 30),
+        _Event("aten::mm", 5, 3, correlation=2),  # operators are numbered too, from one on
+        _Event("cudaLaunchKernel", 6, 1, correlation=1),
+        _Event("cuLaunchKernelEx", 25, 1, correlation=2),
+        _Event("cudaLaunchKernelExC", 60, 1, correlation=3),
+        _Event("cudaMemcpyAsync", 110, 1, correlation=4),
+        _Event("gemm", 200, 1000, correlation=1, **gpu),
+        _Event("_decode", 1300, 2000, correlation=2, **gpu),
+        _Event("_silu_mul", 3300, 4000, correlation=3, **gpu),
+        _Event("Memcpy HtoD", 7300, 8000, correlation=4, **gpu),
+        _Event("lost", 16000, 16000, correlation=9, **gpu),
+        _Event("seam model", 200, 9000, annotation=True, **gpu),
+    ]
+    assert device_shares(events) == {"model": 5.0, "attention": 2.0, "engine": 8.0, "unknown": 16.0}
