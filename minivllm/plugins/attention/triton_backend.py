@@ -14,13 +14,10 @@ from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, Attn
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
 from minivllm.errors import PluginError
 
-from .triton_decode import decode, in_float32, longest_first, power
+from .triton_decode import Work, deal, decode, in_float32
 from .triton_prefill import make_tiles, prefill, tile_lines, tiles_on_device
 from .triton_write import fits, write
 
-PROGRAMS = 4 * 132  # of the decode kernel that keep an H200's memory busy
-SPLIT_TOKENS = 256  # least context that is worth a program of its own
-MAX_SPLITS = 64
 FIXED_LINES = 64  # of a tile of queries if results must not depend on the batch
 EAGER = GraphKey()
 
@@ -71,54 +68,30 @@ class Triton(AttentionBackend):
             return
         rows, mixed = meta.decode_rows, meta.work.get("key", EAGER).kind == "mixed"
         if rows:
-            splits = self._splits(meta, layer, rows)
-            scratch = self._partials(meta, rows * layer.spec.heads * splits, layer.spec.dim_v) if splits > 1 else None
-            order = self._order(meta, layer.group, rows) if splits == 1 and rows > 1 else None
-            decode(layer, q, meta, out, lse, rows, splits, scratch, mixed, order)
+            decode(layer, q, meta, out, lse, self._work(meta, layer, rows, mixed, in_float32(q)))
         if mixed or rows < len(meta.host_q_len):
             prefill(layer, q, meta, out, lse, self._tiles(meta, layer.spec, q))
 
-    def _splits(self, meta: AttnMeta, layer: AttnLayer, rows: int) -> int:
-        """Parts that a context is cut into: enough programs for the device, none with too little to do."""
-        key = ("splits", layer.group, layer.spec.kv_heads)
-        found = meta.work.get(key)
-        if found is None:
-            longest = int(meta.host_kv_len[layer.group][:rows].max())
-            if layer.spec.window is not None:
-                longest = min(longest, layer.spec.window)
-            useful = power(-(-longest // SPLIT_TOKENS))
-            wanted = power(-(-PROGRAMS // (rows * layer.spec.kv_heads)))
-            found = meta.work[key] = (
-                1 if rows * layer.spec.kv_heads >= 128 and longest <= 8192 else min(wanted, useful, MAX_SPLITS)
-            )
-        return found
-
-    def _order(self, meta: AttnMeta, group: int, rows: int) -> Tensor:
-        found = meta.work.get(("order", group))
-        if found is None:
-            found = meta.work["order", group] = longest_first(meta.kv_len[group], rows)
-        return found
-
-    def _partials(self, meta: AttnMeta, n: int, dim: int) -> tuple[Tensor, Tensor]:
-        """Scratch for n partial sums; the layers of a step, which run one after another, share it."""
-        found = meta.work.get(("partials", n, dim))
-        if found is None:
-            make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=meta.table.device)  # noqa: E731
-            found = meta.work["partials", n, dim] = (make(n, dim), make(n, 2))
-        return found
+    def _work(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> Work:
+        spec = layer.spec
+        key = ("work", layer.group, spec.window, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
+        if key not in meta.work:
+            group, longest = layer.group, int(meta.host_kv_len[layer.group][:rows].max())
+            meta.work[key] = deal(spec, meta.kv_len[group], meta.q_len, meta.slots, rows, longest, mixed, exact)
+        return meta.work[key]
 
     def _tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> tuple[Tensor, Tensor, int]:
         group = spec.heads // spec.kv_heads
-        key = ("tiles", group, spec.dim_qk)
+        key = ("tiles", group)
         found = meta.work.get(key)
         captured = meta.work.get("key", EAGER)
         if found is None and captured.kind == "mixed":
-            lines = tile_lines(group, spec.dim_qk, captured.tokens, in_float32(q))
+            lines = tile_lines(group, captured.tokens)
             most = captured.tokens // (lines // group) + captured.rows
             found = meta.work[key] = (*tiles_on_device(meta.q_len, most, lines // group), lines)
         if found is None:
             longest = int(meta.host_q_len[meta.decode_rows :].max())
-            lines = tile_lines(group, spec.dim_qk, longest, in_float32(q))
+            lines = tile_lines(group, longest)
             row, token = make_tiles(meta.host_q_len, meta.decode_rows, lines // group)
             packed = torch.from_numpy(np.stack([row, token]))
             packed = packed.to(q.device, non_blocking=True)

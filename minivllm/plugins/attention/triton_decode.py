@@ -1,30 +1,41 @@
 """Paged decode attention: one query a row, keys and values read once from the cache.
 
-    grid (kv_heads, splits, rows); a program takes one row, one KV head and one part of its context
-
+    kv_len ──_deal──► entries: (row, part of parts, slot, length), long parts first     grid (kv_heads, entries)
+                        │
     table[slot] ──► blocks ──► k [N, D] · q [D, G] = s [N, G] ──► softmax over N, kept running ──► v [DV, N] · p [N, G]
+                        │
+    parts == 1: final        else: partial sum, maximum and denominator ──_merge──► final
+
+The work is dealt on the device, so a captured step fits whatever lengths its rows have.  Many rows are an entry each.
+Few rows, or very long ones, are cut where that pays: a model of the time chooses the length of a part.  Entries that
+are not needed end at once.
 
 G query heads share a KV head (padded to ``GP``).  The N tokens of a tile stand on the M side of the matrix unit, so a
 small group wastes little of it.  Bytes: 2 * kv_len * kv_heads * D * 2 a row, which is all that matters: at batch 256 it
-runs at the speed of the memory.  With one split the result is final; with more, each leaves a partial sum with its
-running maximum and denominator, and ``_merge`` joins them.
+runs at the speed of the memory.
 
 Reference: ``sdpa.attend_explicit``.  The running softmax is Milakov & Gimelshein's (arXiv:1805.02867), in base 2.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
+from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
 from minivllm.kernels.launch import pdl, wait
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NEVER: tl.constexpr = tl.constexpr(-1.0e30)  # a score that no key reaches; finite, so that no NaN arises from it
+PART: tl.constexpr = tl.constexpr(1 << 16)  # work: PART * part + parts
+AT_ONCE: tl.constexpr = tl.constexpr(16)  # partial sums that are loaded together
+PROGRAMS = 3 * 132  # that an H200 runs at once
+LONG = 8192  # tokens; contexts that may be longer are cut, however many rows there are
 
 
 @triton.jit
@@ -48,7 +59,7 @@ def dot(a, b, acc, dtype: tl.constexpr, IEEE: tl.constexpr):
 
 
 @triton.jit
-def _page(blocks, token, on, last, BLOCK: tl.constexpr, N: tl.constexpr):
+def page_of(blocks, token, on, last, BLOCK: tl.constexpr, N: tl.constexpr):
     """Block numbers of N tokens from ``token`` on; a single one where a tile lies within a block."""
     if BLOCK % N == 0:
         return tl.load(blocks + tl.minimum(token, last) // BLOCK)
@@ -57,29 +68,91 @@ def _page(blocks, token, on, last, BLOCK: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _tiles(length, WINDOW: tl.constexpr, N: tl.constexpr):
+    """(first tile, tiles) of the keys that the last of ``length`` tokens sees."""
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // N
+    return first, (length + N - 1) // N - first
+
+
+@triton.jit
+def _part_of(tiles, most, at_once, capacity):
+    """Tiles a part, for rows of ``tiles`` [P], ``most`` in the longest, where ``at_once`` parts fill the device: the
+    size with the least time, in units of a tile's time on a full device; on an empty one a tile takes a quarter."""
+    total = tl.sum(tiles, 0).to(tl.float32) / at_once
+    size, least = most, 1e30
+    each = most
+    while each > 0:
+        parts = tl.sum((tiles + each - 1) // each, 0)
+        full = parts.to(tl.float32) / at_once
+        time = each * tl.maximum(full, 0.25)
+        if full > 1.0:  # one after another, the longest first: the last to end is half of one late
+            time = total + 0.5 * each + 0.4 * full
+        if each < most:
+            time += 0.5 + 0.05 * most / each  # to merge the sums
+        better = (time < least) & (parts <= capacity)
+        size, least = tl.where(better, each, size), tl.where(better, time, least)
+        each = each * 2 // 3
+    return size
+
+
+@triton.jit
+def _deal(
+    kv_len, q_len, slots, entries, first, rows, at_once, capacity, N: tl.constexpr, WINDOW: tl.constexpr,
+    P: tl.constexpr, WP: tl.constexpr, CUT: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program ``row`` enters its parts behind those of all rows whose parts are longer."""
+    wait(PDL)
+    row, at = tl.program_id(0), tl.arange(0, P)
+    length, slot = tl.load(kv_len + row), tl.load(slots + row).to(tl.int32)
+    _, tiles = _tiles(tl.load(kv_len + at, mask=at < rows, other=0), WINDOW, N)
+    on = at < rows
+    if MIXED:  # rows of several tokens, or none, are not the decode kernel's
+        on &= tl.load(q_len + at, mask=at < rows, other=0) == 1
+    tiles = tl.where(on, tl.maximum(tiles, 1), 0)
+    each = tl.maximum(tiles, 1)
+    if CUT:
+        most = _part_of(tiles, tl.maximum(tl.max(tiles, 0), 1), at_once, capacity)
+        cuts = tl.maximum((tiles + most - 1) // most, 1)
+        each = tl.maximum((tiles + cuts - 1) // cuts, 1)
+    parts = (tiles + each - 1) // each
+    mine = tl.sum(tl.where(at == row, parts, 0), 0)
+    size = tl.sum(tl.where(at == row, each, 0), 0)
+    to = tl.sum(tl.where((each > size) | ((each == size) & (at < row)), parts, 0), 0)
+    tl.store(first + 2 * row, to)
+    tl.store(first + 2 * row + 1, mine)
+    for part in tl.range(0, mine):
+        entry = entries + 4 * (to + part)
+        tl.store(entry, row)
+        tl.store(entry + 1, mine + part * PART)
+        tl.store(entry + 2, slot)
+        tl.store(entry + 3, length)
+    if row == 0:
+        ow = tl.arange(0, WP)
+        tl.store(entries + 4 * ow, tl.full([WP], -1, tl.int32), mask=(ow >= tl.sum(parts, 0)) & (ow < capacity))
+
+
+@triton.jit
 def _decode(
-    q, k_cache, v_cache, table, slots, kv_len, q_len, order, sinks, out, lse, part, part_ml,
+    q, k_cache, v_cache, table, entries, sums, norms, sinks, out, lse,
     scale, softcap, q_stride, table_stride,
     KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    IEEE: tl.constexpr, MIXED: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
+    VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
-    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if ORDER:
-        row = tl.load(order + row)
-    if MIXED:  # noqa: SIM102  (a constant: nothing is compiled where it is False)
-        if tl.load(q_len + row) != 1:
-            return  # a row of several tokens, or none: not this kernel's
-    length = tl.load(kv_len + row)
-    blocks = table + tl.load(slots + row) * table_stride
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0) // N  # tile in which the window begins
-    tiles = (length + N - 1) // N - first
-    each = (tiles + SPLITS - 1) // SPLITS
-    start = first + split * each
+    head, entry = tl.program_id(0), tl.program_id(1)
+    row, share = tl.load(entries + 4 * entry), tl.load(entries + 4 * entry + 1)
+    slot, length = tl.load(entries + 4 * entry + 2), tl.load(entries + 4 * entry + 3)
+    if row < 0:
+        return
+    part, parts = share // PART, share % PART
+    blocks = table + slot.to(tl.int64) * table_stride
+    first, tiles = _tiles(length, WINDOW, N)
+    each = (tiles + parts - 1) // parts
+    start = first + part * each
     end = tl.minimum(first + tiles, start + each)
 
     og, od, ov, on = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, N)
@@ -90,7 +163,7 @@ def _decode(
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([DVP, GP], tl.float32)
     last = tl.maximum(length - 1, 0)
-    page = _page(blocks, start * N, on, last, BLOCK, N)
+    page = page_of(blocks, start * N, on, last, BLOCK, N)
     for tile in tl.range(start, end, num_stages=STAGES):
         token = tile * N + on
         at = page.to(tl.int64) * BLOCK + token % BLOCK
@@ -108,7 +181,7 @@ def _decode(
         else:
             v = tl.load(v_at, mask=seen[None, :] & (ov < DV)[:, None], other=0.0)
         # the next tile's blocks, asked for now: their latency hides behind this tile
-        page = _page(blocks, tile * N + N, on, last, BLOCK, N)
+        page = page_of(blocks, tile * N + N, on, last, BLOCK, N)
         s = base2(dot(k, queries, tl.zeros([N, GP], tl.float32), queries.dtype, IEEE), scale, softcap, SOFTCAP)
         s = tl.where(seen[:, None], s, NEVER)
         peak = tl.maximum(m, tl.max(s, 0))
@@ -118,13 +191,44 @@ def _decode(
         acc = dot(v, p, acc * fade[None, :], queries.dtype, IEEE)
         m = peak
 
-    if SPLITS == 1:
+    if parts == 1:
         finish(acc, m, total, row * KH * G + heads, og < G, heads, sinks, out, lse, DV, DVP, SINKS, LSE, False)
     else:
-        at = ((row * KH + head).to(tl.int64) * SPLITS + split) * G + og
-        tl.store(part + at[None, :] * DV + ov[:, None], acc, mask=(og < G)[None, :] & (ov < DV)[:, None])
-        tl.store(part_ml + at * 2, m, mask=og < G)
-        tl.store(part_ml + at * 2 + 1, total, mask=og < G)
+        at = (entry * KH + head).to(tl.int64) * G + og
+        tl.store(sums + at[None, :] * DV + ov[:, None], acc, mask=(og < G)[None, :] & (ov < DV)[:, None])
+        tl.store(norms + at * 2, m, mask=og < G)
+        tl.store(norms + at * 2 + 1, total, mask=og < G)
+
+
+@triton.jit
+def _merge(
+    first, sums, norms, sinks, out, lse, KH: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of one row and query head in their order: weights 2 ** (m - max m)."""
+    wait(PDL)
+    head, row = tl.program_id(0), tl.program_id(1)
+    entry, parts = tl.load(first + 2 * row), tl.load(first + 2 * row + 1)
+    if parts < 2:
+        return
+    oi, ov = tl.arange(0, AT_ONCE), tl.arange(0, DVP)
+    m = tl.full([1], NEVER, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, DVP], tl.float32)
+    for i in tl.range(0, parts, AT_ONCE):
+        at = ((entry + i + oi) * KH + head // G).to(tl.int64) * G + head % G
+        some = i + oi < parts
+        ms = tl.load(norms + at * 2, mask=some, other=NEVER)
+        totals = tl.load(norms + at * 2 + 1, mask=some, other=0.0)
+        these = tl.load(sums + at[:, None] * DV + ov[None, :], mask=some[:, None] & (ov < DV)[None, :], other=0.0)
+        peak = tl.maximum(m, tl.max(ms, 0))
+        fade, weight = tl.exp2(m - peak), tl.exp2(ms - peak)
+        acc = acc * fade[:, None] + tl.sum(these * weight[:, None], 0)[None, :]
+        total = total * fade + tl.sum(totals * weight, 0)
+        m = peak
+    one = tl.arange(0, 1)
+    heads = head + one
+    finish(acc, m, total, row * KH * G + heads, one < 1, heads, sinks, out, lse, DV, DVP, SINKS, LSE, True)
 
 
 @triton.jit
@@ -155,58 +259,6 @@ def finish(acc, m, total, at, on, heads, sinks, out, lse, DV: tl.constexpr, DVP:
         tl.store(lse + at, (m + tl.log2(some)) * LN2, mask=on)
 
 
-@triton.jit
-def _merge(
-    part, part_ml, q_len, sinks, out, lse,
-    KH: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Join the partial sums of one row and query head: weights 2 ** (m - max m)."""
-    wait(PDL)
-    head, row = tl.program_id(0), tl.program_id(1)
-    if MIXED:  # noqa: SIM102  (a constant: nothing is compiled where it is False)
-        if tl.load(q_len + row) != 1:
-            return
-    split, ov = tl.arange(0, SPLITS), tl.arange(0, DVP)
-    at = ((row * KH + head // G).to(tl.int64) * SPLITS + split) * G + head % G
-    ms = tl.load(part_ml + at * 2)
-    totals = tl.load(part_ml + at * 2 + 1)
-    m = tl.max(ms, 0)
-    weight = tl.exp2(ms - m)
-    parts = tl.load(part + at[:, None] * DV + ov[None, :], mask=(ov < DV)[None, :], other=0.0)
-    acc = tl.sum(parts * weight[:, None], 0)
-    total = tl.sum(totals * weight, 0)
-    if SINKS:
-        sink = tl.load(sinks + head) * LOG2E
-        peak = tl.maximum(m, sink)
-        acc = acc * tl.exp2(m - peak)
-        total = total * tl.exp2(m - peak) + tl.exp2(sink - peak)
-        m = peak
-    some = tl.where(total > 0, total, 1.0)
-    tl.store(out + (row * KH * G + head).to(tl.int64) * DV + ov, (acc / some).to(out.dtype.element_ty), mask=ov < DV)
-    if LSE:
-        tl.store(lse + row * KH * G + head, (m + tl.log2(some)) * LN2)
-
-
-@triton.jit
-def _rank(kv_len, order, rows, P: tl.constexpr, PDL: tl.constexpr):
-    """Row ``program_id`` goes behind all that are longer, and those of its length that come before it."""
-    wait(PDL)
-    row = tl.program_id(0)
-    at = tl.arange(0, P)
-    lens = tl.load(kv_len + at, mask=at < rows, other=-1)
-    mine = tl.load(kv_len + row)
-    before = (lens > mine) | ((lens == mine) & (at < row))
-    tl.store(order + tl.sum(before.to(tl.int32), 0), row)
-
-
-def longest_first(kv_len: Tensor, rows: int) -> Tensor:
-    """i32 [rows]: the rows by falling length; the last programs of a launch are then short ones."""
-    order = torch.empty(rows, dtype=torch.int32, device=kv_len.device)
-    _rank[(rows,)](kv_len, order, rows, P=power(rows), num_warps=1, **pdl(kv_len))
-    return order
-
-
 def power(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
@@ -217,32 +269,55 @@ def in_float32(q: Tensor) -> bool:
     return q.element_size() == 4 or q.device.type == "cpu"
 
 
-def decode(
-    layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, rows: int, splits: int,
-    scratch: tuple[Tensor, Tensor] | None, mixed: bool = False, order: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Rows [0, rows) of a step, whose queries are its first tokens: q [T, heads, D] -> out [T, heads, DV].  ``mixed``:
-    rows that do not have exactly one token are left to ``prefill``.  ``order`` i32 [rows]: in which they are started.
+def keys_a_tile(spec: AttnSpec, exact: bool) -> int:
+    return 64 if spec.dim_qk <= 128 and not exact else 32
 
-    ``splits`` is a power of two; above 1, ``scratch`` holds float32 [rows * heads * splits, DV] and [.., 2].
-    """
-    spec = layer.spec
-    group = spec.heads // spec.kv_heads
-    k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
-    part, ml = scratch if splits > 1 else (out, out)
-    flags = dict(SINKS=spec.sinks, LSE=lse is not None)
-    sizes = dict(KH=spec.kv_heads, G=group, DV=spec.dim_v, DVP=power(max(spec.dim_v, 16)), SPLITS=splits)
-    norm, sinks = lse if lse is not None else out, layer.sinks if spec.sinks else out
-    exact = in_float32(q)
-    tile = 64 if spec.dim_qk <= 128 and not exact else 32
-    _decode[(spec.kv_heads, splits, rows)](
-        q, k, v, meta.table[layer.group], meta.slots, meta.kv_len[layer.group], meta.q_len,
-        meta.q_len if order is None else order, sinks, out, norm, part, ml,
-        spec.softmax_scale, spec.softcap or 1.0, q.stride(0), meta.table.stride(1),
-        GP=power(max(group, 8)), VS=v.shape[-1], D=spec.dim_qk, DP=power(max(spec.dim_qk, 16)), BLOCK=meta.block,
-        N=tile, WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, STAGES=3 if not exact else 2, IEEE=exact,
-        MIXED=mixed, ORDER=order is not None, num_warps=2 if tile == 64 else 4, **sizes, **flags, **pdl(q),
+
+class Work(NamedTuple):
+    """What a step's rows are cut into; its layers, which run one after another, share it."""
+
+    entries: Tensor  # i32 [E, 4] row or -1, PART * part + parts, slot, length
+    first: Tensor  # i32 [rows, 2] of each row: its first entry, its parts
+    cut: bool  # whether a row may have more than one part
+    sums: Tensor  # float32 [E * heads, DV]
+    norms: Tensor  # float32 [E * heads, 2] maximum and denominator
+
+
+def deal(
+    spec: AttnSpec, kv_len: Tensor, q_len: Tensor, slots: Tensor, rows: int, longest: int, mixed: bool, exact: bool
+) -> Work:
+    """``kv_len``, ``q_len`` i32 and ``slots`` i64 [rows or more], on the device; no context is over ``longest``.
+    ``mixed``: rows that do not have exactly one token get no part."""
+    cut = rows * spec.kv_heads <= PROGRAMS or min(longest, spec.window or longest) > LONG
+    at_once = max(1, PROGRAMS // spec.kv_heads)
+    capacity = rows + (at_once + 4 * min(rows, at_once) if cut else 0)
+    make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=kv_len.device)  # noqa: E731
+    sums = capacity * spec.heads if cut else 1
+    work = Work(make(capacity, 4, dtype=torch.int32), make(rows, 2, dtype=torch.int32), cut,
+                make(sums, spec.dim_v), make(sums, 2))  # fmt: skip
+    _deal[(rows,)](
+        kv_len, q_len, slots, work.entries, work.first, rows, at_once, capacity, N=keys_a_tile(spec, exact),
+        WINDOW=spec.window or 0, P=power(rows), WP=power(capacity), CUT=cut, MIXED=mixed,
+        num_warps=1, **pdl(kv_len),
     )  # fmt: skip
-    if splits > 1:
-        merge = _merge[(spec.heads, rows)]
-        merge(part, ml, meta.q_len, sinks, out, norm, MIXED=mixed, **sizes, **flags, num_warps=2, **pdl(q))
+    return work
+
+
+def decode(layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, work: Work) -> None:
+    """The rows of ``work``, whose queries are the first tokens of a step: q [T, heads, D] -> out [T, heads, DV]."""
+    spec = layer.spec
+    k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
+    exact = in_float32(q)
+    tile = keys_a_tile(spec, exact)
+    sizes = dict(KH=spec.kv_heads, G=spec.heads // spec.kv_heads, DV=spec.dim_v, DVP=power(max(spec.dim_v, 16)))
+    flags = dict(SINKS=spec.sinks, LSE=lse is not None)
+    ends = (work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
+    _decode[(spec.kv_heads, len(work.entries))](
+        q, k, v, meta.table[layer.group], work.entries, *ends,
+        spec.softmax_scale, spec.softcap or 1.0, q.stride(0), meta.table.stride(1),
+        GP=power(max(sizes["G"], 8)), D=spec.dim_qk, DP=power(max(spec.dim_qk, 16)), VS=v.shape[-1], BLOCK=meta.block,
+        N=tile, WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, STAGES=3 if not exact else 2, IEEE=exact,
+        num_warps=2 if tile == 64 else 4, **sizes, **flags, **pdl(q),
+    )  # fmt: skip
+    if work.cut:
+        _merge[(spec.heads, len(work.first))](work.first, *ends, **sizes, **flags, num_warps=2, **pdl(q))
