@@ -59,10 +59,14 @@ def test_add_rms_norm_adds_in_place_and_normalises():
 def test_silu_mul_over_more_than_one_block():
     x = torch.randn(3, 2 * 1500)
     near(activation.silu_mul(x), silu_mul(x))
+    squares = torch.rand(3, 5) * 100
+    factor = torch.rsqrt(squares.sum(1, keepdim=True) / 40 + 1e-5)
+    near(activation.silu_mul(x, squares, 40, 1e-5), silu_mul(x * factor))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 17, 70])
-@pytest.mark.parametrize(("k", "n"), [(48, 24), (1536, 72), (2048, 136)])
+@pytest.mark.parametrize(
+    ("rows", "k", "n"), [*((r, *w) for r in (1, 2, 17, 70) for w in ((48, 24), (1536, 72), (2048, 136))), (150, 48, 24)]
+)
 def test_products_with_what_follows_them(rows, k, n):
     x, residual, w = torch.randn(rows, k), torch.randn(rows, n), torch.randn(n, k) / k**0.5
     bias, before, after, eps = torch.randn(n), torch.rand(k) + 0.5, torch.rand(n) + 0.5, 1e-5

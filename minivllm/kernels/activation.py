@@ -16,21 +16,35 @@ BLOCK = 2048
 
 
 @triton.jit
-def _silu_mul(x, y, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul(
+    x, y, squares, eps, INNER: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     on = at < INNER
     gate = tl.load(x + row * 2 * INNER + at, mask=on, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * INNER + INNER + at, mask=on, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        part = tl.arange(0, PARTS_P)
+        total = tl.sum(tl.load(squares + row * PARTS + part, mask=part < PARTS, other=0.0), 0)
+        factor = tl.rsqrt(total / DIM + eps)
+        gate *= factor
+        up *= factor
     silu = gate / (1.0 + tl.exp(-gate))
     tl.store(y + row * INNER + at, (silu * up).to(y.dtype.element_ty), mask=on)
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """x [T, 2 * inner], contiguous: gate, then up -> [T, inner]."""
+def silu_mul(x: Tensor, squares: Tensor | None = None, dim: int = 1, eps: float = 0.0) -> Tensor:
+    """x [T, 2 * inner], contiguous: gate, then up -> [T, inner].  With ``squares`` float32 [T, P], x is first divided
+    by sqrt(sum of the token's squares / dim + eps): what a norm before the product would have done."""
     tokens, inner = x.shape[0], x.shape[1] // 2
     y = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
+    parts = 0 if squares is None else squares.shape[1]
     if tokens:
-        _silu_mul[(tokens, triton.cdiv(inner, BLOCK))](x, y, INNER=inner, BLOCK=BLOCK, num_warps=8, **pdl(x))
+        _silu_mul[(tokens, triton.cdiv(inner, BLOCK))](
+            x, y, x if squares is None else squares, eps, INNER=inner, DIM=dim, PARTS=parts,
+            PARTS_P=triton.next_power_of_2(max(parts, 1)), BLOCK=BLOCK, num_warps=8, **pdl(x),
+        )  # fmt: skip
     return y

@@ -1,10 +1,10 @@
-"""x W^T for up to 128 rows, and what follows it, in one kernel: the gate, or residual addition and norm.
+"""x W^T for up to 256 rows, and what follows it, in one kernel: the gate, or residual addition and norm.
 
     o, down:       s = residual + x W^T, kept as the residual;  y = s * norm;  squares = sums of s^2 per tile
     qkv, gate_up:  y = (x W^T) * 1 / sqrt(sum(squares) / dim + eps);  gate_up also: silu(gate) * up
 
 So a norm is no kernel: its weight is applied where the stream is written, its factor, one number a row, where the
-next product ends.  One row is a *matvec* on the CUDA cores (the weight's bytes and nothing else); up to 128 rows are a
+next product ends.  One row is a *matvec* on the CUDA cores (the weight's bytes and nothing else); up to 256 rows are a
 *GEMM* on the tensor cores, whose tiles come by TMA, with the weight's rows on the long side of the tile::
 
     grid (M / BM, N / BN, SK)     y^T [BN, BM] = W [BN, K / SK] x^T;   SK > 1: the program that arrives last adds up
@@ -25,8 +25,9 @@ from minivllm.errors import ModelError
 
 from .launch import capability, pdl, wait
 
-MOST_ROWS, MANY_ROWS = 64, 128  # rows up to which a product here beats the library's and two kernels beside it ...
-SMALL = 1 << 23  # ... the second for weights of up to so many elements (measured on an H200)
+MOST_ROWS = 64  # up to which a product here beats the library's and two kernels beside it (measured on an H200)
+SMALL = 1 << 23  # elements of a weight for which that holds up to ...
+MANY_ROWS = {0: 256, 1: 128, 2: 256}  # ... so many rows, by mode
 STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
 PLAIN, GATED, ADDED = 0, 1, 2
 
@@ -152,8 +153,18 @@ def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
     return dict(BN=4 if gated else 8, BK=1024, STAGES=3, num_warps=8 if k > 8192 else 4)
 
 
+def _cost(rows: int, n: int, bm: int, bn: int) -> int:
+    """Time of the tiles of a product, in elements that a multiprocessor computes one after another; what a tile loads
+    counts a little."""
+    waves = triton.cdiv(triton.cdiv(rows, bm) * triton.cdiv(n, bn), 132)
+    return waves * (bm * bn + 24 * (bm + bn))
+
+
 def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
-    """Tile of 2 to 128 rows: enough programs for 132 multiprocessors, and as much in flight as shared memory holds."""
+    """Tile of 2 to 256 rows: enough programs for 132 multiprocessors, and as much in flight as shared memory holds."""
+    if rows > 128 and not gated:
+        bm, bn = min(((32, 64), (64, 128), (128, 64)), key=lambda t: _cost(rows, n, *t))
+        return dict(BM=bm, BN=bn, BK=128, SK=1, STAGES=min(6, STAGE_BYTES // ((bm + bn) * 256)), num_warps=4)
     bn, bm = 64, 16
     while bm < min(rows, 64) and triton.cdiv(rows, bm) * triton.cdiv(n, bn) > 160:
         bm *= 2
@@ -178,7 +189,7 @@ class Product:
         self.arrived = torch.zeros(256, dtype=torch.int32, device=weight.device)
         self.rows = 1  # the most for which a product here is faster than the library's with norm or gate beside it
         if capability(weight.device) >= 9 and weight.dtype == torch.bfloat16 and self.k % 8 == 0:
-            self.rows = MANY_ROWS if weight.numel() <= SMALL else MOST_ROWS
+            self.rows = MANY_ROWS[mode] if weight.numel() <= SMALL else MOST_ROWS
 
     def fits(self, x: Tensor) -> bool:
         """Whether to use it for x.  float16 is left out: the stream times the norm's weight, before it is divided, may

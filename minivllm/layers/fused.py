@@ -74,13 +74,17 @@ class GatedLinear(_Pair):
 
     mode = 1
 
-    def __init__(self, linear: Linear, silu_mul: Callable[[Tensor], Tensor], fuse: bool) -> None:
+    def __init__(self, linear: Linear, silu_mul: Callable[..., Tensor], fuse: bool) -> None:
         super().__init__(linear, fuse)
         self.silu_mul = silu_mul
 
     def __call__(self, h: Normed) -> Tensor:
         kernel = self.kernel(h.x)
-        return self.silu_mul(self.linear(h.finished())) if kernel is None else kernel(h.x, h.squares, h.eps)[0]
+        if kernel is not None:
+            return kernel(h.x, h.squares, h.eps)[0]
+        if h.squares is None or self.linear.bias is not None:
+            return self.silu_mul(self.linear(h.finished()))
+        return self.silu_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)  # the division commutes with the product
 
 
 class LinearNorm(_Pair):
