@@ -36,6 +36,24 @@ def load_row(base, at, V):
 
 
 @triton.jit
+def load_tile(base, tile, V, TILE: tl.constexpr):
+    """The tile's logits; all but the last need no mask."""
+    at = tile * TILE + tl.arange(0, TILE)
+    if tile * TILE + TILE <= V:
+        x = tl.load(base + at)
+    else:
+        x = tl.load(base + at, mask=at < V, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def first_best(y, at):
+    """(largest y, the least of its places ``at``): fewer instructions than a reduction of pairs."""
+    best = tl.max(y, 0)
+    return best, tl.min(tl.where(y == best, at, 2147483647), 0)
+
+
+@triton.jit
 def scale_of(known, row):
     """(largest logit, 1 / T or 0 for greedy, the smallest (logit - largest) / T that min-p keeps) of a row."""
     return tl.load(known + row * 8), tl.load(known + row * 8 + 1), tl.load(known + row * 8 + 2)
@@ -55,7 +73,7 @@ def _first(
     wait(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
-    x = load_row(logits + row.to(tl.int64) * stride, at, V)
+    x = load_tile(logits + row.to(tl.int64) * stride, tile, V, TILE)
     highest = tl.max(tl.where(x == x, x, float("inf")), 0)  # inf shows a NaN
     tl.store(peak + row * TILES + tile, highest)
     slot = tl.load(slots + row)
@@ -66,11 +84,10 @@ def _first(
         t = tl.load(temperature + slot)
         if t > 0:
             a, b = row_keys(tl.load(seed + row), tl.load(position + row), tl.load(sample + row))
-            y = tl.fma(x - highest, 1.0 / t, gumbel_noise(a, b, at.to(tl.uint32), FAST))
-            x = tl.where(x == float("-inf"), float("-inf"), y)
-        best, arg = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+            x = tl.fma(x - highest, 1.0 / t, gumbel_noise(a, b, at.to(tl.uint32), FAST))
+        best, token = first_best(x, at)
         tl.store(score + row * TILES + tile, best)
-        tl.store(index + row * TILES + tile, tile * TILE + arg)
+        tl.store(index + row * TILES + tile, token)
 
 
 @triton.jit

@@ -50,8 +50,9 @@ def gumbel_noise(a, b, lane, FAST: tl.constexpr):
     x = (x ^ (x >> 16)) * tl.full((), _M1, tl.uint32) + b
     x = (x ^ (x >> 15)) * tl.full((), _M2, tl.uint32)
     x = x ^ (x >> 16)
-    u = ((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2 ** -31
+    u = tl.fma((x & 0x7FFFFFFF).to(tl.float32), 4.656612873077393e-10, 2.3283064365386963e-10)  # (bits + 1/2) / 2 ** 31
     u = tl.minimum(u, 0.99999994)
-    # -log(-log1p(-u)); small u, which give the large values, keep by a series what 1 - u would round away
-    e = tl.where(u < 0.00390625, u + u * u * (0.5 + u * 0.33333334), -0.6931471805599453 * _log2(1.0 - u, FAST))
-    return -0.6931471805599453 * _log2(e, FAST)
+    # -log(-log1p(-u)), both in base 2: a factor of 1 / ln 2 within is the constant without.  Small u, which give the
+    # large values, keep by a series what 1 - u would round away
+    e = tl.where(u < 0.00390625, u * tl.fma(u, tl.fma(u, 0.48089835, 0.7213475), 1.442695), -_log2(1.0 - u, FAST))
+    return tl.fma(_log2(e, FAST), -0.6931471805599453, 0.36651292)
