@@ -140,6 +140,8 @@ class Chat:
             if self.body.return_token_ids:
                 choice["token_ids"], choice["prompt_token_ids"] = text.token_ids, self.ids
             choices.append(choice)
+        if self.params.prompt_logprobs is not None:
+            answer.more["prompt_logprobs"] = logprobs.prompt(stream.prompt_logprobs, self.speller)
         return choices
 
 

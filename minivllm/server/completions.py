@@ -47,9 +47,7 @@ class Completion:
         self.n = 1 if body.n is None else body.n
         info = service.client.info
         self.prompts = read_prompts(body.prompt, service.server.max_batch, info.vocab_size)
-        check_counts(service, len(self.prompts), body.n)
-        if body.best_of not in (None, self.n):
-            raise ApiError(400, f"best_of={body.best_of}: want n={self.n}; ask for more with n and choose", "best_of")
+        check_counts(service, len(self.prompts), body.n, body.best_of)
         if body.suffix:
             raise ApiError(400, "suffix is not supported: the model does not fill gaps", "suffix")
         self.asked = asked_tokens(body)
@@ -57,17 +55,19 @@ class Completion:
         self.top = body.logprobs or 0
         self.echoed: list[str] = []
         self.ids: list[list[int]] = []
-        more = {name: value for name, value in self.passed.items() if name != "prompt_logprobs"}
+        more = self.passed if body.best_of is None else {**self.passed, "best_of": body.best_of}
         form = form_of(body)
         self.params = make_params(
             body, more, body.logprobs, form, self.state["tenant"], info, service.server, service.defaults
         )
+        self.asks_scores = self.params.prompt_logprobs is not None
         if body.echo and body.logprobs is not None:
             self._score_prompt()
 
     def _score_prompt(self) -> None:
         """With echo, the log-probabilities of the prompt are wanted too."""
-        self.params = dataclasses.replace(self.params, prompt_logprobs=self.top)
+        most = max(self.top, self.params.prompt_logprobs or 0)
+        self.params = dataclasses.replace(self.params, prompt_logprobs=most)
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
         service, body = self.service, self.body
@@ -133,6 +133,8 @@ class Completion:
                 choice = self._choice(number, shown, shape and shape.shape(rows), text.finish_reason, text.stop_reason)
                 if self.body.return_token_ids:
                     choice["token_ids"], choice["prompt_token_ids"] = text.token_ids, self.ids[at]
+                if self.asks_scores:
+                    choice["prompt_logprobs"] = logprobs.prompt(stream.prompt_logprobs, self.speller)
                 choices.append(choice)
         return choices
 

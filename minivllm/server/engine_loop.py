@@ -246,7 +246,7 @@ class EngineLoop:
                 self.rows.append((live.number, seq.sample, 0, END[seq.finish_reason or "abort"], -1, 0))
                 if seq.error:
                     self.header.setdefault("errors", []).append([live.number, seq.sample, seq.error])
-        if request.params.n > 1 and not self.engine.dead:
+        if request.params.width > 1 and not self.engine.dead:
             order = [seq.sample for seq in self.engine.answer(request)]
             self.header.setdefault("order", []).append([live.number, order])
         self.dones.append((live.number, request.finished or self.engine.now()))
@@ -297,15 +297,11 @@ class EngineLoop:
 
 
 def _travels(params: SamplingParams) -> None:
-    """RequestError for what is ranked or scored where the client's side has no part in it yet."""
-    asked = {
-        "best_of": params.width > params.n and params.beam_width is None,
-        "stop": params.beam_width is not None and bool(params.stop),
-    }
-    for name, there in asked.items():
-        if there:
-            beside = " beside beam_width" if name == "stop" else ""
-            raise RequestError(f"{name}={getattr(params, name)!r}{beside}: want it of an LLM in this process", name)
+    """RequestError for what is decided by the text, which is made on the client's side."""
+    if params.beam_width is not None and params.stop:
+        raise RequestError(
+            f"stop={params.stop!r} beside beam_width: want stop_token_ids, or an LLM in this process", "stop"
+        )
 
 
 def describe(engine: Engine, resolved: Any) -> dict[str, Any]:

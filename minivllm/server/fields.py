@@ -29,19 +29,20 @@ REFUSED = {
     "lora_request": "adapters are not served", "guided_json": 'use structured_outputs={"json": ...}',
     "guided_regex": 'use structured_outputs={"regex": ...}', "guided_choice": 'use structured_outputs={"choice": ...}',
     "guided_grammar": 'use structured_outputs={"grammar": ...}', "thinking_token_budget": "leave it out",
-    "logprob_token_ids": "use logprobs",
+    "logprob_token_ids": "use logprobs", "echo": "use /v1/completions", "return_prompt_text": "it is what was sent",
+    "return_token_offsets": "use return_token_ids", "truncation_side": "shorten the prompt",
 }  # fmt: skip
 # passed on where SamplingParams has them
 PASSED = {
-    "allowed_token_ids", "bad_words", "prompt_logprobs", "use_beam_search", "beam_width", "length_penalty",
-    "repetition_detection", "no_repeat_ngram_size", "temperature_schedule", "typical_p", "mirostat_tau",
-    "mirostat_eta",
+    "allowed_token_ids", "bad_words", "prompt_logprobs", "best_of", "beam_width", "use_beam_search", "length_penalty",
+    "early_stopping", "repetition_detection", "no_repeat_ngram_size", "temperature_schedule", "typical_p",
+    "mirostat_tau", "mirostat_eta",
 }  # fmt: skip
 
 
 def check(body: Any) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """What of a body's further fields is for SamplingParams, and the warnings.  ApiError (400) for what is refused."""
-    known = {field.name for field in fields(SamplingParams)}
+    known = {"use_beam_search", *(field.name for field in fields(SamplingParams))}
     own = set(type(body).model_fields)
     names = [*own, *IDLE, *IDLE_VLLM, *REFUSED, *PASSED]
     passed, warnings = {}, []

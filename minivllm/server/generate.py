@@ -69,6 +69,7 @@ class Answer:
     include_usage: bool = False
     continuous: bool = False
     warnings: list[dict[str, str]] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)  # of an answer in one piece, beside its choices
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class Answer:
             yield {**head, "choices": [], "usage": self.usage()}
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None}
+        out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None, **self.more}
         return {**out, "warnings": self.warnings} if self.warnings else out
 
 
@@ -150,14 +151,20 @@ async def read_body(request: Request, service: Service, model: type[Any]) -> Any
     return common.read(model, await bodies.read_object(request, server.max_body_bytes, server.body_timeout))
 
 
-def check_counts(service: Service, prompts: int, n: int | None) -> None:
+def check_counts(service: Service, prompts: int, n: int | None, best_of: int | None = None) -> None:
     """ApiError (400) for more answers than one request may ask for."""
     most, n = service.server.max_n, 1 if n is None else n
     if not 1 <= n <= most:
         raise ApiError(400, f"n={str(n)[:24]}: want a whole number from 1 to {most}", "n")
-    if prompts * n > service.server.max_choices:
-        what = f"{prompts} prompts times n={n}"
-        raise ApiError(400, f"{what}: want at most {service.server.max_choices} answers in a request", "n")
+    if best_of is not None and not n <= best_of <= most:
+        raise ApiError(400, f"best_of={str(best_of)[:24]}: want a whole number from n={n} to {most}", "best_of")
+    if prompts * (best_of or n) > service.server.max_choices:
+        what = f"{prompts} prompts times " + (f"n={n}" if best_of is None else f"best_of={best_of}")
+        raise ApiError(
+            400,
+            f"{what}: want at most {service.server.max_choices} answers in a request",
+            "best_of" if best_of else "n",
+        )
 
 
 def stream_options(body: Any) -> tuple[bool, bool]:

@@ -64,6 +64,20 @@ def _chat_row(row: Mapping[int, Logprob], top: int, speller: Speller) -> dict[st
     return {**one(token, entry), "top_logprobs": [one(*item) for item in best]}
 
 
+def prompt(rows: Sequence[Mapping[int, Logprob] | None] | None, speller: Speller) -> list[Any] | None:
+    """``prompt_logprobs`` in vLLM's shape: for each token null (the first) or token id -> score, the token's own
+    first."""
+    if rows is None:
+        return None
+
+    def one(token: int, entry: Logprob) -> dict[str, Any]:
+        return {
+            "logprob": max(entry.logprob, LEAST), "rank": entry.rank, "decoded_token": speller.text(token, entry),
+        }  # fmt: skip
+
+    return [None if row is None else {str(token): one(token, entry) for token, entry in row.items()} for row in rows]
+
+
 class Completion:
     """The shape of completions; one for each choice, because ``text_offset`` counts on from piece to piece."""
 

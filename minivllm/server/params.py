@@ -48,9 +48,25 @@ def make_params(
         values["logprobs"] = logprobs
     if form is not None:
         values[STRUCTURED] = form
+    _check_scores(values, body.stream, min(server.max_logprobs, info.max_logprobs))
+    beams = values.pop("use_beam_search", False)
+    _want(isinstance(beams, bool), "use_beam_search", "true or false")
+    if beams:  # vLLM's way to ask for as many beams as answers
+        values.setdefault("beam_width", values.get("n", 1))
     made = SamplingParams.make(**{**defaults, "max_tokens": None, **values, "tenant": tenant})
     _want(made.n <= server.max_n, "n", f"at most {server.max_n}")
+    _want(made.width <= server.max_n, "best_of" if made.best_of else "beam_width", f"at most {server.max_n}")
+    sampled = made.beam_width is None and made.width > made.n
+    _want(not (sampled and body.stream), "best_of", "stream=false beside it: the best is known at the end")
     return made
+
+
+def _check_scores(values: Mapping[str, Any], stream: bool | None, most: int) -> None:
+    """Log-probabilities of the prompt are bounded as those of the answer are."""
+    if (k := values.get("prompt_logprobs")) is not None:
+        whole = isinstance(k, int) and not isinstance(k, bool)
+        _want(whole and 0 <= k <= most, "prompt_logprobs", f"0 to {most}, not {str(k)[:24]}")
+        _want(not stream, "prompt_logprobs", "stream=false beside it")
 
 
 def fit(params: SamplingParams, asked: int | None, prompt: int, info: EngineInfo, least: int | None = None) -> int:

@@ -58,8 +58,9 @@ class Stream:
         self.order: list[int] | None = None
         self.prompt: Any = ()  # i32 [prompt_tokens]
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # there with the first piece, if asked for
-        self.texts = [SequenceText(tokenizer, params, i) for i in range(params.n)]
-        self.open = set(range(params.n))  # branches whose last piece is still to come
+        branches = params.n if params.beam_width is not None else params.width  # beams come when they are chosen
+        self.texts = [SequenceText(tokenizer, params, i) for i in range(branches)]
+        self.open = set(range(branches))  # branches whose last piece is still to come
         self._drop, self._cut, self._read = drop, cut, read
         self._pending: dict[int, Piece] = {}
         self._error: Exception | None = None

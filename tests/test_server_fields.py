@@ -1,0 +1,95 @@
+"""Fields of requests that rank, score or search: over HTTP they give what an LLM in this process gives."""
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from http_helpers import Running
+
+TALE = {"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = Running()
+    yield running
+    running.at_rest()
+    running.close()
+
+
+def ids(server, **more):
+    answer = server.post("/v1/completions", {**TALE, **more})
+    assert answer.status_code == 200, answer.text
+    return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+
+def total(choice):
+    return sum(choice["logprobs"]["token_logprobs"])
+
+
+def test_best_of_gives_the_likeliest_samples_and_counts_the_tokens_of_all(server):
+    ask = {**TALE, "seed": 5, "logprobs": 0}
+    every = server.post("/v1/completions", {**ask, "n": 6}).json()["choices"]
+    got = server.post("/v1/completions", {**ask, "n": 2, "best_of": 6}).json()
+    want = sorted(every, key=total, reverse=True)[:2]
+    assert [c["token_ids"] for c in got["choices"]] == [c["token_ids"] for c in want]
+    assert [c["index"] for c in got["choices"]] == [0, 1]
+    assert got["usage"]["completion_tokens"] == 6 * 5
+    one = ids(server, seed=5, best_of=6)
+    assert one == [want[0]["token_ids"]]
+    stopped = server.post("/v1/completions", {**ask, "n": 1, "best_of": 4, "stop": " "}).json()["choices"][0]
+    assert stopped["finish_reason"] in ("stop", "length") and " " not in stopped["text"]
+
+
+def test_beams_over_http_are_those_of_the_engine_and_are_asked_for_by_either_name(server):
+    beams = ids(server, n=3, beam_width=3, temperature=0)
+    assert len({tuple(one) for one in beams}) == 3
+    assert ids(server, n=3, use_beam_search=True, temperature=0) == beams
+    assert ids(server, n=1, beam_width=3, temperature=0) == beams[:1]
+    assert ids(server, n=3, use_beam_search=False, temperature=0) != beams
+    events = server.events("/v1/completions", {**TALE, "n": 3, "beam_width": 3, "temperature": 0})
+    found = {}
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            found.setdefault(choice["index"], []).extend(choice["token_ids"])
+    assert sorted(found.values()) == sorted(beams)
+
+
+def test_scores_of_the_prompt_come_beside_the_answer_and_are_those_of_echo(server):
+    ask = {**TALE, "temperature": 0, "logprobs": 2}
+    echoed = server.post("/v1/completions", {**ask, "echo": True}).json()["choices"][0]["logprobs"]
+    choice = server.post("/v1/completions", {**ask, "prompt_logprobs": 2}).json()["choices"][0]
+    prompt, scores = choice["prompt_token_ids"], choice["prompt_logprobs"]
+    assert len(scores) == len(prompt) and scores[0] is None
+    for at, (token, row) in enumerate(zip(prompt, scores, strict=True)):
+        if row is not None:
+            assert row[str(token)]["logprob"] == pytest.approx(echoed["token_logprobs"][at], abs=1e-5)
+            assert row[str(token)]["decoded_token"] and row[str(token)]["rank"] >= 1 and 2 <= len(row) <= 3
+    body = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 2, "prompt_logprobs": 0}
+    chat = server.post("/v1/chat/completions", {**body, "return_token_ids": True}).json()
+    assert len(chat["prompt_logprobs"]) == len(chat["choices"][0]["prompt_token_ids"])
+    assert "prompt_logprobs" not in server.post("/v1/completions", TALE).json()["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("completions", {"n": 2, "best_of": 3, "stream": True}, "best_of"),
+        ("completions", {"prompt": ["a"] * 64, "best_of": 32}, "best_of"),
+        ("completions", {"best_of": 2, "beam_width": 2}, "best_of"),
+        ("completions", {"beam_width": 2, "stop": "x"}, "stop"),
+        ("completions", {"use_beam_search": "yes"}, "use_beam_search"),
+        ("completions", {"early_stopping": True}, "early_stopping"),
+        ("completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("completions", {"prompt_logprobs": True}, "prompt_logprobs"),
+        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("chat/completions", {"echo": True}, "echo"),
+        ("chat/completions", {"return_token_offsets": True}, "return_token_offsets"),
+        ("chat/completions", {"best_of": 2, "stream": True}, "best_of"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_the_name_of_its_field(server, path, more, param):
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    answer = server.post(f"/v1/{path}", {**(chat if "chat" in path else TALE), **more})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param, answer.text
