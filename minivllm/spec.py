@@ -93,7 +93,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
                 "grammar": "compiles grammars in Lark's notation and in GBNF",
             },
         ),
-        Kind("hooks", "minivllm.hooks:Hooks"),
+        Kind("hooks", "minivllm.hooks:Hooks", api=(1, 1)),
         Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
         Kind(
             "model", _SEAMS + "model:ModelArch", facts=("device", "dtype", "architecture", "model_type"),

@@ -280,6 +280,7 @@ class Planner:
         for seq in self._newcomers(now):
             if (budget <= 0 and not static) or not self._enter(seq, promised):
                 break  # nobody overtakes the first that has no room
+            seq.request.scheduled = seq.request.scheduled or now
             want = int(s.goal[seq.slot] - s.computed[seq.slot])
             if want and budget > 0:
                 new[seq.slot], blocks = self._room(seq.slot, min(want, budget), promised)

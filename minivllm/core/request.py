@@ -70,6 +70,7 @@ class SamplingParams:
     logits``, run on the host in order on the row's float32 logits (a torch tensor [V]), before the sampler draws.
     ``bad_words``: words, or lists of token ids, whose last token is not drawn where the others came before it.
     ``structured_outputs``: what the text must fit, as in ``StructuredOutputsParams`` (an object of it or a mapping).
+    ``trace_headers``: W3C trace context (``traceparent``, ``tracestate``) of the caller, for hooks that trace.
     ``extra`` holds parameters of processors and samplers from other packages, by name.
     """
 
@@ -110,6 +111,7 @@ class SamplingParams:
     tpot_ms: float | None = None
     expected_tokens: int | None = None
     cache_salt: str | None = None
+    trace_headers: Mapping[str, str] | None = None
     allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None = None
     choose_fn: Callable[[np.ndarray, Sequence[int]], int] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
@@ -145,13 +147,8 @@ class SamplingParams:
         most = self.max_tokens
         _check(most is None or (_whole(most) and 1 <= most < 2**31), "max_tokens", most, "a whole number >= 1")
         _check(_whole(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "a whole number >= 0")
-        if self.max_tokens is not None:
-            _check(
-                self.min_tokens <= self.max_tokens,
-                "min_tokens",
-                self.min_tokens,
-                f"at most max_tokens={self.max_tokens}",
-            )
+        if most is not None:
+            _check(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={most}")
         for name in ("logprobs", "prompt_logprobs"):
             k, want = getattr(self, name), "a whole number from 0, or -1 for the whole vocabulary"
             _check(k is None or (_whole(k) and k >= -1), name, k, want)
@@ -207,12 +204,8 @@ class SamplingParams:
 
     def _check_service(self) -> None:
         _check(_whole(self.priority) and abs(self.priority) < 2**31, "priority", self.priority, "a 32-bit whole number")
-        _check(
-            isinstance(self.tenant, str) and len(self.tenant) <= 256,
-            "tenant",
-            self.tenant,
-            "a name up to 256 characters",
-        )
+        ok = isinstance(self.tenant, str) and len(self.tenant) <= 256
+        _check(ok, "tenant", self.tenant, "a name up to 256 characters")
         want, value = "a whole number >= 1", self.expected_tokens
         _check(value is None or (_whole(value) and 1 <= value < 2**31), "expected_tokens", value, want)
         for name in ("ttft_ms", "tpot_ms"):
@@ -220,6 +213,9 @@ class SamplingParams:
             _check(value is None or (_number(value) and value > 0), name, value, "a positive number of milliseconds")
         ok = self.cache_salt is None or (isinstance(self.cache_salt, str) and 0 < len(self.cache_salt.encode()) <= 256)
         _check(ok, "cache_salt", self.cache_salt, "a string of 1 to 256 bytes")
+        trace = self.trace_headers
+        ok = isinstance(trace, Mapping) and all(isinstance(text, str) for pair in trace.items() for text in pair)
+        _check(ok or trace is None, "trace_headers", trace, "a mapping of texts, such as traceparent")
         own = self.logits_processors
         _check(own is None or isinstance(own, (list, tuple)), "logits_processors", own, "a list of callables")
         _check(all(map(callable, own or ())), "logits_processors", own, "a list of callables")
@@ -320,6 +316,7 @@ class Request:
     min_tokens: int = 0  # those that the device sees to; a grammar's mask sees to its own
     grammar: Any = None  # interfaces.grammar.Compiled
     sequences: list[Seq] = field(default_factory=list)
+    scheduled: float | None = None  # when its first sequence got a slot
     first_token: float | None = None
     finished: float | None = None
     cached_tokens: int = 0

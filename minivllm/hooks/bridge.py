@@ -84,7 +84,7 @@ class EngineHooks:
         end = RequestEnd(
             reasons=tuple(s.finish_reason or "" for s in seqs), tokens=tuple(s.published for s in seqs),
             cached_tokens=request.cached_tokens, preempted=sum(s.preempted for s in seqs),
-            first_token=request.first_token, finished=request.finished,
+            scheduled=request.scheduled, first_token=request.first_token, finished=request.finished,
             error=next((s.error for s in seqs if s.error), None),
         )  # fmt: skip
         self.manager.tell("minivllm_request_finished", request=view_of(request), end=end)

@@ -28,7 +28,7 @@ import pluggy
 
 from .views import BlocksView, EngineView, FinishedStep, PlannedStep, PreemptionView, RequestEnd, RequestView
 
-API = (1, 0)
+API = (1, 1)
 PROJECT = "minivllm"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

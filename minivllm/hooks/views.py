@@ -48,6 +48,7 @@ class RequestEnd:
     tokens: tuple[int, ...]  # generated, per branch
     cached_tokens: int  # of the prompt, found in the prefix cache
     preempted: int  # times, all branches together
+    scheduled: float | None  # when it left the queue for the first time
     first_token: float | None
     finished: float
     error: str | None

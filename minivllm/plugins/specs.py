@@ -19,6 +19,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("grammar", "llguidance", "minivllm.plugins.grammar.spec:LLGUIDANCE"),
     ("grammar", "xgrammar", "minivllm.plugins.grammar.spec:XGRAMMAR"),
     ("hooks", "live", "minivllm.plugins.hooks.spec:LIVE"),
+    ("hooks", "opentelemetry", "minivllm.plugins.hooks.spec:OPENTELEMETRY"),
     ("hooks", "step_log", "minivllm.plugins.hooks.spec:STEP_LOG"),
     ("kvformat", "bf16", "minivllm.plugins.kvformat.spec:BF16"),
     ("kvformat", "fp16", "minivllm.plugins.kvformat.spec:FP16"),

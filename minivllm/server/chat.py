@@ -82,7 +82,7 @@ class Chat:
                 raise ApiError(400, "tool_choice forces calls, and the answer's form is given too", "tool_choice")
             form = structured(forced)
         self.params = make_params(
-            body, self.passed, self.top if body.logprobs else None, form, self.state["tenant"], service.client.info,
+            body, self.passed, self.top if body.logprobs else None, form, self.state, service.client.info,
             service.server, service.defaults,
         )  # fmt: skip
 

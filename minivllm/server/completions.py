@@ -57,9 +57,7 @@ class Completion:
         self.ids: list[list[int]] = []
         more = self.passed if body.best_of is None else {**self.passed, "best_of": body.best_of}
         form = form_of(body)
-        self.params = make_params(
-            body, more, body.logprobs, form, self.state["tenant"], info, service.server, service.defaults
-        )
+        self.params = make_params(body, more, body.logprobs, form, self.state, info, service.server, service.defaults)
         self.asks_scores = self.params.prompt_logprobs is not None
         if body.echo and body.logprobs is not None:
             self._score_prompt()

@@ -16,12 +16,14 @@ from .auth import Keys
 from .errors import ApiError
 
 OPEN = frozenset({"/health"})  # routes that need no key
+TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")  # W3C Trace Context
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class Guard:
     """ASGI middleware around the whole application.  ``scope["state"]`` gets ``request_id`` (ours), ``echoed`` (what
-    the client calls it) and ``tenant``; a route may add ``log``, values for the request's line in the log."""
+    the client calls it), ``tenant`` and ``trace`` (W3C trace context); a route may add ``log``, values for the
+    request's line in the log."""
 
     def __init__(self, app: Any, keys: Keys, max_header_bytes: int, max_headers: int, metrics: Any = None) -> None:
         self.app, self.keys, self.metrics = app, keys, metrics
@@ -39,7 +41,7 @@ class Guard:
         request_id = uuid.uuid4().hex
         echoed = given if REQUEST_ID.fullmatch(given) else request_id
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, echoed=echoed, tenant="", log={})
+        state.update(request_id=request_id, echoed=echoed, tenant="", log={}, trace=trace_of(headers))
         start, status = time.monotonic(), 0
 
         async def answer(message: Any) -> None:
@@ -74,7 +76,8 @@ class Guard:
         """A WebSocket: its key may come later, so the route looks at it."""
         request_id, start = uuid.uuid4().hex, time.monotonic()
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, tenant="", log={})
+        trace = trace_of(dict(scope["headers"]))
+        state.update(request_id=request_id, tenant="", log={}, trace=trace)
         try:
             self._limits(scope)
             await self.app(scope, receive, send)
@@ -102,6 +105,14 @@ class Guard:
                 what = "want a valid API key: Authorization: Bearer KEY"
                 raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
             state["tenant"] = tenant
+
+
+def trace_of(headers: dict[bytes, bytes]) -> dict[str, str] | None:
+    """The caller's place in a trace; what is malformed is as good as absent, as W3C has it."""
+    if not TRACE.fullmatch(headers.get(b"traceparent", b"")):
+        return None
+    names = (b"traceparent", b"tracestate")
+    return {name.decode(): headers[name].decode("latin-1") for name in names if name in headers}
 
 
 async def send_error(send: Any, error: ApiError) -> None:

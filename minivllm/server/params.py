@@ -25,12 +25,12 @@ STRUCTURED = "structured_outputs"
 
 
 def make_params(
-    body: Any, more: Mapping[str, Any], logprobs: int | None, form: Mapping[str, Any] | None, tenant: str,
+    body: Any, more: Mapping[str, Any], logprobs: int | None, form: Mapping[str, Any] | None, state: Mapping[str, Any],
     info: EngineInfo, server: ServerConfig, defaults: Mapping[str, Any],
 ) -> SamplingParams:  # fmt: skip
     """``more`` are fields that have been looked at, ``logprobs`` and ``form`` (structured outputs) what the protocol
-    made of its own; ``defaults`` is the ``[sampling]`` table of the configuration.  ``max_tokens`` is left to
-    ``fit``.  ApiError or RequestError for what is out of range."""
+    made of its own; ``state`` has ``tenant`` and ``trace`` of who asks; ``defaults`` is the ``[sampling]`` table of
+    the configuration.  ``max_tokens`` is left to ``fit``.  ApiError or RequestError for what is out of range."""
     values = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     values.update(more)
     if body.stop is not None:
@@ -53,7 +53,8 @@ def make_params(
     _want(isinstance(beams, bool), "use_beam_search", "true or false")
     if beams:  # vLLM's way to ask for as many beams as answers
         values.setdefault("beam_width", values.get("n", 1))
-    made = SamplingParams.make(**{**defaults, "max_tokens": None, **values, "tenant": tenant})
+    who = {"tenant": state["tenant"], "trace_headers": state["trace"]}
+    made = SamplingParams.make(**{**defaults, "max_tokens": None, **values, **who})
     _want(made.n <= server.max_n, "n", f"at most {server.max_n}")
     _want(made.width <= server.max_n, "best_of" if made.best_of else "beam_width", f"at most {server.max_n}")
     sampled = made.beam_width is None and made.width > made.n

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 SUFFIXES = (".csv", ".jsonl")
@@ -30,3 +32,17 @@ class LiveOptions(BaseModel):
 
     refresh_per_second: float = Field(4.0, gt=0, le=30, description="Times that the view is drawn in a second.")
     keep: bool = Field(True, description="Leave the last view in the terminal when the engine stops.")
+
+
+class SpansOptions(BaseModel):
+    """Where spans go."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    exporter: Literal["otlp", "console", "program"] = Field(
+        "otlp", description="OTLP over HTTP, standard output, or the tracer provider that the program has set."
+    )
+    endpoint: str | None = Field(
+        None, description="Of OTLP, such as http://localhost:4318/v1/traces; none: as OTEL_EXPORTER_OTLP_* say."
+    )
+    model_name: str | None = Field(None, description="What spans call the model; none: the name of its directory.")

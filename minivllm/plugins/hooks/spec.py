@@ -9,6 +9,13 @@ LIVE = Spec(
     options="minivllm.plugins.hooks.options:LiveOptions",
     needs=(Needs("rich", "13", 'pip install "minivllm[live]"'),),
 )
+OPENTELEMETRY = Spec(
+    impl="minivllm.plugins.hooks.spans:Spans",
+    api=(1, 1),
+    summary="a span for each request with its queue, prefill and decode, in the trace of who asked",
+    options="minivllm.plugins.hooks.options:SpansOptions",
+    needs=(Needs("opentelemetry.sdk", "1.25", 'pip install "minivllm[otel]"', dist="opentelemetry-sdk"),),
+)
 STEP_LOG = Spec(
     impl="minivllm.plugins.hooks.step_log:StepLog",
     api=(1, 0),

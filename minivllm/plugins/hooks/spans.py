@@ -1,0 +1,119 @@
+"""OpenTelemetry spans: one for each request, with its time in the queue, its prefill and its decode inside.
+
+    llm_request   arrival ─────────────────────────────────────────► end
+      queue       arrival ──► a slot
+      prefill                 a slot ──► the first token
+      decode                             the first token ──────────► end
+
+A request that brings W3C's ``traceparent`` (``trace_headers``; over HTTP the header) becomes a part of the trace of who
+asked.  Attributes have the names of OpenTelemetry's conventions for generative AI; there is no text among them.  All of
+a request's spans are made when it has ended, from its times, so a step pays nothing; sending is the SDK's own thread's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import minivllm
+from minivllm.errors import ConfigError
+from minivllm.hooks import EngineView, Hooks, RequestEnd, RequestView, hookimpl
+
+FLUSH = 3.0  # seconds that the end of the engine waits for spans to be sent
+# parameter of the request -> attribute
+ASKED = {
+    "max_tokens": "gen_ai.request.max_tokens", "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p", "top_k": "gen_ai.request.top_k", "seed": "gen_ai.request.seed",
+    "frequency_penalty": "gen_ai.request.frequency_penalty", "presence_penalty": "gen_ai.request.presence_penalty",
+    "n": "gen_ai.request.choice.count",
+}  # fmt: skip
+FAILED = ("error", "abort")
+
+
+class Spans(Hooks):
+    """``provider`` is the program's own where ``exporter`` is "program", else one of the plug-in's, which ends with
+    the engine."""
+
+    def __init__(self, options: Any = None, provider: Any = None) -> None:
+        super().__init__(options)
+        self.provider, self._own = provider, False
+        self._propagator = TraceContextTextMapPropagator()
+
+    @hookimpl
+    def minivllm_engine_started(self, engine: EngineView) -> None:
+        if self.provider is None:
+            self._own = self.options.exporter != "program"
+            self.provider = self._make() if self._own else trace.get_tracer_provider()
+        self._tracer = self.provider.get_tracer("minivllm", minivllm.__version__)
+        self._model = self.options.model_name or engine.model.rstrip("/").rpartition("/")[2]
+
+    def _make(self) -> TracerProvider:
+        """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of the environment hold; the name is only a default."""
+        resource = Resource.create()
+        if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+            resource = resource.merge(Resource({"service.name": "minivllm"}))
+        provider = TracerProvider(resource=resource)
+        provider.add_span_processor(BatchSpanProcessor(self._exporter()))
+        return provider
+
+    def _exporter(self) -> SpanExporter:
+        if self.options.exporter == "console":
+            return ConsoleSpanExporter()
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError as exc:
+            what = "hooks opentelemetry: exporter otlp needs opentelemetry-exporter-otlp-proto-http"
+            raise ConfigError(f'{what}, which is not installed. Do: pip install "minivllm[otel]"') from exc
+        return OTLPSpanExporter(endpoint=self.options.endpoint)  # None: as the environment says, else localhost
+
+    @hookimpl
+    def minivllm_request_finished(self, request: RequestView, end: RequestEnd) -> None:
+        since = time.time_ns() - time.monotonic_ns()  # what is to be added to a time of the engine
+
+        def at(seconds: float) -> int:
+            return int(1e9 * seconds) + since
+
+        context = self._propagator.extract(request.params.get("trace_headers") or {})
+        whole = self._tracer.start_span(
+            "llm_request", context, SpanKind.SERVER, self._attributes(request, end), start_time=at(request.arrival)
+        )
+        inside = trace.set_span_in_context(whole, context)
+        times = [request.arrival, end.scheduled, end.first_token, end.finished]
+        for name, begin, until in zip(("queue", "prefill", "decode"), times, times[1:], strict=False):
+            if begin is not None:
+                part = self._tracer.start_span(name, inside, start_time=at(begin))
+                part.end(at(end.finished if until is None else until))
+        failed = next((reason for reason in FAILED if reason in end.reasons), None)
+        if failed is not None:
+            whole.set_attribute("error.type", failed)
+            whole.set_status(Status(StatusCode.ERROR, end.error or failed))
+        whole.end(at(end.finished))
+
+    def _attributes(self, request: RequestView, end: RequestEnd) -> Mapping[str, Any]:
+        found: dict[str, Any] = {
+            "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "minivllm",
+            "gen_ai.request.model": self._model, "gen_ai.response.model": self._model,
+            "gen_ai.response.id": request.id, "gen_ai.response.finish_reasons": end.reasons,
+            "gen_ai.usage.input_tokens": len(request.prompt), "gen_ai.usage.output_tokens": sum(end.tokens),
+            "gen_ai.usage.cache_read.input_tokens": end.cached_tokens, "minivllm.preemptions": end.preempted,
+        }  # fmt: skip
+        if end.first_token is not None:
+            found["gen_ai.response.time_to_first_chunk"] = end.first_token - request.arrival
+        return found | {name: value for key, name in ASKED.items() if (value := request.params.get(key)) is not None}
+
+    @hookimpl
+    def minivllm_engine_stopped(self) -> None:
+        if self._own and self.provider is not None:  # a collector that is away must not hold up the end
+            flush = threading.Thread(target=self.provider.shutdown, name="minivllm-spans", daemon=True)
+            flush.start()
+            flush.join(FLUSH)
+        self.provider = None
