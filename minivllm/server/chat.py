@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -25,6 +24,9 @@ from .params import asked_tokens, fit, form_of, make_params, structured
 from .protocol.chat import ChatBody
 from .tools import Call, Said
 
+if TYPE_CHECKING:
+    from .client import Piece
+
 MOST_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -32,9 +34,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 async def chat_completions(request: Request, service: Service) -> Any:
     body = await read_body(request, service, ChatBody)
     work = Chat(service, body, request.scope["state"])
-    return await respond(
-        request, service, bool(body.stream), seconds_of(service, body.timeout_s), work.prepare, work.chunks, work.whole
-    )
+    return await respond(request, service, bool(body.stream), seconds_of(service, body.timeout_s), work)
 
 
 def check_messages(messages: Any) -> list[Any]:
@@ -108,28 +108,28 @@ class Chat:
     def _shape(self, rows: Any) -> dict[str, Any] | None:
         return logprobs.chat(rows or (), self.top, self.speller) if self.body.logprobs else None
 
-    async def chunks(self, answer: Answer) -> AsyncIterator[dict[str, Any]]:
-        readers = [self._reader() for _ in range(self.n)]
-        for number in range(self.n):
-            delta = {"role": "assistant", "content": ""}
-            yield {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
-        async for number, piece in answer.pieces():
-            reader, final = readers[number], piece.finish_reason is not None
-            choice = {
-                "index": number,
-                "delta": reader.deltas(piece.text, final),
-                "logprobs": self._shape(piece.logprobs),
-            }
-            choice["finish_reason"] = reader.reason(piece.finish_reason)
-            if final:
-                choice["stop_reason"] = piece.stop_reason
-            if self.body.return_token_ids:
-                choice["token_ids"] = piece.token_ids
-            if final or choice["delta"] or self.body.logprobs or self.body.return_token_ids:
-                yield choice
+    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+        self._readers = [self._reader() for _ in range(self.n)]
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self.n)]
+
+    def choices(self, answer: Answer, number: int, piece: Piece) -> list[dict[str, Any]]:
+        reader, final = self._readers[number], piece.finish_reason is not None
+        choice = {
+            "index": number,
+            "delta": reader.deltas(piece.text, final),
+            "logprobs": self._shape(piece.logprobs),
+        }
+        choice["finish_reason"] = reader.reason(piece.finish_reason)
+        if final:
+            choice["stop_reason"] = piece.stop_reason
+        if self.body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        heard = final or choice["delta"] or self.body.logprobs or self.body.return_token_ids
+        return [choice] if heard else []
 
     async def whole(self, answer: Answer) -> list[dict[str, Any]]:
-        async for _ in answer.pieces():
+        while await answer.take():
             pass
         choices, stream = [], answer.streams[0]
         for number, sample in enumerate(stream.order or range(self.n)):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -25,15 +24,16 @@ from .params import asked_tokens, fit, form_of, make_params
 from .protocol.completion import CompletionBody
 from .tokens import read_prompts
 
+if TYPE_CHECKING:
+    from .client import Piece
+
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
 async def completions(request: Request, service: Service) -> Any:
     body = await read_body(request, service, CompletionBody)
     work = Completion(service, body, request.scope["state"])
-    return await respond(
-        request, service, bool(body.stream), seconds_of(service, body.timeout_s), work.prepare, work.chunks, work.whole
-    )
+    return await respond(request, service, bool(body.stream), seconds_of(service, body.timeout_s), work)
 
 
 class Completion:
@@ -96,25 +96,26 @@ class Completion:
     def _shape(self, offset: int) -> logprobs.Completion | None:
         return None if self.body.logprobs is None else logprobs.Completion(self.top, self.speller, offset)
 
-    async def chunks(self, answer: Answer) -> AsyncIterator[dict[str, Any]]:
-        shapes = [self._shape(0) for _ in range(len(self.ids) * self.n)]
-        silent = set(range(len(shapes))) if self.body.echo else set()
-        async for number, piece in answer.pieces():
-            shape = shapes[number]
-            if number in silent:  # the prompt's scores are there once the first token is
-                silent.discard(number)
-                at = number // self.n
-                yield self._choice(
-                    number, self.echoed[at], shape and shape.shape(_scores(answer.streams[at])), None, None
-                )
-            shaped = shape and shape.shape(piece.logprobs or ())
-            choice = self._choice(number, piece.text, shaped, piece.finish_reason, piece.stop_reason)
-            if self.body.return_token_ids:
-                choice["token_ids"] = piece.token_ids
-            yield choice
+    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+        self._shapes = [self._shape(0) for _ in range(len(self.ids) * self.n)]
+        self._silent = set(range(len(self._shapes))) if self.body.echo else set()
+        return []
+
+    def choices(self, answer: Answer, number: int, piece: Piece) -> list[dict[str, Any]]:
+        shape, said = self._shapes[number], []
+        if number in self._silent:  # the prompt's scores are there once the first token is
+            self._silent.discard(number)
+            at = number // self.n
+            scored = shape and shape.shape(_scores(answer.streams[at]))
+            said.append(self._choice(number, self.echoed[at], scored, None, None))
+        shaped = shape and shape.shape(piece.logprobs or ())
+        said.append(self._choice(number, piece.text, shaped, piece.finish_reason, piece.stop_reason))
+        if self.body.return_token_ids:
+            said[-1]["token_ids"] = piece.token_ids
+        return said
 
     async def whole(self, answer: Answer) -> list[dict[str, Any]]:
-        async for _ in answer.pieces():
+        while await answer.take():
             pass
         if self.asked is None and any(t.finish_reason == "length" for s in answer.streams for t in s.texts):
             answer.warnings.append({

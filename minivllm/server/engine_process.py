@@ -128,6 +128,8 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
             logging.getLogger("minivllm").exception("the engine could not be started")
         link.send({"error": [type(e).__name__, str(e), getattr(e, "param", None)]}, {}, "failed")
         return getattr(e, "exit_code", 1)
+    if engine.wiring.device == "cpu":
+        leave_a_core()
     link.send(describe(engine, resolved), {}, "ready")
     running.set()
     loop = EngineLoop(engine, link, ends=True)
@@ -136,6 +138,15 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
     loop.run()
     engine.stop()
     return 0 if loop.stopping else EngineDeadError.exit_code
+
+
+def leave_a_core() -> None:
+    """One thread less for the model than there are cores, unless the user has set how many: OpenMP's threads wait for
+    one another in a busy loop, so the one whose core HTTP takes for a moment holds all of them up."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
 
 
 def _watch_parent(life_fd: int, running: threading.Event) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,7 +21,8 @@ from . import body as bodies
 from . import errors, logs
 from .errors import ApiError
 from .protocol import common
-from .sse import DONE, EventStream, Gone, encode, supervise
+from .sse import DONE, EventStream, Gone, dump, encode, supervise
+from .streams import take
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -55,6 +56,21 @@ class Service:
         return name
 
 
+class Work(Protocol):
+    """What a protocol makes of one request."""
+
+    async def prepare(self, held: AsyncExitStack) -> Answer: ...
+
+    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+        """What a stream says of choices before the first piece."""
+
+    def choices(self, answer: Answer, number: int, piece: Piece) -> list[dict[str, Any]]:
+        """What a stream says of the choice ``number`` with a piece; it may be nothing."""
+
+    async def whole(self, answer: Answer) -> list[dict[str, Any]]:
+        """The choices of an answer in one piece."""
+
+
 @dataclass
 class Answer:
     """Streams of one request and what they have in common.  The choice of sample ``s`` of prompt ``p`` has the number
@@ -83,62 +99,53 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in self.streams)},
         }  # fmt: skip
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(number of the choice, piece) as they come.  ApiError (500) if the engine failed on a branch."""
-        if len(self.streams) == 1:
-            async for piece in self.streams[0]:
-                yield piece.sample, self._whole(piece)
-            return
-        queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=2 * len(self.streams))
+    async def take(self) -> list[tuple[int, Piece]]:
+        """(number of the choice, piece) of all that is there, once something is; [] at the end.  ApiError (500) if the
+        engine failed on a branch."""
+        found = [(at * self.n + piece.sample, piece) for at, piece in await take(self.streams)]
+        for _, piece in found:
+            if piece.finish_reason == "error":
+                logs.event("the engine failed on a request", 40, answer=self.id, reason=piece.error)
+                raise ApiError(500, "the engine failed on this request; the server's log says why")
+        return found
 
-        async def pump(at: int, stream: Stream) -> None:
-            try:
-                async for piece in stream:
-                    await queue.put((at * self.n + piece.sample, piece))
-                await queue.put(None)
-            except Exception as exc:
-                await queue.put(exc)
-
-        tasks = [asyncio.create_task(pump(at, stream)) for at, stream in enumerate(self.streams)]
-        try:
-            left = len(tasks)
-            while left:
-                got = await queue.get()
-                if got is None:
-                    left -= 1
-                elif isinstance(got, Exception):
-                    raise got
-                else:
-                    yield got[0], self._whole(got[1])
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _whole(self, piece: Piece) -> Piece:
-        if piece.finish_reason == "error":
-            logs.event("the engine failed on a request", 40, answer=self.id, reason=piece.error)
-            raise ApiError(500, "the engine failed on this request; the server's log says why")
-        return piece
-
-    async def events(self, choices: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-        """Server-sent events."""
-        async for chunk in self.chunks(choices):
-            yield encode(chunk)
+    async def events(self, work: Work) -> AsyncIterator[bytes]:
+        """Server-sent events.  What is there at once is sent at once: who is slow gets fewer, larger pieces."""
+        before = encode({**self.head(), "choices": []})[: -len(b"]}\n\n")]  # the same for every chunk
+        behind = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+        choices, choice_of = work.opening(self), work.choices
+        while True:
+            if choices and (self.warnings or self.continuous):
+                yield b"".join([encode(self._chunk(choice)) for choice in choices])
+            elif choices:
+                yield b"".join([before + dump(choice) + behind for choice in choices])
+            pieces = await self.take()
+            if not pieces:
+                break
+            choices = [choice for number, piece in pieces for choice in choice_of(self, number, piece)]
+        if self.include_usage:
+            yield encode({**self.head(), "choices": [], "usage": self.usage()})
         yield DONE
 
-    async def chunks(self, choices: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, work: Work) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream, one a choice that has something to say."""
-        head = self.head()
-        first = {"warnings": self.warnings} if self.warnings else {}
-        async for choice in choices:
-            chunk = {**head, "choices": [choice], **first}
-            if self.include_usage:
-                chunk["usage"] = self.usage() if self.continuous else None
-            first = {}
-            yield chunk
+        for choice in work.opening(self):
+            yield self._chunk(choice)
+        while pieces := await self.take():
+            for number, piece in pieces:
+                for choice in work.choices(self, number, piece):
+                    yield self._chunk(choice)
         if self.include_usage:
-            yield {**head, "choices": [], "usage": self.usage()}
+            yield {**self.head(), "choices": [], "usage": self.usage()}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """The first one has the warnings."""
+        chunk = {**self.head(), "choices": [choice]}
+        if self.warnings:
+            chunk["warnings"], self.warnings = self.warnings, []
+        if self.include_usage:
+            chunk["usage"] = self.usage() if self.continuous else None
+        return chunk
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None, **self.more}
@@ -215,21 +222,17 @@ async def open_streams(
     return streams
 
 
-async def respond(
-    request: Request, service: Service, stream: bool, seconds: float,
-    prepare: Callable[[AsyncExitStack], Any], chunks: Callable[[Answer], AsyncIterator[dict[str, Any]]],
-    whole: Callable[[Answer], Any],
-) -> Any:  # fmt: skip
-    """``prepare`` makes the Answer, ``chunks`` the choices of a stream, ``whole`` those of an answer in one piece."""
+async def respond(request: Request, service: Service, stream: bool, seconds: float, work: Work) -> Any:
+    """The answer to a request within ``seconds``: a stream of events, or one JSON object."""
     state = request.scope["state"]
     end = time.monotonic() + seconds
     async with AsyncExitStack() as held:
         try:
-            answer = await supervise(prepare(held), request.receive, service.door, seconds)
+            answer = await supervise(work.prepare(held), request.receive, service.door, seconds)
             left = max(end - time.monotonic(), 0.001)
             if stream:
-                return EventStream(answer.events(chunks(answer)), held.pop_all(), service.door, service.server, left)
-            choices = await supervise(whole(answer), request.receive, service.door, left)
+                return EventStream(answer.events(work), held.pop_all(), service.door, service.server, left)
+            choices = await supervise(work.whole(answer), request.receive, service.door, left)
             return JSONResponse(answer.whole(choices))
         except Gone:
             state["log"]["gone"] = True

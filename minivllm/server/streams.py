@@ -88,6 +88,16 @@ class Stream:
                 self._read.discard(self)
         return self._pending.pop(next(iter(self._pending)))
 
+    def taken(self) -> list[Piece]:
+        """All that waits, without waiting.  EngineDeadError if nothing does and the engine has ended."""
+        if self._pending:
+            pieces = list(self._pending.values())
+            self._pending.clear()
+            return pieces
+        if self._error is not None:
+            raise self._error
+        return []
+
     async def aclose(self) -> None:
         """Abort what still runs; nothing more is read.  Idempotent."""
         self._pending.clear()
@@ -122,6 +132,15 @@ class Stream:
         if sample not in self.open:
             return
         text = self.texts[sample]
+        if reason is None and text.plain:  # by far the most: a token or two in the middle of an answer
+            shown = text.extend(ids)
+            if (waiting := self._pending.get(sample)) is not None:
+                waiting.text += shown
+                waiting.token_ids += ids
+            else:
+                self._pending[sample] = Piece(sample, shown, list(ids))
+                self._rouse()
+            return
         before = len(text.logprobs or ())
         # what ends with "stop" here ended with a token: stop strings are found below
         delta = text.feed(ids, reason is not None, stop_token=reason == "stop" and bool(ids), logprobs=logprobs)
@@ -173,3 +192,27 @@ class Stream:
     def _rouse(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+
+async def take(streams: Sequence[Stream]) -> list[tuple[int, Piece]]:
+    """(position of the stream, piece) of all that waits in any of them, once something does; [] when all have ended.
+    EngineDeadError if the engine has ended before one of them."""
+    while True:
+        found: list[tuple[int, Piece]] = []
+        done = True
+        for at, stream in enumerate(streams):
+            if stream._pending or stream._error is not None:
+                found += [(at, piece) for piece in stream.taken()]
+            done &= stream._done
+        if found or done:
+            return found
+        wake = asyncio.get_running_loop().create_future()
+        for stream in streams:
+            stream._wake = wake
+            stream._read.add(stream)  # a task that waits for us is held by nobody else
+        try:
+            await wake
+        finally:
+            for stream in streams:
+                stream._wake = None
+                stream._read.discard(stream)

@@ -210,7 +210,7 @@ class Connection:
         answer = await work.prepare(held)
         if not stream:
             return {"data": answer.whole(await work.whole(answer))}
-        async for chunk in answer.chunks(work.chunks(answer)):
+        async for chunk in answer.chunks(work):
             await self.out.put({"type": "chunk", "id": ident, "data": chunk})
         return {}
 

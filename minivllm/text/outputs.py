@@ -207,6 +207,21 @@ class SequenceText:
             self.finish_reason, self.stop_reason = "stop", stopped
         return Delta(text, stopped, used)
 
+    @property
+    def plain(self) -> bool:
+        """Nothing but text is made of its tokens: ``extend`` will do for those that are not the last."""
+        return self._stops is None and self.logprobs is None and self.finish_reason is None
+
+    def extend(self, ids: Sequence[int]) -> str:
+        """The new text of ``feed(ids)``, if it is ``plain``."""
+        self.token_ids += ids
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.add(ids)
+        if text:
+            self._pieces.append(text)
+        return text
+
     def _scan(self, stops: StopStrings, ids: list[int], shown: list[int], final: bool) -> tuple[str, str | None, int]:
         """Token by token, to know which one completed a stop string."""
         pieces, before, wanted = [], len(self.token_ids), self._params.min_tokens

@@ -1,0 +1,165 @@
+"""A load generator that costs little: bare sockets, one poll loop a process, no parsing but of the end of an answer.
+
+It counts an answer's tokens by the usage that the server states at its end, and takes the time of each piece of text
+as it comes.  Its own CPU time is part of what it returns: a generator that is at its limit measures itself.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import select
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+TEXT = b'"text"'  # in every event of a completion that brings text
+USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+TAIL = 2048  # bytes at the end of an answer that hold its usage
+PROBE = 0.05  # seconds between looks at /health
+
+
+@dataclass
+class Answer:
+    """Seconds to the first text and between first and last, tokens, and events that brought them."""
+
+    first: float
+    span: float
+    tokens: int
+    events: int
+
+
+@dataclass
+class Found:
+    """``seconds`` from the first request to the last answer; ``cpu`` seconds of all generators; ``health`` seconds of
+    each look at /health; ``wrong``: what was no answer."""
+
+    answers: list[Answer] = field(default_factory=list)
+    seconds: float = 0.0
+    cpu: float = 0.0
+    health: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+class _Stream:
+    """One connection after the other; ``asks`` are whole requests."""
+
+    def __init__(self, address: tuple[str, int], asks: Sequence[bytes]) -> None:
+        self.address, self.asks = address, list(reversed(asks))
+
+    def begin(self) -> int:
+        self.start = time.perf_counter()
+        self.first = self.last = 0.0
+        self.events, self.tail = 0, b""
+        self.socket = socket.create_connection(self.address)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.sendall(self.asks.pop())
+        self.socket.setblocking(False)
+        return self.socket.fileno()
+
+    def read(self) -> bool:
+        """False at the end."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return True
+        if TEXT in data:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+            self.events += data.count(TEXT)
+        self.tail = self.tail[-TAIL:] + data if self.tail else data
+        return bool(data)
+
+    def end(self) -> Answer | str:
+        self.socket.close()
+        counts = USAGE.findall(self.tail)
+        if not counts or not self.first:
+            return self.tail[:200].decode(errors="replace")
+        return Answer(self.first - self.start, self.last - self.first, int(counts[-1]), self.events)
+
+
+def drive(address: tuple[str, int], asks: Sequence[Sequence[bytes]], at: float) -> tuple[list, list[str], float, float]:
+    """All streams of one process, from ``at`` (time.monotonic) on: (answers, wrong, end, CPU seconds)."""
+    time.sleep(max(at - time.monotonic(), 0.0))
+    cpu = time.process_time()
+    poll = select.epoll()
+    live: dict[int, _Stream] = {}
+    for mine in asks:
+        stream = _Stream(address, mine)
+        live[fd := stream.begin()] = stream
+        poll.register(fd, select.EPOLLIN)
+    answers, wrong = [], []
+    while live:
+        for fd, _ in poll.poll():
+            stream = live[fd]
+            if stream.read():
+                continue
+            poll.unregister(fd)
+            del live[fd]
+            answer = stream.end()
+            (wrong if isinstance(answer, str) else answers).append(answer)
+            if stream.asks and not isinstance(answer, str):
+                live[fd := stream.begin()] = stream
+                poll.register(fd, select.EPOLLIN)
+    return answers, wrong, time.monotonic(), time.process_time() - cpu
+
+
+def _probe(address: tuple[str, int], stop, pipe) -> None:
+    """Look at /health until told to stop."""
+    ask, took = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", []
+    while not stop.wait(PROBE):
+        start = time.perf_counter()
+        with socket.create_connection(address, timeout=30) as link:
+            link.sendall(ask)
+            good = link.recv(4096).startswith(b"HTTP/1.1 200")
+            while link.recv(4096):
+                pass
+        took.append(time.perf_counter() - start if good else float("inf"))
+    pipe.send(took)
+
+
+def _drive_to(pipe, *args) -> None:
+    pipe.send(drive(*args))
+
+
+def request(host: str, body: dict) -> bytes:
+    """A streamed completion as bytes."""
+    data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+
+
+def measure(url: str, asks: Sequence[Sequence[dict]], processes: int = 1, health: bool = True) -> Found:
+    """Each of ``asks`` is a stream: its bodies are asked one after the other, all streams at once."""
+    where = urlsplit(url)
+    address = (where.hostname or "127.0.0.1", where.port or 80)
+    made = [[request(address[0], body) for body in mine] for mine in asks]
+    context = multiprocessing.get_context("fork")
+    stop, begin = context.Event(), time.monotonic() + 0.3
+    found, workers = Found(), []
+    for k in range(processes):
+        near, far = context.Pipe(False)
+        workers.append((context.Process(target=_drive_to, args=(far, address, made[k::processes], begin)), near))
+    near, far = context.Pipe(False)
+    prober = context.Process(target=_probe, args=(address, stop, far))
+    for worker, _ in workers:
+        worker.start()
+    if health:
+        prober.start()
+    ends = []
+    for worker, pipe in workers:
+        answers, wrong, end, cpu = pipe.recv()
+        found.answers += answers
+        found.wrong += wrong
+        found.cpu += cpu
+        ends.append(end)
+        worker.join()
+    found.seconds = max(ends) - begin
+    stop.set()
+    if health:
+        found.health = near.recv()
+        prober.join()
+    return found
