@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 NOT_DRAINED = 6
 LAST = 3  # seconds for connections to close at the end
+FILES = 65536  # that may be open
 LOOK = 1.0  # seconds between looks at the engine
 
 
@@ -174,7 +175,7 @@ class Http(uvicorn.Server):
     """uvicorn without its signal handlers: when to end is decided above."""
 
     def __init__(self, app: Application, server: ServerConfig) -> None:
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        files = open_files()
         super().__init__(
             uvicorn.Config(
                 app, lifespan="off", log_config=None, access_log=False, ws="websockets-sansio", server_header=False,
@@ -188,6 +189,15 @@ class Http(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def open_files() -> int:
+    """How many files this process may have open, once it may have as many as it can: a connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
 
 
 def bind(server: ServerConfig) -> socket.socket:

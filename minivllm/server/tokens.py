@@ -10,6 +10,7 @@ import copy
 import json
 import re
 import secrets
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ class Tokens:
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.tokenizer, self.most = tokenizer, BYTES_A_TOKEN * max_model_len
         self.max_model_len = max_model_len
-        self._kept: OrderedDict[tuple[str, bool], list[int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, bool], array[int]] = OrderedDict()
         self._size = 0
         self._special: re.Pattern[str] | None = None
         self._plain: Any = None
@@ -62,7 +63,7 @@ class Tokens:
         key = (text, special)
         if (found := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
-            return found
+            return found.tolist()
         if len(text) < LONG:
             ids = tokenizer.encode(text, special)
         else:
@@ -73,7 +74,7 @@ class Tokens:
     def _keep(self, key: tuple[str, bool], ids: list[int]) -> None:
         if key in self._kept or len(key[0]) > CACHED // 16:
             return
-        self._kept[key] = ids
+        self._kept[key] = array("i", ids)  # a ninth of what a list takes
         self._size += len(key[0])
         while self._size > CACHED:
             (text, _), _ = self._kept.popitem(last=False)
