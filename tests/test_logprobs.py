@@ -149,6 +149,28 @@ def test_raw_log_probabilities_know_nothing_of_what_is_drawn_from(small, llm):
         assert all(abs(v.logprob - lp[i, t].item()) < 1e-4 for t, v in entry.items())
 
 
+@pytest.mark.parametrize("sampler, asked", [("typical", {"typical_p": 0.4}), ("mirostat", {"mirostat_tau": 1.5})])
+def test_samplers_that_leave_tokens_out_say_so_and_score_beams_beside_them_as_any_other(small, sampler, asked):
+    prompt = prompts(9)[0]
+    beam, plain = SamplingParams(beam_width=3, max_tokens=6, logprobs=3), SamplingParams(temperature=1.0, max_tokens=6)
+    with engine(small[0], logprobs_mode="processed_logprobs", sampler=sampler) as llm:
+        row = SamplingParams(temperature=1.0, seed=4, max_tokens=12, logprobs=20, **asked)
+        mixed, scored, _ = llm.generate([prompt] * 3, [row, beam, plain], use_tqdm=False)
+        alone = llm.generate(prompt, beam, use_tqdm=False)[0]
+    assert [o.token_ids for o in scored.outputs] == [o.token_ids for o in alone.outputs]
+    assert [o.score for o in scored.outputs] == pytest.approx([o.score for o in alone.outputs])
+    left = 0
+    for i, entry in enumerate(mixed.outputs[0].logprobs):
+        lp = expected(small[1], prompt + mixed.outputs[0].token_ids[:i])[-1]
+        stay = {t: v.logprob for t, v in entry.items() if v.logprob > -1e30}
+        mass = torch.logsumexp(lp[list(stay)], 0)
+        left += len(stay) < len(entry)
+        if len(stay) < len(entry):  # all that stay are told: they are a distribution of their own
+            assert all(abs(v - (lp[t] - mass)) < 1e-3 for t, v in stay.items()), (i, stay)
+        assert mixed.outputs[0].token_ids[i] in stay
+    assert left > 3, "the test itself is too weak"
+
+
 def test_penalties_and_beams_meet_in_processed_log_probabilities_only(llm, processed):
     prompt = prompts(12)[0]
     params = SamplingParams(beam_width=3, repetition_penalty=1.5, max_tokens=8, ignore_eos=True)

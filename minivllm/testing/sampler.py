@@ -20,9 +20,9 @@ from minivllm.core.request import SamplingParams
 
 from .base import Seen, since
 from .chisquare import ALPHA, check_draws, detectable
-from .sampler_limits import NEAR, nearest, supports, surprising
+from .sampler_limits import LIMITS, NEAR, nearest, supports, surprising
 from .sampling import SamplingConformance
-from .sampling_rows import DRAWS, LARGE, MAX_LEN, Seq, Stage, Watched
+from .sampling_rows import DRAWS, LARGE, MAX_LEN, Seq, Stage, Watched, unwritten
 
 BATCH, CELLS = 1 << 15, 1 << 21  # rows and logits of a call at most
 # (seed, lane): at position 1 and sample 0 noise() of that lane is near its smallest, 2**-32, or its largest, 1 - 2**-24
@@ -192,20 +192,37 @@ class SamplerConformance(SamplingConformance):
         """Twelve tokens of nearly equal probability: each limit alone keeps exactly as many as it says; together they
         come in vLLM's order, and top-p keeps the token that crosses it."""
         logits = torch.linspace(0.6, 0.0, 12)
-        limits: list[dict[str, Any]] = [{"top_k": k} for k in (1, 2, 3, 11, 12, 13)]
-        limits += [{"top_p": x} for x in (0.01, 0.3, 0.5, 0.97, 0.99999)]
-        limits += [{"min_p": x} for x in (0.6, 0.75, 0.9, 1.0)]
-        limits += [{"typical_p": x} for x in (0.05, 0.4, 0.9)] + [{"mirostat_tau": x} for x in (1.6, 1.75, 1.9)]
-        limits += [
-            {"temperature": 2.0, "top_p": 0.5}, {"temperature": 0.1, "top_p": 0.5}, {"temperature": 2.0, "min_p": 0.9},
-            {"temperature": 0.1, "min_p": 0.3}, {"top_k": 4, "top_p": 0.6}, {"min_p": 0.8, "top_p": 0.6},
-            {"temperature": 2.0, "top_k": 9, "top_p": 0.7, "min_p": 0.8},
-        ]  # fmt: skip
-        limits = [asked for asked in limits if asked.keys() <= self.reads]
+        limits = [asked for asked in LIMITS if asked.keys() <= self.reads]
         if not limits:
             pytest.skip("it reads no top_k, top_p or min_p")
         for asked in limits:
             self.check(SamplingParams.make(**asked), logits, 1 << 13)
+
+    @since(1, 1)
+    def test_what_it_says_it_draws_from_is_what_it_draws_from(self) -> None:
+        """``drawn_from``, if it has one: new logits float32 whose softmax is the distribution of the reference, of a
+        greedy row beside it that of the logits; neither those that it is given nor its columns change."""
+        if type(self.make(12, MAX_LEN)).drawn_from is Sampler.drawn_from:
+            pytest.skip("it has no drawn_from")
+        logits, beside = torch.linspace(0.6, 0.0, 12), SamplingParams(temperature=0)
+        for asked in [{}, *(asked for asked in LIMITS if asked.keys() <= self.reads)]:
+            params, stage = SamplingParams.make(**asked), Stage(self, 3, vocab=12)
+            stage.join([2, 0], [Seq(params, (0,), (), logits), Seq(beside, (0,), (), logits)])
+            slots, given = np.array([2, 0]), logits.to(self.place()).repeat(2, 1)
+            rows, before, columns = stage.rows(slots, stage.variant(slots)), given.clone(), stage.columns([0, 1, 2])
+            with torch.inference_mode(), unwritten(rows, "drawn_from"):
+                got = stage.worker.drawn_from(given, rows, stage.state.columns)
+            after = stage.columns([0, 1, 2])
+            assert torch.equal(given, before), f"{asked}: drawn_from writes to the logits that it is given"
+            assert all(torch.equal(after[name], columns[name]) for name in columns), (
+                f"{asked}: drawn_from writes columns"
+            )
+            assert got.dtype == torch.float32 and got.shape == given.shape, f"drawn_from: {got.dtype} {got.shape}"
+            prob, own = got.double().softmax(1).cpu(), logits.double().softmax(0)
+            assert "temperature" not in self.reads or torch.allclose(prob[1], own, atol=1e-6), f"greedy row: {prob[1]}"
+            must, may, want = self.must_and_may(params, logits)
+            assert not (prob[0][~may] > 0).any() and (prob[0][must] > 0).all(), f"{asked}: {prob[0]}, drawn are {may}"
+            assert want is None or torch.allclose(prob[0], want, atol=1e-5), f"{asked}: {prob[0]}; want {want}"
 
     @since(1, 0)
     def test_what_ties_at_a_limit_is_all_that_is_open(self) -> None:

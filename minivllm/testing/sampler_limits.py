@@ -6,6 +6,7 @@ Each function gives two masks bool [V]: tokens that must be drawable, and tokens
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from torch import Tensor
 from minivllm.core.request import SamplingParams
 
 NEAR = 1e-4  # masses so close to top_p or min_p may fall on either side: float32 has no opinion
+
+LIMITS: tuple[dict[str, Any], ...] = (
+    *({"top_k": k} for k in (1, 2, 3, 11, 12, 13)), *({"top_p": x} for x in (0.01, 0.3, 0.5, 0.97, 0.99999)),
+    *({"min_p": x} for x in (0.6, 0.75, 0.9, 1.0)), *({"typical_p": x} for x in (0.05, 0.4, 0.9)),
+    *({"mirostat_tau": x} for x in (1.6, 1.75, 1.9)),
+    {"temperature": 2.0, "top_p": 0.5}, {"temperature": 0.1, "top_p": 0.5}, {"temperature": 2.0, "min_p": 0.9},
+    {"temperature": 0.1, "min_p": 0.3}, {"top_k": 4, "top_p": 0.6}, {"min_p": 0.8, "top_p": 0.6},
+    {"temperature": 2.0, "top_k": 9, "top_p": 0.7, "min_p": 0.8},
+)  # fmt: skip
 
 
 def kept(prob: Tensor, p: SamplingParams, least_p: float, mass_p: float, wide: bool) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from minivllm.core.interfaces.sampling import Column
+from minivllm.plugins.sampler.default import DefaultSampler
 from minivllm.plugins.sampler.mirostat import MirostatSampler
 from minivllm.plugins.sampler.typical import TypicalSampler
 from minivllm.spec import ANY, Spec
@@ -15,6 +16,7 @@ SEAM = "sampler"
 LIMIT = "test_each_limit_is_where_it_should_be"
 PREEMPTED = "test_a_preempted_row_goes_on_as_if_it_had_stayed"
 COMMIT = "test_commit_counts_accepted_tokens_only"
+SAYS = "test_what_it_says_it_draws_from_is_what_it_draws_from"
 FAULTS = {
     "ForgetsMu": (PREEMPTED,),
     "LearnsFromTheDraw": (PREEMPTED,),
@@ -22,6 +24,9 @@ FAULTS = {
     "LearnsAgain": (COMMIT,),
     "Likeliest": (LIMIT,),
     "HalfOfTheTarget": (LIMIT,),
+    "SaysTypicalIsAll": (SAYS,),
+    "SaysMirostatIsAll": (SAYS,),
+    "SaysInPlace": (SAYS,),
 }
 RIGHT = ()
 
@@ -91,3 +96,28 @@ class HalfOfTheTarget(MirostatSampler):
         row = super().bind(params, prompt_len)
         mu = row.values.get("mu")
         return row if mu is None else replace(row, values={**row.values, "mu": mu / 2})
+
+
+class SaysTypicalIsAll(TypicalSampler):
+    """Log-probabilities of the draw are those before typical has its say."""
+
+    spec = spec("SaysTypicalIsAll")
+
+    def drawn_from(self, logits, rows, state):
+        return DefaultSampler.drawn_from(self, logits, rows, state)
+
+
+class SaysMirostatIsAll(MirostatSampler):
+    spec = spec("SaysMirostatIsAll")
+
+    def drawn_from(self, logits, rows, state):
+        return DefaultSampler.drawn_from(self, logits, rows, state)
+
+
+class SaysInPlace(MirostatSampler):
+    """Writes what it draws from into the logits, which the draw sees next."""
+
+    spec = spec("SaysInPlace")
+
+    def drawn_from(self, logits, rows, state):
+        return logits.copy_(super().drawn_from(logits, rows, state))

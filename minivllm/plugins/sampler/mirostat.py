@@ -58,20 +58,32 @@ class MirostatSampler(DefaultSampler):
         plain = replace(rows, variant=rows.variant & (MIROSTAT - 1))
         if not rows.variant & MIROSTAT:
             return super().draw(logits, plain, state, out)
-        x, mass = masses(logits, state["temperature"][rows.slots])
-        total = (mass.sum(dim=1).clamp(min=1).double() / MASS_SCALE).log().float()[:, None]
-        best = x == 0
-        surprise = x.sub_(total).mul_(-1 / math.log(2))  # bits
-        mu = state["mu"][rows.slots][:, None]
-        logits.masked_fill_((surprise > mu) & ~best, float("-inf"))
+        surprise = _leave(logits, rows, state)
         super().draw(logits, plain, state, out)
         out.peaks = None  # they would be those of what is left
         tau = state["tau"][rows.slots]
         error = surprise.gather(1, out.tokens.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1) - tau
         state["error"][rows.slots] = torch.where(tau > 0, error, 0.0)
 
+    def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+        if rows.variant & MIROSTAT:
+            logits = logits.float().clone()
+            _leave(logits, rows, state)
+        return super().drawn_from(logits, replace(rows, variant=rows.variant & (MIROSTAT - 1)), state)
+
     def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
         error, mu = state["error"][rows.slots], state["mu"][rows.slots]
         heard = count > 0
         state["mu"][rows.slots] = torch.where(heard & (error != 0), mu - state["eta"][rows.slots] * error, mu)
         state["error"][rows.slots] = torch.where(heard, 0.0, error)
+
+
+def _leave(logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+    """Leave tokens out of ``logits`` [N, V], in place; the surprise of all of them before, in bits f32 [N, V]."""
+    x, mass = masses(logits, state["temperature"][rows.slots])
+    total = (mass.sum(dim=1).clamp(min=1).double() / MASS_SCALE).log().float()[:, None]
+    best = x == 0
+    surprise = x.sub_(total).mul_(-1 / math.log(2))
+    mu = state["mu"][rows.slots][:, None]
+    logits.masked_fill_((surprise > mu) & ~best, float("-inf"))
+    return surprise

@@ -47,14 +47,24 @@ class TypicalSampler(DefaultSampler):
         return Row({**row.values, "typical_p": params.typical_p}, row.variant | TYPICAL)
 
     def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
-        if rows.variant & TYPICAL:
-            chunk = max(CHUNK // logits.shape[1], 1)
-            temperature, typical_p = state["temperature"][rows.slots], state["typical_p"][rows.slots]
-            for i in range(0, len(logits), chunk):
-                part = slice(i, i + chunk)
-                _restrict(logits[part], temperature[part], typical_p[part])
-        super().draw(logits, replace(rows, variant=rows.variant & (TYPICAL - 1)), state, out)
+        super().draw(logits, _leave(logits, rows, state), state, out)
         out.peaks = None  # they would be those of what is left
+
+    def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+        if rows.variant & TYPICAL:
+            logits = logits.float().clone()
+        return super().drawn_from(logits, _leave(logits, rows, state), state)
+
+
+def _leave(logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Rows:
+    """Restrict the logits of typical rows, in place; the rows as the default sampler takes them."""
+    if rows.variant & TYPICAL:
+        chunk = max(CHUNK // logits.shape[1], 1)
+        temperature, typical_p = state["temperature"][rows.slots], state["typical_p"][rows.slots]
+        for i in range(0, len(logits), chunk):
+            part = slice(i, i + chunk)
+            _restrict(logits[part], temperature[part], typical_p[part])
+    return replace(rows, variant=rows.variant & (TYPICAL - 1))
 
 
 def _restrict(logits: Tensor, temperature: Tensor, typical_p: Tensor) -> None:

@@ -38,12 +38,16 @@ class MyPlugin(Sampler):
         return Row({"temperature": params.temperature if params.temperature >= COLD else 0.0, "a": float(a)})
 
     def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
-        temperature, a = state["temperature"][rows.slots], state["a"][rows.slots]
         best = logits.argmax(dim=1)
+        x = self.drawn_from(logits, rows, state)
+        x += gumbel(rows.seed, rows.position, rows.sample, x.shape[1])
+        out.tokens.copy_(torch.where(state["temperature"][rows.slots] > 0, x.argmax(dim=1), best))
+
+    def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+        temperature, a = state["temperature"][rows.slots], state["a"][rows.slots]
         x = logits - logits.amax(dim=1, keepdim=True)  # relative to the best: no overflow at small temperatures
         x /= torch.where(temperature > 0, temperature, 1.0)[:, None]
         highest = torch.softmax(x, dim=1).amax(dim=1)
+        a = torch.where(temperature > 0, a, 0.0)  # a greedy row takes the best of the logits as they are
         # p >= a * highest ** 2, and p = highest * exp(x); the best one has x = 0 and stays, as a * highest <= 1
-        x = x.masked_fill(x < (a * highest).log()[:, None], float("-inf"))
-        x += gumbel(rows.seed, rows.position, rows.sample, x.shape[1])
-        out.tokens.copy_(torch.where(temperature > 0, x.argmax(dim=1), best))
+        return x.masked_fill(x < (a * highest).log()[:, None], float("-inf"))

@@ -7,4 +7,5 @@ MY_PLUGIN = Spec(
     api=(1, 1),
     summary="temperature and top-a",
     limits={"device": ANY},
+    features=frozenset({"multi_position"}),
 )
