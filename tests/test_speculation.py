@@ -21,6 +21,8 @@ from minivllm.testing.drafter import DrafterConformance
 from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
 from minivllm.testing.tiny import quiet, tiny_dir
 
+torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+
 # ---- the engine without a model ------------------------------------------------------------------------------------
 
 
@@ -238,6 +240,7 @@ def test_every_token_is_the_one_without_drafts(pair, want, drafter, more):
     assert got == want
     assert stats["speculation"]["accepted"] > 20 and stats["speculation"]["failed"] is None
     assert not more or stats["preemptions"] > 0
+    assert stats["prefix_hits"] > 0, "a prompt that two requests share came from the cache"
     metrics = outs[0].metrics
     assert 0 <= metrics.accepted_tokens <= metrics.drafted_tokens and outs[-1].metrics.drafted_tokens == 0
 
@@ -341,6 +344,27 @@ def test_rows_whose_processor_goes_token_by_token_do_not_speculate(pair):
             found.append([o.tokens for o in outs])
     assert found[0] == found[1]
     assert outs[0].metrics.drafted_tokens == 0 < outs[1].metrics.drafted_tokens
+
+
+def test_where_guesses_are_wrong_the_engine_stops_guessing_and_says_so(pair, caplog):
+    """Tokens without any pattern, in which short n-grams match by chance: a step with drafts costs more and gives no
+    more.  What is off is logged and told by ``stats``, and the tokens are those of an engine without a drafter."""
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3, 60) for _ in range(30)] for _ in range(8)]
+    params = [SamplingParams(temperature=2.0, seed=i, max_tokens=180, ignore_eos=True) for i in range(8)]
+    ngram = {"name": "ngram", "options": {"prompt_lookup_min": 1}}
+    options = dict(num_kvcache_blocks=500, speculate="auto", num_speculative_tokens=12, max_num_batched_tokens=256)
+    found = []
+    with caplog.at_level("INFO", "minivllm"):
+        for drafter in ("none", ngram):
+            with llm(pair, drafter, **options) as engine:
+                found.append([o.tokens for o in engine.generate(prompts, params, use_tqdm=False)])
+                stats = engine.stats()
+    assert found[0] == found[1]
+    spec = stats["speculation"]
+    assert TRIES <= spec["steps"] < stats["steps"] / 2, (spec, stats["steps"])
+    assert "speculation is off for batches of about 8 rows" in caplog.text
+    assert 0 < spec["batch"]["5-8"]["gain"] < 1 and spec["accepted"] < 0.2 * spec["proposed"]
 
 
 def test_a_draft_model_that_does_not_fit_is_refused_by_name(pair, tmp_path):
