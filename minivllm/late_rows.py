@@ -10,22 +10,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core.interfaces.plan import LateInputs
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from minivllm.core.engine import Engine
     from minivllm.core.interfaces.grammar import Grammar
+    from minivllm.core.interfaces.plan import StepPlan
     from minivllm.core.publisher import Flight
     from minivllm.core.request import Seq
     from minivllm.core.slots import Slots
     from minivllm.core.timing import SeamTimes
 
+PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
+
 
 class Masks:
-    """``grammars.plugin`` made the matchers' grammars; ``finish(seq, reason, error=...)`` is the engine's."""
+    """``grammars.plugin`` made the matchers' grammars; ``finish(seq, reason, error=...)`` is the engine's.
+    ``memory(rows, words)`` is i32 host memory that the device reads without a copy (``Executor.mask_memory``)."""
 
-    def __init__(self, slots: Slots, vocab: int, grammars: Any, finish: Callable[..., None], seams: SeamTimes) -> None:
+    def __init__(
+        self, slots: Slots, vocab: int, grammars: Any, finish: Callable[..., None], seams: SeamTimes,
+        memory: Callable[[int, int], np.ndarray],
+    ) -> None:  # fmt: skip
         self.slots, self.vocab, self.grammars, self.finish, self.seams = slots, vocab, grammars, finish, seams
-        self._held = np.empty((0, -(-vocab // 32)), np.int32)  # the last step's, which has been drawn meanwhile
+        self.memory = memory
+        self._held: np.ndarray | None = None  # the last step's, which has been drawn meanwhile
 
     def of(self, flight: Flight) -> np.ndarray:
         """i32 [n, ceil(V / 32)] for the n late rows of a step, all steps before which have been published.  The array
@@ -33,21 +44,19 @@ class Masks:
         s, plan = self.slots, flight.plan
         rows = plan.samples[plan.late]
         slots = plan.slots[rows]
-        if len(rows) > len(self._held):
-            self._held = np.empty((2 * len(rows), self._held.shape[1]), np.int32)
+        if self._held is None or len(rows) > len(self._held):
+            self._held = self.memory(max(2 * len(rows), s.size), -(-self.vocab // 32))
         mask = self._held[: len(rows)]
         live = s.serial[slots] == flight.serial[rows]
         mask[~live] = -1
-        at = np.flatnonzero(live)
-        seqs: list[Seq] = [s.seq[i] for i in slots[at].tolist()]  # type: ignore[misc]
-        ruled = [(j, seq) for j, seq in zip(at.tolist(), seqs, strict=True) if seq.request.grammar is not None]
+        at = np.flatnonzero(live).tolist()
+        seqs: list[Seq] = [s.seq[i] for i in slots[live].tolist()]  # type: ignore[misc]
+        ruled = [(j, seq) for j, seq in zip(at, seqs, strict=True) if seq.request.grammar is not None]
         if ruled:
             self._by_grammar(ruled, mask)
-        for j, seq in zip(at.tolist(), seqs, strict=True):
-            p = seq.request.params
-            if seq.slot >= 0 and seq.request.grammar is not None and (p.min_tokens or p.ignore_eos):
-                self._hold_end(seq, mask[j])
-            if seq.slot >= 0 and p.allowed_tokens_fn is not None:
+            self._hold_ends(ruled, mask)
+        for j, seq in zip(at, seqs, strict=True):
+            if seq.request.params.allowed_tokens_fn is not None and seq.slot >= 0:
                 self._by_function(seq, mask[j])
         return mask
 
@@ -61,13 +70,12 @@ class Masks:
         last = s.tokens[slots, known - 1].tolist()
         matchers, tokens, behind = [], [], []
         try:
-            for i, ((_, seq), n) in enumerate(zip(ruled, known.tolist(), strict=True)):
+            for (_, seq), n, token in zip(ruled, known.tolist(), last, strict=True):
                 if seq.matcher is None:
                     seq.matcher, seq.matched = plugin.start(seq.request.grammar), len(seq.request.prompt)
                 if n > seq.matched:
-                    new = [last[i]] if n == seq.matched + 1 else s.tokens[seq.slot, seq.matched : n].tolist()
                     matchers.append(seq.matcher)
-                    tokens.append(new)
+                    tokens.append([token] if n == seq.matched + 1 else s.tokens[seq.slot, seq.matched : n].tolist())
                     behind.append(seq)
                     seq.matched = n
             took = self.seams.run("grammar", plugin.accept, matchers, tokens) if matchers else ()
@@ -89,16 +97,29 @@ class Masks:
         if seq.slot >= 0:
             self.finish(seq, "error", error=f"structured_outputs: {message}")
 
-    def _hold_end(self, seq: Seq, row: np.ndarray) -> None:
+    def _hold_ends(self, ruled: Sequence[tuple[int, Seq]], mask: np.ndarray) -> None:
         """``ignore_eos`` and ``min_tokens`` put the end off for as long as the grammar has anything else to go on
         with."""
-        r, p = seq.request, seq.request.params
-        early = int(self.slots.collected[seq.slot]) < len(r.prompt) + p.min_tokens
-        ids = np.array(r.stop_ids if early else r.eos_ids if p.ignore_eos else (), np.int64)
-        rest = row.copy()
-        np.bitwise_and.at(rest, ids // 32, ~(np.int64(1) << ids % 32).astype(np.uint32).view(np.int32))
-        if rest.any():
-            row[:] = rest
+        held: dict[tuple[int, ...], list[int]] = {}  # ids -> the rows that are to do without them
+        for j, seq in ruled:
+            r, p = seq.request, seq.request.params
+            if seq.slot < 0 or not (p.min_tokens or p.ignore_eos):
+                continue
+            early = p.min_tokens and int(self.slots.collected[seq.slot]) < len(r.prompt) + p.min_tokens
+            if ids := r.stop_ids if early else r.eos_ids if p.ignore_eos else ():
+                held.setdefault(ids, []).append(j)
+        for ids, found in held.items():
+            rows, bits = np.array(found), np.zeros(mask.shape[1], np.uint32)
+            np.bitwise_or.at(bits, np.array(ids) // 32, np.uint32(1) << np.array(ids, np.uint32) % 32)
+            words = np.flatnonzero(bits)
+            ends = bits[words].view(np.int32)
+            allowed = mask[rows[:, None], words]
+            # Where a text may end is rare, so the rest of a row is looked at only there.
+            for i in np.flatnonzero((allowed & ends).any(axis=1)).tolist():
+                row = mask[rows[i]]
+                row[words] = allowed[i] & ~ends
+                if not row.any():
+                    row[words] = allowed[i]
 
     def _by_function(self, seq: Seq, row: np.ndarray) -> None:
         """What the user's function allows: in place, within what the grammar left."""
@@ -116,3 +137,21 @@ class Masks:
         bits[ids] = True
         allowed: Any = np.packbits(bits, bitorder="little").view("<i4")
         row[:] = allowed if seq.request.grammar is None else row & allowed
+
+
+def supply(engine: Engine, plan: StepPlan) -> None:
+    """The masks of a step whose layers run: they follow from the tokens of every step before it.
+
+    The step after it is planned before they are handed over: what draws takes less time than a plan, and the layers of
+    that step are to be on the device by then.  Not where hooks are round "plan and submit", nor where a step's tokens
+    are known before the next is planned."""
+    clock = engine.clock
+    engine.collect(1)
+    clock.lap(PUBLISH)
+    mask = engine.masks.of(engine.in_flight[-1])
+    clock.lap(SUBMIT)
+    if engine.capacity.depth and engine.hooks is None and not engine.dead:
+        engine.ahead = engine.plan()
+        clock.lap(PLAN)
+    engine.executor.supply(plan.id, LateInputs(mask))
+    clock.lap(SUBMIT)

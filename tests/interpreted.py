@@ -235,6 +235,9 @@ def test_a_mask_forbids_in_the_rows_that_have_one(width):
     held = mask.Masks(4, width, torch.device("cpu"))
     for rows in (np.array([0]), np.array([3, 1])):  # what the first step left is not the second one's
         held.put(rows, bits[: len(rows)].numpy())
+    held.mask.zero_()
+    held.host[:2] = bits.numpy()
+    held.put(rows, held.host[:2])  # written where they are read from
     assert held.index.tolist() == [-1, 1, -1, 0]
     mask.apply(got, held.index, held.mask)
     sampling.apply_mask(want, bits, torch.tensor([3, 1]))

@@ -273,6 +273,53 @@ def test_the_bytes_of_a_sentencepiece_vocabulary():
         token_bytes(tokenizer, 6)
 
 
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def calls(threads, cost, n=1000, rows=64):
+    """What n calls of so many rows took: the pools that they were made with."""
+    from minivllm.plugins.grammar import threads as module
+
+    clock, used = [0.0], []
+    module.perf_counter = lambda: clock[0]
+    try:
+        for _ in range(n):
+
+            def call(pool):
+                used.append(pool or 1)
+                clock[0] += cost(pool or 1)
+
+            threads.run("fill", rows, call)
+    finally:
+        module.perf_counter = time.perf_counter
+    return used
+
+
+def test_a_call_is_spread_over_the_threads_that_make_it_fastest():
+    from minivllm.plugins.grammar.threads import Threads
+
+    threads = Threads(14, lambda n: n)
+    assert threads.sizes == [1, 2, 4, 8, 14]
+    for cost, best in ((lambda n: 1 / n, 14), (lambda n: n, 1), (lambda n: abs(n - 8) + 1, 8), (lambda n: 1 / n, 14)):
+        used = calls(threads, cost)
+        assert used[-100:].count(best) >= 90 and threads.used() == {"fill 127": best}
+        assert len(set(used[-100:])) > 1, "it goes on looking"
+    assert set(calls(threads, lambda n: 1.0, rows=1)) == {1}, "one row is for the caller's own thread"
+
+
+def test_on_few_cores_there_are_no_threads():
+    from minivllm.plugins.grammar.threads import Threads
+    from minivllm.structured.service import default_threads
+
+    assert set(
+        calls(Threads(default_threads() if len(os.sched_getaffinity(0)) < 4 else 1, broken_pool), lambda n: 1)
+    ) == {1}
+
+
+def broken_pool(n):
+    raise AssertionError(f"a pool of {n} threads was made")
+
+
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 needs_library = pytest.mark.skipif(

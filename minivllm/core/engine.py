@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, suggest
-from minivllm.late_rows import Masks
+from minivllm.late_rows import Masks, supply
 from minivllm.speculation.control import Speculation
 
 from .blocks import BlockPool
 from .cache import KVCache
 from .interfaces.evictor import EvictorContext
-from .interfaces.plan import STOP_IDS, LateInputs, StepPlan
+from .interfaces.plan import STOP_IDS, StepPlan
 from .interfaces.scheduler import SchedulerContext
 from .interfaces.strategy import BranchEnd
 from .planner import Planner
@@ -93,13 +93,15 @@ class Engine:
         self.planner = Planner(self.slots, self.cache, made, wiring.max_num_batched_tokens, self.clock.seams)
         self.publisher = Publisher(self.slots, self.cache, self.planner, self.finish)
         self.grammars = grammars
-        self.masks = Masks(self.slots, capacity.vocab_size, grammars, self.finish, self.clock.seams)
+        memory = executor.mask_memory
+        self.masks = Masks(self.slots, capacity.vocab_size, grammars, self.finish, self.clock.seams, memory)
         self.speculation = self.planner.speculation = self.publisher.speculation = Speculation.of(wiring)
         self.planner.fail = lambda seq, message: self.finish(seq, "error", error=message)
         self.columns = [dict(made.columns()) for _, made in processors]
         self._bind_seams = processor_seams([name for name, _ in processors])
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
+        self.ahead: Flight | None = None  # planned, and the next to be submitted
         self.tenants: dict[str, int] = {}
         self._tenant = itertools.count()
         self.finished = self.failed_steps = 0
@@ -303,7 +305,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests or self.in_flight)
+        return bool(self.requests or self.in_flight or self.ahead)
 
     def step(self) -> bool:
         """One turn of the loop; False if nothing could be planned and nothing was in flight (see ``idle``)."""
@@ -315,8 +317,9 @@ class Engine:
             if self.dead or (plan is None and not self.in_flight):
                 return False
             if plan is not None and len(plan.late):
-                self._supply(plan)
-            self._collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
+                supply(self, plan)
+            if not self.dead:
+                self.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
             self.check() if self.checked else self.cache.audit()
         except Exception as e:  # an executor or the cache broke its promise: nothing can be trusted from here on
             self._die(str(e) if isinstance(e, MinivllmError) else f"{type(e).__name__}: {e}")
@@ -330,22 +333,17 @@ class Engine:
 
     def _launch(self) -> StepPlan | None:
         """Plan a step and submit it, if there is one."""
-        plan = self._plan()
+        flight, self.ahead = self.ahead or self.plan(), None
         self.clock.lap(PLAN)
-        if plan is not None:
-            self.in_flight.append(Flight.of(plan, self.slots, self.now()))
-            self.executor.submit(plan)
-            self.clock.lap(SUBMIT)
-        return plan
-
-    def _supply(self, plan: StepPlan) -> None:
-        """The masks of a step whose layers run: they follow from the tokens of every step before it."""
-        self._collect(1)
-        self.clock.lap(PUBLISH)
-        self.executor.supply(plan.id, LateInputs(self.masks.of(self.in_flight[-1])))
+        if flight is None:
+            return None
+        flight.begun = self.now()
+        self.in_flight.append(flight)
+        self.executor.submit(flight.plan)
         self.clock.lap(SUBMIT)
+        return flight.plan
 
-    def _collect(self, in_flight: int) -> None:
+    def collect(self, in_flight: int) -> None:
         """Publish the steps that have come back; waits until at most ``in_flight`` remain."""
         results = self.executor.collect(in_flight)
         self.clock.lap(WAIT)
@@ -366,10 +364,11 @@ class Engine:
         hold = self.planner.wake_at - self.now() if self.planner.wake_at else IDLE
         return min(max(hold, 0.0), IDLE)
 
-    def _plan(self) -> StepPlan | None:
-        """A policy that raises costs a turn; three times in a row, and the engine gives up."""
+    def plan(self) -> Flight | None:
+        """The next step.  A policy that raises costs a turn; three times in a row, and the engine gives up."""
         try:
-            return self.planner.next(self.now())
+            plan = self.planner.next(self.now())
+            return None if plan is None else Flight.of(plan, self.slots)
         except EngineDeadError as e:
             self._die(str(e))
         except Exception as e:

@@ -193,9 +193,7 @@ class Graphs:
         """(i32 [3, B] tokens, counts and flags of the rows; their log-probabilities or None).  None if what is asked
         cannot be captured.  ``late`` with its ``plan``: the masks of late rows."""
         if plan is not None and late is not None:
-            if self.masks is None:
-                self.masks = Masks(self.sizes[-1], self.runner.worker.vocab_size, self.runner.device)
-            self.masks.put(plan.samples[plan.late], late.mask)
+            self.late_masks().put(plan.samples[plan.late], late.mask)
         at = (key.rows, asked)
         if at not in self.samples and len(self.samples) < CAPTURES:
             self.samples[at] = self._capture_sample(key.rows, asked)
@@ -206,6 +204,11 @@ class Graphs:
         if late is not None and self.masks is not None:
             self.masks.read_now()
         return self.buffers[key.rows].out, captured.result
+
+    def late_masks(self) -> Masks:
+        if self.masks is None:
+            self.masks = Masks(self.sizes[-1], self.runner.worker.vocab_size, self.runner.device)
+        return self.masks
 
     def warm(self) -> None:
         """Capture the decode steps of every size, largest first: the smaller ones find their memory in the pool."""

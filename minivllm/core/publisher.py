@@ -36,11 +36,12 @@ class Flight:
     plan: StepPlan
     serial: np.ndarray  # i64 [R]
     after: np.ndarray  # i32 [R] tokens with KV once the step has run
-    begun: float = 0.0  # seconds of the engine's clock
+    begun: float = 0.0  # when it was submitted, seconds of the engine's clock
 
     @classmethod
-    def of(cls, plan: StepPlan, slots: Slots, now: float) -> Flight:
-        return cls(plan, slots.serial[plan.slots], plan.computed + plan.q_len, now)
+    def of(cls, plan: StepPlan, slots: Slots) -> Flight:
+        """Of a step that was planned a moment ago: its rows still are whom it was planned for."""
+        return cls(plan, slots.serial[plan.slots], plan.computed + plan.q_len)
 
 
 class Publisher:

@@ -369,6 +369,13 @@ class Runner:
         event.record()
         return event
 
+    def mask_memory(self, rows: int, words: int) -> np.ndarray:
+        """i32 [rows, words] that late masks are written to: what captures read from, or at least pinned."""
+        held = self.graphs.late_masks() if self.graphs is not None else None
+        if held is not None and len(held.host) >= rows:
+            return held.host[:rows]
+        return torch.empty(rows, words, dtype=torch.int32, pin_memory=self.device.type == "cuda").numpy()
+
     # ---- results and faults --------------------------------------------------------------------------------------
 
     def _host(self, t: torch.Tensor) -> torch.Tensor:

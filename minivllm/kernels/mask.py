@@ -6,6 +6,7 @@ grid (rows, V / BLOCK);  bytes: V / 8 read and 2 to 4 for each token that is for
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -39,7 +40,11 @@ def apply(x: Tensor, index: Tensor, mask: Tensor) -> None:
 
 
 class Masks:
-    """Those of one step on the device, where captures find them: memory for ``rows`` late rows."""
+    """Those of one step on the device, where captures find them: memory for ``rows`` late rows.
+
+    ``host`` i32 [rows, words] is pinned: masks that were written to its leading rows need no copy on the host.  It may
+    be written again once the step whose masks it holds has been collected.
+    """
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         words = -(-vocab // 32)
@@ -48,8 +53,9 @@ class Masks:
         self.index, self.mask = self._held[:rows], self._held[rows:].view(rows, words)
         self._host = torch.full((rows * (1 + words),), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._numpy = self._host.numpy()
+        self.host = self._numpy[rows:].reshape(rows, words)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._read = self._copied = None
+        self._copied, self._read = (torch.cuda.Event() if self._stream is not None else None for _ in range(2))
 
     def put(self, rows, mask) -> None:
         """``mask`` i32 [n, words] for these rows (numpy), none for the others.  The copy runs beside what the device is
@@ -58,19 +64,19 @@ class Masks:
         if self._copied is not None:
             self._copied.synchronize()  # the host's memory is free again: it has been for long
         self._numpy[: self.rows] = -1
-        self._numpy[rows] = range(n)
-        self._numpy[self.rows : used].reshape(n, self.words)[:] = mask
+        self._numpy[rows] = np.arange(n)
+        if mask.ctypes.data != self.host.ctypes.data:
+            self.host[:n] = mask
         if self._stream is None:
             self._held[:used].copy_(self._host[:used])
             return
-        if self._read is not None:
-            self._stream.wait_event(self._read)
+        self._stream.wait_event(self._read)  # events that were never recorded have passed
         with torch.cuda.stream(self._stream):
             self._held[:used].copy_(self._host[:used], non_blocking=True)
-            self._copied = self._stream.record_event()
+            self._copied.record()
         torch.cuda.current_stream().wait_event(self._copied)
 
     def read_now(self) -> None:
         """The last that reads these masks has been enqueued."""
         if self._stream is not None:
-            self._read = torch.cuda.current_stream().record_event()
+            self._read.record()

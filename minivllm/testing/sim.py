@@ -331,7 +331,11 @@ def sim_engine(
     )  # fmt: skip
 
     def space(slot: int) -> object:
-        params = engine.slots.seq[slot].request.params
+        seq = engine.slots.seq[slot]
+        if seq is None:  # it left between the plan of the step and its submission
+            flight = engine.in_flight[-1]
+            seq = engine.planner.departed[int(flight.serial[flight.plan.slots.tolist().index(slot)])]
+        params = seq.request.params
         return params.tenant, params.cache_salt
 
     executor.space = space
@@ -376,7 +380,11 @@ def at_rest(engine: Engine) -> None:
     s = engine.slots
     assert len(s.running) == 0 and len(s.free) + len(s.cooling) == s.size and engine.planner.reserved == 0
     assert (
-        not engine.planner.departed and engine.planner.n_waiting == 0 and not engine.in_flight and not engine.requests
+        not engine.planner.departed
+        and engine.planner.n_waiting == 0
+        and not engine.in_flight
+        and not engine.ahead
+        and not engine.requests
     )
     for pool in engine.cache.pools:
         assert pool.free + pool.idle == pool.total - 1

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .plan import LateInputs, StepPlan, StepResult
 
 API = (1, 0)
@@ -95,6 +97,11 @@ class Executor(ABC):
     @abstractmethod
     def supply(self, step: int, late: LateInputs) -> None:
         """Masks for the late rows of a submitted step."""
+
+    def mask_memory(self, rows: int, words: int) -> np.ndarray:
+        """i32 [rows, words], of any content: host memory that the engine writes late masks to, whose leading rows then
+        are ``LateInputs.mask``.  An executor overrides it to give memory that its device reads without a copy."""
+        return np.empty((rows, words), np.int32)
 
     @abstractmethod
     def collect(self, in_flight: int) -> Sequence[StepResult]:

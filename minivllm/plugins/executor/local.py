@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.errors import RequestError
@@ -36,6 +38,9 @@ class Local(Executor):
     def supply(self, step: int, late: LateInputs) -> None:
         running = next(r for r in self._running if r.plan.id == step)
         self.runner.sample(running, late)
+
+    def mask_memory(self, rows: int, words: int) -> np.ndarray:
+        return self.runner.mask_memory(rows, words)
 
     def collect(self, in_flight: int) -> Sequence[StepResult]:
         out = []

@@ -18,6 +18,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
 
+from .threads import Threads
+
 HEAD = '%llguidance {"no_forcing": true}\n'
 MOST_WHITESPACE = 40  # between two tokens of JSON: who may write more of it can write it for ever
 MOST = 300  # characters of a message
@@ -55,8 +57,7 @@ class LLGuidance(Grammar):
             llguidance.TokenizerWrapper(_Vocabulary(ctx)), eos_token=list(ctx.eos_ids),
             slices=llguidance.LLTokenizer.json_slices(),
         )  # fmt: skip
-        threads = getattr(options, "threads", 0) or ctx.threads
-        self._threads = llguidance.LLExecutor(threads) if threads > 1 else None
+        self.threads = Threads(getattr(options, "threads", 0) or ctx.threads, llguidance.LLExecutor)
         self._limits = llguidance.LLParserLimits(max_items_in_row=ITEMS, verbose_errors=False)
         self._eos = frozenset(ctx.eos_ids)
 
@@ -70,12 +71,13 @@ class LLGuidance(Grammar):
         return _Matcher(compiled.handle.deep_copy())
 
     def accept(self, matchers: Sequence[_Matcher], tokens: Sequence[Sequence[int]]) -> Sequence[int]:
-        plain = self._threads is not None and all(
-            len(new) == 1 and new[0] not in self._eos and not m.ended for m, new in zip(matchers, tokens, strict=True)
-        )
-        if plain:
-            pairs = [(m.ll, new[0]) for m, new in zip(matchers, tokens, strict=True)]
-            return [int(took) for took in self._threads.consume_token_par(pairs)]  # type: ignore[union-attr]
+        eos = self._eos
+        pairs = [
+            (m.ll, new[0]) for m, new in zip(matchers, tokens, strict=True)
+            if len(new) == 1 and new[0] not in eos and not m.ended
+        ]  # fmt: skip
+        if len(pairs) == len(matchers):
+            return self.threads.run("accept", len(pairs), lambda pool: _consume(pool, pairs))
         return [self._take(m, new) for m, new in zip(matchers, tokens, strict=True)]
 
     def _take(self, matcher: _Matcher, tokens: Sequence[int]) -> int:
@@ -91,13 +93,10 @@ class LLGuidance(Grammar):
         return len(tokens)
 
     def fill(self, matchers: Sequence[_Matcher], mask: np.ndarray, rows: Sequence[int]) -> Mapping[int, str]:
-        stride, at = mask.strides[0], mask.ctypes.data
-        if self._threads is not None:
-            pairs = [(m.ll, row) for m, row in zip(matchers, rows, strict=True)]
-            self._threads.unsafe_compute_mask_ptr(pairs, at, stride, len(mask))
-        else:
-            for m, row in zip(matchers, rows, strict=True):
-                m.ll.unsafe_compute_mask_ptr(at + row * stride, stride)
+        if not matchers:
+            return {}
+        pairs = [(m.ll, row) for m, row in zip(matchers, rows, strict=True)]
+        self.threads.run("fill", len(pairs), lambda pool: _fill(pool, pairs, mask))
         failed = {}
         for i, m in enumerate(matchers):
             if m.ended:
@@ -114,6 +113,22 @@ class LLGuidance(Grammar):
 
     def clone(self, matcher: _Matcher) -> _Matcher:
         return _Matcher(matcher.ll.deep_copy(), matcher.ended)
+
+
+def _consume(pool: Any, pairs: list[tuple[Any, int]]) -> list[int]:
+    """1 for each matcher that took its token, else 0; ``pool`` None: on this thread."""
+    if pool is None:
+        return [ll.try_consume_tokens([token]) for ll, token in pairs]
+    return list(map(int, pool.consume_token_par(pairs)))
+
+
+def _fill(pool: Any, pairs: list[tuple[Any, int]], mask: np.ndarray) -> None:
+    stride, at = mask.strides[0], mask.ctypes.data
+    if pool is not None:
+        pool.unsafe_compute_mask_ptr(pairs, at, stride, len(mask))
+        return
+    for ll, row in pairs:
+        ll.unsafe_compute_mask_ptr(at + row * stride, stride)
 
 
 def lark(source: GrammarSource) -> str:

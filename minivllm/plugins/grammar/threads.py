@@ -1,0 +1,76 @@
+"""Over how many threads a call is spread, as measured.
+
+To wake a thread and wait for it takes as long as several masks of a JSON schema, and a mask of a regular expression may
+take a thousand times as long as those: no fixed number is right.  So a call of a given size is made with the number
+that took the least time so far, and now and then with half or twice as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+EVERY = 32  # calls, of which one tries a neighbour
+# Of the newest measurement in the mean.  What was slow once may have been so because the machine was at something else.
+FASTER, SLOWER = 0.5, 0.1
+MOST = 3.0  # times the mean that one measurement counts at most
+
+
+class Hill:
+    """Seconds of a call by number of threads, and the best of them so far."""
+
+    def __init__(self, sizes: int) -> None:
+        self.seconds: list[float | None] = [None] * sizes
+        self.best, self.calls, self._up = min(2, sizes - 1), 0, True
+
+    def pick(self) -> int:
+        """What the next call is to use: an index of the numbers of threads."""
+        near = [i for i in (self.best - 1, self.best + 1) if 0 <= i < len(self.seconds)]
+        self.calls += 1
+        if self.seconds[self.best] is not None:
+            new = next((i for i in near if self.seconds[i] is None), None)
+            if new is not None:
+                return new
+            if near and self.calls % EVERY == 0:
+                self._up = not self._up
+                return near[-1] if self._up else near[0]
+        return self.best
+
+    def told(self, at: int, seconds: float) -> None:
+        mean = self.seconds[at]
+        if mean is None:
+            self.seconds[at] = seconds
+        else:
+            self.seconds[at] = mean + (FASTER if seconds < mean else SLOWER) * (min(seconds, MOST * mean) - mean)
+        known = [i for i, s in enumerate(self.seconds) if s is not None]
+        self.best = min(known, key=lambda i: self.seconds[i])  # type: ignore[arg-type, return-value]
+
+
+class Threads:
+    """Pools of 1, 2, 4 ... ``most`` threads, each made when it is first used; ``make(n)`` makes one, and None stands
+    for the caller's own thread.  One caller at a time."""
+
+    def __init__(self, most: int, make: Callable[[int], Any]) -> None:
+        self.sizes = sorted({1 << i for i in range(most.bit_length()) if 1 << i < most} | {max(1, most)})
+        self._make = make
+        self._pools: dict[int, Any] = {1: None}
+        self._hills: dict[tuple[str, int], Hill] = {}
+
+    def run(self, what: str, n: int, call: Callable[[Any], Any]) -> Any:
+        """``call(pool)``, which does ``what`` for n rows."""
+        if len(self.sizes) == 1 or n == 1:
+            return call(None)
+        hill = self._hills.setdefault((what, n.bit_length()), Hill(len(self.sizes)))
+        at = hill.pick()
+        size = self.sizes[at]
+        if size not in self._pools:
+            self._pools[size] = self._make(size)
+        start = perf_counter()
+        out = call(self._pools[size])
+        hill.told(at, (perf_counter() - start) / n)
+        return out
+
+    def used(self) -> dict[str, int]:
+        """Threads that each kind of call has come to, by what it is for and for how many rows at most."""
+        return {f"{what} {2**bits - 1}": self.sizes[h.best] for (what, bits), h in sorted(self._hills.items())}
