@@ -7,7 +7,8 @@ while
 
     tokens per row and step with drafts * milliseconds without  >=  milliseconds with
 
-Where it is off it is tried again for a few steps, at first soon and then more and more rarely.
+Where it is off it is tried again for a few steps, at first soon and then more and more rarely; what a trial costs says
+how long the next one waits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ TRIES = 8  # steps of one kind in a row, of which the first is not counted: the 
 FIRST_WAIT, MOST_WAIT = 32, 512  # steps without drafts until it is tried again
 RENEW = 512  # steps with drafts after which steps without are timed again
 WEIGHT = 0.1  # of a new step in the running means
+HOPELESS, ENOUGH = 0.7, 3  # gain below which a trial ends, after so many of its steps
+TRIAL_COST = 20  # times as long as a trial took it is not tried again, so that trials cost a twentieth of the time
 
 
 @dataclass
@@ -59,11 +62,16 @@ class Class:
     def turn(self) -> bool:
         """One step less until it is decided anew; True if that changed ``on`` for good."""
         self.left -= 1
-        if self.left > 0:
+        hopeless = self.on and self.trial and 0 < self.gain < HOPELESS and self.left <= TRIES - ENOUGH
+        if self.left > 0 and not hopeless:
             return False
         pays, was, trial = self.gain >= 1, self.on, self.trial
         if self.gain and was and not pays:
-            self.left, self.wait = self.wait, min(2 * self.wait, MOST_WAIT)
+            spent = (TRIES - self.left) * self.drafted_ms if trial else 0.0
+            self.left, self.wait = (
+                max(self.wait, int(TRIAL_COST * spent / self.plain_ms)),
+                min(2 * self.wait, MOST_WAIT),
+            )
             self.on = self.trial = False
             return True
         # One kind is not measured yet; or what drafts are compared with is timed again; or they are tried, or pay.

@@ -67,8 +67,8 @@ class StepPlan:
     """One step.  Rows with one token come first (see ``AttnMeta``).
 
     Drafts are rows of one token: a row that speculates stands for its newest token, and right behind it a row of the
-    same slot for each draft, ``computed`` counting up.  All of them draw (see ``interfaces.drafter``).  They come behind
-    the other rows of one token, because attention may take a row and its drafts for one row of several tokens.
+    same slot for each draft, ``computed`` counting up.  All of them draw (see ``interfaces.drafter``).  They come
+    behind the other rows of one token, because attention may take a row and its drafts for one row of several tokens.
 
     ``q_len`` is exact; a row that met its end on the device although the host could not know does nothing (OVERSHOOT).
     """
