@@ -3,6 +3,7 @@ MINIVLLM_CHECK=1; what is cheap enough for every step is ``BlockPool.audit``.  A
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,14 +44,16 @@ def walk_pool(pool: BlockPool, tables: list[np.ndarray]) -> None:
     assert len(pool.index) == cached.sum(), "the index and the published blocks differ in number"
     for key, block in pool.index.items():
         assert pool.key[block] == key, "the index names a block with another key"
-    lists: dict[int, set[int]] = {}
+        assert pool.first[block] == pool.tokens[block, 0], "a block's first token is noted wrongly"
+    lists: dict[tuple[int, int], set[int]] = {}
     for block in np.flatnonzero(cached).tolist():
-        lists.setdefault(int(pool.parent[block]), set()).add(block)
+        lists.setdefault((int(pool.parent[block]), int(pool.tokens[block, 0])), set()).add(block)
     assert lists.keys() == pool.youngest.keys(), "the lists of siblings and the parents differ"
-    for parent, children in lists.items():
+    assert pool.children == Counter(pool.parent[cached].tolist()), "the numbers of children are wrong"
+    for (parent, first), children in lists.items():
         assert parent < 0 or (cached[parent] and pool.tokens[parent, -1] >= 0), "a cached block has lost its parent"
         assert parent < 0 or held[parent] or not held[list(children)].any(), "a block is held and its parent is not"
-        block = pool.youngest[parent]
+        block = pool.youngest[parent, first]
         assert not pool.younger[block], "the list of siblings does not begin at its head"
         while block in children:
             children.remove(block)

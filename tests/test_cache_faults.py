@@ -73,14 +73,9 @@ def the_tenant_is_forgotten(real, self, salt):
 
 
 @fault(BlockPool)
-def a_hit_trusts_the_hash(real, self, keys, tokens, salt):
+def a_hit_trusts_the_hash(real, self, *args):
     """lookup: neither token ids nor parents are compared."""
-    found = []
-    for key in keys:
-        if key not in self.index:
-            break
-        found.append(self.index[key])
-    return np.array(found, np.int32)
+    return np.array(list(self.chain(*args)), np.int32)
 
 
 @fault(BlockPool)
@@ -100,10 +95,10 @@ def an_evicted_block_stays_in_the_index(real, self, key, block):
 @fault(BlockPool)
 def a_sibling_is_not_unlinked(real, self, key, block):
     """_forget: its older sibling becomes the head although a younger one is there."""
-    older, younger, parent = int(self.older[block]), int(self.younger[block]), int(self.parent[block])
+    older, younger, line = self.older[block], self.younger[block], (int(self.parent[block]), self.first[block])
     real(self, key, block)
     if older and younger:
-        self.youngest[parent] = older
+        self.youngest[line] = older
 
 
 @fault(KVCache)

@@ -78,7 +78,7 @@ def test_a_salt_that_cached_blocks_hang_on_is_never_forgotten(monkeypatch):
         engine.step()
         engine.cache.check()
         roots = {number for number, _ in engine.cache.pools[0].roots.values()}
-        assert {parent for parent in engine.cache.pools[0].youngest if parent < 0} <= roots
+        assert {parent for parent in engine.cache.pools[0].children if parent < 0} <= roots
     run(engine, check=True)
     right(made)
     assert engine.cache.pools[0].hits > 50, "the test has no power"

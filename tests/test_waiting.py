@@ -27,7 +27,9 @@ def test_the_queue_is_its_lanes_sorted_whatever_comes_and_goes(seed, lanes, fron
                 _, _, seq = model.pop(rng.randrange(len(model)))
                 queue.remove(seq, served=rng.random() < 0.5)
             elif model and rng.random() < 0.3:
-                shown = queue.first(rng.randint(1, 10))
+                entries = queue.first(rng.randint(1, 10))
+                shown = [s for _, _, s, _ in entries]
+                assert all(row == b"%d" % s.id for _, _, s, row in entries), "a row is another's"
                 assert len({id(s) for s in shown}) == len(shown) > 0
                 for lane in {s.lane for s in shown}:
                     mine = [s for s in shown if s.lane == lane]
@@ -35,7 +37,7 @@ def test_the_queue_is_its_lanes_sorted_whatever_comes_and_goes(seed, lanes, fron
             else:
                 seq = SimpleNamespace(id=n, key=0.0, lane=0, queued=False)
                 key = rng.choice([float(rng.randint(0, 9)), float("inf"), n / 3])
-                queue.push(seq, key, rng.randrange(lanes))
+                queue.push(seq, key, rng.randrange(lanes), b"%d" % n)
                 model.append((key, n, seq))
                 n += 1
             assert len(queue) == len(model) and {s.id for s in queue} == {i for _, i, _ in model}
@@ -49,11 +51,11 @@ def test_every_lane_is_shown_and_beyond_the_window_those_served_longest_ago():
         queue.push(SimpleNamespace(id=i, key=0.0, lane=0, queued=False), float(i), 0)
     for lane in range(1, 20):
         queue.push(SimpleNamespace(id=1000 + lane, key=0.0, lane=0, queued=False), 5000.0, lane)
-    assert {s.lane for s in queue.first(40)} == set(range(20))
-    first = queue.first(4)
+    assert {s.lane for _, _, s, _ in queue.first(40)} == set(range(20))
+    first = [s for _, _, s, _ in queue.first(4)]
     assert [s.lane for s in first] == [0, 1, 2, 3]
     queue.remove(first[0], served=True)
-    assert [s.lane for s in queue.first(4)] == [1, 2, 3, 4]
+    assert [s.lane for _, _, s, _ in queue.first(4)] == [1, 2, 3, 4]
 
 
 class Told(Fcfs):

@@ -11,14 +11,15 @@ Then it has a *key*: the hash of (parent key, its token ids), so equal prefixes 
 hint: on a hit the token ids and the parent block are compared, so a collision costs a miss and never a wrong token.  An
 idle block may be evicted iff no cached block has it as parent; the evictor plug-in says in which order.
 
-The cached blocks with one parent are a linked list in two arrays, the youngest first; ``partial`` looks along it for
-the block that begins as a prompt goes on::
+The cached blocks with one parent and one first token are a linked list in two arrays, the youngest first; ``partial``
+looks along it for the block that begins as a prompt goes on::
 
-    youngest[b4] ──► b7 ──older──► b2 ──older──► 0        younger[b2] = b7, younger[b7] = 0
+    youngest[b4, "The"] ──► b7 ──older──► b2 ──older──► 0        younger[b2] = b7, younger[b7] = 0
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -31,13 +32,13 @@ from .interfaces.attention import NULL_BLOCK
 from .interfaces.evictor import BlockInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from .interfaces.evictor import Evictor
     from .timing import SeamTimes
 
 MAX_ROOTS = 65536  # salts beyond which those are forgotten that no cached block has
-SIBLINGS = 32  # blocks with one parent that ``partial`` looks at, the youngest first
+SIBLINGS = 32  # blocks with one parent and first token that ``partial`` looks at, the youngest first
 NO_BLOCKS = np.empty(0, np.int32)
 Salt = tuple[str, str]  # (tenant, cache_salt): only prefixes with the same are shared
 
@@ -52,7 +53,8 @@ class BlockPool:
     """``total`` blocks of ``block`` tokens; block 0 is the null block and belongs to nobody.
 
     Invariants: free + held + idle = total - 1;  ref[b] = number of block tables that hold b;
-    index[key[b]] == b for every published b;  the list from youngest[p] = the published blocks whose parent is p.
+    index[key[b]] == b for every published b;  children[p] = number of published blocks whose parent is p, > 0;
+    the list from youngest[p, t] = those of them whose first token is t.
     """
 
     def __init__(
@@ -66,9 +68,11 @@ class BlockPool:
         self.parent = np.full(total, -1, np.int64)  # parent block; below -1: a root, or a block of the leading group
         self.stamp = np.zeros(total, np.int64)  # number of the publication, never used twice
         self.stamps = 0
-        self.youngest: dict[int, int] = {}  # parent -> its child that was published last
+        self.children: dict[int, int] = {}  # parent -> its cached children
+        self.youngest: dict[tuple[int, int], int] = {}  # (parent, first token) -> of these the one published last
         self.older, self.younger = [0] * total, [0] * total  # siblings; 0 = none (walked one by one: lists are faster)
         self.tokens = np.zeros((total, block), np.int32)  # of published blocks; a tail is filled up with -1
+        self.first = array("i", bytes(4 * total))  # the first of these: numpy is slow to read one by one
         self.index: dict[int, int] = {}
         self._free = np.arange(total - 1, 0, -1, dtype=np.int32)  # a stack; [0, free) are free
         self.free = total - 1
@@ -90,7 +94,7 @@ class BlockPool:
         found = self.roots.get(salt)
         if found is None:
             if len(self.roots) >= self.most_roots:
-                self.roots = {s: r for s, r in self.roots.items() if r[0] in self.youngest}
+                self.roots = {s: r for s, r in self.roots.items() if r[0] in self.children}
                 self.most_roots = max(MAX_ROOTS, 2 * len(self.roots))
             self.next_root -= 1  # never used twice
             found = self.roots[salt] = (self.next_root, chain_key(0, repr(salt).encode()))
@@ -166,33 +170,34 @@ class BlockPool:
                 keys.append(parent)
         return keys
 
-    def lookup(self, keys: list[int], tokens: np.ndarray, salt: Salt) -> np.ndarray:
-        """The longest run of cached blocks i32 that hold exactly the first tokens; takes no reference."""
-        found: list[int] = []
-        for key in keys:
-            block = self.index.get(key)
+    def chain(self, tokens: np.ndarray, salt: Salt, keys: list[int], most: int) -> Iterator[int]:
+        """The blocks that the index names for the first ``most`` blocks of ``tokens``, until one is not there.  Hashes
+        as far as it is asked: what lies behind the first miss is not looked up, and hashed when it is published."""
+        for i in range(most):
+            if i == len(keys):
+                self.keys_of(tokens[: (i + 1) * self.block], salt, keys)
+            block = self.index.get(keys[i])
             if block is None:
-                break
-            found.append(block)
+                return
+            yield block
+
+    def lookup(self, tokens: np.ndarray, salt: Salt, keys: list[int], most: int) -> np.ndarray:
+        """The longest run of cached blocks i32, at most ``most``, that hold exactly the first tokens; takes no
+        reference.  ``keys`` of these are extended as far as it looks."""
+        found = list(self.chain(tokens, salt, keys, most))
         if not found:
             return NO_BLOCKS
-        blocks = np.array(found, np.int32)
-        n = len(blocks)
-        same = (self.tokens[blocks] == tokens[: n * self.block].reshape(n, self.block)).all(axis=1)
-        same &= self.parent[blocks] == np.concatenate(([self.root(salt)[0]], blocks[:-1]))
-        if not same.all():
-            blocks = blocks[: int(np.argmin(same))]
-        return blocks
+        blocks, n = np.array(found, np.int32), len(found)
+        wanted, before = tokens[: n * self.block].reshape(n, self.block), [self.root(salt)[0], *found[:-1]]
+        same = (self.tokens.take(blocks, 0) == wanted).all(axis=1) & (self.parent.take(blocks) == before)
+        return blocks if same.all() else blocks[: int(np.argmin(same))]
 
     def partial(self, parent: int, tokens: np.ndarray) -> tuple[int, int]:
         """Of the cached blocks after ``parent`` (of the youngest ``SIBLINGS``) the one that begins with most of these
         tokens (one block of them at most), and with how many; (0, 0) if none shares the first."""
-        rows, b, first = [], self.youngest.get(parent, 0), tokens[0]
-        for _ in range(SIBLINGS):
-            if not b:
-                break
-            if self.tokens[b, 0] == first:
-                rows.append(b)
+        rows, b = [], self.youngest.get((parent, int(tokens[0])), 0)
+        while b and len(rows) < SIBLINGS:
+            rows.append(b)
             b = self.older[b]
         if not rows:
             return 0, 0
@@ -232,19 +237,21 @@ class BlockPool:
         if twin is not None:
             if self.parent[twin] == parent and np.array_equal(self.tokens[twin], tokens):
                 return twin
-            if self.ref[twin] or twin in self.youngest:
+            if self.ref[twin] or twin in self.children:
                 return block  # a collision of keys: this block stays private
             self._tell("drop", np.array([key], np.uint64))  # nobody uses it, or its leader is gone: the new one counts
             self._forget(key, twin)
         self.index[key] = block
+        first = self.first[block] = int(tokens[0])
         self.key[block], self.parent[block], self.tokens[block] = key, parent, tokens
         self.stamps += 1
         self.stamp[block] = self.stamps
-        sibling = self.youngest.get(parent, 0)
+        self.children[parent] = self.children.get(parent, 0) + 1
+        sibling = self.youngest.get((parent, first), 0)
         self.older[block], self.younger[block] = sibling, 0
         if sibling:
             self.younger[sibling] = block
-        self.youngest[parent] = block
+        self.youngest[parent, first] = block
         cost = depth * self.block + (self.block if tokens[-1] >= 0 else int((tokens >= 0).sum()))
         self.new.append((key, int(self.key[parent]) if parent >= 0 else 0, depth, cost, tenant))
         return block
@@ -274,7 +281,7 @@ class BlockPool:
             )
         for key in keys.tolist():
             block = self.index.get(key)
-            if block is None or self.ref[block] or block in self.youngest:
+            if block is None or self.ref[block] or block in self.children:
                 why = "unknown" if block is None else "in use" if self.ref[block] else "the parent of a cached block"
                 raise EngineDeadError(f"evictor {type(self.evictor).__name__} gave up a block that is {why}")
             self._forget(key, block)
@@ -282,15 +289,18 @@ class BlockPool:
 
     def _forget(self, key: int, block: int) -> None:
         del self.index[key]
-        older, younger = self.older[block], self.younger[block]
+        parent, older, younger = int(self.parent[block]), self.older[block], self.younger[block]
+        self.children[parent] -= 1
+        if not self.children[parent]:
+            del self.children[parent]
         if older:
             self.younger[older] = younger
         if younger:
             self.older[younger] = older
         elif older:
-            self.youngest[int(self.parent[block])] = older
+            self.youngest[parent, self.first[block]] = older
         else:
-            del self.youngest[int(self.parent[block])]
+            del self.youngest[parent, self.first[block]]
         self.key[block], self.parent[block] = 0, -1
         self.idle -= 1
         self._free[self.free] = block

@@ -68,6 +68,15 @@ class KVCache:
     def fits_alone(self, prompt: int, end: int, n: int = 1) -> bool:
         return all(self.worst(g, prompt, end, n) <= p.total - 1 for g, p in enumerate(self.pools))
 
+    def has_room(self, hit: list[np.ndarray], tokens: int, spare: int) -> bool:
+        """Whether a newcomer can have so many tokens, of which ``hit`` is cached, and leave ``spare`` blocks a pool."""
+        for g, (pool, blocks) in enumerate(zip(self.pools, hit, strict=True)):
+            own = blocks[blocks > 0] if g else blocks
+            idle = pool.ref.take(own).tolist().count(0) if len(own) else 0
+            if self.at_once(g, tokens) - len(own) + spare > pool.available - idle:
+                return False
+        return True
+
     def lookup(self, seq: Seq, known: int) -> list[np.ndarray]:
         """The longest usable prefix hit: blocks per group (null where a window no longer sees them).  At least one of
         the first ``known`` tokens is left to compute.  Takes no reference."""
@@ -76,8 +85,8 @@ class KVCache:
         if not self.prefix or usable <= 0:
             return none
         lead = self.pools[0]
-        keys = lead.keys_of(seq.tokens[: seq.known], seq.request.salt, seq.keys)[:usable]
-        chain = lead.lookup(keys, seq.tokens, seq.request.salt)
+        keys = seq.keys
+        chain = lead.lookup(seq.tokens, seq.request.salt, keys, usable)
         if not len(chain) or len(self.pools) == 1:
             return [chain] if len(chain) else none
         rows = seq.tokens[: len(chain) * self.block].reshape(-1, self.block)
@@ -110,10 +119,14 @@ class KVCache:
         return np.array(blocks, np.int32) * self.block
 
     def _hint(self, seq: Seq) -> tuple[int, int, int]:
-        lead, usable = self.pools[0], (seq.known - 1) // self.block
-        keys = lead.keys_of(seq.tokens[: seq.known], seq.request.salt, seq.keys)
+        lead, keys, usable = self.pools[0], seq.keys, (seq.known - 1) // self.block
         # a cached block's parent is cached as well, so those that are there come first
-        n = bisect_left(keys, True, hi=usable, key=lambda key: key not in lead.index)
+        n = hashed = min(len(keys), usable)
+        if n:
+            n = bisect_left(keys, True, hi=n, key=lambda key: key not in lead.index)
+        while n == hashed < usable:  # none is hashed before all before it are there
+            hashed += 1
+            n += lead.keys_of(seq.tokens[: hashed * self.block], seq.request.salt, keys)[n] in lead.index
         return n, keys[n - 1] if n else 0, keys[n] if n < usable else 0
 
     # ---- a row's table -------------------------------------------------------------------------------------------
@@ -123,12 +136,12 @@ class KVCache:
         begins as it goes on.  Returns the tokens that need not be computed, and counts them as computed."""
         n = len(hit[0])
         for g, blocks in enumerate(hit if n else ()):
-            own = blocks[blocks > 0]
+            own = blocks[blocks > 0] if g else blocks
             self.pools[g].hit(own, len(own) * self.block)
             self.pools[g].share(own)
             self._append(g, np.full(n, slot, np.int32), np.arange(n, dtype=np.int32), blocks)
             self.slots.blocks[g, slot] = n
-            self.slots.trimmed[g, slot] = int((blocks == 0).sum())
+            self.slots.trimmed[g, slot] = n - len(own)
         self.slots.published[slot] = n
         self.slots.computed[slot] = n * self.block + self._copy_partial(slot, int(hit[0][-1]) if n else None, known)
         if self.prefix:
@@ -186,11 +199,12 @@ class KVCache:
             total = int(need.sum())
             if not total:
                 continue
-            blocks = pool.take(total)
-            rows = np.repeat(slots, need)
-            start = np.repeat(self.slots.blocks[g, slots] - (np.cumsum(need) - need), need)
-            self._append(g, rows, (start + np.arange(total)).astype(np.int32), blocks)
-            self.slots.blocks[g, slots] += need
+            blocks, at = pool.take(total), np.flatnonzero(need)
+            rows, need = slots[at].astype(np.intp), need[at]
+            have = self.slots.blocks[g, rows]
+            self.slots.blocks[g, rows] = have + need
+            start = np.repeat(have - (np.cumsum(need) - need), need)
+            self._append(g, np.repeat(rows, need), start + np.arange(total), blocks)
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Give a row at once what it needs to reach ``tokens``; the caller has checked that it is there."""

@@ -249,7 +249,7 @@ class TokenLogprobs(NamedTuple):
     top: Sequence[float] = ()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Seq:
     """One branch of a request as the planner and the engine see it (a sequence, in prose)."""
 
@@ -265,7 +265,6 @@ class Seq:
     queued: bool = False  # it is in the planner's queue, by key in its lane
     key: float = 0.0
     lane: int = 0
-    row: bytes = b""  # what a policy is shown of it while it is queued
     hint: tuple[int, int, int] | None = None  # of ``KVCache.hints``, since it was queued
     in_flight: int = 0  # steps whose results are still to come while it has no slot
     preempted: int = 0

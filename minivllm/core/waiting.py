@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .request import Seq
 
-    Entry = tuple[float, int, Seq]  # key, id, sequence: no two have the same id
+    Entry = tuple[float, int, Seq, bytes]  # key, id, sequence, what a policy is shown of it; no two have the same id
 
 FRONT = 512  # entries after which the later half of a front goes to the back
 
@@ -77,9 +77,12 @@ class WaitingQueue:
         self.lanes: dict[int, _Lane] = {}  # first the lane that was served longest ago
         self.n = 0
 
-    def push(self, seq: Seq, key: float, lane: int = 0) -> None:
+    def push(self, seq: Seq, key: float, lane: int = 0, row: bytes = b"") -> None:
+        """``row`` of ``admission.row_of``; it is kept here because a step reads hundreds, and few of the sequences."""
         seq.key, seq.lane, seq.queued = key, lane, True
-        self.lanes.setdefault(lane, _Lane()).push((key, seq.id, seq))
+        if lane not in self.lanes:
+            self.lanes[lane] = _Lane()
+        self.lanes[lane].push((key, seq.id, seq, row))
         self.n += 1
 
     def remove(self, seq: Seq, served: bool = False) -> None:
@@ -95,12 +98,18 @@ class WaitingQueue:
 
     def head(self) -> Seq | None:
         """The smallest key, of the first 64 lanes."""
-        return min(lane.first(1)[0] for lane in islice(self.lanes.values(), 64))[2] if self.n else None
+        best = None
+        for lane in islice(self.lanes.values(), 64):
+            first = lane.front[0] if lane.front else lane.first(1)[0]
+            best = first if best is None or first < best else best
+        return None if best is None else best[2]
 
-    def first(self, n: int) -> list[Seq]:
-        """At most n sequences: the first of each lane, as many of each."""
-        share = max(1, n // max(len(self.lanes), 1))
-        return [e[2] for lane in islice(self.lanes.values(), n) for e in lane.first(share)]
+    def first(self, n: int) -> list[Entry]:
+        """At most n entries: the first of each lane, as many of each."""
+        share, entries = max(1, n // max(len(self.lanes), 1)), []
+        for lane in islice(self.lanes.values(), n):
+            entries += lane.front[:share] if len(lane.front) >= share else lane.first(share)
+        return entries
 
     def __len__(self) -> int:
         return self.n

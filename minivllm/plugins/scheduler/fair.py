@@ -58,23 +58,23 @@ class Fair(SchedulerPolicy):
 
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
         self._charge(running)
-        tenants, lane = np.unique(head.tenant, return_inverse=True)
-        names = tenants.tolist()
+        line = np.lexsort((head.id, head.arrival, head.tenant))  # tenant after tenant, each by age
+        tenant = head.tenant[line]
+        edges = np.flatnonzero(np.concatenate(([True], tenant[1:] != tenant[:-1])))
+        names, start, end = tenant[edges].tolist(), edges.tolist(), [*edges[1:].tolist(), len(line)]
         if len(names) < self.window:  # else there may be tenants whom we have not been shown
             self.active = set(names)
         self._forget()
-        counters = self.counter[[self._place(t) for t in names]].tolist()
+        counters = self.counter[[self.place[t] if t in self.place else self._place(t) for t in names]].tolist()
         self.floor = min(counters)
         # what is preempted has been charged for its prompt
         cost = np.where(self._find(head.id)[1], 0.0, self.options.input_cost * head.prompt)
-        by_age = np.lexsort((head.id, head.arrival))
-        chosen = by_age[now - head.arrival[by_age] > self.options.max_wait].tolist()
-        line = by_age[np.argsort(lane[by_age], kind="stable")]  # lane after lane, each by age
-        edges = np.searchsorted(lane[line], np.arange(len(names) + 1)).tolist()
-        start, end = edges[:-1], edges[1:]
-        for i in chosen:
-            start[lane[i]] += 1  # the oldest of a lane are its next ones
-            counters[lane[i]] += cost[i]
+        chosen, old = [], now - head.arrival > self.options.max_wait
+        if old.any():
+            chosen = np.flatnonzero(old)[np.lexsort((head.id[old], head.arrival[old]))].tolist()
+            for i, g in zip(chosen, np.searchsorted(tenant[edges], head.tenant[chosen]).tolist(), strict=True):
+                start[g] += 1  # the oldest of a tenant are its next ones
+                counters[g] += cost[i]
         next_up = [(c, g) for g, c in enumerate(counters) if start[g] < end[g]]
         heapq.heapify(next_up)
         rows = max(self.ctx.max_num_seqs - len(running), 1)
@@ -90,19 +90,18 @@ class Fair(SchedulerPolicy):
 
     def ended(self, gone: QueueView) -> None:
         ran = self._find(gone.id)[1] | (gone.known > gone.prompt)  # the others have never been served
-        ended = gone.take(ran)
-        self._charge(ended)
+        at = self._charge(gone if ran.all() else gone.take(ran))
         stay = np.ones(len(self.ids), bool)
-        stay[self._find(ended.id)[0]] = False
+        stay[at] = False
         self.ids, self.paid, self.owner = self.ids[stay], self.paid[stay], self.owner[stay]
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        self._charge(candidates)
-        had = self.counter[self.owner[self._find(candidates.id)[0]]]
+        had = self.counter[self.owner[self._charge(candidates)]]
         return int(np.lexsort((candidates.id, candidates.arrival, had))[-1])
 
-    def _charge(self, view: QueueView) -> None:
-        """Count what these sequences have been served since they were charged last."""
+    def _charge(self, view: QueueView) -> np.ndarray:
+        """Count what these sequences have been served since they were charged last.  Returns where they are in
+        ``ids``."""
         at, known = self._find(view.id)
         if not known.all():
             fresh = view.id[~known]
@@ -116,6 +115,7 @@ class Fair(SchedulerPolicy):
         more = np.maximum(total - self.paid[at], 0)
         self.paid[at] += more
         self.counter += np.bincount(self.owner[at], more, len(self.counter))
+        return at
 
     def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where these sequences are in ``ids``, and which of them are there, those that have been charged, bool [n]."""
