@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from .interfaces.evictor import Evictor
+    from .request import Seq
     from .timing import SeamTimes
 
 MAX_ROOTS = 65536  # salts beyond which those are forgotten that no cached block has
@@ -74,6 +75,7 @@ class BlockPool:
         self.tokens = np.zeros((total, block), np.int32)  # of published blocks; a tail is filled up with -1
         self.first = array("i", bytes(4 * total))  # the first of these: numpy is slow to read one by one
         self.index: dict[int, int] = {}
+        self.watch: dict[int, list[Seq]] = {}  # key -> whose ``hint`` is void once that is cached, or is no more
         self._free = np.arange(total - 1, 0, -1, dtype=np.int32)  # a stack; [0, free) are free
         self.free = total - 1
         self.held = self.idle = 0
@@ -173,9 +175,11 @@ class BlockPool:
     def chain(self, tokens: np.ndarray, salt: Salt, keys: list[int], most: int) -> Iterator[int]:
         """The blocks that the index names for the first ``most`` blocks of ``tokens``, until one is not there.  Hashes
         as far as it is asked: what lies behind the first miss is not looked up, and hashed when it is published."""
+        raw, size = np.ascontiguousarray(tokens, np.int32), self.block
         for i in range(most):
             if i == len(keys):
-                self.keys_of(tokens[: (i + 1) * self.block], salt, keys)
+                before = keys[-1] if keys else self.root(salt)[1]
+                keys.append(self.hash_fn(before, raw[i * size : (i + 1) * size].tobytes()))
             block = self.index.get(keys[i])
             if block is None:
                 return
@@ -189,8 +193,10 @@ class BlockPool:
             return NO_BLOCKS
         blocks, n = np.array(found, np.int32), len(found)
         wanted, before = tokens[: n * self.block].reshape(n, self.block), [self.root(salt)[0], *found[:-1]]
-        same = (self.tokens.take(blocks, 0) == wanted).all(axis=1) & (self.parent.take(blocks) == before)
-        return blocks if same.all() else blocks[: int(np.argmin(same))]
+        there, parents = self.tokens.take(blocks, 0), self.parent.take(blocks)
+        if np.array_equal(there, wanted) and parents.tolist() == before:
+            return blocks
+        return blocks[: int(np.argmin((there == wanted).all(axis=1) & (parents == before)))]
 
     def partial(self, parent: int, tokens: np.ndarray) -> tuple[int, int]:
         """Of the cached blocks after ``parent`` (of the youngest ``SIBLINGS``) the one that begins with most of these
@@ -242,6 +248,8 @@ class BlockPool:
             self._tell("drop", np.array([key], np.uint64))  # nobody uses it, or its leader is gone: the new one counts
             self._forget(key, twin)
         self.index[key] = block
+        if key in self.watch:
+            self.void(key)
         first = self.first[block] = int(tokens[0])
         self.key[block], self.parent[block], self.tokens[block] = key, parent, tokens
         self.stamps += 1
@@ -287,8 +295,15 @@ class BlockPool:
             self._forget(key, block)
         self.evictions += n
 
+    def void(self, key: int) -> None:
+        """Who has counted on this key has to look again."""
+        for seq in self.watch.pop(key):
+            seq.hint = None
+
     def _forget(self, key: int, block: int) -> None:
         del self.index[key]
+        if key in self.watch:
+            self.void(key)
         parent, older, younger = int(self.parent[block]), self.older[block], self.younger[block]
         self.children[parent] -= 1
         if not self.children[parent]:

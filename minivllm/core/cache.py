@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 
+MAX_WATCHED = 8192  # keys that ``hints`` lets the pool watch, beside four for each sequence
+
+
 class KVCache:
     """Owns the pools; writes ``slots.table`` and ``slots.blocks`` and notes each change for the device."""
 
@@ -41,6 +44,7 @@ class KVCache:
         self.table: list[np.ndarray] = []  # changes since ``changes``, as in plan.Delta
         self.trims: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
+        self.watched = 0  # sequences in ``pools[0].watch``, at most
         self.twins = False  # a twin took the place of a block since ``changes``
 
     # ---- questions -----------------------------------------------------------------------------------------------
@@ -106,19 +110,18 @@ class KVCache:
     def hints(self, seqs: list[Seq]) -> np.ndarray:
         """Tokens i32 [n] that a prefix hit would give each of these waiting sequences, as far as keys tell.
 
-        Each remembers how many blocks were there, the key of the last of them and the key of the next one: while the
-        one is cached and the other is not its answer holds, so asking in each step is cheap."""
+        Each remembers how many blocks were there.  That holds while the last of them is cached and the next one is not:
+        the pool voids it then, so asking in each step is cheap."""
         if not self.prefix or len(self.pools) > 1:
             return np.array([len(self.lookup(seq, seq.known)[0]) * self.block for seq in seqs], np.int32)
-        index, blocks = self.pools[0].index, []
-        for seq in seqs:
-            hint = seq.hint
-            if hint is None or hint[2] in index or (hint[1] and hint[1] not in index):
-                hint = seq.hint = self._hint(seq)
-            blocks.append(hint[0])
+        if self.watched > MAX_WATCHED + 4 * len(seqs):  # most have left the queue
+            for key in list(self.pools[0].watch):
+                self.pools[0].void(key)
+            self.watched = 0
+        blocks = [self._hint(seq) if seq.hint is None else seq.hint for seq in seqs]
         return np.array(blocks, np.int32) * self.block
 
-    def _hint(self, seq: Seq) -> tuple[int, int, int]:
+    def _hint(self, seq: Seq) -> int:
         lead, keys, usable = self.pools[0], seq.keys, (seq.known - 1) // self.block
         # a cached block's parent is cached as well, so those that are there come first
         n = hashed = min(len(keys), usable)
@@ -127,7 +130,11 @@ class KVCache:
         while n == hashed < usable:  # none is hashed before all before it are there
             hashed += 1
             n += lead.keys_of(seq.tokens[: hashed * self.block], seq.request.salt, keys)[n] in lead.index
-        return n, keys[n - 1] if n else 0, keys[n] if n < usable else 0
+        for key in keys[max(n - 1, 0) : min(n + 1, usable)]:
+            lead.watch.setdefault(key, []).append(seq)
+        self.watched += 2
+        seq.hint = n
+        return n
 
     # ---- a row's table -------------------------------------------------------------------------------------------
 

@@ -393,9 +393,7 @@ class Planner:
             draft = np.append(draft, np.zeros(len(slots) - len(draft), np.int32))[order] if len(draft) else draft
             slots, q_len = slots[order], q_len[order]
         delta, at = self._delta(), slots.astype(np.intp)  # numpy is twice as fast with the integers of the machine
-        computed = s.computed.take(at)
-        if len(draft):
-            computed += draft
+        computed = s.computed.take(at) + (draft if len(draft) else 0)
         s.computed[at] = after = computed + q_len  # of a row with drafts the last one counts
         s.flying[at] += 1
         draws = after == s.known.take(at)
@@ -405,7 +403,7 @@ class Planner:
         drawn = at[samples]
         late, host = s.late.take(drawn), s.host.take(drawn)
         s.known[drawn] = s.goal[drawn] = s.known.take(drawn) + ~host
-        s.ready[drawn] = ~(host | s.speculates.take(drawn)) if ahead else ~host  # a late row's mask comes before it draws
+        s.ready[drawn] = ~(host | s.speculates.take(drawn)) if ahead else ~host  # a late row's mask comes in time
         if len(draft):
             mine = at[draft > 0]
             s.known[mine] = s.goal[mine] = after[draft > 0] + 1  # at most: see Publisher._take_back

@@ -265,7 +265,7 @@ class Seq:
     queued: bool = False  # it is in the planner's queue, by key in its lane
     key: float = 0.0
     lane: int = 0
-    hint: tuple[int, int, int] | None = None  # of ``KVCache.hints``, since it was queued
+    hint: int | None = None  # of ``KVCache.hints``: blocks, while that holds
     in_flight: int = 0  # steps whose results are still to come while it has no slot
     preempted: int = 0
     saved: bool = False  # the device has put its kept columns aside (see ``plan.Delta.keep``), or is about to

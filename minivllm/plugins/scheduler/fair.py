@@ -24,6 +24,7 @@ from .options import FairOptions
 if TYPE_CHECKING:
     from typing import Any
 
+FEW = 65536  # comparisons that are made sooner than a table is sorted
 SPARE = 1024  # tenants that neither wait nor run whose counters are remembered
 
 
@@ -31,7 +32,7 @@ class Fair(SchedulerPolicy):
     """Each tenant has a lane of the queue, so that a flood of one hides nobody; inside a lane it is by arrival.
 
     Invariant: ``counter[place[t]]`` is the service of tenant t plus what it was lifted by; ``paid`` is the part of it
-    that is due to each sequence of ``ids`` (sorted), those that were admitted and have not ended, and ``owner`` the
+    that is due to each sequence of ``ids``, those that were admitted and have not ended, and ``owner`` the
     place of each one's tenant.
     """
 
@@ -67,8 +68,9 @@ class Fair(SchedulerPolicy):
         self._forget()
         counters = self.counter[[self.place[t] if t in self.place else self._place(t) for t in names]].tolist()
         self.floor = min(counters)
-        # what is preempted has been charged for its prompt
-        cost = np.where(self._find(head.id)[1], 0.0, self.options.input_cost * head.prompt)
+        cost = self.options.input_cost * head.prompt
+        again = np.flatnonzero(head.preempted)
+        cost[again[self._find(head.id[again])[1]]] = 0.0  # what is preempted has been charged for its prompt
         chosen, old = [], now - head.arrival > self.options.max_wait
         if old.any():
             chosen = np.flatnonzero(old)[np.lexsort((head.id[old], head.arrival[old]))].tolist()
@@ -103,14 +105,12 @@ class Fair(SchedulerPolicy):
         """Count what these sequences have been served since they were charged last.  Returns where they are in
         ``ids``."""
         at, known = self._find(view.id)
-        if not known.all():
-            fresh = view.id[~known]
-            owner = np.array([self._place(t) for t in view.tenant[~known].tolist()], np.int64)
-            ids = np.concatenate((self.ids, fresh))
-            by_id = np.argsort(ids, kind="stable")
-            self.ids, self.paid = ids[by_id], np.concatenate((self.paid, np.zeros(len(fresh))))[by_id]
-            self.owner = np.concatenate((self.owner, owner))[by_id]
-            at, _ = self._find(view.id)
+        fresh = np.flatnonzero(~known)
+        if len(fresh):
+            owner = np.array([self._place(t) for t in view.tenant[fresh].tolist()], np.int64)
+            at[fresh] = len(self.ids) + np.arange(len(fresh))
+            self.ids = np.concatenate((self.ids, view.id[fresh]))
+            self.paid, self.owner = np.append(self.paid, np.zeros(len(fresh))), np.append(self.owner, owner)
         total = self.options.input_cost * view.prompt + self.options.output_cost * (view.known - view.prompt)
         more = np.maximum(total - self.paid[at], 0)
         self.paid[at] += more
@@ -119,9 +119,14 @@ class Fair(SchedulerPolicy):
 
     def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where these sequences are in ``ids``, and which of them are there, those that have been charged, bool [n]."""
-        if not len(self.ids):
-            return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)
-        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        n, m = len(self.ids), len(ids)
+        if n <= m and (ids[:n] == self.ids).all():  # the rows that run, nearly always: newcomers are the last of them
+            return np.arange(m), np.arange(m) < n
+        if n * m <= FEW:
+            same = ids[:, None] == self.ids
+            return same.argmax(axis=1), same.any(axis=1)
+        by_id = np.argsort(self.ids)
+        at = by_id[np.minimum(np.searchsorted(self.ids, ids, sorter=by_id), n - 1)]
         return at, self.ids[at] == ids
 
     def _place(self, tenant: int) -> int:
