@@ -45,7 +45,7 @@ class Masks:
         rows = plan.samples[plan.late]
         slots = plan.slots[rows]
         if self._held is None or len(rows) > len(self._held):
-            self._held = self.memory(max(2 * len(rows), s.size), -(-self.vocab // 32))
+            self._held = self.memory(max(len(rows), s.size), -(-self.vocab // 32))
         mask = self._held[: len(rows)]
         live = s.serial[slots] == flight.serial[rows]
         mask[~live] = -1
