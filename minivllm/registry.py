@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm import discovery
-from minivllm.discovery import ENV, LOCAL, STRICT, Entry, Fault
+from minivllm.deadline import deadline, seconds
+from minivllm.discovery import BUILTIN, ENV, LOCAL, STRICT, Entry, Fault
 from minivllm.errors import MinivllmError, PluginError, suggest
 from minivllm.spec import (
     ANY,
@@ -44,8 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANY", "KINDS", "RESERVED", "AtLeast", "AtMost", "Candidate", "Catalog", "Entry", "Kind", "MultipleOf", "Needs",
-    "Range", "Reason", "Registry", "Request", "Selection", "Spec", "build_part",
-    "import_target",
+    "Range", "Reason", "Registry", "Request", "Selection", "Spec", "build_part", "import_target",
 ]  # fmt: skip
 
 
@@ -292,6 +292,7 @@ class Registry:
         """Import the implementation and check that it fills the seam.  PluginError names package, version and entry
         point."""
         assert candidate.spec is not None
+        import_target(self.kind.base)  # and torch with it, which is not the plug-in's time
         found = _import(candidate.entry, candidate.spec.impl)
         check_base(self.kind, candidate.entry, found)
         return found
@@ -434,8 +435,10 @@ def _import(entry: Entry, target: str) -> Any:
 
 def _guarded(who: str, target: str, source: str) -> Any:
     """Import a target; any failure is a PluginError that names ``who``, and the target where ``source`` does not."""
+    limit = 0.0 if source.startswith(f"{BUILTIN} ") else seconds()
     try:
-        return import_target(target)
+        with deadline(limit):
+            return import_target(target)
     except KeyboardInterrupt:
         raise
     except BaseException as exc:

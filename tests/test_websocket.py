@@ -158,11 +158,16 @@ def test_who_has_no_key_is_sent_away_and_a_first_frame_may_bring_it(server):
         {"type": "completions", "id": "a", "body": LONG},
         "{",
     ):
-        with talking(server, ("minivllm", "key.wrong")) as talk, pytest.raises(ConnectionClosed) as closed:
+        with talking(server, ("minivllm",)) as talk, pytest.raises(ConnectionClosed) as closed:
             talk.say(first)
             while True:
                 assert talk.hear()["type"] == "error"
         assert closed.value.rcvd.code == 1008
+    for wrong in ({"protocols": ("minivllm", "key.wrong")}, {"additional_headers": {"Authorization": "Bearer sk-11"}}):
+        with pytest.raises(InvalidStatus) as refused, talking(server, **{"protocols": (), **wrong}):
+            pass
+        assert refused.value.response.status_code == 401
+        assert json.loads(refused.value.response.body)["error"]["type"] == "AuthenticationError"
     with talking(server, ()) as talk, pytest.raises(ConnectionClosed):  # says nothing at all
         begun = time.monotonic()
         talk.socket.recv(timeout=20)

@@ -96,7 +96,9 @@ class EngineConfig(Strict):
     max_model_len: int | None = Field(None, ge=1, description="prompt and output; None: the model's, at most 4096")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the device's memory for everything")
     num_kvcache_blocks: int = Field(-1, ge=-1, description="-1: as many as fit")
-    kvcache_block_size: int | None = Field(None, ge=1, description="tokens; None: what the attention back end prefers")
+    kvcache_block_size: int | None = Field(
+        None, ge=1, le=1 << 20, description="tokens; None: what the attention back end prefers"
+    )
     enable_prefix_caching: bool = Field(True, description="share the KV blocks of equal prefixes")
     partial_prefix_hits: bool = Field(
         True, description="copy the first tokens of a cached block where a prefix ends in it"

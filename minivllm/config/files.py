@@ -132,7 +132,10 @@ def _toml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
 def _yaml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
     import yaml
 
-    loader = _loader_class()(text)
+    try:
+        loader = _loader_class()(text)
+    except yaml.YAMLError as exc:  # a character that no YAML has
+        raise ConfigError(f"{path}: {str(exc).splitlines()[0]}") from None
     try:
         node = loader.get_single_node()
         if node is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from minivllm.config.base import Strict
 
@@ -15,13 +15,15 @@ from minivllm.config.base import Strict
 class ServerConfig(Strict):
     """Sizes are in bytes, times in seconds."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0: every network")
     port: int = Field(8000, ge=0, le=65535, description="0: any that is free, which the log then names")
     served_model_name: list[str] = Field([], description="names that requests may use; none: the model's own")
     api_key_file: str | None = Field(None, description="a file with one key a line; requests then need one of them")
     root_path: str = Field("", description="the path under which a proxy shows the server")
     allowed_origins: list[str] = Field([], description="web pages that may ask from a browser; '*': all")
-    admin: bool = Field(False, description="offer /start_profile, /stop_profile and /reset_prefix_cache")
+    admin: bool = Field(False, description="offer /start_profile, /stop_profile, /reset_prefix_cache, /debug/state")
     tool_parser: str = Field("hermes", min_length=1, description="how calls of tools are written in this model's text")
     log_format: Literal["json", "text"] = Field("json", description="of the log on standard error, a line an event")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="of a request's body; more: 413")
@@ -39,6 +41,7 @@ class ServerConfig(Strict):
     idle_timeout: float = Field(60, gt=0, description="that a connection may stay open without a request")
     write_timeout: float = Field(30, gt=0, description="that a reader may take nothing before its request is aborted")
     request_timeout: float = Field(3600, gt=0, description="for a whole answer; later: 408, or an error in the stream")
+    ping_interval: float = Field(20, gt=0, description="between pings to a WebSocket, and for each to be answered")
     keep_alive: float = Field(15, gt=0, description="between comments in a stream that has nothing to say")
     stuck_after: float = Field(120, gt=0, description="that a step of the engine may take; longer: it is ended, exit 7")
     drain_timeout: float = Field(30, ge=0, description="for running requests to end after SIGTERM")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 
 IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft"}  # word -> directory in minivllm/pocket
 WANTED = (
@@ -19,6 +19,7 @@ WANTED = (
     "*.model",
     "*.txt",
 )  # weights, configuration, tokenizer: no code, no pickle
+MOST_LAYERS, MOST = 10_000, 1 << 32  # of layers, of any whole number
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -34,6 +35,8 @@ class Checkpoint:
         named = self.raw.get("architectures")
         if not (isinstance(named, list) and named and isinstance(named[0], str)):
             raise ModelError(f'{self.folder}/config.json: names no architecture; want "architectures": ["..."]')
+        if len(named[0]) > 128:
+            raise ModelError(f"{self.folder}/config.json: architectures={shown(named)}: is no name of one")
         return named[0]
 
     @property
@@ -83,7 +86,20 @@ def open_checkpoint(model: str) -> Checkpoint:
         raise ModelError(f"{path}: not UTF-8 text: {exc}") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: want a JSON object, got a {type(raw).__name__}")
+    _check_sizes(path, raw)
     return Checkpoint(folder, raw)
+
+
+def _check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
+    """ModelError for numbers that no model has: to build what they say would take for ever, or all memory."""
+    for name in ("text_config", "quantization_config"):
+        if not isinstance(raw.get(name) or {}, dict):
+            raise ModelError(f"{path}: {name}={shown(raw[name])}: want an object")
+    for part in (raw, raw.get("text_config") or {}):
+        for name, value in part.items():
+            most = MOST_LAYERS if name == "num_hidden_layers" else MOST
+            if isinstance(value, int) and abs(value) > most:
+                raise ModelError(f"{path}: {name}={shown(value)}: want at most {most}")
 
 
 def read_config(folder: str | Path) -> Any:

@@ -191,8 +191,8 @@ def checkpoint_files(folder: Path) -> list[tuple[Path, list[str] | None]]:
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
         raise ModelError(f"{index}: not an index of shards ({type(e).__name__}: {e}); download it again") from None
     files: list[tuple[Path, list[str] | None]] = []
-    for shard, names in sorted(shards_of.items()):
-        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+    for shard, names in sorted(shards_of.items(), key=lambda item: str(item[0])):
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ModelError(f"{index}: shard {shard!r}: want the name of a .safetensors file in the same folder")
         if not (folder / shard).exists():
             raise ModelError(f"{folder}: shard {shard} is missing; download it again")

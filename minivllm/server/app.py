@@ -47,6 +47,7 @@ ROUTES: Routes = (
 ADMIN: Routes = (
     ("/start_profile", operations.start_profile, "POST", None, (JSON,), (500, 503)),
     ("/stop_profile", operations.stop_profile, "POST", None, (JSON,), (500, 503)),
+    ("/debug/state", operations.debug_state, "GET", None, (JSON,), (500, 503)),
     ("/reset_prefix_cache", operations.reset_prefix_cache, "POST", None, (JSON,), (500, 503)),
 )
 _ERROR = {

@@ -72,6 +72,12 @@ class EngineClient(Protocol):
 
     async def stats(self) -> dict[str, Any]: ...
 
+    async def state(self, trim: bool) -> dict[str, Any]:
+        """What the engine holds (``state.engine``): for who looks for a leak."""
+
+    def tables(self) -> dict[str, int]:
+        """Entries of the client's own tables: none at rest."""
+
     async def reset_prefix_cache(self) -> bool: ...
 
     async def profile(self, start: bool) -> str:
@@ -182,6 +188,15 @@ class FrameClient:
 
     async def stats(self) -> dict[str, Any]:
         return await self._ask("stats")
+
+    async def state(self, trim: bool) -> dict[str, Any]:
+        return await self._ask("state", trim=trim)
+
+    def tables(self) -> dict[str, int]:
+        return {
+            "streams": len(self._streams), "ids": len(self._ids), "accepting": len(self._accepting),
+            "asked": len(self._asked), "read": len(self._read),
+        }  # fmt: skip
 
     async def reset_prefix_cache(self) -> bool:
         return await self._ask("reset_prefix_cache")

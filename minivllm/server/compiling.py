@@ -20,8 +20,8 @@ class Compiling:
         self._open: dict[int, Any] = {}
         self._done: deque[tuple[int, Any, Exception | None]] = deque()
 
-    def __bool__(self) -> bool:
-        return bool(self._open)
+    def __len__(self) -> int:
+        return len(self._open)
 
     def begin(self, number: int, live: Any) -> None:
         """``live.request.grammar`` will be there when ``ready`` gives ``live`` back."""

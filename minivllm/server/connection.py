@@ -1,4 +1,6 @@
-"""uvicorn's HTTP connection with a deadline and a bound for headers, so that who sends half a request holds nothing."""
+"""uvicorn's HTTP connection with a deadline and a bound for headers, so that who sends half a request holds nothing.
+
+It notices a client that leaves though it has sent requests ahead of the answers (pipelining)."""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from uvicorn.config import Config
 from .errors import ApiError
 
 SLACK = 8  # times the limit on headers: what is over the limit, but within this, gets an answer that says so
+
+AHEAD, AHEAD_BYTES = 64, 1 << 16  # requests, and bytes of the last one's body, that may be sent ahead of an answer
 
 
 async def _nobody(scope: Any, receive: Any, send: Any) -> None:
@@ -29,10 +33,18 @@ def protocol(seconds: float, header_bytes: int) -> type[Any]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._come, self._late = 0, self.loop.call_later(seconds, self._close)
+            self._answered: Any = None  # the request that is being answered; ``cycle`` is the one that came last
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop()
             super().connection_lost(exc)
+            if self._answered is not None and not self._answered.response_complete:
+                self._answered.disconnected = True
+                self._answered.message_event.set()
+
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self._answered = cycle
+            super()._start_asgi_task(cycle, app)
 
         def data_received(self, data: bytes) -> None:
             busy = self.cycle is not None and not self.cycle.response_complete
@@ -41,6 +53,11 @@ def protocol(seconds: float, header_bytes: int) -> type[Any]:
             if self.transport.get_protocol() is not self:  # it has become a WebSocket
                 self._stop()
                 return
+            if waiting := getattr(self, "pipeline", ()):
+                if len(waiting) > AHEAD or len(self.cycle.body) > AHEAD_BYTES:
+                    self.transport.abort()
+                elif not self.transport.is_closing():
+                    self.flow.resume_reading()  # who is not read from is not seen to leave
             if busy or self.cycle is not before:  # this is a body, or a request has begun
                 self._come = 0
                 self._stop()

@@ -30,6 +30,7 @@ from minivllm.core.engine import Engine
 from minivllm.core.request import Request, SamplingParams, Seq
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 
+from . import state
 from .compiling import LOOK, Compiling
 from .frames import Frame
 
@@ -69,9 +70,10 @@ class EngineLoop:
         self.live: dict[int, _Live] = {}
         self.stopping = False
         self.turned = time.monotonic()  # when the last turn began
+        self.accepted = 0  # requests that the engine took: at rest, as many as have finished
         self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
         self._waiting: list[Frame] = []
-        self._compiling = Compiling(lambda asked: engine.grammars.compile(asked))
+        self.compiling = Compiling(lambda asked: engine.grammars.compile(asked))
         self._sent = 0.0
         self._told_dead = False
         self._clear()
@@ -82,7 +84,7 @@ class EngineLoop:
             wait = 0.0
             if not worked and not self._waiting:
                 wait = self.engine.idle() if self.engine.busy and not self.engine.dead else HEARTBEAT
-                wait = min(wait, LOOK) if self._compiling else wait
+                wait = min(wait, LOOK) if self.compiling else wait
             try:
                 worked = self.turn(wait)
             except EngineDeadError as e:  # the link: nobody is there any more
@@ -91,7 +93,7 @@ class EngineLoop:
             except Exception as e:
                 log.exception("the engine's loop met an error")
                 self.engine.fail_all(f"{type(e).__name__}: {e}")
-        self._compiling.close()
+        self.compiling.close()
         self.engine.fail_all("the engine was stopped")
         self._flush()
 
@@ -101,7 +103,7 @@ class EngineLoop:
         self._waiting += self.link.receive(wait)
         begin = time.perf_counter()
         self._obey(begin + PATIENCE)
-        for live, error in self._compiling.ready():
+        for live, error in self.compiling.ready():
             self._enter(live, error)
         middle = time.perf_counter()
         worked = not self.engine.dead and self.engine.busy and self.engine.step()
@@ -142,7 +144,7 @@ class EngineLoop:
         if made.structured_outputs is None or self.engine.grammars is None or self.engine.dead:
             self._enter(live)
         else:
-            self._compiling.begin(number, live)
+            self.compiling.begin(number, live)
 
     def _enter(self, live: _Live, error: Exception | None = None) -> None:
         """The engine takes a request, or it is refused."""
@@ -154,6 +156,7 @@ class EngineLoop:
             self._refuse(live.number, e)
         else:
             self.live[live.number] = live
+            self.accepted += 1
             self.header.setdefault("accepted", []).append(live.number)
 
     def _refuse(self, number: int, error: Exception) -> None:
@@ -164,7 +167,7 @@ class EngineLoop:
         self.header.setdefault("refused", []).append(told)
 
     def _do_abort(self, number: int) -> None:
-        if self._compiling.cancel(number):
+        if self.compiling.cancel(number):
             self._refuse(number, RequestError("the request was aborted"))
         elif (live := self.live.get(number)) is not None:
             self.engine.abort(live.request.id)
@@ -188,6 +191,9 @@ class EngineLoop:
     def _ask_stats(self) -> dict[str, Any]:
         turns = max(self.turns, 1)
         return {**self.engine.stats(), "loop_turns": self.turns, "loop_ms": 1e3 * self.own_seconds / turns}
+
+    def _ask_state(self, trim: bool) -> dict[str, Any]:
+        return state.engine(self, trim)
 
     def _ask_reset_prefix_cache(self) -> bool:
         self.engine.reset_prefix_cache()

@@ -81,9 +81,9 @@ class Guard:
         try:
             self._limits(scope)
             await self.app(scope, receive, send)
-        except ApiError:
+        except ApiError as error:
             await receive()  # the handshake, which is refused
-            await send({"type": "websocket.close", "code": 1008})
+            await send_error(send, error, "websocket.http.response")
         finally:
             path, ms = errors.printable(scope["path"], 128), 1e3 * (time.monotonic() - start)
             logs.event("socket", request_id=request_id, path=path, ms=round(ms, 1), **state["log"])
@@ -115,10 +115,10 @@ def trace_of(headers: dict[bytes, bytes]) -> dict[str, str] | None:
     return {name.decode(): headers[name].decode("latin-1") for name in names if name in headers}
 
 
-async def send_error(send: Any, error: ApiError) -> None:
+async def send_error(send: Any, error: ApiError, kind: str = "http.response") -> None:
     """The whole answer."""
     body = json.dumps(error.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": f"{kind}.start", "status": error.status, "headers": headers})
+    await send({"type": f"{kind}.body", "body": body})

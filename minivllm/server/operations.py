@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 import minivllm
 
-from . import chat, fields, metrics
+from . import chat, fields, metrics, state
 from .errors import ApiError
 from .generate import Service, read_body
 from .protocol.tokens import DetokenizeBody, TokenizeBody
@@ -87,6 +87,10 @@ async def start_profile(request: Request, service: Service) -> Any:
 
 async def stop_profile(request: Request, service: Service) -> Any:
     return JSONResponse({"profiling": False, "file": (await service.client.profile(False)).rpartition("/")[2]})
+
+
+async def debug_state(request: Request, service: Service) -> Any:
+    return JSONResponse(await state.of(service, request.query_params.get("trim", "") == "1"))
 
 
 async def reset_prefix_cache(request: Request, service: Service) -> Any:

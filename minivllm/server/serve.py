@@ -33,6 +33,8 @@ from .generate import Service
 from .limits import Door
 from .metrics import Metrics
 from .process_client import ProcessClient
+from .socket_connection import SocketConnection
+from .sweep import Sweep
 from .tokens import Tokens
 
 if TYPE_CHECKING:
@@ -178,13 +180,21 @@ class Http(uvicorn.Server):
         files = open_files()
         super().__init__(
             uvicorn.Config(
-                app, lifespan="off", log_config=None, access_log=False, ws="websockets-sansio", server_header=False,
+                app, lifespan="off", log_config=None, access_log=False, ws=SocketConnection, server_header=False,
                 ws_max_size=server.max_body_bytes, ws_per_message_deflate=False,
+                ws_ping_interval=server.ping_interval, ws_ping_timeout=server.ping_interval,
                 proxy_headers=False, root_path=server.root_path, timeout_graceful_shutdown=LAST,
                 timeout_keep_alive=max(1, round(server.idle_timeout)), limit_concurrency=max(files // 2, 8),
                 http=protocol(server.header_timeout, server.max_header_bytes), backlog=2048,
             )
         )  # fmt: skip
+
+        self._sweep = Sweep(server.write_timeout)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # a second
+            self._sweep.look(self.server_state.connections)
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

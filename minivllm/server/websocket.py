@@ -7,9 +7,10 @@
                       {"type": "done", "id": I}                      its last word; "data" if stream is false
                       {"type": "error", "id": I, "error": {...}}     its last word too; no id: not about a request
 
-A browser sets no headers, so a key may come as the subprotocol ``key.K``.  A page of another origin may connect only
-if ``allowed_origins`` has it.  What waits to be sent is bounded: a reader who is slow slows its own requests, one who
-takes nothing for ``write_timeout`` is sent away.  When the connection ends, for whatever reason, all its requests do.
+A browser sets no headers, so a key may come as the subprotocol ``key.K``; a wrong one is refused at the handshake.  A
+page of another origin may connect only if ``allowed_origins`` has it.  What waits to be sent is bounded: a reader who
+is slow slows its own requests, one who takes nothing for ``write_timeout`` is sent away.  When the connection ends,
+for whatever reason, all its requests do.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 }
 WAITING = 64  # messages to a client that wait at most; then its requests do
 LONGEST_ID = 128
-BAD_KEY, GOING, SLOW = 1008, 1012, 1013  # close codes (RFC 6455)
+BINARY, BAD_KEY, GOING, SLOW = 1003, 1008, 1012, 1013  # close codes (RFC 6455)
 
 
 def foreign(socket: WebSocket, allowed: list[str]) -> bool:
@@ -78,6 +79,8 @@ class Connection:
         if key is not None:
             headers[b"authorization"] = b"Bearer " + key.encode()
         self.tenant = self.keys.tenant(headers)
+        if self.tenant is None and (key is not None or {b"authorization", b"x-api-key"} & headers.keys()):
+            raise ApiError(401, "the API key is not valid", headers={"WWW-Authenticate": "Bearer"})
         await self.socket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
         writer, reader = asyncio.create_task(self._write()), asyncio.create_task(self._read())
         door = self.service.door
@@ -101,7 +104,10 @@ class Connection:
     async def _write(self) -> int:
         """Send what waits; the close code for a client that takes nothing."""
         while True:
-            text = json.dumps(await self.out.get(), ensure_ascii=False, separators=(",", ":"))
+            message = await self.out.get()
+            text = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
+            if not _is_unicode(text):  # an id of the client's may be half a character
+                text = json.dumps(message)
             try:
                 await asyncio.wait_for(self.socket.send_text(text), self.server.write_timeout)
             except asyncio.TimeoutError:
@@ -116,7 +122,9 @@ class Connection:
         while True:
             try:
                 raw = await self.socket.receive_text()
-            except (WebSocketDisconnect, KeyError, RuntimeError):  # KeyError: a binary message
+            except KeyError:
+                return BINARY
+            except (WebSocketDisconnect, RuntimeError):
                 return 1000
             ident = None
             try:
@@ -213,6 +221,13 @@ class Connection:
         async for chunk in answer.chunks(work):
             await self.out.put({"type": "chunk", "id": ident, "data": chunk})
         return {}
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return bool(text.isascii() or text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 async def _never() -> Any:

@@ -1,0 +1,66 @@
+"""What a server holds right now, for who looks for a leak: tables, blocks, memory, descriptors, threads, children.
+
+``GET /debug/state`` shows it, with ``--admin`` only: the walk over the KV cache stops the engine for some milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine_loop import EngineLoop
+    from .generate import Service
+
+
+def process(trim: bool) -> dict[str, Any]:
+    """Of this process; None for what the system does not tell.  ``trim``: unused memory is given back first."""
+    if trim:
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # glibc's only
+            ctypes.CDLL(None).malloc_trim(0)
+    rss = fds = children = None
+    with contextlib.suppress(OSError):
+        with open("/proc/self/statm", "rb") as file:
+            rss = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        fds = len(os.listdir("/proc/self/fd")) - 1  # the one that reads the list
+        children = []
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children", "rb") as file:
+                children += [int(pid) for pid in file.read().split()]
+    return {
+        "pid": os.getpid(), "rss_bytes": rss, "fds": fds, "threads": threading.active_count(),
+        "children": None if children is None else sorted(children),
+    }  # fmt: skip
+
+
+def engine(loop: EngineLoop, trim: bool) -> dict[str, Any]:
+    """Of the engine and its process.  ``fault``: what the walk over every block and table found, or None."""
+    made, fault = loop.engine, None
+    try:
+        made.check()
+    except AssertionError as e:
+        fault = str(e) or "a check without a message failed"
+    pools = [
+        {"total": pool.total - 1, "free": pool.free, "cached": pool.idle, "held": pool.held}
+        for pool in made.cache.pools
+    ]
+    tables = {
+        "requests": len(made.requests), "in_flight": len(made.in_flight), "rows": len(made.slots.running),
+        "waiting": made.planner.n_waiting, "reserved": int(made.planner.reserved), "live": len(loop.live),
+        "compiling": len(loop.compiling),
+    }  # fmt: skip
+    counts = {"accepted": loop.accepted, "finished": made.finished}
+    return {"fault": fault, "pools": pools, "tables": tables, "counts": counts, "process": process(trim)}
+
+
+async def of(service: Service, trim: bool) -> dict[str, Any]:
+    """Of the whole server.  The question itself is not counted."""
+    told = await service.client.state(trim)
+    tables = {**service.client.tables(), "inside": service.door.inside, "tasks": len(asyncio.all_tasks())}
+    return {"engine": told, "server": {"tables": tables, "process": process(trim)}}
