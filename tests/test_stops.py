@@ -119,6 +119,40 @@ def test_end_of_sequence_has_no_stop_reason_and_can_be_made_a_stop_id(llm):
         assert (len(out.token_ids), out.finish_reason, out.stop_reason) == (count, reason, stop_reason), what
 
 
+def test_what_ends_an_answer_is_in_the_ids_and_in_the_text_only_if_asked(llm):
+    """As in vLLM: a stop id counts as a token whatever the text shows of it; ``include_stop_str_in_output`` is for stop
+    ids and end-of-sequence too, where ``skip_special_tokens`` shows them; of a stop id and a stop string that its text
+    completes the id is told, unless that text is in the output."""
+    eos, tokenizer = llm.tokenizer.eos_ids[0], llm.tokenizer
+    prompt, q = tokenizer.encode(PROMPT), tokenizer.decode([9])
+    assert tokenizer.decode([9] * 3) == 3 * q and len(q) == 1
+    shown = 3 * q + tokenizer.decode([eos], skip_special_tokens=False)
+    include, plain = {"include_stop_str_in_output": True}, {"skip_special_tokens": False}
+    as_stop, both = {"ignore_eos": True, "stop_token_ids": [eos]}, {"stop_token_ids": [9], "stop": [q]}
+    table = [
+        ({}, 4, 3 * q, "stop", None), (include, 4, 3 * q, "stop", None), (plain, 4, 3 * q, "stop", None),
+        ({**include, **plain}, 4, shown, "stop", None), (as_stop, 4, 3 * q, "stop", eos),
+        ({**as_stop, **include, **plain}, 4, shown, "stop", eos), ({"ignore_eos": True}, 9, 8 * q, "length", None),
+        ({"stop_token_ids": [9]}, 1, "", "stop", 9), ({"stop_token_ids": [9], **include}, 1, q, "stop", 9),
+        (both, 1, "", "stop", 9), ({**both, **include}, 1, q, "stop", q),
+        ({"stop": [q]}, 1, "", "stop", q), ({"stop": [2 * q], **include}, 2, 2 * q, "stop", 2 * q),
+        ({"stop": [2 * q], "max_tokens": 2}, 2, "", "stop", 2 * q), ({"stop": [2 * q], "max_tokens": 1}, 1, q, "length",
+        None),
+        ({"stop": [q], "min_tokens": 2}, 3, 2 * q, "stop", q), ({"stop": [4 * q]}, 4, 3 * q, "stop", None),
+        ({"stop": [4 * q], "ignore_eos": True, "skip_special_tokens": True}, 5, "", "stop", 4 * q),
+    ]  # fmt: skip
+    force = lambda ids: [eos] if len(ids) - len(prompt) == 3 else [9]  # noqa: E731
+    asked = [
+        SamplingParams(**{"temperature": 0, "max_tokens": 9, **some}, allowed_tokens_fn=force) for some, *_ in table
+    ]
+    for (some, count, *want), out in zip(
+        table, llm.generate([prompt] * len(asked), asked, use_tqdm=False), strict=True
+    ):
+        ids, *got = told(out.outputs[0])
+        assert (len(ids), *got) == (count, *want), some
+        assert ids == [eos if i == 3 else 9 for i in range(count)], some
+
+
 def test_min_tokens_puts_off_stop_ids_and_strings_and_not_the_length(llm):
     """No stop id is drawn before; the first token after may be one."""
     free = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
