@@ -370,7 +370,7 @@ def test_where_guesses_are_wrong_the_engine_stops_guessing_and_says_so(pair, cap
                 stats = engine.stats()
     assert found[0] == found[1]
     spec = stats["speculation"]
-    assert TRIES <= spec["steps"] < stats["steps"] / 2, (spec, stats["steps"])
+    assert 0 < spec["steps"] < stats["steps"] / 2, (spec, stats["steps"])
     assert "speculation is off for batches of about 8 rows" in caplog.text
     assert 0 < spec["batch"]["5-8"]["gain"] < 1 and spec["accepted"] < 0.2 * spec["proposed"]
 
