@@ -188,7 +188,9 @@ class Tracked:
         else:
             outputs = [t.output() for t in self.texts[: r.params.n]]
         error = next((s.error for s in r.sequences if s.error), None)
-        metrics = RequestMetrics(r.arrival, r.first_token, r.finished, r.cached_tokens, r.drafted, r.accepted)
+        metrics = RequestMetrics(
+            r.arrival, r.first_token, r.finished, r.cached_tokens, r.drafted, r.accepted, r.scheduled
+        )
         scores = None
         if r.params.prompt_logprobs is not None:
             scores = self.texts[0].prompt_logprobs(r.prompt.tolist(), r.prompt_parts)

@@ -1,5 +1,8 @@
 """Fields of requests that rank, score or search: over HTTP they give what an LLM in this process gives."""
 
+import json
+import logging
+
 import pytest
 
 pytest.importorskip("fastapi")
@@ -93,3 +96,47 @@ def test_what_cannot_be_done_is_refused_by_the_name_of_its_field(server, path, m
     answer = server.post(f"/v1/{path}", {**(chat if "chat" in path else TALE), **more})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param, answer.text
+
+
+def metrics(server):
+    lines = server.client.get("/metrics").text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] not in "#")}
+
+
+def test_each_gap_between_tokens_and_each_part_of_a_request_is_counted_once(server):
+    labels, before = '{engine="0",model_name="pocket"}', metrics(server)
+    server.post("/v1/completions", {**TALE, "n": 3})  # nobody watches: its tokens come together
+    server.events("/v1/completions", {**TALE, "n": 2})
+    after = metrics(server)
+
+    def more(name):
+        return after[f"vllm:{name}{labels}"] - before[f"vllm:{name}{labels}"]
+
+    assert more("inter_token_latency_seconds_count") == 5 * (TALE["max_tokens"] - 1)
+    every = sum(more(f"request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode"))
+    assert every == pytest.approx(more("e2e_request_latency_seconds_sum"), rel=1e-6)
+    assert more("request_inference_time_seconds_count") == 2 and more("request_params_max_tokens_sum") == 10
+    inside = 'vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf",model_name="pocket"}'
+    assert after[inside] == after[f"vllm:inter_token_latency_seconds_count{labels}"]
+    assert 0 < more("inter_token_latency_seconds_sum") < 60
+
+
+def test_a_request_is_one_line_of_the_log_with_its_counts_and_times_and_no_text(server, caplog):
+    websockets = pytest.importorskip("websockets.sync.client")
+    caplog.set_level(logging.INFO, "minivllm.server")
+    server.post("/v1/completions", {**TALE, "n": 2}, headers={"x-request-id": "mine-1"})
+    with websockets.connect(server.url.replace("http", "ws") + "/v1/ws", proxy=None) as socket:
+        for ident, more in (("a", {"stream": False}), ("b", {"temperature": 9})):
+            socket.send(json.dumps({"type": "completions", "id": ident, "body": {**TALE, **more}}))
+            socket.recv(timeout=20)
+    server.at_rest()
+    rows = {
+        r.event["client_id"]: r.event for r in caplog.records if r.getMessage() == "request" and "client_id" in r.event
+    }
+    assert set(rows) == {"mine-1", "a", "b"}
+    assert [rows[name]["status"] for name in ("mine-1", "a", "b")] == [200, 200, 400]
+    for name, tokens in (("mine-1", 10), ("a", 5)):
+        assert rows[name]["completion_tokens"] == tokens and rows[name]["finished"] == ["length"]
+        assert 0 <= rows[name]["queue_ms"] <= rows[name]["ttft_ms"] <= rows[name]["ms"]
+    assert not any("Once upon" in json.dumps(row) for row in rows.values())
+    assert len({row["request_id"] for row in rows.values()}) == 3

@@ -1,8 +1,14 @@
 """/v1/ws as its clients see it: interleaved requests, keys, cancelling, and what a client may do wrong."""
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -205,3 +211,36 @@ def test_a_message_that_is_too_large_ends_the_connection_only():
         running.at_rest()
     finally:
         running.close()
+
+
+def example(server, kind):
+    """The block of docs/server.md, for this server and its key."""
+    page = (Path(__file__).parents[1] / "docs" / "server.md").read_text()
+    (text,) = re.findall(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S)
+    return text.replace("localhost:8000", f"{server.host}:{server.port}").replace("KEY", "sk-1")
+
+
+def run_example(*command):
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_the_python_example_of_the_documentation_runs(server):
+    said = run_example(sys.executable, "-c", example(server, "python"))
+    assert "sum done 2 + 3 = 5\n" in said and re.search(r"^tale done .{20}", said, re.M), said
+    server.at_rest()
+
+
+def test_the_browser_example_of_the_documentation_runs(server, tmp_path):
+    node = shutil.which("node")
+    flags = ["--experimental-websocket"]  # newer ones have it without
+    asked = "process.exit(typeof WebSocket === 'function' ? 0 : 1)"
+    if node is None or subprocess.run([node, *flags, "-e", asked], capture_output=True).returncode:
+        pytest.skip("needs a node that has WebSocket")
+    (script,) = re.findall(r"<script[^>]*>(.*?)</script>", example(server, "html"), re.S)
+    page = "globalThis.document = {querySelector: () => ({append: (text) => process.stdout.write(text)})};"
+    file = tmp_path / "page.mjs"
+    file.write_text(page + script)
+    assert run_example(node, *flags, os.fspath(file)) == "2 + 3 = 5"
+    server.at_rest()

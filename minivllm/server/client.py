@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
@@ -59,6 +59,7 @@ class EngineClient(Protocol):
 
     info: EngineInfo
     tokenizer: Tokenizer | None
+    on_gap: Callable[[float, int], None] | None  # on_gap(seconds, n): n tokens came that long after one another
 
     async def open(self) -> None:
         """Start the engine.  The errors are those of ``LLM(...)``."""
@@ -100,6 +101,7 @@ class FrameClient:
 
     def __init__(self) -> None:
         self.tokenizer: Tokenizer | None = None
+        self.on_gap: Callable[[float, int], None] | None = None
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self._ids: dict[str, int] = {}
         self._read: set[Stream] = set()  # somebody waits for their next piece
@@ -236,10 +238,10 @@ class FrameClient:
         for number, value, error in header.get("answers", ()):
             _settle(self._asked.get(number), value, error and error_from(*error))
         if "first" in columns:
-            firsts = (columns[name].tolist() for name in ("first", "first_at", "cached"))
-            for number, at, cached in zip(*firsts, strict=True):
+            firsts = (columns[name].tolist() for name in ("first", "first_at", "cached", "entered"))
+            for number, at, cached, entered in zip(*firsts, strict=True):
                 if (stream := self._streams.get(number)) is not None:
-                    stream.started(at, cached)
+                    stream.started(at, cached, entered)
         if "dead" in header:
             self._feed({**header, "errors": ()}, columns, ends=False)
             self._lost(header["dead"])
@@ -287,6 +289,8 @@ class FrameClient:
                 continue
             reason = ENDS[end] if ends or ENDS[end] != "error" else None
             stop_token = None if stop_id < 0 else stop_id
+            if count and (gap := stream.gap(sample, count, self._heard)) is not None and self.on_gap is not None:
+                self.on_gap(*gap)
             stream.feed(sample, ids, reason, stop_token, logprobs, errors.get((number, sample)))
 
     def _lost(self, why: str) -> None:

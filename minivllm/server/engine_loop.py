@@ -9,7 +9,7 @@ A frame has a column entry for each branch that got tokens or ended in this turn
     tokens i32 [sum(count)]
     scored u8 [R]: the rows that come with log-probabilities; for each of their tokens, in order:
     chosen f32, rank i32, tops i32 (how many of the best follow), and for those top_ids i32, top f32
-    first i64, first_at f64, cached i32    requests whose first token came
+    first i64, first_at f64, cached i32, entered f64 (they left the queue)    requests whose first token came
     prompts i64 [4 P]: (stream, first position, tokens, best of each) of scored parts of prompts of these requests; and
     prompt_chosen f32, prompt_rank i32, a token each, prompt_top_ids i32, prompt_top f32
     done i64, done_at f64                  requests that ended, which is said after their last rows
@@ -215,7 +215,7 @@ class EngineLoop:
         self.scores: list[tuple[float, int, int]] = []  # chosen, rank, tops
         self.top_ids: list[int] = []
         self.tops: list[float] = []
-        self.firsts: list[tuple[int, float, int]] = []
+        self.firsts: list[tuple[int, float, int, float]] = []
         self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
         self.dones: list[tuple[int, float]] = []
 
@@ -226,7 +226,8 @@ class EngineLoop:
             if not live.started and ids:
                 live.started = True
                 r = live.request
-                self.firsts.append((live.number, r.first_token or self.engine.now(), r.cached_tokens))
+                at = r.first_token or self.engine.now()
+                self.firsts.append((live.number, at, r.cached_tokens, r.scheduled or at))
                 self.prompts += [(live.number, first, part) for first, part in r.prompt_parts]
             end, stop_id = 0, -1
             if ended is not None:
@@ -287,9 +288,9 @@ class EngineLoop:
             columns["rank"], columns["tops"] = np.array(rank, np.int32), np.array(tops, np.int32)
             columns["top_ids"], columns["top"] = np.array(self.top_ids, np.int32), np.array(self.tops, np.float32)
         if self.firsts:
-            number, at, cached = zip(*self.firsts, strict=True)
+            number, at, cached, entered = zip(*self.firsts, strict=True)
             columns["first"], columns["first_at"] = np.array(number, np.int64), np.array(at, np.float64)
-            columns["cached"] = np.array(cached, np.int32)
+            columns["cached"], columns["entered"] = np.array(cached, np.int32), np.array(entered, np.float64)
         if self.prompts:
             sizes = [(number, first, *part.top_ids.shape) for number, first, part in self.prompts]
             columns["prompts"] = np.array(sizes, np.int64).ravel()

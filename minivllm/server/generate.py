@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from . import body as bodies
 from . import errors, logs
 from .errors import ApiError
+from .metrics import times_of
 from .protocol import common
 from .sse import DONE, EventStream, Gone, dump, encode, supervise
 from .streams import take
@@ -158,6 +159,13 @@ async def read_body(request: Request, service: Service, model: type[Any]) -> Any
     return common.read(model, await bodies.read_object(request, server.max_body_bytes, server.body_timeout))
 
 
+def _slowest(streams: Sequence[Stream]) -> dict[str, float]:
+    """Milliseconds in the queue and to the first token, of the prompt that waited longest."""
+    times = [times_of(stream) for stream in streams]
+    found = {part: max((t[part] for t in times if part in t), default=None) for part in ("queue", "ttft")}
+    return {f"{part}_ms": round(1e3 * value, 1) for part, value in found.items() if value is not None}
+
+
 def check_counts(service: Service, prompts: int, n: int | None, best_of: int | None = None) -> None:
     """ApiError (400) for more answers than one request may ask for."""
     most, n = service.server.max_n, 1 if n is None else n
@@ -213,6 +221,9 @@ async def open_streams(
         log.update(
             prompt_tokens=sum(s.prompt_tokens for s in streams),
             completion_tokens=sum(s.completion_tokens for s in streams),
+            cached_tokens=sum(s.cached_tokens for s in streams),
+            finished=sorted({text.finish_reason or "abort" for s in streams for text in s.texts}),
+            **_slowest(streams),
         )
 
     held.push_async_callback(close)

@@ -5,10 +5,13 @@ What happens here is counted as it happens; what the engine knows is asked of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from .client import EngineInfo, Stream
@@ -27,6 +30,33 @@ TOTALS = {
     "overshoot_tokens": ("minivllm:overshoot_tokens", "tokens computed behind the end of an answer"),
     "steps": ("minivllm:steps", "steps of the engine"),
 }  # fmt: skip
+
+
+PARTS = {
+    "queue": "from arrival to a place in the batch", "prefill": "from there to the first token",
+    "decode": "from the first token to the end", "inference": "from a place in the batch to the end",
+}  # fmt: skip
+
+
+class Gaps(Collector):
+    """``vllm:inter_token_latency_seconds``: one observation a token but the first, cheap enough for every token."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self.labels, self.counts, self.sum = labels, [0] * (len(EACH) + 1), 0.0
+
+    def add(self, seconds: float, count: int) -> None:
+        self.counts[bisect_left(EACH, seconds)] += count
+        self.sum += seconds * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        whole, buckets = 0, []
+        for edge, count in zip((*map(str, map(float, EACH)), "+Inf"), self.counts, strict=True):
+            whole += count
+            buckets.append((edge, whole))
+        text = "from a token to the next of the same answer"
+        made = HistogramMetricFamily("vllm:inter_token_latency_seconds", text, labels=tuple(self.labels))
+        made.add_metric(list(self.labels.values()), buckets, self.sum)
+        yield made
 
 
 class Metrics:
@@ -65,6 +95,10 @@ class Metrics:
         self.prompts = histogram("vllm:request_prompt_tokens", "of a request", SIZES)
         self.generations = histogram("vllm:request_generation_tokens", "of a request", SIZES)
         self.n = histogram("vllm:request_params_n", "answers asked for", (1, 2, 5, 10, 20, 50, 100))
+        self.most = histogram("vllm:request_params_max_tokens", "tokens asked for", SIZES)
+        self.times = {part: histogram(f"vllm:request_{part}_time_seconds", text, WHOLE) for part, text in PARTS.items()}
+        self.gaps = Gaps(self._labels)
+        self.registry.register(self.gaps)
         self.answers = counter("minivllm:http_responses", "HTTP answers", "route", "status")
         self.parts = gauge("minivllm:step_part_seconds", "median host time of a part of a step", "part")
         self.seams = gauge("minivllm:seam_seconds", "mean host time of a plug-in a step", "seam", "plugin")
@@ -96,6 +130,11 @@ class Metrics:
         self.prompts.observe(stream.prompt_tokens)
         self.generations.observe(tokens)
         self.n.observe(stream.params.n)
+        if stream.params.max_tokens is not None:
+            self.most.observe(stream.params.max_tokens)
+        for part, seconds in times_of(stream).items():
+            if part in self.times:
+                self.times[part].observe(seconds)
         if about.first_token_time is not None:
             self.first.observe(max(about.first_token_time - about.arrival_time, 0))
             if about.finished_time is not None:
@@ -121,3 +160,16 @@ class Metrics:
                 chosen = plugin or str(self._plugins.get(name, ""))
                 self.seams.labels(**self._labels, seam=name, plugin=chosen).set(ms / 1e3)
         return generate_latest(self.registry)
+
+
+def times_of(stream: Stream) -> dict[str, float]:
+    """Seconds of the parts of a request, as far as it came."""
+    about = stream.metrics
+    arrival, entered, first, end = (
+        about.arrival_time, about.scheduled_time, about.first_token_time, about.finished_time,
+    )  # fmt: skip
+    spans = {
+        "queue": (arrival, entered), "prefill": (entered, first), "decode": (first, end), "inference": (entered, end),
+        "ttft": (arrival, first),
+    }  # fmt: skip
+    return {part: max(b - a, 0.0) for part, (a, b) in spans.items() if a is not None and b is not None}

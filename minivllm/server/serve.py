@@ -71,9 +71,11 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
     name = Path(model).name if os.path.isdir(model) else model
     names = list(server.served_model_name) or [name]
     info = client.info
+    metrics = Metrics(names[0], info)
+    client.on_gap = metrics.gaps.add
     return Service(
         client, server, names, Tokens(client.tokenizer, info.max_model_len), Door(info.max_num_seqs + server.max_queue),
-        Metrics(names[0], info), dict(sampling),
+        metrics, dict(sampling),
     )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ class Stream:
         self.open = set(range(branches))  # branches whose last piece is still to come
         self._drop, self._cut, self._read = drop, cut, read
         self._pending: dict[int, Piece] = {}
+        self._fed: dict[int, float] = {}  # branch -> when its last tokens came
         self._error: Exception | None = None
         self._done = False  # nothing more will come
         self._wake: asyncio.Future[None] | None = None
@@ -163,10 +164,18 @@ class Stream:
             self._cut(self, sample, delta.stopped)
         self._rouse()
 
-    def started(self, at: float, cached_tokens: int) -> None:
-        """The first token came, ``at`` seconds of ``time.monotonic``."""
+    def started(self, at: float, cached_tokens: int, entered: float | None = None) -> None:
+        """The first token came ``at`` seconds of ``time.monotonic``; it left the queue when it ``entered``."""
         self.metrics.first_token_time, self.cached_tokens = at, cached_tokens
-        self.metrics.cached_tokens = cached_tokens
+        self.metrics.cached_tokens, self.metrics.scheduled_time = cached_tokens, entered
+
+    def gap(self, sample: int, count: int, now: float) -> tuple[float, int] | None:
+        """``count`` tokens of a branch have come: (seconds between them, how many such gaps); None for the first."""
+        before = self._fed.get(sample)
+        self._fed[sample] = now
+        if before is None:  # several at once: they are those of a request that nobody watches, or of a draft
+            before, count = self.metrics.first_token_time, count - 1
+        return None if before is None or not count else (max(now - before, 0.0) / count, count)
 
     def score_prompt(self, parts: Sequence[tuple[int, Any]]) -> None:
         """(first position, plan.LogProbs) of the prompt."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from .sse import Gone, supervise
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
 
+PATH = "/v1/ws"
 PROTOCOL = "minivllm"  # the subprotocol that the server answers with
 KEY = "key."  # what a subprotocol begins with that carries a key
 KINDS: dict[str, tuple[type[Any], type[Any]]] = {
@@ -187,9 +189,12 @@ class Connection:
     async def _answer(self, kind: str, ident: str, body: dict[str, Any], number: int) -> None:
         """One request, to its last word."""
         last: dict[str, Any] = {"type": "done", "id": ident}
+        start, state = time.monotonic(), {**self.state, "tenant": self.tenant, "log": {}}
+        state["request_id"] = f"{self.state['request_id']}-{number}"
         try:
-            last.update(await self._work(kind, ident, body, number))
+            last.update(await self._work(kind, ident, body, state))
         except asyncio.CancelledError:
+            state["log"]["gone" if self.ending else "cancelled"] = True
             if self.ending:
                 raise
             last["cancelled"] = True
@@ -198,17 +203,21 @@ class Connection:
         except Exception as exc:
             error = errors.of(exc)
             if error.status == 500:
-                logs.log.error("request %s failed", self.state["request_id"], exc_info=exc)
+                logs.log.error("request %s failed", state["request_id"], exc_info=exc)
             last = {"type": "error", "id": ident, **error.body()}
         finally:
             self.running.pop(ident, None)
+            status = last["error"]["code"] if last["type"] == "error" else 200
+            logs.event(
+                "request", request_id=state["request_id"], client_id=errors.printable(ident), path=PATH, kind=kind,
+                status=status, ms=round(1e3 * (time.monotonic() - start), 1), **state["log"],
+            )  # fmt: skip
         await self.out.put(last)
 
-    async def _work(self, kind: str, ident: str, body: dict[str, Any], number: int) -> dict[str, Any]:
+    async def _work(self, kind: str, ident: str, body: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """What the last word has to say beside that it is the last."""
         model, asked = KINDS[kind]
         read = common.read(model, {"stream": True, **body})
-        state = {**self.state, "tenant": self.tenant, "request_id": f"{self.state['request_id']}-{number}", "log": {}}
         work = asked(self.service, read, state)
         seconds = seconds_of(self.service, read.timeout_s)
         async with AsyncExitStack() as held:

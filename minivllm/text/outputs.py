@@ -78,8 +78,9 @@ class CompletionOutput(_Record):
 
 @dataclass(eq=False)
 class RequestMetrics(_Record):
-    """Seconds of ``time.monotonic``; ``cached_tokens`` of the prompt were found in the prefix cache; of
-    ``drafted_tokens`` that were guessed (speculative decoding) ``accepted_tokens`` were right."""
+    """Seconds of ``time.monotonic``, ``scheduled_time`` that of leaving the queue; ``cached_tokens`` of the prompt were
+    found in the prefix cache; of ``drafted_tokens`` that were guessed (speculative decoding) ``accepted_tokens`` were
+    right."""
 
     arrival_time: float = 0.0
     first_token_time: float | None = None
@@ -87,6 +88,7 @@ class RequestMetrics(_Record):
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    scheduled_time: float | None = None
 
 
 @dataclass(eq=False)
