@@ -27,7 +27,7 @@ COLUMNS = {
     "prompt": "<i4", "stream": "<i8", "sample": "<i4", "count": "<i4", "end": "<u1", "stop_id": "<i4", "scored": "<u1",
     "tokens": "<i4", "chosen": "<f4", "rank": "<i4", "tops": "<i4", "top_ids": "<i4", "top": "<f4", "first": "<i8",
     "first_at": "<f8", "cached": "<i4", "done": "<i8", "done_at": "<f8", "prompts": "<i8", "prompt_chosen": "<f4",
-    "prompt_rank": "<i4", "prompt_top_ids": "<i4", "prompt_top": "<f4",
+    "prompt_rank": "<i4", "prompt_top_ids": "<i4", "prompt_top": "<f4", "entered": "<f8",
 }  # fmt: skip
 _NAMES = tuple(COLUMNS)
 _DTYPES = tuple(np.dtype(form) for form in COLUMNS.values())

@@ -157,7 +157,8 @@ class Metrics:
                 self.parts.labels(**self._labels, part=part).set(stats[f"{part}_ms"] / 1e3)
             for seam, ms in stats["seam_ms"].items():
                 name, _, plugin = seam.partition(":")
-                chosen = plugin or str(self._plugins.get(name, ""))
+                found = self._plugins.get(name, "")
+                chosen = plugin or (",".join(map(str, found)) if isinstance(found, list) else str(found))
                 self.seams.labels(**self._labels, seam=name, plugin=chosen).set(ms / 1e3)
         return generate_latest(self.registry)
 
