@@ -133,7 +133,7 @@ class Stream:
         if sample not in self.open:
             return
         text = self.texts[sample]
-        if reason is None and text.plain:  # by far the most: a token or two in the middle of an answer
+        if reason is None and ids and text.plain:  # by far the most: a token or two in the middle of an answer
             shown = text.extend(ids)
             if (waiting := self._pending.get(sample)) is not None:
                 waiting.text += shown
