@@ -46,6 +46,7 @@ FAULTS = {
     "IgnoresMasks": (LATE,),
     "AnswersPastTheLate": (LATE,),
     "OneMask": (LATE,),
+    "WideMasks": (LATE,),
     "OneBlockTooMany": (CAPACITY,),
     "RunsTooFarAhead": (CAPACITY,),
     "CountsOneLayer": (CAPACITY,),
@@ -194,6 +195,15 @@ class AnswersPastTheLate(Local):
         for r in done:
             self._running.remove(r)
         return [r.result() for r in done]
+
+
+class WideMasks(Local):
+    """Its memory for masks is of the wrong type."""
+
+    spec = spec("WideMasks")
+
+    def mask_memory(self, rows, words):
+        return np.empty((rows, words), np.int64)
 
 
 class OneMask(Local):
