@@ -152,10 +152,11 @@ def main() -> None:
         pid = process.pid
     wrong = []
     try:
-        measure(url, bodies(2, 1, args.prompt, 8, args.vocab, 99), health=False)  # warms up
         print(HEAD, flush=True)
         for number in args.streams:
             asks = bodies(number, args.rounds, args.prompt, args.tokens, args.vocab, number)
+            warm = bodies(number, 1, args.prompt, 16, args.vocab, number + 1)  # what a batch of that size needs once
+            wrong += measure(url, warm, args.clients, health=False).wrong
             before = cpu_times(pid)
             found = measure(url, asks, args.clients)
             print(row(number, found), shares(found, before, cpu_times(pid)), sep="\n", flush=True)

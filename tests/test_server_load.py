@@ -84,3 +84,75 @@ def test_1000_connections_at_once_each_get_200_or_429_and_none_is_reset(address)
     assert set(found) <= {200, 429} and len(found) == 1000, {status: found.count(status) for status in set(found)}
     assert found.count(200) >= 384  # all that there is room for
     assert asyncio.run(ask(address, body))[0] == 200
+
+
+class Echo:
+    """A protocol whose choices are the pieces."""
+
+    def opening(self, answer):
+        return [{"index": 0, "text": ""}]
+
+    def choices(self, answer, number, piece):
+        return [{"index": number, "text": piece.text, "ids": piece.token_ids, "reason": piece.finish_reason}]
+
+
+def answer_of(streams, **more):
+    from minivllm.server.generate import Answer
+
+    return Answer(None, "cmpl-1", "text_completion", "m\ud800", streams, 1, created=1, **more)
+
+
+def stream_of(number=0):
+    from minivllm import SamplingParams
+    from minivllm.server.streams import Stream
+
+    def ignore(*_):
+        pass
+
+    return Stream(number, f"r{number}", 3, SamplingParams(max_tokens=8), None, ignore, ignore, set())
+
+
+@pytest.mark.parametrize("warned", [False, True])
+@pytest.mark.parametrize("usage", [(False, False), (True, False), (True, True)])
+def test_the_events_of_a_stream_hold_what_its_chunks_hold(usage, warned):
+    async def read(kind):
+        streams = [stream_of(0), stream_of(1)]
+        warnings = [{"field": "user", "message": "no effect"}] if warned else []
+        answer = answer_of(streams, include_usage=usage[0], continuous=usage[1], warnings=warnings)
+        found = []
+
+        async def reader():
+            async for one in getattr(answer, kind)(Echo()):
+                found.append(one)
+
+        task = asyncio.create_task(reader())
+        for step in range(3):
+            for stream in streams:
+                stream.feed(0, [step], "length" if step == 2 else None)
+                if step == 2:
+                    stream.finished(0.0)
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(task, 5)
+        return found
+
+    async def main():
+        return await read("events"), await read("chunks")
+
+    events, chunks = asyncio.run(main())
+    lines = b"".join(events).decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    told = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert told == json.loads(json.dumps(chunks).replace("\\ud800", "?"))
+    assert [chunk.get("warnings") is not None for chunk in told] == [warned] + [False] * (len(told) - 1)
+
+
+def test_what_waits_of_a_stream_is_one_event_and_no_token_of_it_is_lost():
+    async def main():
+        stream = stream_of()
+        for token in range(5):
+            stream.feed(0, [token], "length" if token == 4 else None)
+        stream.finished(0.0)
+        return [event async for event in answer_of([stream]).events(Echo())]
+
+    _, event, _ = asyncio.run(main())
+    assert json.loads(event[6:])["choices"][0]["ids"] == [0, 1, 2, 3, 4] and event.count(b"data: ") == 1
