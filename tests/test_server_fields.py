@@ -140,3 +140,11 @@ def test_a_request_is_one_line_of_the_log_with_its_counts_and_times_and_no_text(
         assert 0 <= rows[name]["queue_ms"] <= rows[name]["ttft_ms"] <= rows[name]["ms"]
     assert not any("Once upon" in json.dumps(row) for row in rows.values())
     assert len({row["request_id"] for row in rows.values()}) == 3
+
+
+def test_drafts_are_counted_once_however_often_somebody_looks(server):
+    told, shown = server.app.service.metrics, server.stats()
+    for proposed, accepted in ((7, 3), (7, 3), (12, 4)):
+        text = told.text({**shown, "speculation": {"proposed": proposed, "accepted": accepted}}).decode()
+        for what, count in (("draft", proposed), ("accepted", accepted)):
+            assert f'vllm:spec_decode_num_{what}_tokens_total{{engine="0",model_name="pocket"}} {count}.0\n' in text

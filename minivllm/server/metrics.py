@@ -28,6 +28,8 @@ TOTALS = {
     "prefix_hits": ("vllm:prefix_cache_hits", "prompt tokens that were found in the prefix cache"),
     "evictions": ("minivllm:evictions", "cached blocks that had to go"),
     "overshoot_tokens": ("minivllm:overshoot_tokens", "tokens computed behind the end of an answer"),
+    "drafted": ("vllm:spec_decode_num_draft_tokens", "tokens that were drafted (speculative decoding)"),
+    "accepted": ("vllm:spec_decode_num_accepted_tokens", "and those that were right"),
     "steps": ("minivllm:steps", "steps of the engine"),
 }  # fmt: skip
 
@@ -150,9 +152,11 @@ class Metrics:
             self.waiting.set(stats["waiting"])
             total = max(stats["blocks_total"], 1)
             self.cache.set((total - stats["blocks_free"] - stats["blocks_cached"]) / total)
+            guessed = stats.get("speculation", {})
+            totals = {**stats, "drafted": guessed.get("proposed", 0), "accepted": guessed.get("accepted", 0)}
             for key, total_counter in self._totals.items():
-                total_counter.inc(max(stats.get(key, 0) - self._seen.get(key, 0), 0))
-                self._seen[key] = stats.get(key, 0)
+                total_counter.inc(max(totals.get(key, 0) - self._seen.get(key, 0), 0))
+                self._seen[key] = totals.get(key, 0)
             for part in ("plan", "submit", "wait", "publish"):
                 self.parts.labels(**self._labels, part=part).set(stats[f"{part}_ms"] / 1e3)
             for seam, ms in stats["seam_ms"].items():
