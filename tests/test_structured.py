@@ -468,7 +468,9 @@ def test_a_mask_and_allowed_tokens_fn_must_agree(llm):
 
 
 @needs_library
-@pytest.mark.parametrize("options", [{"run_ahead": 2}, {"num_kvcache_blocks": 9}, {"max_num_batched_tokens": 16}])
+@pytest.mark.parametrize(
+    "options", [{"run_ahead": 2}, {"num_kvcache_blocks": 9, "run_ahead": 1}, {"max_num_batched_tokens": 16}]
+)
 def test_answers_do_not_depend_on_run_ahead_preemption_or_chunks(llm, options):
     names = [name for name in list(SCHEMAS)[::10] if name not in NEVER_ENDS]
     params = [
