@@ -34,6 +34,7 @@ def run(asked: dict) -> dict:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for line in sys.stdin:
+    questions = os.fdopen(os.dup(0))  # ``exit()`` closes sys.stdin
+    for line in questions:
         answers.write(json.dumps(run(json.loads(line))) + "\n")
         answers.flush()
