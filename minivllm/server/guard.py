@@ -5,6 +5,7 @@ It decides by the raw path and headers of the connection: no framework has touch
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -54,6 +55,9 @@ class Guard:
         try:
             self._check(scope, headers, state)
             await self.app(scope, receive, answer)
+        except asyncio.CancelledError:  # the server ends now: uvicorn would call it 500
+            if not status:
+                await send_error(answer, ApiError(503, "the server is shutting down", headers={"Connection": "close"}))
         except Exception as exc:
             error = errors.of(exc)
             if error.status == 500:

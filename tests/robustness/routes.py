@@ -164,7 +164,7 @@ def a42(ground: Ground, rng: random.Random) -> Any:
     def check() -> None:
         bodies = [{"prompt": [5 + i, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True} for i in range(4)]
         alone = [ground.post(COMPLETIONS, body).json()["choices"][0]["text"] for body in bodies]
-        same = {"X-Request-Id": f"mine-{rng.randrange(99)}"}
+        same = {"X-Request-Id": f"mine-{rng.randrange(99)}", "Connection": "close"}
         with ThreadPoolExecutor(8) as pool:
             got = list(pool.map(lambda body: ground.post(COMPLETIONS, body, headers=same), bodies * 2))
         assert [a.json()["choices"][0]["text"] for a in got] == alone * 2
