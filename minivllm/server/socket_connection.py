@@ -50,6 +50,6 @@ class SocketConnection(WebSocketsSansIOProtocol):
             self.loop.call_later(PATIENCE + 1.0, self.transport.abort)  # which one that has closed does not feel
 
     def _refuse(self, code: int, reason: str) -> None:
-        self.frames = []
+        self.frames: list[Any] = []
         self.conn.fail(code, reason)
         self.handle_parser_exception()
