@@ -79,18 +79,19 @@ def _tiles(length, WINDOW: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def _part_of(tiles, most, at_once, capacity):
     """Tiles a part, for rows of ``tiles`` [P], ``most`` in the longest, where ``at_once`` parts fill the device: the
-    size with the least time, in units of a tile's time on a full device; on an empty one a tile takes a quarter."""
+    size with the least time.  Times are in units of a tile's on a full device; on an empty one it takes 0.3.  Fitted
+    on an H200 to 1 to 48 rows of 200 to 4,096 tokens, where its choices are within 5 % of the best size."""
     total = tl.sum(tiles, 0).to(tl.float32) / at_once
     size, least = most, 1e30
     each = most
     while each > 0:
         parts = tl.sum((tiles + each - 1) // each, 0)
         full = parts.to(tl.float32) / at_once
-        time = each * tl.maximum(full, 0.25)
-        if full > 1.0:  # one after another, the longest first: the last to end is half of one late
-            time = total + 0.5 * each + 0.4 * full
+        time = each * (0.3 + 0.67 * full)
+        if full > 1.0:  # one after another, the longest first; each begins with loads that hide behind nothing
+            time = total + 0.25 * each + 0.5 * full
         if each < most:
-            time += 0.5 + 0.05 * most / each  # to merge the sums
+            time += 0.37 + (most - 1) // (each * AT_ONCE)  # sums are merged, AT_ONCE of a row at a time
         better = (time < least) & (parts <= capacity)
         size, least = tl.where(better, each, size), tl.where(better, time, least)
         each = each * 2 // 3
@@ -290,7 +291,7 @@ def deal(
     ``mixed``: rows that do not have exactly one token get no part."""
     cut = rows * spec.kv_heads <= PROGRAMS or min(longest, spec.window or longest) > LONG
     at_once = max(1, PROGRAMS // spec.kv_heads)
-    capacity = rows + (at_once + 4 * min(rows, at_once) if cut else 0)
+    capacity = rows + (min(at_once, 31 * rows) if cut else 0)
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=kv_len.device)  # noqa: E731
     sums = capacity * spec.heads if cut else 1
     work = Work(make(capacity, 4, dtype=torch.int32), make(rows, 2, dtype=torch.int32), cut,
