@@ -2,7 +2,7 @@
 
 To wake a thread and wait for it takes as long as several masks of a JSON schema, and a mask of a regular expression may
 take a thousand times as long as those: no fixed number is right.  So a call of a given size is made with the number
-that took the least time so far, and now and then with half or twice as many.
+that took the least time so far, and now and then, ever more rarely, with half or twice as many.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-EVERY = 32  # calls, of which one tries a neighbour
+SOON, LATE = 32, 4096  # calls, of which one tries a neighbour: at first, and after tries that changed nothing
 # Of the newest measurement in the mean.  What was slow once may have been so because the machine was at something else.
 FASTER, SLOWER = 0.5, 0.1
 MOST = 3.0  # times the mean that one measurement counts at most
@@ -22,7 +22,8 @@ class Hill:
 
     def __init__(self, sizes: int) -> None:
         self.seconds: list[float | None] = [None] * sizes
-        self.best, self.calls, self._up = min(2, sizes - 1), 0, True
+        self.best, self._up = 0, True
+        self.calls, self.every = 0, SOON
 
     def pick(self) -> int:
         """What the next call is to use: an index of the numbers of threads."""
@@ -32,7 +33,8 @@ class Hill:
             new = next((i for i in near if self.seconds[i] is None), None)
             if new is not None:
                 return new
-            if near and self.calls % EVERY == 0:
+            if near and self.calls >= self.every:
+                self.calls, self.every = 0, min(2 * self.every, LATE)
                 self._up = not self._up
                 return near[-1] if self._up else near[0]
         return self.best
@@ -44,7 +46,9 @@ class Hill:
         else:
             self.seconds[at] = mean + (FASTER if seconds < mean else SLOWER) * (min(seconds, MOST * mean) - mean)
         known = [i for i, s in enumerate(self.seconds) if s is not None]
-        self.best = min(known, key=lambda i: self.seconds[i])  # type: ignore[arg-type, return-value]
+        best = min(known, key=lambda i: self.seconds[i])  # type: ignore[arg-type, return-value]
+        if best != self.best:
+            self.best, self.every = best, SOON
 
 
 class Threads:
