@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -170,3 +171,17 @@ def test_outputs_are_objects_and_mappings():
     assert json.loads(json.dumps(out, default=dict))["outputs"][0]["text"] == "hi"
     failed = RequestOutput("r2", None, [1], [], True, error="no room")
     assert (failed["text"], failed["tokens"], failed["finish_reason"], failed["error"]) == ("", [], "error", "no room")
+
+
+def test_entries_of_log_probabilities_are_made_when_they_are_looked_at_and_are_those_of_the_snapshot():
+    text = SequenceText(None, SamplingParams(logprobs=1))
+    spelt = []
+    text._spell = lambda i: spelt.append(i) or str(i)
+    text.feed([3, 5], logprobs=[TokenLogprobs(-0.5, 1, [3], [-0.5]), TokenLogprobs(-2.0, 2, [4], [-0.25])])
+    before = text.output()
+    text.feed([7], logprobs=[TokenLogprobs(-1.0, 1, [7], [-1.0])])
+    assert not spelt and before.cumulative_logprob == -2.5
+    want = [{3: Logprob(-0.5, 1, "3")}, {5: Logprob(-2.0, 2, "5"), 4: Logprob(-0.25, 1, "4")}]
+    assert before.logprobs == want == before["logprobs"] and before.logprobs is before.logprobs
+    assert pickle.loads(pickle.dumps(text.output())).logprobs == [*want, {7: Logprob(-1.0, 1, "7")}]
+    assert CompletionOutput().logprobs is None and spelt == [3, 5, 4, 7]

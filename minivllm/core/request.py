@@ -291,10 +291,9 @@ class Seq:
         """Make entries of the log-probabilities that have come: not before somebody asks, a step has no time for it."""
         k = self.request.logprobs
         for lp, j in self.unsettled:
-            chosen = float(lp.chosen[j])
-            entry = TokenLogprobs(chosen, int(lp.rank[j]), lp.top_ids[j, :k].tolist(), lp.top[j, :k].tolist())
-            self.logprobs.append(entry)
-            self.cumulative_logprob += chosen
+            chosen, rank, top_ids, top = lp.lists
+            self.logprobs.append(TokenLogprobs(chosen[j], rank[j], top_ids[j][:k], top[j][:k]))
+            self.cumulative_logprob += chosen[j]
         self.unsettled.clear()
 
 

@@ -142,7 +142,7 @@ class Stream:
                 self._pending[sample] = Piece(sample, shown, list(ids))
                 self._rouse()
             return
-        before = len(text.logprobs or ())
+        before = len(text.token_ids)
         # what ends with "stop" here ended with a token: stop strings are found below
         delta = text.feed(ids, reason is not None, stop_token=reason == "stop" and bool(ids), logprobs=logprobs)
         if reason is not None:
@@ -151,7 +151,7 @@ class Stream:
             self.open.discard(sample)
         elif not delta.used and not delta.text:
             return
-        new = None if text.logprobs is None else text.logprobs[before:]
+        new = text.logprobs_from(before)
         piece = Piece(
             sample, delta.text, list(ids[: delta.used]), new, text.finish_reason, text.stop_reason,
             error if text.finish_reason == "error" else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 from minivllm.core.request import SamplingParams, TokenLogprobs
@@ -52,8 +53,8 @@ class CompletionOutput(_Record):
 
     ``finish_reason`` is "stop" (end-of-sequence, stop token, stop string), "length", "abort" or "error"; None while it
     runs.  ``stop_reason`` is the stop string or stop token id that ended it; None for end-of-sequence.  ``logprobs``
-    has one dict per token, {token id: Logprob}: the chosen token first, then the best.  ``score`` orders the outputs of
-    beam search: ``cumulative_logprob`` / tokens ** length_penalty.
+    has one dict per token, {token id: Logprob}: the chosen token first, then the best; made when they are first looked
+    at.  ``score`` orders the outputs of beam search: ``cumulative_logprob`` / tokens ** length_penalty.
     """
 
     _also = ("tokens", "finished")
@@ -74,6 +75,30 @@ class CompletionOutput(_Record):
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.logprobs  # noqa: B018  what is still to be made is made before it is copied or sent elsewhere
+        return dict(vars(self))
+
+
+class _Later:
+    """An attribute that may be given as a function, which is called when the attribute is first read: a hundred
+    thousand dicts that nobody looks at would cost a fifth of the throughput."""
+
+    def __init__(self, name: str) -> None:
+        self.name = f"_later_{name}"
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        value = vars(obj)[self.name]
+        if callable(value):
+            value = vars(obj)[self.name] = value()
+        return value
+
+    def __set__(self, obj: Any, value: Any) -> None:
+        vars(obj)[self.name] = value
+
+
+CompletionOutput.logprobs = _Later("logprobs")  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
@@ -163,7 +188,8 @@ class SequenceText:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._scores: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._entries: list[dict[int, Logprob]] = []  # of the first tokens, as far as somebody looked
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._most = None if params.logprobs == -1 else params.logprobs
         self._tokenizer, self._params = tokenizer, params
@@ -201,7 +227,7 @@ class SequenceText:
             if final:
                 text += self._detokenizer.finish()
         self.token_ids += ids if used == len(ids) else ids[:used]
-        if self.logprobs is not None:
+        if self._scores is not None:
             self._take(ids[:used], logprobs)
         if text:
             self._pieces.append(text)
@@ -212,7 +238,7 @@ class SequenceText:
     @property
     def plain(self) -> bool:
         """Nothing but text is made of its tokens: ``extend`` will do for those that are not the last."""
-        return self._stops is None and self.logprobs is None and self.finish_reason is None
+        return self._stops is None and self._scores is None and self.finish_reason is None
 
     def extend(self, ids: Sequence[int]) -> str:
         """The new text of ``feed(ids)``, if it is ``plain``."""
@@ -244,12 +270,27 @@ class SequenceText:
     def _take(self, ids: list[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
         if not ids:
             return
-        assert self.logprobs is not None and self.cumulative_logprob is not None
+        assert self._scores is not None and self.cumulative_logprob is not None
         if logprobs is None or len(logprobs) < len(ids):
             raise ValueError(f"{len(ids)} tokens with {len(logprobs or ())} log-probabilities: want one each")
-        for token_id, got in zip(ids, logprobs, strict=False):
-            self.logprobs.append(_entry(token_id, got, self._most, self._spell))
-            self.cumulative_logprob += float(got.chosen)
+        self._scores += logprobs[: len(ids)]
+        self.cumulative_logprob = float(sum((got.chosen for got in logprobs[: len(ids)]), self.cumulative_logprob))
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """Of each token so far, {token id: Logprob}; None if they were not asked for."""
+        return self.logprobs_from(0)
+
+    def logprobs_from(self, start: int) -> list[dict[int, Logprob]] | None:
+        """``logprobs[start:]``."""
+        return None if self._scores is None else self._shown(len(self._scores), start)
+
+    def _shown(self, count: int, start: int = 0) -> list[dict[int, Logprob]]:
+        """Entries of the tokens [start, count), a list of the caller's own."""
+        assert self._scores is not None
+        for i in range(len(self._entries), count):
+            self._entries.append(_entry(self.token_ids[i], self._scores[i], self._most, self._spell))
+        return self._entries[start:count]
 
     def prompt_logprobs(self, prompt: Sequence[int], parts: Sequence[tuple[int, Any]]) -> list[Any]:
         """One entry a prompt token, None for the first.  ``parts``: (position, plan.LogProbs), of which later ones
@@ -279,15 +320,11 @@ class SequenceText:
 
     def output(self) -> CompletionOutput:
         """A snapshot, independent of what is fed later."""
+        scores: Any = None if self._scores is None else partial(self._shown, len(self._scores))
         return CompletionOutput(
-            self.index,
-            self.text,
-            list(self.token_ids),
-            self.cumulative_logprob,
-            None if self.logprobs is None else list(self.logprobs),
-            self.finish_reason,
+            self.index, self.text, list(self.token_ids), self.cumulative_logprob, scores, self.finish_reason,
             self.stop_reason,
-        )
+        )  # fmt: skip
 
 
 class StopProbe:

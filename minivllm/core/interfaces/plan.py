@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,11 @@ class LogProbs:
     rank: np.ndarray  # i32 [N]
     top_ids: np.ndarray  # i32 [N, k]
     top: np.ndarray  # f32 [N, k]
+
+    @cached_property
+    def lists(self) -> tuple[list[float], list[int], list[list[int]], list[list[float]]]:
+        """The same as Python's numbers: at once for all rows, which costs a tenth of one by one."""
+        return self.chosen.tolist(), self.rank.tolist(), self.top_ids.tolist(), self.top.tolist()
 
 
 @dataclass(frozen=True)
