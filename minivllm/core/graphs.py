@@ -10,7 +10,8 @@ A *decode* step (one token a row) reads token, length and block table of each sl
 to the next captured size with the *spare slot*, the last one of the columns: it belongs to nobody, counts as ended, and
 what it computes goes to the null block.
 
-The masks of late rows are copied, beside the layers, to where SAMPLE finds them (``kernels.mask``).
+The masks of late rows are copied, beside the layers, to where SAMPLE finds them (``kernels.mask``).  Logits do not wait
+for masks: HEAD[rows] goes out behind FORWARD, and SAMPLE begins with its result.
 
 What cannot be captured (a processor that is not graph safe, a token that the host chooses, a model that waits)
 runs as separate launches instead; ``notes`` says why.
@@ -47,6 +48,7 @@ SHORT = 8192  # contexts up to here share their captures; longer ones are cut di
 MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
 MEASURED_FROM = 128  # rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
 CAPTURES = 160  # mixed steps and sampling variants that are kept
+SIGHTS = 2  # of a mixed step before it is captured, which takes as long as some uncaptured ones: a burst has many kinds
 
 
 def row_sizes(most: int) -> list[int]:
@@ -119,6 +121,9 @@ class Graphs:
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple, Captured | None] = field(default_factory=dict)
+    heads: dict[int, Captured | None] = field(default_factory=dict)  # lm_head of a size's rows, for late ones
+    logits: torch.Tensor | None = None  # [largest size, V] their results: one step's at a time
+    sights: dict[GraphKey, int] = field(default_factory=dict)  # of mixed steps that are not captured
     notes: list[str] = field(default_factory=list)
     masks: Masks | None = None  # of late rows, from the first step that has some
     refused: set[GraphKey] = field(default_factory=set)  # captures that failed: such steps run uncaptured
@@ -143,7 +148,12 @@ class Graphs:
         if not self.mixed or tokens > MOST_TOKENS or len(self.forwards) >= CAPTURES:
             return None
         size = self.coarse[int(np.searchsorted(self.coarse, rows))]
-        return self._unless_refused(GraphKey("mixed", size, max(token_size(tokens), size), span))
+        key = GraphKey("mixed", size, max(token_size(tokens), size), span)
+        if key not in self.forwards:
+            self.sights[key] = self.sights.get(key, 0) + 1
+            if self.sights[key] < SIGHTS:
+                return None
+        return self._unless_refused(key)
 
     def _unless_refused(self, key: GraphKey) -> GraphKey | None:
         return None if key in self.refused else key
@@ -185,6 +195,8 @@ class Graphs:
         else:
             b = self._take(key.rows, plan.slots)
         captured.graph.replay()
+        if len(plan.late):
+            self._head(key.rows)
         return b.hidden[: len(plan.slots)]
 
     def sample(
@@ -317,12 +329,33 @@ class Graphs:
         captured.rows = table
         return captured
 
+    def _head(self, size: int) -> None:
+        """The logits of rows that wait for masks, while these are made: the first ``size`` rows of ``logits``."""
+        if size not in self.heads:
+            hidden, r = self._buffers(size).hidden, self.runner
+
+            def run() -> torch.Tensor:
+                made = r.model.logits(hidden)
+                if self.logits is None:
+                    self.logits = torch.empty(self.sizes[-1], made.shape[1], dtype=made.dtype, device=r.device)
+                return self.logits[:size].copy_(made)
+
+            try:
+                self.heads[size] = self._capture(run)
+            except Exception as e:  # SAMPLE makes them
+                self.heads[size] = None
+                self._note(f"logits are not captured apart from sampling: {first_line(e)}")
+        head = self.heads[size]
+        if head is not None:
+            head.graph.replay()
+
     def _capture_sample(self, size: int, asked: tuple) -> Captured | None:
         b, r = self._buffers(size), self.runner
         held = b.slots.clone()
         b.slots.fill_(self.spare)
+        head = self.heads.get(size) if asked[-1] else None
         try:
-            return self._capture(lambda: run_sample(r, b, asked, self.masks))
+            return self._capture(lambda: run_sample(r, b, asked, self.masks, None if head is None else head.result))
         except Exception as e:  # a plug-in that cannot be captured runs uncaptured
             self._note(f"sampling is not captured, it runs as separate launches: {first_line(e)}")
             return None
@@ -349,13 +382,14 @@ class Graphs:
 
 
 def run_sample(
-    r: Runner, b: Buffers, asked: Sequence[Any], masks: Masks | None = None
+    r: Runner, b: Buffers, asked: Sequence[Any], masks: Masks | None = None, logits: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...] | None:
     """SAMPLE on the rows of ``b``: what ``Runner._sample`` does, without a look at the host.  Processors run on all
-    rows if any row bound them: a graph-safe one does nothing where its columns hold their fill."""
+    rows if any row bound them: a graph-safe one does nothing where its columns hold their fill.  ``logits`` of a HEAD
+    are this step's to change."""
     state = r.state
     *variants, wants_min, topk, late = asked
-    logits = r.model.logits(b.hidden)
+    logits = r.model.logits(b.hidden) if logits is None else logits
     active = [i for i, v in enumerate(variants[:-1]) if v >= 0]
     x = logits
     if active or wants_min or not r.sampler.any_dtype:
