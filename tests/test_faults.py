@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -195,7 +196,9 @@ def test_choose_fn_stands_alone(other):
 
 
 def test_ctrl_c_ends_a_call_between_two_steps_and_the_engine_serves_on(tiny):
-    with LLM(**tiny) as llm:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    with LLM(**tiny) as llm, contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGINT, before)
         want = llm.generate([1, 2, 3], long(20), use_tqdm=False)[0].tokens
         timer = threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()

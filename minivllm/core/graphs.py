@@ -48,7 +48,9 @@ SHORT = 8192  # contexts up to here share their captures; longer ones are cut di
 MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
 MEASURED_FROM = 128  # rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
 CAPTURES = 160  # mixed steps and sampling variants that are kept
-SIGHTS = 2  # of a mixed step before it is captured, which takes as long as some uncaptured ones: a burst has many kinds
+SIGHTS = (
+    4  # of a mixed step until it is captured, which takes as long as several uncaptured ones: a burst has many kinds
+)
 
 
 def row_sizes(most: int) -> list[int]:

@@ -34,11 +34,17 @@ class RowByRow(AttentionBackend):
     def forward(self, layer, q, meta, out, lse=None, scores=None):
         start = 0
         for row, n in enumerate(meta.host_q_len.tolist()):
-            self.row(layer, q, meta, out, lse, scores, row, slice(start, start + n))
+            length = self.length(layer, meta, row)
+            if self.ctx.batch_invariant:  # a query alone, with the keys that it sees: as if it came by itself
+                for i in range(n):
+                    at = slice(start + i, start + i + 1)
+                    self.row(layer, q, meta, out, lse, scores, row, at, length - n + i + 1)
+            else:
+                self.row(layer, q, meta, out, lse, scores, row, slice(start, start + n), length)
             start += n
 
-    def row(self, layer, q, meta, out, lse, scores, row, at):
-        spec, length = layer.spec, self.length(layer, meta, row)
+    def row(self, layer, q, meta, out, lse, scores, row, at, length):
+        spec = layer.spec
         group = spec.heads // spec.kv_heads
         k, v = self.keys(layer, meta, row, length)
         if scores is not None:
@@ -99,7 +105,7 @@ class Tiled(AttentionBackend):
     """Right: as fast kernels do it.  All heads of a KV head at once, block after block with a running softmax in base
     2, probabilities in the model's dtype, the context cut into parts of 64 keys that are joined at the end."""
 
-    spec = spec("Tiled", frozenset({"window", "sinks", "softcap", "lse", "repeatable", "batch_invariant"}))
+    spec = spec("Tiled", frozenset({"window", "sinks", "softcap", "lse", "repeatable"}))
 
     def forward(self, layer, q, meta, out, lse=None, scores=None):
         if scores is not None:
