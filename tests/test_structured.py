@@ -340,7 +340,7 @@ def formats():
 
     checker = jsonschema.FormatChecker()
     for name in ("date", "date-time"):
-        check, _ = checker.checkers[name] if name in checker.checkers else (None, ())
+        check, _ = checker.checkers.get(name, (None, ()))
         if check is not None:
             checker.checks(name, ValueError)(
                 lambda v, check=check: check("2000" + v[4:] if isinstance(v, str) and v[:4] == "0000" else v)
