@@ -11,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from minivllm.core.request import SamplingParams
+from minivllm.core.scores import Scores
 from minivllm.errors import RequestError
 from minivllm.text.outputs import (
     CompletionOutput,
@@ -185,3 +186,25 @@ def test_entries_of_log_probabilities_are_made_when_they_are_looked_at_and_are_t
     assert before.logprobs == want == before["logprobs"] and before.logprobs is before.logprobs
     assert pickle.loads(pickle.dumps(text.output())).logprobs == [*want, {7: Logprob(-1.0, 1, "7")}]
     assert CompletionOutput().logprobs is None and spelt == [3, 5, 4, 7]
+
+
+entries = st.lists(
+    st.builds(
+        lambda chosen, rank, top: TokenLogprobs(chosen, rank, [t for t, _ in top], [v for _, v in top]),
+        st.floats(-50, 0), st.integers(1, 99), st.lists(st.tuples(st.integers(0, 999), st.floats(-50, 0)), max_size=4),
+    ),
+    max_size=6,
+)  # fmt: skip
+
+
+@given(entries, entries, st.slices(12))
+def test_scores_as_columns_are_the_list_of_entries(first, more, at):
+    scores = Scores(first)
+    scores.extend(more)
+    scores.extend(Scores(more)[1:])
+    want = [*first, *more, *more[1:]]
+    assert list(scores) == want and list(scores[at]) == want[at] and len(scores[at]) == len(want[at])
+    assert not want or scores[-1] == want[-1]
+    both = Scores(want[:3])
+    both.extend(scores[at])
+    assert list(both) == [*want[:3], *want[at]]

@@ -180,13 +180,8 @@ class Graphs:
     def forward(self, key: GraphKey, plan: StepPlan) -> torch.Tensor | None:
         """Hidden states [R, H] of the rows; captures the step first if this is the first of its kind.  None if it
         cannot be captured."""
-        if key not in self.forwards:
-            try:
-                self._capture_forward(key)
-            except Exception as e:  # a model or back end that cannot be captured, or no memory left for it
-                self.refused.add(key)
-                self._note(f"a step is not captured, it runs as separate launches: {first_line(e)}")
-                return None
+        if key not in self.forwards and not self._try_forward(key):
+            return None
         captured = self.forwards[key]
         if key.kind == "mixed":
             r, table = self.runner, self._pack(key, plan)
@@ -235,6 +230,8 @@ class Graphs:
             for variant in variants:
                 self.sample(GraphKey("decode", size), (*none, variant, False, -1, False))
         keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= MEASURED_FROM}
+        if self.mixed:  # its kernels are compiled now, not in the middle of the first burst
+            self._try_forward(GraphKey("mixed", self.coarse[0], max(token_size(1), self.coarse[0]), SHORT))
         useful = useful_sizes({size: replay_ms(self.forwards[key].graph) for size, key in keys.items()})
         for size in set(keys) - set(useful):
             self.sizes.remove(size)
@@ -276,6 +273,16 @@ class Graphs:
             out = torch.zeros(3, size, dtype=torch.int32, device=r.device)
             self.buffers[size] = Buffers(slots, hidden, out, np.full(size, self.spare))
         return self.buffers[size]
+
+    def _try_forward(self, key: GraphKey) -> bool:
+        """Capture a step; False, and said once, if that fails."""
+        try:
+            self._capture_forward(key)
+        except Exception as e:  # a model or back end that cannot be captured, or no memory left for it
+            self.refused.add(key)
+            self._note(f"a step is not captured, it runs as separate launches: {first_line(e)}")
+            return False
+        return True
 
     def _capture_forward(self, key: GraphKey) -> None:
         b = self._buffers(key.rows)

@@ -84,7 +84,7 @@ class Publisher:
             self._departed(flight, result, live)
         if result.logprobs is not None:
             for j in np.flatnonzero(ok & s.scored[slots]).tolist():
-                s.seq[slots[j]].unsettled.append((result.logprobs, j))
+                s.seq[slots[j]].later(result.logprobs, j)
         ended = (result.flags & ENDED) != 0
         busy = live[pick] & (ended | (s.watch[slots] & ok))
         if len(plan.draft):  # a row is told of all its tokens at once, with what the last of them says
@@ -215,7 +215,7 @@ class Publisher:
                     seq.known += 1
                     self.tokens += 1
                     if result.logprobs is not None and seq.request.params.logprobs is not None:
-                        seq.unsettled.append((result.logprobs, j))
+                        seq.later(result.logprobs, j)
                     self._deliver(seq, result, j)
             if not seq.in_flight:
                 del self.planner.departed[serial]

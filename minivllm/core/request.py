@@ -12,14 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from minivllm.errors import RequestError, shown, suggest
 from minivllm.structured.params import StructuredOutputsParams
 
-from .interfaces.plan import STOP_IDS
+from .interfaces.plan import STOP_IDS, LogProbs
+from .scores import Scores, TokenLogprobs
 
 MAX_N = 128
 MAX_STOPS = 16
@@ -240,15 +241,6 @@ class SamplingParams:
         return self.temperature == 0
 
 
-class TokenLogprobs(NamedTuple):
-    """One position as it comes from the device: the chosen token's, and the best with their ids, best first."""
-
-    chosen: float
-    rank: int
-    top_ids: Sequence[int] = ()
-    top: Sequence[float] = ()
-
-
 @dataclass(eq=False, slots=True)
 class Seq:
     """One branch of a request as the planner and the engine see it (a sequence, in prose)."""
@@ -274,9 +266,10 @@ class Seq:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    logprobs: list[Any] = field(default_factory=list)  # TokenLogprobs, one per generated token that is settled
+    logprobs: Sequence[TokenLogprobs] = field(default_factory=Scores)  # one per generated token that is settled
     cumulative_logprob: float = 0.0
-    unsettled: list[tuple[Any, int]] = field(default_factory=list)  # (plan.LogProbs, row) of the tokens after those
+    unsettled: list[LogProbs] = field(default_factory=list)  # of the tokens after those, and the rows in them
+    unsettled_rows: list[int] = field(default_factory=list)
     choose: Callable[[np.ndarray, Sequence[int]], int] | None = None  # a host row: its token, of logits and ids so far
     published: int = 0  # output tokens handed to the text side
     score: float | None = None  # that a stepwise strategy gave it
@@ -287,14 +280,20 @@ class Seq:
     def masked(self) -> bool:
         return self.request.grammar is not None or self.request.params.allowed_tokens_fn is not None
 
+    def later(self, lp: LogProbs, row: int) -> None:
+        """Its newest token's log-probabilities are row ``row`` of a step's."""
+        self.unsettled.append(lp)
+        self.unsettled_rows.append(row)
+
     def settle(self) -> None:
         """Make entries of the log-probabilities that have come: not before somebody asks, a step has no time for it."""
-        k = self.request.logprobs
-        for lp, j in self.unsettled:
-            chosen, rank, top_ids, top = lp.lists
-            self.logprobs.append(TokenLogprobs(chosen[j], rank[j], top_ids[j][:k], top[j][:k]))
-            self.cumulative_logprob += chosen[j]
-        self.unsettled.clear()
+        if self.unsettled and isinstance(self.logprobs, Scores):
+            before = len(self.logprobs)
+            for lp, row in zip(self.unsettled, self.unsettled_rows, strict=True):
+                self.logprobs.add_row(lp, row, self.request.logprobs)
+            self.cumulative_logprob = sum(self.logprobs.chosen[before:], self.cumulative_logprob)
+            self.unsettled.clear()
+            self.unsettled_rows.clear()
 
 
 @dataclass(eq=False)

@@ -27,7 +27,8 @@ from minivllm.errors import EngineDeadError
 
 from .interfaces.strategy import Grown, Moves, Pick, Search
 from .publisher import reason_of, stop_flags
-from .request import RUNNING, WAITING, Request, Seq, TokenLogprobs
+from .request import RUNNING, WAITING, Request, Seq
+from .scores import TokenLogprobs
 
 if TYPE_CHECKING:
     from .engine import Engine

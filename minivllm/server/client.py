@@ -24,7 +24,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from minivllm.core.interfaces.plan import LogProbs
-from minivllm.core.request import SamplingParams, TokenLogprobs
+from minivllm.core.request import SamplingParams
+from minivllm.core.scores import TokenLogprobs
 from minivllm.errors import EngineDeadError, RequestError
 
 from .engine_loop import ENDS, EngineLoop, describe, error_from

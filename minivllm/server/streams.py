@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from minivllm.text.outputs import Logprob, RequestMetrics, SequenceText
 
 if TYPE_CHECKING:
-    from minivllm.core.request import SamplingParams, TokenLogprobs
+    from minivllm.core.request import SamplingParams
+    from minivllm.core.scores import TokenLogprobs
     from minivllm.text.tokenizer import Tokenizer
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
-from minivllm.core.request import SamplingParams, TokenLogprobs
+from minivllm.core.request import SamplingParams
+from minivllm.core.scores import Scores, TokenLogprobs
 from minivllm.errors import RequestError
 
 from .detokenize import IncrementalDetokenizer, StopStrings
@@ -188,7 +189,7 @@ class SequenceText:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._scores: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._scores: Scores | None = None if params.logprobs is None else Scores()
         self._entries: list[dict[int, Logprob]] = []  # of the first tokens, as far as somebody looked
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._most = None if params.logprobs == -1 else params.logprobs
@@ -273,8 +274,9 @@ class SequenceText:
         assert self._scores is not None and self.cumulative_logprob is not None
         if logprobs is None or len(logprobs) < len(ids):
             raise ValueError(f"{len(ids)} tokens with {len(logprobs or ())} log-probabilities: want one each")
-        self._scores += logprobs[: len(ids)]
-        self.cumulative_logprob = float(sum((got.chosen for got in logprobs[: len(ids)]), self.cumulative_logprob))
+        before = len(self._scores)
+        self._scores.extend(logprobs if len(logprobs) == len(ids) else logprobs[: len(ids)])
+        self.cumulative_logprob = sum(self._scores.chosen[before:], self.cumulative_logprob)
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:

@@ -111,9 +111,10 @@ class LogProbs:
     top: np.ndarray  # f32 [N, k]
 
     @cached_property
-    def lists(self) -> tuple[list[float], list[int], list[list[int]], list[list[float]]]:
-        """The same as Python's numbers: at once for all rows, which costs a tenth of one by one."""
-        return self.chosen.tolist(), self.rank.tolist(), self.top_ids.tolist(), self.top.tolist()
+    def lists(self) -> tuple[list[float], list[int], list[int], list[float], int]:
+        """As flat lists of Python's numbers, and k: at once for all rows, in a tenth of the time of one by one."""
+        k = self.top.shape[1]
+        return self.chosen.tolist(), self.rank.tolist(), self.top_ids.ravel().tolist(), self.top.ravel().tolist(), k
 
 
 @dataclass(frozen=True)
