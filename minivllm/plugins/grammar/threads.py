@@ -11,7 +11,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-SOON, LATE = 32, 4096  # calls, of which one tries a neighbour: at first, and after tries that changed nothing
+SOON, LATE = 32, 512  # calls, of which one tries a neighbour: at first, and after tries that changed nothing
 # Of the newest measurement in the mean.  What was slow once may have been so because the machine was at something else.
 FASTER, SLOWER = 0.5, 0.1
 MOST = 3.0  # times the mean that one measurement counts at most

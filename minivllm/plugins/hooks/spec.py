@@ -4,7 +4,7 @@ from minivllm.spec import Needs, Spec
 
 LIVE = Spec(
     impl="minivllm.plugins.hooks.live:Live",
-    api=(1, 0),
+    api=(1, 1),
     summary="queue, batch, cache and tokens per second in the terminal, as they change",
     options="minivllm.plugins.hooks.options:LiveOptions",
     needs=(Needs("rich", "13", 'pip install "minivllm[live]"'),),
@@ -18,7 +18,7 @@ OPENTELEMETRY = Spec(
 )
 STEP_LOG = Spec(
     impl="minivllm.plugins.hooks.step_log:StepLog",
-    api=(1, 0),
+    api=(1, 1),
     summary="a line of figures for each step, as CSV or JSON lines",
     options="minivllm.plugins.hooks.options:StepLogOptions",
 )
