@@ -10,8 +10,7 @@ A *decode* step (one token a row) reads token, length and block table of each sl
 to the next captured size with the *spare slot*, the last one of the columns: it belongs to nobody, counts as ended, and
 what it computes goes to the null block.
 
-The masks of late rows are copied, beside the layers, to where SAMPLE finds them (``kernels.mask``).  Logits do not wait
-for masks: HEAD[rows] goes out behind FORWARD, and SAMPLE begins with its result.
+The masks of late rows are copied, beside the layers, to where SAMPLE finds them (``kernels.mask``).
 
 What cannot be captured (a processor that is not graph safe, a token that the host chooses, a model that waits)
 runs as separate launches instead; ``notes`` says why.
@@ -123,8 +122,6 @@ class Graphs:
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple, Captured | None] = field(default_factory=dict)
-    heads: dict[int, Captured | None] = field(default_factory=dict)  # lm_head of a size's rows, for late ones
-    logits: torch.Tensor | None = None  # [largest size, V] their results: one step's at a time
     sights: dict[GraphKey, int] = field(default_factory=dict)  # of mixed steps that are not captured
     notes: list[str] = field(default_factory=list)
     masks: Masks | None = None  # of late rows, from the first step that has some
@@ -192,8 +189,6 @@ class Graphs:
         else:
             b = self._take(key.rows, plan.slots)
         captured.graph.replay()
-        if len(plan.late):
-            self._head(key.rows)
         return b.hidden[: len(plan.slots)]
 
     def sample(
@@ -338,33 +333,12 @@ class Graphs:
         captured.rows = table
         return captured
 
-    def _head(self, size: int) -> None:
-        """The logits of rows that wait for masks, while these are made: the first ``size`` rows of ``logits``."""
-        if size not in self.heads:
-            hidden, r = self._buffers(size).hidden, self.runner
-
-            def run() -> torch.Tensor:
-                made = r.model.logits(hidden)
-                if self.logits is None:
-                    self.logits = torch.empty(self.sizes[-1], made.shape[1], dtype=made.dtype, device=r.device)
-                return self.logits[:size].copy_(made)
-
-            try:
-                self.heads[size] = self._capture(run)
-            except Exception as e:  # SAMPLE makes them
-                self.heads[size] = None
-                self._note(f"logits are not captured apart from sampling: {first_line(e)}")
-        head = self.heads[size]
-        if head is not None:
-            head.graph.replay()
-
     def _capture_sample(self, size: int, asked: tuple) -> Captured | None:
         b, r = self._buffers(size), self.runner
         held = b.slots.clone()
         b.slots.fill_(self.spare)
-        head = self.heads.get(size) if asked[-1] else None
         try:
-            return self._capture(lambda: run_sample(r, b, asked, self.masks, None if head is None else head.result))
+            return self._capture(lambda: run_sample(r, b, asked, self.masks))
         except Exception as e:  # a plug-in that cannot be captured runs uncaptured
             self._note(f"sampling is not captured, it runs as separate launches: {first_line(e)}")
             return None
@@ -391,14 +365,13 @@ class Graphs:
 
 
 def run_sample(
-    r: Runner, b: Buffers, asked: Sequence[Any], masks: Masks | None = None, logits: torch.Tensor | None = None
+    r: Runner, b: Buffers, asked: Sequence[Any], masks: Masks | None = None
 ) -> tuple[torch.Tensor, ...] | None:
     """SAMPLE on the rows of ``b``: what ``Runner._sample`` does, without a look at the host.  Processors run on all
-    rows if any row bound them: a graph-safe one does nothing where its columns hold their fill.  ``logits`` of a HEAD
-    are this step's to change."""
+    rows if any row bound them: a graph-safe one does nothing where its columns hold their fill."""
     state = r.state
     *variants, wants_min, topk, late = asked
-    logits = r.model.logits(b.hidden) if logits is None else logits
+    logits = r.model.logits(b.hidden)
     active = [i for i, v in enumerate(variants[:-1]) if v >= 0]
     x = logits
     if active or wants_min or not r.sampler.any_dtype:
