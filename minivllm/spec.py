@@ -271,8 +271,8 @@ def _installed(module: str) -> bool:
         for name in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return False
-            where = spec.submodule_search_locations
-            spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{name}", where)
+            # by its last name: a namespace package would look for its parent among the imported modules
+            spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
         return spec is not None
     except (ImportError, ValueError):
         return False

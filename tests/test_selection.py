@@ -355,3 +355,11 @@ def test_a_blocked_plugin_in_a_list_to_prefer_is_passed_over():
 FITS = Request({
     "device": "cpu", "dtype": "float32", "kv_format": "fp32", "dim_qk": 64, "dim_v": 64, "queries_per_kv": 2,
 })  # fmt: skip
+
+
+def test_a_module_within_packages_without_an_init_is_found_and_nothing_of_them_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "spacious" / "inner" / "deep").mkdir(parents=True)
+    (tmp_path / "spacious" / "inner" / "deep" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Needs("spacious.inner.deep").missing() is None and "spacious" not in sys.modules
+    assert Needs("spacious.inner.none").missing() is not None and Needs("spacious.none.deep").missing() is not None

@@ -46,6 +46,7 @@ class Spans(Hooks):
     def __init__(self, options: Any = None, provider: Any = None) -> None:
         super().__init__(options)
         self.provider, self._own = provider, False
+        self._exporting: SpanExporter | None = None
         self._propagator = TraceContextTextMapPropagator()
 
     @hookimpl
@@ -62,7 +63,8 @@ class Spans(Hooks):
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "minivllm"}))
         provider = TracerProvider(resource=resource)
-        provider.add_span_processor(BatchSpanProcessor(self._exporter()))
+        self._exporting = self._exporter()
+        provider.add_span_processor(BatchSpanProcessor(self._exporting))
         return provider
 
     def _exporter(self) -> SpanExporter:
@@ -116,4 +118,7 @@ class Spans(Hooks):
             flush = threading.Thread(target=self.provider.shutdown, name="minivllm-spans", daemon=True)
             flush.start()
             flush.join(FLUSH)
+            if flush.is_alive() and self._exporting is not None:  # it ends what is being tried again
+                self._exporting.shutdown()
+                flush.join(FLUSH)
         self.provider = None
