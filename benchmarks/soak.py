@@ -29,10 +29,7 @@ from serving import _children, start_server
 
 LEAVE = 0.2  # share of the clients that leave early
 SLACK = 16.0  # MiB
-# what is kept for later is small here, so that it is full before the first quarter ends: the KV cache, and what oneDNN
-# compiles for each number of tokens (1,024 of them, some 150 MiB, if nobody says otherwise)
-BLOCKS = "num_kvcache_blocks=512"
-KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+BLOCKS = "num_kvcache_blocks=512"  # few, so that the prefix cache is full before the first quarter ends
 WORDS = ("once", "upon", "a", "time", "little", "red", "fox", "and", "the", "big", "bear", "likes", "sweet", "honey")
 
 
@@ -149,7 +146,7 @@ def main() -> None:
     parser.add_argument("--csv", default="soak.csv")
     args = parser.parse_args()
     sets = [BLOCKS, *args.set]
-    process, url = start_server(args.model, [part for one in sets for part in ("--set", one)], KEPT)
+    process, url = start_server(args.model, [part for one in sets for part in ("--set", one)])
     try:
         rows = asyncio.run(soak(url, process.pid, args.minutes, args.clients, args.every, args.csv))
     finally:

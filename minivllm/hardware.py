@@ -3,6 +3,10 @@
 On some virtual machines the CPU offers AMX without the CPUID leaf that describes its tiles.  oneDNN then builds AMX
 kernels that die of SIGILL, and the process with them.  Two guards: ``prepare_environment`` caps oneDNN below AMX where
 the operating system does not offer it, and ``cpu_matmul`` multiplies in a child process before anybody multiplies here.
+
+oneDNN compiles a kernel for every number of rows of every weight's shape, and an engine sees nearly all of them in its
+life.  A kernel is 0.3 to 0.5 MiB; oneDNN keeps 1,024 of them and torch's bridge to it 1,024 more, for each thread, so
+that a process grows by half a GiB in its first hour.  ``prepare_environment`` bounds both.
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ from typing import Any
 from minivllm.errors import ConfigError, ResourceError
 
 CAP = "ONEDNN_MAX_CPU_ISA"
+# kernels that are kept: those of the last fifty sizes of a step.  The bridge's are the same ones once more, and finding
+# one in oneDNN costs no time that could be measured; of 0 it dies.
+KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
 PROBED = ("float32", "bfloat16", "float16", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
 ROWS = (1, 32)  # a decode step of one sequence, a small prefill
@@ -44,10 +51,12 @@ class Device:
 
 
 def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str | None:
-    """Cap oneDNN's instruction set where the operating system offers AVX512-BF16 but no AMX.  Returns the cap if it was
-    set now.  oneDNN reads the variable when it is first used, so this comes before the first matrix product; a value
-    that the user has set stays."""
+    """Bound how many kernels are kept, and cap oneDNN's instruction set where the operating system offers AVX512-BF16
+    but no AMX.  Returns the cap if it was set now.  The variables are read with the first matrix product, so this comes
+    before it; a value that the user has set stays."""
     environ = os.environ if environ is None else environ
+    for name, most in KEPT.items():
+        environ.setdefault(name, most)
     if CAP in environ:
         return None
     if cpuinfo is None:

@@ -8,9 +8,11 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import pytest
 
 GOLDEN = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0, "logprobs": 1}
 
@@ -108,3 +110,16 @@ class Running:
         self.http.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()
+
+
+def served(*args: Any, **options: Any) -> Any:
+    """A fixture: one server for the tests of a module, made by ``Running(*args, **options)``, at rest at its end."""
+
+    @pytest.fixture(scope="module")
+    def server() -> Iterator[Running]:
+        running = Running(*args, **options)
+        yield running
+        running.at_rest()
+        running.close()
+
+    return server

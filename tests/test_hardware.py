@@ -42,12 +42,12 @@ def in_python(code, **environ):
 def test_onednn_is_capped_below_amx_only_where_the_system_offers_no_amx(flags, cap):
     environ = {}
     assert prepare_environment(environ, flags) == cap
-    assert environ == ({} if cap is None else {platform.CAP: cap})
+    assert environ == platform.KEPT | ({} if cap is None else {platform.CAP: cap})
 
 
 def test_a_cap_that_the_user_set_stays():
     environ = {platform.CAP: "AVX2"}
-    assert prepare_environment(environ, "avx512_bf16") is None and environ == {platform.CAP: "AVX2"}
+    assert prepare_environment(environ, "avx512_bf16") is None and environ == platform.KEPT | {platform.CAP: "AVX2"}
 
 
 def test_bfloat16_multiplies_in_a_plain_process_after_the_environment_is_prepared():
@@ -57,6 +57,25 @@ def test_bfloat16_multiplies_in_a_plain_process_after_the_environment_is_prepare
     )
     done = in_python(code)
     assert (done.returncode, done.stdout.strip()) == (0, "262144.0"), done.stderr
+
+
+def test_memory_does_not_grow_with_the_numbers_of_rows_that_products_have_had():
+    """1,000 sizes of float32 and bfloat16: 250 MiB and more if nobody bounds what is kept of them."""
+    code = (
+        "from minivllm.hardware import prepare_environment; prepare_environment()\n"
+        "import os, torch; from minivllm.layers.matmul import matmul, pack\n"
+        "torch.set_num_threads(1)\n"
+        "def size(): return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE') >> 20\n"
+        "for dtype in (torch.float32, torch.bfloat16):\n"
+        "    w = torch.ones(64, 64, dtype=dtype); p = pack(w); x = torch.ones(600, 64, dtype=dtype)\n"
+        "    for m in range(4, 304): matmul(x[:m], w, p)\n"
+        "    before = size()\n"
+        "    for m in range(304, 600): matmul(x[:m], w, p)\n"
+        "    print(size() - before)"
+    )
+    done = in_python(code)
+    assert done.returncode == 0, done.stderr
+    assert max(int(line) for line in done.stdout.split()) < 24, done.stdout  # MiB
 
 
 # ---------------------------------------------------------------- the probe

@@ -8,19 +8,12 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
-from http_helpers import Running
+from http_helpers import served
 
 from minivllm.server.tools import Call, Forced, Hermes, Json, Said
 
 CHAT = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def server():
-    running = Running()
-    yield running
-    running.at_rest()
-    running.close()
+server = served()
 
 
 @pytest.fixture(scope="module")

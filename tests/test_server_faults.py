@@ -124,7 +124,9 @@ def test_a_waiting_stream_is_kept_alive_by_comments(server):
     links[2].settimeout(5)
     got = b""
     while b": keep-alive" not in got:
-        got += links[2].recv(4096)
+        part = links[2].recv(4096)
+        assert part, got
+        got += part
     for link in links:
         link.close()
     server.at_rest()

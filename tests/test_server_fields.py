@@ -7,17 +7,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from http_helpers import Running
+from http_helpers import served
 
 TALE = {"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def server():
-    running = Running()
-    yield running
-    running.at_rest()
-    running.close()
+server = served()
 
 
 def ids(server, **more):

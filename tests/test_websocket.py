@@ -15,19 +15,12 @@ import pytest
 pytest.importorskip("fastapi")
 websockets = pytest.importorskip("websockets.sync.client")
 
-from http_helpers import Running  # noqa: E402
+from http_helpers import Running, served  # noqa: E402
 from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
 
 SUM = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0, "max_tokens": 12}
 LONG = {"prompt": "Once", "max_tokens": 800, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def server():
-    running = Running(["sk-1"], max_socket_requests=4, write_timeout=2.0, header_timeout=2.0)
-    yield running
-    running.at_rest()
-    running.close()
+server = served(["sk-1"], max_socket_requests=4, write_timeout=2.0, header_timeout=2.0)
 
 
 class Talk:

@@ -279,7 +279,7 @@ class FrameClient:
             return
         errors = {(number, sample): text for number, sample, text in header.get("errors", ())}
         tokens, scores = columns["tokens"].tolist(), _Scores(columns)
-        at = 0
+        at, on_gap = 0, self.on_gap
         names = ("stream", "sample", "count", "end", "stop_id", "scored")
         for number, sample, count, end, stop_id, scored in zip(*(columns[n].tolist() for n in names), strict=True):
             ids = tokens[at : at + count]
@@ -290,8 +290,8 @@ class FrameClient:
                 continue
             reason = ENDS[end] if ends or ENDS[end] != "error" else None
             stop_token = None if stop_id < 0 else stop_id
-            if count and (gap := stream.gap(sample, count, self._heard)) is not None and self.on_gap is not None:
-                self.on_gap(*gap)
+            if on_gap is not None and count and (gap := stream.gap(sample, count, self._heard)) is not None:
+                on_gap(*gap)
             stream.feed(sample, ids, reason, stop_token, logprobs, errors.get((number, sample)))
 
     def _lost(self, why: str) -> None:

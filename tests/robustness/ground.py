@@ -14,6 +14,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +295,12 @@ def refused(answer: httpx.Response, status: int, *words: str) -> None:
     assert len(answer.content) < 2000 and "Traceback" not in answer.text and "/minivllm/" not in answer.text
     for word in words:
         assert word in error["message"] or word == error["param"], (word, error)
+
+
+def at_once(calls: Sequence[Callable[[], Any]], most: int | None = None) -> list[Any]:
+    """What each call returns, at most ``most`` of them at a time (None: all); the first error if there was one."""
+    with ThreadPoolExecutor(most or len(calls)) as pool:
+        return [one.result() for one in [pool.submit(call) for call in calls]]
 
 
 def memory_of(ground: Ground) -> int:

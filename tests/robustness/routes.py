@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from .api import either
 from .bad_requests import CHAT, COMPLETIONS
-from .ground import KEY, Ground, refused, status_of
+from .ground import KEY, Ground, at_once, refused, status_of
 from .lines import line
 
 
@@ -165,8 +164,7 @@ def a42(ground: Ground, rng: random.Random) -> Any:
         bodies = [{"prompt": [5 + i, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True} for i in range(4)]
         alone = [ground.post(COMPLETIONS, body).json()["choices"][0]["text"] for body in bodies]
         same = {"X-Request-Id": f"mine-{rng.randrange(99)}", "Connection": "close"}
-        with ThreadPoolExecutor(8) as pool:
-            got = list(pool.map(lambda body: ground.post(COMPLETIONS, body, headers=same), bodies * 2))
+        got = at_once([lambda body=body: ground.post(COMPLETIONS, body, headers=same) for body in bodies * 2])
         assert [a.json()["choices"][0]["text"] for a in got] == alone * 2
         assert len({a.json()["id"] for a in got}) == 8
         assert {a.headers["x-request-id"] for a in got} == {same["X-Request-Id"]}

@@ -10,13 +10,12 @@ import random
 import socket
 import struct
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from .ground import KEY, Ground, memory_of, narrow, receive, rest_within, slim, status_of
+from .ground import KEY, Ground, at_once, memory_of, narrow, receive, rest_within, slim, status_of
 from .lines import line
 
 COMPLETIONS = "/v1/completions"
@@ -283,13 +282,7 @@ def frames(ground: Ground, rng: random.Random) -> Any:
             link.settimeout(rng.random())
             receive(link)
 
-    with ThreadPoolExecutor(12) as pool:
-
-        def many() -> None:
-            for one in [pool.submit(check) for _ in range(24)]:
-                one.result()
-
-        yield "24 at once", many
+    yield "24 at once", lambda: at_once([check] * 24, 12)
 
 
 @line("F3", "a reader that takes nothing is cut, and others are served")

@@ -6,10 +6,9 @@ import contextlib
 import json
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .ground import Ground, receive, rest_within, status_of
+from .ground import Ground, at_once, receive, rest_within, status_of
 from .lines import line
 
 COMPLETIONS = "/v1/completions"
@@ -100,13 +99,7 @@ def framing(ground: Ground, rng: random.Random) -> Any:
         got = ground.raw(bytes(data), 6)
         assert status_of(got) < 500, got[:300]
 
-    with ThreadPoolExecutor(16) as pool:
-
-        def many() -> None:
-            for one in [pool.submit(check) for _ in range(32)]:
-                one.result()
-
-        yield "32 at once", many
+    yield "32 at once", lambda: at_once([check] * 32, 16)
 
 
 @line("pipeline", "requests sent before the answers are read")
@@ -152,8 +145,7 @@ def f14(ground: Ground, rng: random.Random) -> Any:
         while ground.state()["server"]["tables"]["inside"] < room:
             assert time.monotonic() < end
             time.sleep(0.02)
-        with ThreadPoolExecutor(surplus) as pool:
-            late = list(pool.map(lambda _: ground.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}), range(surplus)))
+        late = at_once([lambda: ground.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})] * surplus)
         codes = [answer.status_code for answer in late]
         assert codes == [429] * surplus, codes
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in late)
