@@ -163,6 +163,33 @@ def test_streams_among_arrivals_and_aborts_give_their_own_tokens_and_leave_nothi
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+@pytest.mark.parametrize("depth, blocks", [(0, 200), (2, 200), (2, 26)])
+def test_a_token_in_the_middle_of_an_answer_is_told_in_columns_and_arrives_as_the_others_do(depth, blocks):
+    """Row by row are the first and the last of a branch, and what was preempted with a token in flight."""
+
+    async def main():
+        client = Wired(sim_engine(slots=6, depth=depth, blocks=blocks))
+        publisher, by_column, by_row = client.engine.publisher, [], []
+        tell, flush = publisher.tell, publisher.flush
+        publisher.tell = lambda *columns: (by_column.extend(columns[0].tolist()), tell(*columns))
+        publisher.flush = lambda seq, ended=None: (by_row.append(seq.id), flush(seq, ended))[1]
+        ask = dict(max_tokens=40, ignore_eos=True, n=2)
+        streams = [await client.add(range(i, i + 9), f"r{i}", **ask) for i in range(3)]
+        while client.engine.busy:
+            client.loop.turn()
+        for i, stream in enumerate(streams):
+            got = {0: [], 1: []}
+            async for piece in stream:
+                got[piece.sample] += piece.token_ids
+            assert all(got[sample] == answer(range(i, i + 9), stream.params, sample)[0] for sample in got)
+        client.rest()
+        preempted = client.engine.planner.preemptions
+        assert (preempted > 0) == (blocks < 100)
+        assert len(by_row) + len(by_column) == 3 * 2 * 40 and len(by_row) <= 3 * 2 * 2 + preempted * (1 + depth)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_step_that_fails_ends_its_requests_and_three_end_the_engine_for_everybody():
     async def main():
         client = Wired(sim_engine())

@@ -1,5 +1,5 @@
 """StepResult -> sequences: tokens into the columns, ends, streams, prefix publication.  Vectorised over the rows;
-Python runs only for rows that ended, that somebody watches, or whose block has filled.
+Python runs only for rows that ended, that somebody watches (a server does so in columns), or whose block has filled.
 
 A result may come for a row that has left its slot meanwhile (finished, aborted, preempted): the serial of its stay,
 noted when the step was planned, no longer matches the slot's, and the sequence is found in ``planner.departed``.
@@ -52,6 +52,8 @@ class Publisher:
         self.tokens = self.overshoot = 0
         self.speculation: Speculation | None = None  # set by the engine
         self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; the engine sets it
+        # set by who asked for it with ``Request.stream``: (stream i64 [n], sample i32 [n], token i32 [n])
+        self.tell: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
         self.branch: Callable[[Lanes], None]  # set by the engine: the lanes have all that their strategy asks for
 
     def publish(self, flight: Flight, result: StepResult) -> None:
@@ -91,7 +93,12 @@ class Publisher:
             follows = np.append(plan.draft[pick][1:] > 0, False)
             busy &= ~(follows & np.append((result.count | (ended * 1))[1:] > 0, False))
         if busy.any():
-            for j in np.flatnonzero(busy).tolist():
+            column = busy & ~ended & (s.stream[slots] > 0) & (at > s.prompt[slots]) & (s.told[slots] == at)
+            if column.any():
+                mine = slots[column]
+                s.told[mine] += 1
+                self.tell(s.stream[mine], s.sample[mine], result.tokens[column])
+            for j in np.flatnonzero(busy & ~column).tolist():
                 seq = s.seq[slots[j]]
                 if seq is not None and seq.serial == flight.serial[pick[j]]:
                     self._deliver(seq, result, j)
@@ -152,24 +159,23 @@ class Publisher:
 
     def send(self, seq: Seq, ended: tuple[str, int | None] | None) -> None:
         """New tokens of a sequence to its sink; ends it if it has ended or its text now holds a stop string."""
-        stopped = self.flush(seq, ended)
-        if seq.status == FINISHED:
-            return
-        if stopped is not None:
-            self.finish(seq, "stop", stop_reason=stopped)
-        elif ended is not None:
+        if (stopped := self.flush(seq, ended)) is not None:
+            ended = "stop", stopped
+        if ended is not None and seq.status != FINISHED:
             self.finish(seq, *ended)
 
     def flush(self, seq: Seq, ended: tuple[str, int | None] | None = None) -> str | None:
         """Tokens that the sink has not had yet; the stop string that they complete.  A sink that raises ends its own
         sequence."""
         seq.settle()
-        start = len(seq.request.prompt) + seq.published
-        if seq.slot >= 0:
-            ids = self.slots.tokens[seq.slot, start : self.slots.collected[seq.slot]].tolist()
+        s, slot, prompt = self.slots, seq.slot, len(seq.request.prompt)
+        if slot >= 0:
+            ids = s.tokens[slot, s.told[slot] : s.collected[slot]].tolist()
+            s.told[slot] += len(ids)
+            seq.published = int(s.told[slot]) - prompt
         else:
-            ids = seq.tokens[start : seq.known].tolist()
-        seq.published += len(ids)
+            ids = seq.tokens[prompt + seq.published : seq.known].tolist()
+            seq.published += len(ids)
         if seq.request.sink is None or (not ids and ended is None):
             return None
         try:
@@ -290,8 +296,4 @@ def stop_flags(seq: Seq, token: int, known: int) -> int:
 
 
 def reason_of(flags: int, token: int) -> tuple[str, int | None]:
-    if flags & EOS:
-        return "stop", None
-    if flags & STOP_ID:
-        return "stop", token
-    return "length", None
+    return ("stop", None if flags & EOS else token) if flags & (EOS | STOP_ID) else ("length", None)

@@ -271,7 +271,7 @@ class Seq:
     unsettled: list[LogProbs] = field(default_factory=list)  # of the tokens after those, and the rows in them
     unsettled_rows: list[int] = field(default_factory=list)
     choose: Callable[[np.ndarray, Sequence[int]], int] | None = None  # a host row: its token, of logits and ids so far
-    published: int = 0  # output tokens handed to the text side
+    published: int = 0  # output tokens handed to the text side, as of its last ``sink`` (in a slot: ``Slots.told``)
     score: float | None = None  # that a stepwise strategy gave it
     matcher: Any = None  # its grammar's, from the first mask on: it has taken the tokens ``[prompt, matched)``
     matched: int = 0
@@ -330,6 +330,7 @@ class Request:
     drafted: int = 0  # drafts that were checked
     accepted: int = 0  # and those that were right
     watch: bool = False  # somebody wants each token as it comes (a stream, a stop string)
+    stream: int = 0  # not 0: a token in the middle of its answer goes to ``Publisher.tell``, with this number
     sink: Any = None  # sink(seq, new token ids, ended or None) -> the stop string that they complete, or None
     on_done: Any = None  # on_done(request), once, when its last sequence has ended
 

@@ -34,17 +34,18 @@ class Slots:
         self.running = np.empty(0, np.int32)  # slots in order of admission
         self.next_serial = 0
         self.serial = np.full(size, -1, np.int64)  # stamp of the present stay
-        self.id = np.zeros(size, np.int64)
+        self.id, self.stream = np.zeros((2, size), np.int64)
         # Columns of one type are rows of one table, so that ``enter`` sets them all at once.
         self._times = np.full((4, size), np.inf)
         self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times  # tpot: seconds a token may take
-        self._ints = np.zeros((13, size), np.int32)
+        self._ints = np.zeros((15, size), np.int32)
         self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
         self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
         self.goal = self._ints[9]  # known length to compute up to: ``known``, or prompt - 1 while branches wait to fork
         self.flying = self._ints[10]  # steps in flight that hold the row
         self.topk = self._ints[11]
         self.prompt_topk = self._ints[12]  # -1, or its prompt's log-probabilities are still wanted
+        self.told, self.sample = self._ints[13:]  # told: tokens handed to the text side, the prompt's among them
         self._flags = np.zeros((9, size), bool)
         self.forking = self._flags[0]
         self.ready = self._flags[1]  # False: sits out until its last token was collected (host rows)
@@ -68,13 +69,14 @@ class Slots:
         r, p = seq.request, seq.request.params
         seq.slot, seq.serial = slot, self.next_serial
         self.next_serial += 1
-        self.seq[slot], self.serial[slot], self.id[slot] = seq, seq.serial, seq.id
+        self.seq[slot], self.serial[slot], self.id[slot], self.stream[slot] = seq, seq.serial, seq.id, r.stream
         n, at, lane = seq.known, r.arrival, r.lanes is not None
         host, late = seq.choose is not None or lane, p.allowed_tokens_fn is not None or r.grammar is not None
         due = np.inf if p.ttft_ms is None else at + p.ttft_ms / 1e3
         self._times[:, slot] = at, due, np.inf, np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
         self._ints[:, slot] = (
-            len(r.prompt), n, 0, n, r.end, p.priority, r.tenant, seq.preempted, r.expected, n, 0, r.topk, r.prompt_topk
+            len(r.prompt), n, 0, n, r.end, p.priority, r.tenant, seq.preempted, r.expected, n, 0, r.topk, r.prompt_topk,
+            len(r.prompt) + seq.published, seq.sample,
         )  # fmt: skip
         self._flags[:, slot] = (
             False, True, late, host, lane, r.speculates and not host, False, bool(r.watch) or host, r.topk >= 0
@@ -92,6 +94,7 @@ class Slots:
         self.asking -= int(self.prompt_topk[slot] >= 0)
         n = int(self.collected[slot])
         seq.tokens, seq.known, seq.slot, seq.in_flight = self.tokens[slot, :n].copy(), n, -1, int(self.flying[slot])
+        seq.published = int(self.told[slot] - self.prompt[slot])
         self.seq[slot], self.serial[slot] = None, -1
         self.table[:, slot, : int(self.blocks[:, slot].max(initial=0))] = 0
         self.blocks[:, slot] = 0
@@ -101,16 +104,9 @@ class Slots:
     def view(self, slots: np.ndarray) -> QueueView:
         """What a policy sees of these rows."""
 
-        def column(name: str) -> np.ndarray:
-            match name:
-                case "cached":
-                    return np.zeros(len(slots), np.int32)
-                case "predicted_out":
-                    return self.expected[slots]
-                case "max_out":
-                    return self.end[slots] - self.prompt[slots]
-                case "blocks":
-                    return self.blocks[:, slots].sum(axis=0)
-            return getattr(self, name)[slots]
-
-        return LazyView(len(slots), column)
+        made = {
+            "cached": lambda: np.zeros(len(slots), np.int32), "predicted_out": lambda: self.expected[slots],
+            "max_out": lambda: self.end[slots] - self.prompt[slots],
+            "blocks": lambda: self.blocks[:, slots].sum(axis=0),
+        }  # fmt: skip
+        return LazyView(len(slots), lambda name: made[name]() if name in made else getattr(self, name)[slots])

@@ -76,6 +76,7 @@ class EngineLoop:
         self.compiling = Compiling(lambda asked: engine.grammars.compile(asked))
         self._sent = 0.0
         self._told_dead = False
+        engine.publisher.tell = self._tell
         self._clear()
 
     def run(self) -> None:
@@ -137,6 +138,7 @@ class EngineLoop:
             request = Request(id, np.asarray(prompt, np.int32), made, arrival)
             live = _Live(number, request)
             request.watch, request.sink = watch, self._sink(live)
+            request.stream = number if made.logprobs is None else 0
             request.on_done = lambda r: self._done(live)
         except Exception as e:
             self._refuse(number, e)
@@ -212,12 +214,26 @@ class EngineLoop:
         self.header: dict[str, Any] = {}
         self.rows: list[tuple[int, int, int, int, int, int]] = []  # stream, sample, count, end, stop_id, scored
         self.tokens: list[int] = []
+        self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # such rows [6, R], their tokens; before ``rows``
         self.scores: list[tuple[float, int, int]] = []  # chosen, rank, tops
         self.top_ids: list[int] = []
         self.tops: list[float] = []
         self.firsts: list[tuple[int, float, int, float]] = []
         self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
         self.dones: list[tuple[int, float]] = []
+
+    def _tell(self, stream: np.ndarray, sample: np.ndarray, token: np.ndarray) -> None:
+        """A token each for branches that go on: by far the most of what there is to say, so in no row's Python."""
+        self._part()
+        rows = np.empty((6, len(token)), np.int64)
+        rows[0], rows[1], rows[2], rows[3], rows[4], rows[5] = stream, sample, 1, 0, -1, 0
+        self.parts.append((rows, token))
+
+    def _part(self) -> None:
+        """What came row by row takes its place in the order."""
+        if self.rows:
+            self.parts.append((np.array(self.rows, np.int64).T, np.array(self.tokens, np.int32)))
+            self.rows, self.tokens = [], []
 
     def _sink(self, live: _Live) -> Callable[[Seq, list[int], tuple[str, Any] | None], None]:
         def sink(seq: Seq, ids: list[int], ended: tuple[str, Any] | None) -> None:
@@ -263,7 +279,8 @@ class EngineLoop:
         now = time.monotonic()
         if self.engine.dead and not self._told_dead:
             self._told_dead, self.header["dead"] = True, self.engine.dead
-        full = bool(self.rows or self.header or self.dones)
+        self._part()
+        full = bool(self.parts or self.header or self.dones)
         if not full and now - self._sent < HEARTBEAT:
             return False
         header, columns = self.header, self._columns()
@@ -274,14 +291,10 @@ class EngineLoop:
 
     def _columns(self) -> dict[str, np.ndarray]:
         columns: dict[str, np.ndarray] = {}
-        if self.rows:
-            table = np.array(self.rows, np.int64).T
-            for name, dtype, column in zip(
-                ("stream", "sample", "count", "end", "stop_id", "scored"), ["i8", "i4", "i4", "u1", "i4", "u1"], table,
-                strict=True,
-            ):  # fmt: skip
-                columns[name] = column.astype(dtype)
-            columns["tokens"] = np.array(self.tokens, np.int32)
+        if self.parts:
+            rows, tokens = (np.concatenate(some, axis=-1) for some in zip(*self.parts, strict=True))
+            names = ("stream", "sample", "count", "end", "stop_id", "scored", "tokens")
+            columns |= dict(zip(names, (*rows, tokens), strict=True))
         if self.scores:
             chosen, rank, tops = zip(*self.scores, strict=True)
             columns["chosen"] = np.array(chosen, np.float32)
