@@ -147,7 +147,7 @@ class Tracked:
 
     def _sink(self, seq: Seq, ids: list[int], ended: tuple[str, Any] | None) -> str | None:
         text = self.texts[seq.sample]
-        logprobs = seq.logprobs[len(text.token_ids) :] if text.logprobs is not None else None
+        logprobs = seq.logprobs[len(text.token_ids) :] if self.request.params.logprobs is not None else None
         stop_token = ended is not None and ended[0] == "stop" and not isinstance(ended[1], str)
         delta = text.feed(ids, ended is not None, stop_token=stop_token, logprobs=logprobs)
         if ended is not None:

@@ -26,6 +26,74 @@ if TYPE_CHECKING:
 PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
 
 
+class _Ends:
+    """Ids that rows of a mask are to do without for as long as they have anything else to go on with."""
+
+    def __init__(self, at: Sequence[int], ids: Sequence[tuple[int, ...]]) -> None:
+        """``ids[i]`` are those of row ``at[i]``."""
+        self.kinds = []  # rows of equal ids together: their indices i, rows, and the ids as words and bits of these
+        for some in set(ids) - {()}:
+            which = np.array([i for i, other in enumerate(ids) if other == some])
+            words, where = np.unique(np.array(some) // 32, return_inverse=True)
+            bits = np.zeros(len(words), np.uint32)
+            np.bitwise_or.at(bits, where, np.uint32(1) << np.array(some, np.uint32) % 32)
+            self.kinds.append((which, np.array(at)[which], words, bits.view(np.int32)))
+
+    def leave_out(self, mask: np.ndarray, among: np.ndarray) -> None:
+        """In place; of row ``at[i]`` if ``among[i]``, bool."""
+        for which, rows, words, ends in self.kinds:
+            allowed = mask[rows[:, None], words]
+            # Where a text may end is rare, so the rest of a row is looked at only there.
+            for i in np.flatnonzero((allowed & ends).any(axis=1) & among[which]).tolist():
+                row = mask[rows[i]]
+                row[words] = allowed[i] & ~ends
+                if not row.any():
+                    row[words] = allowed[i]
+
+
+class _Late:
+    """The late rows of a step.  Most of the time the next step has the same ones: what does not change is kept, so that
+    next to nothing is done for each of them."""
+
+    def __init__(self, slots: np.ndarray, stays: np.ndarray, seqs: list[Seq | None]) -> None:
+        self.slots, self.stays = slots, stays  # stays: their serials, -1 of those that have left
+        there: list[tuple[int, Seq]] = [(j, seqs[slots[j]]) for j in np.flatnonzero(stays >= 0).tolist()]  # type: ignore[misc]
+        self.functions = [(j, seq) for j, seq in there if seq.request.params.allowed_tokens_fn is not None]
+        ruled = [(j, seq) for j, seq in there if seq.request.grammar is not None]
+        self.at, self.seqs = [j for j, _ in ruled], [seq for _, seq in ruled]  # those that have a grammar
+        self.at_slots = slots[self.at]
+        self.matchers: list[Any] = []  # theirs, from the first mask on
+        self.matched = np.zeros(len(ruled), np.int64)  # ``Seq.matched`` of each
+        requests = [seq.request for seq in self.seqs]
+        self.until = np.array([len(r.prompt) + r.params.min_tokens for r in requests], np.int64)
+        self.early = _Ends(self.at, [r.stop_ids if r.params.min_tokens else () for r in requests])
+        self.ignored = _Ends(self.at, [r.eos_ids if r.params.ignore_eos else () for r in requests])
+
+    def same(self, slots: np.ndarray, stays: np.ndarray) -> bool:
+        return np.array_equal(self.stays, stays) and np.array_equal(self.slots, slots)
+
+    def start(self, plugin: Grammar) -> None:
+        for seq in self.seqs:
+            if seq.matcher is None:
+                seq.matcher, seq.matched = plugin.start(seq.request.grammar), len(seq.request.prompt)
+        self.matchers = [seq.matcher for seq in self.seqs]
+        self.matched[:] = [seq.matched for seq in self.seqs]
+
+    def news(self, known: np.ndarray, tokens: np.ndarray) -> tuple[Sequence[int], list[list[int]]]:
+        """The indices of those whose matchers have not heard of all ``known`` tokens, i64 [n], and what they are to
+        hear, which counts as heard."""
+        behind: Sequence[int] = range(len(known))
+        if (known == self.matched + 1).all():
+            new = tokens[self.at_slots, self.matched][:, None].tolist()
+        else:
+            behind = np.flatnonzero(known > self.matched).tolist()
+            new = [tokens[self.at_slots[i], self.matched[i] : known[i]].tolist() for i in behind]
+        self.matched = known
+        for seq, n in zip(self.seqs, known.tolist(), strict=True):
+            seq.matched = n
+        return behind, new
+
+
 class Masks:
     """``grammars.plugin`` made the matchers' grammars; ``finish(seq, reason, error=...)`` is the engine's.
     ``memory(rows, words)`` is i32 host memory that the device reads without a copy (``Executor.mask_memory``)."""
@@ -37,6 +105,7 @@ class Masks:
         self.slots, self.vocab, self.grammars, self.finish, self.seams = slots, vocab, grammars, finish, seams
         self.memory = memory
         self._held: np.ndarray | None = None  # the last step's, which has been drawn meanwhile
+        self._late: _Late | None = None  # the last step's, unless one of them has ended since
 
     def of(self, flight: Flight) -> np.ndarray:
         """i32 [n, ceil(V / 32)] for the n late rows of a step, all steps before which have been published.  The array
@@ -47,79 +116,59 @@ class Masks:
         if self._held is None or len(rows) > len(self._held):
             self._held = self.memory(max(len(rows), s.size), -(-self.vocab // 32))
         mask = self._held[: len(rows)]
-        live = s.serial[slots] == flight.serial[rows]
-        mask[~live] = -1
-        at = np.flatnonzero(live).tolist()
-        seqs: list[Seq] = [s.seq[i] for i in slots[live].tolist()]  # type: ignore[misc]
-        ruled = [(j, seq) for j, seq in zip(at, seqs, strict=True) if seq.request.grammar is not None]
-        if ruled:
-            self._by_grammar(ruled, mask)
-            self._hold_ends(ruled, mask)
-        for j, seq in zip(at, seqs, strict=True):
-            if seq.request.params.allowed_tokens_fn is not None and seq.slot >= 0:
+        stays = np.where(s.serial[slots] == flight.serial[rows], flight.serial[rows], -1)
+        if self._late is None or not self._late.same(slots, stays):
+            self._late = _Late(slots, stays, s.seq)
+        late = self._late
+        mask[stays < 0] = -1
+        if late.seqs:
+            self._by_grammar(late, mask)
+        for j, seq in late.functions:
+            if seq.slot >= 0:
                 self._by_function(seq, mask[j])
         return mask
 
-    def _by_grammar(self, ruled: Sequence[tuple[int, Seq]], mask: np.ndarray) -> None:
+    def forget(self, seq: Seq) -> None:
+        """It has ended: nothing of it is kept."""
+        if seq.masked:
+            self._late, seq.matcher = None, None
+
+    def _by_grammar(self, late: _Late, mask: np.ndarray) -> None:
         """Tell the matchers what was drawn since the last time, and fill their rows.  A plug-in that raises ends the
         sequences that it serves; one that a matcher cannot follow ends that one."""
-        s = self.slots
         plugin: Grammar = self.grammars.plugin
-        slots = np.array([seq.slot for _, seq in ruled])
-        known = s.collected[slots]
-        last = s.tokens[slots, known - 1].tolist()
-        matchers, tokens, behind = [], [], []
+        known = self.slots.collected[late.at_slots].astype(np.int64)
+        seqs, matchers, at, sound = late.seqs, late.matchers, late.at, True
         try:
-            for (_, seq), n, token in zip(ruled, known.tolist(), last, strict=True):
-                if seq.matcher is None:
-                    seq.matcher, seq.matched = plugin.start(seq.request.grammar), len(seq.request.prompt)
-                if n > seq.matched:
-                    matchers.append(seq.matcher)
-                    tokens.append([token] if n == seq.matched + 1 else s.tokens[seq.slot, seq.matched : n].tolist())
-                    behind.append(seq)
-                    seq.matched = n
-            took = self.seams.run("grammar", plugin.accept, matchers, tokens) if matchers else ()
-            for seq, new, count in zip(behind, tokens, took, strict=True):
-                if count < len(new):
-                    self._fail(seq, f"its matcher refused the token {new[count]}, which was drawn under its mask")
-            go = [(j, seq) for j, seq in ruled if seq.slot >= 0]
-            failed = self.seams.run("grammar", plugin.fill, [seq.matcher for _, seq in go], mask, [j for j, _ in go])
+            if not matchers:
+                late.start(plugin)
+                matchers = late.matchers
+            behind, new = late.news(known, self.slots.tokens)
+            told = matchers if len(behind) == len(seqs) else [matchers[i] for i in behind]
+            took = self.seams.run("grammar", plugin.accept, told, new) if told else ()
+            if refused := [(i, ids[n]) for i, ids, n in zip(behind, new, took, strict=True) if n < len(ids)]:
+                for i, token in refused:
+                    self._fail(seqs[i], f"its matcher refused the token {token}, which was drawn under its mask")
+                go = [i for i, seq in enumerate(seqs) if seq.slot >= 0]
+                seqs, matchers, at = [seqs[i] for i in go], [matchers[i] for i in go], [at[i] for i in go]
+            failed = self.seams.run("grammar", plugin.fill, matchers, mask, at)
             for i, message in failed.items():
-                self._fail(go[i][1], message)
+                self._fail(seqs[i], message)
+            sound = not refused and not failed
         except Exception as e:
-            for _, seq in ruled:
+            sound = False
+            for seq in late.seqs:
                 self._fail(seq, f"{type(plugin).__name__} failed: {type(e).__name__}: {e}")
-        for j, seq in ruled:
+        for j, seq in zip(late.at, late.seqs, strict=True) if not sound else ():
             if seq.slot < 0:
                 mask[j] = -1
+        early = known < late.until
+        late.early.leave_out(mask, early)
+        late.ignored.leave_out(mask, ~early)
 
     def _fail(self, seq: Seq, message: str) -> None:
         if seq.slot >= 0:
             self.finish(seq, "error", error=f"structured_outputs: {message}")
-
-    def _hold_ends(self, ruled: Sequence[tuple[int, Seq]], mask: np.ndarray) -> None:
-        """``ignore_eos`` and ``min_tokens`` put the end off for as long as the grammar has anything else to go on
-        with."""
-        held: dict[tuple[int, ...], list[int]] = {}  # ids -> the rows that are to do without them
-        for j, seq in ruled:
-            r, p = seq.request, seq.request.params
-            if seq.slot < 0 or not (p.min_tokens or p.ignore_eos):
-                continue
-            early = p.min_tokens and int(self.slots.collected[seq.slot]) < len(r.prompt) + p.min_tokens
-            if ids := r.stop_ids if early else r.eos_ids if p.ignore_eos else ():
-                held.setdefault(ids, []).append(j)
-        for ids, found in held.items():
-            rows, bits = np.array(found), np.zeros(mask.shape[1], np.uint32)
-            np.bitwise_or.at(bits, np.array(ids) // 32, np.uint32(1) << np.array(ids, np.uint32) % 32)
-            words = np.flatnonzero(bits)
-            ends = bits[words].view(np.int32)
-            allowed = mask[rows[:, None], words]
-            # Where a text may end is rare, so the rest of a row is looked at only there.
-            for i in np.flatnonzero((allowed & ends).any(axis=1)).tolist():
-                row = mask[rows[i]]
-                row[words] = allowed[i] & ~ends
-                if not row.any():
-                    row[words] = allowed[i]
 
     def _by_function(self, seq: Seq, row: np.ndarray) -> None:
         """What the user's function allows: in place, within what the grammar left."""

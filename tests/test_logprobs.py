@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minivllm import LLM, RequestError, SamplingParams
-from minivllm.core import scoring
+from minivllm.core import publisher, scoring
 from minivllm.errors import ConfigError
 from minivllm.plugins.sampler.default import DefaultSampler
 from minivllm.testing.sim import logprobs_after, request, run, sim_engine
@@ -96,6 +96,28 @@ def test_each_prompt_token_is_scored_once_however_the_prompt_is_cut(depth):
             for j, value in enumerate(lp.chosen):
                 at = first + j
                 assert np.isclose(value, logprobs_after(r.prompt[:at])[r.prompt[at]])
+
+
+def test_they_do_not_depend_on_when_they_are_settled_and_few_steps_results_are_kept(monkeypatch):
+    def answers(settle, depth, blocks=200):
+        monkeypatch.setattr(publisher, "SETTLE", settle)
+        sim = sim_engine(depth=depth, slots=6, blocks=blocks)
+        made = [
+            request(sim, f"r{i}", range(1 + 3 * i), logprobs=i % 3, max_tokens=40, n=1 + i % 2, ignore_eos=True)
+            for i in range(5)
+        ]
+        most = 0
+        while sim.busy:
+            sim.step()
+            most = max(most, *(len(s.unsettled) for r in made for s in r.sequences))
+        assert blocks > 100 or sim.planner.preemptions
+        return [(list(s.logprobs), s.cumulative_logprob) for r in made for s in r.sequences], most
+
+    want, most = answers(1 << 30, 0)
+    assert most >= 39 and all(len(entries) == 40 for entries, _ in want)
+    for settle, depth in ((1, 0), (3, 2), (32, 2)):
+        assert answers(settle, depth) == (want, settle - 1)
+    assert answers(3, 2, blocks=40)[0] == want
 
 
 def test_a_vocabulary_of_log_probabilities_is_given_if_the_engine_allows_it(small, llm):

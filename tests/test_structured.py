@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -548,6 +549,45 @@ def test_hostile_grammars_are_refused_or_answered_within_2_s_and_golden_requests
     told = [(i, said, round(seconds, 2)) for i, (said, seconds) in enumerate(found)]
     assert [said for said, _ in found] == [want for _, want in HOSTILE], told
     assert max(seconds for _, seconds in found) < 2, told
+
+
+def test_masks_are_those_of_fresh_matchers_whoever_comes_and_goes(llm, monkeypatch):
+    engine, seen = llm.engine, []
+    true, plugin = type(engine.masks).of, engine.grammars.plugin
+    words = -(-engine.capacity.vocab_size // 32)
+
+    def of(masks, flight):
+        mask = true(masks, flight)
+        for row, j in zip(mask, flight.plan.samples[flight.plan.late].tolist(), strict=True):
+            seq = masks.slots.seq[flight.plan.slots[j]]
+            if seq is None or seq.serial != flight.serial[j]:
+                assert (row == -1).all(), "a row that has left is restricted"
+                continue
+            p, n = seq.request.params, len(seq.request.prompt)
+            drawn = masks.slots.tokens[seq.slot, n : masks.slots.collected[seq.slot]].tolist()
+            fresh, want = plugin.start(seq.request.grammar), np.zeros((1, words), np.int32)
+            plugin.accept([fresh], [drawn])
+            assert not plugin.fill([fresh], want, [0])
+            bits, out = want[0].copy(), p.ignore_eos or len(drawn) < p.min_tokens
+            for i in seq.request.stop_ids if len(drawn) < p.min_tokens else seq.request.eos_ids if out else ():
+                bits[i // 32] &= ~np.int32(1 << i % 32)
+            assert (row == (bits if bits.any() else want[0])).all()
+            seen.append((seq.id, len(drawn)))
+        return mask
+
+    monkeypatch.setattr(type(engine.masks), "of", of)
+    schema = {"json": PERSON, "disable_any_whitespace": True}
+    asked = [
+        SamplingParams(max_tokens=4 + 5 * i, seed=i, structured_outputs=schema if i % 3 else {"regex": "[a-c]{2,30}"},
+                       min_tokens=3 * (i % 4), ignore_eos=i % 2 == 0, n=1 + (i == 4), stop_token_ids=[70 + i])
+        for i in range(8)
+    ]  # fmt: skip
+    pieces = [llm.stream("Once", params) for params in asked]
+    for turn in range(400):  # they come one after the other
+        for stream in pieces[: 1 + turn // 3]:
+            next(stream, None)
+    assert not engine.busy and len({i for i, _ in seen}) == 9 and len(seen) == len(set(seen)) > 100
+    assert engine.masks._late is None, "what has ended is kept"
 
 
 def test_a_matcher_that_fails_ends_its_own_request(llm, monkeypatch):

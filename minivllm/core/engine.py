@@ -274,6 +274,7 @@ class Engine:
     def close(self, seq: Seq, reason: str, stop_reason: int | str | None, error: str | None) -> None:
         """A sequence that has left its slot or the queue has ended; the last of its request is the request's end."""
         seq.status, seq.finish_reason, seq.stop_reason, seq.error = FINISHED, reason, stop_reason, error
+        self.masks.forget(seq)
         for b in seq.branches:  # they never forked: what ended their prompt ends them
             b.status, b.finish_reason, b.error = FINISHED, reason, error
         request = seq.request

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .stepwise import Lanes
 
+SETTLE = 32  # steps after which a row's log-probabilities are settled at the latest
+
 
 @dataclass
 class Flight:
@@ -86,7 +88,10 @@ class Publisher:
             self._departed(flight, result, live)
         if result.logprobs is not None:
             for j in np.flatnonzero(ok & s.scored[slots]).tolist():
-                s.seq[slots[j]].later(result.logprobs, j)
+                seq = s.seq[slots[j]]
+                seq.later(result.logprobs, j)
+                if (plan.id + seq.slot) % SETTLE == 0:  # some rows in each step: all at their end take long
+                    seq.settle()
         ended = (result.flags & ENDED) != 0
         busy = live[pick] & (ended | (s.watch[slots] & ok))
         if len(plan.draft):  # a row is told of all its tokens at once, with what the last of them says

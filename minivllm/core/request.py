@@ -289,8 +289,7 @@ class Seq:
         """Make entries of the log-probabilities that have come: not before somebody asks, a step has no time for it."""
         if self.unsettled and isinstance(self.logprobs, Scores):
             before = len(self.logprobs)
-            for lp, row in zip(self.unsettled, self.unsettled_rows, strict=True):
-                self.logprobs.add_row(lp, row, self.request.logprobs)
+            self.logprobs.add_rows(self.unsettled, self.unsettled_rows, self.request.logprobs)
             self.cumulative_logprob = sum(self.logprobs.chosen[before:], self.cumulative_logprob)
             self.unsettled.clear()
             self.unsettled_rows.clear()

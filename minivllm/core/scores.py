@@ -32,22 +32,24 @@ class Scores(Sequence[TokenLogprobs]):
         self.ends = [0]
         self.top_ids: list[int] = []
         self.top: list[float] = []
-        for entry in entries:
-            self.add(*entry)
+        for chosen, rank, top_ids, top in entries:
+            self.chosen.append(float(chosen))
+            self.rank.append(int(rank))
+            self.top_ids += top_ids
+            self.top += top
+            self.ends.append(len(self.top_ids))
 
-    def add(self, chosen: float, rank: int, top_ids: Sequence[int] = (), top: Sequence[float] = ()) -> None:
-        self.chosen.append(float(chosen))
-        self.rank.append(int(rank))
-        self.top_ids += top_ids
-        self.top += top
-        self.ends.append(len(self.top_ids))
-
-    def add_row(self, lp: LogProbs, row: int, most: int) -> None:
-        """Row ``row`` of a step's, with the ``most`` best."""
-        chosen, rank, top_ids, top, width = lp.lists
-        first = row * width
-        end = first + min(most, width)
-        self.add(chosen[row], rank[row], top_ids[first:end], top[first:end])
+    def add_rows(self, steps: Sequence[LogProbs], rows: Sequence[int], most: int) -> None:
+        """Row ``rows[i]`` of ``steps[i]``, with the ``most`` best, for each i."""
+        for lp, row in zip(steps, rows, strict=True):
+            chosen, rank, top_ids, top, width = lp.lists
+            self.chosen.append(chosen[row])
+            self.rank.append(rank[row])
+            first = row * width
+            end = first + min(most, width)
+            self.top_ids += top_ids[first:end]
+            self.top += top[first:end]
+            self.ends.append(len(self.top_ids))
 
     def extend(self, more: Sequence[TokenLogprobs]) -> None:
         part = more if isinstance(more, Scores) else Scores(more)

@@ -83,8 +83,8 @@ class CompletionOutput(_Record):
 
 
 class _Later:
-    """An attribute that may be given as a function, which is called when the attribute is first read: a hundred
-    thousand dicts that nobody looks at would cost a fifth of the throughput."""
+    """An attribute that may be given as a function, which is called when the attribute is first read: to make a hundred
+    thousand dicts takes a second, most of it the garbage collector's."""
 
     def __init__(self, name: str) -> None:
         self.name = f"_later_{name}"

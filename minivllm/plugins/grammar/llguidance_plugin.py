@@ -118,7 +118,7 @@ class LLGuidance(Grammar):
 def _consume(pool: Any, pairs: list[tuple[Any, int]]) -> list[int]:
     """1 for each matcher that took its token, else 0; ``pool`` None: on this thread."""
     if pool is None:
-        return [ll.try_consume_tokens([token]) for ll, token in pairs]
+        return [int(ll.consume_token(token)) for ll, token in pairs]  # ``try_consume_tokens`` goes over each twice
     return list(map(int, pool.consume_token_par(pairs)))
 
 
