@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.interfaces.plan import LateInputs
+from minivllm.core.timing import PLAN, PUBLISH, SUBMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from minivllm.core.request import Seq
     from minivllm.core.slots import Slots
     from minivllm.core.timing import SeamTimes
-
-PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
 
 
 class _Ends:

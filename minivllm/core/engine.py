@@ -39,7 +39,7 @@ from .publisher import Flight, Publisher
 from .request import FINISHED, Request, Seq
 from .slots import Slots
 from .stepwise import Lanes, branch, finish_lanes
-from .timing import StepClock, processor_seams
+from .timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock, processor_seams
 
 if TYPE_CHECKING:
     from .interfaces.evictor import Evictor
@@ -54,7 +54,6 @@ IDLE = 0.05  # seconds to wait at most when nothing can run
 MAX_TENANTS = 65536  # names that keep their number
 log = logging.getLogger("minivllm")
 log.addHandler(logging.NullHandler())  # an application decides what is shown; errors reach their request anyway
-PLAN, SUBMIT, WAIT, PUBLISH = range(4)
 
 
 class Engine:

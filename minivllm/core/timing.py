@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 PARTS = ("plan", "submit", "wait", "publish")
+PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
 
 
 class SeamTimes(dict[str, float]):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT
+
 from .manager import HookManager
 from .views import BlocksView, EngineView, FinishedStep, PlannedStep, PreemptionView, RequestEnd, RequestView
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from minivllm.core.request import Request, Seq
 
 STEPS = ("minivllm_plan_and_submit", "minivllm_publish", "minivllm_step_finished")
-PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
 
 
 def make_hooks(parts: Sequence[Part], seams: Mapping[str, str]) -> EngineHooks | None:

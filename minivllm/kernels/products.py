@@ -27,9 +27,9 @@ from .launch import capability, pdl, wait
 
 MOST_ROWS = 64  # up to which a product here beats the library's and two kernels beside it (measured on an H200)
 SMALL = 1 << 23  # elements of a weight for which that holds up to ...
-MANY_ROWS = {0: 256, 1: 128, 2: 256}  # ... so many rows, by mode
 STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
 PLAIN, GATED, ADDED = 0, 1, 2
+MANY_ROWS = {PLAIN: 256, GATED: 128, ADDED: 256}  # ... so many rows, by mode
 
 
 @triton.jit

@@ -98,7 +98,8 @@ class Fair(SchedulerPolicy):
         self.ids, self.paid, self.owner = self.ids[stay], self.paid[stay], self.owner[stay]
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        had = self.counter[self.owner[self._charge(candidates)]]
+        at = self._charge(candidates)  # which may make ``owner`` longer
+        had = self.counter[self.owner[at]]
         return int(np.lexsort((candidates.id, candidates.arrival, had))[-1])
 
     def _charge(self, view: QueueView) -> np.ndarray:
