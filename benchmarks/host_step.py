@@ -1,0 +1,299 @@
+"""The host's own time in steps whose results are more than tokens: log-probabilities, masks of grammars.
+
+    python benchmarks/host_step.py logprobs           256 requests of 100 to 1,024 tokens, plain and with logprobs=1
+    python benchmarks/host_step.py masks --rows 64    structured output (llguidance, 151,936 ids), and plain
+
+Runs ``LLM.generate`` in front of a device that is only a clock: FORWARD takes ``--forward`` milliseconds and ``--row``
+for each row, SAMPLE ``--sample``, one after the other, and results are made in no time (of a row with a mask any token
+that this allows).  What launches cost the host on a GPU is given too: ``--submit`` and, for masks, ``--supply``.  Time
+is this thread's CPU time and what it would have waited for the device, so what else runs on the machine counts little.
+
+A line a case, medians of ``--rounds`` runs in turns: tokens a second as a share of plain, then milliseconds: of a step,
+of it those in which the device was *idle*, of its parts (medians), of all the *host*'s work (mean), of the grammar
+library and of the garbage collector (means); and the collections of each generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from minivllm.core import timing
+from minivllm.core.interfaces.executor import Capacity, Executor
+from minivllm.core.interfaces.plan import LENGTH, OVERSHOOT, LogProbs, StepResult
+
+VOCAB, EOS = 151_936, 151_643
+
+
+class Time:
+    """Seconds of this thread's CPU time and of what was skipped."""
+
+    def __init__(self) -> None:
+        self.skipped = 0.0
+
+    def now(self) -> float:
+        return time.thread_time() + self.skipped
+
+    def until(self, when: float) -> float:
+        """Wait; returns for how long."""
+        wait = max(0.0, when - self.now())
+        self.skipped += wait
+        return wait
+
+    @contextlib.contextmanager
+    def free(self):
+        """What is done here takes no time."""
+        begun = time.thread_time()
+        yield
+        self.skipped -= time.thread_time() - begun
+
+
+CLOCK = Time()
+MS = {  # a shape of 0.6B parameters on one H200: `nano` of nano-vllm; 64 rows of short contexts
+    "logprobs": {"forward": 0.7, "row": 0.016, "sample": 0.2, "submit": 0.15, "supply": 0.0},
+    "masks": {"forward": 1.0, "row": 0.0, "sample": 0.3, "submit": 0.15, "supply": 0.06},
+}
+
+
+def any_of(words: np.ndarray, rng: np.random.Generator) -> int:
+    """The index of one of the bits that are set, each as likely; leaves the host's caches alone."""
+    upto = np.cumsum(np.bitwise_count(words), dtype=np.int32)
+    k = int(rng.integers(upto[-1]))
+    at = int(np.searchsorted(upto, k, "right"))
+    bits = np.flatnonzero(words[at] >> np.arange(64, dtype=np.uint64) & np.uint64(1))
+    return at * 64 + int(bits[k - (int(upto[at - 1]) if at else 0)])
+
+
+class Device(Executor):
+    """One stream: a step's FORWARD follows the SAMPLE of the step before it.  Rows end at their length."""
+
+    ms = MS["logprobs"]
+
+    def start(self, wiring):
+        vocab = json.loads((Path(wiring.model_dir) / "config.json").read_text())["vocab_size"]
+        self.rng = np.random.default_rng(1)
+        self.limit = np.zeros(wiring.max_num_seqs, np.int64)
+        self.ended = np.ones(wiring.max_num_seqs, bool)
+        self.tokens = self.rng.integers(10, min(vocab, EOS), 1 << 16).astype(np.int32)
+        self.free_at, self.idle = 0.0, 0.0  # when it is done with all it was given; seconds without work
+        self.running: deque[list] = deque()  # [plan, when FORWARD ends or SAMPLE has ended, result or None]
+        blocks = wiring.max_num_seqs * (wiring.max_model_len // wiring.block + 1) + 1
+        groups = max(len(wiring.groups), 1)
+        return Capacity((blocks,) * groups, (1,) * groups, vocab, 0, 1)
+
+    def _run(self, ms):
+        start = max(CLOCK.now(), self.free_at)
+        self.idle += start - self.free_at
+        self.free_at = start + ms / 1e3
+
+    def submit(self, plan):
+        CLOCK.skipped += self.ms["submit"] / 1e3
+        with CLOCK.free():
+            if plan.delta.join is not None:
+                self.limit[plan.delta.join.slot] = plan.delta.join.end
+                self.ended[plan.delta.join.slot] = False
+        self._run(self.ms["forward"] + self.ms["row"] * len(plan.slots))
+        self.running.append([plan, 0.0, None])
+        if not len(plan.late):
+            self._sample(self.running[-1], None)
+
+    def supply(self, step, late):
+        CLOCK.skipped += self.ms["supply"] / 1e3
+        self._sample(next(r for r in self.running if r[0].id == step), late)
+
+    def _sample(self, running, late):
+        self._run(self.ms["sample"])
+        running[1] = self.free_at
+        with CLOCK.free():
+            plan = running[0]
+            slots, n = plan.slots[plan.samples], len(plan.samples)
+            over = self.ended[slots]
+            last = ~over & ((plan.computed + plan.q_len)[plan.samples] + 1 >= self.limit[slots])
+            self.ended[slots[last]] = True
+            at = int(self.rng.integers(len(self.tokens) - n))
+            tokens = self.tokens[at : at + n].copy()
+            for j, row in zip(plan.late.tolist(), () if late is None else late.mask, strict=True):
+                tokens[j] = any_of(row.view(np.uint64), self.rng)
+            flags = np.where(over, OVERSHOOT, np.where(last, LENGTH, 0)).astype(np.uint8)
+            scores = None
+            if plan.topk >= 0:
+                chosen, top = -self.rng.random(n, np.float32), -self.rng.random((n, plan.topk), np.float32)
+                ids = self.rng.integers(0, VOCAB, top.shape, np.int32)
+                scores = LogProbs(chosen, np.ones(n, np.int32), ids, top)
+            running[2] = StepResult(plan.id, slots, tokens, (~over).astype(np.int32), flags, logprobs=scores)
+
+    def collect(self, in_flight):
+        out = []
+        while self.running and (len(self.running) > in_flight or self.running[0][1] <= CLOCK.now()):
+            if self.running[0][2] is None:
+                break  # its masks are still to come
+            _, done, result = self.running.popleft()
+            CLOCK.until(done)
+            out.append(result)
+        return out
+
+    def alive(self):
+        return True
+
+    def stop(self, deadline=10.0):
+        self.running.clear()
+
+
+# ---- a model that is a vocabulary ------------------------------------------------------------------------------------
+
+
+def vocabulary(rng: random.Random) -> list[bytes]:
+    """EOS of them: bytes, numbers, signs, spaces, word-like syllables with and without a space, other scripts."""
+    made = dict.fromkeys([bytes([i]) for i in range(256)] + [str(i).encode() for i in range(1000)])
+    signs = b"\"'{}[]():;,.<>/\\|!?@#$%^&*-_=+`~"
+    for k in range(2, 40):
+        made.update(dict.fromkeys((b" " * k, b"\n" * k, b"\t" * k, b"\n" + b" " * k)))
+    while len(made) < 6000:
+        made[(b" " if rng.random() < 0.3 else b"") + bytes(rng.choices(signs, k=rng.randint(2, 4)))] = None
+    heads, vowels = [*"bcdfghjklmnprstvw", "st", "tr", "pl", "sh", "ch", "th", "qu", "br"], [*"aeiou", "ai", "ea", "ou"]
+    tails = ["", *"nrstl", "ng", "ck", "st"]
+    while len(made) < EOS - 20_000:
+        parts = [rng.choice(heads) + rng.choice(vowels) + rng.choice(tails) for _ in range(rng.randint(1, 3))]
+        word, kind = "".join(parts), rng.random()
+        made[(" " + word if kind < 0.6 else word.capitalize() if kind < 0.7 else word).encode()] = None
+    while len(made) < EOS:
+        first, span = rng.choice([(0x4E00, 4000), (0xAC00, 4000), (0x430, 30), (0x3B1, 20), (0x621, 25)])
+        made["".join(chr(first + rng.randint(0, span)) for _ in range(rng.randint(1, 3))).encode()] = None
+    return list(made)
+
+
+def write_model(folder: Path, rng: random.Random) -> None:
+    cfg = dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=1024, intermediate_size=3072,
+        num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=VOCAB,
+        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000, tie_word_embeddings=True,
+        hidden_act="silu", torch_dtype="bfloat16", eos_token_id=EOS, bos_token_id=None, attention_bias=False,
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(cfg))
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    letters = {b: chr(b) if b in plain else chr(next(others)) for b in range(256)}
+    tok = Tokenizer(models.BPE({"".join(letters[b] for b in t): i for i, t in enumerate(vocabulary(rng))}, []))
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tok.add_special_tokens(["<|endoftext|>"])
+    tok.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def run(llm, prompts, params) -> dict[str, float]:
+    """One ``generate``: figures of it, milliseconds a step."""
+    clock, device, pauses = llm.engine.clock, llm.engine.executor, []
+    llm.reset_prefix_cache()
+    gc.collect()
+    collections = [s["collections"] for s in gc.get_stats()]
+
+    def collecting(phase, info):
+        pauses.append(CLOCK.now() * (1 if phase == "stop" else -1))
+
+    gc.callbacks.append(collecting)
+    before, begun = clock.count, CLOCK.now()
+    device.free_at, device.idle = begun, 0.0
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    errors = [o.error for o in outs if o.error]
+    assert not errors, errors[0]
+    tokens = sum(len(o.outputs[0].token_ids) for o in outs)
+    del outs
+    seconds, steps = CLOCK.now() - begun, clock.count - before
+    gc.callbacks.remove(collecting)
+    rows = np.arange(max(before, clock.count - clock.size), clock.count) % clock.size
+    part = clock.part[rows] * 1e3
+    return {
+        "tok/s": tokens / seconds, "steps": steps, "step": seconds * 1e3 / steps, "idle": device.idle * 1e3 / steps,
+        **{name: float(np.median(part[:, i])) for i, name in enumerate(timing.PARTS)},
+        "host": float(part[:, [0, 1, 3]].sum(axis=1).mean()),
+        "grammar": float(clock.seam["grammar"][rows].mean()) * 1e3 if "grammar" in clock.seam else 0.0,
+        "gc": sum(pauses) * 1e3 / steps,
+        **{f"gc{g}": s["collections"] - collections[g] for g, s in enumerate(gc.get_stats())},
+    }  # fmt: skip
+
+
+def table(llm, cases, rounds: int) -> None:
+    """Every case once, for what is made when it is first needed, then ``rounds`` times in turns."""
+    found: dict[str, list] = {name: [] for name in cases}
+    for turn in range(rounds + 1):
+        for name, arguments in cases.items():
+            one = run(llm, *arguments)
+            if turn:
+                found[name].append(one)
+    plain = statistics.median(one["tok/s"] for one in found["plain"])
+    print(f"{'':28}" + " ".join(f"{name:>7}" for name in ("share", *found["plain"][0])))
+    for name, runs in found.items():
+        middle = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
+        cells = (f"{v:7.0f}" if v >= 100 or k[:-1] == "gc" else f"{v:7.3f}" for k, v in middle.items())
+        print(f"{name:28}{middle['tok/s'] / plain:7.3f} " + " ".join(cells), flush=True)
+
+
+def an_object(properties: dict, **more) -> dict:
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {**schema, **more}
+
+
+def many(schema: dict) -> dict:
+    """Values of a schema, one a line, without an end."""
+    return {"grammar": f'start: item+\nitem: %json {json.dumps(schema)} "\\n"'}
+
+
+TEXT, WHOLE = {"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 999}
+FREE = an_object({"name": TEXT, "age": WHOLE, "tags": {"type": "array", "items": TEXT, "maxItems": 5}})
+TIGHT = {"x": WHOLE, "kind": {"enum": ["red", "green", "blue"]}, "ok": {"type": "boolean"}}
+ASKED = {
+    "objects, free strings": many(FREE),
+    "objects, no strings": many(an_object(TIGHT, **{"x-guidance": {"whitespace_flexible": False}})),
+    "an array of objects": {"json": {"type": "array", "items": FREE, "minItems": 200}, "disable_any_whitespace": True},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=sorted(MS))
+    parser.add_argument("--rows", type=int, help="256 for logprobs, 64 for masks")
+    parser.add_argument("--tokens", type=int, help="of an answer, at most (1,024) for logprobs, each (128) for masks")
+    parser.add_argument("--rounds", type=int, default=3)
+    for name in MS["masks"]:
+        parser.add_argument(f"--{name}", type=float, metavar="MS")
+    args = parser.parse_args()
+    Device.ms = {name: ms if getattr(args, name) is None else getattr(args, name) for name, ms in MS[args.what].items()}
+    from minivllm import LLM, SamplingParams
+
+    timing.perf_counter, rng = CLOCK.now, random.Random(0)
+    masks, rows = args.what == "masks", args.rows or (64 if args.what == "masks" else 256)
+    most = args.tokens or (128 if masks else 1024)
+    lengths = [most if masks else rng.randint(most // 10, most) for _ in range(rows)]
+    prompts = [[rng.randrange(1000, 100_000) for _ in range(rng.randint(8, 24) if masks else 500)] for _ in range(rows)]
+
+    def asking(**more):
+        return prompts, [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **more) for n in lengths]
+
+    structured = {name: asking(structured_outputs=asked) for name, asked in ASKED.items()}
+    cases = {"plain": asking(), **(structured if masks else {"logprobs=1": asking(logprobs=1)})}
+    with tempfile.TemporaryDirectory() as tmp:
+        write_model(Path(tmp), rng)
+        with LLM(
+            model=tmp, load_format="dummy", device="cpu", max_num_seqs=rows, max_model_len=4096, seed=0,
+            executor=f"{__name__}:Device", allow_targets=[__name__], skip_tokenizer_init=not masks,
+        ) as llm:  # fmt: skip
+            table(llm, cases, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
