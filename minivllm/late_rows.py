@@ -190,16 +190,10 @@ class Masks:
 def supply(engine: Engine, plan: StepPlan) -> None:
     """The masks of a step whose layers run: they follow from the tokens of every step before it.
 
-    The step after it is planned before they are handed over: what draws takes less time than a plan, and the layers of
-    that step are to be on the device by then.  Not where hooks are round "plan and submit", nor where a step's tokens
-    are known before the next is planned."""
+    Nothing comes between the tokens and the masks but what they need: the step after is planned, and its layers are
+    enqueued, while this one draws."""
     clock = engine.clock
     engine.collect(1)
     clock.lap(PUBLISH)
-    mask = engine.masks.of(engine.in_flight[-1])
-    clock.lap(SUBMIT)
-    if engine.capacity.depth and engine.hooks is None and not engine.dead:
-        engine.ahead = engine.plan()
-        clock.lap(PLAN)
-    engine.executor.supply(plan.id, LateInputs(mask))
+    engine.executor.supply(plan.id, LateInputs(engine.masks.of(engine.in_flight[-1])))
     clock.lap(SUBMIT)

@@ -158,14 +158,13 @@ def test_a_late_row_draws_only_what_its_mask_allows(depth):
     at_rest(engine)
 
 
-def test_a_request_may_leave_or_come_while_a_step_that_was_planned_ahead_is_still_to_be_submitted():
+def test_a_request_may_leave_or_come_while_a_step_with_its_mask_is_in_flight():
     engine = sim_engine(depth=1, slots=3, blocks=40, block=4)
     only = {"allowed_tokens_fn": lambda ids: [len(ids) % 5, 30], "max_tokens": 20, "ignore_eos": True}
     stays, goes = request(engine, "stays", [1, 2, 3], **only), request(engine, "goes", range(9), **only)
-    while engine.ahead is None:
+    while not engine.in_flight or len(engine.in_flight[-1].plan.late) < 2:
         engine.step()
-    slot = goes.sequences[0].slot
-    assert slot in engine.ahead.plan.slots and engine.abort("goes")
+    assert goes.sequences[0].slot in engine.in_flight[-1].plan.slots and engine.abort("goes")
     comes = request(engine, "comes", [7, 8], max_tokens=30, ignore_eos=True)
     run(engine, check=True)
     tokens = outputs(stays)[0][0]
@@ -173,9 +172,9 @@ def test_a_request_may_leave_or_come_while_a_step_that_was_planned_ahead_is_stil
     assert outputs(comes) == expected(comes) and goes.sequences[0].finish_reason == "abort"
     at_rest(engine)
     request(engine, "last", [1, 2], **only)
-    while engine.ahead is None:
+    while not engine.in_flight:
         engine.step()
-    assert engine.abort("last") and engine.busy, "the device must hear of the step that was planned"
+    assert engine.abort("last") and engine.busy, "the step is still to be collected"
     run(engine, check=True)
     at_rest(engine)
 

@@ -100,7 +100,6 @@ class Engine:
         self._bind_seams = processor_seams([name for name, _ in processors])
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
-        self.ahead: Flight | None = None  # planned, and the next to be submitted
         self.tenants: dict[str, int] = {}
         self._tenant = itertools.count()
         self.finished = self.failed_steps = 0
@@ -305,7 +304,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests or self.in_flight or self.ahead)
+        return bool(self.requests or self.in_flight)
 
     def step(self) -> bool:
         """One turn of the loop; False if nothing could be planned and nothing was in flight (see ``idle``)."""
@@ -333,7 +332,7 @@ class Engine:
 
     def _launch(self) -> StepPlan | None:
         """Plan a step and submit it, if there is one."""
-        flight, self.ahead = self.ahead or self.plan(), None
+        flight = self.plan()
         self.clock.lap(PLAN)
         if flight is None:
             return None

@@ -380,11 +380,7 @@ def at_rest(engine: Engine) -> None:
     s = engine.slots
     assert len(s.running) == 0 and len(s.free) + len(s.cooling) == s.size and engine.planner.reserved == 0
     assert (
-        not engine.planner.departed
-        and engine.planner.n_waiting == 0
-        and not engine.in_flight
-        and not engine.ahead
-        and not engine.requests
+        not engine.planner.departed and engine.planner.n_waiting == 0 and not engine.in_flight and not engine.requests
     )
     for pool in engine.cache.pools:
         assert pool.free + pool.idle == pool.total - 1
