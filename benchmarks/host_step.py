@@ -7,6 +7,7 @@ Runs ``LLM.generate`` in front of a device that is only a clock: FORWARD takes `
 for each row, SAMPLE ``--sample``, one after the other, and results are made in no time (of a row with a mask any token
 that this allows).  What launches cost the host on a GPU is given too: ``--submit`` and, for masks, ``--supply``.  Time
 is this thread's CPU time and what it would have waited for the device, so what else runs on the machine counts little.
+Needs numpy 2.
 
 A line a case, medians of ``--rounds`` runs in turns: tokens a second as a share of plain, then milliseconds: of a step,
 of it those in which the device was *idle*, of its parts (medians), of all the *host*'s work (mean), of the grammar

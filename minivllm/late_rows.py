@@ -6,12 +6,13 @@ tokens here and nowhere else: whatever became known since the last time, so that
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minivllm.core.interfaces.plan import LateInputs
-from minivllm.core.timing import PLAN, PUBLISH, SUBMIT
+from minivllm.core.timing import PUBLISH, SUBMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,18 +26,26 @@ if TYPE_CHECKING:
     from minivllm.core.timing import SeamTimes
 
 
+@functools.lru_cache(256)
+def _bits(ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The words i64 of a mask that hold the bits of these ids, and the bits i32."""
+    words, where = np.unique(np.array(ids) // 32, return_inverse=True)
+    bits = np.zeros(len(words), np.uint32)
+    np.bitwise_or.at(bits, where, np.uint32(1) << np.array(ids, np.uint32) % 32)
+    return words, bits.view(np.int32)
+
+
 class _Ends:
     """Ids that rows of a mask are to do without for as long as they have anything else to go on with."""
 
     def __init__(self, at: Sequence[int], ids: Sequence[tuple[int, ...]]) -> None:
         """``ids[i]`` are those of row ``at[i]``."""
-        self.kinds = []  # rows of equal ids together: their indices i, rows, and the ids as words and bits of these
-        for some in set(ids) - {()}:
-            which = np.array([i for i, other in enumerate(ids) if other == some])
-            words, where = np.unique(np.array(some) // 32, return_inverse=True)
-            bits = np.zeros(len(words), np.uint32)
-            np.bitwise_or.at(bits, where, np.uint32(1) << np.array(some, np.uint32) % 32)
-            self.kinds.append((which, np.array(at)[which], words, bits.view(np.int32)))
+        found: dict[tuple[int, ...], list[int]] = {}
+        for i, some in enumerate(ids):
+            if some:
+                found.setdefault(some, []).append(i)
+        # rows of equal ids together: their indices i, rows, and the ids as words and bits of these
+        self.kinds = [(np.array(which), np.array(at)[which], *_bits(some)) for some, which in found.items()]
 
     def leave_out(self, mask: np.ndarray, among: np.ndarray) -> None:
         """In place; of row ``at[i]`` if ``among[i]``, bool."""
