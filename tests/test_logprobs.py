@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -118,6 +120,23 @@ def test_they_do_not_depend_on_when_they_are_settled_and_few_steps_results_are_k
     for settle, depth in ((1, 0), (3, 2), (32, 2)):
         assert answers(settle, depth) == (want, settle - 1)
     assert answers(3, 2, blocks=40)[0] == want
+
+
+def test_they_leave_the_garbage_collector_no_object_a_token(llm):
+    def objects(**asked):
+        params = SamplingParams(max_tokens=60, ignore_eos=True, **asked)
+        gc.collect()
+        before = len(gc.get_objects())
+        outputs = llm.generate(prompts(*range(4, 12)), params, use_tqdm=False)
+        return len(gc.get_objects()) - before, outputs
+
+    objects(), objects(logprobs=1)  # what is made once
+    gc.disable()
+    try:
+        plain, scored = objects()[0], objects(logprobs=1)
+    finally:
+        gc.enable()
+    assert all(len(o.outputs[0].token_ids) == 60 for o in scored[1]) and scored[0] - plain < 200, (plain, scored[0])
 
 
 def test_a_vocabulary_of_log_probabilities_is_given_if_the_engine_allows_it(small, llm):
