@@ -11,6 +11,7 @@ import torch
 from minivllm import LLM, RequestError, SamplingParams
 from minivllm.core import publisher, scoring
 from minivllm.errors import ConfigError
+from minivllm.frontend import Tracked
 from minivllm.plugins.sampler.default import DefaultSampler
 from minivllm.testing.sim import logprobs_after, request, run, sim_engine
 from minivllm.testing.tiny import tiny_dir
@@ -122,21 +123,29 @@ def test_they_do_not_depend_on_when_they_are_settled_and_few_steps_results_are_k
     assert answers(3, 2, blocks=40)[0] == want
 
 
-def test_they_leave_the_garbage_collector_no_object_a_token(llm):
+def test_they_leave_the_garbage_collector_no_object_a_token():
     def objects(**asked):
-        params = SamplingParams(max_tokens=60, ignore_eos=True, **asked)
-        gc.collect()
+        sim = sim_engine(depth=2, slots=8, blocks=400)
+        asking = [
+            Tracked(list(range(i)), SamplingParams(max_tokens=100, ignore_eos=True, **asked), None)
+            for i in range(4, 12)
+        ]
         before = len(gc.get_objects())
-        outputs = llm.generate(prompts(*range(4, 12)), params, use_tqdm=False)
-        return len(gc.get_objects()) - before, outputs
+        for tracked in asking:
+            tracked.add_to(sim)
+        run(sim)
+        outputs = [tracked.output() for tracked in asking]
+        assert all(len(o.outputs[0].token_ids) == 100 for o in outputs)
+        return len(gc.get_objects()) - before
 
     objects(), objects(logprobs=1)  # what is made once
+    gc.collect()
     gc.disable()
     try:
-        plain, scored = objects()[0], objects(logprobs=1)
+        plain, scored = objects(), objects(logprobs=1)
     finally:
         gc.enable()
-    assert all(len(o.outputs[0].token_ids) == 60 for o in scored[1]) and scored[0] - plain < 200, (plain, scored[0])
+    assert scored - plain < 200, (plain, scored)
 
 
 def test_a_vocabulary_of_log_probabilities_is_given_if_the_engine_allows_it(small, llm):
