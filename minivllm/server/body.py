@@ -10,6 +10,10 @@ from starlette.requests import ClientDisconnect, Request
 
 from .errors import ApiError
 
+# times the limit: of a larger body that much is read, and dropped, before it is refused.  A connection that closes
+# while something is on its way is reset, and the answer with it: its sender would never hear what was wrong.
+LINGER = 8
+
 
 async def read_object(request: Request, most: int, seconds: float) -> dict[str, Any]:
     """The body as a JSON object.  ApiError: 415 if its type is not JSON, 413 over ``most`` bytes, 408 if it has not
@@ -18,27 +22,32 @@ async def read_object(request: Request, most: int, seconds: float) -> dict[str, 
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "Content-Type: want application/json")
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > most:
-        raise ApiError(413, f"the body has {declared} bytes; want at most {most}", headers={"Connection": "close"})
+    told = int(declared) if declared.isdigit() else 0
+    large = ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
+    if told > LINGER * most or (told > most and "expect" in request.headers):
+        raise large
     try:
         raw = await asyncio.wait_for(_read(request, most), seconds)
     except asyncio.TimeoutError:
         what = f"the body did not come within {seconds:g} s"
-        raise ApiError(408, what, headers={"Connection": "close"}) from None
+        raise large if told > most else ApiError(408, what, headers={"Connection": "close"}) from None
+    if raw is None:
+        raise large
     return parse_object(raw)
 
 
-async def _read(request: Request, most: int) -> bytes:
+async def _read(request: Request, most: int) -> bytes | None:
+    """None if it is larger."""
     parts, size = [], 0
     try:
         async for part in request.stream():
             size += len(part)
-            if size > most:
-                raise ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
-            parts.append(part)
+            if size > LINGER * most:
+                break
+            parts.append(part) if size <= most else parts.clear()
     except ClientDisconnect:
         raise ApiError(400, "the connection closed before the body was whole") from None
-    return b"".join(parts)
+    return b"".join(parts) if size <= most else None
 
 
 def parse_object(raw: bytes | str) -> dict[str, Any]:
