@@ -66,7 +66,7 @@ class Drafting:
     def _ask(self, running: Running, packed: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor] | None:
         slots, position = packed
         runner = self.runner
-        ask = replace(ask, rows=runner._rows(slots, position, int(ask.known.max())))
+        ask = replace(ask, rows=runner.rows_of(slots, position, int(ask.known.max())))
         try:
             tokens, count = runner.seams.run("drafter", self.drafter.propose, ask)
             want = (len(slots), ask.k)

@@ -225,12 +225,25 @@ class Graphs:
             for variant in variants:
                 self.sample(GraphKey("decode", size), (*none, variant, False, -1, False))
         keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= MEASURED_FROM}
-        if self.mixed:  # its kernels are compiled now, not in the middle of the first burst
+        # kernels of other steps are compiled now, not in the middle of the first burst
+        if self.mixed:
             self._try_forward(GraphKey("mixed", self.coarse[0], max(token_size(1), self.coarse[0]), SHORT))
+        if self.runner.graph_safe[-1]:
+            for variant in variants:
+                self._draw_once(variant)
         useful = useful_sizes({size: replay_ms(self.forwards[key].graph) for size, key in keys.items()})
         for size in set(keys) - set(useful):
             self.sizes.remove(size)
             del self.forwards[keys[size]]
+
+    def _draw_once(self, variant: int) -> None:
+        """A draw of the spare row over float32 logits, which is what steps that are not captured have."""
+        r = self.runner
+        slots = torch.full((1,), self.spare, dtype=torch.int64, device=r.device)
+        rows = r.rows_of(slots, torch.zeros_like(slots), 1)
+        rows.variant = variant
+        logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
+        r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
         """The buffers of a size, holding these slots."""

@@ -165,7 +165,7 @@ class Runner:
         slots, first = self.state.to(np.stack([slots_np, prompt]))
         at = prompt[:, None] + np.minimum(np.arange(count.max()), count[:, None] - 1)
         tokens = self.state.tokens[slots[:, None], self.state.to(at)].long()
-        rows = self._rows(slots, first, self.wiring.max_model_len)
+        rows = self.rows_of(slots, first, self.wiring.max_model_len)
         errors: list[StepError] = []
         self._commit(rows, slots_np, tokens, self.state.to(count), errors)
         self._poison.update({int(slots_np[r]): e for e in errors for r in e.rows})
@@ -179,7 +179,7 @@ class Runner:
         position = self.state.known[slots]
         self.state.tokens[slots, position] = tokens.int()
         self.state.known[slots] = position + 1
-        rows = self._rows(slots, position, self.wiring.max_model_len)
+        rows = self.rows_of(slots, position, self.wiring.max_model_len)
         errors: list[StepError] = []
         self._commit(rows, slots_np, tokens[:, None], torch.ones_like(tokens), errors)
         self._poison.update({int(slots_np[r]): e for e in errors for r in e.rows})
@@ -222,7 +222,7 @@ class Runner:
         logits = raw.float()
         if plan.topk >= 0 and logits is raw and not self.processed:
             raw = logits.clone()
-        rows = self._rows(slots, position, int(position_np.max()))
+        rows = self.rows_of(slots, position, int(position_np.max()))
         if state.wants_min[slots_np].any():
             sampling.suppress_stops(logits, position, state.min_end[slots], state.stop_ids[slots])
         failed = np.zeros(len(slots_np), bool)
@@ -357,7 +357,7 @@ class Runner:
                 failed += np.flatnonzero(on).tolist()
         return failed
 
-    def _rows(self, slots: torch.Tensor, position: torch.Tensor, longest: int) -> Rows:
+    def rows_of(self, slots: torch.Tensor, position: torch.Tensor, longest: int) -> Rows:
         s = self.state
         return Rows(slots, position, s.prompt[slots], s.seed[slots], s.sample[slots], 0, s.tokens, longest)
 

@@ -7,6 +7,7 @@ next one would not reach back to the one before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,13 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def kernel(*changing: str) -> Callable[[Any], Any]:
+    """``triton.jit`` for a kernel of which these arguments change from step to step: there is one variant of it, not
+    one for numbers that happen to be 1 or divisible by 16 and for pointers that happen to be aligned, each of which
+    would be compiled in the middle of somebody's answer."""
+    return triton.jit(do_not_specialize=changing, do_not_specialize_on_alignment=changing)
 
 
 @triton.jit

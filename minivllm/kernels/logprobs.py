@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import pdl, wait
+from .launch import kernel, pdl, wait
 from .peaks import TILE
 
 MOST = 32  # of the best that the kernels give
 GROUPS = 2048  # of lanes in a row, at most
 
 
-@triton.jit
+@kernel("chosen")
 def _parts(
     logits, chosen, part, top, stride, V,
     TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr,
@@ -46,7 +46,7 @@ def _parts(
         tl.store(top + (row * TILES + tile) * groups + tl.arange(0, groups), highest)
 
 
-@triton.jit
+@kernel("chosen", "k")
 def _join(
     logits, chosen, part, top, value, rank, ids, best, stride, V, k,
     TILES: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr,

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import pdl, wait
+from .launch import kernel, pdl, wait
 
 BLOCK = 4096
 
 
-@triton.jit
+@kernel("index", "mask")
 def _apply(x, stride, index, mask, WORDS, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)

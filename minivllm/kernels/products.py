@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minivllm.errors import ModelError
 
-from .launch import capability, pdl, wait
+from .launch import capability, kernel, pdl, wait
 
 MOST_ROWS = 64  # up to which a product here beats the library's and two kernels beside it (measured on an H200)
 SMALL = 1 << 23  # elements of a weight for which that holds up to ...
@@ -100,7 +100,7 @@ def _matvec(
             norm, in_squares, out_squares, eps, 1, N, DIM, PARTS, PARTS_P, MODE, BIAS)  # fmt: skip
 
 
-@triton.jit
+@kernel("M")
 def _gemm(
     x, weight, y, bias, residual, norm, in_squares, out_squares, scratch, arrived, eps, M,
     N: tl.constexpr, K: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, STOP_IDS
 
-from .launch import pdl, wait
+from .launch import kernel, pdl, wait
 
 _EOS, _STOP, _LENGTH, _NAN, _OVERSHOOT = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN, OVERSHOOT))
 
 
-@triton.jit
+@kernel("slots", "ids", "position", "kv_len", "slot_map", "rows")
 def _begin(
     slots, tokens, known, stopped, table, ids, position, kv_len, slot_map, tokens_stride, table_stride, rows,
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
@@ -50,7 +50,7 @@ def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, s
     )  # fmt: skip
 
 
-@triton.jit
+@kernel("slots", "out", "rows")
 def _gather(slots, a, b, c, d, out, rows, PDL: tl.constexpr):
     wait(PDL)
     row = tl.program_id(0)
@@ -68,7 +68,7 @@ def gather(slots: Tensor, columns: tuple[Tensor, Tensor, Tensor, Tensor]) -> tup
     return tuple(out)
 
 
-@triton.jit
+@kernel("slots", "drawn", "out", "rows")
 def _commit(
     slots, drawn, best, tokens, known, stopped, end, min_end, stop_ids, n_eos, out, tokens_stride, width, rows,
     TILES: tl.constexpr, P: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,

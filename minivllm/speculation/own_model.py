@@ -66,7 +66,7 @@ class OwnModel(DraftModel):
     def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:
         state = self.runner.state
         slots, position = ask.rows.slots, ask.rows.position + j
-        rows = self.runner._rows(slots, position, int(ask.known.max()) + j)
+        rows = self.runner.rows_of(slots, position, int(ask.known.max()) + j)
         if state.wants_min[ask.slots].any():
             sampling.suppress_stops(logits, position, state.min_end[slots], state.stop_ids[slots])
         tokens = self.runner.draw_quietly(logits, rows, ask.slots.astype(np.int64))

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
-from minivllm.kernels.launch import pdl, wait
+from minivllm.kernels.launch import kernel, pdl, wait
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -98,7 +98,7 @@ def _part_of(tiles, most, at_once, capacity):
     return size
 
 
-@triton.jit
+@kernel("kv_len", "q_len", "slots", "rows", "capacity")
 def _deal(
     kv_len, q_len, slots, entries, first, rows, at_once, capacity, N: tl.constexpr, WINDOW: tl.constexpr,
     P: tl.constexpr, WP: tl.constexpr, CUT: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr,

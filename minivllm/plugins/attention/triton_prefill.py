@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
+from minivllm.kernels.launch import kernel
 
 from .triton_decode import NEVER, base2, dot, finish, in_float32, page_of, power
 
@@ -64,7 +65,7 @@ def _see(
     return peak, total * fade + tl.sum(p, 1), acc
 
 
-@triton.jit
+@kernel("slots", "kv_len", "cu_q", "tile_row", "tile_token")
 def _prefill(
     q, k_cache, v_cache, table, slots, kv_len, cu_q, tile_row, tile_token, sinks, out, lse,
     scale, softcap, q_stride, table_stride,
@@ -135,7 +136,7 @@ def make_tiles(q_len: np.ndarray, first_row: int, tokens: int) -> tuple[np.ndarr
     return row[order], (nth[order] * tokens).astype(np.int32)
 
 
-@triton.jit
+@kernel("q_len", "rows")
 def _tiles(q_len, tile_row, tile_token, rows, TOKENS: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
     """The tiles of row ``program_id`` behind those of the rows before it; a row of less than LEAST tokens has none."""
     row = tl.program_id(0)

@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, QKPre
-from minivllm.kernels.launch import pdl, wait
+from minivllm.kernels.launch import kernel, pdl, wait
 
 from .triton_decode import power
 
 
-@triton.jit
+@kernel("position", "slot_map")
 def _write(
     q, k, v, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, position, slot_map,
     q_stride, k_stride, v_stride, slot_stride, eps,

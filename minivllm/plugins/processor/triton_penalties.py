@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Rows
-from minivllm.kernels.launch import pdl, wait
+from minivllm.kernels.launch import kernel, pdl, wait
 
 CELLS = 8192  # of a row, at most: longer histories take more rounds
 CHUNK = 2048  # tokens that are looked at together, at most
@@ -38,7 +38,7 @@ def _cell(token, turn, CELLS: tl.constexpr):
     return ((h ^ (h >> 16)) & (CELLS - 1)).to(tl.int32)
 
 
-@triton.jit
+@kernel("slots", "position", "prompt")
 def _penalise(
     logits, history, slots, position, prompt, repetition, presence, frequency, stayed, count, done,
     stride, span, V, room, CELLS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,

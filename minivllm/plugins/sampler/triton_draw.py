@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.kernels.launch import pdl, wait
+from minivllm.kernels.launch import kernel, pdl, wait
 
 from .triton_noise import gumbel_noise, row_keys
 
@@ -65,7 +65,7 @@ def mass_of(rel):
     return (tl.exp(rel) * 1073741824.0 + 0.5).to(tl.int32)
 
 
-@triton.jit
+@kernel("slots", "seed", "position", "sample")
 def _first(
     logits, peak, score, index, top, slots, temperature, top_k, seed, position, sample, stride, V,
     TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
@@ -90,7 +90,7 @@ def _first(
         tl.store(index + row * TILES + tile, token)
 
 
-@triton.jit
+@kernel("tokens", "slots")
 def _pick(
     logits, peak, score, index, known, tokens, state, slots, temperature, top_k, top_p, min_p, stride, V,
     TILES: tl.constexpr, P: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.kernels.launch import pdl, wait
+from minivllm.kernels.launch import kernel, pdl, wait
 
 from .triton_draw import DONE, OPEN, TILE, Work, load_row, mass_of, pick, scale_of
 from .triton_noise import gumbel_noise, row_keys
@@ -50,7 +50,7 @@ def _check(
         tl.store(mass + (row * STRIPES + stripe) * 2 + 1, whole)
 
 
-@triton.jit
+@kernel("seed", "position", "sample")
 def _redraw(
     logits, peak, score, index, known, mass, state, seed, position, sample, stride, V,
     TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr, STRIPES: tl.constexpr, P: tl.constexpr,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.kernels.launch import pdl, wait
+from minivllm.kernels.launch import kernel, pdl, wait
 
 from .triton_draw import DONE, OPEN, Work, load_row, mass_of, scale_of
 from .triton_noise import gumbel_noise, row_keys
@@ -94,7 +94,7 @@ def _best_above(base, cut, best, inv, floor, a, b, V, CHUNK: tl.constexpr, FAST:
     return tl.minimum(tl.min(tl.where(score == top, index, V - 1), 0), V - 1)
 
 
-@triton.jit
+@kernel("tokens", "slots", "seed", "position", "sample")
 def _search(
     logits, known, tokens, state, slots, top_k, seed, position, sample, stride, V,
     CHUNK: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.kernels.launch import pdl, wait
+from minivllm.kernels.launch import kernel, pdl, wait
 
 from .default import SMALL_K as MOST
 from .triton_draw import DONE, TILE, WAITS, Work, mass_of, scale_of
@@ -91,7 +91,7 @@ def _edge(key, bound, m, k, p, BITS: tl.constexpr):
     return edge
 
 
-@triton.jit
+@kernel("tokens", "slots", "seed", "position", "sample")
 def _few(
     logits, top, hits, value, column, known, tokens, state, slots, top_k, seed, position, sample, stride, V,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr,
