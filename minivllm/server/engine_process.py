@@ -116,6 +116,7 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
     prepare_environment()  # before torch is imported
     from minivllm.frontend import build_engine
 
+    from . import state
     from .engine_loop import EngineLoop, describe
 
     opening = link.receive(60.0)
@@ -130,6 +131,7 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
         return getattr(e, "exit_code", 1)
     if engine.wiring.device == "cpu":
         leave_a_core()
+    state.settle()
     link.send(describe(engine, resolved), {}, "ready")
     running.set()
     loop = EngineLoop(engine, link, ends=True)

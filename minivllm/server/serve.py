@@ -25,7 +25,7 @@ import uvicorn
 
 from minivllm.errors import ConfigError, EngineDeadError, ResourceError
 
-from . import logs, tools
+from . import logs, state, tools
 from .app import Application
 from .auth import ENVIRONMENT, read_keys
 from .connection import protocol
@@ -97,6 +97,7 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
                 return 0
             await opening  # its error is the command's
             app.open(make_service(client, server, loaded.engine.model, loaded.sampling))
+            state.settle()
             host, port = bound.getsockname()[:2]
             logs.event("serving", url=f"http://{host}:{port}", model=app.service.names[0], keys=len(keys))  # type: ignore[union-attr]
             return await _until_the_end(app, client, serving, stop)
