@@ -199,9 +199,12 @@ class Graphs:
         if plan is not None and late is not None:
             self.late_masks().put(plan.samples[plan.late], late.mask)
         at = (key.rows, asked)
-        if at not in self.samples and len(self.samples) < CAPTURES:
+        if at not in self.samples:
+            if len(self.samples) >= CAPTURES:
+                self._note(f"{CAPTURES} kinds of draws are captured: others run as separate launches")
+                return None
             self.samples[at] = self._capture_sample(key.rows, asked)
-        captured = self.samples.get(at)
+        captured = self.samples[at]
         if captured is None:
             return None
         captured.graph.replay()

@@ -80,7 +80,7 @@ def _tiles(length, WINDOW: tl.constexpr, N: tl.constexpr):
 def _part_of(tiles, most, at_once, capacity):
     """Tiles a part, for rows of ``tiles`` [P], ``most`` in the longest, where ``at_once`` parts fill the device: the
     size with the least time.  Times are in units of a tile's on a full device; on an empty one it takes 0.3.  Fitted
-    on an H200 to 1 to 48 rows of 200 to 4,096 tokens, where its choices are within 5 % of the best size."""
+    on an H200 to 1 to 48 rows of 200 to 4,096 tokens, where its choices are 0 to 11 % slower than the best size."""
     total = tl.sum(tiles, 0).to(tl.float32) / at_once
     size, least = most, 1e30
     each = most
