@@ -3,6 +3,7 @@ wrong values of every kind for every field, so that a defence holds for the clas
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -72,7 +73,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "A20": {
         "temperature": number(0, 2), "top_p": number(1e-9, 1), "min_p": number(0, 1),
         "presence_penalty": number(-2, 2), "frequency_penalty": number(-2, 2),
-        "repetition_penalty": number(1e-9, 100, top=10**40), "top_k": number(-1, 2**31, whole=True, top=2**40),
+        "repetition_penalty": number(1e-9, 100, top=10**40), "top_k": number(-1, math.inf, whole=True),
     },
     "A22": {"seed": number(-(2**63), 2**63 - 1, whole=True, top=2**66)},
     "A23": {"logprobs": lambda rng: rng.choice([-1, 10**6, "7", [1], {}, 1.5, 21 + rng.randrange(999)])},
