@@ -45,11 +45,9 @@ class Time:
     def now(self) -> float:
         return time.thread_time() + self.skipped
 
-    def until(self, when: float) -> float:
-        """Wait; returns for how long."""
-        wait = max(0.0, when - self.now())
-        self.skipped += wait
-        return wait
+    def until(self, when: float) -> None:
+        """Wait."""
+        self.skipped += max(0.0, when - self.now())
 
     @contextlib.contextmanager
     def free(self):
@@ -209,19 +207,21 @@ def run(llm, prompts, params) -> dict[str, float]:
     gc.callbacks.append(collecting)
     before, begun = clock.count, CLOCK.now()
     device.free_at, device.idle = begun, 0.0
-    outs = llm.generate(prompts, params, use_tqdm=False)
+    try:
+        outs = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        gc.callbacks.remove(collecting)
     errors = [o.error for o in outs if o.error]
     assert not errors, errors[0]
     tokens = sum(len(o.outputs[0].token_ids) for o in outs)
     del outs
     seconds, steps = CLOCK.now() - begun, clock.count - before
-    gc.callbacks.remove(collecting)
     rows = np.arange(max(before, clock.count - clock.size), clock.count) % clock.size
     part = clock.part[rows] * 1e3
     return {
         "tok/s": tokens / seconds, "steps": steps, "step": seconds * 1e3 / steps, "idle": device.idle * 1e3 / steps,
         **{name: float(np.median(part[:, i])) for i, name in enumerate(timing.PARTS)},
-        "host": float(part[:, [0, 1, 3]].sum(axis=1).mean()),
+        "host": float(part[:, [timing.PLAN, timing.SUBMIT, timing.PUBLISH]].sum(axis=1).mean()),
         "grammar": float(clock.seam["grammar"][rows].mean()) * 1e3 if "grammar" in clock.seam else 0.0,
         "gc": sum(pauses) * 1e3 / steps,
         **{f"gc{g}": s["collections"] - collections[g] for g, s in enumerate(gc.get_stats())},

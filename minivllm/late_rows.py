@@ -167,12 +167,12 @@ class Masks:
             sound = False
             for seq in late.seqs:
                 self._fail(seq, f"{type(plugin).__name__} failed: {type(e).__name__}: {e}")
-        for j, seq in zip(late.at, late.seqs, strict=True) if not sound else ():
-            if seq.slot < 0:
-                mask[j] = -1
         early = known < late.until
         late.early.leave_out(mask, early)
         late.ignored.leave_out(mask, ~early)
+        for j, seq in zip(late.at, late.seqs, strict=True) if not sound else ():
+            if seq.slot < 0:
+                mask[j] = -1
 
     def _fail(self, seq: Seq, message: str) -> None:
         if seq.slot >= 0:
@@ -204,5 +204,7 @@ def supply(engine: Engine, plan: StepPlan) -> None:
     clock = engine.clock
     engine.collect(1)
     clock.lap(PUBLISH)
+    if engine.dead:
+        return
     engine.executor.supply(plan.id, LateInputs(engine.masks.of(engine.in_flight[-1])))
     clock.lap(SUBMIT)

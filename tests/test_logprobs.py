@@ -123,6 +123,16 @@ def test_they_do_not_depend_on_when_they_are_settled_and_few_steps_results_are_k
     assert answers(3, 2, blocks=40)[0] == want
 
 
+def test_they_are_settled_in_time_where_rows_do_not_draw_in_every_step():
+    sim = sim_engine(depth=1, slots=6, blocks=400, drafts=3)
+    made = [request(sim, f"r{i}", range(1 + i), logprobs=1, max_tokens=200, ignore_eos=True) for i in range(4)]
+    most = 0
+    while sim.busy:
+        sim.step()
+        most = max(most, *(len(s.unsettled) for r in made for s in r.sequences))
+    assert most < 2 * publisher.SETTLE, most
+
+
 def test_they_leave_the_garbage_collector_no_object_a_token():
     def objects(**asked):
         sim = sim_engine(depth=2, slots=8, blocks=400)

@@ -96,6 +96,14 @@ def metrics(server):
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] not in "#")}
 
 
+def test_a_field_of_chats_has_no_effect_on_a_completion_and_that_is_said(server):
+    for value in ("a", 1, [1], {}):
+        answer = server.post("/v1/completions", {**TALE, "max_tokens": 3, "max_completion_tokens": value})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        assert [w["field"] for w in answer.json()["warnings"]] == ["max_completion_tokens"]
+
+
 def test_each_gap_between_tokens_and_each_part_of_a_request_is_counted_once(server):
     labels, before = '{engine="0",model_name="pocket"}', metrics(server)
     server.post("/v1/completions", {**TALE, "n": 3})  # nobody watches: its tokens come together

@@ -246,7 +246,10 @@ class Graphs:
         rows = r.rows_of(slots, torch.zeros_like(slots), 1)
         rows.variant = variant
         logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
-        r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
+        try:
+            r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
+        except Exception as e:  # a plug-in's: requests will tell
+            self._note(f"the sampler was not tried before the first request: {first_line(e)}")
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
         """The buffers of a size, holding these slots."""

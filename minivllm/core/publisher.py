@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .stepwise import Lanes
 
-SETTLE = 32  # steps after which a row's log-probabilities are settled at the latest
+SETTLE = 32  # tokens after which a row's log-probabilities are settled at the latest
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Publisher:
             for j in np.flatnonzero(ok & s.scored[slots]).tolist():
                 seq = s.seq[slots[j]]
                 seq.later(result.logprobs, j)
-                if (plan.id + seq.slot) % SETTLE == 0:  # some rows in each step: all at their end take long
+                if (int(at[j]) + seq.slot) % SETTLE == 0:  # some rows in each step: all at their end take long
                     seq.settle()
         ended = (result.flags & ENDED) != 0
         busy = live[pick] & (ended | (s.watch[slots] & ok))

@@ -7,6 +7,7 @@ next one would not reach back to the one before.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -18,10 +19,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def kernel(*changing: str) -> Callable[[Any], Any]:
-    """``triton.jit`` for a kernel of which these arguments change from step to step: there is one variant of it, not
-    one for numbers that happen to be 1 or divisible by 16 and for pointers that happen to be aligned, each of which
-    would be compiled in the middle of somebody's answer."""
-    return triton.jit(do_not_specialize=changing, do_not_specialize_on_alignment=changing)
+    """``triton.jit`` for a kernel of which these arguments change from step to step: no variant is made for numbers
+    that happen to be 1 or divisible by 16, nor for pointers that happen to be aligned, each of which would be compiled
+    in the middle of somebody's answer.  Its constants make variants still."""
+
+    def decorate(run: Any) -> Any:
+        if unknown := set(changing) - set(inspect.signature(run).parameters):
+            raise TypeError(f"{run.__name__} has no argument {', '.join(sorted(unknown))}")
+        return triton.jit(do_not_specialize=changing, do_not_specialize_on_alignment=changing)(run)
+
+    return decorate
 
 
 @triton.jit

@@ -22,32 +22,35 @@ async def read_object(request: Request, most: int, seconds: float) -> dict[str, 
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "Content-Type: want application/json")
     declared = request.headers.get("content-length", "")
-    told = int(declared) if declared.isdigit() else 0
+    told = int(declared) if declared.isdecimal() else 0
     large = ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
     if told > LINGER * most or (told > most and "expect" in request.headers):
         raise large
+    parts: list[bytes] = []
     try:
-        raw = await asyncio.wait_for(_read(request, most), seconds)
+        size = await asyncio.wait_for(_read(request, most, parts), seconds)
     except asyncio.TimeoutError:
         what = f"the body did not come within {seconds:g} s"
-        raise large if told > most else ApiError(408, what, headers={"Connection": "close"}) from None
-    if raw is None:
+        over = max(told, sum(map(len, parts))) > most
+        raise large if over else ApiError(408, what, headers={"Connection": "close"}) from None
+    if size > most:
         raise large
-    return parse_object(raw)
+    return parse_object(b"".join(parts))
 
 
-async def _read(request: Request, most: int) -> bytes | None:
-    """None if it is larger."""
-    parts, size = [], 0
+async def _read(request: Request, most: int, parts: list[bytes]) -> int:
+    """Its bytes; ``parts`` get it, of a larger one no more than shows that it is larger."""
+    size = 0
     try:
         async for part in request.stream():
+            if size <= most:
+                parts.append(part)
             size += len(part)
             if size > LINGER * most:
                 break
-            parts.append(part) if size <= most else parts.clear()
     except ClientDisconnect:
         raise ApiError(400, "the connection closed before the body was whole") from None
-    return b"".join(parts) if size <= most else None
+    return size
 
 
 def parse_object(raw: bytes | str) -> dict[str, Any]:

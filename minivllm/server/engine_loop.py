@@ -3,7 +3,8 @@
     link.receive(seconds)   [Frame(kind, header, columns), ...]; waits for the first at most that long
     turn                    commands, engine.step(), link.send(FRAME, header, columns)
 
-A frame has a column entry for each branch that got tokens or ended in this turn, for all requests together:
+A frame has a column entry for each branch that got tokens or ended in this turn, for all requests together (of these
+types once ``frames.encode`` has it):
 
     stream i64 [R], sample i32 [R], count i32 [R], end u8 [R] (index into ENDS), stop_id i32 [R] (-1: none)
     tokens i32 [sum(count)]

@@ -131,7 +131,7 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
         return getattr(e, "exit_code", 1)
     if engine.wiring.device == "cpu":
         leave_a_core()
-    state.settle()
+    state.freeze_loaded()
     link.send(describe(engine, resolved), {}, "ready")
     running.set()
     loop = EngineLoop(engine, link, ends=True)

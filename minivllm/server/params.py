@@ -91,7 +91,8 @@ def fit(params: SamplingParams, asked: int | None, prompt: int, info: EngineInfo
 def asked_tokens(body: Any) -> int | None:
     """``max_completion_tokens``, else ``max_tokens``."""
     for name in ("max_completion_tokens", "max_tokens"):
-        value = getattr(body, name, None)
+        # a field that the body does not declare is of any type, and without effect
+        value = getattr(body, name) if name in type(body).model_fields else None
         if value is not None:
             _want(value >= 1, name, f"a whole number >= 1, not {value}")
             return value

@@ -97,7 +97,7 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
                 return 0
             await opening  # its error is the command's
             app.open(make_service(client, server, loaded.engine.model, loaded.sampling))
-            state.settle()
+            state.freeze_loaded()
             host, port = bound.getsockname()[:2]
             logs.event("serving", url=f"http://{host}:{port}", model=app.service.names[0], keys=len(keys))  # type: ignore[union-attr]
             return await _until_the_end(app, client, serving, stop)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .generate import Service
 
 
-def settle() -> None:
+def freeze_loaded() -> None:
     """All is loaded, and stays: the garbage collector need not look at it again, which takes a tenth of a second each
     time in the process of an engine, and a quarter of what /health waits for while 1,000 connections are made."""
     gc.collect()

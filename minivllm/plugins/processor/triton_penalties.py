@@ -38,7 +38,7 @@ def _cell(token, turn, CELLS: tl.constexpr):
     return ((h ^ (h >> 16)) & (CELLS - 1)).to(tl.int32)
 
 
-@kernel("slots", "position", "prompt")
+@kernel("slots", "position", "prompt", "room")
 def _penalise(
     logits, history, slots, position, prompt, repetition, presence, frequency, stayed, count, done,
     stride, span, V, room, CELLS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -97,11 +97,12 @@ def _penalise(
 def penalise(logits: Tensor, rows: Rows, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:
     """Change ``logits`` f32 [N, V] in place; the columns are f32 [S]."""
     n, room = len(rows.slots), max(rows.max_position, 1)
-    cells = min(CELLS, max(64, triton.next_power_of_2(2 * room)))
+    wide = triton.next_power_of_2(min(max(rows.max_position, 256), rows.tokens.shape[1]))
+    cells = min(CELLS, max(64, 2 * wide))
     make = lambda width, dtype: torch.empty(n, width, dtype=dtype, device=logits.device)  # noqa: E731
     _penalise[(n,)](
         logits, rows.tokens, rows.slots, rows.position, rows.prompt, repetition, presence, frequency,
         make(cells, torch.int32), make(cells, torch.int32), make(room, torch.int8), logits.stride(0),
         rows.tokens.stride(0), logits.shape[1], room, CELLS=cells,
-        CHUNK=min(CHUNK, max(512, triton.next_power_of_2(room))), num_warps=16, maxnreg=64, **pdl(logits),
+        CHUNK=min(CHUNK, max(512, wide)), num_warps=16, maxnreg=64, **pdl(logits),
     )  # fmt: skip
