@@ -60,7 +60,10 @@ def number(low: float, high: float, whole: bool = False, top: int = 10**9) -> An
         found: list[Any] = [rng.choice(WRONG_TYPES), below, above, float("nan"), float("inf"), -float("inf"), 10**39]
         if whole:
             found = [int(v) if isinstance(v, float) and abs(v) < 1e300 and v == v else v for v in found]
-            found = [v for v in found if not (isinstance(v, int) and low <= v <= high)] + [low + 0.5, True]
+            found += [low + 0.5, True]
+        fits = [v for v in found if type(v) is int or (type(v) is float and math.isfinite(v) and not whole)]
+        fits = [v for v in fits if low <= v <= high]
+        found = [v for v in found if not any(v is f for f in fits)]
         return rng.choice(found)
 
     return draw
@@ -73,7 +76,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "A20": {
         "temperature": number(0, 2), "top_p": number(1e-9, 1), "min_p": number(0, 1),
         "presence_penalty": number(-2, 2), "frequency_penalty": number(-2, 2),
-        "repetition_penalty": number(1e-9, 100, top=10**40), "top_k": number(-1, math.inf, whole=True),
+        "repetition_penalty": number(1e-9, math.inf), "top_k": number(-1, math.inf, whole=True),
     },
     "A22": {"seed": number(-(2**63), 2**63 - 1, whole=True, top=2**66)},
     "A23": {"logprobs": lambda rng: rng.choice([-1, 10**6, "7", [1], {}, 1.5, 21 + rng.randrange(999)])},
