@@ -202,7 +202,7 @@ def test_a_missing_file_is_told(tmp_path):
     [
         ({"sets": ["schedular=fcfs"]}, "--set: unknown option 'schedular'. Did you mean 'scheduler'?"),
         ({"sets": ["seed"]}, "--set 'seed': want key=value, for example --set scheduler.name=fcfs"),
-        ({"sets": ["seed.x=1"]}, "--set: seed.x: 'seed' is a value, not a table"),
+        ({"sets": ["seed.x=1"]}, "--set: seed.x: 'seed' is a value, not a table: want seed = VALUE"),
         ({"sets": ["max_num_seqs=0"]}, "--set: max_num_seqs=0: want a whole number from 1"),
         ({"sets": ["scheduler.options.a=1", "scheduler.options.a.b=1"]},
          "--set: scheduler.options.a.b: scheduler.options.a is 1 from --set, not a table"),

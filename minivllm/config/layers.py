@@ -137,7 +137,7 @@ class Layers:
             raise ConfigError(f"{at}{'.'.join(path)}: {top!r} is a list: give it as a whole")
         inner = shape.choice if top in shape.seams else shape.tables.get(top)
         if len(path) > 1 and inner is None and top not in shape.tables:
-            raise ConfigError(f"{at}{'.'.join(path)}: {top!r} is a value, not a table")
+            raise ConfigError(f"{at}{'.'.join(path)}: {top!r} is a value, not a table: want {top} = VALUE")
         if len(path) > 1 and inner is not None and path[1] not in inner:
             near = suggest(path[1], inner) or f" There are: {', '.join(inner)}."
             raise ConfigError(f"{at}unknown option {'.'.join(path[:2])!r}.{near}")
