@@ -27,7 +27,7 @@ OPTIONS = (  # a KV cache of 512 tokens under a model of 1024, and every patienc
     "--max-model-len", "1024", "--max-num-seqs", "8", "--max-queue", "16", "--set", "num_kvcache_blocks=33",
     "--set", "kvcache_block_size=16", "--set", "server.header_timeout=1.0", "--set", "server.body_timeout=1.5",
     "--set", "server.write_timeout=2", "--set", "server.keep_alive=1", "--set", "server.ping_interval=1",
-    "--set", "server.idle_timeout=20", "--set", "batch_invariant=true",
+    "--set", "server.idle_timeout=20", "--set", "batch_invariant=true", "--set", "grammar_cache_mb=1",
 )  # fmt: skip
 GOLDEN = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "logprobs": 1, "ignore_eos": True}
 SHORT = {**GOLDEN, "max_tokens": 4}  # after each case; the whole one after each line
