@@ -23,7 +23,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-robust"
-OPTIONS = (  # a KV cache of 512 tokens under a model of 1024, and every patience short
+OPTIONS = (  # a KV cache of 512 tokens under a model of 1024, every patience short, few grammars kept (see I10)
     "--max-model-len", "1024", "--max-num-seqs", "8", "--max-queue", "16", "--set", "num_kvcache_blocks=33",
     "--set", "kvcache_block_size=16", "--set", "server.header_timeout=1.0", "--set", "server.body_timeout=1.5",
     "--set", "server.write_timeout=2", "--set", "server.keep_alive=1", "--set", "server.ping_interval=1",
