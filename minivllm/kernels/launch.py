@@ -2,7 +2,12 @@
 
 A kernel that takes part calls ``wait(PDL)`` before it touches what an earlier kernel wrote, or wrote over what an
 earlier one reads; it may load constants (weights) before that.  Every kernel in a chain must wait, or the wait of the
-next one would not reach back to the one before.
+next one would not reach back to the one before::
+
+    settle, then release     what comes after starts when all that came before has ended: from here on, too, it may
+                             read what was written before this kernel without waiting
+    release, then settle     what comes after is set up as early as can be; its programs may then find some of the
+                             multiprocessors taken and crowd on the others, and the fewer they are the more it costs
 """
 
 from __future__ import annotations
@@ -32,11 +37,24 @@ def kernel(*changing: str) -> Callable[[Any], Any]:
 
 
 @triton.jit
-def wait(PDL: tl.constexpr):
-    """Let the next kernel be set up, and wait for the one before."""
+def release(PDL: tl.constexpr):
+    """Let the next kernel be set up."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def settle(PDL: tl.constexpr):
+    """Wait until the kernel before has ended."""
+    if PDL:
         gdc_wait()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Let the next kernel be set up, and wait for the one before."""
+    release(PDL)
+    settle(PDL)
 
 
 @lru_cache(maxsize=16)

@@ -68,17 +68,21 @@ class Triton(AttentionBackend):
             return
         rows, mixed = meta.decode_rows, meta.work.get("key", EAGER).kind == "mixed"
         if rows:
-            decode(layer, q, meta, out, lse, self._work(meta, layer, rows, mixed, in_float32(q)))
+            work, known = self._work(meta, layer, rows, mixed, in_float32(q))
+            decode(layer, q, meta, out, lse, work, known)
+            meta.work["settled"] = True  # what later layers read of the step itself, they may read at once
         if mixed or rows < len(meta.host_q_len):
             prefill(layer, q, meta, out, lse, self._tiles(meta, layer.spec, q))
 
-    def _work(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> Work:
+    def _work(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> tuple[Work, bool]:
+        """The work of a layer's rows, and whether a layer before had the same."""
         spec = layer.spec
         key = ("work", layer.group, spec.window, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
-        if key not in meta.work:
+        known = key in meta.work
+        if not known:
             group, longest = layer.group, int(meta.host_kv_len[layer.group][:rows].max())
             meta.work[key] = deal(spec, meta.kv_len[group], meta.q_len, meta.slots, rows, longest, mixed, exact)
-        return meta.work[key]
+        return meta.work[key], known
 
     def _tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> tuple[Tensor, Tensor, int]:
         group = spec.heads // spec.kv_heads

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
-from minivllm.kernels.launch import kernel, pdl, wait
+from minivllm.kernels.launch import kernel, pdl, release, settle, wait
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -141,13 +141,18 @@ def _decode(
     KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait(PDL)
+    """EARLY: an earlier layer had the same ``entries`` and ``table``; they are read before the queries are there."""
+    if not EARLY:
+        settle(PDL)
+    release(PDL)
     head, entry = tl.program_id(0), tl.program_id(1)
     row, share = tl.load(entries + 4 * entry), tl.load(entries + 4 * entry + 1)
     slot, length = tl.load(entries + 4 * entry + 2), tl.load(entries + 4 * entry + 3)
     if row < 0:
+        if EARLY:
+            settle(PDL)
         return
     part, parts = share // PART, share % PART
     blocks = table + slot.to(tl.int64) * table_stride
@@ -158,13 +163,15 @@ def _decode(
 
     og, od, ov, on = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, N)
     heads = head * G + og
+    last = tl.maximum(length - 1, 0)
+    page = page_of(blocks, start * N, on, last, BLOCK, N)
+    if EARLY:
+        settle(PDL)
     q_at = q + row.to(tl.int64) * q_stride + heads[None, :] * D + od[:, None]
     queries = tl.load(q_at, mask=(og < G)[None, :] & (od < D)[:, None], other=0.0)  # [DP, GP]
     m = tl.full([GP], NEVER, tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([DVP, GP], tl.float32)
-    last = tl.maximum(length - 1, 0)
-    page = page_of(blocks, start * N, on, last, BLOCK, N)
     for tile in tl.range(start, end, num_stages=STAGES):
         token = tile * N + on
         at = page.to(tl.int64) * BLOCK + token % BLOCK
@@ -207,9 +214,10 @@ def _merge(
     SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of one row and query head in their order: weights 2 ** (m - max m)."""
-    wait(PDL)
+    release(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    entry, parts = tl.load(first + 2 * row), tl.load(first + 2 * row + 1)
+    entry, parts = tl.load(first + 2 * row), tl.load(first + 2 * row + 1)  # there before the decode kernel began
+    settle(PDL)
     if parts < 2:
         return
     oi, ov = tl.arange(0, AT_ONCE), tl.arange(0, DVP)
@@ -304,8 +312,11 @@ def deal(
     return work
 
 
-def decode(layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, work: Work) -> None:
-    """The rows of ``work``, whose queries are the first tokens of a step: q [T, heads, D] -> out [T, heads, DV]."""
+def decode(
+    layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, work: Work, early: bool
+) -> None:
+    """The rows of ``work``, whose queries are the first tokens of a step: q [T, heads, D] -> out [T, heads, DV].
+    ``early``: another layer's decode kernel has had this ``work`` before."""
     spec = layer.spec
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
     exact = in_float32(q)
@@ -318,7 +329,7 @@ def decode(layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor
         spec.softmax_scale, spec.softcap or 1.0, q.stride(0), meta.table.stride(1),
         GP=power(max(sizes["G"], 8)), D=spec.dim_qk, DP=power(max(spec.dim_qk, 16)), VS=v.shape[-1], BLOCK=meta.block,
         N=tile, WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, STAGES=3 if not exact else 2, IEEE=exact,
-        num_warps=2 if tile == 64 else 4, **sizes, **flags, **pdl(q),
+        EARLY=early, num_warps=2 if tile == 64 else 4, **sizes, **flags, **pdl(q),
     )  # fmt: skip
     if work.cut:
         _merge[(spec.heads, len(work.first))](work.first, *ends, **sizes, **flags, num_warps=2, **pdl(q))

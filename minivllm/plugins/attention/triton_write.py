@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, QKPre
-from minivllm.kernels.launch import kernel, pdl, wait
+from minivllm.kernels.launch import kernel, pdl, release, settle
 
 from .triton_decode import power
 
@@ -26,16 +26,28 @@ def _write(
     q_stride, k_stride, v_stride, slot_stride, eps,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, DVP: tl.constexpr,
     HB: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, HAS_V: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait(PDL)
+    """EARLY: positions and slots are those of an earlier layer too, and read before q, k and v are there."""
+    if not EARLY:
+        settle(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = part * HB + tl.arange(0, HB)
+    od = tl.arange(0, H)
     slot = tl.load(slot_map + token * slot_stride)
+    if ROTARY:
+        pos = tl.load(position + token)
+        c = tl.load(cos + pos * D + od, mask=od < D // 2, other=0.0)[None, :]
+        s = tl.load(sin + pos * D + od, mask=od < D // 2, other=0.0)[None, :]
+    if NORM:
+        wq_a, wq_b = tl.load(q_norm + od, mask=od < D // 2), tl.load(q_norm + D // 2 + od, mask=od < D // 2)
+        wk_a, wk_b = tl.load(k_norm + od, mask=od < D // 2), tl.load(k_norm + D // 2 + od, mask=od < D // 2)
+    if EARLY:
+        settle(PDL)
+    release(PDL)  # not before: the decode kernel's programs shall find all multiprocessors free (kernels.launch)
     if part * HB < QH + KH:
         is_q = head < QH
         is_k = (head >= QH) & (head < QH + KH)
-        od = tl.arange(0, H)
         on = (od < D // 2)[None, :]
         a = tl.zeros([HB, H], tl.float32)
         b = tl.zeros([HB, H], tl.float32)
@@ -47,14 +59,9 @@ def _write(
         b += tl.load(at_k + D // 2, mask=is_k[:, None] & on, other=0.0).to(tl.float32)
         if NORM:
             inv = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-            wq_a, wq_b = tl.load(q_norm + od, mask=od < D // 2), tl.load(q_norm + D // 2 + od, mask=od < D // 2)
-            wk_a, wk_b = tl.load(k_norm + od, mask=od < D // 2), tl.load(k_norm + D // 2 + od, mask=od < D // 2)
             a = a * inv * tl.where(is_q[:, None], wq_a[None, :], wk_a[None, :]).to(tl.float32)
             b = b * inv * tl.where(is_q[:, None], wq_b[None, :], wk_b[None, :]).to(tl.float32)
         if ROTARY:
-            pos = tl.load(position + token)
-            c = tl.load(cos + pos * D + od, mask=od < D // 2, other=0.0)[None, :]
-            s = tl.load(sin + pos * D + od, mask=od < D // 2, other=0.0)[None, :]
             a, b = a * c - b * s, b * c + a * s
         to_q = q_out + (token * QH + head)[:, None] * D + od[None, :]
         to_k = k_cache + (slot * KH + head - QH)[:, None] * D + od[None, :]
@@ -110,6 +117,7 @@ def write(
         meta.position, meta.slot_map[layer.group], q.stride(0), k.stride(0), v.stride(0),
         meta.slot_map.stride(1), pre.eps if pre else 0.0,
         QH=heads, KH=kv_heads, D=dim, DV=dim_v, H=power(dim // 2), DVP=power(dim_v), HB=each,
-        NORM=norm, ROTARY=rotary, HAS_V=has_v, num_warps=warps, **pdl(q),
+        NORM=norm, ROTARY=rotary, HAS_V=has_v,
+        EARLY="settled" in meta.work, num_warps=warps, **pdl(q),
     )  # fmt: skip
     return out
