@@ -96,7 +96,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
         Kind("hooks", "minivllm.hooks:Hooks", api=(1, 1)),
         Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
         Kind(
-            "model", _SEAMS + "model:ModelArch", facts=("device", "dtype", "architecture", "model_type"),
+            "model", _SEAMS + "model:ModelArch", api=(1, 1), facts=("device", "dtype", "architecture", "model_type"),
             features=_INVARIANT,
             traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
         ),

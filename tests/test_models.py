@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
 from minivllm.testing import ModelConformance
@@ -92,3 +93,30 @@ def test_tiny_models_are_not_degenerate():
     hf = tiny_model(tiny_config())
     a, b = reference(hf, PROMPT)[-1], reference(hf, [6, *PROMPT[1:]])[-1]
     assert (a - b).abs().max() > 0.05 and a.std() > 0.5
+
+
+def test_after_the_last_attention_only_tokens_that_draw_are_computed():
+    """What becomes of a prompt's other tokens there nobody reads, unless their log-probabilities are asked for."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "num_kvcache_blocks": 64}
+    llm = LLM(model="pocket", device="cpu", dtype="float32", enable_prefix_caching=False, **sizes)
+    rows: list[int] = []
+    last = llm.engine.executor.runner.model.blocks[-1]
+    gate_up = last.gate_up
+    last.gate_up = lambda h: rows.append(len(h.x)) or gate_up(h)
+    ids = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (5, 7)]
+    one = SamplingParams(max_tokens=1, temperature=0)
+
+    both = llm.generate(ids, one)
+    assert rows == [2]
+    rows.clear()
+    alone = [llm.generate([prompt], one)[0] for prompt in ids]
+    assert rows == [1, 1]
+    assert [out.outputs[0].token_ids for out in both] == [out.outputs[0].token_ids for out in alone]
+
+    rows.clear()  # three chunks, of which the last draws
+    llm.generate([{"prompt_token_ids": list(range(20, 60))}], one)
+    assert rows == [1, 1, 1]
+    rows.clear()
+    llm.generate(ids, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
+    assert sum(rows) == 12
+    llm.close()

@@ -345,8 +345,8 @@ class Graphs:
                 host_kv_len=np.full((groups, size), key.span, np.int32),
             )  # fmt: skip
             r.backend.plan(meta, key)
-            hidden = r.model(StepTensors(ids, position, meta))
-            torch.index_select(hidden, 0, last, out=b.hidden)
+            hidden = r.model(StepTensors(ids, position, meta, last if r.picks else None))
+            b.hidden.copy_(hidden if r.picks else hidden[last])
 
         captured = self._capture(run)
         captured.rows = table

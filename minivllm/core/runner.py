@@ -43,6 +43,7 @@ class Runner:
         self.wiring = wiring
         self.worker = w = build_worker(wiring)
         self.device, self.model, self.backend = w.device, w.model, w.backend
+        self.picks = getattr(w.model, "picks", False)
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
         self.state = DeviceState(slots, wiring.max_model_len, len(w.groups), wiring.block, w.device)
         self.names = [name for name, _ in w.processors]
@@ -116,13 +117,15 @@ class Runner:
                 meta, step = self._step(plan)
                 self.seams.run("attention", self.backend.plan, meta, plan.graph)
                 what = "forward"
+                at = np.cumsum(plan.q_len)[plan.samples] - 1
+                if self.picks and not len(plan.prompt) and len(at) < len(step.ids):
+                    step.wanted = self.state.to(at if len(at) else np.zeros(1, np.int64))
                 hidden = self.seams.run("model", self.model, step)
                 if len(plan.prompt):
                     running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
-                if len(plan.samples) == hidden.shape[0]:
-                    running.hidden = hidden
-                elif len(plan.samples):
-                    running.hidden = hidden[self.state.to(np.cumsum(plan.q_len)[plan.samples] - 1)]
+                if len(at):
+                    whole = step.wanted is not None or len(at) == len(hidden)
+                    running.hidden = hidden if whole else hidden[self.state.to(at)]
         except Exception as e:  # whatever a model or a back end raises is the step's error, never the loop's end
             self._fail(running, what, e)
         return running

@@ -78,6 +78,13 @@ class Harness:
 
     def step(self, feed: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """slot -> tokens; returns slot -> logits [tokens, V]."""
+        logits, order = self.logits(feed)
+        return dict(zip(order, logits.split([len(feed[s]) for s in order]), strict=True))
+
+    def logits(
+        self, feed: Mapping[int, Sequence[int]], wanted: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Logits of all tokens of a step [T, V], or of the ``wanted`` ones if the model picks; their slots in order."""
         order = sorted(feed, key=lambda s: len(feed[s]) != 1)
         for s in order:
             self.known[s] += len(feed[s])
@@ -85,8 +92,8 @@ class Harness:
         self.backend.plan(meta, GraphKey())
         ids = torch.tensor([t for s in order for t in feed[s]], device=self.device)
         with torch.inference_mode():
-            logits = self.model.logits(self.model(StepTensors(ids, meta.position, meta))).float()
-        return dict(zip(order, logits.split([len(feed[s]) for s in order]), strict=True))
+            pick = None if wanted is None else torch.tensor(wanted, device=self.device)
+            return self.model.logits(self.model(StepTensors(ids, meta.position, meta, pick))).float(), order
 
     def chunked(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
         """Logits [tokens, V] of a sequence that comes in several steps, cut before the tokens of these numbers."""

@@ -226,6 +226,24 @@ class ModelConformance(SpecConformance):
                     f"whose logit is higher by {short[late]:.4f}"
                 )
 
+    @since(1, 1)
+    def test_a_model_that_picks_gives_the_wanted_tokens_as_among_all(self, tmp_path: Path) -> None:
+        """In the order in which they are wanted, one of them twice; the other tokens are in the cache all the same."""
+        for name, cls in self.families().items():
+            case = self.case(cls, tmp_path / name)
+            harness = self.harness(case.path)
+            if not getattr(harness.model, "picks", False):
+                pytest.skip("picks no tokens: gives the hidden states of all")
+            wanted = [len(PROMPT), 3, 0, len(PROMPT), 7]  # slot 1 comes first, of its one token is 0
+            got, _ = harness.logits({0: PROMPT, 1: [9]}, wanted)
+            assert len(got) == len(wanted), f"{len(wanted)} tokens are wanted, the model gives {len(got)}"
+            every, _ = harness.logits({2: PROMPT, 3: [9]})
+            off = float((got - every[wanted]).abs().max())
+            assert off <= case.room, f"logits of wanted tokens are off by {off:.1e} (allowed {case.room:.1e})"
+            after = [harness.step({slot: [5]})[slot] for slot in (0, 2)]
+            off = float((after[0] - after[1]).abs().max())
+            assert off <= case.room, f"after a step that picked, logits are off by {off:.1e} (allowed {case.room:.1e})"
+
     @since(1, 0)
     def test_logits_do_not_depend_on_how_a_sequence_is_cut_nor_on_its_neighbours(self, tmp_path: Path) -> None:
         """Whole, token by token and among strangers: positions come with the step, keys and values from the cache; bit

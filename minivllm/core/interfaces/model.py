@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from .attention import AttnMeta, AttnSpec, QKPre
 
-API = (1, 0)
+API = (1, 1)  # 1.1: StepTensors.wanted, Model.picks
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class StepTensors:
     ids: Tensor  # i64 [T]
     position: Tensor  # i64 [T]
     meta: AttnMeta
+    wanted: Tensor | None = None  # i64 [N] tokens whose hidden states are asked for; None: all.  For a model that picks
 
 
 class Linear(Protocol):
@@ -70,7 +71,11 @@ class Parts(Protocol):
 
 
 class Model(Protocol):
-    """``__call__`` gives hidden states [T, H] (final norm applied); ``logits`` maps [N, H] to [N, V]."""
+    """``__call__`` gives hidden states [T, H] (final norm applied); ``logits`` maps [N, H] to [N, V].
+
+    A model with ``picks = True`` gives those of ``step.wanted`` alone, [N, H] in that order, where it is not None: what
+    follows the last attention is computed for no other token.  Without the attribute a model gives all.
+    """
 
     def __call__(self, step: StepTensors) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...

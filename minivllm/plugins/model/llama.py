@@ -75,7 +75,9 @@ class Llama(ModelArch):
 
 
 class Decoder:
-    """ids [T] -> hidden [T, H] -> logits [N, V]."""
+    """ids [T] -> hidden [T, H], or [N, H] of the wanted tokens -> logits [N, V]."""
+
+    picks = True
 
     def __init__(self, arch: Llama, cfg: Any, parts: Parts) -> None:
         specs = arch.attention(cfg)
@@ -91,8 +93,9 @@ class Decoder:
     def __call__(self, step: StepTensors) -> Tensor:
         x, residual = self.first(self.embed(step.ids))
         h = Normed(x)
-        for block in self.blocks:
+        for block in self.blocks[:-1]:
             h, residual = block(h, residual, step)
+        h, _ = self.blocks[-1](h, residual, step, step.wanted)
         return h.x
 
 
@@ -123,9 +126,15 @@ class Block:
         norms = [parts.norm(f"{name}attn.{x}_norm", dim, eps).weight if arch.qk_norm else None for x in "qk"]
         self.pre = QKPre(*parts.rotary(cfg, dim), *norms, eps)
 
-    def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
+    def __call__(
+        self, h: Normed, residual: Tensor, step: StepTensors, wanted: Tensor | None = None
+    ) -> tuple[Normed, Tensor]:
+        """``wanted`` i64 [N]: after the attention go on with these tokens alone."""
         q, k, v = self.qkv(h).split(self.sizes, dim=-1)
-        h, residual = self.o(self.attn(q, k, v, step, self.pre), residual)
+        x = self.attn(q, k, v, step, self.pre)
+        if wanted is not None:
+            x, residual = x[wanted], residual[wanted]
+        h, residual = self.o(x, residual)
         return self.down(self.gate_up(h), residual)
 
 

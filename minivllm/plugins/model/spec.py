@@ -9,7 +9,7 @@ WINDOWS = ("use_sliding_window", "max_window_layers")  # transformers makes ``la
 
 LLAMA = Spec(
     impl="minivllm.plugins.model.llama:Llama",
-    api=(1, 0),
+    api=(1, 1),
     summary="Llama 2 and 3",
     limits={"architecture": {"LlamaForCausalLM"}, "model_type": {"llama"}, "device": ANY, "dtype": ANY},
     features=frozenset({"batch_invariant"}),  # made of the layers it is given
@@ -17,7 +17,7 @@ LLAMA = Spec(
 )
 QWEN2 = Spec(
     impl="minivllm.plugins.model.qwen2:Qwen2",
-    api=(1, 0),
+    api=(1, 1),
     summary="Qwen 2 and 2.5",
     limits={"architecture": {"Qwen2ForCausalLM"}, "model_type": {"qwen2"}, "device": ANY, "dtype": ANY},
     features=frozenset({"batch_invariant"}),  # made of the layers it is given
@@ -25,7 +25,7 @@ QWEN2 = Spec(
 )
 QWEN3 = Spec(
     impl="minivllm.plugins.model.qwen3:Qwen3",
-    api=(1, 0),
+    api=(1, 1),
     summary="Qwen 3, dense; pocket is one",
     limits={"architecture": {"Qwen3ForCausalLM"}, "model_type": {"qwen3"}, "device": ANY, "dtype": ANY},
     features=frozenset({"batch_invariant"}),  # made of the layers it is given
