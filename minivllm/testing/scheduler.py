@@ -111,13 +111,16 @@ class EngineMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def add(self, shared, own, n, out, salt, ignore, fn, service):
         prompt = [7 * i % VOCAB for i in range(shared)] + own
+        self.ask(prompt, fn, n=n, max_tokens=out, cache_salt=salt, ignore_eos=ignore, **service)
+
+    def ask(self, prompt, fn=None, **params):
         self.n += 1
-        params = dict(n=n, max_tokens=out, cache_salt=salt, ignore_eos=ignore, **service, **FNS[fn])
+        n = params.get("n", 1)
         try:
-            r = request(self.engine, f"r{self.n}", prompt, arrival=self.clock.now, **params)
+            r = request(self.engine, f"r{self.n}", prompt, arrival=self.clock.now, **params, **FNS[fn])
         except RequestError as e:
             self.watch.check()
-            need = n * -(-(len(prompt) + out) // BLOCK)  # if nothing were shared
+            need = n * -(-(len(prompt) + params["max_tokens"]) // BLOCK)  # if nothing were shared
             small = need >= min(p.total for p in self.engine.cache.pools)
             assert not prompt or small or "scheduler" in str(e), f"refused although it fits: {e}"
             self.seen["refused"] += 1
@@ -126,6 +129,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen["forked"] += n > 1
         if fn:
             self.seen[fn] += 1
+
+    @precondition(lambda self: self.made)
+    @rule(data=st.data(), own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), out=st.integers(1, 8))
+    def go_on(self, data, own, out):
+        """A prompt that goes on from one that was there: its blocks may be cached, the last of them in part."""
+        r = data.draw(st.sampled_from(self.made))
+        self.ask((r.prompt.tolist() + own)[:30], max_tokens=out, cache_salt=r.params.cache_salt)
 
     @precondition(lambda self: self.n < 5)  # once in an example is enough
     @rule(first=st.integers(0, VOCAB - 1))
