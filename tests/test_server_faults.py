@@ -124,6 +124,9 @@ def test_who_sends_too_large_a_body_is_let_finish_and_hears_why(server):
         got += part
     assert got.startswith(b"HTTP/1.1 413") and b"8388608 bytes" in got
     link.close()
+    chunked = ask(LONG).partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
+    stalls = chunked + b"%x\r\n" % (9 << 20) + b"a" * (9 << 20) + b"\r\n"  # too large, and no end follows
+    assert server.raw(stalls, 5).startswith(b"HTTP/1.1 413")
     head = ask(LONG).partition(b"Content-Length")[0] + b"Content-Length: 8388609\r\nExpect: 100-continue\r\n\r\n"
     assert server.raw(head).startswith(b"HTTP/1.1 413")
     server.at_rest()

@@ -64,7 +64,7 @@ def coarse_sizes(most: int) -> list[int]:
 
 
 def token_size(tokens: int) -> int:
-    """Tokens of a captured mixed step: at most an eighth (from 512 on) is filled up."""
+    """Tokens of a captured mixed step: from 256 on at most a quarter is filled up, from 1,024 on an eighth."""
     unit = 64 if tokens <= 512 else 128
     return -(-tokens // unit) * unit
 
@@ -144,13 +144,13 @@ class Graphs:
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft):  # drafts have places of their own
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
             return self._unless_refused(GraphKey("decode", size, size, span))
-        if not self.mixed or tokens > MOST_TOKENS or len(self.forwards) >= CAPTURES:
+        if not self.mixed or tokens > MOST_TOKENS:
             return None
         size = self.coarse[int(np.searchsorted(self.coarse, rows))]
         key = GraphKey("mixed", size, max(token_size(tokens), size), span)
         if key not in self.forwards:
             self.sights[key] = self.sights.get(key, 0) + 1
-            if self.sights[key] < SIGHTS:
+            if self.sights[key] < SIGHTS or len(self.forwards) >= CAPTURES:
                 return None
         return self._unless_refused(key)
 

@@ -1,0 +1,72 @@
+"""Which steps run as captures; the captures themselves are tested on a GPU (test_gpu.py)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from minivllm.core import graphs
+from minivllm.core.graphs import CAPTURES, SIGHTS, Captured, Graphs, coarse_sizes, row_sizes, token_size
+from minivllm.core.interfaces.attention import GraphKey
+
+
+def captures(most: int = 64) -> Graphs:
+    """Of a runner for ``most`` rows; without a device."""
+    made = Graphs.__new__(Graphs)
+    made.runner = SimpleNamespace(wiring=SimpleNamespace(max_num_seqs=most, max_model_len=4096))
+    made.mixed, made.sizes, made.coarse = True, row_sizes(most), coarse_sizes(most)
+    made.forwards, made.samples, made.sights, made.refused, made.notes, made.masks = {}, {}, {}, set(), [], None
+    return made
+
+
+def plan(*q_len: int, draws: bool = True, computed: int = 10) -> SimpleNamespace:
+    rows, none = np.arange(len(q_len)), np.zeros(0, np.int64)
+    return SimpleNamespace(
+        slots=rows, q_len=np.array(q_len), computed=np.full(len(q_len), computed), samples=rows if draws else none,
+        host=none, prompt=none, draft=none,
+    )  # fmt: skip
+
+
+def test_a_decode_step_runs_in_the_next_size_and_a_mixed_one_once_it_was_seen_often():
+    some = captures()
+    assert some.key(plan(*[1] * 9)) == GraphKey("decode", 16, 16, graphs.SHORT)
+    assert some.key(plan(*[1] * 9, computed=graphs.SHORT)).span == 4096
+    seen = [some.key(plan(1, 1, 70)) for _ in range(SIGHTS)]
+    assert seen[:-1] == [None] * (SIGHTS - 1) and seen[-1] == GraphKey("mixed", 16, 128, graphs.SHORT)
+    assert some.key(plan(1, graphs.MOST_TOKENS)) is None
+
+
+def test_what_is_captured_stays_in_use_however_many_kinds_of_steps_there_are():
+    some = captures()
+    mine = GraphKey("mixed", 16, 128, graphs.SHORT)
+    some.forwards = {i: Captured(None) for i in range(CAPTURES - 1)} | {mine: Captured(None)}
+    assert some.key(plan(1, 1, 70)) == mine
+    assert [some.key(plan(1, 1, 700)) for _ in range(SIGHTS + 1)] == [None] * (SIGHTS + 1)
+
+
+def test_draws_beyond_those_that_are_kept_run_uncaptured_and_it_is_said_once():
+    some = captures()
+    some.samples = dict.fromkeys(range(CAPTURES))
+    for _ in range(2):
+        assert some.sample(GraphKey("decode", 16, 16, graphs.SHORT), ("new",)) is None
+    assert len(some.notes) == 1 and str(CAPTURES) in some.notes[0]
+
+
+@pytest.mark.parametrize("most", [1, 3, 16, 100, 1024, 5000])
+def test_sizes_reach_what_may_run_at_once(most):
+    for sizes in (row_sizes(most), coarse_sizes(most)):
+        assert sizes == sorted(set(sizes)) and sizes[0] >= 1 and sizes[-1] == min(most, 1024)
+
+
+def test_tokens_of_a_mixed_step_are_filled_up_by_little():
+    assert all(n <= token_size(n) < n + 64 for n in range(1, 257))
+    assert all(n <= token_size(n) <= n * 1.25 for n in range(256, 1025))
+    assert all(n <= token_size(n) <= n * 1.125 for n in range(1024, graphs.MOST_TOKENS + 1))
+
+
+def test_a_kernel_names_no_argument_that_it_does_not_have():
+    launch = pytest.importorskip("minivllm.kernels.launch")
+    with pytest.raises(TypeError, match="no argument rows"):
+        launch.kernel("x", "rows")(lambda x, n: None)
