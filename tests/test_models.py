@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.model import picks
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
+from minivllm.plugins.model.llama import Decoder
 from minivllm.testing import ModelConformance
 from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir, tiny_model
@@ -106,13 +110,8 @@ def test_after_the_last_attention_only_tokens_that_draw_are_computed():
     ids = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (5, 7)]
     one = SamplingParams(max_tokens=1, temperature=0)
 
-    both = llm.generate(ids, one)
+    llm.generate(ids, one)
     assert rows == [2]
-    rows.clear()
-    alone = [llm.generate([prompt], one)[0] for prompt in ids]
-    assert rows == [1, 1]
-    assert [out.outputs[0].token_ids for out in both] == [out.outputs[0].token_ids for out in alone]
-
     rows.clear()  # three chunks, of which the last draws
     llm.generate([{"prompt_token_ids": list(range(20, 60))}], one)
     assert rows == [1, 1, 1]
@@ -120,3 +119,33 @@ def test_after_the_last_attention_only_tokens_that_draw_are_computed():
     llm.generate(ids, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
     assert sum(rows) == 12
     llm.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"drafter": "ngram", "speculate": "always"}], ids=["plain", "drafts"])
+def test_tokens_are_those_of_a_model_that_picks_none(more):
+    """Chunks, decode rows beside them, rows that end before others: whatever draws gets its own hidden states."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "max_model_len": 96, "num_kvcache_blocks": 64}
+    llm = LLM(model="pocket", device="cpu", dtype="float32", enable_prefix_caching=False, **sizes, **more)
+    runner = llm.engine.executor.runner
+    ids = [
+        {"prompt_token_ids": [20 + i * k % 40 for i in range(n)]}
+        for k, n in ((3, 30), (1, 7), (2, 19), (7, 1), (5, 44))
+    ]
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (9, 20, 5, 14, 3)]
+    found = []
+    for runner.picks in (True, False):
+        found.append([out.outputs[0].token_ids for out in llm.generate(ids, params)])
+    assert found[0] == found[1]
+    llm.close()
+
+
+def test_a_model_with_a_call_of_its_own_says_itself_whether_it_picks():
+    class Whole(Decoder):
+        def __call__(self, step):
+            return super().__call__(replace(step, wanted=None))
+
+    class Other(Decoder):
+        pass
+
+    made = [cls.__new__(cls) for cls in (Decoder, Other, Whole)]
+    assert [picks(model) for model in made] == [True, True, False]

@@ -24,7 +24,7 @@ from . import sampling
 from .drafting import Drafting, by_row, holds, merged, settle
 from .interfaces.attention import AttnMeta
 from .interfaces.executor import Capacity
-from .interfaces.model import StepTensors
+from .interfaces.model import StepTensors, picks
 from .interfaces.plan import FAILED, NAN, OVERSHOOT, LateInputs, StepError, StepPlan
 from .interfaces.sampling import Draw, Processor, Rows
 from .running import Running
@@ -43,7 +43,7 @@ class Runner:
         self.wiring = wiring
         self.worker = w = build_worker(wiring)
         self.device, self.model, self.backend = w.device, w.model, w.backend
-        self.picks = getattr(w.model, "picks", False)
+        self.picks = picks(w.model)
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
         self.state = DeviceState(slots, wiring.max_model_len, len(w.groups), wiring.block, w.device)
         self.names = [name for name, _ in w.processors]
@@ -124,8 +124,7 @@ class Runner:
                 if len(plan.prompt):
                     running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
                 if len(at):
-                    whole = step.wanted is not None or len(at) == len(hidden)
-                    running.hidden = hidden if whole else hidden[self.state.to(at)]
+                    running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(at)]
         except Exception as e:  # whatever a model or a back end raises is the step's error, never the loop's end
             self._fail(running, what, e)
         return running

@@ -50,6 +50,7 @@ FAULTS = {
     "FillsByItself": ("test_dummy_weights_depend_on_the_seed_alone",),
     "StreamInEightBits": ("test_half_precision_is_at_most_twice_as_far_as_transformers",),
     "ShortTable": ("test_a_long_sequence_is_right_to_its_end",),
+    "PicksAnother": ("test_a_model_that_picks_gives_the_wanted_tokens_as_among_all",),
     "RemembersTheFirst": ("test_two_instances_share_no_state",),
 }
 RIGHT = ("PlainLlama", "Mistral")
@@ -321,6 +322,25 @@ class RemembersTheFirst(Llama):
     def build(self, cfg, parts):
         self.asked.append(cfg)
         return super().build(changed(cfg, rms_norm_eps=cfg.rms_norm_eps * len(self.asked)), parts)
+
+
+class PicksAnother(Llama):
+    """Gives the hidden states of the tokens before those that are wanted."""
+
+    spec = spec("PicksAnother")
+
+    def build(self, cfg, parts):
+        model = super().build(cfg, parts)
+        model.__class__ = _PicksAnother
+        return model
+
+
+class _PicksAnother(Decoder):
+    picks = True
+
+    def __call__(self, step):
+        wanted = None if step.wanted is None else (step.wanted - 1).clamp(min=0)
+        return super().__call__(replace(step, wanted=wanted))
 
 
 class PlainLlama(ModelArch):

@@ -38,7 +38,7 @@ class StepTensors:
     ids: Tensor  # i64 [T]
     position: Tensor  # i64 [T]
     meta: AttnMeta
-    wanted: Tensor | None = None  # i64 [N] tokens whose hidden states are asked for; None: all.  For a model that picks
+    wanted: Tensor | None = None  # i64 [N] numbers of the tokens whose hidden states are asked for; None: all
 
 
 class Linear(Protocol):
@@ -73,12 +73,20 @@ class Parts(Protocol):
 class Model(Protocol):
     """``__call__`` gives hidden states [T, H] (final norm applied); ``logits`` maps [N, H] to [N, V].
 
-    A model with ``picks = True`` gives those of ``step.wanted`` alone, [N, H] in that order, where it is not None: what
-    follows the last attention is computed for no other token.  Without the attribute a model gives all.
+    A class with ``picks = True`` beside its ``__call__`` gives those of ``step.wanted`` alone, [N, H] in that order,
+    where it is not None: what follows the last attention is computed for no other token.  Keys and values of all T are
+    written in every layer all the same.  ``wanted`` is on the device and not to be read by the host (the step may be
+    captured); a token may be in it twice, and in any place.  Without the attribute a model gives all.
     """
 
     def __call__(self, step: StepTensors) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def picks(model: Model) -> bool:
+    """Whether the class that has the model's ``__call__`` says so: one that overrides it says it again, or does not."""
+    owner = next((c for c in type(model).__mro__ if "__call__" in vars(c)), type(model))
+    return bool(vars(owner).get("picks", False))
 
 
 class ModelArch(ABC):

@@ -144,7 +144,7 @@ def _decode(
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """EARLY: an earlier layer had the same ``entries`` and ``table``; they are read before the queries are there."""
-    if not EARLY:
+    if not EARLY:  # before it releases: the merge and the layers to come read what the dealing wrote without waiting
         settle(PDL)
     release(PDL)
     head, entry = tl.program_id(0), tl.program_id(1)
@@ -216,7 +216,10 @@ def _merge(
     """Join the parts of one row and query head in their order: weights 2 ** (m - max m)."""
     release(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    entry, parts = tl.load(first + 2 * row), tl.load(first + 2 * row + 1)  # there before the decode kernel began
+    entry, parts = (
+        tl.load(first + 2 * row),
+        tl.load(first + 2 * row + 1),
+    )  # there when the first layer's ``_decode`` released
     settle(PDL)
     if parts < 2:
         return

@@ -88,12 +88,13 @@ def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
     return whole and (pre is None or (pre.q_norm is None) == (pre.k_norm is None))
 
 
-FIXED = 512  # tokens that the choice is made for if it must be the same for any number of them
+MANY = 512  # tokens above which programs are large, and nothing is gained by an early start
+FIXED = MANY  # tokens that the choice is made for if it must be the same for any number of them
 
 
 def heads_each(tokens: int) -> tuple[int, int]:
     """Heads of a program, and its warps: many programs while the device has room for them."""
-    return (1, 1) if tokens <= 16 else (8, 4) if tokens <= 512 else (16, 4)
+    return (1, 1) if tokens <= 16 else (8, 4) if tokens <= MANY else (16, 4)
 
 
 def write(
@@ -118,6 +119,6 @@ def write(
         meta.slot_map.stride(1), pre.eps if pre else 0.0,
         QH=heads, KH=kv_heads, D=dim, DV=dim_v, H=power(dim // 2), DVP=power(dim_v), HB=each,
         NORM=norm, ROTARY=rotary, HAS_V=has_v,
-        EARLY="settled" in meta.work, num_warps=warps, **pdl(q),
+        EARLY=tokens <= MANY and "settled" in meta.work, num_warps=warps, **pdl(q),
     )  # fmt: skip
     return out

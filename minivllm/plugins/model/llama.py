@@ -93,9 +93,8 @@ class Decoder:
     def __call__(self, step: StepTensors) -> Tensor:
         x, residual = self.first(self.embed(step.ids))
         h = Normed(x)
-        for block in self.blocks[:-1]:
+        for block in self.blocks:
             h, residual = block(h, residual, step)
-        h, _ = self.blocks[-1](h, residual, step, step.wanted)
         return h.x
 
 
@@ -108,7 +107,7 @@ class Block:
     def __init__(self, arch: Llama, cfg: Any, parts: Parts, i: int, spec: AttnSpec, after: Any) -> None:
         hidden, inner, eps = cfg.hidden_size, cfg.intermediate_size, cfg.rms_norm_eps
         bias_qkv, bias_o, bias_mlp = arch.biases(cfg)
-        name, dim, last = f"layers.{i}.", spec.dim_qk, i + 1 == cfg.num_hidden_layers
+        name, dim, self.last = f"layers.{i}.", spec.dim_qk, i + 1 == cfg.num_hidden_layers
         q, kv = spec.heads * dim, spec.kv_heads * dim
         gate_up = [("gate", inner), ("up", inner)]
         self.qkv = parts.normed_linear(
@@ -121,19 +120,16 @@ class Block:
             parts.linear(name + "mlp.gate_up", hidden, gate_up, bias=bias_mlp, split="column")
         )
         down = parts.linear(name + "mlp.down", inner, [("", hidden)], bias=bias_mlp, split="row")
-        self.down = parts.linear_norm(down, after, whole=last)
+        self.down = parts.linear_norm(down, after, whole=self.last)
         self.sizes = [parts.heads(n) * dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
         norms = [parts.norm(f"{name}attn.{x}_norm", dim, eps).weight if arch.qk_norm else None for x in "qk"]
         self.pre = QKPre(*parts.rotary(cfg, dim), *norms, eps)
 
-    def __call__(
-        self, h: Normed, residual: Tensor, step: StepTensors, wanted: Tensor | None = None
-    ) -> tuple[Normed, Tensor]:
-        """``wanted`` i64 [N]: after the attention go on with these tokens alone."""
+    def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
         q, k, v = self.qkv(h).split(self.sizes, dim=-1)
         x = self.attn(q, k, v, step, self.pre)
-        if wanted is not None:
-            x, residual = x[wanted], residual[wanted]
+        if self.last and step.wanted is not None:
+            x, residual = x[step.wanted], residual[step.wanted]
         h, residual = self.o(x, residual)
         return self.down(self.gate_up(h), residual)
 
