@@ -29,7 +29,7 @@ from minivllm.core.scores import TokenLogprobs
 from minivllm.errors import EngineDeadError, RequestError
 
 from .engine_loop import ENDS, EngineLoop, describe, error_from
-from .frames import Frame
+from .frames import ROW, Frame
 from .streams import Piece, Stream
 
 if TYPE_CHECKING:
@@ -280,8 +280,7 @@ class FrameClient:
         errors = {(number, sample): text for number, sample, text in header.get("errors", ())}
         tokens, scores = columns["tokens"].tolist(), _Scores(columns)
         at, on_gap = 0, self.on_gap
-        names = ("stream", "sample", "count", "end", "stop_id", "scored")
-        for number, sample, count, end, stop_id, scored in zip(*(columns[n].tolist() for n in names), strict=True):
+        for number, sample, count, end, stop_id, scored in zip(*(columns[n].tolist() for n in ROW), strict=True):
             ids = tokens[at : at + count]
             at += count
             logprobs = scores.take(count) if scored else None

@@ -33,7 +33,7 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 
 from . import state
 from .compiling import LOOK, Compiling
-from .frames import Frame
+from .frames import ROW, Frame
 
 ENDS = (None, "stop", "length", "abort", "error")
 END = {reason: code for code, reason in enumerate(ENDS)}
@@ -294,8 +294,7 @@ class EngineLoop:
         columns: dict[str, np.ndarray] = {}
         if self.parts:
             rows, tokens = (np.concatenate(some, axis=-1) for some in zip(*self.parts, strict=True))
-            names = ("stream", "sample", "count", "end", "stop_id", "scored", "tokens")
-            columns |= dict(zip(names, (*rows, tokens), strict=True))
+            columns |= dict(zip((*ROW, "tokens"), (*rows, tokens), strict=True))
         if self.scores:
             chosen, rank, tops = zip(*self.scores, strict=True)
             columns["chosen"] = np.array(chosen, np.float32)
