@@ -37,6 +37,8 @@ class CacheMachine(EngineMachine):
         self.made, self.gone = [], set()
         self.n = self.failed = 0
 
+    go_on = None  # ``next_turn`` and ``again_when_nothing_runs`` do that here
+
     @rule(
         parts=st.lists(st.sampled_from([(1, 2, 3, 4, 5, 6), (1, 2, 7), (8,), (9, 1, 2, 3)]), min_size=1, max_size=4),
         n=st.sampled_from([1, 1, 1, 2, 3]),

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")  # the kernels of a step are imported with the captures
+
 from minivllm.core import graphs
 from minivllm.core.graphs import CAPTURES, SIGHTS, Captured, Graphs, coarse_sizes, row_sizes, token_size
 from minivllm.core.interfaces.attention import GraphKey
@@ -68,7 +70,8 @@ def test_tokens_of_a_mixed_step_are_filled_up_by_little():
 
 
 def test_a_kernel_names_no_argument_that_it_does_not_have():
-    launch = pytest.importorskip("minivllm.kernels.launch")
+    from minivllm.kernels import launch
+
     with pytest.raises(TypeError, match="no argument rows"):
         launch.kernel("x", "rows")(lambda x, n: None)
 
@@ -82,7 +85,6 @@ class Launches(list):
 
 def test_kernels_start_early_from_the_second_layer_of_the_same_work_on(monkeypatch):
     """Before that nobody has waited for the step's positions and slots, nor for the dealing of a group's work."""
-    pytest.importorskip("triton")
     from minivllm.core.interfaces.attention import AttnLayer, AttnSpec
     from minivllm.plugins.attention import triton_backend, triton_decode, triton_prefill, triton_write
     from minivllm.testing.attention_world import make_meta

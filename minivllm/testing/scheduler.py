@@ -111,9 +111,9 @@ class EngineMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def add(self, shared, own, n, out, salt, ignore, fn, service):
         prompt = [7 * i % VOCAB for i in range(shared)] + own
-        self.ask(prompt, fn, n=n, max_tokens=out, cache_salt=salt, ignore_eos=ignore, **service)
+        self.admit(prompt, fn, n=n, max_tokens=out, cache_salt=salt, ignore_eos=ignore, **service)
 
-    def ask(self, prompt, fn=None, **params):
+    def admit(self, prompt, fn=None, **params):
         self.n += 1
         n = params.get("n", 1)
         try:
@@ -135,7 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
     def go_on(self, data, own, out):
         """A prompt that goes on from one that was there: its blocks may be cached, the last of them in part."""
         r = data.draw(st.sampled_from(self.made))
-        self.ask((r.prompt.tolist() + own)[:30], max_tokens=out, cache_salt=r.params.cache_salt)
+        self.admit((r.prompt.tolist() + own)[:30], max_tokens=out, cache_salt=r.params.cache_salt)
 
     @precondition(lambda self: self.n < 5)  # once in an example is enough
     @rule(first=st.integers(0, VOCAB - 1))
