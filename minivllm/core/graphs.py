@@ -346,7 +346,10 @@ class Graphs:
             )  # fmt: skip
             r.backend.plan(meta, key)
             hidden = r.model(StepTensors(ids, position, meta, last if r.picks else None))
-            b.hidden.copy_(hidden if r.picks else hidden[last])
+            if r.picks:
+                b.hidden.copy_(hidden)
+            else:
+                torch.index_select(hidden, 0, last, out=b.hidden)
 
         captured = self._capture(run)
         captured.rows = table

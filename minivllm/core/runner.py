@@ -119,6 +119,7 @@ class Runner:
                 what = "forward"
                 at = np.cumsum(plan.q_len)[plan.samples] - 1
                 if self.picks and not len(plan.prompt) and len(at) < len(step.ids):
+                    # one token where nobody draws: kernels are not launched for none
                     step.wanted = self.state.to(at if len(at) else np.zeros(1, np.int64))
                 hidden = self.seams.run("model", self.model, step)
                 if len(plan.prompt):

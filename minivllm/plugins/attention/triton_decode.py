@@ -8,7 +8,8 @@
 
 The work is dealt on the device, so a captured step fits whatever lengths its rows have.  Many rows are an entry each.
 Few rows, or very long ones, are cut where that pays: a model of the time chooses the length of a part.  Entries that
-are not needed end at once.
+are not needed end at once.  Layers share the entries, so all but the first read them before their queries are there
+(EARLY; ``kernels.launch`` has the rules).
 
 G query heads share a KV head (padded to ``GP``).  The N tokens of a tile stand on the M side of the matrix unit, so a
 small group wastes little of it.  Bytes: 2 * kv_len * kv_heads * D * 2 a row, which is all that matters: at batch 256 it
@@ -143,7 +144,6 @@ def _decode(
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """EARLY: an earlier layer had the same ``entries`` and ``table``; they are read before the queries are there."""
     if not EARLY:  # before it releases: the merge and the layers to come read what the dealing wrote without waiting
         settle(PDL)
     release(PDL)
@@ -216,10 +216,8 @@ def _merge(
     """Join the parts of one row and query head in their order: weights 2 ** (m - max m)."""
     release(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    entry, parts = (
-        tl.load(first + 2 * row),
-        tl.load(first + 2 * row + 1),
-    )  # there when the first layer's ``_decode`` released
+    # there since the first layer's ``_decode``, which settled before it released
+    entry, parts = tl.load(first + 2 * row), tl.load(first + 2 * row + 1)
     settle(PDL)
     if parts < 2:
         return
