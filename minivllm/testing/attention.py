@@ -146,6 +146,18 @@ class AttentionConformance(Writing, SpecConformance):
                         self.run(uneven)
 
     @since(1, 0)
+    def test_common_sizes_have_no_answer_of_their_own(self) -> None:
+        """Heads of 64 and 128 elements in blocks of 32 and 64 tokens, for which fast paths are written: prompts, chunks
+        and decode rows over many keys, of each dtype."""
+        sizes = ((32, 64), (64, 128))
+        found = [self.space.plain(dtype=dtype, block=block, dim_qk=dim, dim_v=dim)
+                 for dtype in self.space.facts["dtype"] for block, dim in sizes]  # fmt: skip
+        if not any(found):
+            pytest.skip(f"no setting with {' or '.join(f'heads of {d} in blocks of {b}' for b, d in sizes)} is claimed")
+        for setting in filter(None, found):
+            self.run(setting, [(0, 70), (57, 40), (61, 3), (200, 1)])
+
+    @since(1, 0)
     def test_each_dtype_with_each_kv_format(self) -> None:
         """Within twice the error of naive attention in the same dtype, in rows of one and of many keys: sums and
         probabilities must not be kept in less than that."""

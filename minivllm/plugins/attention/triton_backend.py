@@ -64,7 +64,7 @@ class Triton(AttentionBackend):
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
         if self.ctx.batch_invariant:  # one kernel and one tile for every query, whoever else is in the step
-            prefill(layer, q, meta, out, lse, self._fixed_tiles(meta, layer.spec, q))
+            prefill(layer, q, meta, out, lse, self._fixed_tiles(meta, layer.spec, q), fixed=True)
             return
         rows, mixed = meta.decode_rows, meta.work.get("key", EAGER).kind == "mixed"
         if rows:
