@@ -59,3 +59,24 @@ def test_kernels_start_early_from_the_second_layer_of_the_same_work_on(monkeypat
         assert step(1, 1) == (2, [False, False, True, True], [False, True, True, True])
     assert step(1, 1, 600) == (2, [False, False, True, True], [False] * 4), "large programs gain nothing"
     assert step(600) == (0, [], [False] * 4), "nobody has waited"
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_where_bits_count_scores_are_no_fused_multiply_adds(monkeypatch, invariant):
+    """The compiler makes them of a tile of keys that is not masked, and cannot of one that is."""
+    asked = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: asked.append(kwargs["enable_fp_fusion"])
+
+    monkeypatch.setattr(triton_prefill, "_prefill", Launch())
+    backend = triton_backend.Triton.__new__(triton_backend.Triton)
+    backend.ctx = SimpleNamespace(batch_invariant=invariant)
+    layer = AttnLayer(0, 0, AttnSpec(4, 2, 64, 64))
+    layer.cache = {name: torch.zeros(8, 64, 2, 64) for name in "kv"}
+    meta = make_meta([(0, 40, 40)], np.ones((1, 1, 4), np.int32), 64, "cpu")
+    backend.plan(meta, GraphKey())
+    q = torch.zeros(40, 4, 64)
+    backend.forward(layer, q, meta, torch.zeros_like(q))
+    assert asked == [not invariant]
