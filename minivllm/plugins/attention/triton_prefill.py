@@ -115,7 +115,7 @@ def _prefill(
     last = tl.maximum(length - 1, 0)
     page = page_of(blocks, first * N, on, last, BLOCK, N)
     for j in tl.range(first, whole, num_stages=STAGES):
-        if TMA:
+        if TMA:  # whole, without a mask: each of these keys was written, and they lie in one block
             place = page * BLOCK + j * N % BLOCK
             k, v = k_tiles.load([place, head * D]).T, v_tiles.load([place, head * VS])
         else:
@@ -175,11 +175,11 @@ def tiles_on_device(q_len: Tensor, most: int, tokens: int, least: int = 2) -> tu
 
 @lru_cache(maxsize=64)
 def by_tma(spec: AttnSpec, dtype: torch.dtype, device: torch.device, block: int) -> bool:
-    """Whether keys and values ``dtype`` that all queries of a tile see are copied by TMA (sizes that were measured: it
-    takes 6 to 14 % less time).  On the CPU, under the interpreter, so that it is tested there."""
+    """Whether keys and values ``dtype`` that all queries of a tile see are copied by TMA: for heads of 128 elements,
+    where that was measured to pay.  On the CPU too, under the interpreter, so that it is tested there."""
     if device.type != "cpu" and (capability(device) < 9 or dtype.itemsize != 2):
         return False
-    return spec.dim_qk == spec.dim_v and spec.dim_v in (64, 128) and spec.window is None and block % KEYS == 0
+    return spec.dim_qk == spec.dim_v == 128 and spec.window is None and block % KEYS == 0
 
 
 def prefill(
