@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from minivllm.core import checks
+from minivllm.core.foreign import call_foreign
 from minivllm.core.interfaces.sampling import Draw, Row, Rows, Sampler
 from minivllm.core.state import ProcessorState
-from minivllm.errors import RequestError, shown
+from minivllm.errors import RequestError, shown, told
 
 if TYPE_CHECKING:
     from minivllm.core.request import Seq
@@ -45,6 +47,13 @@ class HostDraw:
             x = _logits(function(*given, list(ids[self.prompt :]), x), function, len(logits))
         if not x.amax().isfinite():
             raise ValueError("they left no token to draw: all logits are -inf, or one is NaN or +inf")
+        try:
+            return call_foreign(self._draw, x, ids)
+        except Exception as e:
+            raise RuntimeError(f"sampler {type(self.sampler).__name__} failed on the host: {told(e)}") from e
+
+    def _draw(self, x: torch.Tensor, ids: Sequence[int]) -> int:
+        """The sampler's token, of logits f32 [V]."""
         one = lambda value: torch.tensor([value], dtype=torch.int64)  # noqa: E731
         tokens = torch.tensor([[*ids, 0]], dtype=torch.int32)
         rows = Rows(
@@ -54,8 +63,9 @@ class HostDraw:
         out = Draw(torch.zeros(1, dtype=torch.int64))
         with torch.inference_mode():
             self.sampler.draw(x[None], rows, self.state.columns, out)
+            token = checks.whole(out.tokens[0], 0, len(x) - 1, "it drew token")
             self.sampler.commit(out.tokens[:, None], torch.ones(1, dtype=torch.int32), rows, self.state.columns)
-        return int(out.tokens[0])
+        return token
 
 
 def _takes_prompt(function: Callable[..., Any]) -> bool:
@@ -78,7 +88,10 @@ def _logits(value: Any, function: Callable[..., Any], vocab: int) -> torch.Tenso
     """What a function returned, as float32 [V]."""
     if not isinstance(value, (torch.Tensor, np.ndarray, list)):
         raise TypeError(f"{shown(function)} returned {type(value).__name__}; want the logits")
-    x = torch.as_tensor(value).detach().to("cpu", torch.float32)
+    x = torch.as_tensor(value).detach()
+    if x.dtype == torch.bool or x.is_complex():
+        raise TypeError(f"{shown(function)} returned logits of {x.dtype}; want numbers")
+    x = x.to("cpu", torch.float32)
     if x.shape != (vocab,):
         raise ValueError(f"{shown(function)} returned logits of shape {tuple(x.shape)}; want ({vocab},)")
     return x

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core import checks
+from minivllm.core.foreign import call_foreign
 from minivllm.core.interfaces.plan import LateInputs
 from minivllm.core.timing import PUBLISH, SUBMIT
+from minivllm.errors import told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,6 +87,8 @@ class _Late:
         for seq in self.seqs:
             if seq.matcher is None:
                 seq.matcher, seq.matched = plugin.start(seq.request.grammar), len(seq.request.prompt)
+                if seq.matcher is None:
+                    raise ValueError("start() gave None; want a matcher")
         self.matchers = [seq.matcher for seq in self.seqs]
         self.matched[:] = [seq.matched for seq in self.seqs]
 
@@ -149,24 +154,24 @@ class Masks:
         seqs, matchers, at, sound = late.seqs, late.matchers, late.at, True
         try:
             if not matchers:
-                late.start(plugin)
+                self.seams.run("grammar", late.start, plugin)
                 matchers = late.matchers
             behind, new = late.news(known, self.slots.tokens)
-            told = matchers if len(behind) == len(seqs) else [matchers[i] for i in behind]
-            took = self.seams.run("grammar", plugin.accept, told, new) if told else ()
+            those = matchers if len(behind) == len(seqs) else [matchers[i] for i in behind]
+            took = checks.accepted(self.seams.run("grammar", plugin.accept, those, new), new) if those else ()
             if refused := [(i, ids[n]) for i, ids, n in zip(behind, new, took, strict=True) if n < len(ids)]:
                 for i, token in refused:
                     self._fail(seqs[i], f"its matcher refused the token {token}, which was drawn under its mask")
                 go = [i for i, seq in enumerate(seqs) if seq.slot >= 0]
                 seqs, matchers, at = [seqs[i] for i in go], [matchers[i] for i in go], [at[i] for i in go]
-            failed = self.seams.run("grammar", plugin.fill, matchers, mask, at)
+            failed = checks.stuck(self.seams.run("grammar", plugin.fill, matchers, mask, at), len(matchers))
             for i, message in failed.items():
                 self._fail(seqs[i], message)
             sound = not refused and not failed
         except Exception as e:
             sound = False
             for seq in late.seqs:
-                self._fail(seq, f"{type(plugin).__name__} failed: {type(e).__name__}: {e}")
+                self._fail(seq, f"{type(plugin).__name__} failed: {told(e)}")
         early = known < late.until
         late.early.leave_out(mask, early)
         late.ignored.leave_out(mask, ~early)
@@ -182,12 +187,12 @@ class Masks:
         """What the user's function allows: in place, within what the grammar left."""
         try:
             so_far = self.slots.tokens[seq.slot, : self.slots.collected[seq.slot]].tolist()
-            ids = np.asarray(seq.request.params.allowed_tokens_fn(so_far), np.int64)  # type: ignore[misc]
-            if not ids.size or ids.min() < 0 or ids.max() >= self.vocab:
-                what = "tokens outside the vocabulary" if ids.size else "no token"
-                raise ValueError(f"it allowed {what}; want ids 0 to {self.vocab - 1}")
+            function: Any = seq.request.params.allowed_tokens_fn
+            ids = call_foreign(
+                lambda: checks.allowed_tokens(function(so_far), self.vocab)
+            )  # its answer may run code too
         except Exception as e:  # the user's code: it ends its own request and nothing else
-            self.finish(seq, "error", error=f"allowed_tokens_fn: {type(e).__name__}: {e}")
+            self.finish(seq, "error", error=f"allowed_tokens_fn: {told(e)}")
             row[:] = -1
             return
         bits = np.zeros(len(row) * 32, bool)
@@ -206,5 +211,5 @@ def supply(engine: Engine, plan: StepPlan) -> None:
     clock.lap(PUBLISH)
     if engine.dead:
         return
-    engine.executor.supply(plan.id, LateInputs(engine.masks.of(engine.in_flight[-1])))
+    engine.ask(engine.executor.supply, plan.id, LateInputs(engine.masks.of(engine.in_flight[-1])))
     clock.lap(SUBMIT)

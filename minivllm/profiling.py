@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from minivllm.core.capture import synchronize
 from minivllm.core.interfaces.quantizer import WeightScheme
 from minivllm.core.timing import processor_seams
 from minivllm.errors import RequestError
@@ -27,6 +29,26 @@ PREFIX = "seam "
 OTHER = "engine"  # columns, gathers, copies: what no plug-in does
 UNKNOWN = "unknown"  # its launch is not in the profile
 CALL = re.compile(r"(cu|cuda|hip)[A-Z]")  # of the runtime or the driver: cudaLaunchKernel, cuLaunchKernelEx ...
+
+
+class Trace:
+    """torch's profile of this process, from now to ``stop``."""
+
+    def __init__(self, cuda: bool) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        self._profile = profile(activities=activities)
+        self._profile.__enter__()
+
+    def stop(self, path: str) -> None:
+        """End it and write it as a Chrome trace.  RequestError if there is no folder for it, and it goes on."""
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            raise RequestError(f"{path}: there is no folder {folder}; make it, then call stop_profile again")
+        self.close()
+        self._profile.export_chrome_trace(path)
+
+    def close(self) -> None:
+        self._profile.__exit__(None, None, None)
 
 
 class SeamProfile:
@@ -62,7 +84,7 @@ class SeamProfile:
         """Milliseconds by seam: of the device on CUDA, of the thread that computes on a CPU.  ``trace``: a file for the
         Chrome trace."""
         if self.cuda:
-            torch.cuda.synchronize()
+            synchronize()
         self._profile.__exit__(None, None, None)
         for made, name, had, value in reversed(self._undo):
             if had:

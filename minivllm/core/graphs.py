@@ -8,7 +8,7 @@ A *decode* step (one token a row) reads token, length and block table of each sl
 ``commit`` writes them, so step N + 1 can be launched before the host has seen the tokens of step N.  A *mixed* step
 (some rows bring several tokens) gets its rows and positions from the host in one copy.  Rows and tokens are filled up
 to the next captured size with the *spare slot*, the last one of the columns: it belongs to nobody, counts as ended, and
-what it computes goes to the null block.
+what it computes is not kept (its cache slot is in the null block).
 
 The masks of late rows are copied, beside the layers, to where SAMPLE finds them (``kernels.mask``).
 
@@ -32,6 +32,8 @@ from minivllm.kernels.mask import apply as apply_masks
 from minivllm.kernels.peaks import best_of_tiles
 
 from . import sampling
+from .capture import Recorder
+from .foreign import as_exception
 from .interfaces.attention import AttnMeta, GraphKey
 from .interfaces.model import StepTensors
 from .interfaces.sampling import Draw, Processor, Rows
@@ -130,7 +132,7 @@ class Graphs:
     def __post_init__(self) -> None:
         self.spare = self.runner.wiring.max_num_seqs
         self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.recorder = Recorder()
 
     # ---- which capture -------------------------------------------------------------------------------------------
 
@@ -248,8 +250,8 @@ class Graphs:
         logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
         try:
             r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
-        except Exception as e:  # a plug-in's: requests will tell
-            self._note(f"the sampler was not tried before the first request: {first_line(e)}")
+        except BaseException as e:  # a plug-in's: requests will tell
+            self._note(f"the sampler was not tried before the first request: {first_line(as_exception(e))}")
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
         """The buffers of a size, holding these slots."""
@@ -292,9 +294,9 @@ class Graphs:
         """Capture a step; False, and said once, if that fails."""
         try:
             self._capture_forward(key)
-        except Exception as e:  # a model or back end that cannot be captured, or no memory left for it
+        except BaseException as e:  # a model or back end that cannot be captured, or no memory left for it
             self.refused.add(key)
-            self._note(f"a step is not captured, it runs as separate launches: {first_line(e)}")
+            self._note(f"a step is not captured, it runs as separate launches: {first_line(as_exception(e))}")
             return False
         return True
 
@@ -361,8 +363,8 @@ class Graphs:
         b.slots.fill_(self.spare)
         try:
             return self._capture(lambda: run_sample(r, b, asked, self.masks))
-        except Exception as e:  # a plug-in that cannot be captured runs uncaptured
-            self._note(f"sampling is not captured, it runs as separate launches: {first_line(e)}")
+        except BaseException as e:  # a plug-in that cannot be captured runs uncaptured
+            self._note(f"sampling is not captured, it runs as separate launches: {first_line(as_exception(e))}")
             return None
         finally:
             b.slots.copy_(held)
@@ -374,16 +376,8 @@ class Graphs:
             log.warning(text)
 
     def _capture(self, run: Callable[[], Any]) -> Captured:
-        """Run once by itself (kernels are compiled, scratch is taken), then record; on rows of the spare slot."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        captured = Captured(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(captured.graph, pool=self.pool, capture_error_mode="thread_local"):
-            captured.result = run()
-        return captured
+        """Record it on rows of the spare slot."""
+        return Captured(*self.recorder.capture(run))
 
 
 def run_sample(
@@ -414,9 +408,12 @@ def run_sample(
     if topk >= 0 and r.processed:
         rows.variant = variants[-1]
         scored = r.sampler.drawn_from(x, rows, state.processors[-1].columns)
+        if scored.shape != x.shape:
+            raise ValueError(f"drawn_from gave {list(scored.shape)}; want {list(x.shape)}")
     drawn = Draw(torch.empty(len(b.slots), dtype=torch.int64, device=x.device))
     rows.variant = variants[-1]
     r.sampler.draw(x, rows, state.processors[-1].columns, drawn)
+    drawn.check(logits)
     if peaks is None:
         peaks = drawn.peaks if drawn.peaks is not None else best_of_tiles(x)
     step.commit(b.slots, drawn.tokens, peaks, state, b.out, logits.shape[1])

@@ -10,8 +10,9 @@ exception.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from minivllm.errors import RequestError
 from minivllm.loading.build import build_worker, fused, has_kernels
 
 from . import sampling
+from .capture import ALONE, synchronize
 from .drafting import Drafting, by_row, holds, merged, settle
+from .foreign import as_exception
 from .interfaces.attention import AttnMeta
 from .interfaces.executor import Capacity
 from .interfaces.model import StepTensors, picks
@@ -54,7 +57,7 @@ class Runner:
         self._commits = [type(p).commit is not Processor.commit for p in self.processors]
         self.seams, self._seam = SeamTimes(), processor_seams(self.names)
         self._poison: dict[int, StepError] = {}  # slots whose processors failed between steps
-        self._profiler: Any = None
+        self._trace: Any = None  # a profile that is running
         self.drafting = Drafting(self) if wiring.drafts else None
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
@@ -73,8 +76,9 @@ class Runner:
         try:
             with torch.inference_mode():
                 graphs.warm()
-        except Exception as e:  # a model or back end that cannot be captured, or no memory left for it
-            self.worker.notes.append(f"steps are not captured, they run as separate launches: {first_line(e)}")
+        except BaseException as e:  # a model or back end that cannot be captured, or no memory left for it
+            said = first_line(as_exception(e))
+            self.worker.notes.append(f"steps are not captured, they run as separate launches: {said}")
             return None
         return graphs
 
@@ -126,8 +130,8 @@ class Runner:
                     running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
                 if len(at):
                     running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(at)]
-        except Exception as e:  # whatever a model or a back end raises is the step's error, never the loop's end
-            self._fail(running, what, e)
+        except BaseException as e:  # whatever a model or a back end raises is the step's error, never the loop's end
+            self._fail(running, what, as_exception(e))
         return running
 
     def _step(self, plan: StepPlan) -> tuple[AttnMeta, StepTensors]:
@@ -191,15 +195,15 @@ class Runner:
 
     def sample(self, running: Running, late: LateInputs | None = None) -> None:
         """Logits to tokens; commits them to the columns and starts the copy of the result."""
-        running.sampled = True
+        running.sampled, running.sampler = True, self.names[-1]
         try:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
                     if not self._sample_captured(running, late):
                         self._sample(running, late)
             running.event = self._mark()
-        except Exception as e:
-            self._fail(running, "sampling", e)
+        except BaseException as e:
+            self._fail(running, "sampling", as_exception(e))
         if self.device.type == "cpu":
             running.device_ms = (time.perf_counter() - running.start) * 1e3
         running.hidden, running.seams = None, self.seams.take()
@@ -243,12 +247,14 @@ class Runner:
             running.logits = self._host(logits[state.to(plan.host).long()])
         bad = sampling.bad_rows(logits)
         if plan.topk >= 0 and self.processed:
-            raw = self._drawn_from(logits, rows, slots_np)
-        tokens = self._draw(logits, rows, slots_np, failed, running)
+            raw = self._drawn_from(logits, rows, slots_np, failed, running)
+        drawn = self._draw(logits, rows, slots_np, failed, running)
+        tokens = drawn.clamp(0, logits.shape[1] - 1)
         flags = sampling.stop_flags(
             tokens, position, state.stop_ids[slots], state.n_eos[slots], state.min_end[slots], state.end[slots], bad
         )
-        self._accept(running, slots_np, rows, tokens, flags.int(), failed)
+        flags = torch.where((tokens != drawn) & ~bad, FAILED, flags.int())  # no token of the vocabulary
+        self._accept(running, slots_np, rows, tokens, flags, failed)
         if plan.topk >= 0:
             found = sampling.logprobs_of(raw, tokens, plan.topk, fused(self.wiring), self.wiring.batch_invariant)
             running.logprobs = tuple(self._host(t) for t in found)
@@ -277,8 +283,10 @@ class Runner:
         if len(plan.draft):
             settle(plan, state, rows.slots, rows.position, accept, stopped | (flags != 0))
             heads, mine, total = by_row(plan, state, tokens, count)
-            for row in self._commit(_pick(rows, state.to(heads)), slots_np[heads], mine, total, running.errors):
+            errors: list[StepError] = []
+            for row in self._commit(rows.pick(state.to(heads)), slots_np[heads], mine, total, errors):
                 flags[heads[row]] = FAILED
+            running.errors += [replace(e, rows=tuple(heads[list(e.rows)].tolist())) for e in errors]
         else:
             state.known[rows.slots] = torch.where(accept, rows.position + 1, state.known[rows.slots])
             state.stopped[rows.slots] = stopped | (flags != 0)
@@ -294,7 +302,7 @@ class Runner:
             return
         every = bool(on.all())
         index = None if every else self.state.to(np.flatnonzero(on))
-        part, sub = (logits, rows) if every else (logits[index], _pick(rows, index))
+        part, sub = (logits, rows) if every else (logits[index], rows.pick(index))
         sub.variant = int(np.bitwise_or.reduce(held.variant[slots_np[on]]))
         try:
             self.seams.run(self._seam[p], self.processors[p].apply, part, sub, held.columns)
@@ -304,20 +312,30 @@ class Runner:
         if not every:
             logits[index] = part
 
-    def _drawn_from(self, logits, rows: Rows, slots_np) -> torch.Tensor:
+    def _drawn_from(self, logits, rows: Rows, slots_np, failed: np.ndarray, running: Running) -> torch.Tensor:
         held = self.state.processors[-1]
         rows.variant = int(np.bitwise_or.reduce(held.variant[slots_np]))
-        return self.sampler.drawn_from(logits, rows, held.columns)
+        try:
+            found = self.seams.run("sampler", self.sampler.drawn_from, logits, rows, held.columns)
+            if found.shape != logits.shape:
+                raise ValueError(f"drawn_from gave {list(found.shape)}; want {list(logits.shape)}")
+            return found
+        except Exception as e:
+            self._fail_rows(running, failed, np.flatnonzero(~failed), len(self.processors) - 1, e)
+            return logits
 
     def _draw(self, logits, rows: Rows, slots_np, failed: np.ndarray, running: Running) -> torch.Tensor:
+        """What the sampler drew, i64 [N]; it may be no token at all."""
         held = self.state.processors[-1]
-        out = Draw(torch.zeros(len(slots_np), dtype=torch.int64, device=self.device))
+        out = Draw(torch.full((len(slots_np),), -1, dtype=torch.int64, device=self.device))
         rows.variant = int(np.bitwise_or.reduce(held.variant[slots_np]))
         try:
             self.seams.run("sampler", self.sampler.draw, logits, rows, held.columns, out)
+            out.check(logits)
         except Exception as e:
             self._fail_rows(running, failed, np.flatnonzero(~failed), len(self.processors) - 1, e)
-        return out.tokens.clamp_(0, logits.shape[1] - 1)
+            out.tokens = torch.zeros(len(slots_np), dtype=torch.int64, device=self.device)
+        return out.tokens
 
     def draw_quietly(self, logits: torch.Tensor, rows: Rows, slots_np: np.ndarray) -> torch.Tensor:
         """Tokens i64 [N] as a step would draw them from these logits, which may be overwritten; changes no column.
@@ -334,7 +352,7 @@ class Runner:
             elif index is None:
                 self.processors[p].apply(logits, rows, held.columns)
             else:
-                part, sub = logits[index], _pick(rows, index)
+                part, sub = logits[index], rows.pick(index)
                 self.processors[p].apply(part, sub, held.columns)
                 logits[index] = part
         return out.tokens.clamp_(0, logits.shape[1] - 1)
@@ -350,7 +368,7 @@ class Runner:
             if not on.any():
                 continue
             held, index = self.state.processors[p], self.state.to(np.flatnonzero(on))
-            some = _pick(rows, index)
+            some = rows.pick(index)
             some.variant = int(np.bitwise_or.reduce(held.variant[slots_np[on]]))
             try:
                 self.seams.run(self._seam[p], processor.commit, tokens[index], count[index], some, held.columns)
@@ -398,39 +416,30 @@ class Runner:
         running.hidden = None
 
     def profile_start(self) -> None:
-        from torch.profiler import ProfilerActivity, profile
+        from minivllm.profiling import Trace
 
-        if self._profiler is not None:
+        if self._trace is not None:
             raise RequestError("a profile is running already; call stop_profile first")
-        cuda = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
-        self._profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
-        self._profiler.__enter__()
+        self._trace = Trace(self.device.type == "cuda")
 
     def profile_stop(self, path: str) -> None:
-        if self._profiler is None:
+        if self._trace is None:
             raise RequestError("no profile is running; call start_profile first")
-        folder = Path(path).absolute().parent
-        if not folder.is_dir():
-            raise RequestError(f"{path}: there is no folder {folder}; make it, then call stop_profile again")
-        self._profiler.__exit__(None, None, None)
-        self._profiler.export_chrome_trace(path)
-        self._profiler = None
+        self._trace.stop(path)
+        self._trace = None
 
     def close(self) -> None:
         """Give the device memory back, and end a profile that nobody wants any more."""
-        if self._profiler is not None:
-            self._profiler.__exit__(None, None, None)
-            self._profiler = None
-        self.worker = self.model = self.backend = self.state = None
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _pick(rows: Rows, index: torch.Tensor) -> Rows:
-    return Rows(
-        rows.slots[index], rows.position[index], rows.prompt[index], rows.seed[index], rows.sample[index], rows.variant,
-        rows.tokens, rows.max_position,
-    )  # fmt: skip
+            with contextlib.suppress(RuntimeError):  # a device that has failed has nothing left to wait for
+                synchronize()  # graphs and memory go away: no step that is still on its way may need them
+        self.worker = self.model = self.backend = self.state = self.graphs = self.drafting = None
+        if self.device.type == "cuda":
+            with ALONE:
+                torch.cuda.empty_cache()
 
 
 def _error(scope: str, plugin: str, e: Exception, rows: np.ndarray) -> StepError:

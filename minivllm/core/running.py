@@ -10,7 +10,7 @@ import torch
 
 from .drafting import spread
 from .interfaces.attention import GraphKey
-from .interfaces.plan import LogProbs, StepError, StepPlan, StepResult, no_rows
+from .interfaces.plan import FAILED, LogProbs, StepError, StepPlan, StepResult, no_rows
 
 
 @dataclass
@@ -23,11 +23,13 @@ class Running:
     start: float = 0.0
     device_ms: float = 0.0
     sampled: bool = False
+    sampler: str = ""  # who drew, for errors
     packed: torch.Tensor | None = None  # i32 [3, N] tokens, count, flags (host memory once ``event`` has passed)
     logprobs: tuple[torch.Tensor, ...] | None = None
     prompt: tuple[torch.Tensor, ...] | None = None
     logits: torch.Tensor | None = None
     errors: list[StepError] = field(default_factory=list)
+    without_drafts: StepError | None = None  # why there are none; the step itself goes on
     drafted: torch.Tensor | None = None  # i32, drafts of each row that speculates
     came: StepPlan | None = None  # the plan as it was submitted, if rows have left it
     back: np.ndarray | None = None  # and for each drawing row its index in ``came.samples``
@@ -62,11 +64,23 @@ class Running:
         if self.logprobs is not None:
             chosen, rank, ids, top = (t.numpy()[mine] for t in self.logprobs)
             lp = LogProbs(chosen, rank, ids, top)
+        self._explain_failures(packed[2])
+        errors = self.errors if self.without_drafts is None else [*self.errors, self.without_drafts]
         result = StepResult(
             id=plan.id, slots=plan.slots[plan.samples], tokens=packed[0], count=packed[1],
-            flags=packed[2].astype(np.uint8), logprobs=lp, errors=tuple(self.errors), device_ms=self.device_ms,
+            flags=packed[2].astype(np.uint8), logprobs=lp, errors=tuple(errors), device_ms=self.device_ms,
             logits=None if self.logits is None else self.logits.numpy(), seams=self.seams,
             prompt=None if self.prompt is None else LogProbs(*(t.numpy() for t in self.prompt)),
             drafted=no_rows() if self.drafted is None else self.drafted.numpy(),
         )  # fmt: skip
         return result if self.came is None else spread(result, self.back, self.came)
+
+    def _explain_failures(self, flags: np.ndarray) -> None:
+        """An error for rows [N] that failed without one: the device found no token of the vocabulary."""
+        failed = np.flatnonzero(flags & FAILED)
+        if not len(failed):
+            return
+        named = {row for e in self.errors for row in e.rows}
+        lost = tuple(row for row in failed.tolist() if row not in named)
+        if lost:
+            self.errors.append(StepError("rows", self.sampler, "it drew a token that is not in the vocabulary", lost))

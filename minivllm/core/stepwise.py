@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, told
 
+from . import checks
+from .foreign import call_foreign
 from .interfaces.strategy import Grown, Moves, Pick, Search
 from .publisher import reason_of, stop_flags
 from .request import RUNNING, WAITING, Request, Seq
@@ -107,7 +109,8 @@ class Lanes:
             if ended(p.branch, p.token) is not None:
                 raise ValueError(f"branch {p.branch} goes on with token {p.token}, which ends it")
         for p in moves.keep:
-            self.kept.append(Kept(self._node(p, grown), p.score, ended(p.branch, p.token) or ("stop", None)))
+            score = checks.score(p.score)
+            self.kept.append(Kept(self._node(p, grown), score, ended(p.branch, p.token) or ("stop", None)))
         self._got.clear()
         self.moves, self._next = go_on, nodes
         return moves.done or not go_on
@@ -133,22 +136,21 @@ class Lanes:
         return reason_of(flags, token) if flags else None
 
     def _node(self, p: Pick, grown: Sequence[Grown]) -> Node:
-        if not 0 <= p.branch < len(self.live):
-            raise ValueError(f"branch {p.branch} is not there; want 0 to {len(self.live) - 1}")
-        lane, token = self.live[p.branch], int(p.token)
+        branch = checks.whole(p.branch, 0, len(self.live) - 1, "there is no branch")
+        lane, token = self.live[branch], checks.whole(p.token, 0, 2**31 - 1, f"branch {branch} goes on with")
         if token not in grown[p.branch].tokens:
             raise ValueError(f"token {token} is no candidate of branch {p.branch}")
         ids, values = self._got[lane]
         at, k = int(np.flatnonzero(ids == token)[0]), self.request.logprobs
-        entry = TokenLogprobs(float(values[at]), at + 1, ids[:k].tolist(), values[:k].tolist())
+        rank = 1 + int((values > values[at]).sum())
+        entry = TokenLogprobs(float(values[at]), rank, ids[:k].tolist(), values[:k].tolist())
         return Node(self.tail[lane], token, entry)
 
     def outputs(self, cut: tuple[str, Any] | None) -> list[Kept]:
         """The answer, best first.  ``cut``: the reason if it ends early; live branches fill up then."""
-        n, order = self.request.params.n, list(dict.fromkeys(int(i) for i in self.search.result()))
-        if any(not 0 <= i < len(self.kept) for i in order):
-            raise ValueError(f"result() gave {order}; want numbers of the {len(self.kept)} that were kept")
-        found = [self.kept[i] for i in order[:n]]
+        n, last = self.request.params.n, len(self.kept) - 1
+        order = dict.fromkeys(checks.whole(i, 0, last, "result() gave") for i in self.search.result())
+        found = [self.kept[i] for i in list(order)[:n]]
         if cut is not None:
             tails = [self.tail[lane] for lane in self.live] if self.moves is None else self._next
             found += [Kept(tail, None, cut) for tail in tails[: n - len(found)]]
@@ -267,7 +269,7 @@ def branch(engine: Engine, lanes: Lanes) -> None:
         ended = engine.clock.seams.run("strategy", lanes.advance, engine.slots)
     except Exception as e:  # a plug-in or the client's stop strings: it ends its own request and nothing else
         name = type(lanes.request.strategy).__name__
-        finish_lanes(engine, lanes.request, ("error", None), f"strategy {name}: {type(e).__name__}: {e}")
+        finish_lanes(engine, lanes.request, ("error", None), f"strategy {name}: {told(e)}")
         return
     engine.publisher.tokens += len(lanes.moves or ()) + len(lanes.kept) - before
     if ended:
@@ -283,10 +285,10 @@ def finish_lanes(engine: Engine, request: Request, cut: tuple[str, Any] | None, 
     if request.done:
         return
     try:
-        outputs = lanes.outputs(cut)
+        outputs = call_foreign(lanes.outputs, cut)
     except Exception as e:
         outputs, cut = [Kept(None, None, ("error", None))], ("error", None)
-        error = error or f"strategy {type(request.strategy).__name__}: {type(e).__name__}: {e}"
+        error = error or f"strategy {type(request.strategy).__name__}: {told(e)}"
     if lanes in engine.planner.moving:
         engine.planner.moving.remove(lanes)
     try:
@@ -305,8 +307,8 @@ def finish_lanes(engine: Engine, request: Request, cut: tuple[str, Any] | None, 
         seq.cumulative_logprob = sum(lp.chosen for lp in seq.logprobs)
         try:
             if request.sink is not None:
-                request.sink(seq, ids, out.ended)
+                call_foreign(request.sink, seq, ids, out.ended)
         except Exception as e:
-            request.sink, error = None, f"what receives its tokens failed: {type(e).__name__}: {e}"
+            request.sink, error = None, f"what receives its tokens failed: {told(e)}"
     for seq, out in zip(lanes.seqs, outputs + outputs[-1:] * (lanes.width - len(outputs)), strict=True):
         engine.close(seq, *(out.ended if error is None else ("error", None)), error)

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from .foreign import contained
+
 PARTS = ("plan", "submit", "wait", "publish")
 PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
 
@@ -32,11 +34,15 @@ class SeamTimes(dict[str, float]):
         self._inner = 0.0  # seconds of the calls within the one that runs
 
     def run(self, seam: str, call: Callable[..., Any], *args: Any) -> Any:
-        """``call(*args)``, its time counted under ``seam``."""
+        """``call(*args)``, its time counted under ``seam``.  What it raises is an ``Exception`` (see ``foreign``)."""
         outer, self._inner = self._inner, 0.0
         start = perf_counter()
         try:
             return call(*args)
+        except Exception:
+            raise
+        except BaseException as e:
+            raise contained(e) from e
         finally:
             span = perf_counter() - start
             self[seam] = self.get(seam, 0.0) + span - self._inner

@@ -2,8 +2,12 @@
 
     _parts   grid (N, tiles)   of each tile: largest logit, sum of exp, how many exceed the chosen one's; the largest of
                                each group of lanes
-    _join    grid (N,)         joins the tiles; the k best are in the k groups whose largest logits are the best (of
-                               equal ones the first), because each of these holds a logit that ranks before all others'
+    _total   grid (N,)         joins the tiles
+    _best    grid (N,)         the k best are in the k groups whose largest logits are the best (of equal ones the
+                               first), because each of these holds a logit that ranks before all others'
+
+k is the largest that some row of the step asks for.  So that a row's bits do not depend on it, what they are made of
+comes from kernels of which there is one variant for all k.
 
 Bytes: the logits once, k groups of a few hundred bytes.  At 256 x 151,936 in bfloat16: 78 MB, 18 us.
 Reference: ``core.sampling.logprobs_of``.
@@ -16,17 +20,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minivllm.core.sampling import best_of
+
 from .launch import kernel, pdl, wait
 from .peaks import TILE
 
-MOST = 32  # of the best that the kernels give
+MOST = 32  # of the best that the kernels find
 GROUPS = 2048  # of lanes in a row, at most
 
 
-@kernel("chosen")
+@kernel("chosen", "k")
 def _parts(
-    logits, chosen, part, top, stride, V,
-    TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr,
+    logits, chosen, part, top, stride, V, k,
+    TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -40,70 +46,87 @@ def _parts(
     tl.store(out, best)
     tl.store(out + 1, tl.sum(e, 0))
     tl.store(out + 2, tl.sum((x > value).to(tl.int32), 0).to(tl.float32))  # at most TILE: exact
-    if TOP:
+    if k > 0:
         groups: tl.constexpr = TILE // GROUP
         highest = tl.max(tl.reshape(x, (groups, GROUP)), 1)
         tl.store(top + (row * TILES + tile) * groups + tl.arange(0, groups), highest)
 
 
-@kernel("chosen", "k")
-def _join(
-    logits, chosen, part, top, value, rank, ids, best, stride, V, k,
-    TILES: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr,
-    K: tl.constexpr, PDL: tl.constexpr,
+@kernel("chosen")
+def _total(
+    logits, chosen, part, total, value, rank, stride, TILES: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     wait(PDL)
     row = tl.program_id(0)
-    base = logits + row.to(tl.int64) * stride
     at = tl.arange(0, P)
     here = part + (row * TILES + at) * 3
     peaks = tl.load(here, mask=at < TILES, other=float("-inf"))
     peak = tl.max(peaks, 0)
     share = tl.where(peaks == float("-inf"), 0.0, tl.exp(peaks - peak))
-    total = peak + tl.log(tl.sum(tl.load(here + 1, mask=at < TILES, other=0.0) * share, 0))
+    whole = peak + tl.log(tl.sum(tl.load(here + 1, mask=at < TILES, other=0.0) * share, 0))
     larger = tl.sum(tl.load(here + 2, mask=at < TILES, other=0.0).to(tl.int32), 0)
-    tl.store(value + row, tl.load(base + tl.load(chosen + row)).to(tl.float32) - total)
+    score = tl.load(logits + row.to(tl.int64) * stride + tl.load(chosen + row)).to(tl.float32)
+    tl.store(total + row, whole)
+    tl.store(value + row, score - whole)
     tl.store(rank + row, larger + 1)
-    if K > 0:
-        of, slot = tl.arange(0, G), tl.arange(0, K)
-        highest = tl.load(top + row * GROUPS + of, mask=of < GROUPS, other=float("-inf"))
-        free = of < tl.cdiv(V, GROUP)
-        picked = tl.zeros((K,), tl.int32)
-        for i in range(k):
-            m = tl.max(tl.where(free, highest, float("-inf")), 0)
-            g = tl.min(tl.where(free & (highest == m), of, G - 1), 0)
-            picked = tl.where(slot == i, g, picked)
-            free = free & (of != g)
-        column = picked[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        left = (column < V) & (slot < k)[:, None]
-        x = tl.load(base + column, mask=left, other=float("-inf")).to(tl.float32)
-        for i in range(k):
-            m = tl.max(tl.max(tl.where(left, x, float("-inf")), 1), 0)
-            c = tl.min(tl.min(tl.where(left & (x == m), column, 2147483647), 1), 0)
-            left = left & (column != c)
-            tl.store(ids + row * k + i, tl.minimum(c, V - 1))
-            tl.store(best + row * k + i, m - total)
+
+
+@kernel("total", "k")
+def _best(
+    logits, top, total, ids, best, stride, V, k,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * stride
+    whole = tl.load(total + row)
+    of, slot = tl.arange(0, G), tl.arange(0, K)
+    highest = tl.load(top + row * GROUPS + of, mask=of < GROUPS, other=float("-inf"))
+    free = of < tl.cdiv(V, GROUP)
+    picked = tl.zeros((K,), tl.int32)
+    for i in range(k):
+        m = tl.max(tl.where(free, highest, float("-inf")), 0)
+        g = tl.min(tl.where(free & (highest == m), of, G - 1), 0)
+        picked = tl.where(slot == i, g, picked)
+        free = free & (of != g)
+    column = picked[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    left = (column < V) & (slot < k)[:, None]
+    x = tl.load(base + column, mask=left, other=float("-inf")).to(tl.float32)
+    for i in range(k):
+        m = tl.max(tl.max(tl.where(left, x, float("-inf")), 1), 0)
+        c = tl.min(tl.min(tl.where(left & (x == m), column, 2147483647), 1), 0)
+        left = left & (column != c)
+        tl.store(ids + row * k + i, tl.minimum(c, V - 1))
+        tl.store(best + row * k + i, m - whole)
 
 
 def logprobs_of(logits: Tensor, chosen: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``core.sampling.logprobs_of``; ``topk`` at most MOST.  Of equal logits the first come first."""
+    """As ``core.sampling.logprobs_of``, with the same order.  Of more than MOST the best are found in torch; the
+    log-probabilities have the same bits either way."""
     n, width = logits.shape
     k = min(max(topk, 0), width)
-    if k > MOST:
-        raise ValueError(f"logprobs of the {k} best tokens: want at most {MOST} of these kernels")
+    few = k if k <= MOST else 0
     tiles = triton.cdiv(width, TILE)
     group = max(16, triton.next_power_of_2(triton.cdiv(width, GROUPS)))
     groups = tiles * (TILE // group)
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
-    part, top = make(n, tiles, 3), make(n, groups if k else 1)
-    value, rank, ids, best = make(n), make(n, dtype=torch.int32), make(n, k, dtype=torch.int32), make(n, k)
+    part, top, total, value, rank = make(n, tiles, 3), make(n, groups), make(n), make(n), make(n, dtype=torch.int32)
     _parts[(n, tiles)](
-        logits, chosen, part, top, logits.stride(0), width,
-        TILE=TILE, TILES=tiles, GROUP=group, TOP=k > 0, num_warps=8, **pdl(logits),
+        logits, chosen, part, top, logits.stride(0), width, few,
+        TILE=TILE, TILES=tiles, GROUP=group, num_warps=8, **pdl(logits),
     )  # fmt: skip
-    _join[(n,)](
-        logits, chosen, part, top, value, rank, ids, best, logits.stride(0), width, k,
-        TILES=tiles, P=triton.next_power_of_2(tiles), GROUP=group, GROUPS=groups, G=triton.next_power_of_2(groups),
-        K=triton.next_power_of_2(k) if k else 0, num_warps=8 if k else 1, **pdl(logits),
+    _total[(n,)](
+        logits, chosen, part, total, value, rank, logits.stride(0),
+        TILES=tiles, P=triton.next_power_of_2(tiles), num_warps=1, **pdl(logits),
     )  # fmt: skip
+    if k > MOST:
+        best, found = best_of(logits, k)
+        return value, rank, found.to(torch.int32), best - total[:, None]
+    ids, best = make(n, k, dtype=torch.int32), make(n, k)
+    if k:
+        _best[(n,)](
+            logits, top, total, ids, best, logits.stride(0), width, k,
+            GROUP=group, GROUPS=groups, G=triton.next_power_of_2(groups), K=triton.next_power_of_2(k),
+            num_warps=8, **pdl(logits),
+        )  # fmt: skip
     return value, rank, ids, best

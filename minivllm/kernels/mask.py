@@ -44,6 +44,11 @@ class Masks:
 
     ``host`` i32 [rows, words] is pinned: masks that were written to its leading rows need no copy on the host.  It may
     be written again once the step whose masks it holds has been collected.
+
+    Copies run on a stream of their own, so the memory is not theirs before the stream that made it has come to it:
+    until then kernels in flight may still use what was there before, and the fill would run over the first masks.  The
+    stream has a priority of its own because torch hands out streams from a small pool for each priority: captures take
+    theirs from the other one, and a copy on a stream that is being captured would become part of somebody's graph.
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
@@ -54,8 +59,10 @@ class Masks:
         self._host = torch.full((rows * (1 + words),), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._numpy = self._host.numpy()
         self.host = self._numpy[rows:].reshape(rows, words)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._copied, self._read = (torch.cuda.Event() if self._stream is not None else None for _ in range(2))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def put(self, rows, mask) -> None:
         """``mask`` i32 [n, words] for these rows (numpy), none for the others.  The copy runs beside what the device is

@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, STOP_IDS
+from minivllm.core.interfaces.plan import EOS, FAILED, LENGTH, NAN, OVERSHOOT, STOP_ID, STOP_IDS
 
 from .launch import kernel, pdl, wait
 
-_EOS, _STOP, _LENGTH, _NAN, _OVERSHOOT = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN, OVERSHOOT))
+_EOS, _STOP, _LENGTH, _NAN = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN))
+_OVERSHOOT, _FAILED = tl.constexpr(OVERSHOOT), tl.constexpr(FAILED)
 
 
 @kernel("slots", "ids", "position", "kv_len", "slot_map", "rows")
@@ -77,7 +78,9 @@ def _commit(
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     position = tl.load(known + slot)
-    token = tl.minimum(tl.maximum(tl.load(drawn + row), 0), width - 1)
+    raw = tl.load(drawn + row)
+    token = tl.minimum(tl.maximum(raw, 0), width - 1)
+    tl.store(drawn + row, token)  # what reads it next indexes by it
     ot = tl.arange(0, P)
     tile = tl.load(best + row * TILES + ot, mask=ot < TILES, other=float("-inf"))
     peak = tl.max(tl.where(tile != tile, float("inf"), tile), 0)
@@ -88,9 +91,10 @@ def _commit(
     eos = tl.max((hit & (oi < tl.load(n_eos + slot))).to(tl.int32), 0)
     stop = tl.max((hit & (oi >= tl.load(n_eos + slot))).to(tl.int32), 0)
     flags = eos * _EOS + stop * _STOP + (position + 1 >= tl.load(end + slot)).to(tl.int32) * _LENGTH
+    flags = tl.where(raw != token, _FAILED, flags)
     flags = tl.where(bad, _NAN, flags)
     ended = tl.load(stopped + slot) != 0
-    accept = (ended == 0) & (bad == 0)
+    accept = (ended == 0) & (bad == 0) & (raw == token)
     tl.store(tokens + slot * tokens_stride + position, token.to(tl.int32), mask=accept)
     tl.store(known + slot, position + 1, mask=accept)
     tl.store(stopped + slot, 1, mask=flags != 0)
@@ -100,7 +104,8 @@ def _commit(
 
 
 def commit(slots: Tensor, drawn: Tensor, best: Tensor, state, out: Tensor, width: int) -> None:
-    """Accept ``drawn`` i64 [R] in the columns; ``out`` i32 [3, R] gets tokens, counts and flags.
+    """Accept ``drawn`` i64 [R] in the columns; ``out`` i32 [3, R] gets tokens, counts and flags.  A token outside of
+    the vocabulary ends its row with FAILED, and is clamped in ``drawn``, so that who reads it later stays inside.
 
     ``best``: of ``best_of_tiles``, or a sampler's peaks; rows whose largest logit is not finite end with NAN.
     ``width`` is V.

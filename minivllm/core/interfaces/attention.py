@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from .kvformat import KVFormat, KVLayout
 
 API = (1, 0)
-NULL_BLOCK = 0  # never handed to a sequence: padded and stopped rows write there
+# Never handed to a sequence.  Padded, stopped and failed rows write there, so it may hold NaN; ``write`` may clear it.
+NULL_BLOCK = 0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import (
+    NULL_BLOCK,
     AttentionBackend,
     AttentionContext,
     AttnLayer,
@@ -56,6 +57,15 @@ class Paged(AttentionBackend):
         return layout
 
     def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
+        q = self._write(layer, q, k, v, meta, pre)
+        if layer.spec.window is not None:
+            # The libraries load the tile in which a window begins whole and multiply what lies before it by 0, also
+            # where the table names the null block, to which a row that has failed may have written NaN.
+            for x in layer.cache.values():
+                x[NULL_BLOCK].zero_()
+        return q
+
+    def _write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
         if self._fused:
             from .triton_write import fits, write
 

@@ -32,11 +32,13 @@ KEYS = 32  # N
 
 @triton.jit
 def _load(
-    k_cache, v_cache, page, key, head, end, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
+    k_cache, v_cache, page, key, head, low, end, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Keys [DP, N] and values [N, DVP] of the positions ``key`` [N] before ``end``.  ALL: every one is."""
+    """Keys [DP, N] and values [N, DVP] of the positions ``key`` [N] from ``low`` on and before ``end``, 0 elsewhere: a
+    probability of 0 times what nobody may read would be NaN if that is.  ALL: every position is inside."""
     od, ov = tl.arange(0, DP), tl.arange(0, DVP)
+    inside = (key >= low) & (key < end)
     at = page.to(tl.int64) * BLOCK + key % BLOCK
     k_at = k_cache + (at[None, :] * KH + head) * D + od[:, None]
     v_at = v_cache + (at[:, None] * KH + head) * VS + ov[None, :]
@@ -45,13 +47,13 @@ def _load(
     elif ALL:
         k = tl.load(k_at, mask=(od < D)[:, None], other=0.0)
     else:
-        k = tl.load(k_at, mask=(key < end)[None, :] & (od < D)[:, None], other=0.0)
+        k = tl.load(k_at, mask=inside[None, :] & (od < D)[:, None], other=0.0)
     if ALL and DV == DVP:
         v = tl.load(v_at)
     elif ALL:
         v = tl.load(v_at, mask=(ov < DV)[None, :], other=0.0)
     else:
-        v = tl.load(v_at, mask=(key < end)[:, None] & (ov < DV)[None, :], other=0.0)
+        v = tl.load(v_at, mask=inside[:, None] & (ov < DV)[None, :], other=0.0)
     return k, v
 
 
@@ -106,8 +108,10 @@ def _prefill(
     low = length - (after - begin) + token  # position of the tile's first query
     end = tl.minimum(low + TOKENS, length)
     first, whole = 0, (low + 1) // N  # the tiles before ``whole`` are seen by all queries
+    least = low * 0  # the first position that a query of the tile sees: those before it may be gone (null block)
     if WINDOW > 0:
-        first = tl.maximum(low - WINDOW + 1, 0) // N
+        least = tl.maximum(low - WINDOW + 1, 0)
+        first = least // N
         whole = first
     m = tl.full([M], NEVER, tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -119,13 +123,13 @@ def _prefill(
             place = page * BLOCK + j * N % BLOCK
             k, v = k_tiles.load([place, head * D]).T, v_tiles.load([place, head * VS])
         else:
-            k, v = _load(k_cache, v_cache, page, j * N + on, head, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
+            k, v = _load(k_cache, v_cache, page, j * N + on, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
         page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the next tile's, asked for early
         m, total, acc = _see(
             queries, k, v, j * N + on, position, m, total, acc, scale, softcap, WINDOW, SOFTCAP, IEEE, True
         )
     for j in tl.range(whole, (end + N - 1) // N, num_stages=STAGES):
-        k, v = _load(k_cache, v_cache, page, j * N + on, head, end, KH, D, DP, DV, VS, DVP, BLOCK, False)
+        k, v = _load(k_cache, v_cache, page, j * N + on, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, False)
         page = page_of(blocks, j * N + N, on, last, BLOCK, N)
         m, total, acc = _see(
             queries, k, v, j * N + on, position, m, total, acc, scale, softcap, WINDOW, SOFTCAP, IEEE, False

@@ -4,6 +4,8 @@
 
     q head: RMSNorm, rotate ──► q_out          k head: RMSNorm, rotate ──► k cache          v head: ──► v cache
 
+The null block is not written here, so that what padded and stopped rows compute, NaN included, lies nowhere.
+
 All arithmetic is float32.  Bytes: 2 * (heads + 2 kv_heads) * D * 2 a token.  Reference: ``layers.rotary.prepare_qk``
 and ``KVFormat.store`` of the plain formats.
 """
@@ -25,7 +27,7 @@ def _write(
     q, k, v, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, position, slot_map,
     q_stride, k_stride, v_stride, slot_stride, eps,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, DVP: tl.constexpr,
-    HB: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, HAS_V: tl.constexpr,
+    HB: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, HAS_V: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """EARLY: positions and slots are those of an earlier layer too, and read before q, k and v are there."""
@@ -35,6 +37,7 @@ def _write(
     head = part * HB + tl.arange(0, HB)
     od = tl.arange(0, H)
     slot = tl.load(slot_map + token * slot_stride)
+    kept = slot >= BLOCK  # the slots before belong to the null block
     if ROTARY:
         pos = tl.load(position + token)
         c = tl.load(cos + pos * D + od, mask=od < D // 2, other=0.0)[None, :]
@@ -67,15 +70,15 @@ def _write(
         to_k = k_cache + (slot * KH + head - QH)[:, None] * D + od[None, :]
         tl.store(to_q, a.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
         tl.store(to_q + D // 2, b.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
-        tl.store(to_k, a.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on)
-        tl.store(to_k + D // 2, b.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on)
+        tl.store(to_k, a.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
+        tl.store(to_k + D // 2, b.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
     if HAS_V and part * HB + HB > QH + KH:
         mine = head - QH - KH
         ov = tl.arange(0, DVP)
         on_v = ((mine >= 0) & (mine < KH))[:, None] & (ov < DV)[None, :]
         value = tl.load(v + token * v_stride + mine[:, None] * DV + ov[None, :], mask=on_v, other=0.0)
         to_v = v_cache + (slot * KH + mine)[:, None] * DV + ov[None, :]
-        tl.store(to_v, value.to(v_cache.dtype.element_ty), mask=on_v)
+        tl.store(to_v, value.to(v_cache.dtype.element_ty), mask=on_v & kept)
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
@@ -118,7 +121,7 @@ def write(
         meta.position, meta.slot_map[layer.group], q.stride(0), k.stride(0), v.stride(0),
         meta.slot_map.stride(1), pre.eps if pre else 0.0,
         QH=heads, KH=kv_heads, D=dim, DV=dim_v, H=power(dim // 2), DVP=power(dim_v), HB=each,
-        NORM=norm, ROTARY=rotary, HAS_V=has_v,
+        BLOCK=meta.block, NORM=norm, ROTARY=rotary, HAS_V=has_v,
         EARLY=tokens <= MANY and "settled" in meta.work, num_warps=warps, **pdl(q),
     )  # fmt: skip
     return out

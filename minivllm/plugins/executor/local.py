@@ -12,6 +12,7 @@ import numpy as np
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.errors import RequestError
+from minivllm.memory import HeapTrimmer, resident_bytes
 
 
 class Local(Executor):
@@ -22,11 +23,13 @@ class Local(Executor):
         self.runner: Any = None
         self._seams: Any = None  # a profile that labels them
         self._running: deque[Any] = deque()  # runner.Running, in order of submission
+        self._heap: HeapTrimmer | None = None  # where steps compute in the heap of this process
 
     def start(self, wiring: Wiring) -> Capacity:
         from minivllm.core.runner import Runner
 
         self.runner = Runner(wiring)
+        self._heap = HeapTrimmer() if self.runner.device.type == "cpu" else None
         return self.runner.capacity()
 
     def submit(self, plan: StepPlan) -> None:
@@ -48,6 +51,8 @@ class Local(Executor):
             if not self._running[0].sampled:
                 break  # its masks are still to come
             out.append(self._running.popleft().result())
+        if out and self._heap is not None:
+            self._heap.look()
         return out
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
@@ -63,6 +68,9 @@ class Local(Executor):
                 raise RequestError("no profile of seams is running; call seams_start first")
             seams, self._seams = self._seams, None
             return seams.stop(**(args or {}))
+        if verb == "kv_resident":
+            caches = [t for group in self.runner.worker.caches for layer in group for t in layer.values()]
+            return resident_bytes([(t.data_ptr(), t.nbytes) for t in caches if t.device.type == "cpu"])
         return super().call(verb, args)
 
     def _profile(self) -> Any:

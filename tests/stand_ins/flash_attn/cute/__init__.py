@@ -29,4 +29,6 @@ def flash_attn_varlen_func(
         for x, line, n in zip(queries, page_table, lengths, strict=True)
     ]
     out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+    behind = len(q) - len(out)  # tokens of no row, as a captured step has them: there is space for their results
+    out, lse = (torch.cat([x, x.new_zeros(behind, *x.shape[1:])]) for x in (out, lse))
     return out.to(q.dtype), lse.t().contiguous() if return_lse else None

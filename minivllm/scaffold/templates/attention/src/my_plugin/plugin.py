@@ -36,6 +36,8 @@ class MyPlugin(AttentionBackend):
             hidden = key > query
             if spec.window is not None:
                 hidden |= key <= query - spec.window
+                # blocks that the window has left are the null block, which may hold NaN: 0 * NaN is NaN
+                v = v.masked_fill(hidden.all(dim=0)[:, None, None], 0)
             p = s.masked_fill(hidden, -torch.inf).softmax(dim=-1)
             out[start : start + n] = torch.einsum("hqk,khd->qhd", p, v).to(out.dtype)
             start += n
