@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
+from minivllm.core.foreign import refusal, refuse_within
 from minivllm.core.request import SamplingParams
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError
+from minivllm.errors import EngineDeadError, MinivllmError, told
 from minivllm.hardware import prepare_environment
 from minivllm.llm import load, render_chat
 
@@ -63,6 +64,7 @@ class AsyncLLM:
         """Pieces as they come; the last has ``finished`` and the whole ``output``.  RequestError if it is refused."""
         from minivllm.frontend import Tracked, params_for
 
+        self._refuse_within("generate")
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[StreamOutput | MinivllmError] = asyncio.Queue()
         default = SamplingParams.make(**self._loaded.sampling) if sampling_params is None else sampling_params
@@ -71,15 +73,18 @@ class AsyncLLM:
         tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put)
 
         if params.structured_outputs is not None:
-            await asyncio.to_thread(tracked.prepare, self.engine)
+            try:
+                await asyncio.to_thread(tracked.prepare, self.engine)
+            except KeyboardInterrupt as e:  # of a grammar plug-in, on that thread
+                raise refusal(e) from e
 
         def add() -> None:
             try:
                 self._recorder.tally.next_batch()
                 tracked.add_to(self.engine)
                 self._recorder.tally.watch(tracked)
-            except Exception as e:
-                put(e if isinstance(e, MinivllmError) else RequestError(f"{type(e).__name__}: {e}"))
+            except BaseException as e:
+                put(refusal(e))
 
         def leave() -> None:
             if self.engine.requests.get(tracked.request.id) is tracked.request:
@@ -99,13 +104,19 @@ class AsyncLLM:
                 self._send(leave, late=True)
 
     def chat(
-        self, messages: Any, sampling_params: Any = None, request_id: str | None = None
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        split_special_tokens: bool = True,
     ) -> AsyncIterator[StreamOutput]:
-        """``generate`` through the chat template."""
-        return self.generate(render_chat(self.tokenizer, messages), sampling_params, request_id)
+        """``generate`` through the chat template; ``split_special_tokens`` as in ``LLM.chat``."""
+        prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens)
+        return self.generate(prompt, sampling_params, request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request; unknown ids are ignored.  Any thread may call it."""
+        """End a request; unknown ids are ignored.  Any thread may call it, but for the engine's own."""
+        self._refuse_within("abort")
         self._send(lambda: self.engine.abort(request_id), late=True)
 
     async def stats(self) -> dict[str, Any]:
@@ -130,6 +141,7 @@ class AsyncLLM:
 
     async def _ask(self, question: Callable[[], Any]) -> Any:
         """Run something on the engine's thread and bring the answer back."""
+        self._refuse_within("a question")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
 
@@ -138,6 +150,8 @@ class AsyncLLM:
                 value, error = question(), None
             except Exception as e:
                 value, error = None, e
+            except BaseException as e:  # a future takes it for its own end, or that of the event loop
+                value, error = None, refusal(e)
             _call(loop, _settle, answer, value, error)
 
         self._send(run)
@@ -149,12 +163,13 @@ class AsyncLLM:
             if self._stopping and late:
                 return
             if self._stopping:
-                raise EngineDeadError("the engine was stopped")
+                raise EngineDeadError(self.engine.dead or "the engine was stopped")
             self._inbox.append(job)
             self._wake.notify()
 
     def close(self, timeout: float = 10.0) -> None:
         """Abort what runs, end the thread, give the memory back; idempotent."""
+        self._refuse_within("close")
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -170,29 +185,45 @@ class AsyncLLM:
     async def __aexit__(self, *_: Any) -> None:
         await asyncio.to_thread(self.close)
 
+    def _refuse_within(self, what: str) -> None:
+        """RequestError on the engine's own thread, where only a function that the engine calls can ask for anything:
+        it would wait for itself."""
+        if threading.current_thread() is self._thread:
+            refuse_within(self.engine.within or "a step", what)
+
     # ---- the engine's thread -------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        while not self._stopping:
-            self._do_jobs()
-            try:
-                worked = not self.engine.dead and self.engine.busy and self.engine.step()
-            except Exception:  # the engine has told its requests; the thread goes on to refuse new ones
-                log.exception("the engine's thread met an error")
-                worked = False
-            if not worked:
-                with self._wake:
-                    if not self._inbox and not self._stopping:
-                        waits = self.engine.busy and not self.engine.dead
-                        self._wake.wait(self.engine.idle() if waits else None)
-        self.engine.fail_all("the engine was stopped")
+        why = "the engine was stopped"
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as e:
+            why = f"the engine's thread ended: {told(e)}"
+            log.critical(why, exc_info=e)
+        with self._wake:  # from here on nothing is taken into the inbox
+            self._stopping = True
+        self.engine.fail_all(why)
         self._do_jobs()  # what came last is refused, not forgotten
+
+    def _turn(self) -> None:
+        self._do_jobs()
+        worked = False
+        try:
+            worked = not self.engine.dead and self.engine.busy and self.engine.step()
+        except (Exception, KeyboardInterrupt):  # the engine has told its requests; the thread goes on
+            log.exception("the engine's thread met an error")
+        if not worked:
+            with self._wake:
+                if not self._inbox and not self._stopping:
+                    waits = self.engine.busy and not self.engine.dead
+                    self._wake.wait(self.engine.idle() if waits else None)
 
     def _do_jobs(self) -> None:
         while self._inbox:
             try:
                 self._inbox.popleft()()
-            except Exception:
+            except (Exception, KeyboardInterrupt):
                 log.exception("the engine's thread met an error")
 
 
@@ -213,5 +244,5 @@ def _settle(answer: asyncio.Future, value: Any, error: BaseException | None) -> 
         return
     if error is None:
         answer.set_result(value)
-    else:
-        answer.set_exception(error)
+    else:  # a future refuses to hold a StopIteration
+        answer.set_exception(RuntimeError(told(error)) if isinstance(error, StopIteration) else error)

@@ -67,11 +67,20 @@ _short.maxstring = _short.maxother = _short.maxlong = 120
 
 
 def shown(value: object) -> str:
-    """A value in a message: its repr, shortened, whatever it is."""
+    """A value in a message: its repr in one line, shortened, whatever it is."""
     try:
-        return _short.repr(value)
+        return " ".join(_short.repr(value).split("\n"))
     except Exception:  # a number of 5,000 digits; an object whose repr fails
         return f"a {type(value).__name__}"
+
+
+def told(exc: BaseException) -> str:
+    """An exception in a message: its type and the first line of its text, whatever its ``__str__`` does."""
+    try:
+        text = next(iter(str(exc).strip().splitlines()), "")[:400]
+    except BaseException:  # somebody else's code
+        text = "its text cannot be made"
+    return f"{type(exc).__name__}: {text}"
 
 
 def suggest(word: str, known: Iterable[Any], cutoff: float = 0.6) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from minivllm.core.interfaces.grammar import GrammarContext
 from minivllm.core.request import Request, SamplingParams
-from minivllm.errors import RequestError, shown
+from minivllm.errors import RequestError, shown, told
 from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText, StopProbe
 
 if TYPE_CHECKING:
@@ -158,8 +158,20 @@ class Tracked:
         return delta.stopped
 
     def _done(self, request: Request) -> None:
+        try:
+            self._finish(request)
+        except BaseException as e:  # who reads a stream waits for its last piece, whatever became of the text
+            if self.stream is not None:
+                error = f"its output could not be made: {told(e)}"
+                last = RequestOutput(request.id, request.text, request.prompt.tolist(), [], True, error=error)
+                self.stream(StreamOutput(request.id, 0, "", [], "error", True, last))
+            raise
+
+    def _finish(self, request: Request) -> None:
         for seq in request.sequences:
             text = self.texts[seq.sample]
+            if seq.error is not None and text.finish_reason is not None:  # its strategy failed on all that had ended
+                text.finish_reason, text.stop_reason = "error", None
             if text.finish_reason is None:  # aborted or failed: what was held back comes out
                 left = text.feed((), True)
                 text.finish(seq.finish_reason or "abort", seq.stop_reason)

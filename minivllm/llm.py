@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineConfig, Loaded, RunConfig, load_config
+from minivllm.core.foreign import refuse_within
 from minivllm.core.request import SamplingParams
 from minivllm.errors import ConfigError, RequestError
 from minivllm.hardware import prepare_environment
@@ -46,10 +47,15 @@ def load(config: Any, options: Mapping[str, Any]) -> Loaded:
     return replace(loaded, run=RunConfig())  # what runs is what the caller gives
 
 
-def render_chat(tokenizer: Any, messages: Any, add_generation_prompt: bool = True) -> dict[str, Any]:
+def render_chat(
+    tokenizer: Any, messages: Any, add_generation_prompt: bool = True, split_special_tokens: bool = True
+) -> dict[str, Any]:
     """A conversation as a prompt, by the model's chat template.  RequestError if there is none, or on bad messages."""
     if tokenizer is None:
         raise RequestError("chat needs a tokenizer; drop skip_tokenizer_init", "messages")
+    if split_special_tokens:
+        prompt = tokenizer.chat_prompt(messages, add_generation_prompt)
+        return {"prompt": prompt.text, "prompt_token_ids": tokenizer.encode_chat(prompt)}
     text = tokenizer.apply_chat_template(messages, add_generation_prompt, tokenize=False)
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
@@ -77,6 +83,7 @@ class LLM:
         self._recorder = Recorder(self._loaded, record)
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
         self._recorder.begin(self.resolved, self.engine)
+        self._left: deque[str] = deque()  # requests whose stream was forgotten in the middle of a step
 
     # ---- generation ----------------------------------------------------------------------------------------------
 
@@ -102,14 +109,21 @@ class LLM:
         return [t.output() for t in tracked]
 
     def chat(
-        self, messages: Any, sampling_params: Any = None, use_tqdm: bool = True, add_generation_prompt: bool = True
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        split_special_tokens: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of them, through the chat template."""
+        """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of them, through the chat template.
+
+        What a message spells like a special token stays text, so that none can end its turn; with
+        ``split_special_tokens=False`` it is the token, as with transformers' ``apply_chat_template``."""
         many = bool(messages) and isinstance(messages, Sequence) and all(isinstance(m, (list, tuple)) for m in messages)
         conversations = messages if many else [messages]
-        return self.generate(
-            [render_chat(self.tokenizer, m, add_generation_prompt) for m in conversations], sampling_params, use_tqdm
-        )
+        prompts = [render_chat(self.tokenizer, m, add_generation_prompt, split_special_tokens) for m in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Any, sampling_params: Any = None) -> Stream:
         """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request."""
@@ -118,42 +132,63 @@ class LLM:
         pieces: deque[StreamOutput] = deque()
         params = params_for(self._default(sampling_params), 1)[0]
         tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append)
+        refuse_within(self.engine.within, "stream")
         self._recorder.tally.next_batch()
-        tracked.add_to(self.engine)
-        self._recorder.tally.watch(tracked)
-        return Stream(self, tracked, pieces)
+        tracked.prepare(self.engine)
+        with uninterrupted():
+            tracked.add_to(self.engine)
+            self._recorder.tally.watch(tracked)
+            return Stream(self, tracked, pieces)
 
-    def chat_stream(self, messages: Any, sampling_params: Any = None) -> Stream:
-        """``stream`` through the chat template."""
-        return self.stream(render_chat(self.tokenizer, messages), sampling_params)
+    def chat_stream(self, messages: Any, sampling_params: Any = None, split_special_tokens: bool = True) -> Stream:
+        """``stream`` through the chat template; ``split_special_tokens`` as in ``chat``."""
+        prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens)
+        return self.stream(prompt, sampling_params)
 
     def _default(self, params: Any) -> Any:
         """The ``[sampling]`` table of the config file where the call gives nothing."""
         return SamplingParams.make(**self._loaded.sampling) if params is None else params
 
     def _run(self, tracked: list[Any]) -> None:
+        refuse_within(self.engine.within, "generate")
         added = []
         self._recorder.tally.next_batch()
         try:
             for i, t in enumerate(tracked):
                 try:
-                    t.add_to(self.engine)
+                    t.prepare(self.engine)
+                    added.append(t)  # before: an interrupt may come once it is there
+                    with uninterrupted():
+                        t.add_to(self.engine)
+                        self._recorder.tally.watch(t)
                 except RequestError as e:
                     raise (
                         e if len(tracked) == 1 else RequestError(f"prompt {i + 1} of {len(tracked)}: {e}", e.param)
                     ) from e
-                self._recorder.tally.watch(t)
-                added.append(t)
             while any(t.request.finished is None for t in tracked):
                 self._step()
         except BaseException:  # refused, interrupted or dead: nothing of this call stays behind
-            for t in added:
-                self.engine.abort(t.request.id)
+            with uninterrupted():
+                for t in added:
+                    self._forget(t.request)
             raise
 
+    def _forget(self, request: Any) -> None:
+        """Abort a request of this call; unless it is another one's that has the same id, or another thread is in a
+        step, after which it is aborted."""
+        found = self.engine.requests.get(request.id)
+        if found is None or found is not request:
+            return
+        try:
+            self.engine.abort(request.id)
+        except RequestError:
+            self._left.append(request.id)
+
     def _step(self) -> None:
-        """One turn of the engine, which Ctrl-C does not cut in two."""
+        """One turn of the engine, which no signal cuts in two."""
         with uninterrupted():
+            while self._left:
+                self.engine.abort(self._left.popleft())
             worked = self.engine.step()
         if not worked:
             time.sleep(self.engine.idle())
@@ -237,27 +272,48 @@ class Stream:
     def close(self) -> None:
         """Abort what still runs; idempotent."""
         if self._tracked.request.finished is None:
-            self._llm.engine.abort(self._tracked.request.id)
+            with uninterrupted():
+                self._llm.engine.abort(self._tracked.request.id)
             self._pieces.clear()
 
     def __del__(self) -> None:
-        self.close()
+        if self._llm.engine.within:  # it may be forgotten anywhere, in a step too
+            self._llm._left.append(self._tracked.request.id)
+        else:
+            self.close()
+
+
+# What applications handle in Python beside Ctrl-C: a polite end, an alarm by which a call is to end, and their own.
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+)
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block: a step that is half done would leave the engine in doubt."""
+    """Signals take effect at the end of the block: what their handlers raise, KeyboardInterrupt or any other exception,
+    would cut a step in two, and one that is half done leaves the engine in doubt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    came: list[tuple[Any, ...]] = []
+    before: dict[int, Any] = {n: handler for n in SIGNALS if callable(handler := signal.getsignal(n))}
+    hold = lambda *args: came.append(args)  # noqa: E731
     try:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, hold)
+        for number in before.keys() - {signal.SIGINT}:
+            signal.signal(number, hold)
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if came and callable(before):
-        before(*came[0])
+        with contextlib.ExitStack() as each:  # from the last to the first, all of them, whatever one raises
+            for args in reversed(came):
+                if callable(handler := before[args[0]]):
+                    each.callback(handler, *args)
+            for number, handler in before.items():
+                if number != signal.SIGINT:
+                    each.callback(signal.signal, number, handler)
+            if signal.SIGINT in before:
+                each.callback(signal.signal, signal.SIGINT, before[signal.SIGINT])
 
 
 def _bar(total: int, show: bool) -> Any:

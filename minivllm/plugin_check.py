@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -18,9 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from minivllm import importing
 from minivllm.discovery import Entry, version_hint
 from minivllm.errors import PluginError, suggest
 from minivllm.fresh import command
+from minivllm.importing import how_it_ended
 from minivllm.registry import Candidate, Registry, import_target
 from minivllm.spec import ANY, KINDS, Kind, Request, Spec
 
@@ -66,19 +67,10 @@ def check_one(entry: Entry, timeout: float = TIMEOUT) -> Report:
         found = json.loads(done.stdout.splitlines()[-1])
         report = Report(entry, tuple(found.pop("faults")), tuple(found.pop("missing")), **found)
     except (ValueError, IndexError, KeyError):
-        return Report(entry, (f"importing it {_death(done.returncode)}{_tail(done.stderr)}",))
+        return Report(entry, (f"importing it {how_it_ended(done.returncode)}{_tail(done.stderr)}",))
     if hint := version_hint(entry):
         report = replace(report, faults=(*report.faults, hint))
     return report
-
-
-def _death(code: int) -> str:
-    if code >= 0:
-        return f"ended the process with exit code {code}"
-    try:
-        return f"killed the process: {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed the process: signal {-code}"
 
 
 def _tail(text: str) -> str:
@@ -102,6 +94,7 @@ def main(text: str) -> None:
     """Look at the entry in ``text`` and write what was found as the last line of standard output."""
     report = os.dup(1)
     os.dup2(2, 1)  # what the plug-in prints
+    importing.on = False
     look = _Look()
     try:
         _look(Entry(**json.loads(text)), look)

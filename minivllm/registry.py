@@ -14,15 +14,14 @@ engine cannot silently run on a plug-in that has never heard of it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm import discovery
-from minivllm.deadline import deadline, seconds
-from minivllm.discovery import BUILTIN, ENV, LOCAL, STRICT, Entry, Fault
-from minivllm.errors import MinivllmError, PluginError, suggest
+from minivllm.discovery import ENV, LOCAL, STRICT, Entry, Fault
+from minivllm.errors import MinivllmError, PluginError, suggest, told
+from minivllm.importing import guarded_import, import_target
 from minivllm.spec import (
     ANY,
     KINDS,
@@ -225,7 +224,7 @@ class Registry:
         except KeyboardInterrupt:
             raise
         except BaseException as exc:  # as when it is imported: a panic in Rust too
-            raise PluginError(f"{entry}: its spec cannot answer: {type(exc).__name__}: {exc}") from exc
+            raise PluginError(f"{entry}: its spec cannot answer: {told(exc)}") from exc
         return Candidate(entry, spec, reasons)
 
     def _consider(self, entry: Entry, request: Request) -> Candidate:
@@ -394,17 +393,6 @@ def check_base(kind: Kind, entry: Entry | str, found: Any) -> None:
         raise PluginError(f"{entry}: {found.__qualname__} does not implement {', '.join(missing)}")
 
 
-def import_target(target: str) -> Any:
-    """Import ``package.module:Name`` (or ``:Name.attribute``).  The exceptions of the import pass through."""
-    module, _, path = target.partition(":")
-    if not path or not module:
-        raise ImportError(f"{target!r} is not of the form 'package.module:Name'")
-    found: Any = importlib.import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
-
-
 def build_part(kind: str, part: Part, *context: Any) -> Any:
     """Make a chosen plug-in: ``Class(options, *context)``, or ``Class()`` for the model seam, which takes nothing.
 
@@ -412,39 +400,22 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
     does not fill the seam, or it cannot be made.
     """
     who = f"{kind} {part.name!r} ({part.source})" if part.source else f"{kind} {part.name!r}"
-    found = _guarded(who, part.target, part.source)
+    found = guarded_import(who, part.target, part.source)
     check_base(KINDS[kind], who, found)
-    model = _guarded(who, part.options_target, part.source) if part.options_target else None
+    model = guarded_import(who, part.options_target, part.source) if part.options_target else None
     try:
         options = model(**part.options) if model is not None else None
         return found() if kind == "model" and options is None else found(options, *context)
-    except MinivllmError:
+    except (MinivllmError, KeyboardInterrupt):
         raise
-    except Exception as exc:
-        raise PluginError(f"{who} could not be made: {type(exc).__name__}: {exc}") from exc
+    except BaseException as exc:  # SystemExit too, as when it is imported
+        raise PluginError(f"{who} could not be made: {told(exc)}") from exc
 
 
 def _import(entry: Entry, target: str) -> Any:
     try:
-        return _guarded(str(entry), target, entry.source)
+        return guarded_import(str(entry), target, entry.source)
     except PluginError as exc:
         if hint := discovery.version_hint(entry):
             raise PluginError(f"{exc} ({hint})") from exc.__cause__
         raise
-
-
-def _guarded(who: str, target: str, source: str) -> Any:
-    """Import a target; any failure is a PluginError that names ``who``, and the target where ``source`` does not."""
-    limit = 0.0 if source.startswith(f"{BUILTIN} ") else seconds()
-    try:
-        with deadline(limit):
-            return import_target(target)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as exc:
-        # SystemExit too, and a panic in Rust: a module that ends when imported must not end the engine without a word
-        at = "" if repr(target) in source else f" from {target!r}"
-        top = target.partition(":")[0].partition(".")[0]
-        lost = isinstance(exc, ModuleNotFoundError) and exc.name == top and source.startswith("target ")
-        hint = ". Put the folder it is in on PYTHONPATH (PYTHONPATH=. for the current one)" if lost else ""
-        raise PluginError(f"{who} could not be imported{at}: {type(exc).__name__}: {exc}{hint}") from exc

@@ -253,14 +253,15 @@ class Needs:
 
     def installed_version(self) -> str | None:
         """The version of the distribution that brings the module; None if that cannot be told."""
-        dist = self.dist or self.module.partition(".")[0]
-        if not self.dist:
-            with contextlib.suppress(Exception):  # some package has broken metadata: then by the name
-                dist = importlib.metadata.packages_distributions().get(dist, [dist])[0]
-        try:
-            return importlib.metadata.version(dist)
-        except importlib.metadata.PackageNotFoundError:
+        top = self.module.partition(".")[0]
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(self.dist or top)
+        if self.dist:
             return None
+        # Only now: it reads the metadata of every package there is, which takes seconds.
+        with contextlib.suppress(Exception):  # some package has broken metadata
+            return importlib.metadata.version(importlib.metadata.packages_distributions()[top][0])
+        return None
 
 
 def _installed(module: str) -> bool:

@@ -13,6 +13,7 @@ from minivllm import LLM, RequestError, SamplingParams
 from minivllm.core.interfaces.strategy import Moves, Pick
 from minivllm.plugins.strategy.beam import Beam
 from minivllm.plugins.strategy.parallel import Parallel
+from minivllm.testing import sim
 from minivllm.testing.sim import EOS_ID, answer, at_rest, logprobs_after, outputs, request, run, sim_engine
 from minivllm.testing.tiny import quiet, tiny_dir
 
@@ -57,6 +58,22 @@ def test_outputs_and_scores_are_those_of_the_rules(depth, width):
         for r in made:
             assert_equal(found(engine, r), wanted(r))
         at_rest(engine)
+
+
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_of_equal_sums_the_earlier_beam_goes_on_and_in_it_the_lower_id(width, monkeypatch):
+    rough = lambda ids: np.round(logprobs_after(ids) / 2) * 2  # noqa: E731  a few values, so most sums tie
+    monkeypatch.setattr(sim, "logprobs_after", rough)
+    engine = sim_engine(strategy=Beam(), slots=30, blocks=400)
+    ask = dict(beam_width=width, n=width, max_tokens=6)
+    made = [request(engine, f"r{i}", [i, 3, 5 + i], logprobs=16, **ask) for i in range(3)]
+    request(engine, "neighbour", [4, 4], logprobs=20, max_tokens=9, beam_width=2)
+    run(engine, check=True)
+    for r in made:
+        want = beam_search(rough, r.prompt.tolist(), width, 6, n=width, eos={EOS_ID})
+        assert [tokens for _, tokens in found(engine, r)] == [tokens for _, tokens in want]
+        for entry in [entry for s in engine.answer(r) for entry in s.logprobs]:
+            assert entry.rank == 1 + sum(value > entry.chosen for value in entry.top)
 
 
 def test_a_prefix_is_computed_once_and_its_blocks_are_held_once():
@@ -148,7 +165,7 @@ class _Broken(Beam):
     ("moves", "says"),
     [
         (lambda grown: Moves([Pick(0, int(t)) for t in [*grown[0].tokens, grown[0].tokens[0]]]), "want at most 3"),
-        (lambda grown: Moves([Pick(5, 0)]), "branch 5 is not there"),
+        (lambda grown: Moves([Pick(5, 0)]), "there is no branch 5"),
         (lambda grown: Moves([Pick(0, 10**6)]), "no candidate of branch 0"),
         (lambda grown: Moves([], done=True), "without an output"),
         (lambda grown: 1 / 0, "ZeroDivisionError"),

@@ -227,6 +227,27 @@ def test_a_column_of_a_wrong_shape_refuses_its_request_only(tiny):
             llm.generate([1, 2], long(3, extra={"wid": True}), use_tqdm=False)
 
 
+@pytest.mark.parametrize("token", [-1, 10**6, 2**31 + 3, -(2**62)])
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"presence_penalty": 0.5}], ids=str)
+def test_a_sampler_that_draws_no_token_of_the_vocabulary_ends_its_row_and_is_named(tiny, token, more):
+    options = dict(sampler=f"{FAULTY}:FaultySampler", allow_targets=[FAULTY])
+    with LLM(**tiny, **options) as llm:
+        want = llm.generate([1, 2, 3], long(12), use_tqdm=False)[0].tokens
+        params = [long(12), long(12, extra={"token": token}, **more), long(12)]
+        outs = llm.generate([[1, 2, 3]] * 3, params, use_tqdm=False)
+        assert [outs[i].tokens for i in (0, 2)] == [want, want]
+        assert outs[1].finish_reason == "error" and not outs[1].tokens
+        assert "FaultySampler" in outs[1].error and "not in the vocabulary" in outs[1].error
+
+
+def test_a_sampler_that_leaves_tokens_of_another_shape_ends_the_rows_that_it_drew(tiny):
+    options = dict(sampler=f"{FAULTY}:FaultySampler", allow_targets=[FAULTY])
+    with LLM(**tiny, **options) as llm:
+        (out,) = llm.generate([[1, 2, 3]], long(12, extra={"misshapen": 1.0}), use_tqdm=False)
+        assert out.finish_reason == "error" and "FaultySampler" in out.error and "want [1] int64" in out.error
+        assert len(llm.generate([1, 2], long(3), use_tqdm=False)[0].tokens) == 3
+
+
 def test_an_aborted_stream_with_logprobs_ends_whole_and_the_thread_lives(tiny):
     llm = AsyncLLM(**tiny)
 

@@ -294,7 +294,7 @@ def test_a_wrapper_cannot_change_what_happens(fault):
     engine.executor.submit = lambda plan: 1 / 0
     request(engine, "late", range(5))
     engine.step()
-    assert engine.dead == "ZeroDivisionError: division by zero"
+    assert engine.dead == "executor SimExecutor failed: ZeroDivisionError: division by zero"
 
 
 def test_a_hook_that_cannot_start_is_the_error_of_the_start_and_the_others_are_told(tmp_path):

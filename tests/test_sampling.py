@@ -213,7 +213,7 @@ def test_the_kernels_report_the_log_probabilities_of_the_reference(dtype):
         got, want = logprobs_of(logits, chosen, k, fuse=True), logprobs_of(logits, chosen, k)
         assert torch.equal(got[1], want[1])
         torch.testing.assert_close((got[0], got[3]), (want[0], want[3]), atol=2e-5, rtol=1e-5)
-        torch.testing.assert_close(logits.float().gather(1, got[2].long()), logits.float().gather(1, want[2].long()))
+        assert torch.equal(got[2], want[2])
 
 
 def test_bad_rows_are_those_that_nothing_can_be_drawn_from():
@@ -267,7 +267,7 @@ def test_logprobs_are_those_of_log_softmax():
     torch.testing.assert_close(value.double(), want[range(7), chosen], rtol=1e-5, atol=1e-5)
     assert rank.tolist() == [int((want[i] > want[i, c]).sum()) + 1 for i, c in enumerate(chosen)]
     torch.testing.assert_close(top.double(), want.topk(5).values, rtol=1e-5, atol=1e-5)
-    assert torch.equal(want.gather(1, top_ids.long()), want.topk(5).values)
+    assert top_ids.tolist() == want.topk(5).indices.tolist()
     assert (rank.dtype, top_ids.dtype) == (torch.int32, torch.int32)
     assert logprobs_of(logits, chosen, 0)[2].shape == (7, 0) and logprobs_of(logits, chosen, 99)[3].shape == (7, 50)
 

@@ -32,10 +32,18 @@ def all_of(seam):
 
 
 def anything(rng):
-    """A policy that answers anything but for what its contract's types allow."""
+    """A policy that answers anything that its contract allows, and twice in its life what it does not allow, which
+    costs a turn (three in a row would end the engine)."""
 
     class Anything(SchedulerPolicy):
         window = rng.choice([1, 2, 3, 256])
+        slips = 2
+
+        def slip(self, right, wrong):
+            if self.slips and rng.random() < 0.05:
+                self.slips -= 1
+                return rng.choice(wrong)
+            return right
 
         def key(self, new):
             key = rng.choice([0.0, np.inf, -np.inf, 1e308, float(new.arrival[0]), -float(new.arrival[0])])
@@ -46,16 +54,21 @@ def anything(rng):
 
         def order(self, head, running, now):
             n = len(head)
-            order = [rng.randint(-2, n + 2) for _ in range(rng.randint(0, 2 * n))]
-            return np.array(order + list(range(n)) * rng.randint(0, 1), rng.choice([np.int64, np.int8, np.float64]))
+            order = [rng.randrange(n) for _ in range(rng.randint(0, n))] if rng.random() < 0.5 else list(range(n))
+            wrong = [[n], [-1], [0.0], [None], [0] * (n + 1), None, 5, np.full((n, 2), 0), [True], ["0"]]
+            return self.slip(np.array(order, rng.choice([np.int64, np.int8])), wrong)
 
         def shape(self, load, now):
             kind = rng.choice(["mix", "mix", "mix", "prefill_first", "static"])
-            cap = rng.choice([None, None, None, 0, 1, 3, 100, -5, 2.5])
-            return StepShape(kind, cap, rng.choice([0.0, 0.0, now + 0.01, -1.0, now + 1]))
+            cap = rng.choice([None, None, None, 0, 1, 3, 100, 2.5])
+            right = StepShape(kind, cap, rng.choice([0.0, 0.0, now + 0.01, -1.0, now + 1]))
+            wrong = [None, "mix", StepShape("mixed"), StepShape(hold_until=np.nan), StepShape(hold_until=np.inf)]
+            wrong += [StepShape(kind, cap) for cap in (-5, np.nan, np.inf, "3", True)]
+            return self.slip(right, wrong)
 
         def victim(self, candidates, need):
-            return rng.choice([0, -1, 10**9, len(candidates), np.int64(0), 1.0])
+            n, wrong = len(candidates), [-1, len(candidates), 10**9, 0.0, None, True, "0"]
+            return self.slip(rng.choice([0, n - 1, np.int64(0), np.array(n // 2)]), wrong)
 
     return lambda none, ctx: Anything(none, ctx)
 

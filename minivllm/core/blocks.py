@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, told
 
 from .interfaces.attention import NULL_BLOCK
 from .interfaces.evictor import BlockInfo
@@ -110,7 +110,7 @@ class BlockPool:
                 found = np.asarray(found, np.uint64).ravel()
         except Exception as e:
             name = type(self.evictor).__name__
-            raise EngineDeadError(f"evictor {name} failed in {what}: {type(e).__name__}: {e}") from e
+            raise EngineDeadError(f"evictor {name} failed in {what}: {told(e)}") from e
         if self.on_change is not None:
             self.on_change(what, args, found)
         return found

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from minivllm.errors import told
 from minivllm.registry import build_part
 from minivllm.speculation.own_model import OwnModel
 
@@ -56,7 +57,7 @@ class Drafting:
             tokens, count = found
             slots, position = packed
             at = (position[:, None] + torch.arange(k, device=state.device)).clamp_(max=state.tokens.shape[1] - 1)
-            state.tokens[slots[:, None], at] = tokens.clamp(0, self.runner.worker.vocab_size - 1).int()
+            state.tokens[slots[:, None], at] = tokens.int()
         running.drafted = self.runner._host(torch.minimum(count, state.to(wanted)).int())
         if state.device.type == "cpu":
             keep = _kept(plan, first, heads, running.drafted.numpy())
@@ -69,15 +70,31 @@ class Drafting:
         ask = replace(ask, rows=runner.rows_of(slots, position, int(ask.known.max())))
         try:
             tokens, count = runner.seams.run("drafter", self.drafter.propose, ask)
-            want = (len(slots), ask.k)
-            if tuple(tokens.shape) != want or tuple(count.shape) != want[:1]:
-                raise ValueError(f"drafts of shape {tuple(tokens.shape)}, count {tuple(count.shape)}; want {want}")
-            return tokens, count
+            return _checked(tokens, count, len(slots), ask.k, runner.worker.vocab_size)
         except Exception as e:  # whatever a drafter raises costs its drafts
-            text = f"{type(e).__name__}: {e}".splitlines()[0][:400]
-            running.errors.append(StepError("drafts", f"drafter {self.part.name}", text))
+            running.without_drafts = StepError("drafts", f"drafter {self.part.name}", told(e))
             self.broken = True
             return None
+
+
+def _checked(
+    tokens: torch.Tensor, count: torch.Tensor, n: int, k: int, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a drafter proposed for n rows.  ValueError for shapes and dtypes, and where the values can be looked at
+    without waiting for the device; elsewhere a row's drafts end before the first that is no token."""
+    if tuple(tokens.shape) != (n, k) or tuple(count.shape) != (n,):
+        raise ValueError(f"drafts of shape {tuple(tokens.shape)}, count {tuple(count.shape)}; want {(n, k)} and {(n,)}")
+    for name, found in (("drafts", tokens), ("count", count)):
+        if found.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name} are {found.dtype}; want int64")
+    there = (tokens >= 0) & (tokens < vocab)
+    usable = torch.minimum(count, there.int().cumprod(1).sum(1)).clamp_(min=0)
+    if tokens.device.type == "cpu":
+        if (count < 0).any() or (count > k).any():
+            raise ValueError(f"count goes from {int(count.min())} to {int(count.max())}; want 0 to {k} drafts a row")
+        if (usable < count).any():
+            raise ValueError(f"a draft is out of range; want tokens 0 to {vocab - 1}")
+    return torch.where(there, tokens, 0), usable
 
 
 def _kept(plan: StepPlan, first: np.ndarray, heads: np.ndarray, drafted: np.ndarray) -> np.ndarray:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import random
 import time
@@ -21,32 +20,33 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, suggest
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, suggest, told
 from minivllm.late_rows import Masks, supply
 from minivllm.speculation.control import Speculation
 
+from . import checks
 from .blocks import BlockPool
 from .cache import KVCache
+from .foreign import alone, call_foreign
 from .interfaces.evictor import EvictorContext
 from .interfaces.plan import STOP_IDS, StepPlan
 from .interfaces.scheduler import SchedulerContext
-from .interfaces.strategy import BranchEnd
 from .planner import Planner
 from .prompt_scores import check_logprobs
 from .publisher import Flight, Publisher
 from .request import FINISHED, Request, Seq
 from .slots import Slots
-from .stepwise import Lanes, branch, finish_lanes
+from .stepwise import branch, finish_lanes
+from .strategies import answer, branches
 from .timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock, processor_seams
 
 if TYPE_CHECKING:
     from .interfaces.evictor import Evictor
     from .interfaces.executor import Capacity, Executor, Wiring
+    from .interfaces.plan import StepResult
     from .interfaces.sampling import Column, Processor, Row
     from .interfaces.scheduler import SchedulerPolicy
-    from .interfaces.strategy import Branch, DecodingStrategy
+    from .interfaces.strategy import DecodingStrategy
 
 FAILED_STEPS = 3  # in a row, and the engine gives up
 CHECK = "MINIVLLM_CHECK"  # 1: ``check`` after every step
@@ -81,6 +81,7 @@ class Engine:
         grammars: Any = None,
     ) -> None:
         self.wiring, self.executor, self.capacity, self.hooks = wiring, executor, capacity, hooks
+        self.within = ""  # the method that runs (see ``foreign.alone``)
         self.clock = StepClock()
         self.processors, self.strategies, self.eos_ids = processors, strategies, tuple(dict.fromkeys(eos_ids))
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, len(windows), wiring.block)
@@ -119,6 +120,7 @@ class Engine:
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
+    @alone
     def add(self, request: Request) -> None:
         """Check a request and queue its sequences.  RequestError leaves everything as it was."""
         if self.dead:
@@ -146,14 +148,14 @@ class Engine:
             for seam, (name, made), columns in zip(self._bind_seams, self.processors, self.columns, strict=True)
         )
         request.speculates = self.speculation is not None and self.speculation.serves(request)
-        branches = self.clock.seams.run("strategy", self._branches, request)
+        started = self.clock.seams.run("strategy", branches, self.strategies, request)
         check_logprobs(request, self.wiring, self.capacity.vocab_size)
         if p.tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
             self.tenants.clear()
         request.tenant = self.tenants.setdefault(p.tenant, next(self._tenant))
         request.salt = (p.tenant, p.cache_salt or "")
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
-        for b in branches:
+        for b in started:
             seq = Seq(next(self._ids), request, b.sample, seed, tokens=request.prompt, known=len(request.prompt))
             seq.choose = p.choose_fn or self._host_draw(seq)
             request.sequences.append(seq)
@@ -162,7 +164,8 @@ class Engine:
         try:
             self.planner.add(first)
         except Exception as e:
-            raise RequestError(f"scheduler {type(self.planner.policy).__name__} failed on this request: {e}") from e
+            who = f"scheduler {type(self.planner.policy).__name__}"
+            raise RequestError(f"{who} failed on this request: {told(e)}") from e
         self.requests[request.id] = request
         if self.hooks is not None:
             self.hooks.request_added(request)
@@ -175,27 +178,6 @@ class Engine:
         from minivllm.host_rows import HostDraw
 
         return HostDraw(seq, functions, sampler, seq.request.rows[-1])
-
-    def _branches(self, request: Request) -> Sequence[Branch]:
-        """Ask the first strategy that takes the request."""
-        made, asked = None, request.params.branching()
-        try:
-            able = [made for _, made in self.strategies if asked <= made.reads]
-            made = next((made for made in able if made.takes(request.params)), None)
-            if made is not None:
-                request.strategy = made
-                if made.mode == "stepwise":
-                    request.lanes = Lanes(request, made.search(request.params, request.end - len(request.prompt)))
-                request.topk = int(made.topk(request.params))
-                return made.start(request.params)
-        except RequestError:
-            raise
-        except Exception as e:
-            what = "a strategy" if made is None else type(made).__name__
-            raise RequestError(f"{what} failed on this request: {type(e).__name__}: {e}") from e
-        there, field = ", ".join(name for name, _ in self.strategies), min(asked, default="n")
-        what = f"{field}={getattr(request.params, field)}"
-        raise RequestError(f"{what}: none of the strategies in the config ({there}) takes it", field)
 
     def _check_prompt(self, request: Request) -> None:
         p, limit, vocab = request.params, self.wiring.max_model_len, self.capacity.vocab_size
@@ -230,17 +212,13 @@ class Engine:
     def _bind(self, name: str, made: Processor, columns: Mapping[str, Column], request: Request) -> Row | None:
         """A processor's row for this request, checked against its columns: a plug-in's fault ends this request only."""
         try:
-            row = made.bind(request.params, len(request.prompt))
-            for column, value in ({} if row is None else row.values).items():
-                if np.asarray(value).size != math.prod(columns[column].shape):
-                    want = columns[column].shape
-                    raise ValueError(f"column {column!r} got shape {np.shape(value)}; want {want}")
-            return row
+            return checks.bound(call_foreign(made.bind, request.params, len(request.prompt)), columns)
         except RequestError:
             raise
         except Exception as e:
-            raise RequestError(f"{name} failed on this request: {type(e).__name__}: {e}") from e
+            raise RequestError(f"{name} failed on this request: {told(e)}") from e
 
+    @alone
     def abort(self, request_id: str) -> bool:
         """End a request now; its blocks are free before the next step is planned.  Unknown ids are ignored."""
         request = self.requests.get(request_id)
@@ -277,6 +255,7 @@ class Engine:
             b.status, b.finish_reason, b.error = FINISHED, reason, error
         request = seq.request
         if request.done and request.finished is None:
+            request.answer = self.clock.seams.run("strategy", answer, request)
             request.finished = self.now()
             self.finished += 1
             self.requests.pop(request.id, None)
@@ -284,21 +263,13 @@ class Engine:
                 self.hooks.request_finished(request)
             if request.on_done is not None:
                 try:
-                    request.on_done(request)
+                    call_foreign(request.on_done, request)
                 except Exception:  # a listener's fault is not the engine's
                     log.exception("request %s: its on_done failed", request.id)
 
     def answer(self, request: Request) -> list[Seq]:
         """The sequences of a finished request's answer, best first, as its strategy says."""
-        if request.lanes is not None:
-            return request.sequences[: request.lanes.given]
-        ends = [
-            BranchEnd(s.sample, s.known - len(request.prompt), s.cumulative_logprob, s.finish_reason or "")
-            for s in request.sequences
-        ]
-        by_sample = {s.sample: s for s in request.sequences}
-        order = self.clock.seams.run("strategy", request.strategy.result, request.params, ends)
-        return [by_sample[i] for i in order]
+        return request.answer
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -306,6 +277,7 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.requests or self.in_flight)
 
+    @alone
     def step(self) -> bool:
         """One turn of the loop; False if nothing could be planned and nothing was in flight (see ``idle``)."""
         if self.dead:
@@ -320,9 +292,11 @@ class Engine:
             if not self.dead:
                 self.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
             self.check() if self.checked else self.cache.audit()
-        except Exception as e:  # an executor or the cache broke its promise: nothing can be trusted from here on
-            self._die(str(e) if isinstance(e, MinivllmError) else f"{type(e).__name__}: {e}")
+        except BaseException as e:  # an executor or the cache broke its promise: nothing can be trusted from here on
+            self._die(str(e) if isinstance(e, MinivllmError) else told(e))
             log.error("the engine ends", exc_info=e)
+            if not isinstance(e, Exception):  # raised into the engine itself, by a signal's handler say
+                raise
             plan = None
         self.clock.lap(PUBLISH)
         self.clock.end(0 if plan is None else len(plan.slots), 0 if plan is None else int(plan.q_len.sum()))
@@ -338,18 +312,16 @@ class Engine:
             return None
         flight.begun = self.now()
         self.in_flight.append(flight)
-        self.executor.submit(flight.plan)
+        self.ask(self.executor.submit, flight.plan)
         self.clock.lap(SUBMIT)
         return flight.plan
 
     def collect(self, in_flight: int) -> None:
         """Publish the steps that have come back; waits until at most ``in_flight`` remain."""
-        results = self.executor.collect(in_flight)
+        found = self.ask(self.executor.collect, in_flight)
         self.clock.lap(WAIT)
-        for result in results:
+        for result in self.ask(self._results, found):
             flight = self.in_flight.popleft()
-            if result.id != flight.plan.id:
-                raise EngineDeadError(f"the executor answered step {result.id} where {flight.plan.id} was due")
             self.clock.device_ms[self.clock.count % self.clock.size] += result.device_ms
             self.clock.seams.add(result.seams)
             if self.hooks is None:
@@ -357,6 +329,23 @@ class Engine:
             else:
                 self.hooks.publish(flight, result, self.publisher.publish)
             self._count_failures(result)
+
+    def _results(self, found: Any) -> list[StepResult]:
+        """What the executor collected, if that is what was due."""
+        due = [flight.plan for flight in itertools.islice(self.in_flight, len(found))]
+        if len(found) > len(due):
+            raise ValueError(f"it collected {len(found)} steps where {len(due)} are in flight")
+        vocab = self.capacity.vocab_size
+        return [checks.result(result, plan, vocab) for result, plan in zip(found, due, strict=True)]
+
+    def ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        """The executor.  EngineDeadError names it if it raises: it promised not to."""
+        try:
+            return call_foreign(question, *args)
+        except EngineDeadError:
+            raise
+        except Exception as e:
+            raise EngineDeadError(f"executor {type(self.executor).__name__} failed: {told(e)}") from e
 
     def idle(self) -> float:
         """Seconds to wait after a ``step`` that found nothing to do: until the policy's hold ends, or a short while."""
@@ -371,7 +360,7 @@ class Engine:
         except EngineDeadError as e:
             self._die(str(e))
         except Exception as e:
-            self._failed(f"planning failed ({type(self.planner.policy).__name__}): {type(e).__name__}: {e}")
+            self._failed(f"planning failed ({type(self.planner.policy).__name__}): {told(e)}")
         return None
 
     def _count_failures(self, result: Any) -> None:
@@ -390,12 +379,19 @@ class Engine:
         """Tell every request and refuse new ones.  Slots and blocks are left as they are: nobody will use them."""
         self.dead = message
         for request in list(self.requests.values()):
-            for seq in request.sequences if request.lanes is None else ():
-                if seq.status != FINISHED:
-                    self.publisher.flush(seq)
-                    self.close(seq, "error", None, message)
-            if request.lanes is not None:
-                finish_lanes(self, request, ("error", None), message)
+            try:
+                self._tell_dead(request, message)
+            except Exception:  # in doubt are the books of one: the others are told all the same
+                log.exception("request %s could not be told", request.id)
+
+    def _tell_dead(self, request: Request, message: str) -> None:
+        if request.lanes is not None:
+            finish_lanes(self, request, ("error", None), message)
+            return
+        for seq in request.sequences:
+            if seq.status != FINISHED:
+                self.publisher.flush(seq)
+                self.close(seq, "error", None, message)
 
     # ---- care ----------------------------------------------------------------------------------------------------
 
@@ -404,6 +400,7 @@ class Engine:
         thousand blocks; after every step with MINIVLLM_CHECK=1, where a fault ends the engine."""
         self.cache.check()
 
+    @alone
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no running sequence uses."""
         try:
@@ -413,6 +410,7 @@ class Engine:
             self._die(str(e))
             raise
 
+    @alone
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
         """A rare verb of the executor."""
         if self.dead:
@@ -437,6 +435,7 @@ class Engine:
         if not self.dead:
             self._die(message)
 
+    @alone
     def stop(self) -> None:
         """Give everything back; idempotent."""
         error = self.dead

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.errors import told
+
+from . import checks
 from .admission import join_of, queue_view, row_of
 from .interfaces.plan import Delta, StepPlan, no_rows, with_drafts
 from .interfaces.scheduler import Load, SchedulerPolicy, StepShape
@@ -64,6 +67,7 @@ class Planner:
         self.forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
         self.moving: list[Lanes] = []  # whose moves are to be carried out
         self._ended: list[Seq] = []  # since the last plan, for a policy that wants to know
+        checks.window(policy)
         own, base = type(policy), SchedulerPolicy
         self._shapes, self._lanes = own.shape is not base.shape, own.lane is not base.lane
         self._orders, self._ends = own.order is not base.order or self._lanes, own.ended is not base.ended
@@ -81,10 +85,9 @@ class Planner:
         """Queue a sequence (new, or preempted and at rest)."""
         row, seq.hint = row_of(seq), None
         view = queue_view([row])
-        key = float(self._ask(self.policy.key, view)[0])
-        if key != key:
-            raise ValueError("its key is NaN; want a number")
-        self.waiting.push(seq, key, int(self._ask(self.policy.lane, view)[0]) if self._lanes else 0, row)
+        key = checks.key(self._ask(self.policy.key, view))
+        lane = checks.lane(self._ask(self.policy.lane, view)) if self._lanes else 0
+        self.waiting.push(seq, key, lane, row)
         seq.status = WAITING
 
     def end(self, seq: Seq) -> None:
@@ -107,9 +110,9 @@ class Planner:
             return
         entries = self.waiting.first(self.policy.window)
         head = queue_view([e[3] for e in entries], lambda: self.cache.hints([e[2] for e in entries]))
-        for i in self._ask(self.policy.order, head, self.slots.view(self.slots.running), now):
-            i = int(i)
-            if 0 <= i < len(entries) and entries[i][2].queued:
+        order = self._ask(self.policy.order, head, self.slots.view(self.slots.running), now)
+        for i in checks.ordered(order, len(entries)):
+            if entries[i][2].queued:
                 yield entries[i][2]
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -124,7 +127,7 @@ class Planner:
         if self._ended:
             ended, self._ended = self._ended, []
             self._ask(self.policy.ended, queue_view([row_of(seq) for seq in ended]))
-        shape = self._ask(self.policy.shape, self._load(now), now) if self._shapes else MIX
+        shape = checks.shape(self._ask(self.policy.shape, self._load(now), now)) if self._shapes else MIX
         self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
         if self.moving:
             self._move()
@@ -176,17 +179,14 @@ class Planner:
         if not len(candidates) and s.id[requester] == oldest and len(self.cache.pools) > 1:
             candidates = run[s.id[run] != oldest]  # a sliding window's blocks cannot be reserved ahead
         if len(candidates):
-            victim = int(candidates[self._victim(candidates, need)])
+            index = self._ask(self.policy.victim, self.slots.view(candidates), need)
+            victim = int(candidates[checks.whole(index, 0, len(candidates) - 1, "victim() gave")])
         elif s.id[requester] != oldest and (s.preempted[requester] < PROTECTED_AFTER or s.lane[requester]):
             victim = requester
         else:
             return requester
         self.preempt(victim)
         return victim
-
-    def _victim(self, candidates: np.ndarray, need: int) -> int:
-        index = int(self._ask(self.policy.victim, self.slots.view(candidates), need))
-        return min(max(index, 0), len(candidates) - 1)
 
     def preempt(self, slot: int) -> None:
         """Send a running row back to the queue: blocks freed, tokens kept (recompute).  It is queued again once its
@@ -217,7 +217,7 @@ class Planner:
         try:
             self.add(seq)
         except Exception as e:
-            self.fail(seq, f"scheduler {type(self.policy).__name__} failed on it: {type(e).__name__}: {e}")
+            self.fail(seq, f"scheduler {type(self.policy).__name__} failed on it: {told(e)}")
 
     def leave(self, slot: int) -> None:
         """A row's stay ends: its blocks are free for steps planned from now on (those in flight run before)."""

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minivllm.errors import told
+
+from . import checks
+from .foreign import call_foreign
 from .interfaces.plan import ENDED, EOS, FAILED, LENGTH, NAN, STOP_ID, StepPlan, StepResult, group_rows
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
@@ -184,10 +188,10 @@ class Publisher:
         if seq.request.sink is None or (not ids and ended is None):
             return None
         try:
-            return seq.request.sink(seq, ids, ended)
+            return call_foreign(seq.request.sink, seq, ids, ended)
         except Exception as e:
             seq.request.sink = None
-            self.finish(seq, "error", error=f"what receives its tokens failed: {type(e).__name__}: {e}")
+            self.finish(seq, "error", error=f"what receives its tokens failed: {told(e)}")
             return None
 
     def _publish_blocks(self, flight: Flight, live: np.ndarray, result: StepResult) -> None:
@@ -225,7 +229,7 @@ class Publisher:
                     seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
                     seq.known += 1
                     self.tokens += 1
-                    if result.logprobs is not None and seq.request.params.logprobs is not None:
+                    if result.logprobs is not None and seq.request.topk >= 0:  # asked for, or a strategy ranks by them
                         seq.later(result.logprobs, j)
                     self._deliver(seq, result, j)
             if not seq.in_flight:
@@ -272,14 +276,11 @@ class Publisher:
                 continue
             slot = int(plan.slots[r])
             seq, n = s.seq[slot], int(s.known[slot])
-            width = result.logits.shape[1]
             try:
-                token = int(seq.choose(result.logits[h], s.tokens[slot, :n].tolist()))
-                if not 0 <= token < width:
-                    raise ValueError(f"it chose token {token}; want 0 to {width - 1}")
+                token = call_foreign(_chosen, seq, result.logits[h], s.tokens[slot, :n].tolist())
             except Exception as e:  # the user's code: it ends its own request and nothing else
                 what = "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"
-                self.finish(seq, "error", error=f"{what}: {type(e).__name__}: {e}")
+                self.finish(seq, "error", error=f"{what}: {told(e)}")
                 continue
             s.tokens[slot, n] = token
             s.known[slot] = s.goal[slot] = s.collected[slot] = n + 1
@@ -289,6 +290,10 @@ class Publisher:
             seq.request.first_token = seq.request.first_token or self.now()
             flags = stop_flags(seq, token, n + 1)
             self.send(seq, reason_of(flags, token) if flags else None)
+
+
+def _chosen(seq: Seq, logits: np.ndarray, ids: list[int]) -> int:
+    return checks.chosen_token(seq.choose(logits, ids), len(logits))
 
 
 def stop_flags(seq: Seq, token: int, known: int) -> int:

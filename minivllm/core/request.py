@@ -331,6 +331,7 @@ class Request:
     watch: bool = False  # somebody wants each token as it comes (a stream, a stop string)
     stream: int = 0  # not 0: a token in the middle of its answer goes to ``Publisher.tell``, with this number
     sink: Any = None  # sink(seq, new token ids, ended or None) -> the stop string that they complete, or None
+    answer: list[Seq] = field(default_factory=list)  # once it has finished: its sequences, best first
     on_done: Any = None  # on_done(request), once, when its last sequence has ended
 
     @property

@@ -14,6 +14,8 @@ from minivllm.layers.invariant import logsumexp
 from .interfaces.plan import EOS, LENGTH, NAN, STOP_ID, STOP_IDS
 
 _WORD = 1 << 32
+GROUP = 64  # logits of which the largest is looked at first, where the best are looked for
+KEYS = 1 << 22  # of their sort keys at a time: bounds the temporary memory to about 0.1 GB
 
 
 def _signed(word: int) -> int:
@@ -91,20 +93,54 @@ def logprobs_of(
     """Natural log-softmax of raw logits [N, V], of any dtype, at ``chosen`` i64 [N], and the ``topk`` best.
 
     Returns chosen f32 [N], rank i32 [N] (1 + how many tokens are strictly likelier), top_ids i32 [N, k] and top f32
-    [N, k], best first, k = min(topk, V).  ``fuse``: by the kernels, which make no float32 copy (and are
-    batch invariant anyway).
+    [N, k], in the order of ``best_of``, k = min(topk, V).  Tokens without any probability (-inf) may stand at the end.
+    ``fuse``: by the kernels, which make no float32 copy (and are batch invariant anyway).
     """
     if fuse:
         from minivllm.kernels import logprobs
 
-        if topk <= logprobs.MOST:
-            return logprobs.logprobs_of(logits, chosen, topk)
+        return logprobs.logprobs_of(logits, chosen, topk)
     logits = logits.float()
     total = logsumexp(logits) if batch_invariant else torch.logsumexp(logits, dim=1, keepdim=True)
     value = logits.gather(1, chosen[:, None])
     rank = (logits > value).sum(dim=1, dtype=torch.int32) + 1
-    top, top_ids = logits.topk(min(max(topk, 0), logits.shape[1]), dim=1)
+    top, top_ids = best_of(logits, min(max(topk, 0), logits.shape[1]))
     return (value - total).squeeze(1), rank, top_ids.to(torch.int32), top - total
+
+
+def best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` <= V best of logits [N, V], of any dtype: f32 [N, k] and their ids i64 [N, k].
+
+    The order is total: the larger logit first, of equal ones the lower id.  So the best few of a row are the first of
+    its best many, which is not so of ``Tensor.topk``, whose choice among equals is left open.  Of a row with a NaN any
+    ids may come.
+    """
+    rows = max(KEYS // logits.shape[1], 1)
+    values, ids = zip(*(_best_of(part.float(), k) for part in logits.split(rows)), strict=True)
+    return torch.cat(values), torch.cat(ids)
+
+
+def _best_of(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best are in the k groups whose largest logits are the best (of equal ones the first), because each of these
+    holds a logit that ranks before all those of the other groups; and in what is left over behind the last group."""
+    width = x.shape[1]
+    ids = torch.arange(width, device=x.device).expand_as(x)
+    groups = width // GROUP
+    if 2 * k < groups:
+        highest = x[:, : groups * GROUP].unflatten(1, (groups, GROUP)).amax(dim=2)
+        first = _in_order(highest, ids[:, :groups], k) * GROUP
+        inside = (first[:, :, None] + torch.arange(GROUP, device=x.device)).flatten(1)
+        ids = torch.cat([inside, ids[:, groups * GROUP :]], dim=1)
+    best = _in_order(x.gather(1, ids), ids, k)
+    return x.gather(1, best), best
+
+
+def _in_order(x: Tensor, ids: Tensor, k: int) -> Tensor:
+    """The ``ids`` i64 [N, M] of the k best of ``x`` f32 [N, M].  Both make one integer, so that no two are equal."""
+    bits = (x + 0.0).view(torch.int32)  # -0 becomes the 0 that it is equal to
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the order of the floats, as integers
+    keys = (bits.long() << 32) | (_WORD - 1 - ids)
+    return _WORD - 1 - (keys.topk(k, dim=1).values & (_WORD - 1))
 
 
 def bad_rows(logits: Tensor) -> Tensor:

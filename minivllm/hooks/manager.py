@@ -17,8 +17,9 @@ import pluggy
 
 from minivllm.core.timing import SeamTimes
 from minivllm.discovery import BUILTIN, LOCAL
-from minivllm.errors import MinivllmError, PluginError, suggest
-from minivllm.registry import build_part, import_target
+from minivllm.errors import MinivllmError, PluginError, suggest, told
+from minivllm.importing import guarded_import
+from minivllm.registry import build_part
 
 from .contract import PROJECT, WRAPPERS, HookContracts, Hooks
 
@@ -123,7 +124,7 @@ class HookManager:
         except (MinivllmError, KeyboardInterrupt):
             raise
         except BaseException as exc:
-            raise PluginError(f"{call.member} failed in {call.hook}: {type(exc).__name__}: {exc}") from exc
+            raise PluginError(f"{call.member} failed in {call.hook}: {told(exc)}") from exc
 
     def ask(self, name: str, **values: Any) -> tuple[str, Any] | None:
         """(plug-in, answer) of the first one whose answer is not None; PluginError names a plug-in that raises."""
@@ -158,11 +159,9 @@ class HookManager:
         member = call.member
         try:
             return self.times.run(f"hooks:{member.name}", function, *args)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as exc:  # SystemExit too, and a panic in Rust: nothing of a plug-in's ends the engine
+        except Exception as exc:  # a SystemExit or a panic in Rust is one too by now: nothing of it ends the engine
             member.failures += 1
-            how = f"{member} failed in {call.hook} ({member.failures} of {FAILURES}): {type(exc).__name__}: {exc}"
+            how = f"{member} failed in {call.hook} ({member.failures} of {FAILURES}): {told(exc)}"
             log.warning(how, exc_info=exc if log.isEnabledFor(logging.DEBUG) else None)
             if member.disabled:
                 log.warning("%s is disabled: it failed %s times", member, FAILURES)
@@ -205,10 +204,8 @@ def _throw(generator: Any, exc: BaseException) -> None:
 def _class(part: Part) -> Any:
     """The class of a plug-in, or None if it cannot be imported: ``build_part`` then says so where it is used."""
     try:
-        return import_target(part.target)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+        return guarded_import(part.name, part.target, part.source)
+    except PluginError:
         return None
 
 

@@ -75,6 +75,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
-        """(tokens i64 [N, k], count i64 [N]) on the device, at most k drafts a row, the first ``count[i]`` of row i;
-        what is behind them may be any token.  It never waits for the device, and writes to nothing that it was given.
-        A drafter that raises costs the rows of this step their drafts, and is not asked again."""
+        """(tokens i64 [N, k], count i64 [N]) on the device, 0 to k drafts a row, the first ``count[i]`` of row i, which
+        are tokens of the vocabulary; what is behind them may be anything.  It never waits for the device, and writes to
+        nothing that it was given.  A drafter that raises, or answers with something else, costs the rows of this step
+        their drafts, and is not asked again."""

@@ -103,7 +103,10 @@ class LateInputs:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Natural logarithms of softmax(logits), float32; ``rank`` counts from 1."""
+    """Natural logarithms of softmax(logits), float32; ``rank`` is 1 + how many tokens are strictly likelier.
+
+    The best are ordered by logit, of equal ones the lower id first.  So the first of a row's do not depend on k, which
+    is the largest that some row asks for.  Tokens without any probability (-inf) stand last; clients are not told."""
 
     chosen: np.ndarray  # f32 [N]
     rank: np.ndarray  # i32 [N]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,15 +64,30 @@ class Rows:
         """Token history i64 [N, max_position]; entries at or after ``position[j]`` are stale."""
         return self.tokens[self.slots, : self.max_position].long()
 
+    def pick(self, index: Tensor) -> Rows:
+        """Those at ``index`` i64 [n]."""
+        columns = ("slots", "position", "prompt", "seed", "sample")
+        return replace(self, **{name: getattr(self, name)[index] for name in columns})
+
 
 @dataclass
 class Draw:
     """Where a sampler writes: ``tokens`` i64 [N], and, if it comes by them, ``peaks`` f32 [N, any]: the largest logits
     of parts that make up each row, not finite where a part holds a NaN; else the engine looks for rows that are not
-    finite by itself."""
+    finite by itself.  A row whose token is not in the vocabulary ends with an error that names the sampler."""
 
     tokens: Tensor
     peaks: Tensor | None = None
+
+    def check(self, logits: Tensor) -> None:
+        """ValueError unless a token for each row of ``logits`` [N, V] is there, on their device; kernels find it at its
+        row's place then."""
+        tokens = self.tokens
+        there = tokens.device == logits.device and str(tokens.dtype) == "torch.int64"
+        if not there or tuple(tokens.shape) != logits.shape[:1]:
+            found = f"{list(tokens.shape)} {tokens.dtype} on {tokens.device}".replace("torch.", "")
+            raise ValueError(f"it left tokens {found}; want [{len(logits)}] int64 on {logits.device}")
+        self.tokens = tokens.contiguous()
 
 
 @dataclass(frozen=True)

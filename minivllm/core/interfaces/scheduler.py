@@ -1,7 +1,8 @@
 """The scheduler seam: an order and a victim.  Budgets, blocks, overlap and placeholders stay in the engine.
 
 A policy sees read-only columns (numpy arrays of equal length, one entry a sequence) and returns indices into them, so
-it can be slow or unfair but never wrong.
+it can be slow or unfair but never wrong.  What is no index, no number or no ``StepShape`` costs the turn, as if the
+policy had raised; three such turns in a row end the engine, with the policy's name.
 """
 
 from __future__ import annotations

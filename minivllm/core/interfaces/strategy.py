@@ -46,7 +46,8 @@ class Grown:
     """A live branch after a step, and the tokens that it may go on with."""
 
     length: int  # tokens generated so far, without the candidates
-    tokens: np.ndarray  # i32 [m] candidates, the likeliest first; without stop ids before ``min_tokens``
+    # i32 [m] candidates, the likeliest first, of equal ones the lower id; without stop ids before ``min_tokens``
+    tokens: np.ndarray
     logprobs: np.ndarray  # f64 [m] theirs, natural logarithms, finite
 
 

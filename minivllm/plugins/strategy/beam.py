@@ -2,6 +2,7 @@
 
     score of an output = sum of its log-probabilities / its tokens ** length_penalty      (end-of-sequence counts)
 
+Of equal sums the one of the earlier beam goes first, in a beam the lower id; of equal scores the output found first.
 A continuation that ends is an output perhaps if it is among the ``beam_width`` likeliest of all, those that end
 included; the best ``beam_width`` outputs are kept.  The search ends once none of the beams can better them:
 
