@@ -8,13 +8,18 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.model import Rule
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
+from minivllm.loading.hf_config import read_config
 from minivllm.loading.weights import find_targets, load_weights, weight_bytes
+from minivllm.plugins.quantizer.int8 import Int8
+from minivllm.plugins.quantizer.options import Int8Options
 from minivllm.testing.harness import Harness
-from minivllm.testing.tiny import ARCHS, tiny_dir
+from minivllm.testing.tiny import ARCHS, quiet, tiny_dir
 
 LLAMA = ARCHS["llama"]()
 
@@ -34,6 +39,25 @@ def edit(path, change):
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def edit_all(path, change):
+    """``edit``, for a directory of one file or of several: what changes may be in any of them."""
+    if (path / "model.safetensors").exists():
+        return edit(path, change)
+    index = path / "model.safetensors.index.json"
+    shards = {file.name: load_file(file) for file in sorted(path.glob("model-*.safetensors"))}
+    tensors = {name: tensor for held in shards.values() for name, tensor in held.items()}
+    change(tensors)
+    for shard, held in shards.items():
+        save_file({n: tensors[n] for n in held if n in tensors}, path / shard, {"format": "pt"})
+    where = {n: shard for shard, held in shards.items() for n in held if n in tensors}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def change_config(path, **values):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **values}))
 
 
 def test_several_shards_load_as_one_file(tmp_path, tiny):
@@ -60,17 +84,93 @@ def test_weight_bytes_counts_what_is_there_once(tmp_path, tied):
     assert weight_bytes(Harness(path, LLAMA, cfg).parts) == 4 * sum(p.numel() for p in hf.parameters())
 
 
-def test_known_buffers_and_a_redundant_tied_head_are_passed_over(tmp_path):
-    path, cfg, hf = tiny_dir(tmp_path, tie_word_embeddings=True)
+def test_known_buffers_are_passed_over(tmp_path):
+    path, cfg, hf = tiny_dir(tmp_path)
+    edit(path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    assert torch.equal(Harness(path, LLAMA, cfg).parts.modules["norm"].weight, hf.model.norm.weight)
 
-    def change(t):
-        t["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-        t["lm_head.weight"] = torch.zeros(61, 32)
 
-    edit(path, change)
-    with torch.inference_mode():
-        want = hf(torch.tensor([[5, 6, 7]])).logits[0]
-    assert (Harness(path, LLAMA, cfg).step({0: [5, 6, 7]})[0] - want).abs().max() < 1e-4
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEADS = {  # what a checkpoint with tie_word_embeddings=true may hold -> how its tensors become that
+    "both, which differ": lambda t: None,
+    "both, which are equal": lambda t: t.update({HEAD: t[EMBED].clone()}),
+    "both, equal in another dtype": lambda t: t.update({EMBED: t[EMBED].half().float(), HEAD: t[EMBED].half()}),
+    "both, which differ in one element": lambda t: t.update({HEAD: t[EMBED].index_fill(0, torch.tensor([60]), 0.5)}),
+    "the embedding alone": lambda t: t.pop(HEAD),
+    "the head alone": lambda t: t.pop(EMBED),
+}
+
+
+def reference(path, tokens, dtype=torch.float32):
+    """Logits of what transformers makes of a directory."""
+    with quiet(), torch.inference_mode():
+        hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+        return hf(torch.tensor([tokens])).logits[0].float()
+
+
+@pytest.mark.parametrize("what", HEADS)
+@pytest.mark.parametrize("shard", [None, "8KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_tied_head_is_what_transformers_makes_of_it(tmp_path, family, shard, what):
+    """tie_word_embeddings=true in config.json, whatever the checkpoint holds."""
+    path, _, _ = tiny_dir(tmp_path, family, shard=shard)
+    edit_all(path, HEADS[what])
+    change_config(path, tie_word_embeddings=True)
+    harness = Harness(path, ARCHS[family](), read_config(path))
+    want = reference(path, [5, 6, 7])
+    assert (harness.step({0: [5, 6, 7]})[0] - want).abs().max() < 1e-4
+    shared = sum(t.numel() for t in AutoModelForCausalLM.from_pretrained(path).parameters())  # shared ones once
+    assert weight_bytes(harness.parts) == 4 * shared
+
+
+@pytest.mark.parametrize("options", [{}, {"lm_head": True}, {"lm_head": True, "skip": ["lm_head"]}], ids=str)
+@pytest.mark.parametrize("what", HEADS)
+def test_a_quantized_head_is_made_of_the_weight_that_transformers_takes(tmp_path, what, options):
+    path, _, _ = tiny_dir(tmp_path)
+    edit_all(path, HEADS[what])
+    change_config(path, tie_word_embeddings=True)
+    harness = Harness(path, LLAMA, read_config(path), quantizer=Int8(Int8Options(**options)))
+    with quiet():
+        hf = AutoModelForCausalLM.from_pretrained(path)
+    hidden = torch.randn(3, 32)
+    want = hidden @ hf.lm_head.weight.T.float()
+    got = harness.parts.modules["lm_head"](hidden)
+    assert (got - want).abs().max() < (0.05 if options == {"lm_head": True} else 1e-4) * want.abs().max()
+    assert torch.equal(harness.parts.modules["embed"].weight, hf.model.embed_tokens.weight)
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_told(tmp_path, caplog):
+    path, _, _ = tiny_dir(tmp_path / "m", "qwen3", vocab_size=64)
+    change_config(path, tie_word_embeddings=True)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "num_kvcache_blocks": 16}
+    with LLM(model=str(path), device="cpu", skip_tokenizer_init=True, **sizes) as llm:
+        out = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+        told = llm.explain()
+    tokens = [5, 6, 7]
+    for _ in range(4):
+        tokens.append(int(reference(path, tokens)[-1].argmax()))
+    assert out[0].outputs[0].token_ids == tokens[3:]
+    for text in (told, caplog.text):
+        assert "lm_head.weight is used and differs from model.embed_tokens.weight" in text
+
+
+@pytest.mark.parametrize(
+    ("tied", "change", "says"),
+    [
+        (False, lambda t: t.pop(HEAD), "lacks lm_head.weight"),
+        (False, lambda t: t.pop(EMBED), "lacks model.embed_tokens.weight"),
+        (True, lambda t: (t.pop(EMBED), t.pop(HEAD)), "lacks model.embed_tokens.weight"),
+        (True, lambda t: t.update({"output.weight": t.pop(HEAD)}), "'output.weight' has no place"),
+        (True, lambda t: t.update({"model.lm_head.weight": t.pop(HEAD)}), "'model.lm_head.weight' has no place"),
+        (True, lambda t: t.update({HEAD: t[HEAD][:50].clone()}), r"lm_head.weight' has shape \[50, 32\], want"),
+        (True, lambda t: t.update({HEAD: t[HEAD].to(torch.int32)}), "lm_head.weight': dtype int32"),
+    ],
+)
+def test_a_head_that_transformers_would_invent_or_refuse_is_refused(tmp_path, tied, change, says):
+    path, _, _ = tiny_dir(tmp_path)
+    edit_all(path, change)
+    change_config(path, tie_word_embeddings=tied)
+    refuses(path, read_config(path), says)
 
 
 def test_an_unknown_tensor_is_refused_with_the_nearest_name(tiny):

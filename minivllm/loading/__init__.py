@@ -1,6 +1,8 @@
 """From a model directory and a wiring to what runs on one device: config, weights, model, cache memory, processors.
 
 hf_config   the directory: config.json, what it says of architecture and dtype
+numbers     which numbers of config.json a model can have
 weights     safetensors, or dummies, to the parameters of a model
+shapes      config.json against the headers of the weights and the free memory, before either is taken
 build       a Wiring to a Worker: plug-ins made, model loaded, KV memory allocated
 """

@@ -6,11 +6,13 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from minivllm.core.capture import ALONE, synchronize
 from minivllm.core.interfaces.attention import AttentionContext, AttnMeta, GraphKey
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
@@ -18,8 +20,9 @@ from minivllm.errors import ConfigError, ModelError, ResourceError
 from minivllm.layers.parts import Parts
 from minivllm.registry import build_part
 
+from . import shapes
 from .hf_config import open_checkpoint
-from .weights import build_model, load_weights, weight_bytes
+from .weights import build_model, checkpoint_headers, load_weights, weight_bytes
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttentionBackend
@@ -87,17 +90,18 @@ def build_worker(wiring: Wiring) -> Worker:
     device = torch.device(wiring.device)
     cfg = open_checkpoint(wiring.model_dir).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
-    model, parts = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.groups)
+    model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.groups)
     groups = [list(g) for g in wiring.groups]
     worker = Worker(
         device, model, parts.backend, make_processors(wiring, cfg.vocab_size), groups, cfg.vocab_size, cfg.hidden_size,
-        weight_bytes(parts),
+        weight_bytes(parts), notes=notes,
     )  # fmt: skip
     if (draft := wiring.draft_model) is not None:
         own = open_checkpoint(draft.model_dir).hf_config()
         layers = build_part("model", draft.parts["model"]).attention(own)
-        made, its = _load(wiring, draft.model_dir, draft.parts, own, fmt, (tuple(range(len(layers))),))
+        made, its, notes = _load(wiring, draft.model_dir, draft.parts, own, fmt, (tuple(range(len(layers))),))
         worker.draft = Draft(made, its.backend, its)
+        worker.notes += [f"the draft model: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
     _take_cache(worker, wiring, parts, fmt)
     return worker
@@ -105,8 +109,8 @@ def build_worker(wiring: Wiring) -> Worker:
 
 def _load(
     wiring: Wiring, folder: str, chosen: Mapping[str, Part], cfg: Any, fmt: Any, groups: Sequence[Sequence[int]]
-) -> tuple[Any, Parts]:
-    """A model with its weights, and an attention back end of its own."""
+) -> tuple[Any, Parts, list[str]]:
+    """A model with its weights, an attention back end of its own, and what the user should know of the weights."""
     rows = min(wiring.max_num_seqs * (1 + wiring.drafts), max(wiring.max_num_batched_tokens, wiring.max_num_seqs))
     ctx = AttentionContext(
         wiring.device, wiring.dtype, fmt, wiring.block, rows, wiring.max_model_len, wiring.batch_invariant,
@@ -119,6 +123,9 @@ def _load(
         wiring.device, wiring.dtype, quantizer, backend, groups=groups or None, fuse=fused(wiring),
         batch_invariant=wiring.batch_invariant,
     )  # fmt: skip
+    headers = {} if wiring.load_format == "dummy" else checkpoint_headers(Path(folder))
+    quantized = chosen["quantizer"].name != "minivllm/none"
+    shapes.check(folder, arch, cfg, parts, headers, quantized, _free_memory(parts.device))
     with torch.inference_mode():
         try:
             model = build_model(arch, cfg, parts)
@@ -127,8 +134,8 @@ def _load(
         except (RuntimeError, TypeError) as e:  # sizes that no tensor can have
             raise ModelError(f"{folder}/config.json: the model cannot be built: {str(e).splitlines()[0]}") from e
         quantizer.finish()
-        load_weights(folder, arch, cfg, parts, wiring.load_format, wiring.seed)
-    return model, parts
+        notes = load_weights(folder, arch, cfg, parts, wiring.load_format, wiring.seed)
+    return model, parts, notes
 
 
 def _take_cache(worker: Worker, wiring: Wiring, parts: Parts, fmt: Any) -> None:
@@ -204,13 +211,14 @@ def _budget(worker: Worker, wiring: Wiring, parts: Parts, layouts: list) -> int:
     if worker.device.type == "cpu":
         return min(int(CPU_CACHE_SHARE * _free_ram()), CPU_CACHE_LIMIT)
     _allocate(worker, parts, layouts, [1] * len(worker.groups))
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    _trial_step(worker, wiring)
-    activations = torch.cuda.max_memory_allocated() - before
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
+    with ALONE:  # what another engine's capture takes meanwhile would count as this one's
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _trial_step(worker, wiring)
+        activations = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
     return int(free - (1 - wiring.memory_utilization) * total - 1.2 * activations - (256 << 20))
 
 
@@ -237,7 +245,16 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
         logits = worker.model.logits(hidden[:n]).float()
         del hidden
         torch.softmax(logits, dim=-1).sort(dim=-1)  # what a sampler may need
-        torch.cuda.synchronize()
+        synchronize()
+
+
+def _free_memory(device: str) -> int:
+    """Bytes that weights may take on the device."""
+    if device == "cpu":
+        return _free_ram()
+    with ALONE:  # beside a capture it would give nothing back
+        torch.cuda.empty_cache()  # what an engine before this one gave back to torch
+    return torch.cuda.mem_get_info()[0]
 
 
 def _free_ram() -> int:

@@ -11,6 +11,8 @@ from typing import Any
 
 from minivllm.errors import ModelError, shown
 
+from .numbers import check_numbers
+
 IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft"}  # word -> directory in minivllm/pocket
 WANTED = (
     "*.safetensors",
@@ -19,7 +21,6 @@ WANTED = (
     "*.model",
     "*.txt",
 )  # weights, configuration, tokenizer: no code, no pickle
-MOST_LAYERS, MOST = 10_000, 1 << 32  # of layers, of any whole number
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -82,24 +83,14 @@ def open_checkpoint(model: str) -> Checkpoint:
         raise ModelError(f"{path}: {exc.strerror}") from None
     except json.JSONDecodeError as exc:
         raise ModelError(f"{path}:{exc.lineno}:{exc.colno}: broken JSON: {exc.msg}") from None
-    except ValueError as exc:
+    except UnicodeDecodeError as exc:
         raise ModelError(f"{path}: not UTF-8 text: {exc}") from None
+    except (ValueError, RecursionError) as exc:  # a number of thousands of digits, lists in lists without end
+        raise ModelError(f"{path}: not the configuration of a model: {exc}") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: want a JSON object, got a {type(raw).__name__}")
-    _check_sizes(path, raw)
+    check_numbers(str(path), raw)
     return Checkpoint(folder, raw)
-
-
-def _check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
-    """ModelError for numbers that no model has: to build what they say would take for ever, or all memory."""
-    for name in ("text_config", "quantization_config"):
-        if not isinstance(raw.get(name) or {}, dict):
-            raise ModelError(f"{path}: {name}={shown(raw[name])}: want an object")
-    for part in (raw, raw.get("text_config") or {}):
-        for name, value in part.items():
-            most = MOST_LAYERS if name == "num_hidden_layers" else MOST
-            if isinstance(value, int) and abs(value) > most:
-                raise ModelError(f"{path}: {name}={shown(value)}: want at most {most}")
 
 
 def read_config(folder: str | Path) -> Any:

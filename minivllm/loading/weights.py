@@ -7,11 +7,14 @@ nothing from the model's directory is run.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import logging
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.model import Model, ModelArch, Rule
 from minivllm.errors import ModelError, suggest
+from minivllm.layers.embedding import TiedLMHead
 from minivllm.layers.module import Module
 from minivllm.layers.parts import Parts
 
@@ -27,6 +31,16 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")  # older checkpoints carry tables that are computed here
 PICKLES = ("*.bin", "*.pt", "*.pth")
 DUMMY_STD = 0.02
+ROWS_AT_ONCE = 4096  # of two matrices that are compared
+log = logging.getLogger("minivllm")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of a tensor before it is read."""
+
+    path: Path
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,13 +60,15 @@ def build_model(arch: ModelArch, cfg: Any, parts: Parts) -> Model:
 
 def load_weights(
     model_dir: str | Path, arch: ModelArch, cfg: Any, parts: Parts, load_format: str = "auto", seed: int = 0
-) -> None:
+) -> list[str]:
     """Fill every module that ``parts`` made.  ``load_format`` "auto" and "safetensors" read ``model_dir``, "dummy"
-    draws random weights on the device from ``seed`` and reads no file.  ModelError if anything is missing, left over or
-    broken."""
+    draws random weights on the device from ``seed`` and reads no file.  Returns what the user should know of the
+    checkpoint.  ModelError if anything is missing, left over or broken."""
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format={load_format!r}: want one of {', '.join(LOAD_FORMATS)}")
-    rules = arch.weights(cfg)
+    rules, notes = arch.weights(cfg), []
+    if load_format != "dummy":
+        rules, notes = tie(Path(model_dir), arch, cfg, parts, rules)
     targets = find_targets(rules, parts)
     with torch.no_grad():
         if load_format == "dummy":
@@ -62,6 +78,52 @@ def load_weights(
         _fill(tensors, targets, rules, str(model_dir))
         for module in parts.modules.values():
             module.finish()
+    return notes
+
+
+def tie(
+    folder: Path, arch: ModelArch, cfg: Any, parts: Parts, rules: Sequence[Rule]
+) -> tuple[Sequence[Rule], list[str]]:
+    """The rules for a model whose head was built to share the embedding's weight (``tie_word_embeddings``), by what the
+    checkpoint has, as transformers 5 does it; and a note where that is not what config.json says.
+
+    Both tensors, and they differ: the head gets a weight of its own.  Only the head's: both share that.  Otherwise both
+    share the embedding's.
+    """
+    heads = [module for module in parts.modules.values() if isinstance(module, TiedLMHead)]
+    notes: list[str] = []
+    headers = checkpoint_headers(folder) if heads else {}
+    for head in heads:
+        apart = copy.copy(cfg)
+        apart.tie_word_embeddings = False
+        untied = arch.weights(apart)
+        own = next((rule.source for rule in untied if rule.module == head.name), None)
+        shared = next((rule.source for rule in rules if rule.module == head.tied.name), None)
+        mine, theirs = headers.get(f"{own}.weight"), headers.get(f"{shared}.weight")
+        if own is None or mine is None:
+            continue
+        if theirs is None:
+            rules = [replace(r, source=own) if r.module == head.tied.name else r for r in rules if r.source != own]
+            notes.append(f"the embedding is the checkpoint's {own}.weight: it has no {shared}.weight")
+        elif not _same(f"{own}.weight", mine, f"{shared}.weight", theirs, parts.dtype):
+            head.untie()
+            rules = untied
+            notes.append(
+                f"{own}.weight is used and differs from {shared}.weight, though config.json says "
+                "tie_word_embeddings=true, as transformers does; set it to false there to silence this"
+            )
+            log.warning("%s: %s", folder, notes[-1])
+    return rules, notes
+
+
+def _same(name: str, mine: Header, other: str, theirs: Header, dtype: torch.dtype) -> bool:
+    """Whether two tensors of a checkpoint are equal in the dtype in which they are served."""
+    if mine.shape != theirs.shape:
+        return False
+    with _opened(mine.path) as left, _opened(theirs.path) as right:
+        a, b = left.get_tensor(name), right.get_tensor(other)  # mapped, not read
+        pieces = zip(a.split(ROWS_AT_ONCE), b.split(ROWS_AT_ONCE), strict=True)
+        return all(torch.equal(x.to(dtype), y.to(dtype)) for x, y in pieces)
 
 
 def weight_bytes(parts: Parts) -> int:
@@ -78,7 +140,7 @@ def find_targets(rules: Sequence[Rule], parts: Parts) -> dict[str, Target]:
     for rule in rules:
         if rule.module is None:
             continue
-        pattern = _pattern(rule.module)
+        pattern = rule_pattern(rule.module)
         for (name, part, param), shape in wanted.items():
             match = pattern.fullmatch(name)
             if not match or part != rule.part:
@@ -94,14 +156,14 @@ def find_targets(rules: Sequence[Rule], parts: Parts) -> dict[str, Target]:
     return targets
 
 
-def _pattern(text: str) -> re.Pattern:
+def rule_pattern(text: str) -> re.Pattern:
     """A rule's name with ``{i}`` for one number, the same wherever it stands."""
     first, *rest = re.escape(text).split(re.escape("{i}"))
     return re.compile(first + "".join((r"(?P=i)" if n else r"(?P<i>\d+)") + piece for n, piece in enumerate(rest)))
 
 
 def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rules: Sequence[Rule], where: str) -> None:
-    known = [re.compile(_pattern(rule.source).pattern + r"\..+") for rule in rules if rule.module is None]
+    known = [re.compile(rule_pattern(rule.source).pattern + r"\..+") for rule in rules if rule.module is None]
     done: set[str] = set()
     for name, tensor in tensors:
         target = targets.get(name)
@@ -151,21 +213,36 @@ def dummy_tensors(targets: dict[str, Target], parts: Parts, seed: int) -> Iterat
 
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every tensor in a Hugging Face directory, memory-mapped, file after file."""
+    for path, expected in checkpoint_files(folder):
+        with _opened(path, expected) as file:
+            for name in file.keys():  # noqa: SIM118  (a handle, not a dict; in the order of the file)
+                yield name, file.get_tensor(name)
+
+
+def checkpoint_headers(folder: Path) -> dict[str, Header]:
+    """What the files of a Hugging Face directory say of their tensors, by name."""
+    found: dict[str, Header] = {}
+    for path, expected in checkpoint_files(folder):
+        with _opened(path, expected) as file:
+            for name in file.keys():  # noqa: SIM118
+                found.setdefault(name, Header(path, tuple(file.get_slice(name).get_shape())))
+    return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path, expected: Sequence[str] | None = None) -> Iterator[Any]:
+    """A safetensors file; ModelError if it is broken, or lacks a tensor that it is expected to have."""
     from safetensors import SafetensorError, safe_open
 
-    for path, expected in checkpoint_files(folder):
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                names = set(file.keys())
-                for name in expected or ():
-                    if name not in names:
-                        raise ModelError(
-                            f"{path}: lacks tensor {name!r}, which the index says is there; download it again"
-                        )
-                for name in file.keys():  # noqa: SIM118  (a handle, not a dict; in the order of the file)
-                    yield name, file.get_tensor(name)
-        except (SafetensorError, OSError) as e:
-            raise ModelError(f"{path}: not a whole safetensors file ({e}); download it again") from None
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            names = set(file.keys())
+            for name in expected or ():
+                if name not in names:
+                    raise ModelError(f"{path}: lacks tensor {name!r}, which the index says is there; download it again")
+            yield file
+    except (SafetensorError, OSError) as e:
+        raise ModelError(f"{path}: not a whole safetensors file ({e}); download it again") from None
 
 
 def checkpoint_files(folder: Path) -> list[tuple[Path, list[str] | None]]:

@@ -14,6 +14,7 @@ from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.model import ModelArch, Parts, Rule, StepTensors
 from minivllm.errors import ModelError
 from minivllm.layers.fused import Normed
+from minivllm.layers.rotary import rope_parameters
 
 
 class Llama(ModelArch):
@@ -40,10 +41,11 @@ class Llama(ModelArch):
             raise ModelError(f"hidden_act={cfg.hidden_act!r}: want 'silu'")
         if kv_heads(cfg) < 1 or cfg.num_attention_heads % kv_heads(cfg):
             raise ModelError(
-                f"num_attention_heads={cfg.num_attention_heads}: want a multiple of {kv_heads(cfg)} KV heads"
+                f"num_attention_heads={cfg.num_attention_heads}: want a multiple of num_key_value_heads={kv_heads(cfg)}"
             )
-        if head_dim(cfg) % 2:
-            raise ModelError(f"head_dim={head_dim(cfg)}: want an even number, rotary pairs its elements")
+        if head_dim(cfg) % 2 or head_dim(cfg) < 1:
+            raise ModelError(f"head_dim={head_dim(cfg)}: want an even number above 0, rotary pairs its elements")
+        rope_parameters(cfg)
 
     def attention(self, cfg: Any) -> Sequence[AttnSpec]:
         self.check(cfg)

@@ -1,0 +1,143 @@
+"""Numbers of config.json that no model has are refused by key, before anything is built from them.
+
+The limits are generous, several times what the largest published models have: they keep a typing error, or a hostile
+file, from taking the machine's memory.  Sizes that the weights contradict are refused by ``shapes``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.errors import ModelError, shown
+
+MOST_LAYERS = 10_000
+INT32 = (1 << 31) - 1  # positions and token ids are held in 32 bits
+TINY, HUGE = 2.0**-126, 2.0**127  # what float32 holds without loss
+DTYPES = ("float64", "float32", "float16", "bfloat16", "float", "double", "half", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number between two limits; ``null``: or null."""
+
+    least: int
+    most: int
+    null: bool = False
+
+    def refuse(self, value: Any) -> str | None:
+        """What was wanted, or None if it is that."""
+        if (value is None and self.null) or (type(value) is int and self.least <= value <= self.most):
+            return None
+        return f"a whole number from {self.least} to {self.most}{' or null' if self.null else ''}"
+
+
+@dataclass(frozen=True)
+class Real:
+    """A number between two limits, or null."""
+
+    least: float
+    most: float
+
+    def refuse(self, value: Any) -> str | None:
+        if value is None or (type(value) in (int, float) and self.least <= value <= self.most):
+            return None
+        return f"a number from {self.least:.3g} to {self.most:.3g}"
+
+
+@dataclass(frozen=True)
+class Ids:
+    """A token id, a list of them, or null."""
+
+    least: int = 0
+
+    def refuse(self, value: Any) -> str | None:
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if all(type(i) is int and self.least <= i <= INT32 for i in ids):
+            return None
+        return f"token ids from {self.least} to {INT32}, or null"
+
+
+class Dtype:
+    """The name of a dtype that weights have, or null."""
+
+    def refuse(self, value: Any) -> str | None:
+        if value is None or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES):
+            return None
+        return f"one of {', '.join(DTYPES)}, or null"
+
+
+# Of the numbers that the engine and its architectures read.
+LIMITS: Mapping[str, Whole | Real | Ids | Dtype] = {
+    "vocab_size": Whole(1, 1 << 24),
+    "hidden_size": Whole(1, 1 << 18),
+    "intermediate_size": Whole(1, 1 << 22),
+    "num_hidden_layers": Whole(1, MOST_LAYERS),
+    "num_attention_heads": Whole(1, 1 << 14),
+    "num_key_value_heads": Whole(1, 1 << 14, null=True),
+    "head_dim": Whole(1, 1 << 12, null=True),
+    "max_position_embeddings": Whole(1, INT32, null=True),
+    "sliding_window": Whole(1, INT32, null=True),
+    "max_window_layers": Whole(0, INT32, null=True),
+    "rms_norm_eps": Real(TINY, 1.0),
+    "rope_theta": Real(TINY, HUGE),
+    "partial_rotary_factor": Real(TINY, 1.0),
+    "bos_token_id": Ids(),
+    "eos_token_id": Ids(),
+    "pad_token_id": Ids(-1),  # -1 is how some checkpoints spell that there is none; nothing reads it
+    "num_labels": Whole(0, 1 << 16, null=True),  # transformers makes a name for each label, though nothing reads it
+    "dtype": Dtype(),
+    "torch_dtype": Dtype(),
+}
+ROPE = ("rope_parameters", "rope_scaling")
+ROPE_LIMITS: Mapping[str, Whole | Real] = {
+    "rope_theta": Real(TINY, HUGE),
+    "factor": Real(TINY, HUGE),
+    "low_freq_factor": Real(TINY, HUGE),
+    "high_freq_factor": Real(TINY, HUGE),
+    "attention_factor": Real(TINY, HUGE),
+    "beta_fast": Real(TINY, HUGE),
+    "beta_slow": Real(TINY, HUGE),
+    "partial_rotary_factor": Real(TINY, 1.0),
+    "original_max_position_embeddings": Whole(1, INT32, null=True),
+}
+PARTS = ("text_config", "quantization_config")
+
+
+def check_numbers(where: str, raw: Mapping[str, Any]) -> None:
+    """ModelError naming the key, its value and what was wanted, for the first number that cannot be.
+
+    ``raw`` is config.json as it is, ``where`` its path.
+    """
+
+    def refuse(key: str, value: Any, wanted: str | None) -> None:
+        if wanted is not None:
+            raise ModelError(f"{where}: {key}={shown(value)}: want {wanted}")
+
+    for name in PARTS:
+        refuse(name, raw.get(name), None if isinstance(raw.get(name) or {}, dict) else "an object")
+    for prefix, part in (("", raw), ("text_config.", raw.get("text_config") or {})):
+        for key, value in part.items():
+            if key in LIMITS:
+                refuse(prefix + key, value, LIMITS[key].refuse(value))
+            elif type(value) is int and abs(value) > 1 << 32:
+                refuse(prefix + key, value, f"at most {1 << 32}")
+        for name in ROPE:
+            _check_rope(prefix + name, part.get(name), refuse)
+
+
+def _check_rope(name: str, rope: Any, refuse: Any) -> None:
+    """The rotary embedding's numbers: one table, or one for each type of layer."""
+    if rope is None:
+        return
+    if not isinstance(rope, dict):
+        refuse(name, rope, "an object or null")
+    for key, value in rope.items():
+        if key in ROPE_LIMITS:
+            refuse(f"{name}.{key}", value, ROPE_LIMITS[key].refuse(value))
+        elif isinstance(value, dict):
+            _check_rope(f"{name}.{key}", value, refuse)
+        elif isinstance(value, float) and not math.isfinite(value):
+            refuse(f"{name}.{key}", value, "a finite number")

@@ -1,0 +1,151 @@
+"""The shapes that a configuration asks for, compared with those of the checkpoint before memory is taken for either.
+
+A model is built once on torch's ``meta`` device, where tensors have shapes and no memory.  What it would hold is
+compared with the headers of the safetensors files, and with the memory that is free.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.model import ModelArch, Rule
+from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.errors import ModelError, ResourceError
+from minivllm.layers.embedding import Embedding
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.parts import Parts
+from minivllm.layers.rotary import rope_parameters
+
+from .weights import Header, Target, find_targets, rule_pattern
+
+KEYS = (
+    ("vocab_size",), ("hidden_size",), ("intermediate_size",), ("num_attention_heads", "head_dim"),
+    ("num_key_value_heads", "head_dim"), ("head_dim",), ("num_attention_heads",), ("num_key_value_heads",),
+)  # fmt: skip
+LEAST_BYTES = 1 / 8  # of a quantized weight: no format takes less than a bit
+
+
+class _Plain:
+    """Leaves every weight as the checkpoint has it."""
+
+    def scheme(self, info: ModuleInfo) -> None:
+        return None
+
+
+class Blueprint(Parts):
+    """Building blocks that have shapes and no memory."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__("meta", parts.dtype, _Plain(), parts.backend)  # type: ignore[arg-type]
+        self.tables = 0  # bytes of the rotary embedding's
+
+    def rotary(self, cfg: Any, dim: int) -> tuple[Tensor, Tensor]:
+        rope_parameters(cfg)
+        table = torch.empty(self.backend.ctx.max_len + 1, dim, device="meta")
+        self.tables = max(self.tables, 2 * table.numel() * table.element_size())
+        return table, table
+
+    def bytes(self, quantized: bool) -> int:
+        """At least what the weights and tables take."""
+        total = self.tables
+        for module in self.modules.values():
+            linear = quantized and not isinstance(module, (Embedding, RMSNorm))
+            total += sum(
+                int(t.numel() * (LEAST_BYTES if linear else t.element_size())) for t in module.tensors.values()
+            )
+        return total
+
+
+def blueprint(arch: ModelArch, cfg: Any, parts: Parts) -> Blueprint | None:
+    """The whole model without memory.  None if the architecture computes with values while it is built: then each
+    tensor is checked when it is loaded, and not before.  ModelError on a config value that is not implemented."""
+    made = Blueprint(parts)
+    try:
+        arch.build(cfg, made)
+    except ModelError:
+        raise
+    except Exception:  # meta tensors have no values; what else is wrong the real build says
+        return None
+    return made
+
+
+def check(
+    folder: str, arch: ModelArch, cfg: Any, parts: Parts, headers: Mapping[str, Header], quantized: bool, free: int
+) -> None:
+    """ModelError naming the key of config.json that the checkpoint's tensors contradict (``headers``; none for random
+    weights), ResourceError for weights that take more than the ``free`` bytes.  ``quantized``: they are made smaller
+    while they are loaded, nobody says here how much."""
+    rules = arch.weights(cfg)
+    _check_layers(folder, cfg, rules, headers)
+    if (plan := blueprint(arch, cfg, parts)) is not None:
+        _check_shapes(folder, cfg, find_targets(rules, plan), headers)
+        _check_memory(folder, plan, plan.bytes(quantized), free)
+
+
+def _check_shapes(folder: str, cfg: Any, targets: Mapping[str, Target], headers: Mapping[str, Header]) -> None:
+    # a checkpoint that is quantized already packs its matrices as it likes
+    packed = bool(getattr(cfg, "quantization_config", None))
+    for name, target in targets.items():
+        if packed and not isinstance(target.module, (Embedding, RMSNorm)):
+            continue
+        header = headers.get(name)  # one that is missing may be another's, and is the loader's to name
+        if header is not None and target.shape is not None and header.shape != target.shape:
+            raise ModelError(_contradiction(folder, cfg, name, target.shape, header.shape))
+
+
+def _contradiction(folder: str, cfg: Any, name: str, wanted: tuple[int, ...], has: tuple[int, ...]) -> str:
+    wrong = [want for want, have in zip(wanted, has, strict=False) if want != have]
+    said = " or ".join(dict.fromkeys(text for size in wrong for text in _said(cfg, size)))
+    return (
+        f"{folder}/config.json: {said + ': ' if said else ''}tensor {name!r} has shape {list(has)}, "
+        f"want {list(wanted)}; config.json and the weights do not belong together"
+    )
+
+
+def _said(cfg: Any, size: int) -> list[str]:
+    """The keys that give a size, or whose product does, with their values."""
+    found = []
+    for keys in KEYS:
+        values = [getattr(cfg, key, None) for key in keys]
+        if all(type(v) is int for v in values) and math.prod(values) == size:
+            found.append(" x ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True)))
+    return found
+
+
+def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
+    """ModelError if config.json says another number of layers than the checkpoint has."""
+    asked = getattr(cfg, "num_hidden_layers", None)
+    patterns = [re.compile(rule_pattern(r.source).pattern + r"\..+") for r in rules if r.module and "{i}" in r.source]
+    spare = [re.compile(rule_pattern(r.source).pattern + r"\..+") for r in rules if not r.module]
+    layers: dict[int, str] = {}
+    for name in headers:
+        match = next(filter(None, (p.fullmatch(name) for p in patterns)), None)
+        if match and len(match["i"]) < 10 and not any(p.fullmatch(name) for p in spare):
+            layers.setdefault(int(match["i"]), name)
+    if not layers or type(asked) is not int:
+        return
+    there = max(layers) + 1
+    if asked > there:
+        what = f"the checkpoint lacks layer {there} and what follows"
+    elif asked < there:
+        what = f"tensor {layers[max(layers)]!r} has no place in this architecture"
+    else:
+        return
+    raise ModelError(f"{folder}/config.json: num_hidden_layers={asked}: {what}; want {there}, as the checkpoint has")
+
+
+def _check_memory(folder: str, plan: Blueprint, need: int, free: int) -> None:
+    if need > free:
+        modules = plan.modules.values()
+        largest = max(modules, key=lambda m: sum(t.numel() for t in m.tensors.values()))
+        shapes = ", ".join(str(list(t.shape)) for t in largest.tensors.values())
+        raise ResourceError(
+            f"no memory for the model's weights: {folder}/config.json makes them {need / 2**30:.1f} GiB (the largest, "
+            f"{largest.name}, has shape {shapes}) and {free / 2**30:.1f} GiB are free; want a smaller model"
+        )
