@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -16,7 +17,8 @@ from .tokenizer import Tokenizer
 
 
 class Logprob(NamedTuple):
-    """Natural log-probability, of the raw logits unless ``logprobs_mode`` says otherwise; ``rank`` counts from 1."""
+    """Natural log-probability, of the raw logits unless ``logprobs_mode`` says otherwise; ``rank`` is 1 + the number of
+    tokens that are strictly likelier."""
 
     logprob: float
     rank: int | None = None
@@ -54,8 +56,10 @@ class CompletionOutput(_Record):
 
     ``finish_reason`` is "stop" (end-of-sequence, stop token, stop string), "length", "abort" or "error"; None while it
     runs.  ``stop_reason`` is the stop string or stop token id that ended it; None for end-of-sequence.  ``logprobs``
-    has one dict per token, {token id: Logprob}: the chosen token first, then the best; made when they are first looked
-    at.  ``score`` orders the outputs of beam search: ``cumulative_logprob`` / tokens ** length_penalty.
+    has one dict per token, {token id: Logprob}: the chosen token first, then the best, of equal ones the lower id
+    first; made when they are first looked at.  A token without any probability (-inf) is listed only if it was chosen,
+    so there may be fewer than were asked for.  ``score`` orders the outputs of beam search: ``cumulative_logprob`` /
+    tokens ** length_penalty.
     """
 
     _also = ("tokens", "finished")
@@ -166,9 +170,14 @@ class Delta(NamedTuple):
 def _entry(
     token_id: int, got: TokenLogprobs, most: int | None, spell: Callable[[int], str | None]
 ) -> dict[int, Logprob]:
-    """The token itself first, then the ``most`` best (None: all that came)."""
+    """The token itself first, then the ``most`` best (None: all that came) as far as they have any probability."""
     entry = {token_id: Logprob(float(got.chosen), int(got.rank), spell(token_id))}
-    for rank, (other, value) in enumerate(zip(got.top_ids[:most], got.top, strict=False), 1):
+    rank, before = 0, math.nan
+    for place, (other, value) in enumerate(zip(got.top_ids[:most], got.top, strict=False), 1):
+        if not value > -math.inf:  # nor has what follows; of a NaN nothing can be said
+            break
+        if value != before:
+            rank, before = place, value
         other = int(other)
         if other not in entry:
             entry[other] = Logprob(float(value), rank, spell(other))

@@ -17,9 +17,12 @@ from typing import Any
 
 from minivllm.errors import ModelError, RequestError
 
+from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, without_spellings
+
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NOT_UNICODE = "prompt is not valid Unicode: want text without lone surrogates"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -63,12 +66,19 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(text, str):
             raise RequestError(f"prompt of type {type(text).__name__}: want a string", "prompt")
+        if self.backend is not None:
+            return self._encoded(text, add_special_tokens).ids
         try:
-            if self.backend is not None:
-                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
             return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
+        except (TypeError, UnicodeEncodeError) as e:
+            raise RequestError(NOT_UNICODE, "prompt") from e
+
+    def _encoded(self, text: str, add_special_tokens: bool = False) -> Any:
+        """The ``tokenizers.Encoding`` of a text."""
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as e:  # half of a surrogate pair
-            raise RequestError("prompt is not valid Unicode: want text without lone surrogates", "prompt") from e
+            raise RequestError(NOT_UNICODE, "prompt") from e
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids that are no token give no text.  Nothing is cleaned up: spaces before punctuation stay."""
@@ -109,25 +119,120 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int] | str:
-        """The prompt of a conversation, as token ids or (``tokenize=False``) as text.
+        """The prompt of a conversation, as token ids or (``tokenize=False``) as text, as transformers makes it: what a
+        message spells like a special token is one.
 
         ``variables`` are further names for the template, such as ``enable_thinking``.  RequestError if the model has no
         template, the messages are not a list of {"role", "content"}, or the template refuses them.
         """
-        chat = check_messages(messages)
-        extra = dict(variables or {})
-        for name in RESERVED:
-            if name in extra:
-                raise RequestError(f"chat template variable {name!r} is set by the engine", "chat_template_kwargs")
-        scope = {**self.special_tokens, **extra}
+        text = self._render(check_messages(messages), add_generation_prompt, tools, _checked(variables))
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """The prompt of a conversation in which nothing but the template's own text is a special token: what messages,
+        tools and variables spell like one stays text.  ``encode_chat`` gives its ids.  Errors: ``apply_chat_template``.
+        """
+        chat, extra = check_messages(messages), _checked(variables)
+
+        def render(values: Any) -> str:
+            chat, tools, set_to = values
+            return self._render(chat, add_generation_prompt, tools, dict(zip(extra, set_to, strict=True)))
+
+        try:
+            return self._filler.fill(render, (chat, tools, list(extra.values())))
+        except RecursionError:
+            raise RequestError("messages: nested too deeply", "messages") from None
+
+    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """The ids of a prompt, in which ``prompt.special`` are the only special tokens."""
+        if self.backend is None:
+            ids = self.encode(prompt.text, add_special_tokens=False)
+            wanted = [self.token_id(token) for token in prompt.special]
+            if prompt.plain and [i for i in ids if i in self._kept_apart] == wanted:
+                return ids
+            return [i for n, piece in enumerate(prompt.pieces) for i in self._encode_piece(piece, bool(n % 2))]
+        if (found := self._in_place(prompt)) is not None:
+            return found
+        backend, names = self._literal
+        text = "".join(names[piece] if n % 2 else piece for n, piece in enumerate(prompt.pieces))
+        return backend.encode(text, add_special_tokens=False).ids
+
+    def _in_place(self, prompt: ChatPrompt) -> list[int] | None:
+        """The ids of the prompt's text, if the special tokens among them are the prompt's own, each in its place: an
+        added token that begins in the text before one may swallow it, while the caller's text spells another."""
+        found = self._encoded(prompt.text)
+        wanted, at = [], 0
+        for n, piece in enumerate(prompt.pieces):
+            if n % 2:
+                wanted.append((self.token_id(piece), at, at + len(piece)))
+            at += len(piece)
+        there = [(i, *span) for i, span in zip(found.ids, found.offsets, strict=True) if i in self._kept_apart]
+        if len(there) != len(wanted):
+            return None
+        for (i, begin, end), (token, first, last) in zip(there, wanted, strict=True):
+            if i != token or begin > first or end < last:  # one that takes spaces beside it is wider
+                return None
+        return found.ids
+
+    def _encode_piece(self, piece: str, special: bool) -> list[int]:
+        """Of a tokenizer that only transformers has."""
+        if special:
+            return [i for i in [self.token_id(piece)] if i is not None]
+        ids = list(self._slow.encode(piece, add_special_tokens=False, split_special_tokens=True))
+        unknown = self.token_id(self.special_tokens.get("unk_token", ""))  # of characters that it does not know
+        if not (self._kept_apart - {unknown}).isdisjoint(ids):
+            raise RequestError("messages: text is spelled like a special token, which this tokenizer cannot tell apart")
+        return ids
+
+    @cached_property
+    def _kept_apart(self) -> frozenset[int]:
+        """Ids that no text of a caller becomes in a chat: special tokens, and added tokens that end an answer or that
+        the chat template writes.  Not tags in pairs (<think>, </think>): they are the markup of answers, which callers
+        send back with the conversation."""
+        if self.backend is None:
+            return self.special_ids
+        added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
+        tags = {t for text in added.values() if text[:2] == "</" for t in (text, "<" + text[2:])}
+        written = self._words[0]
+        own = {i for i, token in added.items() if token not in tags and _writes(written, token)}
+        return self.special_ids | own | added.keys() & set(self.eos_ids)
+
+    @cached_property
+    def _spellings(self) -> Spellings:
+        words: list[str] = []
+        if self.backend is not None:
+            words = [t.content for t in self.backend.get_added_tokens_decoder().values() if t.single_word]
+        return Spellings([t for i in self._kept_apart if (t := self.token(i)) is not None], words)
+
+    @cached_property
+    def _literal(self) -> tuple[Any, dict[str, str]]:
+        return without_spellings(self.backend, self._spellings.tokens)
+
+    @cached_property
+    def _filler(self) -> ChatFiller:
+        return ChatFiller(self._spellings, *self._words)
+
+    @cached_property
+    def _words(self) -> tuple[list[str], set[str], set[str]]:
+        return template_words(self._template, self.chat_template or "")
+
+    def _render(self, chat: Any, add_generation_prompt: bool, tools: Any, variables: Mapping[str, Any]) -> str:
+        scope = {**self.special_tokens, **variables}
         scope |= {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, "messages": chat}
         try:
-            text = self._template.render(scope)
+            text = str(self._template.render(scope))
         except RequestError:
             raise
         except Exception as e:  # a template is a program: it may raise anything
             raise RequestError(f"the chat template refuses the messages: {e}", "messages") from e
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        return text
 
     @cached_property
     def _template(self) -> Any:
@@ -137,6 +242,15 @@ class Tokenizer:
             return compile_template(self.chat_template)
         except Exception as e:
             raise RequestError(f"the model's chat template is broken: {e}", "messages") from e
+
+
+def _checked(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    """RequestError for names that are not a caller's to set."""
+    extra = dict(variables or {})
+    for name in RESERVED:
+        if name in extra:
+            raise RequestError(f"chat template variable {name!r} is set by the engine", "chat_template_kwargs")
+    return extra
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -197,6 +311,29 @@ def compile_template(source: str) -> Any:
     env.filters["tojson"] = tojson
     env.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
     return env.from_string(source)
+
+
+def template_words(template: Any, source: str) -> tuple[list[str], set[str], set[str]]:
+    """The text that a template may print, the words that it looks up or compares with, and its filters."""
+    from jinja2 import nodes
+
+    tree = template.environment.parse(source)
+    constants = [str(node.value) for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+    data = [node.data for node in tree.find_all(nodes.TemplateData)]
+    filters = {node.name for node in tree.find_all(nodes.Filter)}
+    return constants + data, {*constants, *(node.attr for node in tree.find_all(nodes.Getattr))}, filters
+
+
+def _writes(written: Sequence[str], token: str) -> bool:
+    """Whether a template writes a token, whole or around the name of a role ("<|" + role + "|>")."""
+    if any(token in text for text in written):
+        return True
+    for role in ROLES:
+        before, found, after = token.lower().partition(role)
+        begins = before and any(text.lower().endswith(before) for text in written)
+        if found and begins and after and any(text.lower().startswith(after) for text in written):
+            return True
+    return False
 
 
 def _read_json(path: Path) -> dict[str, Any]:
