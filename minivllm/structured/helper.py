@@ -24,7 +24,7 @@ import numpy as np
 
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.grammar import GrammarContext, GrammarSource
-from minivllm.errors import ResourceError
+from minivllm.errors import PluginError, ResourceError, told
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.grammar import Grammar
@@ -39,7 +39,7 @@ class Helper:
     """One process, started by need and replaced when it was killed.  One thread at a time."""
 
     def __init__(self, part: Part, ctx: GrammarContext, seconds: float, megabytes: int) -> None:
-        self.seconds, self.megabytes = seconds, megabytes
+        self.name, self.seconds, self.megabytes = part.name, seconds, megabytes
         tokens = [token.decode("latin-1") for token in ctx.tokens]
         hello = {
             "part": dataclasses.asdict(part), "tokens": tokens, "vocab_size": ctx.vocab_size,
@@ -62,8 +62,8 @@ class Helper:
         self._rest = b""
 
     def check(self, source: GrammarSource) -> None:
-        """ValueError if the plug-in refuses it or it does not keep within the limits; ResourceError if no process could
-        be started."""
+        """ValueError if the plug-in refuses it or it does not keep within the limits; PluginError if it fails on it;
+        ResourceError if no process could be started."""
         for again in (True, False):
             self.start()
             try:
@@ -92,6 +92,8 @@ class Helper:
                 f"it takes more than {self.megabytes} MB of memory to compile, or is more than the library can "
                 "hold: simplify it, or raise grammar_compile_mb"
             )
+        if "failed" in answer:
+            raise PluginError(f"{self.name} failed: {answer['failed']}")
         if "error" in answer:
             raise ValueError(answer["error"])
 
@@ -185,6 +187,10 @@ def main() -> NoReturn:
             try_out(plugin, GrammarSource(**json.loads(line)))
         except ValueError as e:
             answer = {"error": str(e)}
+        except MemoryError:
+            raise
+        except BaseException as e:  # a fault of the plug-in, not of the grammar
+            answer = {"failed": told(e)}
         signal.setitimer(signal.ITIMER_REAL, 0)
         say(answer)
         if forks:

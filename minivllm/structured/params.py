@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json as jsonlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +9,8 @@ from typing import Any
 
 from minivllm.core.interfaces.grammar import GrammarSource
 from minivllm.errors import RequestError, suggest
+
+from .closing import closed
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 MOST_BYTES = 256 << 10  # of a schema, regex or grammar as text
@@ -32,7 +33,7 @@ class StructuredOutputsParams:
 
     For JSON: ``disable_any_whitespace`` allows no whitespace between its tokens, ``whitespace_pattern`` is a regular
     expression for what is allowed there, and ``disable_additional_properties`` forbids properties that an object's
-    schema does not list, where the schema says nothing of it.
+    schema does not declare, where the schema says nothing of it.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -60,8 +61,9 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        _check(self.json_object in (None, False, True), "json_object", self.json_object, "True or None")
-        given = [name for name in FORMS if getattr(self, name) is not None and getattr(self, name) is not False]
+        off = self.json_object is None or self.json_object is False
+        _check(off or self.json_object is True, "json_object", self.json_object, "True or None")
+        given = [name for name in FORMS if getattr(self, name) is not None and not (off and name == "json_object")]
         if len(given) != 1:
             have = " and ".join(given) or "none"
             raise RequestError(f"{NAME}: {have} given; want exactly one of {', '.join(FORMS)}", NAME)
@@ -80,7 +82,10 @@ class StructuredOutputsParams:
         _check(pattern is None or isinstance(pattern, str), "whitespace_pattern", pattern, "a regular expression")
         if given[0] not in ("json", "json_object"):
             for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
-                _check(not getattr(self, name), name, getattr(self, name), f"it beside json only, not {given[0]}")
+                value = getattr(self, name)
+                _check(value is None or value is False, name, value, f"it beside json only, not {given[0]}")
+        both = pattern is not None and self.disable_any_whitespace
+        _check(not both, "whitespace_pattern", pattern, "it without disable_any_whitespace=True: there is none then")
         self._source = self._read(given[0])
 
     @property
@@ -92,7 +97,7 @@ class StructuredOutputsParams:
         if form in ("json", "json_object"):
             schema = {"type": "object"} if form == "json_object" else self._schema()
             if self.disable_additional_properties:
-                schema = closed(schema)
+                schema = self._closed(schema)
             text = jsonlib.dumps(schema, ensure_ascii=False)
             self._measure(form, text)
             return GrammarSource("json", text, not self.disable_any_whitespace, self.whitespace_pattern)
@@ -115,6 +120,12 @@ class StructuredOutputsParams:
             raise RequestError(f"{NAME}.{form} is no valid Unicode: want text without lone surrogates", NAME) from None
         _check(size <= MOST_BYTES, form, f"{size} bytes", f"at most {MOST_BYTES}")
 
+    def _closed(self, schema: Any) -> Any:
+        try:
+            return closed(schema)
+        except ValueError as e:
+            raise RequestError(f"{NAME}.json: {e}", NAME) from None
+
     def _schema(self) -> Any:
         """The schema as plain JSON values.  Its depth is looked at before anything recurses over it."""
         value: Any = self.json
@@ -132,9 +143,11 @@ class StructuredOutputsParams:
             deep <= MOST_DEPTH, "json", "a schema that is deeper, or contains itself", f"at most {MOST_DEPTH} levels"
         )
         try:
-            return jsonlib.loads(jsonlib.dumps(value, default=dict, allow_nan=False))
+            text = jsonlib.dumps(value, default=dict, allow_nan=False, ensure_ascii=False)
         except (TypeError, ValueError) as e:
             raise RequestError(f"{NAME}.json: not every value is JSON: {e}", NAME) from None
+        self._measure("json", text)
+        return jsonlib.loads(text)
 
 
 def text_depth(text: str) -> int:
@@ -190,20 +203,3 @@ def group_depth(regex: str) -> int:
         elif c == ")":
             depth -= 1
     return most
-
-
-def closed(schema: Any) -> Any:
-    """A copy in which objects with listed properties take no others, unless they say something of it themselves."""
-    made = copy.deepcopy(schema)
-    left = [made]
-    while left:
-        part = left.pop()
-        if isinstance(part, dict):
-            if isinstance(part.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & set(
-                part
-            ):
-                part["additionalProperties"] = False
-            left += part.values()
-        elif isinstance(part, list):
-            left += part
-    return made

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
-from minivllm.errors import MinivllmError, RequestError
+from minivllm.errors import MinivllmError, RequestError, shown, told
 from minivllm.registry import build_part
 
 from .helper import Helper
@@ -104,6 +104,8 @@ class Grammars:
             plugin = self.plugin
             self.helper.check(source)
             made = plugin.compile(source)
+            if not isinstance(made, Compiled) or not isinstance(made.nbytes, int):
+                raise TypeError(f"compile() gave {shown(made)}; want a Compiled")
         except ValueError as e:
             why = f"{NAME}.{source.kind}: {e}"
             with self._lock:
@@ -113,8 +115,10 @@ class Grammars:
             raise RequestError(why, NAME) from None
         except MinivllmError as e:
             raise RequestError(f"{NAME}: {e}", NAME) from e
-        except Exception as e:
-            raise RequestError(f"{NAME}: {self.part.name} failed: {type(e).__name__}: {e}", NAME) from e
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # SystemExit too: it must not end the thread that compiles
+            raise RequestError(f"{NAME}: {self.part.name} failed: {told(e)}", NAME) from e
         self._keep(source, made)
         return made
 

@@ -18,15 +18,21 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
 
+from .ecma_regex import pattern, whole, within, write
+from .json_schema import prepare
 from .threads import Threads
 
 HEAD = '%llguidance {"no_forcing": true}\n'
 MOST_WHITESPACE = 40  # between two tokens of JSON: who may write more of it can write it for ever
+JSON_SPACE = ((9, 10), (13, 13), (32, 32))
+ESCAPES = 'nrbtf\\"'  # without u: each string is spelled in one way, so that no name is a declared one in disguise
 MOST = 300  # characters of a message
 NOTHING = "no text that fits begins like this"
 QUOTED = re.compile(r"\d+ \|")
 ITEMS = 20_000  # of the Earley parser at one place: each option of a ``choice`` is one, each optional property four
-BYTES = 64 << 10  # of a small grammar with its lexer, as measured; what a text of n bytes adds is taken as 64 n
+# As measured: a small grammar with its lexer, and what a character adds of the source and of the grammar made of it, in
+# which a class such as \p{L} is thousands.
+BYTES, SOURCE_BYTES, LARK_BYTES = 64 << 10, 64, 8
 
 
 class _Matcher:
@@ -62,10 +68,11 @@ class LLGuidance(Grammar):
         self._eos = frozenset(ctx.eos_ids)
 
     def compile(self, source: GrammarSource) -> Compiled:
-        made = llguidance.LLMatcher(self._tokenizer, HEAD + lark(source), log_level=0, limits=self._limits)
+        text = lark(source)
+        made = llguidance.LLMatcher(self._tokenizer, HEAD + text, log_level=0, limits=self._limits)
         if made.is_error():
             raise ValueError(_first(made.get_error()))
-        return Compiled(made, BYTES + 64 * len(source.text))
+        return Compiled(made, BYTES + SOURCE_BYTES * len(source.text) + LARK_BYTES * len(text))
 
     def start(self, compiled: Compiled) -> _Matcher:
         return _Matcher(compiled.handle.deep_copy())
@@ -134,23 +141,29 @@ def _fill(pool: Any, pairs: list[tuple[Any, int]], mask: np.ndarray) -> None:
 def lark(source: GrammarSource) -> str:
     """What was asked for, as a Lark grammar."""
     if source.kind == "json":
-        schema = json.loads(source.text)
-        if schema is False:
-            raise ValueError("nothing fits the schema false")
-        schema = {} if schema is True else schema
-        pattern = source.whitespace
-        if pattern is None and source.any_whitespace:
-            pattern = rf"[\x20\n\r\t]{{1,{MOST_WHITESPACE}}}"
-        own = {"whitespace_flexible": False} if pattern is None else {"whitespace_pattern": pattern}
+        schema = prepare(json.loads(source.text), pattern)
+        own: dict[str, Any] = {"json_allowed_escapes": ESCAPES, "whitespace_flexible": False}
+        if source.whitespace is not None:
+            own["whitespace_pattern"] = _whitespace(source.whitespace)
+        elif source.any_whitespace:
+            own["whitespace_pattern"] = rf"[\x20\n\r\t]{{1,{MOST_WHITESPACE}}}"
         return "start: %json " + json.dumps({**schema, "x-guidance": own})
     if source.kind == "regex":
-        return f"start: /{llguidance.regex_to_lark(source.text, 'dws')}/"
+        return f"start: /(?:{write(whole(source.text))})/"
     if source.kind == "choice":
         return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(source.text))
     try:
         return any_to_lark(source.text)
     except Exception as e:  # its own errors, and RecursionError
         raise ValueError(f"neither Lark nor GBNF: {type(e).__name__}: {e}"[:MOST]) from None
+
+
+def _whitespace(asked: str) -> str:
+    """What an expression matches of what JSON takes for whitespace."""
+    kept = within(whole(asked), JSON_SPACE)
+    if kept is None:
+        raise ValueError("whitespace_pattern: want an expression for spaces, tabs and line ends, which JSON allows")
+    return write(kept)
 
 
 def _first(error: str) -> str:

@@ -12,7 +12,7 @@ LLGUIDANCE = Spec(
     options=f"{HERE}.options:GrammarOptions",
     priority=20,
     features=FORMS,
-    needs=(Needs("llguidance", "1.3", "pip install llguidance"),),
+    needs=(Needs("llguidance", "1.8", "pip install -U llguidance"),),
 )
 XGRAMMAR = Spec(
     impl=f"{HERE}.xgrammar_plugin:XGrammar",

@@ -12,7 +12,10 @@ import xgrammar
 
 from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
 
-from .xgrammar_schema import unheld
+from .ecma_regex import whole, write
+from .formats import ONE_EACH
+from .json_schema import prepare
+from .xgrammar_schema import Patterns, unheld
 
 MOST_WHITESPACE = 40  # between two tokens of JSON: who may write more of it can write it for ever
 # What the library lets into strings and should not: control characters (where a length is bounded), and the UTF-8 of
@@ -64,18 +67,18 @@ class XGrammar(Grammar):
         if source.kind == "json":
             if source.whitespace is not None:
                 raise ValueError("whitespace_pattern: xgrammar has none; leave it out, or choose grammar=llguidance")
-            schema = json.loads(text)
-            if schema is False:
-                raise ValueError("nothing fits the schema false")
+            patterns = Patterns()
+            schema = prepare(json.loads(text), patterns.name, ONE_EACH)
             if missing := list(dict.fromkeys(unheld(schema))):
                 raise ValueError(f"xgrammar does not hold answers to {', '.join(missing)}; choose grammar=llguidance")
-            return c.compile_json_schema(
-                json.dumps({} if schema is True else schema), any_whitespace=source.any_whitespace, strict_mode=False,
+            made = xgrammar.Grammar.from_json_schema(
+                json.dumps(schema), any_whitespace=source.any_whitespace, strict_mode=False,
                 separators=None if source.any_whitespace else (",", ":"),
                 max_whitespace_cnt=MOST_WHITESPACE if source.any_whitespace else None,
             )  # fmt: skip
+            return c.compile_grammar(patterns.exactly(str(made)))
         if source.kind == "regex":
-            return c.compile_regex(text)
+            return c.compile_regex(f"(?:{write(whole(text))})")
         if source.kind == "choice":
             options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(text))
             return c.compile_grammar(f"root ::= {options}\n")

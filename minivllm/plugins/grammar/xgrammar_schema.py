@@ -1,10 +1,20 @@
-"""What XGrammar holds of a JSON schema.  It passes over keywords that it does not know; here they are found, so that
-they are refused.  ``tests/schemas`` is what the lists were tried on."""
+"""What XGrammar holds of a JSON schema, and the rest made right.
+
+It passes over keywords that it does not know; ``unheld`` finds them, so that they are refused.  ``tests/schemas`` is
+what the lists were tried on.  Its grammar of a schema, which is text, is then made exact: what it makes of a regular
+expression is replaced, and each character of a string is left one spelling (``Patterns``).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
+
+from . import ecma_regex
+from .code_points import Ranges
+from .ecma_regex import Chars, Choice, Node, Repeat
+from .json_schema import unwritable
 
 NOTES = frozenset((
     "title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly", "writeOnly",
@@ -15,7 +25,7 @@ HELD = frozenset((
     "patternProperties", "minProperties", "maxProperties", "items", "prefixItems", "minItems", "maxItems", "minimum",
     "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern", "format",
 ))  # fmt: skip
-FORMATS = frozenset(("uuid", "email"))
+ANY_TYPE = frozenset(("type", "enum", "const", "anyOf", "allOf", "$ref"))
 ALONE = ("anyOf", "allOf", "$ref", "enum", "const")  # what stands beside one of these is passed over
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
@@ -33,8 +43,17 @@ def unheld(schema: Any) -> Iterator[str]:
             break
     if len(schema.get("allOf", ())) > 1:
         yield "allOf of several"
-    if "format" in schema and schema["format"] not in FORMATS:
-        yield f"the format {schema['format']}"
+    if "type" not in own and (untyped := sorted(own & HELD - ANY_TYPE)):
+        yield f"{', '.join(untyped)} without type"
+    names = schema.get("properties")
+    names = names if isinstance(names, dict) else {}
+    if any(unwritable(c) for name in names for c in name):
+        yield "control characters in the names of properties"
+    if missing := [name for name in schema.get("required", ()) if name not in names]:
+        yield f"required properties that are not declared ({', '.join(map(repr, missing[:3]))})"
+    by_pattern = schema.get("patternProperties", {})
+    if by_pattern and (names or len(by_pattern) > 1 or schema.get("additionalProperties") is not False):
+        yield "patternProperties beside other properties"
     if own & {"pattern", "format"} and own & {"minLength", "maxLength"}:
         yield "minLength and maxLength beside pattern or format"
     for key, value in schema.items():
@@ -46,3 +65,45 @@ def unheld(schema: Any) -> Iterator[str]:
             inner = [value] if key in ("items", "additionalProperties") else []
         for part in inner:
             yield from unheld(part)
+
+
+class Patterns:
+    """Regular expressions of one schema: names for them in the schema, and they themselves in its grammar."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Node] = []
+
+    def name(self, node: Node) -> str:
+        self._nodes.append(node)
+        return f"^p{len(self._nodes) - 1}p$"
+
+    def exactly(self, ebnf: str) -> str:
+        """The library's grammar of the schema with what the expressions are.  ValueError if it is not as expected."""
+        ebnf = NAMED_PATTERN.sub(lambda m: f"({rule(ecma_regex.spelled(self._nodes[int(m[1])]))})", ebnf)
+        ebnf = HEXADECIMAL.sub(lambda m: rf"\u00{m[1]}" if m[1] else m[0], ebnf)
+        ebnf = ESCAPES.sub(r'basic_escape ::= (["\\\\bfnrt])', ebnf)
+        if "Regex(" in ebnf or '"u" [' in ebnf:
+            raise ValueError("this version of xgrammar writes its grammars in another way: choose grammar=llguidance")
+        return ebnf
+
+
+NAMED_PATTERN = re.compile(r'Regex\("\^p(\d+)p\$"(?:, json_string=true)?\)')
+# The library writes two digits after \\x, and reads as many as there are.
+HEXADECIMAL = re.compile(r"\\\\|\\x([0-9a-fA-F]{2})")
+ESCAPES = re.compile(r"(?m)^basic_escape ::= .*$")
+
+
+def rule(node: Node) -> str:
+    """An expression in the notation of the library's grammars."""
+    if isinstance(node, Chars):
+        return _class(node.ranges)
+    if isinstance(node, Choice):
+        return "(" + " | ".join(map(rule, node.parts)) + ")"
+    if isinstance(node, Repeat):
+        return f"({rule(node.part)}){ecma_regex.quantifier(node)}"
+    assert isinstance(node, ecma_regex.Sequence)
+    return " ".join(map(rule, node.parts)) or '""'
+
+
+def _class(ranges: Ranges) -> str:
+    return "[" + "".join(f"\\U{low:08x}" + f"-\\U{high:08x}" * (high > low) for low, high in ranges) + "]"

@@ -1,0 +1,101 @@
+"""Sets of code points as ranges that go up and do not touch, and the sets that regular expressions have names for."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from functools import lru_cache
+
+Ranges = tuple[tuple[int, int], ...]
+LAST = 0x10FFFF
+# Between these two nothing is assigned; it is looked at once, and every property holds for all of it or for none.
+UNASSIGNED = (0x40000, 0xDFFFF)
+ECMA_SPACE: Ranges = (
+    (9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
+    (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+)  # fmt: skip
+PYTHON_SPACE: Ranges = ((0x1C, 0x1F), (0x85, 0x85))  # that ECMA's has not
+LONG = {
+    "Letter": "L", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Titlecase_Letter": "Lt",
+    "Modifier_Letter": "Lm", "Other_Letter": "Lo", "Mark": "M", "Nonspacing_Mark": "Mn", "Spacing_Mark": "Mc",
+    "Enclosing_Mark": "Me", "Number": "N", "Decimal_Number": "Nd", "digit": "Nd", "Letter_Number": "Nl",
+    "Other_Number": "No", "Punctuation": "P", "punct": "P", "Symbol": "S", "Math_Symbol": "Sm",
+    "Currency_Symbol": "Sc", "Separator": "Z", "Space_Separator": "Zs", "Control": "Cc",
+}  # fmt: skip
+KINDS = {"L": "ultmo", "M": "nce", "N": "dlo", "P": "cdseifo", "S": "mcko", "Z": "slp", "C": "cfon"}
+CATEGORIES = frozenset((*KINDS, *(kind + more for kind, inner in KINDS.items() for more in inner)))
+
+
+def union(*sets: Ranges) -> Ranges:
+    made: list[tuple[int, int]] = []
+    for low, high in sorted(r for ranges in sets for r in ranges):
+        if made and low <= made[-1][1] + 1:
+            made[-1] = (made[-1][0], max(made[-1][1], high))
+        else:
+            made.append((low, high))
+    return tuple(made)
+
+
+def complement(ranges: Ranges) -> Ranges:
+    made, at = [], 0
+    for low, high in union(ranges):
+        if at < low:
+            made.append((at, low - 1))
+        at = high + 1
+    return (*made, (at, LAST)) if at <= LAST else tuple(made)
+
+
+def intersection(one: Ranges, other: Ranges) -> Ranges:
+    made = [(max(a, c), min(b, d)) for a, b in one for c, d in other if a <= d and c <= b]
+    return union(tuple(made)) if len(made) > 1 else tuple(made)
+
+
+def space(python: bool) -> Ranges:
+    """What ECMA's ``\\s`` holds; with ``python`` also what that of Python's ``re`` holds."""
+    return union(ECMA_SPACE, PYTHON_SPACE) if python else ECMA_SPACE
+
+
+def decimals() -> Ranges:
+    """What ``\\d`` of Python's ``re`` holds."""
+    return category("Nd") or ()
+
+
+@lru_cache(1)
+def words() -> Ranges:
+    """What ``\\w`` of Python's ``re`` holds."""
+    return _those(lambda c: c.isalnum() or c == "_")
+
+
+@lru_cache(64)
+def category(name: str) -> Ranges | None:
+    """A general category of Unicode by its short or long name; None if there is none of that name."""
+    name = name.removeprefix("General_Category=").removeprefix("gc=")
+    name = LONG.get(name, name)
+    return _those(lambda c: unicodedata.category(c).startswith(name)) if name in CATEGORIES else None
+
+
+def _those(holds: Callable[[str], bool]) -> Ranges:
+    codes = [c for c in range(UNASSIGNED[0]) if holds(chr(c))]
+    ranges = [(c, c) for c in codes]
+    if holds(chr(UNASSIGNED[0])):
+        ranges.append(UNASSIGNED)
+    ranges += [(c, c) for c in range(UNASSIGNED[1] + 1, 0xE1000) if holds(chr(c))]
+    if holds(chr(0xE1000)):
+        ranges.append((0xE1000, 0xEFFFF))
+    ranges += [(c, c) for c in range(0xF0000, LAST + 1) if c & 0xFFFF > 0xFFFD and holds(chr(c))]
+    if holds(chr(0xF0000)):
+        ranges += [(0xF0000, 0xFFFFD), (0x100000, 0x10FFFD)]
+    return union(tuple(ranges))
+
+
+def folded(ranges: Ranges, wide: bool) -> Ranges:
+    """With the other case of ASCII letters; ``wide``: and with whatever else folds to one."""
+    found = [ranges]
+    for code in (*range(65, 91), *range(97, 123)):
+        if any(low <= code <= high for low, high in ranges):
+            found.append(((code ^ 32, code ^ 32),))
+    if wide:
+        for letter, others in (("k", (0x212A,)), ("s", (0x17F,)), ("i", (0x130, 0x131))):
+            if any(low <= ord(c) <= high for low, high in ranges for c in (letter, letter.upper())):
+                found += [((other, other),) for other in others]
+    return union(*found)

@@ -1,0 +1,444 @@
+"""Regular expressions as JSON Schema has them (ECMA-262 with the flag ``u``), read into a tree, written for a library.
+
+The libraries read ``\\s``, ``.``, ``&&`` and others each in its own way, so none of them is given what a client wrote:
+what is written here has literals, ranges of code points, groups, alternatives and repetitions only.  What cannot be
+written so (look-around, back references, word boundaries, anchors in the middle) is refused by name.
+
+Readers of an answer may take Python's ``re`` or ECMA's dialect.  Where these two differ in what a class holds, the
+class holds what it has in both, and ``[^...]`` leaves out what its items have in either: a text that matches does so
+either way.  ``exact`` reads as ECMA does, for those places where the complement of an expression is what counts.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NoReturn
+
+from .code_points import Ranges, category, complement, decimals, folded, intersection, space, union, words
+
+MOST_DEPTH = 100  # groups within each other
+MOST_REPEAT = 1_000_000
+EVERYTHING: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # surrogates are no characters
+LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
+ASCII_DIGITS: Ranges = ((48, 57),)
+ASCII_WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
+ASCII_SPACE: Ranges = ((9, 13), (32, 32))
+# In a string of JSON: other control characters are spelled with ``\u``, if at all, see ``json_schema``.
+WRITABLE: Ranges = ((8, 10), (12, 13), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, 0x10FFFF))
+SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
+SHORT_CODES: Ranges = ((8, 10), (12, 13), (34, 34), (92, 92))
+CONTROL = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
+
+
+class _Anchor:
+    """``^`` or ``$``."""
+
+
+START, END = _Anchor(), _Anchor()
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character of a set; no ranges: none, so that nothing matches."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Sequence:
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    part: Node
+    least: int
+    most: int | None
+
+
+Node = Chars | Sequence | Choice | Repeat | _Anchor
+EMPTY = Sequence(())
+ANYTHING = Repeat(Chars(EVERYTHING), 0, None)
+
+
+def whole(pattern: str) -> Node:
+    """The texts that a pattern matches from their first character to the last.  ValueError if it is refused."""
+    return _resolve(pattern, _Reader(pattern, False).read(), EMPTY)
+
+
+def search(pattern: str, *, exact: bool = False) -> Node:
+    """The texts in which a pattern is found, as ``pattern`` and ``patternProperties`` want it."""
+    return _resolve(pattern, _Reader(pattern, exact).read(), ANYTHING)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Recursive descent over one pattern."""
+
+    def __init__(self, pattern: str, exact: bool) -> None:
+        self.pattern, self.exact = pattern, exact
+        self.at = self.depth = 0
+        self.ignore_case = self.dot_all = False
+
+    def read(self) -> Node:
+        node = self._choice()
+        if self.at < len(self.pattern):
+            self._refuse("a ) without its (")
+        return node
+
+    def _refuse(self, what: str, instead: str = "") -> NoReturn:
+        shown = self.pattern if len(self.pattern) <= 60 else self.pattern[:57] + "..."
+        raise ValueError(f"the regular expression {shown!r} has {what}" + (f": {instead}" if instead else ""))
+
+    def _next(self) -> str:
+        return self.pattern[self.at : self.at + 1]
+
+    def _take(self, text: str) -> bool:
+        found = self.pattern.startswith(text, self.at)
+        self.at += len(text) * found
+        return found
+
+    def _choice(self) -> Node:
+        parts = [self._sequence()]
+        while self._take("|"):
+            parts.append(self._sequence())
+        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+
+    def _sequence(self) -> Node:
+        parts: list[Node] = []
+        while self._next() not in ("", "|", ")"):
+            part = self._repeated(self._atom())
+            if part != EMPTY:  # flags, or an empty group: an anchor beside them is still at an edge
+                parts.append(part)
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _repeated(self, node: Node) -> Node:
+        bounds = self._bounds()
+        if bounds is None:
+            return node
+        if isinstance(node, _Anchor):
+            self._refuse("an anchor that is repeated")
+        self._take("?")  # lazy: the same texts
+        if self._next() == "+" or self._next() == "*" or self._bounds() is not None:
+            self._refuse("a repetition of a repetition", "put (?: ) around the inner one")
+        return EMPTY if node == EMPTY else Repeat(node, *bounds)
+
+    def _bounds(self) -> tuple[int, int | None] | None:
+        """Of the quantifier that is next, if one is."""
+        for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self._take(sign):
+                return bounds
+        if self._next() != "{":
+            return None
+        inner = self.pattern[self.at + 1 :].partition("}")[0]
+        least, comma, most = inner.partition(",")
+        digits = least.isascii() and (least + most).isdigit() and most.isascii()
+        if not digits or (comma and not least):
+            if digits:
+                self._refuse(f"{{{inner}}}", f"write {{0,{most}}}")
+            return None  # a brace that stands for itself
+        self.at += len(inner) + 2
+        if max(len(least), len(most)) > 8 or max(int(least), int(most or 0)) > MOST_REPEAT:
+            self._refuse(f"{{{inner[:20]}}}", f"want at most {MOST_REPEAT} repetitions")
+        high = int(most) if most else None if comma else int(least)
+        if high is not None and high < int(least):
+            self._refuse(f"{{{inner}}}", "the second number is smaller than the first")
+        return int(least), high
+
+    def _atom(self) -> Node:
+        c = self._next()
+        self.at += 1
+        if c == "^":
+            return START
+        if c == "$":
+            return END
+        if c == ".":
+            return Chars(EVERYTHING if self.dot_all else intersection(complement(LINE_ENDS), EVERYTHING))
+        if c == "(":
+            return self._group()
+        if c == "[":
+            return self._set()
+        if c in "*+?":
+            self._refuse(f"{c} with nothing before it")
+        if c != "\\":
+            return self._character(ord(c))
+        if self._next() in ("b", "B"):
+            self._refuse(f"the word boundary \\{self._next()}", "say what stands around the word")
+        item = self._escape()
+        return self._character(item) if isinstance(item, int) else Chars(intersection(item(False), EVERYTHING))
+
+    def _character(self, code: int) -> Node:
+        return Chars(self._fold(((code, code),), False))
+
+    def _group(self) -> Node:
+        self.depth += 1
+        if self.depth > MOST_DEPTH:
+            self._refuse(f"groups within {MOST_DEPTH} others")
+        before = self.ignore_case, self.dot_all
+        if self._take("?"):
+            inline = self._opening()
+            if inline:
+                self.depth -= 1
+                return EMPTY
+        node = self._choice()
+        if not self._take(")"):
+            self._refuse("a ( without its )")
+        self.depth -= 1
+        self.ignore_case, self.dot_all = before
+        return node
+
+    def _opening(self) -> bool:
+        """What follows ``(?``; True if it is flags for the whole pattern, as Python has them at its beginning."""
+        for sign in ("=", "!", "<=", "<!"):
+            if self.pattern.startswith(sign, self.at):
+                self._refuse(f"the look-around (?{sign}", "say what the text is, not what is around it")
+        if self._take("P<") or self._take("<"):
+            name, end, _ = self.pattern[self.at :].partition(">")
+            if not end or not name.isidentifier():
+                self._refuse("a group without a name in < >")
+            self.at += len(name) + 1
+            return False
+        begins = self.at == 2
+        while self._next() in ("i", "s"):
+            if self._next() == "i":
+                self.ignore_case = True
+            else:
+                self.dot_all = True
+            self.at += 1
+        if self._take(":"):
+            return False
+        if begins and self.at > 2 and self._take(")"):
+            return True
+        self._refuse(f"(?{self._next()}", "there are (?:, (?<name>, (?i: and (?s:")
+
+    def _escape(self) -> int | Callable[[bool], Ranges]:
+        """What follows a backslash: a code point, or a class, which is asked whether it is to hold what is doubtful."""
+        c = self._next()
+        self.at += 1
+        if c in CONTROL:
+            return CONTROL[c]
+        if c and c in "dDsSwW":
+            return lambda wide: self._class(c, wide)
+        if c in ("p", "P"):
+            return self._property(c == "P")
+        if c in ("x", "u"):
+            return self._hexadecimal(c)
+        if c == "c" and self._next().isascii() and self._next().isalpha():
+            self.at += 1
+            return ord(self.pattern[self.at - 1]) % 32
+        if c == "0" and not self._next().isdigit():
+            return 0
+        if c.isdigit() or c == "k":
+            self._refuse(f"the back reference \\{c}", "write out what it stands for")
+        if not c or (c.isascii() and c.isalpha()):
+            self._refuse(f"the escape \\{c}", "JSON Schema's regular expressions have none such")
+        return ord(c)
+
+    def _class(self, letter: str, wide: bool) -> Ranges:
+        if letter.isupper():
+            return complement(self._class(letter.lower(), not wide))
+        if letter == "s":
+            return space(python=wide) if self.exact or wide else ASCII_SPACE
+        if self.exact or not wide:
+            return ASCII_DIGITS if letter == "d" else ASCII_WORD
+        return decimals() if letter == "d" else words()
+
+    def _property(self, negated: bool) -> Callable[[bool], Ranges]:
+        name, end, _ = self.pattern[self.at + 1 :].partition("}")
+        found = category(name) if end and self._next() == "{" else None
+        if found is None:
+            self._refuse(f"\\p{{{name[:30]}}}", "there are the general categories of Unicode, as \\p{L} or \\p{Letter}")
+        self.at += len(name) + 2
+        return lambda wide: complement(union(found, category("Cn") or ())) if negated else found
+
+    def _hexadecimal(self, letter: str) -> int:
+        length = 2 if letter == "x" else 4
+        if letter == "u" and self._next() == "{":
+            digits, end, _ = self.pattern[self.at + 1 :].partition("}")
+            size = len(digits) + 2 if end else 0
+        else:
+            digits = self.pattern[self.at : self.at + length]
+            size = length if len(digits) == length else 0
+        code = int(digits, 16) if size and _is_hexadecimal(digits) else -1
+        self.at += size
+        low = self.pattern[self.at : self.at + 6]
+        if 0xD800 <= code < 0xDC00 and low.startswith("\\u") and _is_hexadecimal(low[2:]):
+            code = 0x10000 + ((code - 0xD800) << 10) + int(low[2:], 16) - 0xDC00
+            self.at += 6 if 0xDC00 <= int(low[2:], 16) < 0xE000 else len(self.pattern)
+        if not 0 <= code <= 0x10FFFF or 0xD800 <= code < 0xE000 or self.at > len(self.pattern):
+            self._refuse(f"\\{letter} without the number of a character")
+        return code
+
+    def _set(self) -> Node:
+        negated = self._take("^")
+        if self._next() == "]":
+            self._refuse("an empty [] or [^]", "a ] that stands for itself is written \\]")
+        ranges: Ranges = ()
+        while not self._take("]"):
+            ends = [self._item()]
+            if self._next() == "-" and self.pattern[self.at + 1 : self.at + 2] not in ("", "]"):
+                self.at += 1
+                ends.append(self._item())
+            low, high = ends[0], ends[-1]
+            if isinstance(low, int) and isinstance(high, int):
+                if high < low:
+                    self._refuse("a range in [ ] that does not go up")
+                found = self._fold(((low, high),), negated)
+            else:  # beside a class a hyphen stands for itself
+                held = [self._fold(((one, one),), negated) if isinstance(one, int) else one(negated and not self.exact)
+                        for one in ends]  # fmt: skip
+                found = union(*held, ((45, 45),) * (len(ends) > 1))
+            ranges = union(ranges, found)
+        return Chars(intersection(complement(ranges) if negated else ranges, EVERYTHING))
+
+    def _item(self) -> int | Callable[[bool], Ranges]:
+        c = self._next()
+        if not c:
+            self._refuse("a [ without its ]")
+        self.at += 1
+        if c != "\\":
+            return ord(c)
+        if self._take("b"):
+            return 8
+        return self._escape()
+
+    def _fold(self, ranges: Ranges, wide: bool) -> Ranges:
+        """With the other case, where case is ignored."""
+        if not self.ignore_case:
+            return ranges
+        if self.exact:
+            self._refuse("(?i", "names are told apart by case: write both")
+        if ranges[-1][1] > 127 and any(
+            unicodedata.category(chr(c))[0] in "LMNS" and chr(c).lower() != chr(c).upper()
+            for low, high in ranges for c in range(max(low, 128), min(high, low + 0x3000) + 1)
+        ):  # fmt: skip
+            self._refuse("letters beyond ASCII under (?i", "write both cases")
+        return folded(ranges, wide)
+
+
+def _is_hexadecimal(digits: str) -> bool:
+    return digits != "" and all(c in "0123456789abcdefABCDEF" for c in digits)
+
+
+# ---- anchors ---------------------------------------------------------------------------------------------------------
+
+
+def _resolve(pattern: str, node: Node, around: Node) -> Node:
+    """Without anchors: what stands where there is none at an edge is ``around``."""
+    node = _bound(node, True, True, around)
+    if _anchored(node):
+        shown = pattern if len(pattern) <= 60 else pattern[:57] + "..."
+        raise ValueError(f"the regular expression {shown!r} has an anchor in its middle: want ^ and $ at its ends only")
+    return node
+
+
+def _bound(node: Node, left: bool, right: bool, around: Node) -> Node:
+    if isinstance(node, Choice):
+        return Choice(tuple(_bound(part, left, right, around) for part in node.parts))
+    parts: list[Node] = list(node.parts) if isinstance(node, Sequence) else [node]
+    if len(parts) == 1 and isinstance(parts[0], (Choice, Sequence)):
+        return _bound(parts[0], left, right, around)
+    if left:
+        parts = _edge(parts, START, around)
+    if right:
+        parts = _edge(parts[::-1], END, around)[::-1]
+    return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+
+def _edge(parts: list[Node], anchor: _Anchor, around: Node) -> list[Node]:
+    """The parts, of which the first is at an edge of the text."""
+    if parts and parts[0] is anchor:
+        while parts and parts[0] is anchor:
+            parts = parts[1:]
+        return parts
+    if parts and isinstance(parts[0], (Choice, Sequence)) and _anchored(parts[0]):
+        return [_bound(parts[0], anchor is START, anchor is END, around), *parts[1:]]
+    return parts if around is EMPTY or (parts and parts[0] is around) else [around, *parts]
+
+
+def _anchored(node: Node) -> bool:
+    if isinstance(node, (Choice, Sequence)):
+        return any(_anchored(part) for part in node.parts)
+    return isinstance(node, _Anchor) or (isinstance(node, Repeat) and _anchored(node.part))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def within(node: Node, ranges: Ranges) -> Node | None:
+    """The texts of such characters only; None if there are none."""
+    if isinstance(node, Chars):
+        kept = intersection(node.ranges, ranges)
+        return Chars(kept) if kept else None
+    if isinstance(node, Repeat):
+        part = within(node.part, ranges)
+        if part is None:
+            return None if node.least else EMPTY
+        return Repeat(part, node.least, node.most)
+    if isinstance(node, Choice):
+        parts = [found for part in node.parts if (found := within(part, ranges)) is not None]
+        return Choice(tuple(parts)) if parts else None
+    assert isinstance(node, Sequence)
+    inner = [within(part, ranges) for part in node.parts]
+    return None if None in inner else Sequence(tuple(part for part in inner if part is not None))
+
+
+def spelled(node: Node) -> Node:
+    """How a string of JSON spells the texts, each character in one way."""
+    if isinstance(node, Chars):
+        short = intersection(node.ranges, SHORT_CODES)
+        raw = intersection(node.ranges, complement(SHORT_CODES))
+        signs = union(
+            *(((ord(SHORT[code]), ord(SHORT[code])),) for low, high in short for code in range(low, high + 1))
+        )
+        parts = [Chars(raw)] * bool(raw) + [Sequence((Chars(((92, 92),)), Chars(signs)))] * bool(signs)
+        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+    if isinstance(node, Repeat):
+        return Repeat(spelled(node.part), node.least, node.most)
+    assert isinstance(node, (Choice, Sequence))
+    return type(node)(tuple(map(spelled, node.parts)))
+
+
+def pattern(node: Node) -> str:
+    """For a library, of the texts from their first character to the last."""
+    return f"^(?:{write(node)})$"
+
+
+def write(node: Node) -> str:
+    """For a library."""
+    if isinstance(node, Chars):
+        return _write_set(node.ranges)
+    if isinstance(node, Choice):
+        return "(?:" + "|".join(map(write, node.parts)) + ")"
+    if isinstance(node, Repeat):
+        inner = write(node.part)
+        return (f"(?:{inner})" if isinstance(node.part, (Sequence, Repeat)) else inner) + quantifier(node)
+    assert isinstance(node, Sequence)
+    return "".join(map(write, node.parts))
+
+
+def quantifier(node: Repeat) -> str:
+    if (node.least, node.most) in ((0, None), (1, None), (0, 1)):
+        return "?" if node.most else "*+"[node.least]
+    most = "" if node.most is None else node.most
+    return f"{{{node.least}}}" if node.least == node.most else f"{{{node.least},{most}}}"
+
+
+@lru_cache(4096)
+def _write_set(ranges: Ranges) -> str:
+    items = "".join(_code(low) if low == high else f"{_code(low)}-{_code(high)}" for low, high in ranges)
+    return items if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else f"[{items}]"
+
+
+def _code(code: int) -> str:
+    return chr(code) if chr(code).isascii() and chr(code).isalnum() else f"\\u{{{code:x}}}"

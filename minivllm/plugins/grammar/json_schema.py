@@ -1,0 +1,323 @@
+"""A JSON schema in words that mean the same to every library, read as Draft 2020-12.
+
+Regular expressions and formats become ``pattern``s of literals, ranges and repetitions (``ecma_regex``, ``formats``).
+What a library would hold in part only is refused by name, and so is a schema that no finite answer fits.
+
+Strings, the names of properties among them, are to be spelled in one way: with an escape only where JSON wants one.
+So a name that is not a declared one cannot be one that is declared, spelled otherwise.  Control characters that have no
+letter of their own (all but ``\\b \\t \\n \\f \\r``) are therefore not written in values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any, TypeGuard
+
+from minivllm.structured.references import find
+
+from .ecma_regex import WRITABLE, Node, search, whole, within
+from .formats import ANNOTATIONS, FORMATS
+
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+ONES = ("items", "additionalProperties", "additionalItems")
+# Of any draft; a library may take them for annotations of the draft that a schema names.
+NOT_HELD = frozenset((
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
+    "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef",
+    "$recursiveRef", "divisibleBy", "disallow", "extends",
+))  # fmt: skip
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+BOUNDS, JOINED = frozenset((*LOWER, *UPPER)), frozenset(("anyOf", "oneOf", "$ref"))
+LARGEST = 1 << 53  # of the numbers that a library may keep as a double
+SMALLEST = 1e-30  # that is written where a number is to be larger than 0
+TYPES: dict[str, Callable[[Any], bool]] = {
+    "null": lambda v: v is None,
+    "boolean": lambda v: isinstance(v, bool),
+    "number": lambda v: _number(v),
+    "integer": lambda v: _number(v) and v == int(v),
+    "string": lambda v: isinstance(v, str),
+    "array": lambda v: isinstance(v, list),
+    "object": lambda v: isinstance(v, dict),
+}
+# What else is built on: a library may break over another value, or say nothing.
+SHAPES: dict[str, tuple[type, ...]] = {
+    "type": (str, list), "enum": (list,), "allOf": (list,), "anyOf": (list,), "oneOf": (list,), "prefixItems": (list,),
+    "required": (list,), "properties": (dict,), "patternProperties": (dict,), "pattern": (str,), "format": (str,),
+    "$ref": (str,),
+}  # fmt: skip
+SPOKEN: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
+
+Formats = Mapping[str, tuple[str, ...]]
+
+
+def prepare(schema: Any, write: Callable[[Node], str], formats: Formats = FORMATS) -> Any:
+    """The schema, which is changed in place; ``write`` writes a ``pattern`` for the library, and ``formats`` are those
+    that it holds.  ValueError if it is refused, or nothing fits it."""
+    if schema is False:
+        raise ValueError("nothing fits the schema false")
+    if schema is True:
+        return {}
+    nodes = Nodes(schema)
+    if not nodes.ends(schema):
+        raise ValueError("nothing that ends fits it: its references lead back to themselves")
+    endless = [node for node in nodes.all if "$ref" in node and not nodes.ends(node)]
+    for node in nodes.all:
+        node.pop("$schema", None)
+        _refuse_misshapen(node)
+        _refuse_unheld(node)
+    merged = any("allOf" in node or (BOUNDS & set(node) and JOINED & set(node)) for node in nodes.all)
+    for node in nodes.all:
+        _hold_values(node)
+        _hold_numbers(node, merged)
+        _hold_strings(node, write, formats)
+        _hold_names(node, write)
+    for node in endless:
+        node.clear()
+        node["allOf"] = [False]
+    return schema
+
+
+# ---- where the schemas are -------------------------------------------------------------------------------------------
+
+
+def children(node: dict[str, Any]) -> Iterator[Any]:
+    """The schemas right within a schema."""
+    for key in MAPS:
+        if isinstance(node.get(key), dict):
+            yield from node[key].values()
+    for key in LISTS:
+        if isinstance(node.get(key), list):
+            yield from node[key]
+    for key in ONES:
+        if not isinstance(node.get(key), list):
+            yield node.get(key)
+
+
+class Nodes:
+    """All schemas that are objects within one, wherever a reference finds them, and which of them can end."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self.root, self.all = schema, []
+        self._targets: dict[str, Any] = {}
+        self._ending: set[int] = set()
+        seen: set[int] = set()
+        left: list[Any] = [schema]
+        while left:
+            node = left.pop()
+            if not isinstance(node, dict) or id(node) in seen:
+                continue
+            if seen and ("$id" in node or "id" in node):
+                raise ValueError("$id within a schema: want it at its top only")
+            seen.add(id(node))
+            self.all.append(node)
+            left += children(node)
+            if (target := self._find(node.get("$ref"))) is not None:
+                left.append(target)
+        before = -1
+        while before < len(self._ending):
+            before = len(self._ending)
+            for node in reversed(self.all):  # what is within others, and what is referred to, comes late
+                if id(node) not in self._ending and self.ends(node):
+                    self._ending.add(id(node))
+
+    def _find(self, reference: Any) -> Any:
+        """What a reference within the schema leads to, once; None if it leads elsewhere, or nowhere."""
+        if not isinstance(reference, str) or reference in self._targets:
+            return None
+        found = find(self.root, reference)
+        if found is not None:
+            self._targets[reference] = found
+        return found
+
+    def ends(self, node: Any) -> bool:
+        """Whether a finite value may fit, as far as is known: more is when this has been asked of all nodes again."""
+        if not isinstance(node, dict):
+            return node is not False
+        if id(node) in self._ending:
+            return True
+        if isinstance(node.get("$ref"), str):
+            target = self._targets.get(node["$ref"])
+            if isinstance(target, dict) and id(target) not in self._ending:
+                return False
+        if not all(map(self.ends, _list(node, "allOf"))):
+            return False
+        for key in ("anyOf", "oneOf"):
+            if isinstance(node.get(key), list) and not any(map(self.ends, node[key])):
+                return False
+        types = node.get("type")
+        names = types if isinstance(types, list) else [types]
+        return any(getattr(self, f"_{name}_ends", _yes)(node) for name in names)
+
+    def _array_ends(self, node: dict[str, Any]) -> bool:
+        least = node.get("minItems")
+        if not isinstance(least, int) or least < 1:
+            return True
+        first = _list(node, "prefixItems") or _list(node, "items")
+        rest = [] if len(first) >= least or isinstance(node.get("items"), list) else [node.get("items")]
+        return all(map(self.ends, [*first[:least], *rest]))
+
+    def _object_ends(self, node: dict[str, Any]) -> bool:
+        listed = node.get("properties")
+        listed = listed if isinstance(listed, dict) else {}
+        wanted = [name for name in _list(node, "required") if isinstance(name, str)]
+        other = True if node.get("patternProperties") else node.get("additionalProperties")
+        return all(self.ends(listed.get(name, other)) for name in wanted)
+
+
+def _yes(node: dict[str, Any]) -> bool:
+    return True
+
+
+def _list(node: dict[str, Any], key: str) -> list[Any]:
+    return node[key] if isinstance(node.get(key), list) else []
+
+
+# ---- what they say ---------------------------------------------------------------------------------------------------
+
+
+def _refuse_misshapen(node: dict[str, Any]) -> None:
+    for key, kinds in SHAPES.items():
+        value = node.get(key)
+        if key in node and not isinstance(value, kinds):
+            raise ValueError(f"{key}={value!r:.30}: want {' or '.join(SPOKEN[kind] for kind in kinds)}")
+        if key in ("type", "required") and not all(isinstance(name, str) for name in _list(node, key)):
+            raise ValueError(f"{key}={value!r:.30}: want a list of texts")
+
+
+def _refuse_unheld(node: dict[str, Any]) -> None:
+    if node.get("uniqueItems") is False:
+        del node["uniqueItems"]
+    if missing := sorted(NOT_HELD & set(node)):
+        raise ValueError(f"answers are not held to {', '.join(missing)}: leave it out, and say it in the prompt")
+    required = {name for name in _list(node, "required") if isinstance(name, str)}
+    least, open_ = node.get("minProperties"), node.get("additionalProperties") is not False
+    # A name that is not declared may be written twice, and is then one property.
+    if isinstance(least, int) and least > len(required) + 1 and (open_ or node.get("patternProperties")):
+        raise ValueError(
+            f"minProperties={least!r:.30} of names that are not declared: answers are held to one more than is required"
+        )
+
+
+def _hold_values(node: dict[str, Any]) -> None:
+    """``const`` and ``enum``: values of the right type, which can be written."""
+    types = node.get("type")
+    tests = [TYPES[t] for t in (types if isinstance(types, list) else [types]) if isinstance(t, str) and t in TYPES]
+    for key in ("const", "enum"):
+        if key not in node or (key == "enum" and not isinstance(node[key], list)):
+            continue
+        values = node[key] if key == "enum" else [node[key]]
+        fitting = [value for value in values if not tests or any(test(value) for test in tests)]
+        if values and not fitting:
+            raise ValueError(f"no value of {key} is of the type that the schema wants")
+        for value in fitting:
+            _refuse_unwritable(key, value)
+        if key == "enum":
+            node[key] = fitting
+
+
+def unwritable(character: str) -> bool:
+    """Whether it is a control character that is not written in values."""
+    return (character < " " and character not in "\b\t\n\f\r") or character == "\x7f"
+
+
+def _refuse_unwritable(key: str, value: Any) -> None:
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str) and any(unwritable(c) for c in one):
+            raise ValueError(f"{key} holds a control character: only \\b, \\t, \\n, \\f and \\r are written")
+        if _number(one) and not exactly_read(one):
+            raise ValueError(
+                f"{key} holds {one!r:.30}: answers are held to numbers up to 2 ** 53, of at most 15 digits"
+            )
+        if isinstance(one, (list, dict)):
+            left += [*one, *one.values()] if isinstance(one, dict) else one
+
+
+def exactly_read(number: float) -> bool:
+    """Whether every parser reads it as the same double: it has few digits, and they are not far from the point."""
+    _, digits, exponent = Decimal(repr(number)).as_tuple()
+    few = len(digits) <= 15 or int("".join(map(str, digits))) <= LARGEST
+    return few and abs(number) <= LARGEST and isinstance(exponent, int) and abs(exponent) <= 22
+
+
+def _number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _hold_numbers(node: dict[str, Any], merged: bool) -> None:
+    """Bounds that libraries hold: an answer within them is also within those that were asked for.  ``merged``: a node
+    may have bounds of another beside its own."""
+    if _number(factor := node.get("multipleOf")) and not exactly_read(factor):
+        raise ValueError(f"multipleOf={factor!r:.30}: answers are held to factors of at most 15 digits")
+    for keys, sign in ((LOWER, 1), (UPPER, -1)):
+        for key in keys:
+            bound = node.get(key)
+            if not _number(bound) or exactly_read(bound):
+                continue
+            if bound * sign > LARGEST:
+                raise ValueError(f"{key}={bound!r:.30}: answers are held to numbers up to 2 ** 53")
+            node[key] = -LARGEST * sign if abs(bound) > LARGEST else bound + sign * 2 * math.ulp(bound)
+    if node.get("type") == "integer":
+        return
+    for (inclusive, exclusive), others, sign in ((LOWER, UPPER, 1), (UPPER, LOWER, -1)):
+        bound = node.get(exclusive)
+        if not _number(bound):
+            continue
+        if merged or any(_number(node.get(key)) and abs(node[key] - bound) < 1 for key in others):
+            # a library that has two bounds with the same digits before the point lets the bound itself pass
+            least = bound + sign * (8 * math.ulp(bound) if bound else SMALLEST)
+            del node[exclusive]
+            node[inclusive] = sign * max(sign * least, sign * node.get(inclusive, least))
+
+
+def _hold_strings(node: dict[str, Any], write: Callable[[Node], str], formats: Formats) -> None:
+    """``pattern`` and ``format`` as patterns of the library, all but one of them in ``allOf``."""
+    held = []
+    if isinstance(node.get("pattern"), str):
+        held.append(_written("pattern", search(node["pattern"]), write))
+    if isinstance(name := node.get("format"), str):
+        types = node.get("type", "string")
+        if types == "string" or "string" in types:
+            if name not in formats and name not in ANNOTATIONS:
+                known = ", ".join(sorted({*formats, *ANNOTATIONS}))
+                raise ValueError(f"answers are not held to the format {name:.60}: there are {known}")
+            held += [_written("format", whole(pattern), write) for pattern in formats.get(name, ())]
+        del node["format"]
+    if held:
+        node["pattern"] = held[0]
+    if held[1:]:
+        node["allOf"] = [*_list(node, "allOf"), *({"pattern": more} for more in held[1:])]
+
+
+def _hold_names(node: dict[str, Any], write: Callable[[Node], str]) -> None:
+    given = node.get("patternProperties")
+    if not isinstance(given, dict):
+        return
+    closed = node.get("additionalProperties") is False
+    made: dict[str, Any] = {}
+    for pattern, inner in given.items():
+        names = search(pattern)
+        # other names are those that it does not match, so that it has to be read in one way
+        if not closed and names != search(pattern, exact=True):
+            raise ValueError(
+                f"patternProperties: {pattern!r} is read in several ways (\\s, \\S, \\D, \\W): list the characters, or "
+                "give additionalProperties false"
+            )
+        text = _written("patternProperties", names, write)
+        if text in made:
+            raise ValueError(f"patternProperties: {pattern!r} matches the same names as another")
+        made[text] = inner
+    node["patternProperties"] = made
+
+
+def _written(key: str, node: Node, write: Callable[[Node], str]) -> str:
+    kept = within(node, WRITABLE)
+    if kept is None:
+        raise ValueError(
+            f"{key}: it matches only texts with control characters: \\b, \\t, \\n, \\f and \\r are written"
+        )
+    return write(kept)
