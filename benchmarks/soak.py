@@ -1,13 +1,19 @@
 """Whether a server that runs for long stays as it is: memory and blocks while clients come, go, and leave halfway.
 
     python benchmarks/soak.py --minutes 10 --csv soak.csv
+    python benchmarks/soak.py --minutes 60 --set num_kvcache_blocks=4096
 
-Starts ``minivllm serve`` on the loopback interface and asks it with ``--clients`` concurrent clients (completions and
-chats, streams and whole answers, one to three choices), of which a fifth leave before their answer has ended.  Samples
-every ``--every`` seconds the resident memory of both processes, the share of the KV cache's blocks in use, and what
-runs, waits and has ended.  At the end, with nobody inside, every block has to be free again and the memory flat: the
-largest of the last quarter at most ``SLACK`` above the largest of the second (the first fills caches).  Exit status 1
-if not; it ends by itself.
+Starts ``minivllm serve`` on the loopback interface and asks it with ``--clients`` concurrent clients of a mixed load:
+whole answers and streams over HTTP, sockets with several requests at once, regular expressions (few clients send the
+same one), beams, ``n = 4``, prompts that share long prefixes; a fifth of all leave, or cancel, before their answer has
+ended.  Samples every ``--every`` seconds the resident memory of both processes, what of the engine's is KV pages, the
+share of the KV cache's blocks in use, and what runs, waits and has ended.
+
+A page of the KV cache is taken when a token is first written to it, so the engine's memory grows until every block was
+used once.  That is no leak: ``kv_mib`` (what the engine says of its own pages) is told apart, and ``rest_mib`` is what
+has to be flat.  At the end, with nobody inside, every block has to be free again and the memory flat: the largest of
+the last quarter at most ``SLACK`` above the largest of the second (the first fills caches).  Exit status 1 if not; it
+ends by itself.
 """
 
 from __future__ import annotations
@@ -22,31 +28,69 @@ import re
 import sys
 import time
 import urllib.request
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from serving import _children, start_server
+from serving import start_server
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
-LEAVE = 0.2  # share of the clients that leave early
+LEAVE = 0.2  # share of the requests that are left, or cancelled, early
 SLACK = 16.0  # MiB
-BLOCKS = "num_kvcache_blocks=512"  # few, so that the prefix cache is full before the first quarter ends
+FULL = ("num_kvcache_blocks=512", "grammar_cache_mb=8")  # little, so that caches are full before the second quarter
 WORDS = ("once", "upon", "a", "time", "little", "red", "fox", "and", "the", "big", "bear", "likes", "sweet", "honey")
+PREFIXES = [" ".join(random.Random(i).choices(WORDS, k=300)) for i in range(8)]
+ENDS = ("answered", "left", "refused", "wrong")
 
 
-def body(rng: random.Random) -> tuple[str, dict]:
-    """(path, body) of some request; prompts differ, and many begin alike."""
-    text = "Once upon a time " + " ".join(rng.choices(WORDS, k=rng.randint(1, 60)))
+def text(rng: random.Random) -> str:
+    return "Once upon a time " + " ".join(rng.choices(WORDS, k=rng.randint(1, 60)))
+
+
+def regex(rng: random.Random) -> str:
+    """One that hardly any other client has sent."""
+    letters = "".join(rng.sample("abcdefghijklmnopqrstuvwxyz", 8))
+    shapes = (
+        f"[{letters}]{{2,40}}",
+        f"({letters[:3]}|{letters[3:]})+[0-9]{{1,9}}",
+        f"[A-Z][{letters}]+( [{letters}]+)*",
+    )
+    return rng.choice(shapes)
+
+
+def plain(rng: random.Random) -> dict:
+    return {"prompt": text(rng), "logprobs": rng.choice([None, None, 2])}
+
+
+KINDS: dict[str, Callable[[random.Random], dict]] = {
+    "whole": lambda rng: {**plain(rng), "stream": False},
+    "stream": lambda rng: {**plain(rng), "stream": True},
+    "chat": lambda rng: {"messages": [{"role": "user", "content": text(rng)}], "stream": rng.random() < 0.7},
+    "regex": lambda rng: {**plain(rng), "structured_outputs": {"regex": regex(rng)}, "stream": rng.random() < 0.5},
+    "beam": lambda rng: {"prompt": text(rng), "beam_width": rng.choice([2, 4]), "max_tokens": 16},
+    "four": lambda rng: {**plain(rng), "n": 4, "temperature": 0.8, "stream": rng.random() < 0.5},
+    "prefix": lambda rng: {"prompt": f"{rng.choice(PREFIXES)} {text(rng)}", "stream": rng.random() < 0.5},
+}
+
+
+def body(rng: random.Random) -> dict:
+    """Some request; prompts differ, and many begin alike."""
     more = {
         "max_tokens": rng.randint(4, 96), "ignore_eos": rng.random() < 0.5, "temperature": rng.choice([0, 0.8]),
-        "n": rng.choice([1, 1, 1, 3]), "stream": rng.random() < 0.7,
     }  # fmt: skip
-    if rng.random() < 0.3:
-        return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **more}
-    return "/v1/completions", {"prompt": text, "logprobs": rng.choice([None, None, 2]), **more}
+    made = {**more, **KINDS[rng.choice(list(KINDS))](rng)}
+    if "structured_outputs" in made:
+        made["ignore_eos"] = False
+    if "beam_width" in made:
+        del made["temperature"]
+    return made
 
 
-async def ask(address: tuple[str, int], rng: random.Random, counts: dict[str, int]) -> None:
-    path, what = body(rng)
+async def ask(address: tuple[str, int], rng: random.Random, counts: Counter[str]) -> None:
+    """One request over HTTP."""
+    what = body(rng)
+    path = "/v1/chat/completions" if "messages" in what else "/v1/completions"
     data = json.dumps(what).encode()
     leaves = rng.random() < LEAVE
     reader, writer = await asyncio.open_connection(*address)
@@ -59,59 +103,106 @@ async def ask(address: tuple[str, int], rng: random.Random, counts: dict[str, in
             counts["left"] += 1
             return
         answer = await asyncio.wait_for(reader.read(), 120)
-        status = int(answer.split(b" ", 2)[1]) if answer else 0
-        counts["answered" if status == 200 else "refused" if status == 429 else "wrong"] += 1
-    except (OSError, asyncio.TimeoutError):
-        counts["wrong"] += 1
+        count(counts, int(answer.split(b" ", 2)[1]) if answer else 0, answer[-300:])
+    except (OSError, asyncio.TimeoutError) as e:
+        count(counts, 0, e)
     finally:
         writer.transport.abort() if leaves else writer.close()
 
 
-async def client(address: tuple[str, int], rng: random.Random, until: float, counts: dict[str, int]) -> None:
+def count(counts: Counter[str], status: int, what: object) -> None:
+    """An answer with this status (0: none); ``what`` is shown if it is wrong."""
+    end = {200: "answered", 429: "refused"}.get(status, "wrong")
+    counts[end] += 1
+    if end == "wrong" and counts["wrong"] <= 20:
+        print(f"wrong: status {status}: {what!r}", file=sys.stderr, flush=True)
+
+
+async def ask_many(address: tuple[str, int], rng: random.Random, counts: Counter[str]) -> None:
+    """Some requests at once on a WebSocket; some are cancelled, at once or later, or all, as the client leaves."""
+    names = [f"{number}" for number in range(rng.randint(1, 8))]
+    async with connect(f"ws://{address[0]}:{address[1]}/v1/ws", proxy=None, max_size=None) as socket:
+        for name in names:
+            what = body(rng)
+            kind = "chat.completions" if "messages" in what else "completions"
+            await socket.send(json.dumps({"type": kind, "id": name, "body": what}))
+            if rng.random() < LEAVE / 2:
+                await socket.send(json.dumps({"type": "cancel", "id": name}))
+        leaves_after = rng.randint(1, 40) if rng.random() < LEAVE else None
+        heard, running = 0, set(names)
+        while running:
+            message = json.loads(await asyncio.wait_for(socket.recv(), 120))
+            heard += 1
+            if heard == leaves_after:
+                counts["left"] += len(running)
+                return
+            if message["type"] == "chunk":
+                if rng.random() < LEAVE / 40:
+                    await socket.send(json.dumps({"type": "cancel", "id": message["id"]}))
+                continue
+            running.remove(message["id"])
+            status = message["error"]["code"] if message["type"] == "error" else 200
+            if message.get("cancelled"):
+                counts["left"] += 1
+            else:
+                count(counts, status, message)
+
+
+async def client(address: tuple[str, int], rng: random.Random, until: float, counts: Counter[str]) -> None:
     while time.monotonic() < until:
-        await ask(address, rng, counts)
-
-
-def rss(pid: int) -> float:
-    """MiB that are resident."""
-    text = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024
+        if rng.random() < 0.9:
+            await ask(address, rng, counts)
+            continue
+        try:
+            await ask_many(address, rng, counts)
+        except (OSError, asyncio.TimeoutError, KeyError, ConnectionClosed) as e:
+            count(counts, 0, e)
 
 
 def metric(text: str, name: str) -> float:
     return float(re.search(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.M)[1])
 
 
-def sample(url: str, pid: int, start: float, counts: dict[str, int]) -> dict[str, float]:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def sample(url: str, start: float, counts: Counter[str]) -> dict[str, float]:
+    state, text = json.loads(fetch(f"{url}/debug/state")), fetch(f"{url}/metrics")
+    engine, kv = state["engine"]["process"]["rss_bytes"], state["engine"]["memory"]["kv_resident_bytes"] or 0
+    if state["engine"]["fault"] is not None:
+        raise SystemExit(f"the walk over the KV cache found: {state['engine']['fault']}")
+    sizes = {"http": state["server"]["process"]["rss_bytes"], "engine": engine, "kv": kv, "rest": engine - kv}
     return {
-        "seconds": round(time.monotonic() - start, 1), "http_mib": round(rss(pid), 1),
-        "engine_mib": round(max(rss(child) for child in _children(pid)), 1),
+        "seconds": round(time.monotonic() - start, 1),
+        **{f"{name}_mib": round(size / 2**20, 1) for name, size in sizes.items()},
         "kv_in_use": metric(text, "vllm:kv_cache_usage_perc"), "running": metric(text, "vllm:num_requests_running"),
-        "waiting": metric(text, "vllm:num_requests_waiting"), **counts,
+        "waiting": metric(text, "vllm:num_requests_waiting"), **{name: counts[name] for name in ENDS},
     }  # fmt: skip
 
 
-async def soak(url: str, pid: int, minutes: float, clients: int, every: float, path: str) -> list[dict[str, float]]:
+async def soak(url: str, minutes: float, clients: int, every: float, path: str) -> list[dict[str, float]]:
     where = urlsplit(url)
     address = (where.hostname, where.port)
     start = time.monotonic()
     until = start + 60 * minutes
-    counts = dict.fromkeys(("answered", "left", "refused", "wrong"), 0)
+    counts: Counter[str] = Counter()
     tasks = [asyncio.create_task(client(address, random.Random(i), until, counts)) for i in range(clients)]
     rows = []
     with open(path, "w", newline="") as file:
         out = None
         while True:
             done = all(task.done() for task in tasks)
-            rows.append(await asyncio.to_thread(sample, url, pid, start, counts))
+            rows.append(await asyncio.to_thread(sample, url, start, counts))
             out = out or csv.DictWriter(file, list(rows[0]))
             if len(rows) == 1:
                 out.writeheader()
             out.writerow(rows[-1])
             file.flush()
             if done and not rows[-1]["running"] and not rows[-1]["waiting"]:
+                for task in tasks:
+                    task.result()
                 return rows
             if time.monotonic() > until + 180:
                 raise SystemExit(f"requests had not ended 3 minutes after the last was asked: {rows[-1]}")
@@ -122,7 +213,7 @@ def verdict(rows: list[dict[str, float]]) -> list[str]:
     """What is wrong."""
     found = []
     quarter = max(len(rows) // 4, 1)
-    for name in ("http_mib", "engine_mib"):
+    for name in ("http_mib", "rest_mib"):
         second, last = (max(row[name] for row in part) for part in (rows[quarter : 2 * quarter + 1], rows[-quarter:]))
         print(f"{name}: {rows[0][name]} at first, {second} in the second quarter, {last} in the last")
         if last > second + SLACK:
@@ -145,15 +236,15 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS")
     parser.add_argument("--csv", default="soak.csv")
     args = parser.parse_args()
-    sets = [BLOCKS, *args.set]
-    process, url = start_server(args.model, [part for one in sets for part in ("--set", one)])
+    sets = [*FULL, *args.set]
+    process, url = start_server(args.model, ["--admin", *(part for one in sets for part in ("--set", one))])
     try:
-        rows = asyncio.run(soak(url, process.pid, args.minutes, args.clients, args.every, args.csv))
+        rows = asyncio.run(soak(url, args.minutes, args.clients, args.every, args.csv))
     finally:
         process.terminate()
         status = process.wait()
     last = rows[-1]
-    ended = ", ".join(f"{last[name]} {name}" for name in ("answered", "left", "refused", "wrong"))
+    ended = ", ".join(f"{last[name]} {name}" for name in ENDS)
     print(f"{last['seconds']:.0f} s: {ended}; the server ended with {status}")
     found = verdict(rows) + ([f"the server ended with {status}"] if status else [])
     sys.exit("\n".join(found) if found else 0)

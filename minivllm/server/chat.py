@@ -151,7 +151,8 @@ async def render(service: Service, messages: Any, shown: Any, body: Any) -> list
     if "tools" not in template:
         messages, shown = tools.tell(messages, shown or []), None
     begin = body.add_generation_prompt is not False
-    return await service.tokens.chat(messages, shown, begin, body.chat_template_kwargs)
+    split = body.split_special_tokens is not False
+    return await service.tokens.chat(messages, shown, begin, body.chat_template_kwargs, split)
 
 
 class Reader:

@@ -26,7 +26,7 @@ import numpy as np
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.core.request import SamplingParams
 from minivllm.core.scores import TokenLogprobs
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import EngineDeadError, PluginError, RequestError
 
 from .engine_loop import ENDS, EngineLoop, describe, error_from
 from .frames import ROW, Frame
@@ -249,10 +249,12 @@ class FrameClient:
             return
         self._score_prompts(columns)
         self._feed(header, columns)
-        orders = dict(header.get("order", ()))
+        orders, failed = dict(header.get("order", ())), dict(header.get("failed", ()))
         if "done" in columns:
             for number, at in zip(columns["done"].tolist(), columns["done_at"].tolist(), strict=True):
                 if (stream := self._streams.get(number)) is not None:
+                    if number in failed:
+                        stream.fail(PluginError(failed[number]))
                     stream.finished(at, orders.get(number))
                     self._forget(stream)
 

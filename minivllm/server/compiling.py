@@ -18,7 +18,7 @@ class Compiling:
         self._compile = compile
         self._pool = ThreadPoolExecutor(THREADS, "minivllm-compile")
         self._open: dict[int, Any] = {}
-        self._done: deque[tuple[int, Any, Exception | None]] = deque()
+        self._done: deque[tuple[int, Any, BaseException | None]] = deque()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -31,7 +31,7 @@ class Compiling:
         def run() -> None:
             try:
                 self._done.append((number, self._compile(asked), None))
-            except Exception as error:
+            except BaseException as error:  # what is not told here is told nowhere: its request would wait for ever
                 self._done.append((number, None, error))
 
         self._pool.submit(run)
@@ -40,7 +40,7 @@ class Compiling:
         """Whether it was being compiled; it will not come back."""
         return self._open.pop(number, None) is not None
 
-    def ready(self) -> list[tuple[Any, Exception | None]]:
+    def ready(self) -> list[tuple[Any, BaseException | None]]:
         """What has been compiled, or why it could not be."""
         found = []
         while self._done:

@@ -15,21 +15,24 @@ types once ``frames.encode`` has it):
     prompt_chosen f32, prompt_rank i32, a token each, prompt_top_ids i32, prompt_top f32
     done i64, done_at f64                  requests that ended, which is said after their last rows
 
-and in its header what is rare: accepted and refused requests, errors, answers to questions, the engine's end.
+and in its header what is rare: accepted and refused requests, errors of branches, requests that failed once their
+branches had ended, answers to questions, the engine's end.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
 from minivllm.core.engine import Engine
+from minivllm.core.foreign import refusal
 from minivllm.core.request import Request, SamplingParams, Seq
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, told
 
 from . import state
 from .compiling import LOOK, Compiling
@@ -73,7 +76,7 @@ class EngineLoop:
         self.turned = time.monotonic()  # when the last turn began
         self.accepted = 0  # requests that the engine took: at rest, as many as have finished
         self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
-        self._waiting: list[Frame] = []
+        self._waiting: deque[Frame] = deque()
         self.compiling = Compiling(lambda asked: engine.grammars.compile(asked))
         self._sent = 0.0
         self._told_dead = False
@@ -92,9 +95,13 @@ class EngineLoop:
             except EngineDeadError as e:  # the link: nobody is there any more
                 self.engine.fail_all(str(e))
                 return
-            except Exception as e:
+            except KeyboardInterrupt:  # raised by a plug-in, whose request was told: Ctrl-C does not come here
+                log.exception("the engine's loop met an interrupt")
+            except BaseException as e:  # whatever it is, those who wait are told
                 log.exception("the engine's loop met an error")
-                self.engine.fail_all(f"{type(e).__name__}: {e}")
+                if self.engine.dead:
+                    break
+                self.engine.fail_all(told(e))
         self.compiling.close()
         self.engine.fail_all("the engine was stopped")
         self._flush()
@@ -118,15 +125,13 @@ class EngineLoop:
     # ---- commands ------------------------------------------------------------------------------------------------
 
     def _obey(self, until: float) -> None:
-        done = 0
-        for command in self._waiting:
+        while self._waiting:
+            command = self._waiting.popleft()
             if command.kind not in COMMANDS:
                 raise EngineDeadError(f"{command.kind!r} is no command; want one of {sorted(COMMANDS)}")
             getattr(self, f"_do_{command.kind}")(**command.header, **command.columns)
-            done += 1
             if time.perf_counter() > until:
                 break
-        del self._waiting[:done]
 
     def _do_add(
         self, number: int, id: str, params: dict[str, Any], prompt: np.ndarray, arrival: float, watch: bool
@@ -141,7 +146,7 @@ class EngineLoop:
             request.watch, request.sink = watch, self._sink(live)
             request.stream = number if made.logprobs is None else 0
             request.on_done = lambda r: self._done(live)
-        except Exception as e:
+        except BaseException as e:
             self._refuse(number, e)
             return
         if made.structured_outputs is None or self.engine.grammars is None or self.engine.dead:
@@ -149,25 +154,23 @@ class EngineLoop:
         else:
             self.compiling.begin(number, live)
 
-    def _enter(self, live: _Live, error: Exception | None = None) -> None:
+    def _enter(self, live: _Live, error: BaseException | None = None) -> None:
         """The engine takes a request, or it is refused."""
         try:
             if error is not None:
                 raise error
             self.engine.add(live.request)
-        except Exception as e:
+        except BaseException as e:
             self._refuse(live.number, e)
         else:
             self.live[live.number] = live
             self.accepted += 1
             self.header.setdefault("accepted", []).append(live.number)
 
-    def _refuse(self, number: int, error: Exception) -> None:
-        if isinstance(error, MinivllmError):
-            told = [number, type(error).__name__, str(error), getattr(error, "param", None)]
-        else:
-            told = [number, "RequestError", f"{type(error).__name__}: {error}", None]
-        self.header.setdefault("refused", []).append(told)
+    def _refuse(self, number: int, error: BaseException) -> None:
+        why = refusal(error)
+        words = [number, type(why).__name__, str(why), getattr(why, "param", None)]
+        self.header.setdefault("refused", []).append(words)
 
     def _do_abort(self, number: int) -> None:
         if self.compiling.cancel(number):
@@ -187,8 +190,8 @@ class EngineLoop:
     def _do_ask(self, ask: int, what: str, args: dict[str, Any]) -> None:
         try:
             answer = [ask, getattr(self, f"_ask_{what}")(**args), None]
-        except Exception as e:
-            answer = [ask, None, [type(e).__name__, str(e)]]
+        except BaseException as e:
+            answer = [ask, None, told(e).split(": ", 1)]
         self.header.setdefault("answers", []).append(answer)
 
     def _ask_stats(self) -> dict[str, Any]:
@@ -270,6 +273,8 @@ class EngineLoop:
                 self.rows.append((live.number, seq.sample, 0, END[seq.finish_reason or "abort"], -1, 0))
                 if seq.error:
                     self.header.setdefault("errors", []).append([live.number, seq.sample, seq.error])
+            elif seq.error:  # its last row has been sent: what failed is the answer as a whole
+                self.header.setdefault("failed", []).append([live.number, seq.error])
         if request.params.width > 1 and not self.engine.dead:
             order = [seq.sample for seq in self.engine.answer(request)]
             self.header.setdefault("order", []).append([live.number, order])

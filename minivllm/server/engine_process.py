@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.errors import EngineDeadError, MinivllmError, told
 
 from .frames import Frame, Splitter, encode
 
@@ -124,10 +124,11 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
         raise EngineDeadError("the client of the engine did not say what to open")
     try:
         engine, resolved, _ = build_engine(loaded_from_json(opening[0].header))
-    except Exception as e:
+    except BaseException as e:  # SystemExit too: a process that ends without a word tells nobody why
         if not isinstance(e, MinivllmError):
             logging.getLogger("minivllm").exception("the engine could not be started")
-        link.send({"error": [type(e).__name__, str(e), getattr(e, "param", None)]}, {}, "failed")
+        text = str(e) if isinstance(e, MinivllmError) else told(e).partition(": ")[2]
+        link.send({"error": [type(e).__name__, text, getattr(e, "param", None)]}, {}, "failed")
         return getattr(e, "exit_code", 1)
     if engine.wiring.device == "cpu":
         leave_a_core()

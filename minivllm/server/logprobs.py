@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
 
 NO_SCORE = (("token_logprobs", None), ("top_logprobs", None))
 LEAST = -9999.0  # JSON has no infinity; vLLM's value for it
+
+
+def _score(entry: Logprob) -> float:
+    return entry.logprob if entry.logprob > LEAST else LEAST
+
+
+def _best(row: Mapping[int, Logprob], top: int) -> list[tuple[int, Logprob]]:
+    """The ``top`` likeliest of a row, of equal ones the lower id first; not what has no probability."""
+    able = [item for item in row.items() if item[1].logprob > -math.inf]
+    return sorted(able, key=lambda item: (-item[1].logprob, item[0]))[:top]
 
 
 class Speller:
@@ -55,13 +66,12 @@ def chat(rows: Sequence[Mapping[int, Logprob]], top: int, speller: Speller) -> d
 def _chat_row(row: Mapping[int, Logprob], top: int, speller: Speller) -> dict[str, Any]:
     def one(token: int, entry: Logprob) -> dict[str, Any]:
         return {
-            "token": speller.text(token, entry), "logprob": max(entry.logprob, LEAST),
+            "token": speller.text(token, entry), "logprob": _score(entry),
             "bytes": speller.bytes(token, entry),
         }  # fmt: skip
 
     token, entry = next(iter(row.items()))
-    best = sorted(row.items(), key=lambda item: item[1].rank or 0)[:top]
-    return {**one(token, entry), "top_logprobs": [one(*item) for item in best]}
+    return {**one(token, entry), "top_logprobs": [one(*item) for item in _best(row, top)]}
 
 
 def prompt(rows: Sequence[Mapping[int, Logprob] | None] | None, speller: Speller) -> list[Any] | None:
@@ -72,7 +82,7 @@ def prompt(rows: Sequence[Mapping[int, Logprob] | None] | None, speller: Speller
 
     def one(token: int, entry: Logprob) -> dict[str, Any]:
         return {
-            "logprob": max(entry.logprob, LEAST), "rank": entry.rank, "decoded_token": speller.text(token, entry),
+            "logprob": _score(entry), "rank": entry.rank, "decoded_token": speller.text(token, entry),
         }  # fmt: skip
 
     return [None if row is None else {str(token): one(token, entry) for token, entry in row.items()} for row in rows]
@@ -98,11 +108,10 @@ class Completion:
             text = self._speller.unique(token, entry)
             out["text_offset"].append(self._offset)
             out["tokens"].append(text)
-            out["token_logprobs"].append(max(entry.logprob, LEAST))
-            best = sorted(row.items(), key=lambda item: item[1].rank or 0)[: self._top]
-            likely = {**dict(best), token: entry} if self._top else {}
+            out["token_logprobs"].append(_score(entry))
+            likely = {**dict(_best(row, self._top)), token: entry} if self._top else {}
             out["top_logprobs"].append(
-                {self._speller.unique(t, e): max(e.logprob, LEAST) for t, e in likely.items()} if likely else None
+                {self._speller.unique(t, e): _score(e) for t, e in likely.items()} if likely else None
             )
             self._offset += len(self._speller.text(token, entry))
         return out

@@ -125,7 +125,9 @@ def _format(asked: dict[str, Any]) -> dict[str, Any] | None:
         _want(isinstance(inner, dict), "response_format.json_schema", "an object with name and schema")
         schema = inner.get("schema", inner.get("json_schema"))
         _want(isinstance(schema, dict), "response_format.json_schema.schema", "a JSON schema")
-        return {"json": schema, **COMPACT}
+        strict = inner.get("strict")
+        _want(strict is None or isinstance(strict, bool), "response_format.json_schema.strict", "true or false")
+        return {"json": schema, **COMPACT, "disable_additional_properties": strict is not False}
     raise ApiError(
         400, f"response_format.type={str(kind)[:40]!r}: want text, json_object or json_schema", "response_format"
     )

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import threading
 from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import EngineDeadError
+from minivllm.memory import find_trim, rss_bytes
 
 if TYPE_CHECKING:
     from .engine_loop import EngineLoop
@@ -29,19 +31,17 @@ def process(trim: bool) -> dict[str, Any]:
     """Of this process; None for what the system does not tell.  ``trim``: unused memory is given back first."""
     if trim:
         gc.collect()
-        with contextlib.suppress(OSError, AttributeError):  # glibc's only
-            ctypes.CDLL(None).malloc_trim(0)
-    rss = fds = children = None
+        if (give_back := find_trim()) is not None:
+            give_back()
+    fds = children = None
     with contextlib.suppress(OSError):
-        with open("/proc/self/statm", "rb") as file:
-            rss = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         fds = len(os.listdir("/proc/self/fd")) - 1  # the one that reads the list
         children = []
         for task in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children", "rb") as file:
                 children += [int(pid) for pid in file.read().split()]
     return {
-        "pid": os.getpid(), "rss_bytes": rss, "fds": fds, "threads": threading.active_count(),
+        "pid": os.getpid(), "rss_bytes": rss_bytes(), "fds": fds, "threads": threading.active_count(),
         "children": None if children is None else sorted(children),
     }  # fmt: skip
 
@@ -63,7 +63,13 @@ def engine(loop: EngineLoop, trim: bool) -> dict[str, Any]:
         "compiling": len(loop.compiling),
     }  # fmt: skip
     counts = {"accepted": loop.accepted, "finished": made.finished}
-    return {"fault": fault, "pools": pools, "tables": tables, "counts": counts, "process": process(trim)}
+    taken = None  # an executor may not know
+    with contextlib.suppress(NotImplementedError, EngineDeadError):
+        taken = made.call("kv_resident")
+    memory = {"kv_resident_bytes": taken, "grammar_bytes": getattr(made.grammars, "bytes", 0)}
+    return {
+        "fault": fault, "pools": pools, "tables": tables, "counts": counts, "memory": memory, "process": process(trim)
+    }  # fmt: skip
 
 
 async def of(service: Service, trim: bool) -> dict[str, Any]:

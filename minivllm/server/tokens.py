@@ -1,18 +1,17 @@
 """Text to token ids for the routes: cached, bounded, and off the event loop where it takes long.
 
-A message's text never becomes a special token: what is spelled like one in it is encoded as the characters it is.
+What a conversation spells like a special token is encoded as the characters it is, unless the request asks otherwise:
+see ``minivllm.text.literal``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
-import re
-import secrets
+import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import ApiError
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from minivllm.text.tokenizer import Tokenizer
 
 LONG = 8192  # characters: some milliseconds of tokenizing
-CACHED = 1 << 24  # characters of the texts whose ids are kept
+CACHED = 8 << 20  # bytes of texts and their ids that are kept, with what Python takes for an entry
+ENTRY = 320  # bytes of an entry beside its text and its ids: key, pair, number, and its places in an OrderedDict
 BYTES_A_TOKEN = 16  # a text with more than as many a token of the context is too long without counting
 NO_TEXT = "this server was started without a tokenizer: send token ids to /v1/completions"
 FIXED = frozenset({"tokenize", "chat_template", "messages", "tools", "documents", "add_generation_prompt"})
@@ -33,13 +33,8 @@ class Tokens:
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.tokenizer, self.most = tokenizer, BYTES_A_TOKEN * max_model_len
         self.max_model_len = max_model_len
-        self._kept: OrderedDict[tuple[str, bool], array[int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], tuple[array[int], int]] = OrderedDict()  # ids, bytes of the entry
         self._size = 0
-        self._special: re.Pattern[str] | None = None
-        self._plain: Any = None
-        if tokenizer is not None:
-            names = sorted(filter(None, map(tokenizer.token, tokenizer.special_ids)), key=len, reverse=True)
-            self._special = re.compile("|".join(map(re.escape, names))) if names else None
 
     def need(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -60,75 +55,56 @@ class Tokens:
         """The ids of a text, in which spellings of special tokens count as those."""
         tokenizer = self.need()
         self.check_length(text, param)
-        key = (text, special)
+        return await self._ids((text, special), len(text), lambda: tokenizer.encode(text, special))
+
+    async def _ids(
+        self, key: tuple[Any, ...], size: int, make: Callable[[], list[int]], long: bool = False
+    ) -> list[int]:
+        """What was kept for a text of ``size`` characters, or is made now; ``long``: that takes long at any size."""
         if (found := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
-            return found.tolist()
-        if len(text) < LONG:
-            ids = tokenizer.encode(text, special)
-        else:
-            ids = await asyncio.to_thread(tokenizer.encode, text, special)
+            return found[0].tolist()
+        ids = make() if size < LONG and not long else await asyncio.to_thread(make)
         self._keep(key, ids)
         return ids
 
-    def _keep(self, key: tuple[str, bool], ids: list[int]) -> None:
-        if key in self._kept or len(key[0]) > CACHED // 16:
+    def _keep(self, key: tuple[Any, ...], ids: list[int]) -> None:
+        """Keep the ids of a text, which is in the key as one string or as several."""
+        kept = array("i", ids)  # a ninth of what a list takes
+        texts = sum(sys.getsizeof(part) for part in key if isinstance(part, str))
+        size = texts + sys.getsizeof(kept) + ENTRY
+        if key in self._kept or size > CACHED // 16:
             return
-        self._kept[key] = array("i", ids)  # a ninth of what a list takes
-        self._size += len(key[0])
+        self._kept[key] = kept, size
+        self._size += size
         while self._size > CACHED:
-            (text, _), _ = self._kept.popitem(last=False)
-            self._size -= len(text)
+            self._size -= self._kept.popitem(last=False)[1][1]
 
     async def chat(
-        self, messages: Any, tools: Sequence[Mapping[str, Any]] | None, begin: bool, variables: Any
+        self, messages: Any, tools: Sequence[Mapping[str, Any]] | None, begin: bool, variables: Any, split: bool = True
     ) -> list[int]:
-        """The ids of a conversation.  RequestError or ApiError if the messages are malformed or refused."""
+        """The ids of a conversation.  ``split``: what is spelled like a special token in it stays text; without it such
+        text is the token, as with transformers.  RequestError or ApiError if it is malformed or refused."""
         tokenizer = self.need()
         _check_variables(variables)
         # the template repeats what it is given: its size bounds the work
         size = len(json.dumps([messages, tools], default=str))
         if size > 2 * self.most:
             self.check_length(" " * (size // 2), "messages")
-        mark = f"\ue000{secrets.token_hex(4)}\ue000"
-        hidden = False
+        asked = {"tools": tools, "variables": variables}
 
-        def hide(match: re.Match[str]) -> str:
-            nonlocal hidden
-            hidden = True
-            return f"{mark}{match[0]}{mark}"
+        def render() -> Any:
+            if split:
+                return tokenizer.chat_prompt(messages, begin, **asked)
+            return tokenizer.apply_chat_template(messages, begin, tokenize=False, **asked)
 
-        def walk(value: Any) -> Any:
-            if isinstance(value, str):
-                return self._special.sub(hide, value) if self._special is not None else value
-            if isinstance(value, Mapping):
-                return {key: inner if key in ("role", "type") else walk(inner) for key, inner in value.items()}
-            return [walk(inner) for inner in value] if isinstance(value, list) else value
-
-        def render() -> str:
-            shown = walk(messages), walk(tools)
-            return str(
-                tokenizer.apply_chat_template(shown[0], begin, tokenize=False, tools=shown[1], variables=variables)
-            )
-
-        text = render() if size < LONG else await asyncio.to_thread(render)
-        if not hidden:
-            return await self.encode(text, False, "messages")
-        self.check_length(text, "messages")
-        ids: list[int] = []
-        for number, part in enumerate(text.split(mark)):  # every second one is spelled like a special token
-            ids += self._literal(part) if number % 2 else tokenizer.encode(part, False)
-        return ids
-
-    def _literal(self, text: str) -> list[int]:
-        """The ids of a text as characters, whatever it spells."""
-        tokenizer = self.need()
-        if tokenizer.backend is None:
-            return [i for c in text for i in tokenizer.encode(c, False)]
-        if self._plain is None:
-            self._plain = copy.deepcopy(tokenizer.backend)
-            self._plain.encode_special_tokens = True
-        return self._plain.encode(text, add_special_tokens=False).ids
+        prompt = render() if size < LONG else await asyncio.to_thread(render)
+        if not split:
+            return await self.encode(prompt, False, "messages")
+        self.check_length(prompt.text, "messages")
+        # one that is not plain may need a second tokenizer, which is made the first time
+        make = lambda: tokenizer.encode_chat(prompt)  # noqa: E731
+        return await self._ids(prompt.pieces, len(prompt.text), make, long=not prompt.plain)
 
 
 def _check_variables(variables: Any) -> None:

@@ -10,6 +10,7 @@ A parser is a class with ``feed(text, final) -> [Said | Call, ...]``; ``PARSERS`
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -18,6 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minivllm.errors import ConfigError, suggest
+from minivllm.structured.closing import closed, schemas
+from minivllm.structured.params import MOST_BYTES, MOST_DEPTH, value_depth
+from minivllm.structured.references import pointer
 
 from .errors import ApiError
 
@@ -192,22 +196,23 @@ class Tools:
     def form(self) -> dict[str, Any] | None:
         """What the text must fit (structured outputs), or None."""
         if self.choice == "named":
+            _measure([self._of(self.function)])
             return {"json": _parameters(self._of(self.function)), **COMPACT}
         if self.choice != "required":
             return None
+        _measure([tool["function"] for tool in self.listed])
         definitions: dict[str, Any] = {}
-        schemas = []
+        calls = []
         for number, tool in enumerate(self.listed):
-            arguments = _hoisted(_parameters(tool["function"]), f"t{number}_", definitions)
-            schemas.append({
+            function = tool["function"]
+            definitions[f"t{number}"] = _moved(_parameters(function), f"#/$defs/t{number}")
+            calls.append({
                 "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
-                "properties": {"name": {"const": tool["function"]["name"]}, "arguments": arguments},
+                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/t{number}"}},
             })  # fmt: skip
-        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": schemas}}
+        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
         if not self.parallel:
             schema["maxItems"] = 1
-        if definitions:
-            schema["$defs"] = definitions
         return {"json": schema, **COMPACT}
 
     def _of(self, name: str) -> dict[str, Any]:
@@ -226,6 +231,8 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
         if not named or not isinstance(function.get("parameters") or {}, dict):
             want = 'want {"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}'
             raise ApiError(400, f"tools[{number}]: {want}", "tools")
+        if not isinstance(function.get("strict"), (bool, type(None))):
+            raise ApiError(400, f"tools[{number}].function.strict: want true or false", "tools")
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise ApiError(400, "tools: two of them have the same name", "tools")
@@ -269,28 +276,32 @@ def tell(messages: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def _hoisted(schema: dict[str, Any], prefix: str, definitions: dict[str, Any]) -> Any:
-    """The schema with its definitions at the top of the whole, where references are looked up."""
-
-    def walk(node: Any) -> Any:
-        if isinstance(node, list):
-            return [walk(one) for one in node]
-        if not isinstance(node, dict):
-            return node
-        return {
-            key: re.sub(r"^#/(\$defs|definitions)/", f"#/$defs/{prefix}", one)
-            if key == "$ref" and isinstance(one, str) else walk(one)
-            for key, one in node.items()
-        }  # fmt: skip
-
+    """What the arguments must fit: an object, which takes no properties but those declared unless ``strict`` is false
+    or the schema says otherwise."""
+    schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    if "properties" in schema and "type" not in schema:
+        schema = {"type": "object", **schema}
     try:
-        for key in ("$defs", "definitions"):
-            inner = schema.get(key)
-            for name, one in (inner if isinstance(inner, dict) else {}).items():
-                definitions[prefix + name] = walk(one)
-        return walk({key: one for key, one in schema.items() if key not in ("$defs", "definitions")})
-    except RecursionError:
-        raise ApiError(400, "tools: a schema is nested too deeply", "tools") from None
+        return schema if function.get("strict") is False else closed(schema)
+    except ValueError as e:
+        raise ApiError(400, f"tools: {e}", "tools") from None
+
+
+def _measure(functions: Sequence[Mapping[str, Any]]) -> None:
+    """ApiError (400) if what is asked of their arguments is more than a grammar is made of: before it is worked on."""
+    given = [function.get("parameters") for function in functions]
+    if max(map(value_depth, given)) > MOST_DEPTH:
+        raise ApiError(400, f"tools: a schema is too large, or nested deeper than {MOST_DEPTH} levels", "tools")
+    size = len(json.dumps(given, ensure_ascii=False).encode(errors="surrogatepass"))
+    if size > MOST_BYTES:
+        raise ApiError(400, f"tools: schemas of {size} bytes: want at most {MOST_BYTES} together", "tools")
+
+
+def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """The schema as a definition at a place of a larger one: its references lead into itself."""
+    made = copy.deepcopy(schema)
+    for node in schemas(made):
+        path = pointer(schema, node.get("$ref"))
+        if path is not None:
+            node["$ref"] = place + path
+    return {key: one for key, one in made.items() if key not in ("$id", "$schema")}

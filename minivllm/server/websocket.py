@@ -7,6 +7,10 @@
                       {"type": "done", "id": I}                      its last word; "data" if stream is false
                       {"type": "error", "id": I, "error": {...}}     its last word too; no id: not about a request
 
+An id that a client has used gets exactly one last word, in whatever order messages come, and is free after it.  An
+error about a message whose id belongs to a running request is therefore sent without an id.  A cancel of an id that
+has had its last word needs no answer; one of an id never used on this connection is an error, which is its last word.
+
 A browser sets no headers, so a key may come as the subprotocol ``key.K``; a wrong one is refused at the handshake.  A
 page of another origin may connect only if ``allowed_origins`` has it.  What waits to be sent is bounded: a reader who
 is slow slows its own requests, one who takes nothing for ``write_timeout`` is sent away.  When the connection ends,
@@ -21,6 +25,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -36,7 +41,7 @@ from .generate import Service, seconds_of
 from .protocol import common
 from .protocol.chat import ChatBody
 from .protocol.completion import CompletionBody
-from .sse import Gone, supervise
+from .sse import supervise
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -50,6 +55,7 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 }
 WAITING = 64  # messages to a client that wait at most; then its requests do
 LONGEST_ID = 128
+ENDED_IDS = 1024  # ids that are remembered to have had their last word; a cancel later than that is an error
 BINARY, BAD_KEY, GOING, SLOW = 1003, 1008, 1012, 1013  # close codes (RFC 6455)
 
 
@@ -61,13 +67,33 @@ def foreign(socket: WebSocket, allowed: list[str]) -> bool:
     return urlsplit(origin).netloc.lower() != socket.headers.get("host", "").lower()
 
 
+@dataclass
+class _Asked:
+    """A request whose last word is not in the queue yet.  The work and the last word are two tasks: however the work
+    ends, even if it is cancelled before its first turn, the other one says so."""
+
+    work: asyncio.Task[dict[str, Any]]
+    answer: asyncio.Task[None] | None = None
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Only once: a second cancellation would interrupt the cleanup that the first one began."""
+        if not self.cancelled and not self.work.done():
+            self.cancelled = True
+            self.work.cancel()
+
+
 class Connection:
-    """One WebSocket.  ``running`` has a task for each id whose last word was not said."""
+    """One WebSocket.
+
+    ``running`` has each id whose last word is not in the queue, ``ended`` the latest of those whose last word is.
+    """
 
     def __init__(self, socket: WebSocket, service: Service, keys: Keys) -> None:
         self.socket, self.service, self.keys = socket, service, keys
         self.server: ServerConfig = service.server
-        self.running: dict[str, asyncio.Task[None]] = {}
+        self.running: dict[str, _Asked] = {}
+        self.ended: dict[str, None] = {}  # in the order in which they ended
         self.out: asyncio.Queue[dict[str, Any]] = asyncio.Queue(WAITING)
         self.state: dict[str, Any] = socket.scope["state"]
         self.tenant: str | None = None
@@ -95,17 +121,27 @@ class Connection:
                     code = side.result()
         finally:
             self.ending = True
-            ending: list[asyncio.Task[Any]] = [writer, reader, *self.running.values()]
-            for task in ending:
-                task.cancel()
-            await asyncio.gather(*ending, return_exceptions=True)
+            await self._end_all(writer, reader)
             with contextlib.suppress(Exception):  # it may be closed already
                 await asyncio.wait_for(self.socket.close(code), 1.0)
             self.state["log"]["closed"] = code
 
+    async def _end_all(self, writer: asyncio.Task[int], reader: asyncio.Task[int]) -> None:
+        """The works first: what they log of themselves is complete only when they have given everything back."""
+        writer.cancel()
+        reader.cancel()
+        asked = list(self.running.values())
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(writer, reader, *(one.work for one in asked), return_exceptions=True)
+        answers = [one.answer for one in asked if one.answer is not None]
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+
     async def _write(self) -> int:
         """Send what waits; the close code for a client that takes nothing."""
-        while True:
+        while not self.ending:  # before Python 3.12, wait_for drops a cancellation that comes with its result
             message = await self.out.get()
             text = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
             if not _is_unicode(text):  # an id of the client's may be half a character
@@ -116,12 +152,13 @@ class Connection:
                 return SLOW
             except (WebSocketDisconnect, RuntimeError):
                 return 1000
+        return GOING
 
     async def _read(self) -> int:
         """Take messages; the close code once that is over."""
         if self.tenant is None and not await self._let_in():
             return BAD_KEY
-        while True:
+        while not self.ending:
             try:
                 raw = await self.socket.receive_text()
             except KeyError:
@@ -136,7 +173,10 @@ class Connection:
             except Exception as exc:
                 if not isinstance(exc, ApiError):
                     logs.log.error("socket %s failed on a message", self.state["request_id"], exc_info=exc)
-                await self.out.put({"type": "error", "id": ident, **errors.of(exc).body()})
+                if ident in self.running:  # with its id this would be read as the last word of that request
+                    ident = None
+                await self._say_last({"type": "error", "id": ident, **errors.of(exc).body()})
+        return GOING
 
     async def _let_in(self) -> bool:
         """The first message is the key; the client has as long for it as for the headers of a request."""
@@ -171,9 +211,7 @@ class Connection:
             raise ApiError(400, f"type={errors.printable(str(kind), 40)!r}: want one of {wanted}", "type")
         assert ident is not None
         if kind == "cancel":
-            task = self.running.get(ident)
-            if task is not None:  # one that has just ended needs no cancelling
-                task.cancel()
+            self._cancel(ident)
             return
         if ident in self.running:
             raise ApiError(400, f"id={ident!r}: a request with this id is running", "id")
@@ -184,35 +222,58 @@ class Connection:
         if not isinstance(body, dict):
             raise ApiError(400, "body: want an object, as over HTTP", "body")
         self.taken += 1
-        self.running[ident] = asyncio.create_task(self._answer(kind, ident, body, self.taken))
+        state = {**self.state, "tenant": self.tenant, "log": {}}
+        state["request_id"] = f"{self.state['request_id']}-{self.taken}"
+        asked = self.running[ident] = _Asked(asyncio.create_task(self._work(kind, ident, body, state)))
+        asked.answer = asyncio.create_task(self._answer(kind, ident, asked, state))
 
-    async def _answer(self, kind: str, ident: str, body: dict[str, Any], number: int) -> None:
-        """One request, to its last word."""
+    def _cancel(self, ident: str) -> None:
+        """ApiError for an id that was never used."""
+        if (asked := self.running.get(ident)) is not None:
+            asked.cancel()
+        elif ident not in self.ended:
+            raise ApiError(404, f"id={ident!r}: want the id of a request that was sent on this connection", "id")
+
+    async def _answer(self, kind: str, ident: str, asked: _Asked, state: dict[str, Any]) -> None:
+        """The last word of a request, once its work has ended; then its id is free."""
         last: dict[str, Any] = {"type": "done", "id": ident}
-        start, state = time.monotonic(), {**self.state, "tenant": self.tenant, "log": {}}
-        state["request_id"] = f"{self.state['request_id']}-{number}"
+        start, log = time.monotonic(), state["log"]
         try:
-            last.update(await self._work(kind, ident, body, state))
-        except asyncio.CancelledError:
-            state["log"]["gone" if self.ending else "cancelled"] = True
-            if self.ending:
-                raise
-            last["cancelled"] = True
-        except Gone:
-            return
-        except Exception as exc:
-            error = errors.of(exc)
-            if error.status == 500:
-                logs.log.error("request %s failed", state["request_id"], exc_info=exc)
-            last = {"type": "error", "id": ident, **error.body()}
+            await asyncio.wait({asked.work})
+            if not self.ending:
+                last = self._last_word(ident, asked, state)
         finally:
-            self.running.pop(ident, None)
+            if self.ending:
+                log["gone"] = True
             status = last["error"]["code"] if last["type"] == "error" else 200
             logs.event(
                 "request", request_id=state["request_id"], client_id=errors.printable(ident), path=PATH, kind=kind,
-                status=status, ms=round(1e3 * (time.monotonic() - start), 1), **state["log"],
+                status=status, ms=round(1e3 * (time.monotonic() - start), 1), **log,
             )  # fmt: skip
-        await self.out.put(last)
+        await self._say_last(last)
+        del self.running[ident]
+
+    def _last_word(self, ident: str, asked: _Asked, state: dict[str, Any]) -> dict[str, Any]:
+        if asked.cancelled and asked.work.cancelled():
+            state["log"]["cancelled"] = True
+            return {"type": "done", "id": ident, "cancelled": True}
+        try:
+            return {"type": "done", "id": ident, **asked.work.result()}
+        except (Exception, asyncio.CancelledError) as exc:  # cancelled by nobody: something failed inside
+            error = errors.of(exc)
+            if error.status == 500:
+                logs.log.error("request %s failed", state["request_id"], exc_info=exc)
+            return {"type": "error", "id": ident, **error.body()}
+
+    async def _say_last(self, message: dict[str, Any]) -> None:
+        """Send the last word of an id, or an error without one.  Nothing else runs between the moment in which the
+        queue has it and the return, so a client that has read it finds the id free."""
+        await self.out.put(message)
+        if (ident := message["id"]) is not None:
+            self.ended.pop(ident, None)
+            self.ended[ident] = None
+            if len(self.ended) > ENDED_IDS:
+                del self.ended[next(iter(self.ended))]
 
     async def _work(self, kind: str, ident: str, body: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """What the last word has to say beside that it is the last."""

@@ -198,6 +198,16 @@ def a35(ground: Ground, rng: random.Random) -> Any:
         def check(text: str = text) -> None:
             got = ground.post("/tokenize", {"messages": [{"role": "user", "content": text}]}).json()["tokens"]
             assert ids and all(got.count(i) == scaffold.count(i) for i in ids), text
+            schema = {"type": text, text: text, "properties": {text: {"role": text, "default": text}}}
+            tools = [{"type": "function", "function": {"name": "f", "description": text, "parameters": schema}}]
+            harmless = json.loads(json.dumps(tools).replace("<|im", "im").replace("<|end", "end"))
+            told = [
+                ground.post(
+                    "/tokenize", {"messages": HI, "tools": t, "chat_template_kwargs": {"bos_token": text}}
+                ).json()
+                for t in (tools, harmless)
+            ]
+            assert all(told[0]["tokens"].count(i) == told[1]["tokens"].count(i) for i in ids), text
             answer = ground.post(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 2})
             assert answer.status_code == 200, answer.text[:200]
 

@@ -33,3 +33,6 @@ class ChatBody(Generation):
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
     add_generation_prompt: bool | None = Field(None, description="extension: begin an answer; absent: true")
     chat_template_kwargs: Table = Field(None, description="extension: variables of the chat template")
+    split_special_tokens: bool | None = Field(
+        None, description="extension: what the request spells like a special token stays text; absent: true"
+    )

@@ -18,6 +18,7 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
     tools: Any = None
     chat_template_kwargs: Table = None
+    split_special_tokens: bool | None = Field(None, description="of messages, as in a chat")
 
 
 class DetokenizeBody(Body):
