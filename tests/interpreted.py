@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from minivllm.core import graphs, sampling
-from minivllm.core.interfaces.plan import OVERSHOOT, STOP_IDS
+from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
+from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_IDS
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
 from minivllm.core.request import SamplingParams
 from minivllm.core.state import ProcessorState
@@ -24,10 +25,13 @@ from minivllm.layers.activation import silu_mul
 from minivllm.layers.fused import Normed
 from minivllm.layers.norm import rms_norm
 from minivllm.plugins.attention import triton_prefill
+from minivllm.plugins.attention.triton_backend import Triton
+from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.plugins.processor import triton_penalties
 from minivllm.plugins.processor.penalties import Penalties
 from minivllm.plugins.sampler.default import DefaultSampler
 from minivllm.testing import AttentionConformance
+from minivllm.testing.attention_world import make_meta
 
 
 class TestTriton(AttentionConformance):
@@ -164,18 +168,34 @@ def test_rows_without_a_distribution_end_and_leave_the_others_alone():
 
 
 @pytest.mark.parametrize(("width", "kind"), [
-    (3, "flat"), (17, "same"), (1000, "gaps"), (9000, "ties"), (9000, "sorted"),
+    (3, "flat"), (17, "same"), (17, "gaps"), (1000, "gaps"), (1000, "same"), (9000, "gaps"), (9000, "ties"),
+    (9000, "sorted"), (4096, "same"),
 ])  # fmt: skip
-def test_log_probabilities_and_ranks_are_those_of_the_reference(width, kind):
+def test_log_probabilities_ranks_and_the_order_of_equals_are_those_of_the_reference(width, kind):
     torch.manual_seed(width)
     logits, chosen = spread(kind, 4, width), torch.tensor([0, width - 1, width // 2, 1])
-    for k in (0, 1, 5, 20):
-        got, want = logprobs.logprobs_of(logits, chosen, k), sampling.logprobs_of(logits, chosen, k)
+    logits[3, 1:] = -torch.inf  # one token has all the probability there is
+    logits[2, ::7] = 0.0
+    logits[2, ::14] = -0.0
+    found = {k: logprobs.logprobs_of(logits, chosen, k) for k in (0, 1, 5, 20, logprobs.MOST, 40)}
+    for k, got in found.items():
+        want = sampling.logprobs_of(logits, chosen, k)
         near(got[0], want[0])
         near(got[3], want[3])
-        assert got[1].tolist() == want[1].tolist() and got[2].shape == want[2].shape
-        near(logits.gather(1, got[2].long()) - logits.logsumexp(1, keepdim=True), want[3])  # of equal ones any
-        assert all(len(set(ids)) == len(ids) for ids in got[2].tolist())
+        assert got[1].tolist() == want[1].tolist() and got[2].tolist() == want[2].tolist()
+        for a, b in zip(got, found[40], strict=True):
+            assert torch.equal(a, b if b.dim() == 1 else b[:, :k]), f"other bits with k={k} than with 40"
+
+
+def test_a_row_that_holds_a_nan_leaves_the_log_probabilities_of_the_others_alone():
+    torch.manual_seed(8)
+    logits, chosen = spread("ties", 4, 1000), torch.tensor([5, 6, 7, 8])
+    broken = logits.clone()
+    broken[1, 77], broken[2] = torch.nan, torch.nan
+    for k in (3, 40):
+        got, want = logprobs.logprobs_of(broken, chosen, k), logprobs.logprobs_of(logits, chosen, k)
+        assert all(torch.equal(a[[0, 3]], b[[0, 3]]) for a, b in zip(got, want, strict=True))
+        assert got[3][1:3].isnan().all() and (got[2] >= 0).all() and (got[2] < 1000).all()
 
 
 @pytest.mark.parametrize(("lengths", "ids", "cells"), [
@@ -297,3 +317,57 @@ def test_commit_accepts_flags_and_stops_as_the_reference():
     assert out[0].tolist() == drawn.tolist() and out[1].tolist() == [1, 1, 0, 1, 0] and out[2].tolist() == want.tolist()
     assert state.known.tolist() == [18, 2, 8, 31, 1] and state.stopped.tolist() == [True, False, True, True, True]
     assert [int(state.tokens[s, before.known[s]]) for s in (0, 1, 3)] == [9, 7, 5]
+
+
+@pytest.mark.parametrize("outside", [-1, 100, 2**31 + 5, -(2**40)])
+def test_a_token_outside_of_the_vocabulary_ends_its_row_and_is_never_indexed_by(outside):
+    state, before = columns(), columns()
+    drawn, out = torch.tensor([3, outside, 5]), torch.zeros(3, 3, dtype=torch.int32)
+    step.commit(torch.tensor([0, 1, 3]), drawn, best_of_tiles(torch.zeros(3, 100)), state, out, 100)
+    assert out[1].tolist() == [1, 0, 1] and out[2].tolist() == [0, FAILED, LENGTH]
+    assert int(drawn.min()) >= 0 and int(drawn.max()) < 100
+    assert torch.equal(state.tokens[1], before.tokens[1]) and bool(state.stopped[1])
+
+
+def paged(window, kv_heads=1, heads=7, dim=16, block=4, blocks=40):
+    """A layer of the Triton back end on the CPU, its cache zero, and the back end."""
+    spec = AttnSpec(heads, kv_heads, dim, dim, window=window)
+    ctx = AttentionContext("cpu", "float32", Fp32(), block, 4, 64)
+    cache = {name: torch.zeros(blocks, block, kv_heads, dim) for name in "kv"}
+    return AttnLayer(0, 0, spec, cache), Triton(None, ctx)
+
+
+@pytest.mark.parametrize("computed, chunk", [(30, 9), (21, 1), (40, 3), (0, 33)])
+def test_a_window_reads_nothing_of_blocks_that_were_given_back(computed, chunk):
+    """They are the null block in the row's table: whatever lies there, NaN too, takes no part."""
+    torch.manual_seed(computed)
+    layer, backend = paged(window=6)
+    length = computed + chunk
+    table = np.zeros((1, 4, 17), np.int32)
+    table[0, 0, : -(-length // 4)] = np.arange(1, -(-length // 4) + 1)
+    for name in "kv":
+        layer.cache[name][1:13] = torch.randn(12, 4, 1, 16)
+    rows = [(0, chunk, length)]
+    meta = make_meta(rows, table, 4, "cpu")
+    q, want, got = torch.randn(chunk, 7, 16), torch.empty(chunk, 7, 16), torch.empty(chunk, 7, 16)
+    backend.plan(meta, GraphKey())
+    backend.forward(layer, q, meta, want)
+    gone = max(0, computed - 6 + 1) // 4
+    table[0, 0, :gone] = 0
+    for name in "kv":
+        layer.cache[name][0] = torch.nan
+    meta = make_meta(rows, table, 4, "cpu")
+    backend.plan(meta, GraphKey())
+    backend.forward(layer, q, meta, got)
+    assert torch.equal(got, want)
+
+
+def test_what_belongs_to_nobody_is_not_written():
+    layer, backend = paged(window=None)
+    meta = make_meta([(0, 3, 3)], np.ones((1, 4, 17), np.int32), 4, "cpu")
+    meta.slot_map = torch.tensor([[0, 5, 3]])  # the null block's are those below 4
+    x = torch.full((3, 1, 16), torch.nan)
+    x[1] = 2.0
+    backend.write(layer, torch.zeros(3, 7, 16), x, x.clone(), meta, None)
+    for name in "kv":
+        assert not layer.cache[name][0].any() and (layer.cache[name][1, 1] == 2).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from minivllm.testing import AttentionConformance
 from minivllm.testing.session import builtins, run
 
 # Of these there are many that are alike: each has tests of what it is for, and the kit's run of all is a slow test.
@@ -24,3 +25,13 @@ def test_built_in_plugin_conforms(seam, plugin):
     outcomes = run([(seam, plugin)])
     failed = [f"{o.test}: {o.text}" for o in outcomes if o.status == "failed"]
     assert outcomes and not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("device, held", [("cpu", True), ("cuda", False)])
+def test_a_feature_that_a_spec_refuses_on_a_device_is_not_tested_there(device, held):
+    class Here(AttentionConformance):
+        plugin = "sdpa"
+
+    Here.device = device
+    assert Here().claims("batch_invariant") is held
+    assert Here().claims("window") and not Here().claims("v_in_k")

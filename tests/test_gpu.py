@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -115,3 +117,67 @@ def test_masks_are_those_of_their_rows_in_captured_steps(options):
             assert int(text) <= 99
         else:
             assert len(output.tokens) == 12 or output.finish_reason == "stop"
+
+
+def test_masks_are_not_run_over_by_what_the_device_still_does_with_their_memory():
+    from minivllm.kernels.mask import Masks
+
+    for _ in range(3):
+        busy = [torch.randn(2048, 2048, device="cuda") for _ in range(4)]
+        torch.cuda._sleep(200_000_000)
+        for x in busy:
+            x @ x
+        del busy, x
+        masks = Masks(8, 2048 * 32, torch.device("cuda"))
+        wanted = np.random.default_rng(0).integers(-(2**31), 2**31, (3, 2048)).astype(np.int32)
+        masks.put(np.array([5, 0, 2]), wanted)
+        torch.cuda.synchronize()
+        assert masks.index.tolist() == [1, -1, 2, -1, -1, 0, -1, -1]
+        assert np.array_equal(masks.mask[:3].cpu().numpy(), wanted)
+
+
+def test_a_capture_that_fails_leaves_its_thread_on_its_stream_and_the_next_one_works():
+    from minivllm.core.capture import Recorder
+
+    recorder, x, calls = Recorder(), torch.zeros(8, device="cuda"), []
+    first, _ = recorder.capture(lambda: x.add_(1))
+
+    def raises():
+        calls.append(x + 1)
+        if len(calls) % 2 == 0:
+            raise ValueError("in the second call")
+
+    here = torch.cuda.current_stream()
+    for wrong in (lambda: x.sum().item(), lambda: 1 / 0, raises):
+        with pytest.raises((RuntimeError, ArithmeticError, ValueError)):
+            recorder.capture(wrong)
+        assert torch.cuda.current_stream() == here
+    graph, y = recorder.capture(lambda: x + 2)
+    x.fill_(3)
+    first.replay()
+    graph.replay()
+    assert x.tolist() == [4.0] * 8 and y.tolist() == [6.0] * 8
+
+
+def test_engines_in_threads_of_one_process_capture_side_by_side(tmp_path):
+    tiny_dir(tmp_path, "qwen3", vocab_size=257)
+    items = prompts(257, (3, 20, 40, 70))
+    with engine(tmp_path, graph="off", batch_invariant=True) as llm:
+        want = tokens(llm, items)
+    found, failed = {}, []
+
+    def play(i):
+        try:
+            with engine(tmp_path, batch_invariant=True, max_num_batched_tokens=64, max_num_seqs=4 + i) as llm:
+                found[i] = [tokens(llm, items) for _ in range(6)]
+                assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        except BaseException as e:
+            failed.append(e)
+
+    threads = [threading.Thread(target=play, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failed, failed
+    assert found == {i: [want] * 6 for i in range(4)}

@@ -39,6 +39,35 @@ def test_a_failure_shows_rule_values_and_place_and_the_report_has_every_outcome(
     }  # fmt: skip
 
 
+def test_several_processes_give_the_outcomes_of_one(capsys, tmp_path):
+    said = {}
+    for n in ("1", "3"):
+        file = tmp_path / f"{n}.json"
+        assert main([WRONG, "lru", "-k", "held_again or share_no_state", "--processes", n, "--json", str(file)]) == 1
+        outcomes = json.loads(file.read_text())["outcomes"]
+        said[n] = sorted((o["plugin"], o["test"], o["status"], o["text"][:40]) for o in outcomes)
+    assert said["1"] == said["3"] and [status for _, _, status, _ in said["1"]].count("failed") == 1
+    out = capsys.readouterr().out
+    assert out.count(f"does not conform: {WRONG}") == 2 and "FAIL  " in out
+    assert main(["lru", "--processes", "0"]) == 2
+
+
+def test_a_test_that_ends_its_process_has_failed_and_the_others_have_not(capsys, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "ends_its_process.py").write_text(
+        "import os\n"
+        "from minivllm.plugins.evictor.lru import Lru\n"
+        "class Ends(Lru):\n"
+        "    def hold(self, keys):\n"
+        "        os._exit(3)\n"
+    )
+    args = ["ends_its_process:Ends", "--seam", "evictor", "-k", "held_again or share_no_state or options", "-v"]
+    assert main([*args, "--processes", "2"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"FAIL {HELD} (0.0 s) it ended its process, with exit code 3" in out
+    assert "1 FAILED" in out and "passed" in out
+
+
 def test_a_known_failure_is_no_failure_and_one_that_passes_is(tmp_path, capsys):
     known = tmp_path / "known.txt"
     known.write_text(f"# mine\n{HELD}  issue 12\n")

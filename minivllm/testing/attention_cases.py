@@ -67,10 +67,13 @@ class Space:
         self.spec, self.kind = replace(suite.spec, needs=()), suite.subject.kind
 
     def _values(self, fact: str, candidates: Sequence[Any]) -> list[Any]:
-        """The claimed ones of the candidates, and the edges of a limit or all of a set where they are numbers."""
+        """The claimed ones of the candidates, and the edges of a limit or all of a set where they are numbers.  On a
+        GPU only the edges of a set, unless the profile is long: a kernel is compiled for each size."""
         limit = ANY if self.suite.spec.limits == ANY else self.suite.spec.limits.get(fact, frozenset())
         more = limit if isinstance(limit, Set) else [getattr(limit, edge, None) for edge in ("least", "most", "step")]
         more = sorted(n for n in more if isinstance(n, int) and 0 < n <= 1024)
+        if self.suite.place().startswith("cuda") and not self.suite.long:
+            more = [*more[:1], *more[-1:]]
         return list(dict.fromkeys(self.suite.values(fact, *candidates, *more)))
 
     def serves(self, setting: Setting) -> bool:

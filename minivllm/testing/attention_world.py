@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec, GraphKey
+from minivllm.core.interfaces.attention import NULL_BLOCK, AttnLayer, AttnMeta, AttnSpec, GraphKey
 from minivllm.core.interfaces.kvformat import KVFormat
 
 from .attention_math import Answer, Place, attend, compare
@@ -119,15 +119,17 @@ class Got:
 class World:
     """A back end over a cache of its own.  ``rows`` sequences fit at once, with ``tokens`` each.
 
-    ``poison`` is the size of the garbage, NaN allowed; ``q_size`` that of the queries.
+    ``poison`` is the size of the garbage, NaN allowed; ``q_size`` that of the queries.  ``null_nan``: before each
+    step the null block is full of NaN, and rows that have ended write NaN to it, as rows do that have failed.
     """
 
     def __init__(
         self, suite: AttentionConformance, setting: Setting, rows: int, tokens: int, *, seed: int = 0,
         poison: float = 1e4, q_size: float = 1.0, batch_invariant: bool = False, backend: Any = None,
+        null_nan: bool = False,
     ) -> None:  # fmt: skip
         self.suite, self.setting, self.block = suite, setting, setting.block
-        self.poison, self.q_size, self.tokens = poison, q_size, tokens
+        self.poison, self.q_size, self.tokens, self.null_nan = poison, q_size, tokens, null_nan
         self.rng, self.random = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         self.device, self.dtype = suite.place(), getattr(torch, setting.dtype)
         slots, self.per_row = rows + 2, -(-tokens // self.block)
@@ -161,7 +163,7 @@ class World:
 
     def _poison(self, layer: AttnLayer) -> None:
         """Garbage in every slot, put there by ``write``: large values behind keys that are large or like any other.
-        What the null block holds is always finite."""
+        What the null block holds is finite here."""
         spec, big = layer.spec, self.poison
         half = torch.float16 in (self.dtype, getattr(torch, self.format.dtype, None))
         for slots in torch.arange(self.blocks * self.block).split(self.tokens):
@@ -269,6 +271,8 @@ class World:
         every = []
         for layer in self.layers:
             q, k, v = self.inputs(layer, rows, fused)
+            if self.null_nan:
+                self._spoil_null_block(layer, rows, k, v)
             asked, given = q.clone(), v.clone()
             q = self.backend.write(layer, q, k, v, meta, None)
             assert _same(asked, q), "write returned another q than it was given, though there is nothing to do to it"
@@ -325,6 +329,17 @@ class World:
                 self._answer(got, seq, given[first : first + new].cpu(), seq.length + new)
             first += new
         return got
+
+    def _spoil_null_block(self, layer: AttnLayer, rows: Rows, k: Tensor, v: Tensor) -> None:
+        """NaN in all of it, and in what the step itself is about to write there."""
+        for x in layer.cache.values():
+            if x.is_floating_point():
+                x[NULL_BLOCK] = torch.nan
+        first = 0
+        for seq, new in rows:
+            if not seq.live:
+                k[first : first + new] = v[first : first + new] = torch.nan
+            first += new
 
     def _guarded(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """NaN, with guard rows before and behind."""

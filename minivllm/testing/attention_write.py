@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttnLayer, QKPre
+from minivllm.core.interfaces.attention import NULL_BLOCK, AttnLayer, QKPre
 
 from .attention_cases import Space, lives, room, rows_of, seen_in, settle
 from .attention_math import Place, check, rotated
@@ -99,17 +99,20 @@ class Writing:
 
 @contextmanager
 def _only(world: World, layer: AttnLayer, slots: Tensor) -> Iterator[None]:
-    """What happens inside changes no other slot than these, i64 [n], of a layer's cache."""
+    """What happens inside changes no other slot than these, i64 [n], of a layer's cache; the null block is nobody's."""
     every = torch.arange(world.blocks)
     before = [x.clone() for x in world.load(layer, every)]
     raw = {n: x.clone() for n, x in layer.cache.items()}
     yield
     others = torch.ones(world.blocks * world.block, dtype=torch.bool).index_fill_(0, slots, False)
+    others[: world.block] = False
     for name, got, old in zip("kv", world.load(layer, every), before, strict=True):
         moved = (got != old).flatten(1).any(1) & others
         at = [divmod(int(i), world.block) for i in moved.nonzero()[:4]]
         assert not at, f"write changed {name} of slots that were not named, (block, offset) {at}; {world.setting}"
-    rest = torch.ones(world.blocks, dtype=torch.bool).index_fill_(0, slots // world.block, False).to(world.device)
+    rest = torch.ones(world.blocks, dtype=torch.bool).index_fill_(0, slots // world.block, False)
+    rest[NULL_BLOCK] = False
+    rest = rest.to(world.device)
     for name, x in layer.cache.items():
         same = torch.equal(x[rest].view(torch.uint8), raw[name][rest].view(torch.uint8))
         assert same, f"write changed tensor {name!r} of blocks of which no slot was named; {world.setting}"

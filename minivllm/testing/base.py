@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from minivllm.core.interfaces.executor import Part
 from minivllm.registry import Candidate, Catalog, Entry, Registry, build_part
-from minivllm.spec import KINDS, Kind, Spec, version
+from minivllm.spec import KINDS, Kind, Request, Spec, version
 
 from .claims import claimed
 
@@ -120,7 +120,12 @@ class Conformance:
         return build_part(self.kind, Part(**json.loads(json.dumps(vars(part)))), *context)
 
     def claims(self, feature: str) -> bool:
-        return feature in self.spec.features
+        """Whether the plug-in claims a feature on the device of the test: its spec's ``check`` may refuse it there."""
+        if feature not in self.spec.features or self.spec.check is None:
+            return feature in self.spec.features
+        facts = {"device": self.place()}
+        plain, asked = (Request(facts=facts, features=frozenset(some)) for some in ((), (feature,)))
+        return len(list(self.spec.check(asked) or ())) <= len(list(self.spec.check(plain) or ()))
 
     def need(self, feature: str) -> None:
         """Skip the test unless the plug-in claims the feature."""

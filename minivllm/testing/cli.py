@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,9 @@ test on it that passes is an error.  In a test file of your own:
 
 Only there can hooks be overridden, such as params() of a plug-in with parameters of its own, without which little of it
 is tested; docs/plugins.md names them.  A suite takes 1 to 20 seconds on an idle CPU, with --profile long
-up to 4 minutes; on a busy one a sampler's takes minutes (OMP_NUM_THREADS=1 may help).  -v shows each test as it ends.
+up to 4 minutes; on a busy one a sampler's takes minutes (OMP_NUM_THREADS=1 may help).  On a GPU kernels are compiled
+for each size, the work of a core: say --processes 16 where there are 16.  -v shows each test, as it ends if there is
+one process.
 """
 
 
@@ -48,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="", help="cpu or cuda; default: the first claimed one that is here")
     p.add_argument("--profile", choices=("fast", "long"), default="fast", help="long draws 12 times as many examples")
     p.add_argument("--seed", type=int, help="draw other examples than always the same")
+    p.add_argument("--processes", type=int, default=1, metavar="N", help="share the tests among N processes")
     p.add_argument("-k", dest="select", default="", metavar="EXPR", help="only tests whose names match (as in pytest)")
     p.add_argument("--known-failures", metavar="FILE", help="tests that are expected to fail, with a reason each")
     p.add_argument("--json", metavar="FILE", help="write every outcome to a file")
@@ -67,25 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"minivllm.testing: error: {exc}", file=sys.stderr)
         return 2
     outcomes: list[Outcome] = []
-    for seam, plugin in plugins:
-        start = time.perf_counter()
-        try:
-            print(_headline(seam, plugin, args), flush=True)
-            done = run(
-                [(seam, plugin)], device=args.device, profile=args.profile, seed=args.seed, select=args.select,
-                known=known, tell=lambda o: _tell(o, args.verbose),
-            )  # fmt: skip
-        except MinivllmError as exc:
-            print(f"minivllm.testing: error: {exc}", file=sys.stderr)
-            return 2
-        outcomes += done
-        if done:
-            print(f"  {_count(done)} in {time.perf_counter() - start:.1f} s")
-        if _hardly_tested(done):
-            print("  hardly tested: override params() in a test class (see docs/plugins.md)")
-        elif any(o.status == "skipped" and o.text.startswith("no values known") for o in done):
-            print("  its own parameters were not tested: the test class of its package gives values (run pytest there)")
-        print(flush=True)
+    start = time.perf_counter()
+    try:
+        for _, done in _done(plugins, args, known, run):
+            outcomes += done
+            if done:
+                print(f"  {_count(done)} in {time.perf_counter() - start:.1f} s")
+            if advice := _advice(done):
+                print(f"  {advice}")
+            print(flush=True)
+            start = time.perf_counter()
+    except MinivllmError as exc:
+        print(f"minivllm.testing: error: {exc}", file=sys.stderr)
+        return 2
     if args.json:
         _write(args, outcomes)
     if not outcomes:
@@ -100,10 +97,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if bad else 0
 
 
+def _done(
+    plugins: Sequence[tuple[str, str]],
+    args: argparse.Namespace,
+    known: dict[str, str],
+    run: Callable[..., list[Outcome]],
+) -> Iterator[tuple[tuple[str, str], list[Outcome]]]:
+    """Each plug-in with the outcomes of its suite, which have been told; its headline stands before them."""
+    how: dict[str, Any] = dict(
+        device=args.device, profile=args.profile, seed=args.seed, select=args.select, known=known
+    )  # fmt: skip
+    if args.processes > 1:
+        from .parallel import run_parallel
+
+        for (seam, plugin), outcomes in run_parallel(plugins, args.processes, **how):
+            print(_headline(seam, plugin, args), flush=True)
+            for o in outcomes:
+                _tell(o, args.verbose)
+            yield (seam, plugin), outcomes
+        return
+    for seam, plugin in plugins:
+        print(_headline(seam, plugin, args), flush=True)
+        yield (seam, plugin), run([(seam, plugin)], **how, tell=lambda o: _tell(o, args.verbose))
+
+
 def _plugins(args: argparse.Namespace) -> list[tuple[str, str]]:
     """(seam, plug-in) of all that are asked for; PluginError if a name is unknown or there in several seams."""
     from .session import builtins, seams_of
 
+    if args.processes < 1:
+        raise ConfigError(f"--processes {args.processes}: want 1 or more")
     if bool(args.plugin) == args.builtins:
         raise ConfigError("want the names of plug-ins, or --builtins")
     if args.builtins:
@@ -168,6 +191,15 @@ def _count(outcomes: Sequence[Outcome]) -> str:
     why = Counter(o.text.partition(": ")[0] for o in outcomes if o.status == "skipped")
     text = ", ".join(f"{n[key]} {word}" for key, word in words.items() if n[key])
     return f"{text} ({', '.join(f'{k} {v}' for k, v in why.items())})" if why else text
+
+
+def _advice(outcomes: Sequence[Outcome]) -> str:
+    """What is to be done about tests that had no values to try."""
+    if _hardly_tested(outcomes):
+        return "hardly tested: override params() in a test class (see docs/plugins.md)"
+    if any(o.status == "skipped" and o.text.startswith("no values known") for o in outcomes):
+        return "its own parameters were not tested: the test class of its package gives values (run pytest there)"
+    return ""
 
 
 def _hardly_tested(outcomes: Sequence[Outcome]) -> bool:

@@ -63,8 +63,26 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [[(7 * i + 11 * n) % 58 + 3 for i in range(n)] for n in lengths]
 
 
+@dataclass(frozen=True)
+class Joining:
+    """A sequence that takes a slot with the next plan.  ``drawn``: what it had drawn when it was preempted."""
+
+    slot: int
+    prompt: list[int]
+    out: int
+    stop: tuple[int, ...]
+    params: SamplingParams
+    drawn: list[int]
+    saved: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.drawn
+
+
 class Driver:
-    """Makes plans as the engine does, row by row, for sequences whose blocks are chosen from the last one downwards."""
+    """Makes plans as the engine does, row by row, for sequences whose blocks are chosen from the last one downwards:
+    the blocks of a slot lie in a *pile* of its number, unless another one is named; pile ``SLOTS`` is a small one."""
 
     def __init__(self, executor: Executor, capacity: Capacity, wiring: Wiring) -> None:
         self.executor, self.capacity, self.wiring = executor, capacity, wiring
@@ -74,14 +92,52 @@ class Driver:
         self._forget()
 
     def _forget(self) -> None:
-        self._joins: list[tuple[int, list[int], int, tuple[int, ...], SamplingParams]] = []
+        self._joins: list[Joining] = []
         self._leave: list[int] = []
+        self._forks: list[tuple[int, int, int]] = []
         self._tokens: list[tuple[int, int]] = []
+        self._table: list[tuple[int, int, int, int]] = []
+        self._copy: list[tuple[int, int, int]] = []
+        self._keep: list[tuple[int, int]] = []
 
-    def join(self, slot: int, prompt: Sequence[int], out: int, stop: tuple[int, ...] = (), fault: str = "") -> None:
-        params = SamplingParams(temperature=0, extra={"fault": fault} if fault else {})
-        self._joins.append((slot, list(prompt), out, stop, params))
-        self.known[slot], self.computed[slot], self.end[slot] = len(prompt), 0, len(prompt) + out
+    def join(
+        self, slot: int, prompt: Sequence[int], out: int, stop: tuple[int, ...] = (), fault: str = "", *,
+        tally: bool = False, drawn: Sequence[int] = (), saved: int = -1, pile: int | None = None,
+        blocks: int | None = None,
+    ) -> None:  # fmt: skip
+        """``tally``: each token that it draws tells how many came before (``faulty.Tally``); ``blocks``: how many it
+        gets with its join, which without it are all that it will ever need."""
+        extra = {"fault": fault} if fault else {}
+        params = SamplingParams(temperature=0, extra={**extra, "tally": True} if tally else extra)
+        self._joins.append(Joining(slot, list(prompt), out, stop, params, list(drawn), saved))
+        self.known[slot], self.computed[slot] = len(prompt) + len(drawn), 0
+        self.end[slot] = len(prompt) + out
+        self.give(slot, range(-(-(len(prompt) + out) // BLOCK) if blocks is None else blocks), pile)
+
+    def block(self, group: int, pile: int, i: int) -> int:
+        return self.capacity.blocks[group] - 1 - pile * -(-MAX_LEN // BLOCK) - i
+
+    def give(self, slot: int, indices: Sequence[int], pile: int | None = None) -> None:
+        """Blocks of a pile at these places of a slot's table, in all groups."""
+        at = slot if pile is None else pile
+        self._table += [(g, slot, i, self.block(g, at, i)) for g in range(len(self.capacity.blocks)) for i in indices]
+
+    def copy(self, source: int, to: int, blocks: int) -> None:
+        """The first blocks of a pile into those of another one."""
+        pairs = [(g, i) for g in range(len(self.capacity.blocks)) for i in range(blocks)]
+        self._copy += [(g, self.block(g, source, i), self.block(g, to, i)) for g, i in pairs]
+
+    def fork(self, source: int, slot: int, sample: int) -> None:
+        """A branch with blocks of its own, into which those of its source are copied."""
+        self._forks.append((source, slot, sample))
+        for column in (self.known, self.computed, self.end):
+            column[slot] = column[source]
+        self.give(slot, range(-(-int(self.end[slot]) // BLOCK)))
+        self.copy(source, slot, -(-int(self.computed[source]) // BLOCK))
+
+    def keep(self, slot: int, seq: int) -> None:
+        """Put what the columns of a row alone know aside, for the join that has ``saved=seq``."""
+        self._keep.append((slot, seq))
 
     def leave(self, *slots: int) -> None:
         self._leave += slots
@@ -131,16 +187,10 @@ class Driver:
 
     def _delta(self) -> Delta:
         i32 = lambda values, *shape: np.array(values, np.int32).reshape(*shape or (-1,))  # noqa: E731
-        per = -(-MAX_LEN // BLOCK)
-        table = [
-            (g, slot, i, n - 1 - slot * per - i)
-            for slot, prompt, out, *_ in self._joins
-            for g, n in enumerate(self.capacity.blocks)
-            for i in range(-(-(len(prompt) + out) // BLOCK))
-        ]
         delta = Delta(
-            join=self._join() if self._joins else None, leave=i32(self._leave), table=i32(table, -1, 4),
-            token=i32(self._tokens, -1, 2),
+            join=self._join() if self._joins else None, leave=i32(self._leave), fork=i32(self._forks, -1, 3),
+            table=i32(self._table, -1, 4), copy=i32(self._copy, -1, 3), token=i32(self._tokens, -1, 2),
+            keep=np.array(self._keep, np.int64).reshape(-1, 2),
         )  # fmt: skip
         self._forget()
         return delta
@@ -148,17 +198,18 @@ class Driver:
     def _join(self) -> Join:
         i32 = lambda values: np.array(list(values), np.int32)  # noqa: E731
         joins, n = self._joins, len(self._joins)
-        lengths = i32(len(prompt) for _, prompt, *_ in joins)
+        prompt = i32(len(j.prompt) for j in joins)
         stop_ids = np.full((n, STOP_IDS), -1, np.int32)
-        for row, (_, _, _, stop, _) in zip(stop_ids, joins, strict=True):
-            row[: len(stop)] = stop
-        bound = [{i: p.bind(j[4], len(j[1])) for i, j in enumerate(joins)} for p in self.processors]
+        for row, j in zip(stop_ids, joins, strict=True):
+            row[: len(j.stop)] = j.stop
+        bound = [{i: p.bind(j.params, len(j.prompt)) for i, j in enumerate(joins)} for p in self.processors]
         return Join(
-            slot=i32(j[0] for j in joins), known=lengths, computed=np.zeros(n, np.int32), prompt=lengths,
-            end=lengths + i32(j[2] for j in joins), seed=np.zeros(n, np.int64), sample=np.zeros(n, np.int32),
-            min_end=lengths, stop_ids=stop_ids, n_eos=np.zeros(n, np.int32),
-            tokens=i32(t for j in joins for t in j[1]),
+            slot=i32(j.slot for j in joins), known=i32(len(j.tokens) for j in joins), computed=np.zeros(n, np.int32),
+            prompt=prompt, end=prompt + i32(j.out for j in joins), seed=np.zeros(n, np.int64),
+            sample=np.zeros(n, np.int32), min_end=prompt, stop_ids=stop_ids, n_eos=np.zeros(n, np.int32),
+            tokens=i32(t for j in joins for t in j.tokens),
             bound=tuple({i: row for i, row in rows.items() if row is not None} for rows in bound),
+            saved=np.array([j.saved for j in joins], np.int64),
         )  # fmt: skip
 
     def generate(self, items: Sequence[Sequence[int]], n: int, ahead: int = 0, chunk: int = 7) -> list[list[int]]:

@@ -41,6 +41,7 @@ from .driver import (
     prompts,
     tiny,
 )
+from .executor_device import ExecutorDevice, likeliest, masks
 from .executor_engine import check_greedy, check_random, reference
 from .executor_rows import ExecutorRows
 from .faulty import FATAL_CHUNK, TARGETS
@@ -48,7 +49,7 @@ from .faulty import FATAL_CHUNK, TARGETS
 BUDGET, BLOCKS = 64, 200
 
 
-class ExecutorConformance(ExecutorRows):
+class ExecutorConformance(ExecutorDevice, ExecutorRows):
     """Override ``sizes`` if this machine cannot hold a claimed ``tensor_parallel_size``."""
 
     kind = "executor"
@@ -72,7 +73,8 @@ class ExecutorConformance(ExecutorRows):
         return dict(
             model=str(tiny(seed).path), dtype="float32", device=self.place(), skip_tokenizer_init=True,
             max_num_seqs=SLOTS, max_num_batched_tokens=BUDGET, max_model_len=MAX_LEN, kvcache_block_size=BLOCK,
-            num_kvcache_blocks=BLOCKS, tensor_parallel_size=self.sizes()[0], processors=[f"{TARGETS}:Faulty"],
+            num_kvcache_blocks=BLOCKS, tensor_parallel_size=self.sizes()[0],
+            processors=[f"{TARGETS}:Faulty", f"{TARGETS}:Tally"],
             attention=f"{TARGETS}:FaultyAttention", allow_targets=[TARGETS, *own],
             executor={"name": self.plugin, "options": dict(self.options)},
         ) | values  # fmt: skip
@@ -290,19 +292,17 @@ class ExecutorConformance(ExecutorRows):
             first = driver.submit({0: 5, 1: 9, 2: 12}, late=(0, 2))
             second = driver.submit({3: 7})
             assert not driver.executor.collect(2), f"collect(2) gave steps, and step {first.id} has no masks yet"
-            bits, allowed = np.zeros((2, 64), bool), {}
-            for row, slot in zip(bits, first.slots[first.samples][first.late].tolist(), strict=True):
-                allowed[slot] = [t for t in (3, 40 + slot, 60) if t != greedy(items[slot], 1)[0]]
-                row[allowed[slot]] = True
+            late = first.slots[first.samples][first.late].tolist()
+            allowed = {slot: [t for t in (3, 40 + slot, 60) if t != greedy(items[slot], 1)[0]] for slot in late}
             mask = driver.executor.mask_memory(2, 2)
             assert (mask.shape, mask.dtype) == ((2, 2), np.int32), f"mask_memory(2, 2) gave {mask.dtype} {mask.shape}"
-            mask[:] = np.packbits(bits, axis=1, bitorder="little").view("<i4")
+            mask[:] = masks(*(allowed[slot] for slot in late))
             driver.executor.supply(first.id, LateInputs(mask))
             results = list(driver.executor.collect(0))
             assert [r.id for r in results] == [first.id, second.id], f"order {[r.id for r in results]}"
             got = by_slot(results[0])
             for slot, tokens in allowed.items():
-                want = max(tokens, key=logits_after(tuple(items[slot])).tolist().__getitem__)
+                want = likeliest(items[slot], tokens)
                 assert got[slot] == want, f"slot {slot}: drew {got[slot]}, the likeliest of its mask {tokens} is {want}"
             assert got[1] == greedy(items[1], 1)[0] and by_slot(results[1])[3] == greedy(items[3], 1)[0], "without mask"
             driver.submit({0: 1})

@@ -1,13 +1,16 @@
-"""Parts that fail on purpose, for tests of what a plug-in's fault may touch.  They are named as targets, so that a
-worker process can build them: ``minivllm.testing.faulty:Faulty``."""
+"""Parts that fail on purpose, for tests of what a plug-in's fault may touch, and one that counts what it is told.  They
+are named as targets, so that a worker process can build them: ``minivllm.testing.faulty:Faulty``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from minivllm.core.interfaces.sampling import Column, Processor, Row
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
+from minivllm.plugins.sampler.default import DefaultSampler
 
 TARGETS = __name__
 FATAL_CHUNK = 63  # tokens; more than a preempted sequence of the tests ever computes again
@@ -32,6 +35,28 @@ class Faulty(Processor):
     def commit(self, tokens, count, rows, state):
         if count.any():
             raise RuntimeError("boom in commit")
+
+
+FIRST_TALLY = 3  # the token of a row that has drawn none
+
+
+class Tally(Processor):
+    """Rows with ``params.extra["tally"]`` draw token 3, then 4, 5 ...: the count of those that it was told of.  The
+    count is kept when a row is preempted, though ``commit`` hears of its tokens again."""
+
+    reads = frozenset({"tally"})
+
+    def columns(self):
+        return {"count": Column((), "int64", kept=True)}
+
+    def bind(self, params, prompt_len):
+        return Row({"count": 0}) if params.extra.get("tally") else None
+
+    def apply(self, logits, rows, state):
+        logits.scatter_(1, FIRST_TALLY + state["count"][rows.slots][:, None], 1e4)
+
+    def commit(self, tokens, count, rows, state):
+        state["count"].index_add_(0, rows.slots, count.long())  # a row that is there twice is heard twice
 
 
 class Unbound(Processor):
@@ -68,3 +93,25 @@ class FaultyAttention(Sdpa):
         if ((meta.host_q_len == FATAL_CHUNK) & (meta.host_kv_len[0] == FATAL_CHUNK)).any():
             raise RuntimeError("boom in plan")
         super().plan(meta, key)
+
+
+class FaultySampler(DefaultSampler):
+    """Draws ``extra["token"]``, which may be none of the vocabulary, or writes no token if that is ``None``; leaves
+    tokens of a wrong shape if ``extra["misshapen"]``."""
+
+    reads = DefaultSampler.reads | {"token", "misshapen"}
+
+    def columns(self):
+        return {**super().columns(), "token": Column(dtype="int64", fill=-7), "misshapen": Column()}
+
+    def bind(self, params, prompt_len):
+        row = super().bind(params, prompt_len)
+        more = {name: params.extra[name] for name in ("token", "misshapen") if name in params.extra}
+        return Row({**row.values, **more}, row.variant)
+
+    def draw(self, logits, rows, state, out):
+        super().draw(logits, rows, state, out)
+        token = state["token"][rows.slots]
+        out.tokens.copy_(torch.where(token == -7, out.tokens, token))
+        if state["misshapen"][rows.slots].any():
+            out.tokens = out.tokens[:, None].float()

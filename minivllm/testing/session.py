@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,11 @@ class _Reporter:
     tell: Callable[[Outcome], None]
     outcomes: list[Outcome] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+    only: Collection[str] = ()  # functions; empty: all
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if self.only:
+            items[:] = [item for item in items if item.function.__name__ in self.only]
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
@@ -119,13 +124,14 @@ def run(
     seed: int | None = None,
     shrink: bool = True,
     select: str = "",
+    only: Collection[str] = (),
     known: Mapping[str, str] | None = None,
     tell: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Run the suites of some plug-ins, (seam, plug-in) each, one after another in this process.
 
-    ``select`` is a pytest ``-k`` expression, ``known`` maps tests to the reason why they fail.  PluginError if a
-    plug-in cannot be found or a suite cannot be collected.
+    ``select`` is a pytest ``-k`` expression, ``only`` names test functions (none: all), ``known`` maps tests to the
+    reason why they fail.  PluginError if a plug-in cannot be found or a suite cannot be collected.
     """
     _pending.clear()
     classes = {}
@@ -136,7 +142,7 @@ def run(
             "plugin": plugin, "device": device, "known_failures": dict(known or {}),
         })  # fmt: skip
         classes[name] = (seam, plugin)
-    reporter = _Reporter(classes, tell)
+    reporter = _Reporter(classes, tell, only=only)
     environ = {PROFILE: profile or None, SEED: None if seed is None else str(seed), SHRINK: None if shrink else "0"}
     with tempfile.TemporaryDirectory() as folder, _environment(environ):
         path = Path(folder) / f"test_conformance_{next(_numbers)}.py"  # pytest imports a name once in a process

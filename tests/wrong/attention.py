@@ -47,6 +47,8 @@ class RowByRow(AttentionBackend):
         spec = layer.spec
         group = spec.heads // spec.kv_heads
         k, v = self.keys(layer, meta, row, length)
+        if spec.window is not None:  # what lies before every query's window may be the null block's: NaN
+            v[: max(length - (at.stop - at.start) + 1 - spec.window, 0)] = 0
         if scores is not None:
             scores[at] = 0
         for head in range(spec.heads):

@@ -1,0 +1,188 @@
+"""Attention back ends that are right by themselves and wrong as a device runs them, behind the host and from captures:
+one fault each, seen on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from minivllm.core.interfaces.attention import AttentionBackend
+from minivllm.spec import Spec
+
+from .attention import LIMITS, RowByRow
+from .attention import spec as any_spec
+
+SEAM = "attention"
+ANSWER = "test_any_steps_give_the_answer_of_the_definition"
+BORDER = "test_rows_end_at_either_side_of_a_block_border"
+NULL = "test_the_null_block_is_never_multiplied"
+GRAPH = "test_a_captured_step_replays_on_new_data"
+FAULTS = {
+    "ReadsBelowTheWindow": (NULL,),
+    "WholeFirstTile": (NULL,),
+    "PaddingInTheSum": (NULL,),
+    "TableOfTheCapture": (GRAPH,),
+    "LengthsOfTheCapture": (GRAPH,),
+    "RowsOfTheHost": (GRAPH,),
+    "TokensBehindTheLastRow": (GRAPH,),
+    "ScratchOfALongerRow": (ANSWER, BORDER),
+}
+RIGHT = ("Gathered",)
+SMALL = {**LIMITS, "dtype": {"float32"}, "kv_format": {"fp32"}, "dim_qk": {16}, "dim_v": {16}, "block": {4, 16}}
+
+
+def spec(name):
+    return Spec(
+        f"{__name__}:{name}", (1, 0), "for a test of the kit", limits=SMALL, features=frozenset({"window"}),
+        traits={"graph": "mixed", "plan": "device"},
+    )  # fmt: skip
+
+
+class Gathered(AttentionBackend):
+    """Right: for each token all positions that the host's bound allows, hidden by what the device knows; nothing waits
+    for the device, so that a step can be captured."""
+
+    spec = spec("Gathered")
+
+    def forward(self, layer, q, meta, out, lse=None, scores=None):
+        if lse is not None or scores is not None:
+            raise NotImplementedError("gathered gives its result only")
+        spec, group = layer.spec, layer.group
+        key = torch.arange(self.longest(meta, group), device=q.device)
+        row, position = self.row(meta), meta.position[:, None]
+        table = self.table(meta)[group, meta.slots[row]]
+        index = (key // meta.block).clamp(max=table.shape[1] - 1)
+        at = table[:, index].long() * meta.block + key % meta.block  # [T, keys]
+        seen = (key <= position) & (key < meta.kv_len[group][row][:, None])
+        if spec.window is not None:
+            seen &= key > position - spec.window
+        k, v = (x.flatten(0, 1)[at] for x in (layer.cache["k"], layer.cache["v"]))
+        k = k.masked_fill(~seen[..., None, None], 0)
+        v = self.values(v, seen, table[:, index], position, spec)
+        queries = q.reshape(len(q), spec.kv_heads, -1, spec.dim_qk)
+        s = torch.einsum("tkgd,tnkd->tkgn", queries, k) * spec.softmax_scale
+        p = s.masked_fill(~seen[:, None, None], -1e30).softmax(-1) * seen[:, None, None]
+        out.copy_(torch.einsum("tkgn,tnkd->tkgd", p, v).flatten(1, 2))
+
+    def longest(self, meta, group):
+        return int(meta.host_kv_len[group].max())
+
+    def row(self, meta):
+        return meta.row
+
+    def table(self, meta):
+        return meta.table
+
+    def values(self, v, seen, blocks, position, spec):
+        return v.masked_fill(~seen[..., None, None], 0)
+
+
+# ---- the null block -------------------------------------------------------------------------------------------------
+
+
+class ReadsBelowTheWindow(Gathered):
+    """What lies before the window has a probability of 0, and is multiplied by it."""
+
+    spec = spec("ReadsBelowTheWindow")
+
+    def values(self, v, seen, blocks, position, spec):
+        key = torch.arange(seen.shape[1], device=v.device)
+        return v.masked_fill((key > position)[..., None, None], 0)
+
+
+class WholeFirstTile(Gathered):
+    """Tiles begin at multiples of 32; the one in which a window begins is read from its first key on."""
+
+    spec = spec("WholeFirstTile")
+
+    def values(self, v, seen, blocks, position, spec):
+        key = torch.arange(seen.shape[1], device=v.device)
+        first = (position - (spec.window or 1 << 30) + 1).clamp(min=0) // 32 * 32
+        return v.masked_fill(((key > position) | (key < first))[..., None, None], 0)
+
+
+class PaddingInTheSum(Gathered):
+    """A batch is as long as its longest row; what a shorter one lacks is read from the null block."""
+
+    spec = spec("PaddingInTheSum")
+
+    def values(self, v, seen, blocks, position, spec):
+        return v.masked_fill(~seen[..., None, None] & (blocks != 0)[..., None, None], 0)
+
+
+# ---- captures -------------------------------------------------------------------------------------------------------
+
+
+class TableOfTheCapture(Gathered):
+    """A copy of the block table, made when a size is captured, is what its replays read."""
+
+    spec = spec("TableOfTheCapture")
+
+    def plan(self, meta, key):
+        kept = self.__dict__.setdefault("kept", {})
+        if key.kind != "eager" and key not in kept:
+            kept[key] = meta.table.clone()
+        self.now = kept.get(key)
+
+    def table(self, meta):
+        return meta.table if self.now is None else self.now
+
+
+class LengthsOfTheCapture(Gathered):
+    """The length that the host named at the capture is taken for each row's own."""
+
+    spec = spec("LengthsOfTheCapture")
+
+    def plan(self, meta, key):
+        self.captured = key.kind != "eager"
+
+    def forward(self, layer, q, meta, out, lse=None, scores=None):
+        if self.captured:
+            meta.position.copy_(torch.from_numpy(meta.host_kv_len[layer.group]).to(q.device)[meta.row] - 1)
+        super().forward(layer, q, meta, out, lse, scores)
+
+
+class RowsOfTheHost(Gathered):
+    """Which token is whose is worked out from the host's row lengths, which in a capture are bounds."""
+
+    spec = spec("RowsOfTheHost")
+
+    def row(self, meta):
+        lengths = torch.from_numpy(meta.host_q_len.astype("int64"))
+        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[: len(meta.row)]
+        return row.to(meta.row.device)
+
+
+class TokensBehindTheLastRow(Gathered):
+    """What fills up the tokens of a capture is stored in the block where the first row begins."""
+
+    spec = spec("TokensBehindTheLastRow")
+
+    def write(self, layer, q, k, v, meta, pre):
+        slots = meta.slot_map[layer.group]
+        first = meta.table[layer.group, meta.slots[0], 0].long() * meta.block
+        behind = torch.arange(len(slots), device=slots.device) >= meta.cu_q[-1]
+        self.ctx.kv_format.store(layer.cache, k, v, torch.where(behind, first, slots))
+        return q
+
+
+class ScratchOfALongerRow(RowByRow):
+    """Partial sums lie in one buffer; a row adds up all that are there, those of a longer row before it too."""
+
+    spec = partial(any_spec, module=__name__)("ScratchOfALongerRow", frozenset({"window"}))
+
+    def softmax(self, s, sink):
+        self.parts = []
+        return super().softmax(s, sink)
+
+    def mixed(self, p, v, dtype):
+        scratch = self.__dict__.setdefault("scratch", {})
+        for i, (a, b) in enumerate(zip(p.split(16, 1), v.split(16, 0), strict=True)):
+            scratch[i, a.shape[0], b.shape[1]] = a @ b
+        return sum(x for (_, n, dim), x in scratch.items() if (n, dim) == (p.shape[0], v.shape[1]))
+
+    def forward(self, layer, q, meta, out, lse=None, scores=None):
+        if lse is not None or scores is not None:
+            raise NotImplementedError("gives its result only")
+        super().forward(layer, q, meta, out)
