@@ -1,0 +1,183 @@
+"""Random requests.  They come from a pool that is the same for every case with such a model and sampler, so that what a
+request answers alone is computed once and compared often."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, TypeVar
+
+from .configs import VOCAB
+from .functions import GRAMMARS
+
+POOL = 120  # requests of a (model, sampler, logprobs_mode)
+FAMILIES = 10  # of prompts that begin alike
+T = TypeVar("T")
+Params = dict[str, Any]
+
+
+def weighted(rng: random.Random, weights: dict[T, float]) -> T:
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+def width(params: Params) -> int:
+    """Branches that the request may have at once."""
+    return params.get("beam_width") or max(params.get("n", 1), params.get("best_of") or 1)
+
+
+def draw(rng: random.Random, engine: dict[str, Any], cap: int | None = None) -> tuple[list[int], Params]:
+    """Prompt and parameters of a request that the engine takes.  ``cap``: tokens of prompt and answer in all branches,
+    of which there are at least half as many."""
+    while True:
+        prompt, params = pooled(engine["model"], engine["sampler"], engine["logprobs_mode"], rng.randrange(POOL))
+        fits = len(prompt) + 8 < engine["max_model_len"] and width(params) <= engine["max_num_seqs"]
+        size = len(prompt) + width(params) * params["max_tokens"]
+        if fits and (cap is None or cap / 2 <= size <= cap):
+            return prompt, params
+
+
+def pooled(model: str, sampler: str, mode: str, i: int) -> tuple[list[int], Params]:
+    rng = random.Random(f"ask {model} {sampler} {mode} {i}")
+    return draw_prompt(rng, model), draw_params(rng, model, sampler, mode)
+
+
+def draw_prompt(rng: random.Random, model: str) -> list[int]:
+    """Token ids: the beginning of a family's and some of its own, one token at least."""
+    vocab = VOCAB[model]
+    family = random.Random(f"family {model} {rng.randrange(FAMILIES)}")
+    common = [family.randrange(3, vocab) for _ in range(400)]
+    shared = rng.choice([0, 0, 5, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 128, 150])
+    if rng.random() < 0.06:
+        shared = rng.choice([200, 260, 350])
+    own = [rng.randrange(3, vocab) for _ in range(rng.choice([0, 1, 1, 2, 7, 16, 30]))]
+    if rng.random() < 0.25:  # repeats itself, so that lookups find something
+        own = (own[:5] or [5]) * rng.choice([2, 4, 8])
+    return (common[:shared] + own) or [rng.randrange(3, vocab)]
+
+
+def draw_params(rng: random.Random, model: str, sampler: str, mode: str) -> Params:
+    kinds = {"free": 46, "function": 16, "choose": 7, "processors": 7, "beam": 7, "best_of": 5}
+    if model == "pocket":
+        kinds["structured"] = 20
+    kind = weighted(rng, kinds)
+    most = rng.choice([1, 2, 3, 6, 10, 16, 20, 33, 40, 60])
+    params: Params = {"seed": rng.getrandbits(48) - (1 << 47), "max_tokens": most}
+    _service(rng, params)
+    if kind == "beam":
+        return _beam(rng, params, model, mode)
+    _temperature(rng, params, kind, sampler)
+    _processed(rng, params, model)
+    _ends(rng, params, model)
+    if kind not in ("choose", "processors"):
+        if rng.random() < 0.4:
+            params["logprobs"] = rng.randint(0, 5)
+        if rng.random() < 0.12:
+            params["prompt_logprobs"] = rng.randint(0, 3)
+    if rng.random() < 0.2:
+        params["n"] = rng.choice([2, 2, 3, 4])
+    if kind == "best_of":
+        params["n"] = rng.choice([1, 2])
+        params["best_of"] = rng.choice([2, 3, 4])
+    elif kind == "function":
+        params["allowed_tokens_fn"] = [rng.choice(["residue", "chain", "span", "slow"]), rng.choice([2, 3, 5, 17])]
+    elif kind == "choose":
+        params["choose_fn"] = [rng.choice(["argmax", "second", "hashed"]), 0]
+    elif kind == "processors":
+        names = ["same", "ban_last", "boost", "scale", "ban_first"]
+        params["logits_processors"] = [[rng.choice(names), rng.randrange(200)] for _ in range(rng.choice([1, 1, 2]))]
+    elif kind == "structured":
+        params["structured_outputs"] = rng.choice(GRAMMARS)["asked"]
+        params["max_tokens"] = max(most, 10)
+        params.pop("allowed_token_ids", None)  # next to nothing would be left
+        params.pop("no_repeat_ngram_size", None)
+    return params
+
+
+def _service(rng: random.Random, params: Params) -> None:
+    """What decides when it runs and what it shares, and no token."""
+    if rng.random() < 0.2:
+        params["priority"] = rng.choice([-3, 1, 5])
+    if rng.random() < 0.15:
+        params["tenant"] = rng.choice(["a", "b"])
+    if rng.random() < 0.1:
+        params["cache_salt"] = rng.choice(["x", "y"])
+    if rng.random() < 0.15:
+        params["ttft_ms"] = rng.choice([1.0, 100.0])
+    if rng.random() < 0.15:
+        params["tpot_ms"] = rng.choice([0.1, 20.0])
+    if rng.random() < 0.15:
+        params["expected_tokens"] = rng.choice([1, 30])
+
+
+def _beam(rng: random.Random, params: Params, model: str, mode: str) -> Params:
+    params["beam_width"] = rng.choice([1, 2, 3, 4])
+    params["n"] = rng.randint(1, params["beam_width"])
+    if rng.random() < 0.5:
+        params["length_penalty"] = rng.choice([0.0, 0.5, 1.5, -1.0])
+    if rng.random() < 0.4:
+        params["early_stopping"] = rng.choice([True, "never"])
+    if rng.random() < 0.5:
+        params["temperature"] = 0.0
+    if mode == "processed_logprobs" and rng.random() < 0.5:
+        params["temperature"] = 0.7
+        _processed(rng, params, model)
+    if rng.random() < 0.4:
+        params["logprobs"] = rng.randint(0, 5)
+    _ends(rng, params, model)
+    params.pop("stop", None)
+    return params
+
+
+def _temperature(rng: random.Random, params: Params, kind: str, sampler: str) -> None:
+    params["temperature"] = 0.0 if rng.random() < 0.35 else rng.choice([0.3, 0.7, 1.0, 1.0, 1.5])
+    if params["temperature"] == 0.0:
+        return
+    special = kind != "choose" and rng.random() < 0.6
+    if sampler == "mirostat" and special:
+        params["mirostat_tau"] = rng.choice([1.0, 3.0, 5.0])
+        if rng.random() < 0.5:
+            params["mirostat_eta"] = 0.5
+    elif sampler == "typical" and special:
+        params["typical_p"] = rng.choice([0.2, 0.5, 0.9])
+    if "mirostat_tau" not in params:
+        if rng.random() < 0.3:
+            params["top_k"] = rng.choice([1, 3, 9, 40, 200])
+        if rng.random() < 0.3:
+            params["top_p"] = rng.choice([0.3, 0.8, 0.95])
+        if rng.random() < 0.2:
+            params["min_p"] = rng.choice([0.02, 0.2])
+    if rng.random() < 0.1:
+        params["temperature_schedule"] = rng.choice([
+            {"kind": "linear", "start": 0.5, "end": 1.5, "tokens": 10},
+            {"kind": "cosine", "start": 1.5, "end": 0.3, "tokens": 20},
+            {"kind": "entropy", "low": 0.4, "high": 1.4},
+        ])  # fmt: skip
+
+
+def _processed(rng: random.Random, params: Params, model: str) -> None:
+    vocab = VOCAB[model]
+    some = lambda count: sorted(rng.sample(range(vocab), count))  # noqa: E731
+    if rng.random() < 0.15:
+        params["repetition_penalty"] = rng.choice([0.7, 1.3, 2.0])
+    if rng.random() < 0.12:
+        params["presence_penalty"] = rng.choice([-1.0, 0.5, 2.0])
+    if rng.random() < 0.12:
+        params["frequency_penalty"] = rng.choice([-0.5, 0.4, 1.5])
+    if rng.random() < 0.12:
+        params["logit_bias"] = [[i, rng.choice([-100.0, -3.0, 2.0, 9.0])] for i in some(rng.choice([1, 4, 40]))]
+    if rng.random() < 0.1:
+        params["bad_words"] = [[i] for i in some(rng.choice([1, 20]))] + [[i, i] for i in some(10)]
+    if rng.random() < 0.1:
+        params["allowed_token_ids"] = some(rng.choice([4, 33, vocab // 2]))
+    if rng.random() < 0.1:
+        params["no_repeat_ngram_size"] = rng.choice([1, 2, 2, 3])
+
+
+def _ends(rng: random.Random, params: Params, model: str) -> None:
+    params["ignore_eos"] = rng.random() < 0.5
+    if rng.random() < 0.3:
+        params["stop_token_ids"] = sorted(rng.sample(range(VOCAB[model]), rng.choice([1, 3, 12])))
+    if rng.random() < 0.2:
+        params["min_tokens"] = rng.randint(0, params["max_tokens"])
+    if model == "pocket" and rng.random() < 0.15:
+        params["stop"] = rng.choice([["the"], ["e", ". "], ["\n"]])
+        params["include_stop_str_in_output"] = rng.random() < 0.3

@@ -1,0 +1,121 @@
+"""What a seed stands for: engines, requests and the way they are driven, as plain data that JSON can hold.
+
+A case is a function of (seed, device, dtype) and of ``VERSION``: whoever changes what is drawn for a seed raises it, so
+that a ledger's seeds are not mistaken for others.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from . import asks, configs
+
+VERSION = "2"
+# of faults, the gravest first: a case is counted under the gravest of its own
+KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "finish",
+         "stream", "text", "logprob", "ties")  # fmt: skip
+DRIVES = {"generate": 5, "streams": 4, "async": 4}
+DEFAULT_DTYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request.  ``params`` are those of ``SamplingParams`` as plain data (see ``functions.sampling_params``).
+    ``after``: its prompt is the prompt and the answer of that request, and ``prompt``, as the next turn of a
+    conversation is.  ``leave``: the client goes away after so many pieces.  ``delay``: turns of the driver before it
+    comes, counted from the beginning of its wave."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    engine: int = 0
+    wave: int = 0
+    after: int | None = None
+    leave: int | None = None
+    delay: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """``engines``: the options of each, without device and dtype.  Waves of requests come one after another;
+    ``resets``: waves before which the prefix caches are emptied.  ``walk``: the cache is walked after every step.
+    ``late``: share of the meetings of host and device that are delayed (see ``delays``)."""
+
+    seed: int
+    device: str
+    dtype: str
+    drive: str
+    engines: list[dict[str, Any]]
+    asks: list[Ask]
+    resets: list[int] = field(default_factory=list)
+    walk: bool = False
+    late: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        values = json.loads(text)
+        return cls(**{**values, "asks": [Ask(**ask) for ask in values["asks"]]})
+
+
+def dtype_of(seed: int, dtypes: list[str]) -> str:
+    """A seed's dtype; nothing else of its case goes by what was asked for."""
+    return dtypes[random.Random(f"dtype {seed}").randrange(len(dtypes))]
+
+
+def case_of(seed: int, device: str, dtype: str) -> Case:
+    """The case of a seed."""
+    rng = random.Random(f"case {VERSION} {seed}")
+    drive = asks.weighted(rng, DRIVES)
+    count = asks.weighted(rng, {1: 12, 2: 3, 3: 1})
+    engines = [configs.draw(rng, device, dtype) for _ in range(count)]
+    waves = rng.choice([1, 1, 2, 3])
+    made: list[Ask] = []
+    # requests of like sizes, so that a pool that holds the largest of them is too small for two others: preemption
+    cap = rng.choice([None, None, 60, 90, 150])
+    most = rng.choice([3, 8, 12, 20, 28] if cap is None else [8, 12, 20])
+    for wave in range(waves):
+        for _ in range(rng.randint(1 if cap is None else 5, most) // waves + 1):
+            made.append(_ask(rng, engines, made, wave, drive, cap))
+    engines = [configs.with_blocks(rng, e, _needs(e, i, made)) for i, e in enumerate(engines)]
+    resets = [w for w in range(1, waves) if rng.random() < 0.25]
+    return Case(seed, device, dtype, drive, engines, made, resets, rng.random() < 0.2, rng.choice([0, 0.3, 0.8]))
+
+
+def _ask(
+    rng: random.Random, engines: list[dict[str, Any]], before: list[Ask], wave: int, drive: str, cap: int | None
+) -> Ask:
+    on = rng.randrange(len(engines))
+    engine = engines[on]
+    turns = drive != "generate"
+    leave = rng.choice([1, 1, 2, 3, 5, 8]) if turns and rng.random() < 0.2 else None
+    prompt, params = asks.draw(rng, engine, cap)
+    ask = Ask(prompt, params, engine=on, wave=wave, leave=leave, delay=rng.choice([0, 0, 0, 1, 3, 9]) * turns)
+    earlier = [i for i, a in enumerate(before) if a.engine == on and a.wave < wave and a.after is None]
+    earlier = [i for i in earlier if longest(before[i], before) + 12 + ask.params["max_tokens"] < (cap or 250)]
+    if earlier and rng.random() < 0.35:
+        return replace(ask, prompt=ask.prompt[:12], after=rng.choice(earlier))
+    return ask
+
+
+def longest(ask: Ask, all_asks: list[Ask]) -> int:
+    """The most tokens that a request's prompt and answer can come to."""
+    before = 0 if ask.after is None else longest(all_asks[ask.after], all_asks)
+    return before + len(ask.prompt) + ask.params["max_tokens"]
+
+
+def _needs(engine: dict[str, Any], on: int, made: list[Ask]) -> int:
+    """Blocks without which some request of an engine would be refused."""
+    mine = [a for a in made if a.engine == on]
+    return max((_blocks(engine, a, longest(a, made)) for a in mine), default=1)
+
+
+def _blocks(engine: dict[str, Any], ask: Ask, end: int) -> int:
+    """What a request can hold at most: its branches share the full blocks of the prompt, if that is known."""
+    block, width = engine["kvcache_block_size"], asks.width(ask.params)
+    shared = (len(ask.prompt) - 1) // block if ask.after is None else 0
+    return shared + width * (-(-min(end, engine["max_model_len"]) // block) - shared)

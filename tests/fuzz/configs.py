@@ -1,0 +1,101 @@
+"""Random options of an engine.  Lists are short where each value costs the GPU a compilation."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+MODELS = {"qwen3": 27, "llama": 27, "qwen2": 27, "pocket": 19}
+VOCAB = {"qwen3": 288, "llama": 257, "qwen2": 320, "pocket": 2048}
+SCHEDULERS: list[Any] = [
+    "fcfs", "fcfs", "deadline", "fair", "prefill-first", "prefix-aware", "priority", "shortest-job", "static",
+    {"name": "static", "options": {"batch": 3, "max_hold": 0.01}},
+    {"name": "prefill-first", "options": {"batch": 3, "max_hold": 0.01, "prefill_cap": 40}},
+    {"name": "deadline", "options": {"min_chunk": 5, "max_wait": 0.01}},
+    {"name": "priority", "options": {"ageing": 0.01}},
+]  # fmt: skip
+EVICTORS: list[Any] = [
+    "lru", "lfu", "fifo", "s3fifo", "prefix-depth", "cost-aware",
+    {"name": "s3fifo", "options": {"small": 0.5, "promote_after": 1}},
+    {"name": "prefix-depth", "options": {"band": 2}},
+    {"name": "cost-aware", "options": {"horizon": 0.1, "ghosts": 0.0}},
+]  # fmt: skip
+SAMPLERS = ("default", "default", "typical", "mirostat")
+PLAIN = {  # what shrinking tries to put in place of what was drawn
+    "scheduler": "fcfs", "evictor": "lru", "sampler": "default", "drafter": "none", "quantizer": "none",
+    "logprobs_mode": "raw_logprobs", "enable_prefix_caching": False, "partial_prefix_hits": False, "graph": "off",
+    "run_ahead": 0, "batch_invariant": True, "fuse": True, "max_num_batched_tokens": 4096, "max_num_seqs": 16,
+    "kvcache_block_size": 16, "num_kvcache_blocks": 2000, "max_model_len": 512, "speculate": "always",
+    "num_speculative_tokens": 2,
+}  # fmt: skip
+
+
+def device_defaults(device: str) -> dict[str, Any]:
+    """What goes by the device and not by the seed.  Ten processes share a card, each with several engines."""
+    if device == "cuda":
+        return {"device": "cuda", "attention": "triton", "gpu_memory_utilization": 0.9}  # a limit: blocks are given
+    return {"device": "cpu", "attention": "sdpa"}
+
+
+def draw(rng: random.Random, device: str, dtype: str) -> dict[str, Any]:
+    """All options but the number of blocks, which goes by the requests."""
+    model = rng.choices(list(MODELS), list(MODELS.values()))[0]
+    seqs = rng.choice([1, 2, 3, 4, 8, 8, 16, 16, 24, 64])
+    sampler = rng.choice(SAMPLERS)
+    options: dict[str, Any] = {
+        "model": model,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": rng.choice([n for n in (16, 33, 64, 256, 1024, 4096) if n >= seqs]),
+        "max_model_len": rng.choice([256, 512, 512]),
+        "kvcache_block_size": rng.choice([16, 16, 32, 64]),
+        "enable_prefix_caching": rng.random() < 0.8,
+        "partial_prefix_hits": rng.random() < 0.7,
+        "graph": rng.choice(["auto", "auto", "mixed", "decode", "off"]),
+        "run_ahead": rng.choice([None, 0, 1, 1, 2, 3, 4]),
+        "batch_invariant": rng.random() < 0.8,
+        "fuse": rng.random() < 0.9,
+        "scheduler": rng.choice(SCHEDULERS),
+        "evictor": rng.choice(EVICTORS),
+        "sampler": sampler,
+        "drafter": rng.choice(["none", "none", "none", "ngram", "model"]),
+        "num_speculative_tokens": rng.choice([1, 2, 4, 7]),
+        "speculate": rng.choice(["always", "always", "auto"]),
+        "logprobs_mode": rng.choice(["raw_logprobs", "raw_logprobs", "processed_logprobs"]),
+        "quantizer": "int8" if rng.random() < 0.25 else "none",
+    }
+    return sound(options, device)
+
+
+def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
+    """The options with what the engine would refuse taken out of them."""
+    out = dict(options)
+    if out["batch_invariant"]:
+        out["quantizer"], out["fuse"] = "none", out["fuse"] or device == "cuda"
+    if out["sampler"] == "mirostat":  # it decides one position of a row at a time
+        out["drafter"] = "none"
+    if device == "cpu" and out["graph"] != "off":
+        out["graph"] = "auto"
+    return out
+
+
+def with_blocks(rng: random.Random, options: dict[str, Any], need: int) -> dict[str, Any]:
+    """``num_kvcache_blocks`` from barely above the largest request to ample."""
+    kind = rng.random()
+    if kind < 0.45:
+        blocks = need + rng.choice([0, 0, 1, 2, 3])
+    else:
+        blocks = int(need * rng.uniform(1.2, 3)) + 1 if kind < 0.75 else 4 * need + 200
+    return {**options, "num_kvcache_blocks": blocks}
+
+
+def plain_of(options: dict[str, Any], device: str) -> dict[str, Any]:
+    """The engine that says what a request's answer is: no captures, nothing ahead, nothing shared, one at a time.  What
+    an answer does depend on is as in ``options``."""
+    invariant = options["quantizer"] == "none" and (device == "cpu" or options["fuse"])
+    kept = ("model", "fuse", "sampler", "logprobs_mode", "quantizer", "max_model_len")
+    return {
+        **{name: options[name] for name in kept},
+        "batch_invariant": invariant, "graph": "off", "run_ahead": 0, "scheduler": "fcfs", "evictor": "lru",
+        "drafter": "none", "enable_prefix_caching": False, "partial_prefix_hits": False, "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024, "kvcache_block_size": 32, "num_kvcache_blocks": 200,
+    }  # fmt: skip

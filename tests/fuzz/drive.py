@@ -1,0 +1,282 @@
+"""Engines of a case, driven as clients would: whole calls, interleaved streams, tasks that are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cases import Ask, Case
+from .configs import VOCAB, device_defaults
+from .functions import sampling_params
+from .models import draft_of, path_of
+
+REST_SECONDS = 20.0  # until an engine is at rest once its clients have left
+Stage = Callable[[str], None]
+
+
+@dataclass
+class Output:
+    index: int
+    tokens: list[int]
+    text: str
+    finish: str | None
+    stop: int | str | None
+    cumulative: float | None
+    score: float | None
+    logprobs: list[list[tuple[int, float, int | None]]] | None  # of each token (id, log-probability, rank)
+
+
+@dataclass
+class Answer:
+    """What came of a request.  ``pieces``: the streamed tokens of each output; ``texts`` their text."""
+
+    outputs: list[Output] = field(default_factory=list)
+    error: str | None = None
+    refused: str | None = None
+    prompt_logprobs: list[Any] | None = None
+    pieces: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    streamed: bool = False
+    left: bool = False
+    ended: bool = False
+    drafted: int = 0
+    accepted: int = 0
+    cached: int = 0
+
+    def take(self, output: Any) -> None:
+        """The whole answer as ``RequestOutput`` has it."""
+        self.ended, self.error = True, output.error
+        self.outputs = [
+            Output(o.index, list(o.token_ids), o.text, o.finish_reason, o.stop_reason, o.cumulative_logprob, o.score,
+                   None if o.logprobs is None else [_entries(step) for step in o.logprobs])
+            for o in output.outputs
+        ]  # fmt: skip
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = [None if step is None else _entries(step) for step in output.prompt_logprobs]
+        m = output.metrics
+        self.drafted, self.accepted, self.cached = m.drafted_tokens, m.accepted_tokens, m.cached_tokens
+
+    def piece(self, piece: Any) -> bool:
+        """A piece of a stream; True if it was the last."""
+        self.streamed = True
+        self.pieces.setdefault(piece.index, []).extend(piece.token_ids)
+        self.texts[piece.index] = self.texts.get(piece.index, "") + piece.delta
+        if piece.finished:
+            self.take(piece.output)
+        return piece.finished
+
+
+def _entries(step: Any) -> list[tuple[int, float, int | None]]:
+    return [(int(t), float(lp.logprob), lp.rank) for t, lp in step.items()]
+
+
+def engine_options(options: dict[str, Any], case_device: str, dtype: str, folder: Path) -> dict[str, Any]:
+    """The keywords of ``LLM`` for plain options."""
+    made = {k: v for k, v in options.items() if v is not None}
+    model = made["model"]
+    if made.get("drafter") == "model":
+        made["drafter"] = {"name": "model", "options": {"model": draft_of(folder, model)}}
+    made["model"] = path_of(folder, model)
+    return {**device_defaults(case_device), "dtype": dtype, "skip_tokenizer_init": model != "pocket", **made}
+
+
+class Run:
+    """One case.  ``prompt_of(index)`` gives the prompt of a request.  What goes wrong with an engine itself is in
+    ``broken``: (kind, message)."""
+
+    def __init__(self, case: Case, folder: Path, prompt_of: Callable[[int], list[int]], stage: Stage) -> None:
+        self.case, self.folder, self.prompt_of, self.stage = case, folder, prompt_of, stage
+        self.answers = [Answer() for _ in case.asks]
+        self.broken: list[tuple[str, str]] = []
+        self.stats: list[dict[str, Any]] = []
+        self.captured: Counter[str] = Counter()  # steps that ran as captures, by kind
+        self.engines: list[Any] = []
+        self.rng = random.Random(f"drive {case.seed}")
+
+    def play(self) -> None:
+        from minivllm import LLM, AsyncLLM, EngineDeadError
+
+        made: type = AsyncLLM if self.case.drive == "async" else LLM
+        try:
+            for i, options in enumerate(self.case.engines):
+                self.stage(f"engine {i}")
+                engine = made(**engine_options(options, self.case.device, self.case.dtype, self.folder))
+                engine.engine.checked = self.case.walk
+                self._count_captured(engine.engine)
+                self.engines.append(engine)
+            with contextlib.suppress(EngineDeadError):  # said below
+                if self.case.drive == "async":
+                    asyncio.run(self._tasks())
+                else:
+                    self._waves(self._call if self.case.drive == "generate" else self._streams)
+            for i, engine in enumerate(self.engines):
+                self.stage(f"rest {i}")
+                self._look(engine.engine)
+        finally:
+            for engine in self.engines:
+                engine.close()
+            self.engines.clear()
+
+    def _count_captured(self, engine: Any) -> None:
+        graphs = getattr(getattr(engine.executor, "runner", None), "graphs", None)
+        if graphs is None:
+            return
+        forward, sample = graphs.forward, graphs.sample
+
+        def counting(key: Any, *args: Any) -> Any:
+            made = forward(key, *args)
+            self.captured[key.kind] += made is not None
+            return made
+
+        def drawing(*args: Any) -> Any:
+            made = sample(*args)
+            self.captured["draw"] += made is not None
+            return made
+
+        graphs.forward, graphs.sample = counting, drawing
+
+    # ---- by hand -------------------------------------------------------------------------------------------------
+
+    def _waves(self, drive: Callable[[list[int]], None]) -> None:
+        for wave in sorted({a.wave for a in self.case.asks}):
+            if wave in self.case.resets:
+                for llm in self.engines:
+                    llm.reset_prefix_cache()
+            self.stage(f"{self.case.drive}, wave {wave}")
+            drive([i for i, a in enumerate(self.case.asks) if a.wave == wave])
+        for i, llm in enumerate(self.engines):
+            self.stage(f"engine {i} comes to rest")
+            _settle(llm.engine)
+
+    def _params(self, ask: Ask) -> Any:
+        return sampling_params(ask.params, VOCAB[self.case.engines[ask.engine]["model"]])
+
+    def _call(self, which: list[int]) -> None:
+        from minivllm import RequestError
+
+        for on, llm in enumerate(self.engines):
+            mine = [i for i in which if self.case.asks[i].engine == on]
+            if not mine:
+                continue
+            asks = [self.case.asks[i] for i in mine]
+            prompts = [{"prompt_token_ids": self.prompt_of(i)} for i in mine]
+            try:
+                got = llm.generate(prompts, [self._params(a) for a in asks], use_tqdm=False)
+            except RequestError as e:
+                for i in mine:
+                    self.answers[i].refused = str(e)
+                continue
+            for i, output in zip(mine, got, strict=True):
+                self.answers[i].take(output)
+
+    def _streams(self, which: list[int]) -> None:
+        """Streams read in a random order, those of all engines in turns; some clients leave."""
+        from minivllm import RequestError
+
+        open_: dict[int, Any] = {}
+        waiting, turn, pieces = list(which), 0, dict.fromkeys(which, 0)
+        while waiting or open_:
+            for i in [i for i in waiting if self.case.asks[i].delay <= turn or not open_]:
+                waiting.remove(i)
+                ask = self.case.asks[i]
+                prompt = {"prompt_token_ids": self.prompt_of(i)}
+                try:
+                    open_[i] = self.engines[ask.engine].stream(prompt, self._params(ask))
+                except RequestError as e:
+                    self.answers[i].refused = str(e)
+            turn += 1
+            if not open_:
+                continue
+            i = self.rng.choice(list(open_))
+            try:
+                last = self.answers[i].piece(next(open_[i]))
+            except StopIteration:
+                last = True
+            pieces[i] += 1
+            leaves = not last and self.case.asks[i].leave is not None and pieces[i] >= self.case.asks[i].leave
+            if leaves:
+                self.answers[i].left = True
+            if last or leaves:
+                open_.pop(i).close()
+
+    # ---- tasks ---------------------------------------------------------------------------------------------------
+
+    async def _tasks(self) -> None:
+        for wave in sorted({a.wave for a in self.case.asks}):
+            if wave in self.case.resets:
+                for llm in self.engines:
+                    await llm._ask(llm.engine.reset_prefix_cache)
+            self.stage(f"async, wave {wave}")
+            which = [i for i, a in enumerate(self.case.asks) if a.wave == wave]
+            await asyncio.gather(*(self._task(i) for i in which))
+        for i, llm in enumerate(self.engines):
+            self.stage(f"engine {i} comes to rest")
+            until = time.monotonic() + REST_SECONDS
+            while llm.engine.busy and not llm.engine.dead and time.monotonic() < until:
+                await asyncio.sleep(0.002)
+            await llm._ask(lambda: None)  # the engine's thread may still be at its last step
+
+    async def _task(self, i: int) -> None:
+        from minivllm import RequestError
+
+        ask, answer, pieces = self.case.asks[i], self.answers[i], 0
+        await asyncio.sleep(0.003 * ask.delay)
+        stream = self.engines[ask.engine].generate({"prompt_token_ids": self.prompt_of(i)}, self._params(ask))
+        task = asyncio.current_task()
+        try:
+            async with contextlib.aclosing(stream):
+                async for piece in stream:
+                    pieces += 1
+                    if answer.piece(piece):
+                        return
+                    if ask.leave is not None and pieces == ask.leave:
+                        answer.left = True
+                        if ask.leave % 2:  # it is cancelled while it waits; else it just stops to read
+                            assert task is not None
+                            asyncio.get_running_loop().call_soon(task.cancel)
+                        else:
+                            return
+        except RequestError as e:
+            answer.refused = str(e)
+        except asyncio.CancelledError:
+            if not answer.left:
+                raise
+
+    # ---- afterwards ----------------------------------------------------------------------------------------------
+
+    def _look(self, engine: Any) -> None:
+        """An engine that nobody uses any more has given everything back."""
+        if engine.dead:
+            self.broken.append(("dead", engine.dead))
+            return
+        self.stats.append(engine.stats())
+        said = {
+            "requests": len(engine.requests), "steps in flight": len(engine.in_flight),
+            "running": len(engine.slots.running), "waiting": engine.planner.n_waiting,
+            "departed": len(engine.planner.departed),
+        }  # fmt: skip
+        left = {name: n for name, n in said.items() if n}
+        for g, pool in enumerate(engine.cache.pools):
+            if pool.held or pool.free + pool.idle != pool.total - 1:
+                left[f"blocks of pool {g}"] = pool.held
+        if left:
+            self.broken.append(("leak", ", ".join(f"{n} {name}" for name, n in left.items()) + " left behind"))
+        try:
+            engine.check()
+        except AssertionError as e:
+            self.broken.append(("leak", f"the walk over the cache: {e}"))
+
+
+def _settle(engine: Any) -> None:
+    """Steps in flight whose rows have left come back."""
+    until = time.monotonic() + REST_SECONDS
+    while engine.busy and not engine.dead and time.monotonic() < until:
+        if not engine.step():
+            time.sleep(engine.idle())

@@ -1,0 +1,125 @@
+"""Functions that requests bring, by name, and forms of answers with a check of each: what JSON cannot hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+GRAMMARS: list[dict[str, Any]] = [  # "name" finds the check
+    {"name": "digits", "asked": {"regex": "[0-9]{3}-[0-9]{4}"}},
+    {"name": "letters", "asked": {"regex": "(ab|c)*d?"}},
+    {"name": "words", "asked": {"regex": "[A-Z][a-z]{1,8}( [a-z]{1,8}){0,6}[.]"}},
+    {"name": "choice", "asked": {"choice": ["yes", "no", "perhaps"]}},
+    {"name": "integer", "asked": {"json": {"type": "integer", "minimum": 0, "maximum": 99}}},
+    {"name": "object", "asked": {"json": {
+        "type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}},
+        "required": ["name", "old"], "additionalProperties": False}, "disable_any_whitespace": True}},
+    {"name": "array", "asked": {"json": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 4}}},
+]  # fmt: skip
+
+
+def _object(text: str) -> bool:
+    value = json.loads(text)
+    return value.keys() == {"name", "old"} and isinstance(value["old"], bool) and len(value["name"]) <= 8
+
+
+def _array(text: str) -> bool:
+    value = json.loads(text)
+    return isinstance(value, list) and len(value) <= 4 and set(value) <= {"a", "b"}
+
+
+JSON_CHECKS: dict[str, Callable[[str], bool]] = {
+    "integer": lambda text: 0 <= int(json.loads(text)) <= 99, "object": _object, "array": _array,
+}  # fmt: skip
+
+
+def fits(asked: dict[str, Any], text: str, ended: bool) -> bool:
+    """Whether an answer has the form that was asked for; of one that was cut off little can be said."""
+    if "choice" in asked:
+        return text in asked["choice"] if ended else any(c.startswith(text) for c in asked["choice"])
+    if not ended:
+        return True
+    if "regex" in asked:
+        return re.fullmatch(asked["regex"], text) is not None
+    name = next(g["name"] for g in GRAMMARS if g["asked"] == asked)
+    try:
+        return JSON_CHECKS[name](text)
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return False
+
+
+def allowed(name: str, number: int, vocab: int) -> Callable[[Sequence[int]], Any]:
+    """``allowed_tokens_fn``: which tokens may follow some ids, as a range, a list or an array."""
+
+    def residue(ids: Sequence[int]) -> Any:
+        return range(len(ids) % number, vocab, number)
+
+    def chain(ids: Sequence[int]) -> Any:
+        return sorted({(int(ids[-1]) * 31 + 7 * j + len(ids)) % vocab for j in range(number)})
+
+    def span(ids: Sequence[int]) -> Any:
+        first = (int(sum(ids[-3:])) * 13) % (vocab - number)
+        return np.arange(first, first + number)
+
+    def slow(ids: Sequence[int]) -> Any:
+        time.sleep(0.001 * (len(ids) % 3))  # the device is long done with what it can do without the mask
+        return residue(ids)
+
+    return {"residue": residue, "chain": chain, "span": span, "slow": slow}[name]
+
+
+def choose(name: str, number: int) -> Callable[[np.ndarray, Sequence[int]], int]:
+    """``choose_fn``: the best, the second, or one of the five best by the number of ids; ties to the lower id."""
+
+    def pick(logits: np.ndarray, ids: Sequence[int]) -> int:
+        order = np.argsort(-logits, kind="stable")
+        return int(order[{"argmax": 0, "second": 1, "hashed": len(ids) % 5}[name]])
+
+    return pick
+
+
+def processor(name: str, number: int) -> Callable[..., Any]:
+    """One of ``logits_processors``."""
+
+    def same(output: Any, logits: Any) -> Any:
+        return logits
+
+    def ban_last(output: Any, logits: Any) -> Any:
+        if output:
+            logits[output[-1]] = -float("inf")
+        return logits
+
+    def boost(output: Any, logits: Any) -> Any:
+        logits[number] += 3.0
+        return logits
+
+    def scale(output: Any, logits: Any) -> Any:
+        return logits * (0.5 + (len(output) % 3) / 2)
+
+    def ban_first(prompt: Any, output: Any, logits: Any) -> Any:
+        logits[prompt[0]] = -float("inf")
+        return logits.numpy()
+
+    found = {"same": same, "ban_last": ban_last, "boost": boost, "scale": scale, "ban_first": ban_first}
+    return found[name]
+
+
+def sampling_params(params: dict[str, Any], vocab: int) -> Any:
+    """``SamplingParams`` of plain data: functions are [name, number], ``logit_bias`` is a list of pairs."""
+    from minivllm import SamplingParams
+
+    made = dict(params)
+    if "allowed_tokens_fn" in made:
+        made["allowed_tokens_fn"] = allowed(*made["allowed_tokens_fn"], vocab)
+    if "choose_fn" in made:
+        made["choose_fn"] = choose(*made["choose_fn"])
+    if "logits_processors" in made:
+        made["logits_processors"] = [processor(*f) for f in made["logits_processors"]]
+    if "logit_bias" in made:
+        made["logit_bias"] = {int(i): float(b) for i, b in made["logit_bias"]}
+    return SamplingParams(**made)

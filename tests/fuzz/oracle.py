@@ -1,0 +1,189 @@
+"""What a request answers alone, and what differs from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .configs import PLAIN, VOCAB, plain_of
+from .drive import Answer, Output, engine_options
+from .functions import sampling_params
+
+KEPT = {"cpu": 8, "cuda": 4}  # plain engines of a process and dtype at once
+NEAR = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}  # of log-probabilities whose tokens are equal
+NEAR_TIES = 5e-3  # the same where the last bits of logits go by the batch, which is compared in float32 only
+TIES = "of equal ones"  # how a fault of the kind "ties" begins
+SERVICE = ("priority", "tenant", "cache_salt", "ttft_ms", "tpot_ms", "expected_tokens")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``kind``: one of ``cases.KINDS``; hung and died are found by who started the process."""
+
+    kind: str
+    message: str
+    ask: int | None = None
+
+
+class Oracle:
+    """Answers of requests alone in plain engines.  Answers are kept, and shared with other processes by files in
+    ``shared``; engines are kept as long as they are few."""
+
+    def __init__(self, device: str, dtype: str, folder: Path, shared: Path | None = None) -> None:
+        self.device, self.dtype, self.folder, self.shared = device, dtype, folder, shared
+        self.engines: OrderedDict[str, Any] = OrderedDict()
+        self.answers: dict[str, Answer] = {}
+        self.computed = self.asked = 0
+
+    def close(self) -> None:
+        while self.engines:
+            self.engines.popitem()[1].close()
+
+    def engine(self, options: dict[str, Any]) -> Any:
+        """The plain engine for requests of an engine with these options."""
+        from minivllm import LLM
+
+        plain = plain_of(options, self.device)
+        key = json.dumps(plain, sort_keys=True)
+        if key in self.engines and self.engines[key].engine.dead:
+            self.engines.pop(key).close()
+        if key not in self.engines:
+            while len(self.engines) >= KEPT[self.device]:
+                self.engines.popitem(last=False)[1].close()
+            self.engines[key] = LLM(**engine_options(plain, self.device, self.dtype, self.folder))
+        self.engines.move_to_end(key)
+        return self.engines[key]
+
+    def answer(self, options: dict[str, Any], prompt: list[int], params: dict[str, Any], anew: bool = False) -> Answer:
+        """What the request answers alone.  ``anew``: computed, whatever is known."""
+        self.asked += 1
+        params = {k: v for k, v in params.items() if k not in SERVICE}
+        if len(prompt) + params["max_tokens"] <= options["max_model_len"]:  # where that ends it, it decides
+            options = {**options, "max_model_len": PLAIN["max_model_len"]}
+        plain = plain_of(options, self.device)
+        what = json.dumps([plain, self.device, self.dtype, prompt, params], sort_keys=True)
+        key = hashlib.sha256(what.encode()).hexdigest()
+        if not anew and key not in self.answers:
+            self._read(key)
+        if anew or key not in self.answers:
+            self.computed += 1
+            answer = Answer()
+            made = sampling_params(params, VOCAB[options["model"]])
+            llm = self.engine(options)
+            answer.take(llm.generate([{"prompt_token_ids": prompt}], made, use_tqdm=False)[0])
+            if anew:
+                return answer
+            self.answers[key] = answer
+            self._write(key, answer)
+        return self.answers[key]
+
+    def _read(self, key: str) -> None:
+        file = self.shared / key if self.shared else None
+        if file is not None and file.exists():
+            self.answers[key] = pickle.loads(file.read_bytes())
+
+    def _write(self, key: str, answer: Answer) -> None:
+        if self.shared is not None:
+            part = self.shared / f"{key}.{os.getpid()}"
+            part.write_bytes(pickle.dumps(answer))
+            part.rename(self.shared / key)
+
+
+Tie = Callable[[Output, Output, int], bool]
+
+
+def differences(
+    got: Answer, want: Answer, dtype: str, left: bool = False, tie: Tie | None = None
+) -> list[tuple[str, str]]:
+    """(kind, message) of what differs.  ``left``: the client left, so ``got`` has the beginning, in its pieces.
+    ``tie(got, want, i)``: token i may be another one, and with it all that follows."""
+    if left:
+        return _beginnings(got, want, tie)
+    if len(got.outputs) != len(want.outputs):
+        return [("count", f"{len(got.outputs)} outputs, alone {len(want.outputs)}")]
+    found: list[tuple[str, str]] = []
+    split, near = False, NEAR[dtype] if tie is None else NEAR_TIES
+    for a, b in zip(got.outputs, want.outputs, strict=True):
+        at = _first(a.tokens, b.tokens)
+        if at is not None:
+            if tie is not None and at < min(len(a.tokens), len(b.tokens)) and tie(a, b, at):
+                split = True
+                continue
+            here = f"output {a.index}, token {at} of {len(a.tokens)}"
+            same_length = at < min(len(a.tokens), len(b.tokens))
+            kind = "wrong token" if same_length else "count"
+            found.append((kind, f"{here}: {a.tokens[at : at + 4]}, alone {b.tokens[at : at + 4]} ({len(b.tokens)})"))
+            continue
+        for name in ("finish", "stop", "text"):
+            x, y = getattr(a, name), getattr(b, name)
+            if x != y:
+                found.append(("text" if name == "text" else "finish", f"output {a.index}: {name} {x!r}, alone {y!r}"))
+        found += _scores(a, b, near, tie is None)
+    if not split and (got.prompt_logprobs is None) == (want.prompt_logprobs is None):
+        for i, (x, y) in enumerate(zip(got.prompt_logprobs or (), want.prompt_logprobs or (), strict=False)):
+            if x is not None and y is not None and (said := _entry(x, y, near, tie is None)):
+                found.append((scores_kind(said), f"prompt token {i}: {said}"))
+                break
+    return found
+
+
+def _first(a: list[int], b: list[int]) -> int | None:
+    """Where two lists first differ."""
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _beginnings(got: Answer, want: Answer, tie: Tie | None) -> list[tuple[str, str]]:
+    found = []
+    by_index = {o.index: o for o in want.outputs}
+    for index, tokens in got.pieces.items():
+        alone = by_index.get(index)
+        if alone is None or tokens == alone.tokens[: len(tokens)]:
+            continue
+        at = _first(tokens, alone.tokens[: len(tokens)]) or 0
+        if tie is not None and at < len(alone.tokens):
+            continue  # it was not asked for to its end, so there is nothing to compare logits with
+        kind = "wrong token" if at < len(alone.tokens) else "count"
+        found.append((kind, f"left after {len(tokens)} tokens of output {index}: token {at} is "
+                            f"{tokens[at : at + 1]}, alone {alone.tokens[at : at + 1]}"))  # fmt: skip
+    return found
+
+
+def _scores(a: Output, b: Output, near: float, same_ids: bool) -> list[tuple[str, str]]:
+    for i, (x, y) in enumerate(zip(a.logprobs or (), b.logprobs or (), strict=False)):
+        if said := _entry(x, y, near, same_ids):
+            return [(scores_kind(said), f"output {a.index}, token {i}: {said}")]
+    for name in ("cumulative", "score"):
+        x, y = getattr(a, name), getattr(b, name)
+        if (x is None) != (y is None) or (x is not None and abs(x - y) > near * max(1, len(a.tokens))):
+            return [("logprob", f"output {a.index}: {name} {x}, alone {y}")]
+    return []
+
+
+def scores_kind(said: str) -> str:
+    """The kind of a fault in log-probabilities: which of several equal ones are told is one of its own."""
+    return "ties" if said.startswith(TIES) else "logprob"
+
+
+def _entry(x: list[Any], y: list[Any], near: float, same_ids: bool) -> str:
+    """What differs between two entries of log-probabilities, in words."""
+    a, b = {t: (v, r) for t, v, r in x}, {t: (v, r) for t, v, r in y}
+    if same_ids and [t for t, *_ in x] != [t for t, *_ in y]:
+        said = f"best {[(t, round(v, 4)) for t, v, _ in x]}, alone {[(t, round(v, 4)) for t, v, _ in y]}"
+        equal = {v for _, v, _ in x} == {v for _, v, _ in y} and all(a[t][0] == b[t][0] for t in a.keys() & b.keys())
+        return f"{TIES} others: {said}" if equal else said
+    for t in a.keys() & b.keys():
+        (v, r), (w, s) = a[t], b[t]
+        if v != w and not abs(v - w) <= near * max(1.0, abs(w)):
+            return f"log-probability of {t} is {v}, alone {w}"
+        if same_ids and r != s:
+            return f"rank of {t} is {r}, alone {s}"
+    return ""

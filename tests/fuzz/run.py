@@ -1,0 +1,214 @@
+"""Draw engine configurations and workloads from seeds, run them, and check every answer.
+
+    python tests/fuzz/run.py --device cuda --configs 3000 --processes 10 --seconds 480 --ledger found.jsonl
+    python tests/fuzz/run.py --device cuda --replay 1234 --dtypes bfloat16
+    python tests/fuzz/run.py --device cuda --shrink 1234 --dtypes bfloat16
+
+A request's answer is what it answers alone in a plain engine; __init__.py says what else is checked.  Exit 1: faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fuzz import power
+from fuzz.cases import DEFAULT_DTYPES, KINDS, VERSION, Case, case_of, dtype_of
+from fuzz.ledger import Ledger
+from fuzz.pool import Pool, Result
+from fuzz.shrink import Shrinker
+
+STARTED = time.monotonic()
+HERE = Path(__file__).resolve().parent
+PROGRESS = 30.0  # seconds between two lines
+CLOSING = 1.0  # seconds before the end at which processes are ended
+SILENCE = {"cpu": 180.0, "cuda": 200.0}  # compiling a kernel takes long where many do it
+
+
+@dataclass
+class Tally:
+    """What a run has come to so far."""
+
+    device: str
+    ignored: list[str] = field(default_factory=list)  # kinds that are counted and are no failure
+    configs: int = 0
+    requests: int = 0
+    tokens: int = 0
+    faults: Counter[str] = field(default_factory=Counter)  # configurations by the kind of their first fault
+    met: Counter[str] = field(default_factory=Counter)
+    spent: Counter[str] = field(default_factory=Counter)  # seconds of the workers
+    failed: list[tuple[int, str, str, str]] = field(default_factory=list)  # seed, dtype, kind, message
+    said: float = field(default_factory=time.monotonic)
+
+    def add(self, case: Case, result: Result) -> None:
+        for kind in {kind for kind, *_ in result["faults"]} & set(self.ignored):
+            self.met[f"ignored: {kind}"] += 1
+        result["faults"] = [fault for fault in result["faults"] if fault[0] not in self.ignored]
+        self.configs += 1
+        self.requests += result["requests"]
+        self.tokens += result["tokens"]
+        self.met.update(result["met"])
+        self.spent.update(result.get("spent", {}))
+        if result["faults"]:
+            kind, message, _ = result["faults"][0]
+            self.faults[kind] += 1
+            self.failed.append((case.seed, case.dtype, kind, message))
+            print(f"FAULT seed {case.seed} {case.dtype} {kind}: {' '.join(message.split())[:300]}", flush=True)
+
+    def tick(self) -> None:
+        if time.monotonic() - self.said > PROGRESS:
+            self.said = time.monotonic()
+            print(f"{self.said - STARTED:6.0f} s: {self.configs} configurations, {self.requests} requests, "
+                  f"{sum(self.faults.values())} failed", flush=True)  # fmt: skip
+
+    def table(self, cut: int) -> None:
+        """The end of every run."""
+        print(f"\n== {self.device}, generator {VERSION}")
+        rows: dict[str, Any] = {
+            "configurations": self.configs, "requests": self.requests, "tokens compared": self.tokens,
+            "failed configurations": sum(self.faults.values()), "cut off by the end": cut,
+            "seconds": round(time.monotonic() - STARTED, 1),
+        }  # fmt: skip
+        for name, value in rows.items():
+            print(f"{name:24} {value}")
+        for kind, count in self.faults.most_common():
+            print(f"  fault: {kind:16} {count}")
+        print("spent: " + ", ".join(f"{what} {n:.0f} s" for what, n in self.spent.most_common()))
+        print("met: " + ", ".join(f"{name} {n}" for name, n in sorted(self.met.items())))
+        if self.configs and (lacking := power.lacking(self.met, self.device)):
+            print("NO POWER, never met: " + ", ".join(lacking))
+        print(
+            "failing seeds: " + (", ".join(f"{seed}:{dtype}" for seed, dtype, *_ in self.failed) or "none"), flush=True
+        )
+
+
+def cases(ledger: Ledger, args: argparse.Namespace) -> Iterator[Case]:
+    """What failed before, then new seeds."""
+    first = ledger.next if args.first_seed == "auto" else int(args.first_seed)
+    for seed, dtype in list(ledger.failed):
+        if dtype in args.dtypes:
+            yield case_of(seed, args.device, dtype)
+    for seed in range(first, first + args.configs):
+        args.last_seed = seed
+        yield case_of(seed, args.device, dtype_of(seed, args.dtypes))
+
+
+def fuzz(args: argparse.Namespace, folder: Path) -> int:
+    tally, ledger = Tally(args.device, args.ignore), Ledger(args.device, [Path(p) for p in args.ledger])
+    args.last_seed = -1
+    if ledger.failed or ledger.other:
+        print(
+            f"ledger: {len(ledger.failed)} seeds that failed before come first; {ledger.other} lines are of other "
+            "generators"
+        )
+
+    def done(case: Case, result: Result) -> None:
+        tally.add(case, result)
+        kind, message, _ = result["faults"][0] if result["faults"] else ("", "", None)
+        ledger.note(case.seed, case.dtype, kind, message, len(case.asks))
+
+    pool, cut = Pool(args.processes, folder, args.silence, STARTED + args.seconds - CLOSING), 0
+    try:
+        cut = pool.run(cases(ledger, args), done, tally.tick)
+    finally:
+        run = {"last_seed": args.last_seed, "configurations": tally.configs, "requests": tally.requests,
+               "tokens": tally.tokens, "faults": dict(tally.faults), "dtypes": args.dtypes, "ignored": args.ignore,
+               "cut": cut, "seconds": round(time.monotonic() - STARTED)}  # fmt: skip
+        if tally.configs:
+            ledger.add({"run": run})
+        tally.table(cut)
+    return 1 if tally.faults or not tally.configs else 0  # a run that played nothing has shown nothing
+
+
+def replay(args: argparse.Namespace, folder: Path) -> int:
+    """One seed, several times if asked, with all that is known of it."""
+    case = case_of(args.replay, args.device, dtype_of(args.replay, args.dtypes))
+    print(f"seed {case.seed}, {case.dtype}, {case.drive}, walk={case.walk}, resets={case.resets}, late={case.late}")
+    for options in case.engines:
+        print(f"engine {options}")
+    for i, ask in enumerate(case.asks):
+        print(f"request {i}: engine {ask.engine}, wave {ask.wave}, after {ask.after}, leave {ask.leave}, delay "
+              f"{ask.delay}, {len(ask.prompt)} tokens, {ask.params}")  # fmt: skip
+    tally = Tally(args.device, args.ignore)
+
+    def done(case: Case, result: Result) -> None:
+        tally.add(case, result)
+        for kind, message, _ in result["faults"]:
+            print(f"  {kind}: {message}")
+
+    pool = Pool(args.processes, folder, args.silence, STARTED + args.seconds - CLOSING)
+    cut = pool.run(iter([case] * args.times), done, tally.tick)
+    tally.table(cut)
+    return 1 if tally.faults else 0
+
+
+def shrink(args: argparse.Namespace, folder: Path) -> int:
+    case = case_of(args.shrink, args.device, dtype_of(args.shrink, args.dtypes))
+    until = STARTED + args.seconds - CLOSING
+    made = Shrinker(case, folder, args.processes, args.times, args.silence, until, args.ignore)
+    smallest = made.run()
+    if smallest is None:
+        print(f"seed {case.seed} {case.dtype}: no fault in {made.tried} tries")
+        return 0
+    print(made.program(smallest))
+    return 1
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--configs", type=int, default=100, help="new seeds, at most")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=480, help="all in all; the summary comes within them")
+    parser.add_argument("--first-seed", default="0", help='a number, or "auto": the first that no ledger has')
+    parser.add_argument("--dtypes", default="", help="with commas; default float32, on cuda the halves too")
+    parser.add_argument("--ledger", action="append", default=[], help="read, and added to (the first one); repeatable")
+    parser.add_argument("--ignore", default="", help="kinds of faults, with commas, that are counted and no failure")
+    parser.add_argument("--silence", type=float, help="seconds of a stage of a case after which it hangs")
+    parser.add_argument("--folder", type=Path, help="for models, logs and shared answers; kept")
+    parser.add_argument("--times", type=int, help="that a seed is replayed, or a candidate tried while shrinking")
+    parser.add_argument("--replay", type=int, metavar="SEED")
+    parser.add_argument("--shrink", type=int, metavar="SEED")
+    args = parser.parse_args(argv)
+    args.dtypes = args.dtypes.split(",") if args.dtypes else list(DEFAULT_DTYPES[args.device])
+    args.ignore = [kind for kind in args.ignore.split(",") if kind]
+    if unknown := set(args.ignore) - set(KINDS):
+        parser.error(f"--ignore: {', '.join(unknown)}: want some of {', '.join(KINDS)}")
+    args.silence = args.silence or SILENCE[args.device]
+    args.times = args.times or (1 if args.replay is not None or args.device == "cpu" else 4)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="minivllm-fuzz-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "alone", ignore_errors=True)  # answers of another state of the source
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then too
+    try:
+        if not (folder / "done").exists():
+            path = f"import sys; sys.path[:0] = {[str(HERE.parent), str(HERE.parents[1])]!r}"
+            made = f"{path}; from pathlib import Path; from fuzz.models import make; make(Path({str(folder)!r}))"
+            subprocess.run([sys.executable, "-c", made], check=True)
+        play = fuzz if args.replay is None and args.shrink is None else replay if args.shrink is None else shrink
+        return play(args, folder)
+    finally:
+        if args.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
