@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import pickle
 import sys
@@ -218,6 +219,16 @@ def test_a_needed_version_is_told_though_the_metadata_of_another_package_is_brok
     monkeypatch.syspath_prepend(tmp_path)
     assert Needs("numpy", "1").missing() is None and Needs("numpy", "1").installed_version()
     assert str(Needs("numpy", "9999").missing()).startswith("numpy: want at least 9999, supports ")
+
+
+def test_a_needed_version_is_told_without_reading_the_metadata_of_every_package(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: pytest.fail("it takes seconds"))
+    assert Needs("numpy", "1").missing() is None and Needs("minivllm.spec", dist="minivllm").installed_version()
+    assert Needs("minivllm.spec", dist="no-such").installed_version() is None
+
+
+def test_a_needed_version_is_that_of_the_package_that_brings_a_module_of_another_name():
+    assert Needs("yaml", "1").installed_version() == importlib.metadata.version("pyyaml")
 
 
 @pytest.mark.parametrize(
