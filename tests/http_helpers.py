@@ -88,7 +88,7 @@ class Running:
     def stats(self) -> dict[str, Any]:
         return self.do(self.app.service.client.stats)
 
-    def at_rest(self, seconds: float = 3.0) -> None:
+    def at_rest(self, seconds: float = 20.0) -> None:
         """Nobody is inside, nothing runs or waits, every block is free or a cached prefix; the golden request is as it
         was."""
         end = time.monotonic() + seconds

@@ -237,7 +237,7 @@ def test_who_leaves_at_any_moment_leaves_nothing_behind(served, how):
         await asyncio.gather(*(leave(client, i) for i in range(40)))
         gone = time.monotonic()
         await rest(client)
-        assert time.monotonic() - gone < 5  # a second, on a machine with nothing else to do
+        assert time.monotonic() - gone < 20  # a second, on a machine with nothing else to do
 
     served(task)
 
@@ -271,7 +271,7 @@ def test_a_process_that_is_killed_is_told_to_everybody_at_once(signal_):
                 pass
 
         told = await asyncio.gather(*map(read, streams), asking, return_exceptions=True)
-        assert time.monotonic() - killed < 5
+        assert time.monotonic() - killed < 20
         for error in told:
             assert isinstance(error, EngineDeadError) and signal_.name in str(error)
         healthy, why = client.healthy()

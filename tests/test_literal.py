@@ -426,9 +426,9 @@ def test_special_tokens_are_found_leftmost_and_longest_in_little_time():
     assert spellings.split("<|a|>b<|a|>bc<|xx|>a<|y word words") == [
         "", "<|a|>b", "", "<|a|>", "bc", "<|xx|>", "a", "<|", "y ", "word", " words",
     ]  # fmt: skip
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert len(Spellings(tokens[2:]).split("<" * 100_000)) == 1
-    assert time.perf_counter() - begin < 1  # a slice for each length took 5 s
+    assert time.thread_time() - begin < 1  # a slice for each length took 5 s
 
 
 @pytest.mark.parametrize("role", ["end", "endoftext", "END"])
