@@ -1,7 +1,7 @@
 """Whether a server that runs for long stays as it is: memory and blocks while clients come, go, and leave halfway.
 
     python benchmarks/soak.py --minutes 10 --csv soak.csv
-    python benchmarks/soak.py --minutes 60 --set num_kvcache_blocks=4096
+    python benchmarks/soak.py --minutes 120 --faults 0.05 --every 30
 
 Starts ``minivllm serve`` on the loopback interface and asks it with ``--clients`` concurrent clients of a mixed load:
 whole answers and streams over HTTP, sockets with several requests at once, regular expressions (few clients send the
@@ -11,9 +11,14 @@ share of the KV cache's blocks in use, and what runs, waits and has ended.
 
 A page of the KV cache is taken when a token is first written to it, so the engine's memory grows until every block was
 used once.  That is no leak: ``kv_mib`` (what the engine says of its own pages) is told apart, and ``rest_mib`` is what
-has to be flat.  At the end, with nobody inside, every block has to be free again and the memory flat: the largest of
-the last quarter at most ``SLACK`` above the largest of the second (the first fills caches).  Exit status 1 if not; it
-ends by itself.
+has to be flat: the largest of the last quarter at most ``SLACK`` above the largest of the second (the first fills
+caches); in a run of ``LONG`` minutes or more the slope of a straight line through all samples after the first half hour
+at most ``SLOPE``.  At the end, with nobody inside, every block has to be free again, every table of requests empty, and
+no more descriptors open than at the start.
+
+``--faults SHARE``: so many of the requests fail on purpose, or their clients misbehave (``soak_faults.py``).
+
+Exit status 1 if something of this does not hold.  It ends by itself.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import csv
 import json
 import random
 import re
+import statistics
 import sys
 import time
 import urllib.request
@@ -32,16 +38,19 @@ from collections import Counter
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+import soak_faults
 from serving import start_server
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 LEAVE = 0.2  # share of the requests that are left, or cancelled, early
 SLACK = 16.0  # MiB
+LONG, SETTLED, SLOPE = 90.0, 1800.0, 1.0  # minutes; seconds at the start that are not counted; MiB an hour
 FULL = ("num_kvcache_blocks=512", "grammar_cache_mb=8")  # little, so that caches are full before the second quarter
 WORDS = ("once", "upon", "a", "time", "little", "red", "fox", "and", "the", "big", "bear", "likes", "sweet", "honey")
 PREFIXES = [" ".join(random.Random(i).choices(WORDS, k=300)) for i in range(8)]
-ENDS = ("answered", "left", "refused", "wrong")
+FDS = 2  # more than at the start: a log, a connection that is being closed
+ENDS = ("answered", "left", "refused", "faults", "wrong")
 
 
 def text(rng: random.Random) -> str:
@@ -95,8 +104,7 @@ async def ask(address: tuple[str, int], rng: random.Random, counts: Counter[str]
     leaves = rng.random() < LEAVE
     reader, writer = await asyncio.open_connection(*address)
     try:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-        writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
+        writer.write(request_head(path, data) + data)
         if leaves:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(reader.read(rng.randint(1, 4000)), rng.uniform(0, 0.5))
@@ -148,9 +156,47 @@ async def ask_many(address: tuple[str, int], rng: random.Random, counts: Counter
                 count(counts, status, message)
 
 
-async def client(address: tuple[str, int], rng: random.Random, until: float, counts: Counter[str]) -> None:
+async def fail(address: tuple[str, int], rng: random.Random, counts: Counter[str]) -> None:
+    """A request that fails on purpose, or a client that misbehaves."""
+    if rng.random() < 0.5:
+        await soak_faults.misbehave(address, rng)
+        counts["faults"] += 1
+        return
+    what, wanted = soak_faults.failing_body(rng)
+    status, answer = await post(address, "/v1/completions", what)
+    if status == wanted:
+        counts["faults"] += 1
+    else:
+        count(counts, 0, (what, status, answer[-300:]))
+
+
+async def post(address: tuple[str, int], path: str, body: dict) -> tuple[int, bytes]:
+    """The status of the answer and all of its bytes."""
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        writer.write(request_head(path, data) + data)
+        answer = await asyncio.wait_for(reader.read(), 120)
+        return int(answer.split(b" ", 2)[1]) if answer else 0, answer
+    finally:
+        writer.close()
+
+
+def request_head(path: str, data: bytes) -> bytes:
+    lines = f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"
+    return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode()
+
+
+async def client(
+    address: tuple[str, int], rng: random.Random, until: float, counts: Counter[str], faults: float
+) -> None:
     while time.monotonic() < until:
-        if rng.random() < 0.9:
+        if rng.random() < faults:
+            try:
+                await fail(address, rng, counts)
+            except (OSError, asyncio.TimeoutError, ValueError) as e:
+                count(counts, 0, e)
+        elif rng.random() < 0.9:
             await ask(address, rng, counts)
             continue
         try:
@@ -173,55 +219,76 @@ def sample(url: str, start: float, counts: Counter[str]) -> dict[str, float]:
     engine, kv = state["engine"]["process"]["rss_bytes"], state["engine"]["memory"]["kv_resident_bytes"] or 0
     if state["engine"]["fault"] is not None:
         raise SystemExit(f"the walk over the KV cache found: {state['engine']['fault']}")
-    sizes = {"http": state["server"]["process"]["rss_bytes"], "engine": engine, "kv": kv, "rest": engine - kv}
+    server = state["server"]["process"]
+    sizes = {"http": server["rss_bytes"], "engine": engine, "kv": kv, "rest": engine - kv}
+    tables = {**state["server"]["tables"], **state["engine"]["tables"]}
+    held = sum(tables[name] for name in tables if name not in ("tasks", "inside"))
     return {
         "seconds": round(time.monotonic() - start, 1),
         **{f"{name}_mib": round(size / 2**20, 1) for name, size in sizes.items()},
         "kv_in_use": metric(text, "vllm:kv_cache_usage_perc"), "running": metric(text, "vllm:num_requests_running"),
-        "waiting": metric(text, "vllm:num_requests_waiting"), **{name: counts[name] for name in ENDS},
+        "waiting": metric(text, "vllm:num_requests_waiting"), "http_fds": server["fds"],
+        "engine_fds": state["engine"]["process"]["fds"], "held": held, **{name: counts[name] for name in ENDS},
     }  # fmt: skip
 
 
-async def soak(url: str, minutes: float, clients: int, every: float, path: str) -> list[dict[str, float]]:
+async def soak(url: str, args: argparse.Namespace) -> list[dict[str, float]]:
     where = urlsplit(url)
     address = (where.hostname, where.port)
     start = time.monotonic()
-    until = start + 60 * minutes
+    until = start + 60 * args.minutes
     counts: Counter[str] = Counter()
-    tasks = [asyncio.create_task(client(address, random.Random(i), until, counts)) for i in range(clients)]
-    rows = []
-    with open(path, "w", newline="") as file:
-        out = None
+    rows = [await asyncio.to_thread(sample, url, start, counts)]  # before anybody has come
+    randoms = [random.Random(i) for i in range(args.clients)]
+    tasks = [asyncio.create_task(client(address, rng, until, counts, args.faults)) for rng in randoms]
+    with open(args.csv, "w", newline="") as file:
+        out = csv.DictWriter(file, list(rows[0]))
+        out.writeheader()
         while True:
-            done = all(task.done() for task in tasks)
-            rows.append(await asyncio.to_thread(sample, url, start, counts))
-            out = out or csv.DictWriter(file, list(rows[0]))
-            if len(rows) == 1:
-                out.writeheader()
             out.writerow(rows[-1])
             file.flush()
+            await asyncio.sleep(1.0 if time.monotonic() > until else args.every)
+            done = all(task.done() for task in tasks)
+            rows.append(await asyncio.to_thread(sample, url, start, counts))
             if done and not rows[-1]["running"] and not rows[-1]["waiting"]:
                 for task in tasks:
                     task.result()
+                out.writerow(rows[-1])
                 return rows
             if time.monotonic() > until + 180:
                 raise SystemExit(f"requests had not ended 3 minutes after the last was asked: {rows[-1]}")
-            await asyncio.sleep(1.0 if time.monotonic() > until else every)
+
+
+def slope(rows: list[dict[str, float]], name: str) -> float:
+    """Of the straight line of least squares through ``name``, an hour."""
+    hours = [row["seconds"] / 3600 for row in rows]
+    return statistics.linear_regression(hours, [row[name] for row in rows]).slope
 
 
 def verdict(rows: list[dict[str, float]]) -> list[str]:
     """What is wrong."""
     found = []
     quarter = max(len(rows) // 4, 1)
+    settled = [row for row in rows if row["seconds"] >= SETTLED]
     for name in ("http_mib", "rest_mib"):
         second, last = (max(row[name] for row in part) for part in (rows[quarter : 2 * quarter + 1], rows[-quarter:]))
         print(f"{name}: {rows[0][name]} at first, {second} in the second quarter, {last} in the last")
         if last > second + SLACK:
             found.append(f"{name} grew from {second} to {last}")
+        if len(settled) > 2:
+            by_hour = slope(settled, name)
+            print(f"{name}: {by_hour:+.2f} MiB an hour after the first {SETTLED / 60:.0f} minutes")
+            if by_hour > SLOPE and rows[-1]["seconds"] >= 60 * LONG:
+                found.append(f"{name} grows by {by_hour:.2f} MiB an hour; at most {SLOPE} is allowed")
+    for name in ("http_fds", "engine_fds"):
+        if rows[-1][name] > rows[0][name] + FDS:
+            found.append(f"{name}: {rows[-1][name]} are open with nobody inside, {rows[0][name]} were at the start")
+    if rows[-1]["held"]:
+        found.append(f"{rows[-1]['held']} entries are left in tables of requests, slots and ids")
     if rows[-1]["kv_in_use"]:
         found.append(f"{100 * rows[-1]['kv_in_use']:.3f} % of the blocks are in use with nobody inside")
     if rows[-1]["wrong"]:
-        found.append(f"{rows[-1]['wrong']} answers were neither 200 nor 429")
+        found.append(f"{rows[-1]['wrong']} answers were neither 200 nor 429, nor the error that was provoked")
     return found
 
 
@@ -235,11 +302,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS")
     parser.add_argument("--csv", default="soak.csv")
+    parser.add_argument("--faults", type=float, default=0.0, metavar="SHARE", help="of the requests; 0: none")
     args = parser.parse_args()
-    sets = [*FULL, *args.set]
+    sets = [*FULL, *(soak_faults.SETS if args.faults else ()), *args.set]
     process, url = start_server(args.model, ["--admin", *(part for one in sets for part in ("--set", one))])
     try:
-        rows = asyncio.run(soak(url, args.minutes, args.clients, args.every, args.csv))
+        rows = asyncio.run(soak(url, args))
     finally:
         process.terminate()
         status = process.wait()
