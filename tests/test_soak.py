@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from soak import verdict  # noqa: E402
+from soak import verdict
 
 FLAT = {"http_mib": 80.0, "rest_mib": 500.0, "kv_in_use": 0.0, "wrong": 0, "http_fds": 11, "engine_fds": 5, "held": 0}
 
