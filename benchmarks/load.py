@@ -109,7 +109,7 @@ def drive(address: tuple[str, int], asks: Sequence[Sequence[bytes]], at: float) 
 
 def _probe(address: tuple[str, int], stop, pipe) -> None:
     """Look at /health until told to stop."""
-    ask, took = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", []
+    ask, took = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", []
     while not stop.wait(PROBE):
         start = time.perf_counter()
         with socket.create_connection(address, timeout=30) as link:

@@ -43,6 +43,7 @@ from serving import start_server
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+WHO = {"Authorization": f"Bearer {soak_faults.KEY}"}
 LEAVE = 0.2  # share of the requests that are left, or cancelled, early
 SLACK = 16.0  # MiB
 LONG, SETTLED, SLOPE = 90.0, 1800.0, 1.0  # minutes; seconds at the start that are not counted; MiB an hour
@@ -129,7 +130,8 @@ def count(counts: Counter[str], status: int, what: object) -> None:
 async def ask_many(address: tuple[str, int], rng: random.Random, counts: Counter[str]) -> None:
     """Some requests at once on a WebSocket; some are cancelled, at once or later, or all, as the client leaves."""
     names = [f"{number}" for number in range(rng.randint(1, 8))]
-    async with connect(f"ws://{address[0]}:{address[1]}/v1/ws", proxy=None, max_size=None) as socket:
+    where = f"ws://{address[0]}:{address[1]}/v1/ws"
+    async with connect(where, additional_headers=WHO, proxy=None, max_size=None) as socket:
         for name in names:
             what = body(rng)
             kind = "chat.completions" if "messages" in what else "completions"
@@ -183,8 +185,8 @@ async def post(address: tuple[str, int], path: str, body: dict) -> tuple[int, by
 
 
 def request_head(path: str, data: bytes) -> bytes:
-    lines = f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"
-    return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode()
+    lines = f"POST {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {soak_faults.KEY}", "Connection: close"
+    return "\r\n".join([*lines, "Content-Type: application/json", f"Content-Length: {len(data)}", "", ""]).encode()
 
 
 async def client(
@@ -210,7 +212,7 @@ def metric(text: str, name: str) -> float:
 
 
 def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=WHO), timeout=30) as answer:
         return answer.read().decode()
 
 
@@ -305,7 +307,8 @@ def main() -> None:
     parser.add_argument("--faults", type=float, default=0.0, metavar="SHARE", help="of the requests; 0: none")
     args = parser.parse_args()
     sets = [*FULL, *(soak_faults.SETS if args.faults else ()), *args.set]
-    process, url = start_server(args.model, ["--admin", *(part for one in sets for part in ("--set", one))])
+    more = ["--admin", *(part for one in sets for part in ("--set", one))]
+    process, url = start_server(args.model, more, {"MINIVLLM_API_KEY": soak_faults.KEY})
     try:
         rows = asyncio.run(soak(url, args))
     finally:

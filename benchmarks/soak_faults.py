@@ -16,6 +16,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable
 
+KEY = "soak"  # the server's key: /debug/state wants one
 PARTS = "minivllm.testing.faulty"
 SETS = (
     f'allow_targets=["{PARTS}"]',
@@ -41,7 +42,7 @@ def failing_body(rng: random.Random) -> tuple[dict, int]:
 
 
 Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-API-Key: {KEY}\r\n"
 
 
 async def half_a_head(link: Link, rng: random.Random) -> None:

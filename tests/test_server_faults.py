@@ -22,9 +22,8 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "te
 
 def ask(body, keep=b""):
     data = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-    )
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n"
     return head.encode() + keep + b"\r\n" + data
 
 

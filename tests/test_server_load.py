@@ -31,7 +31,9 @@ def address():
 async def ask(address, body):
     """(status, bytes of the answer); 0 where the connection ended without one."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    )
     try:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + data)

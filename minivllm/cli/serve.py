@@ -21,6 +21,7 @@ SERVER = (
     ("api_key_file", str, "a file with one key a line"),
     ("tool_parser", str, "how the model writes calls of tools: hermes (default) or json"),
     ("log_format", str, "json (default) or text"),
+    ("log_level", str, "debug, info (default) or warning"),
     ("max_queue", int, "prompts that may wait; more: 429 (default 256)"),
     ("drain_timeout", float, "seconds for running requests after SIGTERM (default 30)"),
 )
@@ -42,6 +43,8 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub.add_argument("--admin", action="store_true", default=None, help="offer routes for the profiler and the cache")
     sub.add_argument("--served-model-name", nargs="+", default=None, metavar="NAME", help="names for requests")
     sub.add_argument("--allowed-origins", nargs="+", default=None, metavar="URL", help="web pages that may ask")
+    hosts = "names that the server is asked for by, beside localhost; *.NAME: all below it, *: all"
+    sub.add_argument("--allowed-hosts", nargs="+", default=None, metavar="NAME", help=hosts)
     sub.add_argument(
         "--api-key", action="append", default=None, metavar="KEY",
         help="a key that requests must have; again for more; MINIVLLM_API_KEY does the same and is not seen in ps",
@@ -56,7 +59,7 @@ def load(args: argparse.Namespace) -> Loaded:
     if args.positional is not None and args.model is not None:
         raise ConfigError(f"MODEL {args.positional!r} beside --model {args.model!r}: want one")
     model = args.positional if args.positional is not None else args.model
-    names = [name for name, _, _ in SERVER] + ["admin", "served_model_name", "allowed_origins"]
+    names = [name for name, _, _ in SERVER] + ["admin", "served_model_name", "allowed_origins", "allowed_hosts"]
     server = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     engine = [name for name, _, _ in ENGINE] + ["enforce_eager"]
     flags: dict[str, Any] = {name: getattr(args, name) for name in engine if getattr(args, name) is not None}

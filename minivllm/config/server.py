@@ -5,11 +5,14 @@ Secrets are no part of it: a configuration is shown, compared and recorded.  It 
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from minivllm.config.base import Strict
+
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[?[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}\]?")
 
 
 class ServerConfig(Strict):
@@ -23,9 +26,13 @@ class ServerConfig(Strict):
     api_key_file: str | None = Field(None, description="a file with one key a line; requests then need one of them")
     root_path: str = Field("", description="the path under which a proxy shows the server")
     allowed_origins: list[str] = Field([], description="web pages that may ask from a browser; '*': all")
+    allowed_hosts: list[str] = Field(
+        [], description="names that the server is asked for by; '*.NAME': all below, '*': all"
+    )
     admin: bool = Field(False, description="offer /start_profile, /stop_profile, /reset_prefix_cache, /debug/state")
     tool_parser: str = Field("hermes", min_length=1, description="how calls of tools are written in this model's text")
     log_format: Literal["json", "text"] = Field("json", description="of the log on standard error, a line an event")
+    log_level: Literal["debug", "info", "warning"] = Field("info", description="debug has polls of /health as well")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="of a request's body; more: 413")
     max_header_bytes: int = Field(32 << 10, ge=1024, description="of a request's headers together; more: 431")
     max_headers: int = Field(100, ge=8, description="headers of a request; more: 431")
@@ -45,3 +52,11 @@ class ServerConfig(Strict):
     keep_alive: float = Field(15, gt=0, description="between comments in a stream that has nothing to say")
     stuck_after: float = Field(120, gt=0, description="that a step of the engine may take; longer: it is ended, exit 7")
     drain_timeout: float = Field(30, ge=0, description="for running requests to end after SIGTERM")
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not _HOST.fullmatch(name):
+                raise ValueError(f"{name!r}: want a host name or an address without scheme, port or path; *.NAME; or *")
+        return names

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 import minivllm
 
 from . import chat, completions, errors, operations, websocket
-from .auth import Keys
+from .auth import Keys, admin_token
 from .errors import ApiError
 from .guard import Guard
 from .protocol.chat import ChatBody
@@ -50,6 +50,7 @@ ADMIN: Routes = (
     ("/debug/state", operations.debug_state, "GET", None, (JSON,), (500, 503)),
     ("/reset_prefix_cache", operations.reset_prefix_cache, "POST", None, (JSON,), (500, 503)),
 )
+OPERATORS = frozenset(route for _, route, *_ in ADMIN)
 _ERROR = {
     "type": "object", "required": ["error"],
     "properties": {
@@ -67,20 +68,23 @@ _ERROR = {
 class Application:
     """An ASGI application.  ``service`` is None until the engine is there; until then only /health answers, with 503.
 
-    ``reason`` says why there is no engine, or why it takes nothing more.
+    ``reason`` says why there is no engine, or why it takes nothing more; ``admin_token`` is what the routes of
+    ``--admin`` want where no key is needed, else None.
     """
 
     def __init__(self, server: ServerConfig, keys: Iterable[str] = ()) -> None:
         self.service: Service | None = None
         self.reason = "the model is loading"
         keys = list(keys)
+        self.admin_token = admin_token(server, keys)
         app = FastAPI(
             title="minivllm", version=minivllm.__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
             openapi_url="/openapi.json",
         )  # fmt: skip
         for path, route, method, body, kinds, codes in (*ROUTES, *(ADMIN if server.admin else ())):
+            wanted = self.admin_token if route in OPERATORS else None
             app.add_api_route(
-                path, self._endpoint(route), methods=[method], response_model=None, name=route.__name__,
+                path, self._endpoint(route, wanted), methods=[method], response_model=None, name=route.__name__,
                 response_class=Response, responses=_documented(kinds, codes),
                 openapi_extra=_documented_input(path, body),
             )  # fmt: skip
@@ -92,7 +96,7 @@ class Application:
         app.add_api_websocket_route("/v1/ws", websocket.endpoint(lambda: self.service, Keys(keys)))
         app.add_exception_handler(HTTPException, _http_error)
         app.add_exception_handler(ApiError, _api_error)
-        self.guard = Guard(app, Keys(keys), server.max_header_bytes, server.max_headers)
+        self.guard = Guard(app, Keys(keys), server)
         self.asgi: Any = self.guard
         if server.allowed_origins:
             self.asgi = CORSMiddleware(
@@ -119,8 +123,13 @@ class Application:
             return _answer(_unavailable("the server is shutting down"))
         return await self.health(request)
 
-    def _endpoint(self, route: Callable[..., Any]) -> Callable[..., Any]:
+    def _endpoint(self, route: Callable[..., Any], token: str | None) -> Callable[..., Any]:
+        held = Keys([] if token is None else [token])
+
         async def endpoint(request: Request) -> Any:
+            if held.tenant(dict(request.scope["headers"])) is None:
+                what = "want the token that the server told at its start: Authorization: Bearer TOKEN"
+                raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
             if self.service is None:
                 raise _unavailable(self.reason)
             try:
@@ -160,7 +169,7 @@ def _documented(kinds: Iterable[str], codes: Iterable[int]) -> dict[int | str, d
     good = {kind: {"schema": {"type": "object"} if kind == JSON else {"type": "string"}} for kind in kinds}
     bad = {"description": "an error", "content": {JSON: {"schema": _ERROR}}}
     answers: dict[int | str, dict[str, Any]] = {200: {"description": "the answer", "content": good}}
-    return answers | dict.fromkeys(sorted({400, 401, 405, 431, *codes}), bad)
+    return answers | dict.fromkeys(sorted({400, 401, 403, 405, 431, *codes}), bad)
 
 
 def _documented_input(path: str, body: Any) -> dict[str, Any]:

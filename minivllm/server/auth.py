@@ -1,13 +1,23 @@
-"""API keys: read from a file, compared in constant time.  Which key it was separates tenants; no key is ever logged."""
+"""API keys: read from a file, compared in constant time.  Which key it was separates tenants; no key is ever logged.
+
+The routes of ``--admin`` want one too.  Where there are none, they want a token that is made, and told, at the start.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minivllm.errors import ConfigError
+
+from .cross_site import is_loopback
+
+if TYPE_CHECKING:
+    from minivllm.config.server import ServerConfig
 
 ENVIRONMENT = "MINIVLLM_API_KEY"
 
@@ -22,6 +32,17 @@ def read_keys(path: str) -> list[str]:
     if not keys:
         raise ConfigError(f"server.api_key_file={path!r}: holds no key; want one a line")
     return keys
+
+
+def admin_token(server: ServerConfig, keys: Sequence[str]) -> str | None:
+    """What the routes of ``--admin`` want where no key is needed; None if one is, or there are no such routes.
+    ConfigError if others than this machine could ask."""
+    if not server.admin or keys:
+        return None
+    if not is_loopback(server.host.lower()):
+        what = f"server.admin without a key on server.host={server.host!r}"
+        raise ConfigError(f"{what}: want a key (--api-key, MINIVLLM_API_KEY, --api-key-file), or --host 127.0.0.1")
+    return secrets.token_urlsafe(24)
 
 
 class Keys:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
+from .cross_site import JSON_WANTED, is_json
 from .errors import ApiError
 
 # times the limit: of a larger body that much is read, and dropped, before it is refused.  A connection that closes
@@ -18,9 +19,10 @@ LINGER = 8
 async def read_object(request: Request, most: int, seconds: float) -> dict[str, Any]:
     """The body as a JSON object.  ApiError: 415 if its type is not JSON, 413 over ``most`` bytes, 408 if it has not
     come after ``seconds``, 400 if it is no JSON object."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise ApiError(415, "Content-Type: want application/json")
+    if not is_json(
+        request.headers.get("content-type", "")
+    ):  # the guard has looked at those of bodies that are not empty
+        raise ApiError(415, f"the request has no body; {JSON_WANTED}, and a JSON object")
     declared = request.headers.get("content-length", "")
     told = int(declared) if declared.isdecimal() else 0
     large = ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})

@@ -13,9 +13,10 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 
 MOST = 600  # characters of a message
 TYPES = {
-    400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
-    408: "RequestTimeoutError", 413: "RequestTooLargeError", 415: "UnsupportedMediaTypeError", 429: "QueueFullError",
-    431: "RequestHeadersTooLargeError", 500: "InternalServerError", 503: "ServiceUnavailableError",
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
+    405: "MethodNotAllowedError", 408: "RequestTimeoutError", 413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError", 429: "QueueFullError", 431: "RequestHeadersTooLargeError",
+    500: "InternalServerError", 503: "ServiceUnavailableError",
 }  # fmt: skip
 INTERNAL = "the server failed on this request; its log says why"
 

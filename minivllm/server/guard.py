@@ -1,4 +1,5 @@
-"""What stands before every route: limits on headers, keys, request ids, the log, and the answer to what nobody caught.
+"""What stands before every route: limits on headers, hosts, origins, keys, request ids, the log, and the answer to what
+nobody caught.
 
 It decides by the raw path and headers of the connection: no framework has touched them.
 """
@@ -7,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import errors, logs
+from . import cross_site, errors, logs
 from .auth import Keys
 from .errors import ApiError
 
+if TYPE_CHECKING:
+    from minivllm.config.server import ServerConfig
+
 OPEN = frozenset({"/health"})  # routes that need no key
+POLLED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds, which is worth no line of the log
 TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")  # W3C Trace Context
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -26,9 +32,11 @@ class Guard:
     the client calls it), ``tenant`` and ``trace`` (W3C trace context); a route may add ``log``, values for the
     request's line in the log."""
 
-    def __init__(self, app: Any, keys: Keys, max_header_bytes: int, max_headers: int, metrics: Any = None) -> None:
+    def __init__(self, app: Any, keys: Keys, server: ServerConfig, metrics: Any = None) -> None:
         self.app, self.keys, self.metrics = app, keys, metrics
-        self.max_header_bytes, self.max_headers = max_header_bytes, max_headers
+        self.max_header_bytes, self.max_headers = server.max_header_bytes, server.max_headers
+        self.hosts = cross_site.Hosts(server.allowed_hosts, server.host, bool(keys))
+        self.origins = server.allowed_origins
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "websocket":
@@ -69,12 +77,12 @@ class Guard:
             seconds = time.monotonic() - start
             if self.metrics is not None:
                 self.metrics.http(scope.get("route"), status)
-            if status != 200 or path not in ("/health", "/metrics", "/ready"):
-                more: Any = {"client_id": echoed} if echoed != request_id else {}
-                logs.event(
-                    "request", request_id=request_id, **more, method=scope["method"], path=path, status=status,
-                    ms=round(1e3 * seconds, 1), **state["log"],
-                )  # fmt: skip
+            more: Any = {"client_id": echoed} if echoed != request_id else {}
+            polled = status in (200, 503) and asked_path(scope) in POLLED
+            logs.event(
+                "request", logging.DEBUG if polled else logging.INFO, request_id=request_id, **more,
+                method=scope["method"], path=path, status=status, ms=round(1e3 * seconds, 1), **state["log"],
+            )  # fmt: skip
 
     async def _socket(self, scope: Any, receive: Any, send: Any) -> None:
         """A WebSocket: its key may come later, so the route looks at it."""
@@ -84,6 +92,7 @@ class Guard:
         state.update(request_id=request_id, tenant="", log={}, trace=trace)
         try:
             self._limits(scope)
+            self._whence(scope, True)
             await self.app(scope, receive, send)
         except ApiError as error:
             await receive()  # the handshake, which is refused
@@ -99,16 +108,32 @@ class Guard:
             want = f"at most {self.max_headers} of {self.max_header_bytes} bytes together"
             raise ApiError(431, f"{what}; want {want}", headers={"Connection": "close"})
 
+    def _whence(self, scope: Any, changes: bool) -> None:
+        """ApiError for a name that is not ours and, if the request changes anything, for a page that is not."""
+        reached = (scope.get("server") or ("",))[0]
+        self.hosts.check(scope["headers"], reached, scope.get("http_version", "1.1"))
+        if changes:
+            cross_site.check_origin(scope["headers"], self.origins)
+
     def _check(self, scope: Any, headers: dict[bytes, bytes], state: dict[str, Any]) -> None:
+        changes = scope["method"] not in cross_site.SAFE
         self._limits(scope)
+        self._whence(scope, changes)
         if b"content-length" in headers and b"transfer-encoding" in headers:
             raise ApiError(400, "Content-Length beside Transfer-Encoding: want one", headers={"Connection": "close"})
-        if scope["path"] not in OPEN:
+        if asked_path(scope) not in OPEN:
             tenant = self.keys.tenant(headers)
             if tenant is None:
                 what = "want a valid API key: Authorization: Bearer KEY"
                 raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
             state["tenant"] = tenant
+        if changes:
+            cross_site.check_json(scope["headers"])
+
+
+def asked_path(scope: Any) -> str:
+    """The path that was asked for: uvicorn puts ``root_path`` before it."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def trace_of(headers: dict[bytes, bytes]) -> dict[str, str] | None:

@@ -37,7 +37,7 @@ class TextLines(logging.Formatter):
         return printable(line, 20_000)
 
 
-def set_up(form: str) -> None:
+def set_up(form: str, level: str = "info") -> None:
     """Write the logs of the server, the engine and uvicorn to standard error; what others set up is left alone."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
@@ -45,7 +45,7 @@ def set_up(form: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-    log.setLevel(logging.INFO)
+    log.setLevel(level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 

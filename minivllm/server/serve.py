@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -62,7 +63,7 @@ def serve(args: argparse.Namespace) -> int:
     if loaded.server.api_key_file is not None:
         keys += read_keys(loaded.server.api_key_file)
     tools.parser_of(loaded.server.tool_parser)
-    logs.set_up(loaded.server.log_format)
+    logs.set_up(loaded.server.log_format, loaded.server.log_level)
     return asyncio.run(run(loaded, keys))
 
 
@@ -82,9 +83,9 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
 async def run(loaded: Loaded, keys: list[str]) -> int:
     """Serve until somebody says stop.  ResourceError if the address is taken; the engine's own errors at start."""
     server = loaded.server
+    app = Application(server, keys)
     bound = bind(server)
     client: EngineClient = ProcessClient(loaded, server.stuck_after)
-    app = Application(server, keys)
     http = Http(app, server)
     stop = Stop()
     serving = asyncio.create_task(http.serve(sockets=[bound]))
@@ -98,6 +99,7 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
             await opening  # its error is the command's
             app.open(make_service(client, server, loaded.engine.model, loaded.sampling))
             state.freeze_loaded()
+            _tell_token(app)
             host, port = bound.getsockname()[:2]
             logs.event("serving", url=f"http://{host}:{port}", model=app.service.names[0], keys=len(keys))  # type: ignore[union-attr]
             return await _until_the_end(app, client, serving, stop)
@@ -110,6 +112,12 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
             await serving
         await client.close()
         bound.close()
+
+
+def _tell_token(app: Application) -> None:
+    if app.admin_token is not None:
+        what = "no key is needed, so the routes of --admin want this token: Authorization: Bearer TOKEN"
+        logs.event(what, logging.WARNING, token=app.admin_token)
 
 
 async def _until_the_end(app: Application, client: EngineClient, serving: asyncio.Task[None], stop: Stop) -> int:

@@ -11,10 +11,10 @@ An id that a client has used gets exactly one last word, in whatever order messa
 error about a message whose id belongs to a running request is therefore sent without an id.  A cancel of an id that
 has had its last word needs no answer; one of an id never used on this connection is an error, which is its last word.
 
-A browser sets no headers, so a key may come as the subprotocol ``key.K``; a wrong one is refused at the handshake.  A
-page of another origin may connect only if ``allowed_origins`` has it.  What waits to be sent is bounded: a reader who
-is slow slows its own requests, one who takes nothing for ``write_timeout`` is sent away.  When the connection ends,
-for whatever reason, all its requests do.
+A browser sets no headers, so a key may come as the subprotocol ``key.K``; a wrong one is refused at the handshake, and
+so are pages of other origins (``guard.py``).  What waits to be sent is bounded: a reader who is slow slows its own
+requests, one who takes nothing for ``write_timeout`` is sent away.  When the connection ends, for whatever reason, all
+its requests do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -57,14 +56,6 @@ WAITING = 64  # messages to a client that wait at most; then its requests do
 LONGEST_ID = 128
 ENDED_IDS = 1024  # ids that are remembered to have had their last word; a cancel later than that is an error
 BINARY, BAD_KEY, GOING, SLOW = 1003, 1008, 1012, 1013  # close codes (RFC 6455)
-
-
-def foreign(socket: WebSocket, allowed: list[str]) -> bool:
-    """Whether a page of another origin asks, one that ``allowed`` does not name."""
-    origin = socket.headers.get("origin")
-    if origin is None or "*" in allowed or origin in allowed:
-        return False
-    return urlsplit(origin).netloc.lower() != socket.headers.get("host", "").lower()
 
 
 @dataclass
@@ -306,12 +297,12 @@ async def _never() -> Any:
 
 
 def endpoint(get_service: Callable[[], Service | None], keys: Keys) -> Callable[[WebSocket], Any]:
-    """The route.  Before the engine is there, and for pages of other origins, the handshake is refused."""
+    """The route.  Before the engine is there the handshake is refused."""
 
     async def serve(socket: WebSocket) -> None:
         service = get_service()
-        if service is None or service.door.closed or foreign(socket, service.server.allowed_origins):
-            await socket.close(GOING if service is None or service.door.closed else BAD_KEY)
+        if service is None or service.door.closed:
+            await socket.close(GOING)
             return
         await Connection(socket, service, keys).serve()
 

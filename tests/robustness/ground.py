@@ -87,7 +87,7 @@ class Ground:
 
     def head(self, path: str = "/v1/completions", *lines: str, method: str = "POST") -> bytes:
         """The beginning of a request, up to its last header."""
-        own = ["Host: x", "Content-Type: application/json", f"Authorization: Bearer {self.key}"]
+        own = ["Host: localhost", "Content-Type: application/json", f"Authorization: Bearer {self.key}"]
         return "\r\n".join([f"{method} {path} HTTP/1.1", *own, *lines, ""]).encode("latin-1")
 
     def request(self, body: Any, path: str = "/v1/completions", *lines: str) -> bytes:

@@ -39,8 +39,9 @@ def frame(opcode: int, data: bytes, final: bool = True, masked: bool = True) -> 
 
 def handshake(ground: Ground, link: socket.socket, *more: str) -> bytes:
     word = base64.b64encode(os.urandom(16)).decode()
-    lines = ["GET /v1/ws HTTP/1.1", "Host: x", "Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13",
-             f"Sec-WebSocket-Key: {word}", *(more or [f"Authorization: Bearer {ground.key}"])]  # fmt: skip
+    lines = ["GET /v1/ws HTTP/1.1", "Host: localhost", "Upgrade: websocket", "Connection: Upgrade",
+             "Sec-WebSocket-Version: 13", f"Sec-WebSocket-Key: {word}",
+             *(more or [f"Authorization: Bearer {ground.key}"])]  # fmt: skip
     link.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
     return receive(link, b"\r\n\r\n")
 

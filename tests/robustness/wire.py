@@ -185,7 +185,7 @@ def f23(ground: Ground, rng: random.Random) -> Any:
         links = [ground.connect(10) for _ in range(50)]
         for link in links[::2]:
             link.sendall(
-                b"GET /v1/ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-K"
+                b"GET /v1/ws HTTP/1.1\r\nHost: [::1]\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-K"
             )
         start = time.monotonic()
         for link in links:
