@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from minivllm.errors import PluginError
+from minivllm.errors import PluginError, shown
 
 ENV = "MINIVLLM_PLUGIN_TIMEOUT"
 SECONDS = 30.0
@@ -23,7 +23,7 @@ def seconds() -> float:
     except ValueError:
         found = -1.0
     if not 0 <= found < 1e9:
-        raise PluginError(f"{ENV}={text!r}: want a number of seconds, 0 for no limit")
+        raise PluginError(f"{ENV}={shown(text)}: want a number of seconds, 0 for no limit")
     return found
 
 

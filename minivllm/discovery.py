@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minivllm.errors import PluginError, suggest
+from minivllm.errors import PluginError, shown, suggest
 from minivllm.spec import KINDS, RESERVED
 
 BUILTIN = "minivllm"  # the distribution that the plug-ins of this package belong to
@@ -102,8 +102,8 @@ def _unusable(entry: Entry, same: Entry | None) -> str:
     if entry.kind not in (*KINDS, *RESERVED):
         group = entry.kind if entry.kind.startswith(GROUP) else f"{GROUP}.{entry.kind}"
         near = suggest(group, [f"{GROUP}.{kind}" for kind in (*KINDS, *RESERVED)], 0.8)
-        return f"{entry.name!r} is in the entry-point group {group!r}, and there is no such seam.{near}"
-    where = f"{GROUP}.{entry.kind}: {entry.name!r}"
+        return f"{shown(entry.name)} is in the entry-point group {shown(group)}, and there is no such seam.{near}"
+    where = f"{GROUP}.{entry.kind}: {shown(entry.name)}"
     if entry.builtin:
         return f"{where} claims to be of the package minivllm, which has none by entry point"
     if entry.dist == LOCAL:
@@ -113,9 +113,9 @@ def _unusable(entry: Entry, same: Entry | None) -> str:
     if entry.dist == UNKNOWN:
         return f"{where} is of a package whose metadata has no name"
     if not _TARGET.fullmatch(entry.target):
-        return f"{where} is {entry.target!r}: want 'package.module:SPEC'"
+        return f"{where} is {shown(entry.target)}: want 'package.module:SPEC'"
     if same is not None and same.target != entry.target:
-        return f"{where} is offered twice, as {same.target!r} and as {entry.target!r}: the first is used"
+        return f"{where} is offered twice, as {shown(same.target)} and as {shown(entry.target)}: the first is used"
     return ""
 
 
@@ -224,7 +224,7 @@ def version_hint(entry: Entry) -> str:
 def _flag(environ: Mapping[str, str]) -> bool:
     value = environ.get(STRICT, "")
     if value not in ("", "0", "1"):
-        raise PluginError(f"{STRICT}={value!r}: want 0 or 1")
+        raise PluginError(f"{STRICT}={shown(value)}: want 0 or 1")
     return value == "1"
 
 
@@ -238,7 +238,7 @@ def _shut(dists: set[str], environ: Mapping[str, str]) -> set[str]:
     only = {normal(w) for w in words if not w.startswith("-")}
     without = {normal(w[1:]) for w in words if w.startswith("-")}
     if BUILTIN in without or "" in without:
-        raise PluginError(f"{ENV}={text!r}: want packages, or '-package', and minivllm itself cannot be shut out")
+        raise PluginError(f"{ENV}={shown(text)}: want packages, or '-package', and minivllm itself cannot be shut out")
     if unknown := sorted((only | without) - dists - {BUILTIN}):
         raise PluginError(
             f"{ENV} names {', '.join(unknown)}, but no such package offers a minivllm plugin. "

@@ -64,14 +64,22 @@ class EngineDeadError(MinivllmError):
 _short = reprlib.Repr()
 _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 _short.maxstring = _short.maxother = _short.maxlong = 120
+QUOTED = 240  # characters of a value in a message
 
 
 def shown(value: object) -> str:
     """A value in a message: its repr in one line, shortened, whatever it is."""
     try:
-        return " ".join(_short.repr(value).split("\n"))
+        return brief(" ".join(_short.repr(value).split("\n")), QUOTED)
     except Exception:  # a number of 5,000 digits; an object whose repr fails
         return f"a {type(value).__name__}"
+
+
+def brief(text: str, most: int = 120) -> str:
+    """A text in a message that stands there as it is, such as a name: printable, of at most ``most`` characters."""
+    if len(text) > most:
+        text = f"{text[: most * 2 // 3]}...{text[len(text) - most // 3 + 3 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def told(exc: BaseException) -> str:
@@ -87,5 +95,5 @@ def suggest(word: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
     """`` Did you mean 'x'?`` for the nearest known word, or nothing.  Used wherever a name is refused."""
     import difflib
 
-    near = difflib.get_close_matches(str(word)[:80], [str(k) for k in known], n=1, cutoff=cutoff)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(brief(str(word), 80), [str(k) for k in known], n=1, cutoff=cutoff)
+    return f" Did you mean {shown(near[0])}?" if near else ""

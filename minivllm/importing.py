@@ -21,7 +21,7 @@ from typing import Any
 
 from minivllm.deadline import deadline, seconds
 from minivllm.discovery import BUILTIN
-from minivllm.errors import PluginError, told
+from minivllm.errors import PluginError, shown, told
 
 CAME_THROUGH = 77  # the status of a process that had imported it, or had an exception of it
 PATIENCE = 10.0  # seconds; an import that takes longer is not tried out
@@ -32,7 +32,7 @@ def import_target(target: str) -> Any:
     """Import ``package.module:Name`` (or ``:Name.attribute``).  The exceptions of the import pass through."""
     module, _, path = target.partition(":")
     if not path or not module:
-        raise ImportError(f"{target!r} is not of the form 'package.module:Name'")
+        raise ImportError(f"{shown(target)} is not of the form 'package.module:Name'")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name)
@@ -41,7 +41,7 @@ def import_target(target: str) -> Any:
 
 def guarded_import(who: str, target: str, source: str) -> Any:
     """Import a target; any failure is a PluginError that names ``who``, and the target where ``source`` does not."""
-    at = "" if repr(target) in source else f" from {target!r}"
+    at = "" if repr(target) in source else f" from {shown(target)}"
     limit = 0.0
     if not source.startswith(f"{BUILTIN} "):
         limit = seconds()

@@ -17,6 +17,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from minivllm import files
 from minivllm.core.capture import synchronize
 from minivllm.core.interfaces.quantizer import WeightScheme
 from minivllm.core.timing import processor_seams
@@ -44,6 +45,7 @@ class Trace:
         folder = Path(path).absolute().parent
         if not folder.is_dir():
             raise RequestError(f"{path}: there is no folder {folder}; make it, then call stop_profile again")
+        files.check_output(path, RequestError)
         self.close()
         self._profile.export_chrome_trace(path)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import discovery
 from minivllm.discovery import ENV, LOCAL, STRICT, Entry, Fault
-from minivllm.errors import MinivllmError, PluginError, suggest, told
+from minivllm.errors import MinivllmError, PluginError, shown, suggest, told
 from minivllm.importing import guarded_import, import_target
 from minivllm.spec import (
     ANY,
@@ -138,7 +138,7 @@ class Selection:
             return self.chosen
         if self.asked != "auto" and len(self.candidates) == 1:
             refused = self.candidates[0]
-            who = f"{self.kind} {refused.entry.label!r}" if refused.entry.builtin else str(refused.entry)
+            who = f"{self.kind} {shown(refused.entry.label)}" if refused.entry.builtin else str(refused.entry)
             text = f"{who} does not fit: {'; '.join(map(str, refused.reasons))}"
         else:
             text = self.explain()
@@ -168,8 +168,10 @@ class Registry:
         if not usable:
             raise PluginError(f"{found[0]} is blocked by {ENV}.")
         if len(usable) > 1:
-            ways = "".join(f"\n    name = {e.label!r}" for e in usable)
-            raise PluginError(f"{self.kind.name} {name!r} is offered by {len(usable)} packages. Say which one:{ways}")
+            ways = "".join(f"\n    name = {shown(e.label)}" for e in usable)
+            raise PluginError(
+                f"{self.kind.name} {shown(name)} is offered by {len(usable)} packages. Say which one:{ways}"
+            )
         return usable[0]
 
     def _unknown(self, name: str) -> str:
@@ -178,9 +180,9 @@ class Registry:
         hint = suggest(f"{discovery.normal(dist)}{slash}{bare}", known)
         installed = ", ".join(e.name if e.builtin else e.label for e in self.entries) or "none"
         return (
-            f"No {self.kind.name} is called {name!r}.{hint}\n"
+            f"No {self.kind.name} is called {shown(name)}.{hint}\n"
             f"  Installed: {installed}\n"
-            f"  A package adds one with the entry-point group {self.kind.group!r}; "
+            f"  A package adds one with the entry-point group {shown(self.kind.group)}; "
             "an experiment can say 'module:Class'."
         )
 
@@ -188,8 +190,8 @@ class Registry:
         if not self._allowed(target):
             module = target.partition(":")[0]
             raise PluginError(
-                f"{self.kind.name}: {target!r} is a target, and a target runs code. "
-                f"Add --allow-target {module} if you trust it (allow_targets=[{module!r}] in Python)"
+                f"{self.kind.name}: {shown(target)} is a target, and a target runs code. "
+                f"Add --allow-target {module} if you trust it (allow_targets=[{shown(module)}] in Python)"
             )
         return Entry(self.kind.name, target, target, LOCAL, "-")
 
@@ -206,13 +208,13 @@ class Registry:
             real = f"{found.__module__}:{found.__qualname__}"
             if not self._allowed(real):
                 raise PluginError(
-                    f"{self.kind.name}: {entry.target!r} is really {real!r}, which is not allowed. "
+                    f"{self.kind.name}: {shown(entry.target)} is really {shown(real)}, which is not allowed. "
                     f"Add --allow-target {found.__module__} if you trust it (allow_targets=[...] in Python)"
                 )
             own = getattr(found, "spec", None)
             summary = (found.__doc__ or "").partition("\n")[0]
             return own if isinstance(own, Spec) else Spec(real, self.kind.api, summary, limits=ANY)
-        raise PluginError(f"{entry}: {entry.target!r} is a {type(found).__name__}, not a minivllm Spec")
+        raise PluginError(f"{entry}: {shown(entry.target)} is a {type(found).__name__}, not a minivllm Spec")
 
     def _judge(self, entry: Entry, request: Request) -> Candidate:
         """Stage two for one entry.  PluginError if its spec, or the check in it, is broken."""
@@ -302,7 +304,7 @@ class Registry:
 
         model = _import(entry, spec.options)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            raise PluginError(f"{entry}: {spec.options!r} is no pydantic model of its options")
+            raise PluginError(f"{entry}: {shown(spec.options)} is no pydantic model of its options")
         return model
 
     def options(
@@ -326,7 +328,9 @@ class Registry:
             lines = "".join(f"\n  {line}" for line in sourced(faults(exc, model, values, at), origins))
             raise PluginError(f"Wrong options for {label}:{lines}") from exc
         except Exception as exc:
-            text = f"{candidate.entry}: {candidate.spec.options!r} cannot take options: {type(exc).__name__}: {exc}"
+            text = (
+                f"{candidate.entry}: {shown(candidate.spec.options)} cannot take options: {type(exc).__name__}: {exc}"
+            )
             raise PluginError(text) from exc
 
 
@@ -369,7 +373,9 @@ class Catalog(Mapping[str, Registry]):
 
     def __getitem__(self, kind: str) -> Registry:
         if kind in RESERVED:
-            raise PluginError(f"The seam {kind!r} is reserved: this version of minivllm has no contract for it yet.")
+            raise PluginError(
+                f"The seam {shown(kind)} is reserved: this version of minivllm has no contract for it yet."
+            )
         check_seam(kind)
         return self._registries[kind]
 
@@ -399,7 +405,7 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
     Works in any process that has the packages installed; PluginError names the plug-in if the import fails, the class
     does not fill the seam, or it cannot be made.
     """
-    who = f"{kind} {part.name!r} ({part.source})" if part.source else f"{kind} {part.name!r}"
+    who = f"{kind} {shown(part.name)} ({part.source})" if part.source else f"{kind} {shown(part.name)}"
     found = guarded_import(who, part.target, part.source)
     check_base(KINDS[kind], who, found)
     model = guarded_import(who, part.options_target, part.source) if part.options_target else None

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from minivllm.errors import PluginError, suggest
+from minivllm.errors import PluginError, shown, suggest
 
 _SEAMS = "minivllm.core.interfaces."
 
@@ -374,7 +374,7 @@ def check_seam(seam: str | None) -> str | None:
     """The kind that a user means, by its own name or its option's; PluginError if there is none."""
     kind = next((k for k, option in OPTION_OF.items() if option == seam), seam)
     if kind is not None and kind not in KINDS:
-        raise PluginError(f"No seam is called {seam!r}.{suggest(kind, KINDS)} There are: {', '.join(KINDS)}.")
+        raise PluginError(f"No seam is called {shown(seam)}.{suggest(kind, KINDS)} There are: {', '.join(KINDS)}.")
     return kind
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.errors import suggest
+from minivllm.errors import brief, shown, suggest
 
 # the faults that a JSON Schema of the field explains; of others pydantic's or the validator's own text is told
 _EXPLAINED = (
@@ -95,16 +95,16 @@ def _text(error: Mapping[str, Any], place: tuple[Any, ...], path: str, root: Any
         near = suggest(str(place[-1]), known)
         if not near and 0 < len(known) <= _LISTED:
             near = f" There are: {', '.join(known)}."
-        return f"unknown option {path!r}.{near}"
+        return f"unknown option {shown(path)}.{near}"
     want = words(_down(root, place), root) if kind.endswith(_EXPLAINED) else ""
     if kind == "missing":
-        return f"{path} is missing: want {want or 'a value'}"
+        return f"{brief(path)} is missing: want {want or 'a value'}"
     if not want:
         message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        return f"{path or 'value'}: {message.replace('Input should be', 'want')}"
+        return f"{brief(path) or 'value'}: {message.replace('Input should be', 'want')}"
     node = _resolve(_down(root, place), root)
     hint = suggest(str(error["input"]), node.get("enum", ())) if isinstance(error["input"], str) else ""
-    return f"{path}{_shown(error['input'])}: want {want}{'.' if hint else ''}{hint}"
+    return f"{brief(path)}{_shown(error['input'])}: want {want}{'.' if hint else ''}{hint}"
 
 
 def _shown(value: Any) -> str:
@@ -112,7 +112,7 @@ def _shown(value: Any) -> str:
         return " is a table"
     if isinstance(value, (list, tuple, set)):
         return " is a list"
-    text = repr(value)
+    text = shown(value)
     return f"={text}" if len(text) <= 60 else f"={text[:57]}..."
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm import __version__
 from minivllm.config import Choice
 from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
-from minivllm.errors import ConfigError, ModelError, PluginError, ResourceError
+from minivllm.errors import ConfigError, ModelError, PluginError, ResourceError, shown
 from minivllm.explanation import Explanation
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, open_checkpoint
@@ -212,7 +212,8 @@ class _Fold:
             served = {a for c in selection.candidates if c.spec for a in _architectures(c.spec)}
             if checkpoint.architecture not in served:
                 raise ModelError(
-                    f"{checkpoint.folder}/config.json: no plug-in serves the architecture {checkpoint.architecture!r}. "
+                    f"{checkpoint.folder}/config.json: no plug-in serves the architecture "
+                    f"{shown(checkpoint.architecture)}. "
                     f"Available: {', '.join(sorted(served))}"
                 )
         chosen = selection.require()
@@ -250,7 +251,9 @@ class _Fold:
         assert chosen.spec is not None
         path = part.options.get("model")
         if not isinstance(path, str) or not path:
-            raise PluginError(f"{chosen.entry}: it claims draft_model, and its option 'model' is {path!r}; want a path")
+            raise PluginError(
+                f"{chosen.entry}: it claims draft_model, and its option 'model' is {shown(path)}; want a path"
+            )
         checkpoint = open_checkpoint(path)
         said = f"{begins(source_of(self.origins, 'drafter'))}the draft model {checkpoint.folder}"
         own = checkpoint.hf_config()
@@ -334,7 +337,7 @@ class _Fold:
             raise PluginError(f"{begins(source_of(self.origins, named))}{exc}") from exc
         for name in choice.prefer:
             if not registry.installed(name):
-                note = f"{name!r} is not installed, and is passed over"
+                note = f"{shown(name)} is not installed, and is passed over"
                 self.notes.append((f"{path}.prefer", note))
                 log.warning("%s%s.prefer: %s", begins(source_of(self.origins, f"{path}.prefer")), path, note)
         return selection
@@ -364,7 +367,7 @@ class _Fold:
             label = selection.require().entry.label
             if any(part.name == label for part in parts):  # once by its name, once as package/name
                 place = begins(source_of(self.origins, at))
-                raise ConfigError(f"{place}{OPTION_OF.get(kind, kind)}: {label!r} is there twice")
+                raise ConfigError(f"{place}{OPTION_OF.get(kind, kind)}: {shown(label)} is there twice")
             parts.append(self._keep(selection, choice, at))
         return parts
 

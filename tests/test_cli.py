@@ -309,9 +309,9 @@ def test_a_result_tells_its_error():
     "name, text, message",
     [
         ("p.jsonl", b'{"a": 1}', "{path}:1: want a string or an object with a 'prompt'"),
-        ("p.jsonl", b'"x"\n[1', "{path}:2: broken JSON: Expecting ',' delimiter: line 1 column 3 (char 2)"),
-        ("p.txt", b"a\xff", "{path}: not UTF-8 (byte 1); save it as UTF-8"),
-        ("p.txt", None, "{path}: No such file or directory"),
+        ("p.jsonl", b'"x"\n[1', "{path}:2:3: broken JSON: Expecting ',' delimiter"),
+        ("p.txt", b"a\xff", "{path}:1: not UTF-8 (byte 1 of the line); save it as UTF-8"),
+        ("p.txt", None, "{path}: no such file"),
     ],
 )  # fmt: skip
 def test_prompts_that_cannot_be_read_are_refused(tmp_path, name, text, message):

@@ -194,7 +194,7 @@ def test_a_fault_in_a_file_is_told_with_its_place(write, text, name, message):
 def test_a_missing_file_is_told(tmp_path):
     assert refusal(files=[tmp_path / "no.toml"]) == f"{tmp_path}/no.toml: no such file"
     (tmp_path / "dir.toml").mkdir()
-    assert refusal(files=[tmp_path / "dir.toml"]) == f"{tmp_path}/dir.toml: Is a directory"
+    assert refusal(files=[tmp_path / "dir.toml"]) == f"{tmp_path}/dir.toml: is a directory; want a regular file"
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,6 @@ def test_the_command_line_takes_a_schema_and_a_regex(tmp_path, capsys):
     assert main(["generate", "--json-schema", str(file), "--max-tokens", "8", "Who?"]) == 0
     assert json.loads(capsys.readouterr().out) in ("fox", "owl")
     assert main(["generate", "--json-schema", "no.json", "Who?"]) == 2
-    assert "--json-schema: no.json: No such file" in capsys.readouterr().err
+    assert "--json-schema: no.json: no such file" in capsys.readouterr().err
     assert main(["generate", "--regex", "[", "--max-tokens", "8", "Who?"]) == 2
     assert "structured_outputs.regex" in capsys.readouterr().err

@@ -17,7 +17,11 @@ from typing import Any, NoReturn
 from minivllm import __version__
 from minivllm.cli import bench, config, plugins, replay, serve
 from minivllm.cli import record as recording
-from minivllm.errors import MinivllmError, ResourceError
+from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
+from minivllm.plain import is_text
+
+MOST = 4000  # characters of a message: the candidates for a seam, each with its reasons, are some
+MOST_QUOTED = 600  # of one about the command line
 
 SAMPLING: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", int, "tokens to generate at most"),
@@ -34,7 +38,7 @@ class Parser(argparse.ArgumentParser):
     """Refuses in one line."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"minivllm: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        print(f"minivllm: error: {brief(message, MOST_QUOTED)} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -94,7 +98,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(plugins.with_verb(sys.argv[1:] if argv is None else argv))
+    given = list(sys.argv[1:] if argv is None else argv)
+    if (wrong := next((text for text in given if not is_text(text)), None)) is not None:
+        print(f"minivllm: error: the argument {shown(wrong)} is not UTF-8; want Unicode text", file=sys.stderr)
+        return ConfigError.exit_code
+    args = make_parser().parse_args(plugins.with_verb(given))
     debug = getattr(args, "debug", False)
     try:
         module, _, function = args.run.partition(":")
@@ -104,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MinivllmError as exc:
         if debug:
             traceback.print_exc()
-        print(f"minivllm: error: {one_line(str(exc))}", file=sys.stderr)
+        print(f"minivllm: error: {brief(one_line(str(exc)), MOST)}", file=sys.stderr)
         return exc.exit_code
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -120,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"minivllm: error: {broken}", file=sys.stderr)
             return ResourceError.exit_code
         print(
-            f"minivllm: error: {type(exc).__name__}: {one_line(str(exc))} (a bug; --debug shows where)", file=sys.stderr
+            f"minivllm: error: {type(exc).__name__}: {brief(one_line(str(exc)), MOST)} (a bug; --debug shows where)",
+            file=sys.stderr,
         )
         return 1
 

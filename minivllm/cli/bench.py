@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from minivllm import files
 from minivllm.errors import ConfigError, EngineDeadError
 
 
@@ -38,11 +39,11 @@ def _count(text: str) -> int:
 def profile(args: argparse.Namespace) -> int:
     """Prefill and decode apart, because they ask for different things."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own steps otherwise
-    from minivllm.cli.commands import check_output, load, open_llm
+    from minivllm.cli.commands import load, open_llm
 
     loaded = load(args)
     if args.trace:
-        check_output(args.trace)
+        files.check_output(args.trace)
     # a captured step is one launch, and steps that overlap cannot be told apart
     engine = loaded.engine.model_copy(update={"enforce_eager": True, "run_ahead": 0})
     with open_llm(replace(loaded, engine=engine), args) as llm:

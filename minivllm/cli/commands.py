@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm import files
 from minivllm.cli import SAMPLING
 from minivllm.cli import record as recording
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError, suggest
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError, shown, suggest
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -63,12 +64,7 @@ def structured(args: argparse.Namespace) -> dict[str, str]:
         if args.json_schema is not None:
             raise ConfigError("--regex and --json-schema: want one of them")
         return {"regex": args.regex}
-    try:
-        return {"json": Path(args.json_schema).read_text(encoding="utf-8")}
-    except OSError as exc:
-        raise ConfigError(f"--json-schema: {args.json_schema}: {exc.strerror}") from None
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"--json-schema: {args.json_schema}: not UTF-8 (byte {exc.start})") from None
+    return {"json": files.read_text(args.json_schema, name=f"--json-schema: {args.json_schema}")}
 
 
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
@@ -167,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     loaded, batches = workload(loaded, record, args.file)
     path = loaded.run.output
     if path:
-        check_output(path)  # before the work, not after it; what is there stays until the results are
+        files.check_output(path)  # before the work, not after it; what is there stays until the results are
     if record is not None:
         recording.check_recorded(record, loaded, args)
     outputs: list[Any] = []
@@ -212,15 +208,6 @@ def workload(loaded: Loaded, record: Any, path: str) -> tuple[Loaded, list[tuple
     raise ConfigError(f"{path}: nothing to run: want prompts or prompts_file in the [run] table")
 
 
-def check_output(path: str) -> None:
-    """ConfigError if results could not be written there."""
-    try:
-        with open(path, "a", encoding="utf-8"):
-            pass
-    except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror}") from None
-
-
 def result(prompt: str, output: Any) -> dict[str, Any]:
     """One line of results."""
     texts = [
@@ -233,22 +220,13 @@ def result(prompt: str, output: Any) -> dict[str, Any]:
 
 def read_prompts(path: str) -> list[str]:
     """One prompt a line; in a .jsonl file a line is a string or an object with a ``prompt``."""
-    try:
-        lines = Path(path).read_bytes().decode("utf-8").splitlines()
-    except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror}") from None
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path}: not UTF-8 (byte {exc.start}); save it as UTF-8") from None
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(files.read_lines(path), 1):
         if not line.strip():
             continue
-        value: Any = line
+        value: Any = line.rstrip("\r\n")
         if path.endswith(".jsonl"):
-            try:
-                value = json.loads(line)
-            except ValueError as exc:
-                raise ConfigError(f"{path}:{number}: broken JSON: {exc}") from None
+            value = files.parse_json(line, path, line=number)
             value = value.get("prompt") if isinstance(value, Mapping) else value
         if not isinstance(value, str):
             raise ConfigError(f"{path}:{number}: want a string or an object with a 'prompt'")
@@ -263,7 +241,9 @@ def evaluate(args: argparse.Namespace) -> int:
     tasks = args.task or list(TASKS)
     for task in tasks:
         if task not in TASKS:
-            raise ConfigError(f"--task {task!r}: no such task.{suggest(task, TASKS)} There are: {', '.join(TASKS)}")
+            raise ConfigError(
+                f"--task {shown(task)}: no such task.{suggest(task, TASKS)} There are: {', '.join(TASKS)}"
+            )
     if args.n < 1:
         raise ConfigError(f"-n {args.n}: want a positive number of cases")
     with open_llm(load(args), args) as llm:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm import files
 from minivllm.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def schema(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text)
         return 0
+    files.check_output(args.output)
     try:
         Path(args.output).write_text(text, encoding="utf-8")
     except OSError as exc:

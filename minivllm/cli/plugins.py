@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import PluginError, suggest
+from minivllm.errors import PluginError, shown, suggest
 
 if TYPE_CHECKING:
     from minivllm.discovery import Entry
@@ -133,9 +133,9 @@ def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
     if not seams:
         known = {e.label for r in catalog.values() for e in r.entries if kind in (None, e.kind)}
         if name in catalog:
-            raise PluginError(f"{name!r} is a seam; `minivllm plugins {name}` lists its plug-ins.")
+            raise PluginError(f"{shown(name)} is a seam; `minivllm plugins {name}` lists its plug-ins.")
         near = suggest(name, known | {label.partition("/")[2] for label in known})
-        raise PluginError(f"No plug-in is called {name!r}.{near} `minivllm plugins` lists them.")
+        raise PluginError(f"No plug-in is called {shown(name)}.{near} `minivllm plugins` lists them.")
     return [registry.find(name) for registry in seams]
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, brief
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -78,7 +78,7 @@ def _configs(args: argparse.Namespace) -> list[tuple[str, Loaded]]:
     stems = [Path(file).stem for file in args.config]
     labels = stems if len(set(stems)) == len(stems) else args.config
     if len(set(labels)) < len(labels):
-        raise ConfigError(f"--config {labels[0]}: the same file twice; each is a run of its own")
+        raise ConfigError(f"--config {brief(labels[0])}: the same file twice; each is a run of its own")
     found = [
         (label, load_config([file], args.set, flags=flags)) for label, file in zip(labels, args.config, strict=True)
     ]
@@ -97,5 +97,5 @@ def _part(trace: Trace, text: str) -> Trace:
     except ValueError:
         a, b = 0, 0
     if not colon or not 0 <= a < b <= len(trace):
-        raise ConfigError(f"--requests {text}: want A:B with 0 <= A < B <= {len(trace)}")
+        raise ConfigError(f"--requests {brief(text)}: want A:B with 0 <= A < B <= {len(trace)}")
     return trace.part(a, b)

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -57,7 +57,7 @@ def load(args: argparse.Namespace) -> Loaded:
     from minivllm.config import load_config
 
     if args.positional is not None and args.model is not None:
-        raise ConfigError(f"MODEL {args.positional!r} beside --model {args.model!r}: want one")
+        raise ConfigError(f"MODEL {shown(args.positional)} beside --model {shown(args.model)}: want one")
     model = args.positional if args.positional is not None else args.model
     names = [name for name, _, _ in SERVER] + ["admin", "served_model_name", "allowed_origins", "allowed_hosts"]
     server = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

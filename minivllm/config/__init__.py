@@ -22,7 +22,7 @@ from minivllm.config.files import parse_value, read_chain
 from minivllm.config.layers import Layers, Shape, unalias
 from minivllm.config.requires import check_requirements
 from minivllm.config.server import ServerConfig
-from minivllm.errors import ConfigError, RequestError
+from minivllm.errors import ConfigError, RequestError, brief, shown
 from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.validation import Fault, begins, source_of, sourced
 
@@ -30,6 +30,7 @@ PROCESSORS = (  # what applies to a request that asks for it, in this order: mas
     "penalties", "logit_bias", "bad_words", "allowed_tokens", "no_repeat_ngram", "temperature_schedule",
 )  # fmt: skip
 ENV_PREFIX = "MINIVLLM__"
+MOST_NAME = 256  # characters of a variable's name
 CONFIG_VERSION = 1
 ALIASES = {"quantization": "quantizer", "kv_cache_dtype": "kv_format"}
 DTYPE_NAMES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -47,7 +48,7 @@ class Choice(BaseModel):
 
     def model_post_init(self, context: Any) -> None:
         if self.prefer and self.name != "auto":
-            raise ValueError(f"prefer is only for name = 'auto', and the name is {self.name!r}")
+            raise ValueError(f"prefer is only for name = 'auto', and the name is {shown(self.name)}")
         if "auto" in self.prefer:
             raise ValueError("prefer: want names of plug-ins, and 'auto' is none")
         if self.options and self.name == "auto":
@@ -58,13 +59,13 @@ def _choice(value: Any) -> Any:
     if value is None:
         return {}
     if not isinstance(value, (str, Mapping, Choice)):
-        raise ValueError(f"{value!r} is no plug-in: want a name, or a table with name and options")
+        raise ValueError(f"{shown(value)} is no plug-in: want a name, or a table with name and options")
     return {"name": value} if isinstance(value, str) else value
 
 
 def _choices(value: Any) -> Any:
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{value!r} is no list: want names, or tables with name and options")
+        raise ValueError(f"{shown(value)} is no list: want names, or tables with name and options")
     return [_choice(v) for v in value]
 
 
@@ -155,7 +156,7 @@ class EngineConfig(Strict):
             names = [choice.name for choice in getattr(self, name)]
             for i, plugin in enumerate(names):
                 if plugin in names[:i]:
-                    raise refusal([Fault(f"{name}.{i}", f"{name}: {plugin!r} is there twice")])
+                    raise refusal([Fault(f"{name}.{i}", f"{name}: {shown(plugin)} is there twice")])
                 if plugin == "auto":
                     what = f"{name}: each needs a name; 'auto' is for seams that take one plug-in"
                     raise refusal([Fault(f"{name}.{i}", what)])
@@ -246,6 +247,8 @@ def _lay_over(
     environ = os.environ if environ is None else environ
     given: dict[tuple[str, ...], str] = {}
     for name, text in sorted(environ.items()):
+        if name.startswith(ENV_PREFIX) and len(name) > MOST_NAME:
+            raise ConfigError(f"{brief(name)}: a name of {len(name)} characters; want at most {MOST_NAME}")
         if name.startswith(ENV_PREFIX):  # sorted: a NAME comes before its OPTIONS
             top, *rest = name.removeprefix(ENV_PREFIX).lower().split("__")
             path = (ALIASES.get(top, top), *rest)
@@ -267,7 +270,7 @@ def _always(source: str) -> Callable[[tuple[Any, ...]], str]:
 def _assignment(text: str) -> tuple[list[str], Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {text!r}: want key=value, for example --set scheduler.name=fcfs")
+        raise ConfigError(f"--set {shown(text)}: want key=value, for example --set scheduler.name=fcfs")
     return key.strip().split("."), parse_value(value)
 
 
@@ -304,7 +307,7 @@ def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, A
         raise ConfigError(f"{begins(source_of(origins, f'sampling.{exc.param}'))}sampling: {exc}") from exc
     except (ValueError, AttributeError):
         at = begins(source_of(origins, "sampling.logit_bias"))
-        raise ConfigError(f"{at}sampling: logit_bias={bias!r}: want a table with token ids as keys") from None
+        raise ConfigError(f"{at}sampling: logit_bias={shown(bias)}: want a table with token ids as keys") from None
     return values
 
 
@@ -315,7 +318,7 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         if (
             isinstance(text, str)
             and text not in ("", *IN_PACKAGE)
-            and (text.startswith(("./", "../")) or (folder / text).is_dir())
+            and (text.startswith(("./", "../")) or os.path.isdir(folder / text))
         ):
             values[key] = os.path.normpath(folder / text)
     run = values.get("run")

@@ -14,14 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minivllm import files
 from minivllm.config.lines import Place, toml_lines
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, brief, shown
+from minivllm.plain import DEEPEST, flaw
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+LONGEST_CHAIN = 64  # of files that extend one another
+_LONG_KEY = re.compile(
+    rf"""(?:^|[\[{{,])[ \t]*(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""", re.M
+)
 _MANY_VALUES = 1_000_000  # YAML aliases can make more of a short file
 
 
@@ -44,25 +50,36 @@ class ConfigFile:
 Other = Callable[[str], Mapping[str, Any] | None]  # the table in a file of another format, None: it cannot be read
 
 
-def read_chain(
-    path: str | os.PathLike[str], inside: tuple[str, ...] = (), other: Other | None = None
-) -> list[ConfigFile]:
-    """The file and those that it extends, the farthest first.  ConfigError if one extends itself by way of others."""
-    file = read_file(path, other)
+def read_chain(path: str | os.PathLike[str], other: Other | None = None) -> list[ConfigFile]:
+    """The file and those that it extends, the farthest first.  Each is read once: where several extend the same one,
+    it stands before the last of them, so that of several bases the later wins with all that it extends.  ConfigError if
+    a file extends itself by way of others."""
+    found: dict[str, ConfigFile] = {}
+    _extend(path, (), found, other)
+    return list(reversed(found.values()))
+
+
+def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[str, ConfigFile], other: Any) -> None:
+    """Put a file into ``found``, then those that it extends, the last first; ``inside``: the files it is read for."""
     name = os.path.realpath(path)
     if name in inside:
-        chain = " -> ".join(os.path.basename(p) for p in (*inside[inside.index(name) :], name))
-        raise ConfigError(f"{path}: a file cannot extend itself: {chain}")
+        names = [os.path.basename(p) for p in (*inside[inside.index(name) :], name)]
+        chain = " -> ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-4:]])
+        raise ConfigError(f"{path}: a file cannot extend itself: {brief(chain, 400)}")
+    if name in found:
+        return
+    if len(inside) >= LONGEST_CHAIN:
+        raise ConfigError(f"{path}: more than {LONGEST_CHAIN} files extend one another; want fewer")
+    file = found[name] = read_file(path, other)
     bases = file.values.pop("extends", [])
-    found: list[ConfigFile] = []
-    for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else [None]:
+    at = f"{file.where(('extends',))}: extends"
+    for base in reversed([bases] if isinstance(bases, str) else bases if isinstance(bases, list) else [None]):
         if not isinstance(base, str) or not base:
-            raise ConfigError(f"{file.where(('extends',))}: extends: want a file, or a list of files")
+            raise ConfigError(f"{at}: want a file, or a list of files")
         to = os.path.normpath(os.path.join(os.path.dirname(file.name), base))
         if not os.path.exists(to):
-            raise ConfigError(f"{file.where(('extends',))}: extends {base!r}: no such file as {to}")
-        found += read_chain(to, (*inside, name), other)
-    return [*found, file]
+            raise ConfigError(f"{at} {shown(base)}: no such file as {brief(to, 300)}")
+        _extend(to, (*inside, name), found, other)
 
 
 def read_file(path: str | os.PathLike[str], other: Other | None = None) -> ConfigFile:
@@ -70,20 +87,15 @@ def read_file(path: str | os.PathLike[str], other: Other | None = None) -> Confi
     asked for what is neither TOML nor YAML."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
+        files.check(path, files.LARGE)  # before a hook opens it
         found: Mapping[str, Any] | None = _record(path) if suffix == ".json" else None
         if found is None and other is not None:
             found = other(os.fspath(path))
         if found is None:
-            raise ConfigError(f"{path}: want a file that ends in .toml, .yaml or .yml, or the .json record of a run")
+            at = brief(os.fspath(path), 300)
+            raise ConfigError(f"{at}: want a file that ends in .toml, .yaml or .yml, or the .json record of a run")
         return _file(path, dict(found), {})
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path}: not UTF-8 (byte {exc.start}); save it as UTF-8") from None
-    except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror}") from None
+    text = files.read_text(path)
     values, lines = _toml(text, path) if suffix == ".toml" else _yaml(text, path)
     if values is None:
         values = {}
@@ -100,6 +112,8 @@ def _record(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _file(path: str | os.PathLike[str], values: dict[str, Any], lines: Mapping[Place, int]) -> ConfigFile:
+    if what := flaw(values):
+        raise ConfigError(f"{path}: {what}")
     file = ConfigFile(os.fspath(path), values, lines)
     _check_keys(file, values, ())
     return file
@@ -110,7 +124,7 @@ def _check_keys(file: ConfigFile, values: Mapping[Any, Any], path: tuple[Any, ..
     for key, value in values.items():
         if not isinstance(key, str) and not (path[:1] == ("sampling",) and type(key) is int):
             raise ConfigError(
-                f"{file.where((*path, key))}: the key {key!r} is a {type(key).__name__}: put it in quotes"
+                f"{file.where((*path, key))}: the key {shown(key)} is a {type(key).__name__}: put it in quotes"
             )
         if isinstance(value, Mapping):
             _check_keys(file, value, (*path, key))
@@ -118,7 +132,8 @@ def _check_keys(file: ConfigFile, values: Mapping[Any, Any], path: tuple[Any, ..
 
 def _toml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
     try:
-        return tomllib.loads(text), toml_lines(text)
+        values = _loads(text)
+        return values, {} if flaw(values) else toml_lines(text)  # what is nested too deep is refused by who asks
     except tomllib.TOMLDecodeError as exc:
         message, _, place = str(exc).rpartition(" (at ")
         numbers = "".join(c if c.isdigit() else " " for c in place).split()
@@ -127,6 +142,19 @@ def _toml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
         raise ConfigError(f"{path}:{numbers[0]}:{numbers[1]}: {message or exc}") from None
     except RecursionError:
         raise ConfigError(f"{path}: lists or tables are nested too deeply") from None
+    except ValueError as exc:  # a whole number of more digits than Python reads
+        raise ConfigError(f"{path}: {_digits(exc)}") from None
+
+
+def _loads(text: str) -> dict[str, Any]:
+    """``tomllib.loads``, which takes the square of the time for a key of many parts, with its errors."""
+    if found := _LONG_KEY.search(text):
+        raise ValueError(f"the key {brief(found[0].strip(), 40)} has more than {DEEPEST} parts")
+    return tomllib.loads(text)
+
+
+def _digits(exc: ValueError) -> str:
+    return brief(str(exc).partition(";")[0], 200)
 
 
 def _yaml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
@@ -156,6 +184,10 @@ def _yaml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
         raise ConfigError(f"{path}: {str(exc).splitlines()[0]}") from None
     except RecursionError:
         raise ConfigError(f"{path}: lists or tables are nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError as exc:
+        raise ConfigError(f"{path}: {_digits(exc)}") from None
     finally:
         loader.dispose()
 
@@ -203,7 +235,7 @@ def _loader_class() -> Any:
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                     name = self.construct_object(key)  # 0x5 is 5
                     if name in seen and id(node) not in self.merged:
-                        problem = f"the key {key.value!r} is there twice"
+                        problem = f"the key {shown(key.value)} is there twice"
                         raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                     seen.add(name)
             self.merged.add(id(node))  # from now on it holds the keys of its merges too
@@ -236,7 +268,9 @@ def parse_value(text: str) -> Any:
     if "\n" in text:
         return text
     try:
-        found = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        found = _loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
+    except ValueError as exc:
+        raise ConfigError(f"{shown(text)}: {_digits(exc)}") from None
     return found["value"] if list(found) == ["value"] else text

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.errors import ConfigError, suggest
+from minivllm.errors import ConfigError, brief, shown, suggest
+from minivllm.plain import DEEPEST, flaw
 from minivllm.validation import begins
 
 Path = Sequence[str]
@@ -52,6 +53,14 @@ class Layers:
             self.put(path, value, lambda _: source, trusted)
 
     def put(self, path: Path, value: Any, where: Callable[[tuple[Any, ...]], str], trusted: bool = False) -> None:
+        source = begins(brief(where(tuple(path)), 300))
+        if len(path) > DEEPEST:
+            raise ConfigError(f"{source}the key {_dotted(path)} has {len(path)} parts; want at most {DEEPEST}")
+        if what := flaw(list(path)) or flaw(value):
+            raise ConfigError(f"{source}{_dotted(path)}: {what}")
+        self._put(path, value, where, trusted)
+
+    def _put(self, path: Path, value: Any, where: Callable[[tuple[Any, ...]], str], trusted: bool) -> None:
         given = tuple(path)
         path = [self.shape.aliases.get(path[0], path[0]), *path[1:]]
         source = where(given)
@@ -64,7 +73,7 @@ class Layers:
             self._require(value, source)
         elif isinstance(value, Mapping) and self._merges(path, value):
             for key in sorted(value, key=lambda key: key != "name"):
-                self.put([*given, str(key)], value[key], where, trusted)
+                self._put([*given, str(key)], value[key], where, trusted)
         else:
             self._write(path, value, source, lambda inner: where((*given, *inner)))
 
@@ -84,7 +93,7 @@ class Layers:
             if not isinstance(inner, dict):
                 dotted = ".".join(path[: i + 1])
                 at = self.origins.get(dotted, "elsewhere")
-                raise ConfigError(f"{begins(source)}{'.'.join(path)}: {dotted} is {inner!r} from {at}, not a table")
+                raise ConfigError(f"{begins(source)}{_dotted(path)}: {dotted} is {shown(inner)} from {at}, not a table")
             node = inner
         node[path[-1]] = value
         dotted = ".".join(path)
@@ -116,7 +125,9 @@ class Layers:
                 del old[key]
                 self._forget(f"{seam}.{key}")
             if gone:
-                self.notes.append(f"{begins(source)}{seam} is now {name!r}; {' and '.join(gone)} of {before!r} dropped")
+                self.notes.append(
+                    f"{begins(source)}{seam} is now {shown(name)}; {' and '.join(gone)} of {shown(before)} dropped"
+                )
 
     def _require(self, names: list[Any], source: str) -> None:
         """What one source requires does not replace what another does: each knows what it is written for."""
@@ -132,26 +143,32 @@ class Layers:
         if top == "extends":
             raise ConfigError(f"{at}extends stands in a file and names another; here, give both files with --config")
         if top not in shape.top and top not in shape.tables:
-            raise ConfigError(f"{at}unknown option {top!r}.{suggest(top, [*shape.top, *shape.tables, *shape.aliases])}")
+            raise ConfigError(
+                f"{at}unknown option {shown(top)}.{suggest(top, [*shape.top, *shape.tables, *shape.aliases])}"
+            )
         if top in shape.several and len(path) > 1:
-            raise ConfigError(f"{at}{'.'.join(path)}: {top!r} is a list: give it as a whole")
+            raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a list: give it as a whole")
         inner = shape.choice if top in shape.seams else shape.tables.get(top)
         if len(path) > 1 and inner is None and top not in shape.tables:
-            raise ConfigError(f"{at}{'.'.join(path)}: {top!r} is a value, not a table: want {top} = VALUE")
+            raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a value, not a table: want {top} = VALUE")
         if len(path) > 1 and inner is not None and path[1] not in inner:
             near = suggest(path[1], inner) or f" There are: {', '.join(inner)}."
-            raise ConfigError(f"{at}unknown option {'.'.join(path[:2])!r}.{near}")
+            raise ConfigError(f"{at}unknown option {shown(_dotted(path[:2]))}.{near}")
         if top in shape.tables and len(path) == 1 and not isinstance(value, Mapping):
-            raise ConfigError(f"{at}{top}={value!r}: want a table")
+            raise ConfigError(f"{at}{top}={shown(value)}: want a table")
         if top == "config_version" and (type(value) is not int or value != shape.version):
             newer = type(value) is int and value > shape.version
             what = "it was written for a newer one: upgrade minivllm" if newer else f"want {shape.version}"
-            raise ConfigError(f"{at}config_version={value!r}: this minivllm reads version {shape.version}; {what}")
+            raise ConfigError(f"{at}config_version={shown(value)}: this minivllm reads version {shape.version}; {what}")
         if top in shape.not_in_files and not trusted:
             raise ConfigError(
                 f"{at}{top} may come from the command line (--allow-target) or from Python only: "
                 "what names code must not be what allows it"
             )
+
+
+def _dotted(path: Path) -> str:
+    return brief(".".join(map(str, path)))
 
 
 def unalias(values: Mapping[str, Any], aliases: Mapping[str, str], where: Callable[[str], str]) -> dict[str, Any]:
@@ -161,6 +178,6 @@ def unalias(values: Mapping[str, Any], aliases: Mapping[str, str], where: Callab
     for key, value in values.items():
         name = aliases.get(key, key)
         if name in found:
-            raise ConfigError(f"{begins(where(key))}{name} is given twice, as {keys[name]!r} and as {key!r}")
+            raise ConfigError(f"{begins(where(key))}{name} is given twice, as {shown(keys[name])} and as {shown(key)}")
         found[name], keys[name] = value, key
     return found

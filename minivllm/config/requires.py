@@ -9,7 +9,7 @@ import importlib.metadata
 import shlex
 from collections.abc import Mapping, Sequence
 
-from minivllm.errors import ConfigError, PluginError
+from minivllm.errors import ConfigError, PluginError, brief, shown
 from minivllm.validation import begins
 
 
@@ -35,16 +35,18 @@ def _missing(text: str, at: str) -> str:
         wanted = Requirement(text)
     except InvalidRequirement as exc:
         why = str(exc).partition("\n")[0]
-        raise ConfigError(f"{at}requires.plugins: {text!r}: {why}; want a package, as in 'acme-attn>=1.2'") from None
+        raise ConfigError(
+            f"{at}requires.plugins: {shown(text)}: {brief(why, 200)}; want a package, as in 'acme-attn>=1.2'"
+        ) from None
     if wanted.url is not None:
-        raise ConfigError(f"{at}requires.plugins: {text!r}: want a package and its versions, not where it is")
+        raise ConfigError(f"{at}requires.plugins: {shown(text)}: want a package and its versions, not where it is")
     if wanted.marker is not None and not wanted.marker.evaluate():
         return ""
     have = _version(wanted.name)
     if have is None:
-        return f"requires {text!r}, which is not installed"
+        return f"requires {shown(text)}, which is not installed"
     if not wanted.specifier.contains(have, prereleases=True):
-        return f"requires {text!r}, and {wanted.name} {have} is installed"
+        return f"requires {shown(text)}, and {wanted.name} {have} is installed"
     return ""
 
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, suggest, told
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, suggest, told
 from minivllm.late_rows import Masks, supply
 from minivllm.speculation.control import Speculation
 
@@ -126,7 +126,7 @@ class Engine:
         if self.dead:
             raise EngineDeadError(self.dead)
         if request.id in self.requests:
-            raise RequestError(f"request id {request.id!r} is in use; want a new one", "request_id")
+            raise RequestError(f"request id {shown(request.id)} is in use; want a new one", "request_id")
         p = request.params
         self._check_prompt(request)
         request.eos_ids = tuple(self.eos_ids)

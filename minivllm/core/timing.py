@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from minivllm import files
+
 from .foreign import contained
 
 PARTS = ("plan", "submit", "wait", "publish")
@@ -116,6 +118,7 @@ class StepClock:
 
     def chrome_trace(self, path: str | Path) -> None:
         """Write the steps kept as a Chrome trace (chrome://tracing, Perfetto): one bar a part."""
+        files.check_output(path)
         events = []
         for row in self._order().tolist():
             at = self.start[row]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import QKPre
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 
 from .norm import rms_norm
 
@@ -25,20 +25,26 @@ def rope_parameters(cfg: Any) -> dict[str, Any]:
     kind = params["rope_type"] = params.get("rope_type") or params.get("type") or "default"
     theta = params.get("rope_theta") or getattr(cfg, "rope_theta", None)
     if kind not in NEEDS:
-        raise ModelError(f"rope_type={kind!r}: want one of {', '.join(sorted(NEEDS))}")
+        raise ModelError(f"rope_type={shown(kind)}: want one of {', '.join(sorted(NEEDS))}")
     params["rope_theta"] = 10000.0 if theta is None else theta
     partial = params.get("partial_rotary_factor") or getattr(cfg, "partial_rotary_factor", None)
     if partial not in (None, 1, 1.0):
-        raise ModelError(f"partial_rotary_factor={partial!r}: want 1, rotary over part of a head is not implemented")
+        raise ModelError(
+            f"partial_rotary_factor={shown(partial)}: want 1, rotary over part of a head is not implemented"
+        )
     for name in ("rope_theta", *NEEDS[kind]):
         value = params.get(name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ModelError(f"rope_parameters: {name}={value!r} for rope_type={kind!r}: want a positive number")
+            raise ModelError(
+                f"rope_parameters: {name}={shown(value)} for rope_type={shown(kind)}: want a positive number"
+            )
     if kind == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]:
         raise ModelError("rope_parameters: want high_freq_factor above low_freq_factor")
     extra = sorted(k for k, v in params.items() if v is not None and k not in HARMLESS | set(NEEDS[kind]))
     if extra:
-        raise ModelError(f"rope_parameters: {', '.join(map(str, extra))} not known for rope_type={kind!r}; remove it")
+        raise ModelError(
+            f"rope_parameters: {', '.join(map(str, extra))} not known for rope_type={shown(kind)}; remove it"
+        )
     return params
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minivllm.errors import ModelError, shown
+from minivllm import files
+from minivllm.errors import ModelError, brief, shown
 
 from .numbers import check_numbers
 
@@ -21,6 +22,7 @@ WANTED = (
     "*.model",
     "*.txt",
 )  # weights, configuration, tokenizer: no code, no pickle
+MOST_HUB_ID = 200  # characters
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -75,18 +77,9 @@ def open_checkpoint(model: str) -> Checkpoint:
     """Find a model and read its config.json.  ModelError says what is missing or broken."""
     folder = find_model(model)
     path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(f"{folder}: holds no config.json; want a Hugging Face model directory") from None
-    except OSError as exc:
-        raise ModelError(f"{path}: {exc.strerror}") from None
-    except json.JSONDecodeError as exc:
-        raise ModelError(f"{path}:{exc.lineno}:{exc.colno}: broken JSON: {exc.msg}") from None
-    except UnicodeDecodeError as exc:
-        raise ModelError(f"{path}: not UTF-8 text: {exc}") from None
-    except (ValueError, RecursionError) as exc:  # a number of thousands of digits, lists in lists without end
-        raise ModelError(f"{path}: not the configuration of a model: {exc}") from None
+    if not files.is_there(path):
+        raise ModelError(f"{folder}: holds no config.json; want a Hugging Face model directory")
+    raw = files.read_json(path, files.PART, ModelError)
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: want a JSON object, got a {type(raw).__name__}")
     check_numbers(str(path), raw)
@@ -103,15 +96,14 @@ def find_model(model: str) -> Path:
     if model in IN_PACKAGE:
         folder = Path(__file__).parents[1] / "pocket" / IN_PACKAGE[model]
         if not folder.is_dir():
-            raise ModelError(f"the model {model!r} is missing from this installation: no {folder}")
+            raise ModelError(f"the model {shown(model)} is missing from this installation: no {folder}")
         return folder
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    if (folder := files.folder_of(model)) is not None:
         return folder.resolve()
-    if folder.exists():
-        raise ModelError(f"{model}: is a file; want a model directory")
-    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        raise ModelError(f"{model}: no such directory")
+    if os.path.exists(model):
+        raise ModelError(f"{brief(model)}: is a file; want a model directory")
+    if model.startswith((".", "/", "~")) or len(model) > MOST_HUB_ID or not _HUB_ID.fullmatch(model):
+        raise ModelError(f"{brief(model)}: no such directory")
     return _download(model)
 
 

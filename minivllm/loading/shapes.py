@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.model import ModelArch, Rule
 from minivllm.core.interfaces.quantizer import ModuleInfo
-from minivllm.errors import ModelError, ResourceError
+from minivllm.errors import ModelError, ResourceError, shown
 from minivllm.layers.embedding import Embedding
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import Parts
@@ -103,7 +103,7 @@ def _contradiction(folder: str, cfg: Any, name: str, wanted: tuple[int, ...], ha
     wrong = [want for want, have in zip(wanted, has, strict=False) if want != have]
     said = " or ".join(dict.fromkeys(text for size in wrong for text in _said(cfg, size)))
     return (
-        f"{folder}/config.json: {said + ': ' if said else ''}tensor {name!r} has shape {list(has)}, "
+        f"{folder}/config.json: {said + ': ' if said else ''}tensor {shown(name)} has shape {list(has)}, "
         f"want {list(wanted)}; config.json and the weights do not belong together"
     )
 
@@ -134,7 +134,7 @@ def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping
     if asked > there:
         what = f"the checkpoint lacks layer {there} and what follows"
     elif asked < there:
-        what = f"tensor {layers[max(layers)]!r} has no place in this architecture"
+        what = f"tensor {shown(layers[max(layers)])} has no place in this architecture"
     else:
         return
     raise ModelError(f"{folder}/config.json: num_hidden_layers={asked}: {what}; want {there}, as the checkpoint has")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import re
 import zlib
@@ -21,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm import files
 from minivllm.core.interfaces.model import Model, ModelArch, Rule
-from minivllm.errors import ModelError, suggest
+from minivllm.errors import ModelError, shown, suggest
 from minivllm.layers.embedding import TiedLMHead
 from minivllm.layers.module import Module
 from minivllm.layers.parts import Parts
@@ -65,7 +65,7 @@ def load_weights(
     draws random weights on the device from ``seed`` and reads no file.  Returns what the user should know of the
     checkpoint.  ModelError if anything is missing, left over or broken."""
     if load_format not in LOAD_FORMATS:
-        raise ModelError(f"load_format={load_format!r}: want one of {', '.join(LOAD_FORMATS)}")
+        raise ModelError(f"load_format={shown(load_format)}: want one of {', '.join(LOAD_FORMATS)}")
     rules, notes = arch.weights(cfg), []
     if load_format != "dummy":
         rules, notes = tie(Path(model_dir), arch, cfg, parts, rules)
@@ -147,12 +147,14 @@ def find_targets(rules: Sequence[Rule], parts: Parts) -> dict[str, Target]:
                 continue
             source = rule.source.replace("{i}", match.groupdict().get("i", ""))
             if (name, part, param) in filled:
-                raise ModelError(f"the architecture's rules fill {name}.{param} {part!r} twice: fix its weights()")
+                raise ModelError(f"the architecture's rules fill {name}.{param} {shown(part)} twice: fix its weights()")
             filled.add((name, part, param))
             targets[f"{source}.{param}"] = Target(parts.modules[name], part, param, shape)
     for name, part, param in wanted:
         if (name, part, param) not in filled:
-            raise ModelError(f"no rule of the architecture fills {name}.{param} {part!r}: add one to its weights()")
+            raise ModelError(
+                f"no rule of the architecture fills {name}.{param} {shown(part)}: add one to its weights()"
+            )
     return targets
 
 
@@ -171,19 +173,19 @@ def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rul
             if BUFFERS.fullmatch(name) or any(pattern.fullmatch(name) for pattern in known):
                 continue
             raise ModelError(
-                f"{where}: tensor {name!r} has no place in this architecture.{suggest(name, targets, 0.8)}"
+                f"{where}: tensor {shown(name)} has no place in this architecture.{suggest(name, targets, 0.8)}"
             )
         if name in done:
-            raise ModelError(f"{where}: tensor {name!r} is there twice; want each tensor in one shard")
+            raise ModelError(f"{where}: tensor {shown(name)} is there twice; want each tensor in one shard")
         if target.shape is not None and tuple(tensor.shape) != target.shape:
             raise ModelError(
-                f"{where}: tensor {name!r} has shape {list(tensor.shape)}, want {list(target.shape)}; "
+                f"{where}: tensor {shown(name)} has shape {list(tensor.shape)}, want {list(target.shape)}; "
                 "config.json and the weights do not belong together"
             )
         try:
             target.module.load(target.part, target.param, tensor)
         except ModelError as e:
-            raise ModelError(f"{where}: tensor {name!r}: {e}") from None
+            raise ModelError(f"{where}: tensor {shown(name)}: {e}") from None
         done.add(name)
     missing = [name for name in targets if name not in done]
     if missing:
@@ -234,12 +236,15 @@ def _opened(path: Path, expected: Sequence[str] | None = None) -> Iterator[Any]:
     """A safetensors file; ModelError if it is broken, or lacks a tensor that it is expected to have."""
     from safetensors import SafetensorError, safe_open
 
+    files.check(path, error=ModelError)  # the library would wait for a FIFO, and call a pointer of Git LFS broken
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = set(file.keys())
             for name in expected or ():
                 if name not in names:
-                    raise ModelError(f"{path}: lacks tensor {name!r}, which the index says is there; download it again")
+                    raise ModelError(
+                        f"{path}: lacks tensor {shown(name)}, which the index says is there; download it again"
+                    )
             yield file
     except (SafetensorError, OSError) as e:
         raise ModelError(f"{path}: not a whole safetensors file ({e}); download it again") from None
@@ -250,9 +255,9 @@ def checkpoint_files(folder: Path) -> list[tuple[Path, list[str] | None]]:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model directory; want one with config.json and *.safetensors")
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
+    if files.is_there(single):
         return [(single, None)]
-    if not index.exists():
+    if not files.is_there(index):
         pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
         if pickles:
             raise ModelError(
@@ -262,16 +267,17 @@ def checkpoint_files(folder: Path) -> list[tuple[Path, list[str] | None]]:
         hint = f"found {shards[0]} without {index.name}" if shards else "or use load_format='dummy'"
         raise ModelError(f"{folder}: no model.safetensors and no {index.name}; {hint}")
     shards_of: dict[str, list[str]] = {}
+    listed = files.read_json(index, files.PART, ModelError)
     try:
-        for name, shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+        for name, shard in listed["weight_map"].items():
             shards_of.setdefault(shard, []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+    except (KeyError, TypeError, AttributeError) as e:
         raise ModelError(f"{index}: not an index of shards ({type(e).__name__}: {e}); download it again") from None
-    files: list[tuple[Path, list[str] | None]] = []
+    found: list[tuple[Path, list[str] | None]] = []
     for shard, names in sorted(shards_of.items(), key=lambda item: str(item[0])):
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{index}: shard {shard!r}: want the name of a .safetensors file in the same folder")
-        if not (folder / shard).exists():
+            raise ModelError(f"{index}: shard {shown(shard)}: want the name of a .safetensors file in the same folder")
+        if not files.is_there(folder / shard):
             raise ModelError(f"{folder}: shard {shard} is missing; download it again")
-        files.append((folder / shard, list(names)))
-    return files
+        found.append((folder / shard, list(names)))
+    return found

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm import files
 from minivllm.discovery import LOCAL
 from minivllm.errors import ConfigError
 from minivllm.loading.hf_config import IN_PACKAGE
@@ -224,8 +225,10 @@ def write(path: str | os.PathLike[str], bill: Mapping[str, Any]) -> None:
 def check_writable(path: str | os.PathLike[str]) -> None:
     """ConfigError if ``write`` could not; called before the work, and leaves nothing behind."""
     target = Path(path)
-    if target.is_dir():
+    if os.path.isdir(target):
         raise ConfigError(f"{path}: is a directory; want a file for the record, for example run.json")
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise ConfigError(f"{path}: is no regular file; want one for the record, for example run.json")
     if target.suffix != ".json":
         raise ConfigError(f"{path}: want a name that ends in .json, so that the record can be read again")
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
@@ -234,23 +237,17 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 def is_record(path: str | os.PathLike[str]) -> bool:
     """Whether a file is a bill.  ConfigError if it cannot be read; broken JSON is none (a hook may know better)."""
+    raw = files.read_bytes(path, files.LARGE)
     try:
-        found = json.loads(Path(path).read_bytes())
-    except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror}") from None
-    except ValueError:
+        found = files.parse_json(raw.decode(), str(path))
+    except (UnicodeDecodeError, ConfigError):
         return False
     return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A bill from a file.  ConfigError if it is none."""
-    try:
-        found = json.loads(Path(path).read_bytes())
-    except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror}") from None
-    except ValueError as exc:
-        raise ConfigError(f"{path}: broken JSON: {exc}") from None
+    found = files.read_json(path, files.LARGE)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError(f"{path}: no record of a run; want a file that --record (or LLM.record) wrote")
     if found.get("format_version") != FORMAT_VERSION:
@@ -264,6 +261,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     try:
         fingerprint(found)
-    except (LookupError, TypeError, AttributeError) as exc:
+    except (LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise ConfigError(f"{path}: not a whole record, edited by hand? {type(exc).__name__}: {exc}") from None
     return found

@@ -188,7 +188,10 @@ def _sha_file(path: Path) -> str:
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= WHOLE or path.suffix != ".safetensors":
-            return _sha(file.read())
+            found = hashlib.sha256()
+            while piece := file.read(WHOLE):
+                found.update(piece)
+            return found.hexdigest()
         start = file.read(8)
         head = file.read(int.from_bytes(start, "little"))
         found = hashlib.sha256(start + head + size.to_bytes(8, "little"))

@@ -7,12 +7,13 @@ time     conversations start in bursts (gaps are gamma-distributed, shape below 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from minivllm.errors import ConfigError, suggest
+from minivllm.errors import ConfigError, shown, suggest
 
 from .trace import Trace, build
 
@@ -44,8 +45,8 @@ class Synthetic:
             if f.name in ("rate", "burst", "think"):
                 low = 1e-6
             if not low <= value < 2**31:
-                raise ConfigError(f"synthetic: {f.name}={value}: want at least {low:g}")
-        if self.requests > 10_000_000 or self.fan**self.depth > 2**24:
+                raise ConfigError(f"synthetic: {f.name}={shown(value)}: want at least {low:g}, and below 2**31")
+        if self.requests > 10_000_000 or self.depth * math.log2(self.fan) > 24:
             raise ConfigError("synthetic: at most 10,000,000 requests and a tree (fan ** depth) of 16,777,216 leaves")
 
 
@@ -56,13 +57,13 @@ def parse(text: str) -> Synthetic:
     for item in filter(None, text.split(",")):
         name, sign, value = item.partition("=")
         if name not in kinds:
-            raise ConfigError(f"synthetic: {name!r} is no parameter.{suggest(name, sorted(kinds))} There are: "
+            raise ConfigError(f"synthetic: {shown(name)} is no parameter.{suggest(name, sorted(kinds))} There are: "
                               f"{', '.join(kinds)}")  # fmt: skip
         try:
             values[name] = int(value) if kinds[name] == "int" else float(value)
         except ValueError:
             sort = "a whole number" if kinds[name] == "int" else "a number"
-            raise ConfigError(f"synthetic: {name}={value!r}{'' if sign else ' (no =)'}: want {sort}") from None
+            raise ConfigError(f"synthetic: {name}={shown(value)}{'' if sign else ' (no =)'}: want {sort}") from None
     return Synthetic(**values)
 
 

@@ -7,7 +7,6 @@ text.  What the answers hold is a run too, so that the next turn of a conversati
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from minivllm import files
 from minivllm.errors import ConfigError
 
 MOONCAKE_BLOCK = 512  # tokens of a hash id
@@ -112,10 +112,9 @@ def read_trace(source: str) -> Trace:
     if path.suffix not in readers:
         raise ConfigError(f"{source}: want a .csv (Azure), a .jsonl (Mooncake) or synthetic:key=value,...")
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return readers[path.suffix](source, file)
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{source}: cannot be read: {e}") from e
+        return readers[path.suffix](source, files.read_lines(path, files.HUGE))
+    except csv.Error as e:
+        raise ConfigError(f"{source}: no CSV: {e}") from e
 
 
 def read_azure(name: str, lines: Iterator[str]) -> Trace:
@@ -149,12 +148,14 @@ def read_mooncake(name: str, lines: Iterator[str]) -> Trace:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = files.parse_json(line, name, line=number)
             ids, n = [int(x) for x in row["hash_ids"]], int(row["input_length"])
             arrival.append(float(row["timestamp"]) / 1e3)
             prompt.append(n)
             output.append(max(1, int(row["output_length"])))
-        except (ValueError, KeyError, TypeError) as e:
+        except ConfigError:
+            raise
+        except (ValueError, KeyError, TypeError, OverflowError) as e:
             raise ConfigError(f"{name}:{number}: {type(e).__name__}: {e}; want Mooncake's fields") from e
         if len(ids) != -(-n // MOONCAKE_BLOCK) or min(ids, default=0) < 0:
             what = f"{len(ids)} hash ids for {n} tokens"

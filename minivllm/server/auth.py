@@ -9,10 +9,10 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minivllm.errors import ConfigError
+from minivllm import files
+from minivllm.errors import ConfigError, shown
 
 from .cross_site import is_loopback
 
@@ -24,13 +24,11 @@ ENVIRONMENT = "MINIVLLM_API_KEY"
 
 def read_keys(path: str) -> list[str]:
     """One key a line; empty lines and lines that begin with # do not count.  ConfigError if it holds none."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"server.api_key_file={path!r}: cannot be read: {type(exc).__name__}") from exc
+    name = f"server.api_key_file={shown(path)}"
+    lines = files.read_text(path, name=name).splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise ConfigError(f"server.api_key_file={path!r}: holds no key; want one a line")
+        raise ConfigError(f"{name}: holds no key; want one a line")
     return keys
 
 

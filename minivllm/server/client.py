@@ -26,7 +26,7 @@ import numpy as np
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.core.request import SamplingParams
 from minivllm.core.scores import TokenLogprobs
-from minivllm.errors import EngineDeadError, PluginError, RequestError
+from minivllm.errors import EngineDeadError, PluginError, RequestError, shown
 
 from .engine_loop import ENDS, EngineLoop, describe, error_from
 from .frames import ROW, Frame
@@ -131,7 +131,7 @@ class FrameClient:
 
         ids = _prompt(prompt_ids)
         if request_id in self._ids:
-            raise RequestError(f"request id {request_id!r} is in use; want a new one", "request_id")
+            raise RequestError(f"request id {shown(request_id)} is in use; want a new one", "request_id")
         wire = params_to_json(with_token_ids(params, self.tokenizer))
         number = next(self._numbers)
         stream = Stream(number, request_id, len(ids), params, self.tokenizer, self._drop, self._cut, self._read)

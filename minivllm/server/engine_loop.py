@@ -32,7 +32,7 @@ import numpy as np
 from minivllm.core.engine import Engine
 from minivllm.core.foreign import refusal
 from minivllm.core.request import Request, SamplingParams, Seq
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, told
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
 
 from . import state
 from .compiling import LOOK, Compiling
@@ -325,7 +325,7 @@ def _travels(params: SamplingParams) -> None:
     """RequestError for what is decided by the text, which is made on the client's side."""
     if params.beam_width is not None and params.stop:
         raise RequestError(
-            f"stop={params.stop!r} beside beam_width: want stop_token_ids, or an LLM in this process", "stop"
+            f"stop={shown(params.stop)} beside beam_width: want stop_token_ids, or an LLM in this process", "stop"
         )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from minivllm.errors import ConfigError, suggest
+from minivllm.errors import ConfigError, shown, suggest
 from minivllm.structured.closing import closed, schemas
 from minivllm.structured.params import MOST_BYTES, MOST_DEPTH, value_depth
 from minivllm.structured.references import pointer
@@ -171,7 +171,7 @@ def register(name: str, make: Callable[[], Parser]) -> None:
 def parser_of(name: str) -> Callable[[], Parser]:
     """ConfigError if there is none of that name."""
     if name not in PARSERS:
-        raise ConfigError(f"server.tool_parser={name!r}: there are {', '.join(PARSERS)}.{suggest(name, PARSERS)}")
+        raise ConfigError(f"server.tool_parser={shown(name)}: there are {', '.join(PARSERS)}.{suggest(name, PARSERS)}")
     return PARSERS[name]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from minivllm.core.interfaces.grammar import GrammarSource
-from minivllm.errors import RequestError, suggest
+from minivllm.errors import RequestError, brief, shown, suggest
 
 from .closing import closed
 
@@ -21,9 +21,8 @@ NAME = "structured_outputs"
 
 def _check(ok: bool, name: str, value: Any, want: str) -> None:
     if not ok:
-        shown = value if isinstance(value, str) else repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise RequestError(f"{NAME}.{name}={shown}: want {want}", NAME)
+        quoted = brief(value, 80) if isinstance(value, str) else shown(value)
+        raise RequestError(f"{NAME}.{name}={quoted}: want {want}", NAME)
 
 
 @dataclass
@@ -55,7 +54,7 @@ class StructuredOutputsParams:
         known = [f.name for f in fields(cls)]
         for name in value:
             if name not in known:
-                raise RequestError(f"{NAME}: unknown field {name!r}.{suggest(str(name), known)}", NAME)
+                raise RequestError(f"{NAME}: unknown field {shown(name)}.{suggest(str(name), known)}", NAME)
         return cls(**value)
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm import files
 from minivllm.errors import ConfigError, MinivllmError, PluginError
 from minivllm.spec import KINDS, version
 
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         plugins = _plugins(args)
         known = _known(args.known_failures)
+        if args.json:
+            files.check_output(args.json)
         # after the arguments: --help and a wrong name need no pytest
         from minivllm.testing import run
     except (MinivllmError, ImportError, OSError) as exc:
@@ -146,7 +149,7 @@ def _known(path: str | None) -> dict[str, str]:
     if path is None:
         return {}
     known = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(files.read_lines(path), 1):
         name, _, reason = line.strip().partition(" ")
         if not name or name.startswith("#"):
             continue

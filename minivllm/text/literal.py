@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from minivllm.errors import ModelError, RequestError
+from minivllm.errors import ModelError, RequestError, shown
 
 FIRST, LAST = 0xE000, 0xF8FF  # the private-use area, of which marks are taken
 MARKED = re.compile("(\\\\+)u([e-f][0-9a-f]{3})|[\ue000-\uf8ff]", re.I)  # as it is, or as JSON escapes it
@@ -318,5 +318,7 @@ def without_spellings(backend: Any, tokens: Iterable[str]) -> tuple[Any, dict[st
     made = Backend.from_str(json.dumps(data))
     for token, name in names.items():
         if made.token_to_id(name) != backend.token_to_id(token):
-            raise ModelError(f"tokenizer.json: the special token {token!r} cannot be told from text that spells it")
+            raise ModelError(
+                f"tokenizer.json: the special token {shown(token)} cannot be told from text that spells it"
+            )
     return made, names

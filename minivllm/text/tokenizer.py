@@ -15,12 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from minivllm.errors import ModelError, RequestError
+from minivllm import files
+from minivllm.errors import ModelError, RequestError, shown
 
 from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, without_spellings
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+READ = ("*.json", "*.model", "*.txt", "*.jinja")  # what transformers may open
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NOT_UNICODE = "prompt is not valid Unicode: want text without lone surrogates"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -36,7 +38,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     named = _read_json(folder / "special_tokens_map.json") | config
     special = {name: _content(named[name]) for name in NAMED if named.get(name)}
     slow = None
-    if (folder / "tokenizer.json").is_file():
+    if files.is_there(folder / "tokenizer.json"):
         backend = _read_backend(folder / "tokenizer.json")
         _configure(backend, named, special)
     else:
@@ -249,7 +251,7 @@ def _checked(variables: Mapping[str, Any] | None) -> dict[str, Any]:
     extra = dict(variables or {})
     for name in RESERVED:
         if name in extra:
-            raise RequestError(f"chat template variable {name!r} is set by the engine", "chat_template_kwargs")
+            raise RequestError(f"chat template variable {shown(name)} is set by the engine", "chat_template_kwargs")
     return extra
 
 
@@ -267,7 +269,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         check(isinstance(message, Mapping), f"messages[{i}]: want a mapping with role and content")
         role, content = message.get("role"), message.get("content")
         role_ok = isinstance(role, str) and ROLE.fullmatch(role)
-        check(bool(role_ok), f"messages[{i}].role={role!r}: want a word such as system, user or assistant")
+        check(bool(role_ok), f"messages[{i}].role={shown(role)}: want a word such as system, user or assistant")
         if isinstance(content, list):
             texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
             text_only = all(isinstance(t, str) for t in texts)
@@ -338,10 +340,7 @@ def _writes(written: Sequence[str], token: str) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """{} if the file is not there."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, OSError) as e:
-        raise ModelError(f"{path}: broken JSON: {e}") from e
+    found = files.read_json(path, files.PART, ModelError) if files.is_there(path) else {}
     if not isinstance(found, dict):
         raise ModelError(f"{path}: want a JSON object, found {type(found).__name__}")
     return found
@@ -350,6 +349,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_backend(path: Path) -> Any:
     from tokenizers import Tokenizer as Backend
 
+    files.check(path, files.LARGE, ModelError)
     try:
         return Backend.from_file(str(path))
     except Exception as e:  # the library raises plain Exception
@@ -385,10 +385,12 @@ def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, st
 
 
 def _auto_tokenizer(folder: Path) -> Any:
-    if not any((folder / name).is_file() for name in OTHER_FILES):
+    if not any(files.is_there(folder / name) for name in OTHER_FILES):
         raise ModelError(f"{folder} holds no tokenizer: want tokenizer.json, or set skip_tokenizer_init=True")
     from transformers import AutoTokenizer
 
+    for path in sorted(p for pattern in READ for p in folder.glob(pattern)):
+        files.check(path, files.LARGE, ModelError)
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as e:  # transformers raises many kinds
@@ -399,11 +401,8 @@ def _auto_tokenizer(folder: Path) -> Any:
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else chat_template.json, else the one in tokenizer_config.json (the default of several)."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (ValueError, OSError) as e:
-            raise ModelError(f"{path}: cannot be read: {e}") from e
+    if files.is_there(path):
+        return files.read_text(path, error=ModelError)
     found = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, list):
         found = {t["name"]: t["template"] for t in found if isinstance(t, dict) and "name" in t and "template" in t}
@@ -420,6 +419,6 @@ def configured_eos(folder: Path) -> list[int]:
         if found is not None:
             ids = found if isinstance(found, list) else [found]
             if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-                raise ModelError(f"{folder / name}: eos_token_id={found!r}: want token ids")
+                raise ModelError(f"{folder / name}: eos_token_id={shown(found)}: want token ids")
             return ids
     return []

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeGuard
 
+from minivllm.errors import brief
 from minivllm.structured.references import find
 
 from .ecma_regex import WRITABLE, Node, search, whole, within
@@ -304,12 +305,12 @@ def _hold_names(node: dict[str, Any], write: Callable[[Node], str]) -> None:
         # other names are those that it does not match, so that it has to be read in one way
         if not closed and names != search(pattern, exact=True):
             raise ValueError(
-                f"patternProperties: {pattern!r} is read in several ways (\\s, \\S, \\D, \\W): list the characters, or "
-                "give additionalProperties false"
+                f"patternProperties: {brief(pattern)!r} is read in several ways (\\s, \\S, \\D, \\W): list the "
+                "characters, or give additionalProperties false"
             )
         text = _written("patternProperties", names, write)
         if text in made:
-            raise ValueError(f"patternProperties: {pattern!r} matches the same names as another")
+            raise ValueError(f"patternProperties: {brief(pattern)!r} matches the same names as another")
         made[text] = inner
     node["patternProperties"] = made
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from minivllm.errors import shown
+
 SUFFIXES = (".csv", ".jsonl")
 
 
@@ -21,7 +23,7 @@ class StepLogOptions(BaseModel):
     @classmethod
     def _known(cls, path: str) -> str:
         if not path.endswith(SUFFIXES):
-            raise ValueError(f"{path!r}: want a file that ends in {' or '.join(SUFFIXES)}")
+            raise ValueError(f"{shown(path)}: want a file that ends in {' or '.join(SUFFIXES)}")
         return path
 
 

@@ -7,6 +7,7 @@ import json
 import time
 from typing import IO, Any
 
+from minivllm import files
 from minivllm.errors import ConfigError
 from minivllm.hooks import EngineView, FinishedStep, Hooks, hookimpl
 
@@ -33,6 +34,7 @@ class StepLog(Hooks):
     def minivllm_engine_started(self, engine: EngineView) -> None:
         self.start = time.monotonic()
         path = self.options.path
+        files.check_output(path, name=f"hooks step_log: {path}")
         try:
             self.file = open(path, "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
         except OSError as exc:

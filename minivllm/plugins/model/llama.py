@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.model import ModelArch, Parts, Rule, StepTensors
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 from minivllm.layers.fused import Normed
 from minivllm.layers.rotary import rope_parameters
 
@@ -38,7 +38,7 @@ class Llama(ModelArch):
         if not getattr(cfg, "is_causal", True):
             raise ModelError(f"is_causal={cfg.is_causal}: want True, attention to later tokens is not implemented")
         if cfg.hidden_act not in ("silu", "swish"):
-            raise ModelError(f"hidden_act={cfg.hidden_act!r}: want 'silu'")
+            raise ModelError(f"hidden_act={shown(cfg.hidden_act)}: want 'silu'")
         if kv_heads(cfg) < 1 or cfg.num_attention_heads % kv_heads(cfg):
             raise ModelError(
                 f"num_attention_heads={cfg.num_attention_heads}: want a multiple of num_key_value_heads={kv_heads(cfg)}"

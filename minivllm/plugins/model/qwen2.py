@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 
 from .llama import Llama
 
@@ -26,10 +26,10 @@ class Qwen2(Llama):
             raise ModelError(f"layer_types has {len(types)} entries: want num_hidden_layers={layers}")
         wrong = sorted(set(types) - {"full_attention", "sliding_attention"})
         if wrong:
-            raise ModelError(f"layer_types has {wrong[0]!r}: want 'full_attention' or 'sliding_attention'")
+            raise ModelError(f"layer_types has {shown(wrong[0])}: want 'full_attention' or 'sliding_attention'")
         if "sliding_attention" in types and (not isinstance(window, int) or window < 1):
             raise ModelError(
-                f"sliding_window={window!r} while layer_types has sliding_attention: want a whole number >= 1"
+                f"sliding_window={shown(window)} while layer_types has sliding_attention: want a whole number >= 1"
             )
         return [window if kind == "sliding_attention" else None for kind in types]
 
