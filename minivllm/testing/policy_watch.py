@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -15,12 +15,62 @@ from minivllm.errors import RequestError
 SHAPES = ("mix", "prefill_first", "static")
 
 
+COLUMNS = tuple(f.name for f in fields(QueueView))
+
+
+class Shown(QueueView):
+    """A copy of a view, whose columns cannot be written, and which can be read until it is ``over``: the engine makes a
+    column when it is first read, so of a view that is kept it would make those of a later time."""
+
+    def __init__(self, view: QueueView, call: str = "key", late: list[str] | None = None) -> None:
+        """``call`` is whose argument it is; ``late`` hears of what is read too late."""
+        columns = {name: getattr(view, name).copy() for name in COLUMNS}
+        for column in columns.values():
+            column.setflags(write=False)
+        self.__dict__.update(_columns=columns, _call=call, _over=False, _n=len(view))
+        self.__dict__["_late"] = [] if late is None else late
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in COLUMNS:
+            own = object.__getattribute__(self, "__dict__")
+            if own["_over"]:
+                what = f"it reads column {name!r} of the view that {own['_call']}() was given after that call"
+                own["_late"].append(f"{what}: a view is of no use then, keep the columns that are needed")
+                raise AssertionError(own["_late"][-1])
+            return own["_columns"][name]
+        return object.__getattribute__(self, name)
+
+    def __len__(self) -> int:
+        return self.__dict__["_n"]
+
+    def take(self, index: np.ndarray) -> QueueView:
+        return Taken(self, np.arange(len(self))[index])
+
+    def over(self) -> None:
+        """From now on it is of no use."""
+        self.__dict__["_over"] = True
+
+
+class Taken(QueueView):
+    """Some rows of a view, which is read when they are."""
+
+    def __init__(self, view: QueueView, index: np.ndarray) -> None:
+        self.__dict__.update(_view=view, _index=index)
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        return getattr(own["_view"], name)[own["_index"]] if name in COLUMNS else object.__getattribute__(self, name)
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_index"])
+
+    def take(self, index: np.ndarray) -> QueueView:
+        return Taken(self, np.arange(len(self))[index])
+
+
 def frozen(view: QueueView) -> QueueView:
     """A copy whose columns cannot be written."""
-    columns = {f.name: getattr(view, f.name).copy() for f in fields(view)}
-    for column in columns.values():
-        column.setflags(write=False)
-    return QueueView(**columns)
+    return Shown(view)
 
 
 def arrivals(arrival: np.ndarray, **columns: np.ndarray) -> QueueView:
@@ -41,25 +91,24 @@ class Watch:
         self.policy = policy
         self.log: list[tuple[str, Any]] = []
         self.faults: list[str] = []
-        for name, check in (
-            ("key", check_key),
-            ("order", check_order),
-            ("shape", check_shape),
-            ("victim", check_victim),
-        ):
+        self.late: list[str] = []  # what was read of views after their calls
+        for name, check in CHECKS.items():
             setattr(policy, name, self._watched(name, getattr(policy, name), check))
 
     def _watched(self, name: str, call: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any) -> Any:
-            args = tuple(frozen(a) if isinstance(a, QueueView) else a for a in args)
+            real, args = args, tuple(Shown(a, name, self.late) if isinstance(a, QueueView) else a for a in args)
             try:
                 given = call(*args)
             except Exception as e:
-                if not (name == "key" and isinstance(e, RequestError) and not args[0].preempted.any()):
+                if not (name == "key" and isinstance(e, RequestError) and not real[0].preempted.any()):
                     self.faults.append(f"{name}() raised {type(e).__name__}: {e}")
                 raise
+            finally:
+                for shown in (a for a in args if isinstance(a, Shown)):
+                    shown.over()
             try:
-                self.log.append((name, check(given, *args)))
+                self.log.append((name, check(given, *real)))
             except AssertionError as e:
                 self.faults.append(str(e))
                 raise
@@ -68,6 +117,7 @@ class Watch:
         return watched
 
     def check(self) -> None:
+        assert not self.late, self.late[0]
         assert not self.faults, self.faults[0]
 
 
@@ -78,6 +128,14 @@ def check_key(given: Any, new: QueueView) -> list[float]:
     keys = array.astype(np.float64)
     assert not np.isnan(keys).any(), f"key() gave {keys.tolist()} for the sequences {new.id.tolist()}: NaN has no place"
     return keys.tolist()
+
+
+def check_lane(given: Any, new: QueueView) -> list[int]:
+    array = np.asarray(given)
+    assert array.shape == (len(new),) and array.dtype.kind in "iu", (
+        f"lane() gave {array.dtype} of shape {array.shape} for {len(new)} sequences: want whole numbers, ({len(new)},)"
+    )
+    return array.tolist()
 
 
 def check_order(given: Any, head: QueueView, running: QueueView, now: float) -> list[int]:
@@ -114,3 +172,13 @@ def check_victim(given: Any, candidates: QueueView, need: int) -> tuple[int, int
         "the index of one of them"
     )
     return int(candidates.id[index]), need
+
+
+def check_ended(given: Any, gone: QueueView) -> list[int]:
+    return gone.id.tolist()
+
+
+CHECKS: Mapping[str, Callable[..., Any]] = {
+    "key": check_key, "lane": check_lane, "order": check_order, "shape": check_shape, "victim": check_victim,
+    "ended": check_ended,
+}  # fmt: skip

@@ -24,7 +24,8 @@ from minivllm.core.request import Request
 from minivllm.errors import RequestError
 
 from .base import Seen, since
-from .policy_watch import Watch, arrivals, check_key, frozen
+from .policy_keys import Keys
+from .policy_watch import Watch
 from .sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
 from .spec import SpecConformance
 
@@ -33,7 +34,6 @@ SLOTS, BUDGET, BLOCK, MAX_LEN = 4, 32, 4, 64
 LONG_PROMPT = (
     600  # tokens: 19 steps of the whole budget, and more than any limit in tokens that a policy may have in it
 )
-LATE = (0.0, 1e3, 7e4, 2.0e6, 2.2e6, 1e7)  # seconds, past the ends of float16 and of int32 in milliseconds
 
 
 def drain(engine: Engine, clock: Clock, watch: Watch | None = None) -> None:
@@ -243,7 +243,7 @@ STREAMS: Mapping[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = 
 }
 
 
-class SchedulerConformance(SpecConformance):
+class SchedulerConformance(Keys, SpecConformance):
     """``patience``: seconds that a request may take, from arrival to end, under a steady stream of others, where a step
     takes a second; a policy that ages slowly, and says so, may raise it."""
 
@@ -269,37 +269,6 @@ class SchedulerConformance(SpecConformance):
         machine = type("Machine", (EngineMachine,), {"policies": [self.make], "seen": seen})
         self.run_machine(machine, 200, steps=30)
         seen.require(**dict.fromkeys(HARD, 5), finished=100, victim=5)
-
-    @since(1, 0)
-    def test_key_gives_a_number_for_each_of_several_sequences(self) -> None:
-        """f64 [n]: also at the edges of what a request may ask for."""
-
-        @self.for_all(100, st.integers(1, 6), st.integers(0, 2**32))
-        def keys(n: int, seed: int) -> None:
-            rng = np.random.default_rng(seed)
-            pick = lambda t, *values: rng.choice(np.array(values, t), n)  # noqa: E731
-            prompt, out = pick(np.int32, 1, 7, 10**6), pick(np.int32, 1, 64, 10**6)
-            arrival = pick(np.float64, 0.0, 12.5, 1e7)
-            view = arrivals(
-                arrival, prompt=prompt, known=prompt, predicted_out=out, max_out=out, priority=pick(np.int32, -9, 0, 9),
-                tenant=pick(np.int32, 0, 1, 70000), ttft_due=arrival + pick(np.float64, 1e-3, np.inf),
-                preempted=pick(np.int32, 0, 1, 8),
-            )  # fmt: skip
-            check_key(self.build(*self.context()).key(frozen(view)), frozen(view))
-
-    @since(1, 0)
-    @pytest.mark.parametrize("due", [1.0, np.inf], ids=["due", "without_a_target"])
-    def test_keys_hold_however_long_the_engine_has_run(self, due: float) -> None:
-        """``starvation_free``: of two requests that are alike the later one has no smaller key, at no time of the
-        clock, and every key is finite; the clock may have run for months."""
-        self.need("starvation_free")
-        found = []
-        for at in LATE:
-            view = frozen(arrivals(np.array([at]), ttft_due=np.array([at + due])))
-            found += check_key(self.build(*self.context()).key(view), view)
-        shown = ", ".join(f"{key:g} at {at:g} s" for at, key in zip(LATE, found, strict=True))
-        assert np.isfinite(found).all(), f"key() gave {shown}: want finite numbers"
-        assert found == sorted(found), f"key() gave {shown}: those that come later overtake the others"
 
     @since(1, 0)
     def test_a_backlog_longer_than_the_window_is_worked_off(self) -> None:
