@@ -20,8 +20,8 @@ ALWAYS = 5  # faults of a module
 
 
 def outcomes(module, name, tests=()):
-    device = getattr(module, "DEVICE", "")
-    return run([(module.SEAM, f"{module.__name__}:{name}")], device=device, select=" or ".join(tests), shrink=False)
+    how = {"device": getattr(module, "DEVICE", ""), "overrides": getattr(module, "SUITE", {}).get(name)}
+    return run([(module.SEAM, f"{module.__name__}:{name}")], **how, select=" or ".join(tests), shrink=False)
 
 
 @pytest.mark.parametrize(

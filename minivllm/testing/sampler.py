@@ -20,6 +20,7 @@ from minivllm.core.request import SamplingParams
 
 from .base import Seen, since
 from .chisquare import ALPHA, check_draws, detectable
+from .sampler_batch import Batches
 from .sampler_limits import LIMITS, NEAR, nearest, supports, surprising
 from .sampling import SamplingConformance
 from .sampling_rows import DRAWS, LARGE, MAX_LEN, Seq, Stage, Watched, unwritten
@@ -33,7 +34,7 @@ SMALLEST = (
 LARGEST = ((54644982, 0), (52997598, 0), (2891928, 66), (54501843, 1 << 30), (11753474, 1 << 30))
 
 
-class SamplerConformance(SamplingConformance):
+class SamplerConformance(Batches, SamplingConformance):
     """An author whose sampler has parameters of its own overrides ``params`` and ``probabilities``."""
 
     kind = "sampler"
@@ -94,10 +95,12 @@ class SamplerConformance(SamplingConformance):
                 must, may = must & sure, may | maybe
         return must, may
 
-    def draws(self, params: SamplingParams, logits: Tensor, keys: Tensor, others: Sequence[Seq] = ()) -> Tensor:
-        """Tokens i64 [n] of one row of logits [V] for keys i64 [n, 3] (seed, position, sample), in few large steps;
-        sequences ``others`` are in each step too, ahead of the rest."""
-        m, batch = len(others), min(BATCH, len(keys), max(CELLS // len(logits), 1))
+    def draws(
+        self, params: SamplingParams, logits: Tensor, keys: Tensor, others: Sequence[Seq] = (), most: int = BATCH
+    ) -> Tensor:
+        """Tokens i64 [n] of one row of logits [V] for keys i64 [n, 3] (seed, position, sample), in few large steps, or
+        ``most`` in each; sequences ``others`` are in each step too, ahead of the rest."""
+        m, batch = len(others), min(most, len(keys), max(CELLS // len(logits), 1))
         far = int(keys[:, 1].max()) + 2
         stage = Stage(self, m + batch, vocab=len(logits), max_len=max(far, MAX_LEN))
         slots = np.arange(m + batch)[::-1].copy()

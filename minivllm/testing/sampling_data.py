@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minivllm.core.request import SamplingParams
 
@@ -29,6 +30,17 @@ def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], voc
     if not found and reads:
         return None
     return st.one_of(found) if found else st.just({})
+
+
+def unlike(logits: Tensor) -> list[Tensor]:
+    """Logits f32 [V] of neighbours that have nothing in common with a row's: one token that is certain, all tokens
+    alike, much larger and much smaller ones, far apart, and one that is left."""
+    finite = logits.isfinite()
+    peaked, last = logits.clone(), torch.full_like(logits, -torch.inf)
+    peaked[int(logits.argmax()) - 1] = 60.0
+    last[0] = 1.0
+    level = torch.where(finite, 0.0, logits)
+    return [peaked, level, torch.zeros_like(logits), logits + 50, logits - 300, 20 * logits, logits.flip(0), last]
 
 
 def make_sequences(data: Any, n: int, vocab: int, keywords: Callable[[int], Keywords]) -> list[Seq]:

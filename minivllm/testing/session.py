@@ -126,12 +126,14 @@ def run(
     select: str = "",
     only: Collection[str] = (),
     known: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     tell: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Run the suites of some plug-ins, (seam, plug-in) each, one after another in this process.
 
     ``select`` is a pytest ``-k`` expression, ``only`` names test functions (none: all), ``known`` maps tests to the
-    reason why they fail.  PluginError if a plug-in cannot be found or a suite cannot be collected.
+    reason why they fail, ``overrides`` holds what a test class would override, by name.  PluginError if a plug-in
+    cannot be found or a suite cannot be collected.
     """
     _pending.clear()
     classes = {}
@@ -139,7 +141,7 @@ def run(
         find(seam, plugin)
         name = f"Test{i}"
         _pending[name] = type(name, (suite(seam),), {
-            "plugin": plugin, "device": device, "known_failures": dict(known or {}),
+            "plugin": plugin, "device": device, "known_failures": dict(known or {}), **(overrides or {}),
         })  # fmt: skip
         classes[name] = (seam, plugin)
     reporter = _Reporter(classes, tell, only=only)
