@@ -10,7 +10,8 @@ pytest.importorskip("openai")
 
 from http_helpers import served
 
-from minivllm.server.tools import Call, Forced, Hermes, Json, Said
+from minivllm.server.calls import Call, Said
+from minivllm.server.tools import Hermes, Json
 
 CHAT = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
 server = served()
@@ -187,9 +188,6 @@ def test_calls_are_found_however_the_text_is_cut(size):
     assert said_and_called(Json(), cut('[{"name": "f", "parameters": {"x": [1, "}"]}}]')) == ("", want)
     for plain in ("plain { text }", '{"a": 1}', "[1, 2", ""):
         assert said_and_called(Json(), cut(plain) or [""]) == (plain, [])
-    forced = '[{"name":"f","arguments":{"x":[1,"}"]}},{"name":"f","arguments":{"x":[1,"}"]}}]'
-    assert said_and_called(Forced(), cut(forced)) == ("", want * 2)
-    assert said_and_called(Forced(), cut('[{"name":"f","argu')) == ('[{"name":"f","argu', [])
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------

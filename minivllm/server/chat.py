@@ -22,7 +22,7 @@ from .generate import (
 )
 from .params import asked_tokens, fit, form_of, make_params, structured
 from .protocol.chat import ChatBody
-from .tools import Call, Said
+from .reader import Reader
 
 if TYPE_CHECKING:
     from .client import Piece
@@ -117,7 +117,7 @@ class Chat:
         reader, final = self._readers[number], piece.finish_reason is not None
         choice = {
             "index": number,
-            "delta": reader.deltas(piece.text, final),
+            "delta": reader.deltas(piece.text, piece.finish_reason),
             "logprobs": self._shape(piece.logprobs),
         }
         choice["finish_reason"] = reader.reason(piece.finish_reason)
@@ -134,7 +134,7 @@ class Chat:
         choices, stream = [], answer.streams[0]
         for number, sample in enumerate(stream.order or range(self.n)):
             text, reader = stream.texts[sample], self._reader()
-            reader.deltas(text.text, True)
+            reader.deltas(text.text, text.finish_reason or "stop")
             choice = {"index": number, "message": reader.message(), "logprobs": self._shape(text.logprobs)}
             choice.update(finish_reason=reader.reason(text.finish_reason), stop_reason=text.stop_reason)
             if self.body.return_token_ids:
@@ -153,59 +153,3 @@ async def render(service: Service, messages: Any, shown: Any, body: Any) -> list
     begin = body.add_generation_prompt is not False
     split = body.split_special_tokens is not False
     return await service.tokens.chat(messages, shown, begin, body.chat_template_kwargs, split)
-
-
-class Reader:
-    """The text of one choice as deltas of a message, and the message that they add up to."""
-
-    def __init__(self, asked: tools.Tools, parser: Any) -> None:
-        self._choice, self._name = asked.choice, asked.function
-        self._parser = {"auto": parser, "required": tools.Forced}.get(asked.choice, lambda: None)()
-        self._said: list[str] = []
-        self._calls: list[Call] = []
-        self._named = ""
-
-    def deltas(self, text: str, final: bool) -> dict[str, Any]:
-        """What is new; {} if nothing is."""
-        if self._choice == "named":
-            return self._argue(text)
-        found = self._parser.feed(text, final) if self._parser is not None else [Said(text)] if text else []
-        delta: dict[str, Any] = {}
-        said = "".join(one.text for one in found if isinstance(one, Said))
-        calls = [one for one in found if isinstance(one, Call)]
-        if said:
-            delta["content"] = said
-            self._said.append(said)
-        if calls:
-            delta["tool_calls"] = [{"index": len(self._calls) + i, **_call(call)} for i, call in enumerate(calls)]
-            self._calls += calls
-        return delta
-
-    def _argue(self, text: str) -> dict[str, Any]:
-        """A call of the named function: its name once, its arguments in pieces."""
-        if self._calls:
-            self._named += text
-            return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]} if text else {}
-        self._calls = [Call(self._name, "")]
-        self._named = text
-        call = _call(self._calls[0])
-        call["function"]["arguments"] = text
-        return {"tool_calls": [{"index": 0, **call}]}
-
-    def message(self) -> dict[str, Any]:
-        if self._choice == "named" and self._calls:
-            self._calls = [dataclasses.replace(self._calls[0], arguments=self._named)]
-        content = "".join(self._said)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self._calls:
-            message["tool_calls"] = [_call(call) for call in self._calls]
-            message["content"] = content.strip() or None
-        return message
-
-    def reason(self, reason: str | None) -> str | None:
-        """A named function ends with "stop", as with OpenAI; calls that the model chose with "tool_calls"."""
-        return "tool_calls" if reason == "stop" and self._calls and self._choice != "named" else reason
-
-
-def _call(call: Call) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -5,6 +5,8 @@
                   required  a grammar leaves it nothing but a list of calls
                   named     a grammar leaves it nothing but the arguments of that function
 
+``allowed_tools`` is auto or required with a part of the tools; the others are not shown.
+
 A parser is a class with ``feed(text, final) -> [Said | Call, ...]``; ``PARSERS`` names them, ``register`` adds one.
 """
 
@@ -12,10 +14,8 @@ from __future__ import annotations
 
 import copy
 import json
-import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minivllm.errors import ConfigError, shown, suggest
@@ -23,9 +23,9 @@ from minivllm.structured.closing import closed, schemas
 from minivllm.structured.params import MOST_BYTES, MOST_DEPTH, value_depth
 from minivllm.structured.references import pointer
 
+from .calls import NAME, Call, Said, begins_call, call_of, calls_of
 from .errors import ApiError
 
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MOST = 128  # tools of a request
 COMPACT = {"disable_any_whitespace": True}  # a small model that may write spaces may write nothing else
 INTRODUCTION = (
@@ -34,37 +34,14 @@ INTRODUCTION = (
 )
 
 
-@dataclass(frozen=True)
-class Said:
-    """Text for the user."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """A whole call; ``arguments`` is JSON text.  ``id`` is ours."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
-
-
 class Parser(Protocol):
     """Finds calls in the text of one answer."""
 
     def feed(self, text: str, final: bool) -> list[Said | Call]:
-        """What new text has settled; with ``final``, all that is left.  Text that is no call is said, not lost."""
+        """What new text has settled; with ``final``, all that is left.  Text that is no call is said, not lost.
 
-
-def make_call(value: Any) -> Call | None:
-    """A call from {"name", "arguments"}; None if it is not one."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not NAME.fullmatch(value["name"]):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        return Call(value["name"], arguments)
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, Mapping) else None
+        A parser may have ``cut() -> [Said | Call, ...]`` beside it: what is left of an answer that ended by its length,
+        without the half of a call at its end.  Without it, that is ``feed("", True)``."""
 
 
 def load(text: str) -> Any:
@@ -99,12 +76,19 @@ class Hermes:
                 return found
             inner = self._left[start + len(self.OPEN) : end if end >= 0 else None]
             after = end + len(self.CLOSE) if end >= 0 else len(self._left)
-            call = make_call(load(inner))
+            call = call_of(inner)
             self._say(found, self._left[:start] if call is not None else self._left[:after])
             if call is not None:
                 found.append(call)
                 self._called = True
             self._left = self._left[after:]
+
+    def cut(self) -> list[Said | Call]:
+        inner = self._left.removeprefix(self.OPEN)
+        if len(inner) < len(self._left) and inner.lstrip()[:1] in ("", "{"):
+            call = call_of(inner[: len(inner) - _overlap(inner, self.CLOSE)])  # only its closing tag is missing
+            return [] if call is None else [call]
+        return self.feed("", True)
 
     def _say(self, found: list[Said | Call], text: str) -> None:
         if text and not (self._called and not text.strip()):  # newlines between calls are not for the user
@@ -123,41 +107,15 @@ class Json:
         self._plain = self._plain or (begins != "" and begins not in "{[")
         if not final and not self._plain:
             return []
-        value = None if self._plain else load(self._left)
-        calls = [make_call(one) for one in (value if isinstance(value, list) else [value])]
-        whole = bool(calls) and all(calls)
+        calls, whole = ([], False) if self._plain else calls_of(self._left)
         said, self._left = self._left, ""
         if whole:
-            return [call for call in calls if call is not None]
+            return [*calls]
         return [Said(said)] if said else []
 
-
-class Forced:
-    """The list of calls that the grammar of ``required`` leaves: each is told when it is complete."""
-
-    def __init__(self) -> None:
-        self._left, self._at, self._calls = "", 0, 0
-
-    def feed(self, text: str, final: bool) -> list[Said | Call]:
-        self._left += text
-        found: list[Said | Call] = []
-        decoder = json.JSONDecoder()
-        while True:
-            rest = self._left[self._at :]
-            start = rest.find("{")
-            if start < 0 or "}" not in rest:
-                break
-            try:
-                value, end = decoder.raw_decode(rest, start)
-            except ValueError:
-                break
-            self._at += end
-            if (call := make_call(value)) is not None:
-                found.append(call)
-                self._calls += 1
-        if final and not self._calls:
-            found.append(Said(self._left))
-        return found
+    def cut(self) -> list[Said | Call]:
+        calls, _ = ([], False) if self._plain else calls_of(self._left)
+        return [*calls] if calls or (self._left and begins_call(self._left)) else self.feed("", True)
 
 
 PARSERS: dict[str, Callable[[], Parser]] = {"hermes": Hermes, "json": Json}
@@ -188,6 +146,7 @@ class Tools:
     choice: str
     function: str = ""
     parallel: bool = True
+    only: frozenset[str] | None = None  # names that may be called; None: any
 
     @property
     def shown(self) -> list[dict[str, Any]] | None:
@@ -238,6 +197,10 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
         raise ApiError(400, "tools: two of them have the same name", "tools")
     if choice is None:
         return Tools(tools, "auto" if tools else "none", parallel=parallel is not False)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        mode, allowed = _allowed(choice, names)
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        return Tools(tools, mode, parallel=parallel is not False, only=frozenset(allowed))
     if isinstance(choice, dict):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
@@ -245,11 +208,32 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
             raise ApiError(400, "tool_choice: names no function of tools", "tool_choice")
         return Tools(tools, "named", str(name), parallel is not False)
     if choice not in ("none", "auto", "required"):
-        want = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        want = 'none, auto, required, {"type": "function", "function": {"name": ...}} or allowed_tools'
         raise ApiError(400, f"tool_choice: want {want}", "tool_choice")
     if choice == "required" and not tools:
         raise ApiError(400, "tool_choice=required: want tools to choose from", "tool_choice")
     return Tools(tools, str(choice) if tools else "none", parallel=parallel is not False)
+
+
+def _allowed(choice: dict[str, Any], names: Sequence[str]) -> tuple[str, list[str]]:
+    """(mode, names) of {"type": "allowed_tools", "allowed_tools": {"mode", "tools": [{"type", "function": {"name"}}]}};
+    the inner object may also be spread over the outer one, and a function over its tool, as in OpenAI's Responses."""
+    inner = choice.get("allowed_tools", choice)
+    listed: Any = inner.get("tools") if isinstance(inner, dict) else None
+    mode = inner.get("mode") if isinstance(inner, dict) else None
+    if mode not in ("auto", "required"):
+        raise ApiError(400, "tool_choice.allowed_tools.mode: want auto or required", "tool_choice")
+    if not isinstance(listed, list) or not listed or len(listed) > MOST:
+        raise ApiError(400, f"tool_choice.allowed_tools.tools: want a list of 1 to {MOST} functions", "tool_choice")
+    found = []
+    for number, tool in enumerate(listed):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in names:
+            what = f"tool_choice.allowed_tools.tools[{number}]: names no function of tools"
+            raise ApiError(400, what, "tool_choice")
+        found.append(name)
+    return mode, found
 
 
 def tell(messages: Any, tools: Sequence[Mapping[str, Any]]) -> Any:

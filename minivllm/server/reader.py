@@ -1,0 +1,79 @@
+"""The text of an answer as a message: what is said, and calls of tools, whole or piece by piece."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from . import tools
+from .calls import Begun, Call, Ended, Forced, Named, Said, Written
+
+HELD: dict[str, Any] = {"none": lambda: None, "required": Forced}
+
+
+class Reader:
+    """The text of one choice as deltas of a message, and the message that they add up to.
+
+    A call that is cut by the length of the answer is in the deltas as far as it came, and not in the message: neither
+    has a part of one as text."""
+
+    def __init__(self, asked: tools.Tools, parser: Any) -> None:
+        self._choice, self._only = asked.choice, asked.only
+        makers = {**HELD, "auto": parser, "named": lambda: Named(asked.function)}
+        self._parser = makers[asked.choice]()
+        self._said: list[str] = []
+        self._calls: list[Call | Begun] = []  # in order
+        self._arguments: list[str] = []  # of the call that was begun last, as far as it came
+        self._whole: dict[int, str] = {}  # place in ``_calls`` -> all its arguments
+
+    def deltas(self, text: str, reason: str | None) -> dict[str, Any]:
+        """What is new; {} if nothing is.  ``reason``: why the text ends, with its last piece."""
+        said: list[str] = []
+        calls: dict[int, dict[str, Any]] = {}
+        for one in self._found(text, reason):
+            if isinstance(one, Said):
+                said.append(one.text)
+            elif isinstance(one, Call) and self._only is not None and one.name not in self._only:
+                # a function that the model was not shown: no call, so it is text
+                said.append(json.dumps({"name": one.name, "arguments": one.arguments}, ensure_ascii=False))
+            elif isinstance(one, (Call, Begun)):
+                number = len(self._calls)
+                self._calls.append(one)
+                self._arguments = []
+                if isinstance(one, Call):
+                    self._whole[number] = one.arguments
+                calls[number] = {"index": number, **_call(one, self._whole.get(number, ""))}
+            elif isinstance(one, Written):
+                number = len(self._calls) - 1
+                self._arguments.append(one.text)
+                delta = calls.setdefault(number, {"index": number, "function": {"arguments": ""}})
+                delta["function"]["arguments"] += one.text
+            else:
+                assert isinstance(one, Ended)
+                self._whole[len(self._calls) - 1] = "".join(self._arguments)
+        delta = {"content": "".join(said)} if said else {}
+        self._said += said
+        return {**delta, "tool_calls": list(calls.values())} if calls else delta
+
+    def _found(self, text: str, reason: str | None) -> list[Any]:
+        if self._parser is None:
+            return [Said(text)] if text else []
+        cut = getattr(self._parser, "cut", None) if reason == "length" else None
+        found = list(self._parser.feed(text, reason is not None and cut is None))
+        return found if cut is None else [*found, *cut()]
+
+    def message(self, role: str = "assistant") -> dict[str, Any]:
+        content = "".join(self._said)
+        message: dict[str, Any] = {"role": role, "content": content, "refusal": None}
+        if self._whole:
+            message["tool_calls"] = [_call(self._calls[number], text) for number, text in self._whole.items()]
+            message["content"] = content.strip() or None
+        return message
+
+    def reason(self, reason: str | None) -> str | None:
+        """A named function ends with "stop", as with OpenAI; calls that the model chose with "tool_calls"."""
+        return "tool_calls" if reason == "stop" and self._whole and self._choice != "named" else reason
+
+
+def _call(call: Call | Begun, arguments: str) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
