@@ -16,6 +16,7 @@ from minivllm.core.request import SamplingParams
 
 from .base import Seen, since
 from .sampling import SamplingConformance
+from .sampling_data import histories
 from .sampling_reference import standard_reference
 from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, Seq, Stage
 
@@ -164,12 +165,18 @@ class ProcessorConformance(SamplingConformance):
 
     @since(1, 0)
     def test_every_parameter_that_it_reads_changes_something(self) -> None:
-        """The engine takes a request because ``reads`` names its parameter: it must not be ignored."""
-        rng = np.random.default_rng(1)
-        prompt, output = tuple(rng.integers(0, self.vocab, 9).tolist()), tuple(rng.integers(0, self.vocab, 12).tolist())
-        logits = torch.tensor(rng.normal(0, 3, self.vocab), dtype=torch.float32)
+        """The engine takes a request because ``reads`` names its parameter: it must not be ignored.  Several histories
+        are tried, among them tails that repeat."""
+        logits = torch.tensor(np.random.default_rng(1).normal(0, 3, self.vocab), dtype=torch.float32)
+        tried = histories(self.vocab)
         for name in sorted(self.reads - set(self.unknown())):
             keywords = self._tried(name)
-            rows = [Seq(SamplingParams.make(**asked), prompt, output, logits) for asked in keywords]
-            changed = any(not torch.equal(self.alone(s).cpu(), logits) for s in rows)
-            assert changed, f"reads has {name!r}, and no logit changes with {keywords} after {prompt} and {output}"
+            assert any(
+                not torch.equal(self.alone(Seq(SamplingParams.make(**asked), prompt, output, x)).cpu(), x)
+                for asked in keywords
+                for prompt, output in tried.values()
+                for x in (logits, torch.zeros(self.vocab))
+            ), (
+                f"reads has {name!r}, and no logit changes with {keywords} after any of {len(tried)} histories "
+                f"({', '.join(tried)}): if it needs other values, override params()"
+            )

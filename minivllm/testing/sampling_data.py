@@ -32,6 +32,26 @@ def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], voc
     return st.one_of(found) if found else st.just({})
 
 
+class Noted(dict[str, Any]):
+    """``SamplingParams.extra`` that notes in ``names`` which parameters somebody looked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+
 def unlike(logits: Tensor) -> list[Tensor]:
     """Logits f32 [V] of neighbours that have nothing in common with a row's: one token that is certain, all tokens
     alike, much larger and much smaller ones, far apart, and one that is left."""
@@ -41,6 +61,24 @@ def unlike(logits: Tensor) -> list[Tensor]:
     last[0] = 1.0
     level = torch.where(finite, 0.0, logits)
     return [peaked, level, torch.zeros_like(logits), logits + 50, logits - 300, 20 * logits, logits.flip(0), last]
+
+
+def histories(vocab: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What a sequence may look like when a parameter takes effect, (prompt, output) each: penalties and bans may need a
+    token that came often, a tail that repeats, one that was in the prompt, or none of it."""
+    rng = np.random.default_rng(1)
+    some = lambda n: tuple(rng.integers(0, vocab, n).tolist())  # noqa: E731
+    prompt, phrase, end = some(9), tuple(rng.permutation(vocab)[:4].tolist()), vocab - 1
+    return {
+        "tokens at random": (prompt, some(12)), "one token again and again": (prompt, (5,) * 12),
+        "a tail of two that repeats": (prompt, (*some(3), *(3, 8) * 5)),
+        "a tail of four that repeats": (prompt, (*some(2), *phrase * 4)),
+        "the prompt again": (phrase * 3, phrase * 3), "a prompt that repeats": ((*prompt, *phrase * 4), ()),
+        "each token once": ((0,), tuple(range(1, min(vocab, 40)))), "nothing yet": ((end,), ()),
+        "one token": (prompt, (2,)), "the first and the last token": ((0, end), (0, end, end, 0)),
+        "an end of the prompt that repeats": (phrase * 3, phrase[:2]),
+        "a long answer": (prompt, (*some(20), *phrase * 3)),
+    }  # fmt: skip
 
 
 def make_sequences(data: Any, n: int, vocab: int, keywords: Callable[[int], Keywords]) -> list[Seq]:
