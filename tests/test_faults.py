@@ -223,7 +223,7 @@ def test_a_column_of_a_wrong_shape_refuses_its_request_only(tiny):
         with pytest.raises(RequestError, match=r"column 'x' got shape \(3,\); want \(2,\)"):
             llm.generate([1, 2], long(3, extra={"wide": True}), use_tqdm=False)
         assert len(llm.generate([1, 2], long(3), use_tqdm=False)[0].tokens) == 3
-        with pytest.raises(RequestError, match=r"no processor or sampler in the config reads it.*'wide'"):
+        with pytest.raises(RequestError, match=r"no processor, sampler or strategy in the config reads it.*'wide'"):
             llm.generate([1, 2], long(3, extra={"wid": True}), use_tqdm=False)
 
 

@@ -37,7 +37,7 @@ from .publisher import Flight, Publisher
 from .request import FINISHED, Request, Seq
 from .slots import Slots
 from .stepwise import branch, finish_lanes
-from .strategies import answer, branches
+from .strategies import answer, branches, own_names
 from .timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock, processor_seams
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ class Engine:
             raise RequestError(
                 f"{len(request.stop_ids)} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
             )
-        known = sorted(set().union(*(made.reads for _, made in self.processors)))
+        known = sorted(own_names(self.strategies).union(*(made.reads for _, made in self.processors)))
         if unknown := [name for name in p.asked() if name not in known]:
-            what = f"{unknown[0]} is set, but no processor or sampler in the config reads it"
+            what = f"{unknown[0]} is set, but no processor, sampler or strategy in the config reads it"
             raise RequestError(f"{what}; add one that does.{suggest(unknown[0], known)}", unknown[0])
         request.rows = tuple(
             self.clock.seams.run(seam, self._bind, name, made, columns, request)

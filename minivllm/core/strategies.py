@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from minivllm.errors import RequestError, told
@@ -10,6 +11,7 @@ from minivllm.errors import RequestError, told
 from . import checks
 from .foreign import call_foreign
 from .interfaces.strategy import BranchEnd
+from .request import SamplingParams
 from .stepwise import Lanes
 
 if TYPE_CHECKING:
@@ -17,9 +19,15 @@ if TYPE_CHECKING:
     from .request import Request, Seq
 
 
+def own_names(strategies: Sequence[tuple[str, DecodingStrategy]]) -> set[str]:
+    """Names in ``SamplingParams.extra`` that some strategy reads."""
+    return set().union(*(made.reads for _, made in strategies)) - {f.name for f in fields(SamplingParams)}
+
+
 def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Request) -> list[Branch]:
     """Ask the first of the strategies that takes the request.  RequestError if none does, or it fails."""
-    made, p, asked = None, request.params, request.params.branching()
+    made, p = None, request.params
+    asked = p.branching() | (set(p.extra) & own_names(strategies))
     try:
         able = [made for _, made in strategies if asked <= made.reads]
         made = next((made for made in able if call_foreign(made.takes, p)), None)
@@ -35,7 +43,7 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
         what = "a strategy" if made is None else type(made).__name__
         raise RequestError(f"{what} failed on this request: {told(e)}") from e
     there, field = ", ".join(name for name, _ in strategies), min(asked, default="n")
-    what = f"{field}={getattr(p, field)}"
+    what = f"{field}={p.extra[field] if field in p.extra else getattr(p, field)}"
     raise RequestError(f"{what}: none of the strategies in the config ({there}) takes it", field)
 
 

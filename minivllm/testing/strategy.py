@@ -15,11 +15,13 @@ from minivllm.core.request import PROCESSED, SamplingParams
 from minivllm.errors import RequestError
 
 from .base import Seen, since
+from .sampling_data import Noted
 from .sim import answer, at_rest, outputs, request, run, sim_engine
 from .strategy_steps import StepwiseConformance
 
 WIDTHS = (1, 2, 3, 5, 8, 128)
 NAMES = [f.name for f in fields(SamplingParams)]
+BRANCHING = ("best_of", "beam_width")  # fields that a strategy may read
 OTHERS = ({"temperature": 0.0}, {"seed": 0}, {"seed": 7}, {"logprobs": 1}, {"max_tokens": None})
 
 
@@ -103,6 +105,30 @@ class StrategyConformance(StepwiseConformance):
             assert all(isinstance(b, Branch) for b in made), f"start() gave {made}: want Branch objects"
             samples, want = [b.sample for b in made], list(range(params.width))
             assert samples == want, f"{what}: the branches have the samples {samples}, want {want}"
+
+    @since(1, 0)
+    def test_it_declares_the_parameters_that_it_reads(self) -> None:
+        """``reads`` names ``best_of``, ``beam_width`` or own names in ``extra``.  What it looks for in ``extra`` and
+        does not name there no request can bring: the engine refuses it."""
+        reads = self.build().reads
+        assert isinstance(reads, (set, frozenset)), f"reads is {reads!r}: want a frozenset of names"
+        served = [name for name in sorted(reads) if name in NAMES and name not in BRANCHING]
+        assert not served, f"reads names {served}: of the fields of SamplingParams want {' or '.join(BRANCHING)}"
+        for what, params in self.variants():
+            strategy, extra = self.build(), Noted(params.extra)
+            params = replace(params, extra=extra)
+            if strategy.takes(params):
+                branches = list(strategy.start(params))
+                strategy.topk(params)
+                if strategy.mode == "stepwise":
+                    strategy.search(params, 4)
+                else:
+                    strategy.result(params, [BranchEnd(b.sample, 3, -1.0, "stop") for b in branches])
+            hidden = sorted((extra.names | params.extra.keys()) - reads)
+            assert not hidden, (
+                f"{what}: it looks for {', '.join(hidden)} in extra, which `reads` does not name: a request that sets "
+                f"it is refused; say reads = frozenset({{{', '.join(map(repr, hidden))}}})"
+            )
 
     @since(1, 0)
     def test_takes_answers_for_any_request(self) -> None:
@@ -198,8 +224,7 @@ class StrategyConformance(StepwiseConformance):
     def test_the_engine_serves_it(self) -> None:
         """On the simulated device: several requests at once, each branch with the tokens of its own sample."""
         self.free()
-        reads = PROCESSED | {name for n in WIDTHS for name in self.params(n).extra}
-        engine = sim_engine(slots=8, blocks=200, depth=1, strategy=self.build(), reads=reads)
+        engine = sim_engine(slots=8, blocks=200, depth=1, strategy=self.build(), reads=PROCESSED)
         made = []
         for i, n in enumerate([n for n in self.widths() if n <= 8] * 3):
             values = {k: v for k, v in vars(self.params(n)).items() if v != getattr(SamplingParams, k, None)}

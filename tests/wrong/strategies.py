@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Moves, Pick, Search
+from minivllm.core.request import SamplingParams
 from minivllm.errors import RequestError
 from minivllm.plugins.strategy.beam import Beam
 from minivllm.plugins.strategy.parallel import Parallel
@@ -18,6 +19,7 @@ ENGINE = "test_the_engine_serves_it"
 APART = "test_requests_know_nothing_of_each_other"
 SEARCH = "test_a_search_keeps_to_its_candidates_and_comes_to_an_end"
 SEARCHES = "test_searches_know_nothing_of_each_other"
+DECLARES = "test_it_declares_the_parameters_that_it_reads"
 REFUSES = "test_what_it_does_not_take_it_refuses_by_name"
 FAULTS = {
     "SameSample": (BRANCHES, ENGINE),
@@ -43,8 +45,14 @@ FAULTS = {
     "OneSearchForAll": (SEARCHES,),
     "CountsItsOutputsFromOne": (SEARCH, "test_the_engine_gives_what_the_search_gives"),
     "WantsItsExtra": ("test_takes_answers_for_any_request",),
+    "ReadsUndeclared": (DECLARES,),
+    "AsksUndeclared": (DECLARES,),
+    "RanksByUndeclared": (DECLARES,),
+    "DeclaresAField": (DECLARES,),
 }
-RIGHT = ("BestFirst", "BestOnly", "UpToFour", "GreedyTree")
+RIGHT = ("BestFirst", "BestOnly", "UpToFour", "GreedyTree", "ByExtra")
+SUITE = {name: {"params": lambda self, n: SamplingParams(n=n, max_tokens=6, ignore_eos=True, extra={"rank": "sample"})}
+         for name in ("ByExtra", "ReadsUndeclared")}  # fmt: skip
 
 
 def spec(name: str) -> Spec:
@@ -220,6 +228,7 @@ class ByExtra(Parallel):
     """Right: takes what asks for it by a parameter of its own, so a test class has to override params()."""
 
     spec = spec("ByExtra")
+    reads = Parallel.reads | {"rank"}
 
     def takes(self, params):
         return params.extra.get("rank") == "sample"
@@ -228,6 +237,37 @@ class ByExtra(Parallel):
         if not self.takes(params):
             raise RequestError(f"rank={params.extra.get('rank')!r}: want 'sample'", "rank")
         return super().start(params)
+
+
+class ReadsUndeclared(ByExtra):
+    """Its own parameter is in nobody's ``reads``, so no request can bring it."""
+
+    spec = spec("ReadsUndeclared")
+    reads = Parallel.reads
+
+
+class AsksUndeclared(Parallel):
+    """A switch for those who know of it."""
+
+    spec = spec("AsksUndeclared")
+
+    def takes(self, params):
+        return "off" not in params.extra
+
+
+class RanksByUndeclared(Parallel):
+    """Looks for it when the answer is made."""
+
+    spec = spec("RanksByUndeclared")
+
+    def result(self, params, ends):
+        found = list(super().result(params, ends))
+        return found[::-1] if params.extra.get("worst_first") else found
+
+
+class DeclaresAField(Parallel):
+    spec = spec("DeclaresAField")
+    reads = Parallel.reads | {"temperature"}
 
 
 class BestFirst(DecodingStrategy):

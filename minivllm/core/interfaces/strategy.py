@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from minivllm.core.request import SamplingParams
 
-API = (1, 1)
+API = (1, 2)  # 1.2: names in ``reads``
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class DecodingStrategy(ABC):
     """Stateless: one instance serves all requests."""
 
     mode: str = "free"  # or "stepwise"
-    #: Of ``best_of`` and ``beam_width`` those that it honours: it is not asked about a request that sets another one.
+    #: Of ``best_of`` and ``beam_width`` those that it honours, and names of its own in ``SamplingParams.extra``: it is
+    #: not asked about a request that sets another one, and a name in ``extra`` that nothing reads is refused.
     reads: frozenset[str] = frozenset()
 
     def __init__(self, options: Any = None) -> None:
