@@ -319,7 +319,7 @@ def test_no_field_of_a_request_brings_a_special_token_unless_it_asks_for_that(se
 def test_a_chat_that_asks_for_it_ends_its_turn_as_with_transformers(server):
     ask = {"messages": [{"role": "user", "content": "a<|im_end|>b"}], "max_tokens": 1, "return_token_ids": True}
     prompts = [
-        server.post("/v1/chat/completions", {**ask, **more}).json()["choices"][0]["prompt_token_ids"]
+        server.post("/v1/chat/completions", {**ask, **more}).json()["prompt_token_ids"]
         for more in ({}, {"split_special_tokens": True}, {"split_special_tokens": False})
     ]
     assert prompts[0] == prompts[1] and [ids.count(2) for ids in prompts] == [1, 1, 2]

@@ -63,7 +63,7 @@ def test_scores_of_the_prompt_come_beside_the_answer_and_are_those_of_echo(serve
             assert row[str(token)]["decoded_token"] and row[str(token)]["rank"] >= 1 and 2 <= len(row) <= 3
     body = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 2, "prompt_logprobs": 0}
     chat = server.post("/v1/chat/completions", {**body, "return_token_ids": True}).json()
-    assert len(chat["prompt_logprobs"]) == len(chat["choices"][0]["prompt_token_ids"])
+    assert len(chat["prompt_logprobs"]) == len(chat["prompt_token_ids"])
     assert "prompt_logprobs" not in server.post("/v1/completions", TALE).json()["choices"][0]
 
 
@@ -75,11 +75,12 @@ def test_scores_of_the_prompt_come_beside_the_answer_and_are_those_of_echo(serve
         ("completions", {"best_of": 2, "beam_width": 2}, "best_of"),
         ("completions", {"beam_width": 2, "stop": "x"}, "stop"),
         ("completions", {"use_beam_search": "yes"}, "use_beam_search"),
-        ("completions", {"early_stopping": True}, "early_stopping"),
+        ("completions", {"beam_width": 2, "early_stopping": "yes"}, "early_stopping"),
         ("completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
         ("completions", {"prompt_logprobs": True}, "prompt_logprobs"),
         ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ("chat/completions", {"echo": True}, "echo"),
+        ("chat/completions", {"max_tokens": 0}, "max_tokens"),
+        ("chat/completions", {"max_completion_tokens": 5}, "max_completion_tokens"),
         ("chat/completions", {"return_token_offsets": True}, "return_token_offsets"),
         ("chat/completions", {"best_of": 2, "stream": True}, "best_of"),
     ],

@@ -101,7 +101,7 @@ class Application:
         if server.allowed_origins:
             self.asgi = CORSMiddleware(
                 self.guard, allow_origins=server.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
-                expose_headers=["x-request-id"],
+                expose_headers=["x-request-id", "x-warnings"],
             )  # fmt: skip
         self.api = app
 

@@ -20,8 +20,11 @@ from .generate import (
     seconds_of,
     stream_options,
 )
-from .params import asked_tokens, fit, form_of, make_params, structured
+from .messages import plain
+from .params import asked_tokens, fit, form_of, limited, make_params, note_default, structured
+from .prompts import answer_role, begins_answer, last_content, marked, truncated, truncation
 from .protocol.chat import ChatBody
+from .protocol.common import naming
 from .reader import Reader
 
 if TYPE_CHECKING:
@@ -49,12 +52,7 @@ def check_messages(messages: Any) -> list[Any]:
         if role not in ROLES:
             shown = str(role)[:40]
             raise ApiError(400, f"messages[{number}].role={shown!r}: want one of {', '.join(ROLES)}", "messages")
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text":
-                what = f"messages[{number}].content: parts of type {str(kind)[:40]!r} are not supported"
-                raise ApiError(400, f"{what}; want text", "messages")
+        message = plain(message, number)
         checked.append({**message, "role": "system"} if role == "developer" else message)
     return checked
 
@@ -62,18 +60,22 @@ def check_messages(messages: Any) -> list[Any]:
 class Chat:
     """One request; ``state`` has its ids, tenant and what is to be logged of it."""
 
+    @naming
     def __init__(self, service: Service, body: ChatBody, state: dict[str, Any]) -> None:
         self.service, self.body, self.state = service, body, state
-        self.passed, self.warnings = fields.check(body)
+        self.passed, self.warnings = fields.check(body, service.client.info.reads)
         self.model = service.check_model(body.model)
         self.usage = stream_options(body)
         self.n = 1 if body.n is None else body.n
         check_counts(service, 1, body.n)
         self.messages = check_messages(body.messages)
+        self.role, self.echoed = answer_role(self.messages, body), last_content(self.messages, body)
         self.tools = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: want it only with logprobs=true", "top_logprobs")
-        self.asked = asked_tokens(body)
+        self.asked = limited(asked_tokens(body), service.defaults, self.warnings)
+        self.default: int | None = service.defaults.get("max_tokens")
+        self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
         self.speller = logprobs.Speller(service.tokens.tokenizer, bool(body.return_tokens_as_token_ids))
         form, forced = form_of(body), self.tools.form()
@@ -90,17 +92,20 @@ class Chat:
         service = self.service
         held.enter_context(service.door.enter(1))
         ids = await render(service, self.messages, self.tools.shown, self.body)
-        most = fit(self.params, self.asked, len(ids), service.client.info)
+        ids = truncated(ids, self.kept, self.body.truncation_side)
+        most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
         asks = [(ids, dataclasses.replace(self.params, max_tokens=most))]
-        self.ids = ids
         streams = await open_streams(
             service, held, self.state["request_id"], asks, bool(self.body.stream), self.state["log"]
         )
         object = "chat.completion.chunk" if self.body.stream else "chat.completion"
         return Answer(
             service, f"chatcmpl-{self.state['request_id']}", object, self.model, streams, self.n, *self.usage,
-            self.warnings,
+            self.warnings, **{"first" if self.body.stream else "more": self._of_prompt(ids)},
         )  # fmt: skip
+
+    def _of_prompt(self, ids: list[int]) -> dict[str, Any]:
+        return {"prompt_token_ids": ids} if self.body.return_token_ids else {}
 
     def _reader(self) -> Reader:
         return Reader(self.tools, tools.parser_of(self.service.server.tool_parser))
@@ -110,8 +115,11 @@ class Chat:
 
     def opening(self, answer: Answer) -> list[dict[str, Any]]:
         self._readers = [self._reader() for _ in range(self.n)]
-        delta = {"role": "assistant", "content": ""}
-        return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self.n)]
+        deltas = [{"role": self.role, "content": ""}]
+        if self.echoed:
+            deltas.append({"content": self.echoed})
+        rest = {"logprobs": None, "finish_reason": None}
+        return [{"index": i, "delta": delta, **rest} for delta in deltas for i in range(self.n)]
 
     def choices(self, answer: Answer, number: int, piece: Piece) -> list[dict[str, Any]]:
         reader, final = self._readers[number], piece.finish_reason is not None
@@ -131,14 +139,19 @@ class Chat:
     async def whole(self, answer: Answer) -> list[dict[str, Any]]:
         while await answer.take():
             pass
+        if self.asked is None:
+            note_default(answer, self.default)
         choices, stream = [], answer.streams[0]
         for number, sample in enumerate(stream.order or range(self.n)):
             text, reader = stream.texts[sample], self._reader()
             reader.deltas(text.text, text.finish_reason or "stop")
-            choice = {"index": number, "message": reader.message(), "logprobs": self._shape(text.logprobs)}
+            message = reader.message(self.role)
+            if self.echoed:
+                message["content"] = self.echoed + (message["content"] or "")
+            choice = {"index": number, "message": message, "logprobs": self._shape(text.logprobs)}
             choice.update(finish_reason=reader.reason(text.finish_reason), stop_reason=text.stop_reason)
             if self.body.return_token_ids:
-                choice["token_ids"], choice["prompt_token_ids"] = text.token_ids, self.ids
+                choice["token_ids"] = text.token_ids
             choices.append(choice)
         if self.params.prompt_logprobs is not None:
             answer.more["prompt_logprobs"] = logprobs.prompt(stream.prompt_logprobs, self.speller)
@@ -150,6 +163,10 @@ async def render(service: Service, messages: Any, shown: Any, body: Any) -> list
     template = service.tokens.need().chat_template or ""
     if "tools" not in template:
         messages, shown = tools.tell(messages, shown or []), None
-    begin = body.add_generation_prompt is not False
-    split = body.split_special_tokens is not False
-    return await service.tokens.chat(messages, shown, begin, body.chat_template_kwargs, split)
+    begin, split = begins_answer(body), body.split_special_tokens is not False
+    mark = None
+    if body.continue_final_message:
+        messages, mark = marked(messages, [shown, body.chat_template_kwargs])
+    ids = await service.tokens.chat(messages, shown, begin, body.chat_template_kwargs, split, mark)
+    before, behind = service.tokens.around if body.add_special_tokens else ([], [])
+    return [*before, *ids, *behind]

@@ -43,7 +43,8 @@ log = logging.getLogger("minivllm")
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """``kv_tokens``: positions that the KV cache holds; ``selections``: seam -> name of what was chosen for it."""
+    """``kv_tokens``: positions that the KV cache holds; ``selections``: seam -> name of what was chosen for it;
+    ``reads``: the sampling parameters that its processors and its sampler read."""
 
     model: str
     max_model_len: int
@@ -53,6 +54,7 @@ class EngineInfo:
     max_logprobs: int
     selections: dict[str, Any]
     version: str
+    reads: list[str]
 
 
 class EngineClient(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,10 @@ from .generate import (
     seconds_of,
     stream_options,
 )
-from .params import asked_tokens, fit, form_of, make_params
+from .offsets import Placed, Places
+from .params import asked_tokens, fit, form_of, limited, make_params, note_default
+from .prompts import truncated, truncation
+from .protocol.common import naming
 from .protocol.completion import CompletionBody
 from .tokens import read_prompts
 
@@ -28,6 +32,11 @@ if TYPE_CHECKING:
     from .client import Piece
 
 DEFAULT_TOKENS = 16  # OpenAI's
+
+
+def default_tokens(body: CompletionBody, defaults: Mapping[str, Any]) -> int | None:
+    """Tokens of an answer whose request does not say; None: the rest of the context."""
+    return defaults.get("max_tokens") or (None if body.endless else DEFAULT_TOKENS)
 
 
 async def completions(request: Request, service: Service) -> Any:
@@ -39,9 +48,10 @@ async def completions(request: Request, service: Service) -> Any:
 class Completion:
     """One request; ``state`` has its ids, tenant and what is to be logged of it."""
 
+    @naming
     def __init__(self, service: Service, body: CompletionBody, state: dict[str, Any]) -> None:
         self.service, self.body, self.state = service, body, state
-        self.passed, self.warnings = fields.check(body)
+        self.passed, self.warnings = fields.check(body, service.client.info.reads)
         self.model = service.check_model(body.model)
         self.usage = stream_options(body)
         self.n = 1 if body.n is None else body.n
@@ -50,10 +60,16 @@ class Completion:
         check_counts(service, len(self.prompts), body.n, body.best_of)
         if body.suffix:
             raise ApiError(400, "suffix is not supported: the model does not fill gaps", "suffix")
-        self.asked = asked_tokens(body)
+        asked = asked_tokens(body, least=0 if body.echo or self.passed.get("prompt_logprobs") is not None else 1)
+        self.asked = limited(asked, service.defaults, self.warnings)
+        self.default = default_tokens(body, service.defaults)
+        self.only_scores = self.asked == 0
+        self.kept = truncation(body, self.default if self.asked is None else self.asked, info.max_model_len)
         self.speller = logprobs.Speller(service.tokens.tokenizer, bool(body.return_tokens_as_token_ids))
         self.top = body.logprobs or 0
-        self.echoed: list[str] = []
+        self.echoed: list[str] = []  # with ``echo``: the text of each prompt
+        self.given: list[str | None] = []  # and that text if the client sent it
+        self._scored: dict[int, list[tuple[Any, int]]] = {}
         self.ids: list[list[int]] = []
         more = self.passed if body.best_of is None else {**self.passed, "best_of": body.best_of}
         form = form_of(body)
@@ -72,66 +88,106 @@ class Completion:
         held.enter_context(service.door.enter(len(self.prompts)))
         asks = []
         for prompt in self.prompts:
-            if isinstance(prompt, str):
-                ids = await service.tokens.encode(prompt, body.add_special_tokens is not False)
-            else:
-                ids = prompt
+            ids = await self._encode(prompt)
             self.ids.append(ids)
-            if body.echo:
-                self.echoed.append(prompt if isinstance(prompt, str) else service.tokens.need().decode(ids))
-            most = fit(self.params, self.asked, len(ids), service.client.info, DEFAULT_TOKENS)
+            # one token is drawn where none is wanted, and not shown: the scores of the prompt come with it
+            asked = 1 if self.only_scores else self.asked
+            most = fit(self.params, asked, len(ids), service.client.info, self.default)
             asks.append((ids, dataclasses.replace(self.params, max_tokens=most)))
         streams = await open_streams(
             service, held, self.state["request_id"], asks, bool(body.stream), self.state["log"]
         )
         return Answer(
             service, f"cmpl-{self.state['request_id']}", "text_completion", self.model, streams, self.n, *self.usage,
-            self.warnings,
+            self.warnings, hidden=self.only_scores,
         )  # fmt: skip
+
+    async def _encode(self, prompt: str | list[int]) -> list[int]:
+        """The ids of a prompt; with ``echo``, its text and the places of its tokens are kept."""
+        service, body = self.service, self.body
+        text: str | None = prompt if isinstance(prompt, str) else None
+        if text is not None:
+            shorter = service.tokens.shorten(text, body.truncation_side) if self.kept is not None else text
+            whole = await service.tokens.encode(shorter, body.add_special_tokens is not False)
+        else:
+            whole, shorter = list(prompt), ""
+        ids = truncated(whole, self.kept, body.truncation_side)
+        if len(ids) < len(whole) or shorter != (text or ""):
+            text = None  # the text is that of the tokens that are left
+        if body.echo:
+            tokenizer = service.tokens.need()
+            self.echoed.append(tokenizer.decode(ids) if text is None else text)
+            self.given.append(text)
+        return ids
 
     def _choice(self, number: int, text: str, shaped: Any, reason: str | None, stop: Any) -> dict[str, Any]:
         choice = {"index": number, "text": text, "logprobs": shaped, "finish_reason": reason}
         return {**choice, "stop_reason": stop} if reason is not None else choice
 
-    def _shape(self, offset: int) -> logprobs.Completion | None:
-        return None if self.body.logprobs is None else logprobs.Completion(self.top, self.speller, offset)
+    def _shape(self, rows: list[tuple[Any, int]]) -> dict[str, Any] | None:
+        return None if self.body.logprobs is None else logprobs.completion(rows, self.top, self.speller)
+
+    def _prompt_rows(self, at: int, stream: Any) -> list[tuple[Any, int]]:
+        """The scores of an echoed prompt, placed in its text."""
+        if not self.body.echo or self.body.logprobs is None:
+            return []
+        if at not in self._scored:
+            text = self.given[at]
+            places = Places(self.service.tokens.tokenizer, text is None, prompt=text)
+            self._scored[at] = Placed(places).take(_scores(stream), self.echoed[at], True)
+        return self._scored[at]
+
+    def _placed(self, at: int) -> Placed:
+        """For the rows of an answer to prompt ``at``."""
+        begin = len(self.echoed[at]) if self.body.echo else 0
+        return Placed(Places(self.service.tokens.tokenizer, self.params.skip_special_tokens, begin), begin)
 
     def opening(self, answer: Answer) -> list[dict[str, Any]]:
-        self._shapes = [self._shape(0) for _ in range(len(self.ids) * self.n)]
-        self._silent = set(range(len(self._shapes))) if self.body.echo else set()
+        count = len(self.ids) * self.n
+        self._rows = [self._placed(number // self.n) for number in range(count)]
+        self._silent = set(range(count)) if self.body.echo or self.only_scores else set()
+        self._new = set(range(count)) if self.body.return_token_ids else set()
         return []
 
     def choices(self, answer: Answer, number: int, piece: Piece) -> list[dict[str, Any]]:
-        shape, said = self._shapes[number], []
+        at, said = number // self.n, []
         if number in self._silent:  # the prompt's scores are there once the first token is
             self._silent.discard(number)
-            at = number // self.n
-            scored = shape and shape.shape(_scores(answer.streams[at]))
-            said.append(self._choice(number, self.echoed[at], scored, None, None))
-        shaped = shape and shape.shape(piece.logprobs or ())
-        said.append(self._choice(number, piece.text, shaped, piece.finish_reason, piece.stop_reason))
-        if self.body.return_token_ids:
-            said[-1]["token_ids"] = piece.token_ids
+            scored = self._shape(self._prompt_rows(at, answer.streams[at]))
+            reason = "length" if self.only_scores else None
+            said.append(self._choice(number, self.echoed[at] if self.body.echo else "", scored, reason, None))
+            if self.body.return_token_ids:
+                said[0]["token_ids"] = []
+        if not self.only_scores:
+            rows = self._rows[number].take(piece.logprobs or (), piece.text, piece.finish_reason is not None)
+            shaped = self._shape(rows)
+            said.append(self._choice(number, piece.text, shaped, piece.finish_reason, piece.stop_reason))
+            if self.body.return_token_ids:
+                said[-1]["token_ids"] = piece.token_ids
+        if said and number in self._new:
+            self._new.discard(number)
+            said[0]["prompt_token_ids"] = self.ids[at]
         return said
 
     async def whole(self, answer: Answer) -> list[dict[str, Any]]:
         while await answer.take():
             pass
-        if self.asked is None and any(t.finish_reason == "length" for s in answer.streams for t in s.texts):
-            answer.warnings.append({
-                "field": "max_tokens", "message": f"it was not given: the answer ends after {DEFAULT_TOKENS} tokens",
-            })  # fmt: skip
+        if self.asked is None:
+            note_default(answer, self.default)
         choices = []
         for at, stream in enumerate(answer.streams):
             for rank, sample in enumerate(stream.order or range(self.n)):
                 text = stream.texts[sample]
-                shape = self._shape(0)
-                rows = [*(_scores(stream) if self.body.echo else ()), *(text.logprobs or ())]
-                shown = (self.echoed[at] if self.body.echo else "") + text.text
-                number = at * self.n + rank
-                choice = self._choice(number, shown, shape and shape.shape(rows), text.finish_reason, text.stop_reason)
+                rows, shown = [*self._prompt_rows(at, stream)], self.echoed[at] if self.body.echo else ""
+                token_ids, reason, stop = text.token_ids, text.finish_reason, text.stop_reason
+                if self.only_scores:
+                    token_ids, reason, stop = [], "length", None
+                else:
+                    rows += self._placed(at).take(text.logprobs or (), text.text, True)
+                    shown += text.text
+                choice = self._choice(at * self.n + rank, shown, self._shape(rows), reason, stop)
                 if self.body.return_token_ids:
-                    choice["token_ids"], choice["prompt_token_ids"] = text.token_ids, self.ids[at]
+                    choice["token_ids"], choice["prompt_token_ids"] = token_ids, self.ids[at]
                 if self.asks_scores:
                     choice["prompt_logprobs"] = logprobs.prompt(stream.prompt_logprobs, self.speller)
                 choices.append(choice)

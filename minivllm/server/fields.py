@@ -4,55 +4,55 @@ no effect is accepted and said so in ``warnings`` of the answer."""
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from minivllm.core.request import SamplingParams
 
 from .errors import ApiError
+from .peers import IDLE
 
+MOST = 32  # warnings of an answer
+OF_BEAMS = ("length_penalty", "early_stopping")
+NEUTRAL = {field.name: field.default for field in fields(SamplingParams)}
 NEAR = 0.8  # of difflib: max_token is as near to max_tokens, user_data to nothing
-# of OpenAI's, without effect here
-IDLE = {
-    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-    "safety_identifier", "verbosity", "reasoning_effort", "modalities", "prediction", "moderation",
-    "web_search_options",
-}  # fmt: skip
-# of vLLM's, without effect here
-IDLE_VLLM = {"request_id", "session_id", "stream_interval", "include_reasoning", "spaces_between_special_tokens"}
 # what cannot be left out without a different answer
 REFUSED = {
     "functions": "use tools", "function_call": "use tool_choice", "audio": "text only",
     "prompt_embeds": "send text or token ids", "chat_template": "the model's own is used, never a request's",
-    "truncate_prompt_tokens": "shorten the prompt", "continue_final_message": "use /v1/completions",
     "documents": "put them into a message", "kv_transfer_params": "there is nothing to transfer from",
-    "lora_request": "adapters are not served", "guided_json": 'use structured_outputs={"json": ...}',
-    "guided_regex": 'use structured_outputs={"regex": ...}', "guided_choice": 'use structured_outputs={"choice": ...}',
-    "guided_grammar": 'use structured_outputs={"grammar": ...}', "thinking_token_budget": "leave it out",
-    "logprob_token_ids": "use logprobs", "echo": "use /v1/completions", "return_prompt_text": "it is what was sent",
-    "return_token_offsets": "use return_token_ids", "truncation_side": "shorten the prompt",
+    "lora_request": "adapters are not served",
+    "logprob_token_ids": "use logprobs", "return_prompt_text": "it is what was sent",
+    "return_token_offsets": "use return_token_ids",
 }  # fmt: skip
 # passed on where SamplingParams has them
 PASSED = {
     "allowed_token_ids", "bad_words", "prompt_logprobs", "best_of", "beam_width", "use_beam_search", "length_penalty",
-    "early_stopping", "repetition_detection", "no_repeat_ngram_size", "temperature_schedule", "typical_p",
+    "early_stopping", "no_repeat_ngram_size", "temperature_schedule", "typical_p",
     "mirostat_tau", "mirostat_eta",
 }  # fmt: skip
 
 
-def check(body: Any) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """What of a body's further fields is for SamplingParams, and the warnings.  ApiError (400) for what is refused."""
+# of those, what other servers' clients send without knowing the configuration: without effect where nothing reads it
+OPTIONAL = ("typical_p", "mirostat_tau", "mirostat_eta", "no_repeat_ngram_size")
+
+
+def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """What of a body's further fields is for SamplingParams, and the warnings.  ``reads``: parameters that a processor
+    or the sampler of this engine reads.  ApiError (400) for what is refused."""
     known = {"use_beam_search", *(field.name for field in fields(SamplingParams))}
     own = set(type(body).model_fields)
-    names = [*own, *IDLE, *IDLE_VLLM, *REFUSED, *PASSED]
-    passed, warnings = {}, []
+    names = [*own, *IDLE, *REFUSED, *PASSED]
+    peers = getattr(body, "_peers", None)
+    passed, warnings = {}, [*(peers.warnings if peers is not None else ())]
     for name, value in (body.model_extra or {}).items():
         if name in PASSED and name in known:
             passed[name] = value
         elif name in PASSED or name in REFUSED:
-            if value not in (None, False, [], {}, 1.0 if name == "length_penalty" else None):
+            if value not in (None, False, [], {}):
                 raise ApiError(400, f"{name} is not supported: {REFUSED.get(name, 'leave it out')}", name)
-        elif name in IDLE or name in IDLE_VLLM:
+        elif name in IDLE:
             if value is not None:
                 warnings.append({"field": name, "message": f"{name} has no effect here"})
         else:
@@ -60,4 +60,23 @@ def check(body: Any) -> tuple[dict[str, Any], list[dict[str, str]]]:
             if near:
                 raise ApiError(400, f"unknown field {name[:64]!r}. Did you mean {near[0]!r}?", name[:64])
             warnings.append({"field": name[:64], "message": "unknown field; it has no effect here"})
-    return {name: value for name, value in passed.items() if value is not None}, warnings[:32]
+    passed = {name: value for name, value in passed.items() if value is not None}
+    if peers is not None:
+        _drop(passed, warnings, reads, peers.sent)
+    return passed, warnings[:MOST]
+
+
+def _drop(
+    passed: dict[str, Any], warnings: list[dict[str, str]], reads: Sequence[str], sent: Mapping[str, str]
+) -> None:
+    """Leave out, with a warning, what clients send by habit and nothing here reads."""
+    for name in [name for name in OPTIONAL if name in passed and name not in reads]:
+        if passed.pop(name) != NEUTRAL.get(name):
+            why = f"no sampler or processor of this server reads {name}"
+            for shown in dict.fromkeys((sent.get(name, name), name)):
+                warnings.append({"field": shown, "message": f"{shown} has no effect here: {why}"})
+    if passed.get("beam_width") is None and passed.get("use_beam_search") in (None, False):
+        for name in [name for name in OF_BEAMS if name in passed]:
+            if passed.pop(name) not in (NEUTRAL[name], None):
+                why = "it is of beam search, which beam_width asks for"
+                warnings.append({"field": name, "message": f"{name} has no effect here: {why}"})

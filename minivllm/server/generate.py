@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from .limits import Door
     from .metrics import Metrics
     from .tokens import Tokens
+
+
+WARNINGS = "X-Warnings"
 
 
 @dataclass
@@ -87,14 +91,19 @@ class Answer:
     continuous: bool = False
     warnings: list[dict[str, str]] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)  # of an answer in one piece, beside its choices
+    first: dict[str, Any] = field(default_factory=dict)  # of the chunks that open a stream, beside their choices
+    hidden: bool = False  # what was generated is no part of the answer
+    told: int = 0  # tokens in the chunks of a stream so far
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self) -> dict[str, Any]:
         return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self, told: int | None = None) -> dict[str, Any]:
+        """``told``: tokens of an answer that is on its way; None: all."""
         prompt = sum(s.prompt_tokens for s in self.streams)
-        completion = sum(s.completion_tokens for s in self.streams)
+        completion = sum(s.completion_tokens for s in self.streams) if told is None else told
+        completion = 0 if self.hidden else completion
         return {
             "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in self.streams)},
@@ -114,30 +123,40 @@ class Answer:
         """Server-sent events.  What is there at once is sent at once: who is slow gets fewer, larger pieces."""
         before = encode({**self.head(), "choices": []})[: -len(b"]}\n\n")]  # the same for every chunk
         behind = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
-        choices, choice_of = work.opening(self), work.choices
-        while True:
-            if choices and (self.warnings or self.continuous):
-                yield b"".join([encode(self._chunk(choice)) for choice in choices])
-            elif choices:
-                yield b"".join([before + dump(choice) + behind for choice in choices])
-            pieces = await self.take()
-            if not pieces:
-                break
-            choices = [choice for number, piece in pieces for choice in choice_of(self, number, piece)]
+        choice_of = work.choices
+        if opening := [encode(chunk) for chunk in self._opening(work)]:
+            yield b"".join(opening)
+        while pieces := await self.take():
+            if self.warnings or self.continuous:
+                chunks = [encode(chunk) for chunk in self._chunks(work, pieces)]
+            else:
+                choices = [choice for number, piece in pieces for choice in choice_of(self, number, piece)]
+                chunks = [before + dump(choice) + behind for choice in choices]
+            if chunks:
+                yield b"".join(chunks)
         if self.include_usage:
             yield encode({**self.head(), "choices": [], "usage": self.usage()})
         yield DONE
 
     async def chunks(self, work: Work) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream, one a choice that has something to say."""
-        for choice in work.opening(self):
-            yield self._chunk(choice)
+        for chunk in self._opening(work):
+            yield chunk
         while pieces := await self.take():
-            for number, piece in pieces:
-                for choice in work.choices(self, number, piece):
-                    yield self._chunk(choice)
+            for chunk in self._chunks(work, pieces):
+                yield chunk
         if self.include_usage:
             yield {**self.head(), "choices": [], "usage": self.usage()}
+
+    def _opening(self, work: Work) -> Iterator[dict[str, Any]]:
+        for choice in work.opening(self):
+            yield {**self._chunk(choice), **self.first}
+
+    def _chunks(self, work: Work, pieces: Sequence[tuple[int, Piece]]) -> Iterator[dict[str, Any]]:
+        for number, piece in pieces:
+            self.told += len(piece.token_ids)
+            for choice in work.choices(self, number, piece):
+                yield self._chunk(choice)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The first one has the warnings."""
@@ -145,7 +164,7 @@ class Answer:
         if self.warnings:
             chunk["warnings"], self.warnings = self.warnings, []
         if self.include_usage:
-            chunk["usage"] = self.usage() if self.continuous else None
+            chunk["usage"] = self.usage(self.told) if self.continuous else None
         return chunk
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -189,7 +208,8 @@ def stream_options(body: Any) -> tuple[bool, bool]:
         return False, False
     if not body.stream:
         raise ApiError(400, "stream_options: want it only with stream=true", "stream_options")
-    return bool(options.include_usage or options.continuous_usage_stats), bool(options.continuous_usage_stats)
+    every = bool(options.continuous_usage_stats) and options.include_usage is not False
+    return bool(options.include_usage) or every, every
 
 
 def seconds_of(service: Service, asked: float | None) -> float:
@@ -233,6 +253,12 @@ async def open_streams(
     return streams
 
 
+def warned(warnings: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The header that names the fields of the warnings, for clients that read no further fields of an answer."""
+    names = [quote(warning["field"], safe="_.-") for warning in warnings]
+    return {WARNINGS: ",".join(names)[:1024]} if names else {}
+
+
 async def respond(request: Request, service: Service, stream: bool, seconds: float, work: Work) -> Any:
     """The answer to a request within ``seconds``: a stream of events, or one JSON object."""
     state = request.scope["state"]
@@ -242,9 +268,10 @@ async def respond(request: Request, service: Service, stream: bool, seconds: flo
             answer = await supervise(work.prepare(held), request.receive, service.door, seconds)
             left = max(end - time.monotonic(), 0.001)
             if stream:
-                return EventStream(answer.events(work), held.pop_all(), service.door, service.server, left)
+                headers = warned(answer.warnings)
+                return EventStream(answer.events(work), held.pop_all(), service.door, service.server, left, headers)
             choices = await supervise(work.whole(answer), request.receive, service.door, left)
-            return JSONResponse(answer.whole(choices))
+            return JSONResponse(answer.whole(choices), headers=warned(answer.warnings))
         except Gone:
             state["log"]["gone"] = True
             return Response(status_code=499)  # nobody reads it

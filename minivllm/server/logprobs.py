@@ -88,30 +88,19 @@ def prompt(rows: Sequence[Mapping[int, Logprob] | None] | None, speller: Speller
     return [None if row is None else {str(token): one(token, entry) for token, entry in row.items()} for row in rows]
 
 
-class Completion:
-    """The shape of completions; one for each choice, because ``text_offset`` counts on from piece to piece."""
-
-    def __init__(self, top: int, speller: Speller, offset: int = 0) -> None:
-        self._top, self._speller, self._offset = top, speller, offset
-
-    def shape(self, rows: Sequence[Mapping[int, Logprob] | int]) -> dict[str, Any]:
-        """A row is a token id where there is no score: the first of a prompt, which nothing came before."""
-        out: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for row in rows:
-            if isinstance(row, int):
-                text = self._speller.alone(row)
-                for name, value in (("text_offset", self._offset), ("tokens", text), *NO_SCORE):
-                    out[name].append(value)
-                self._offset += len(text)
-                continue
-            token, entry = next(iter(row.items()))
-            text = self._speller.unique(token, entry)
-            out["text_offset"].append(self._offset)
-            out["tokens"].append(text)
-            out["token_logprobs"].append(_score(entry))
-            likely = {**dict(_best(row, self._top)), token: entry} if self._top else {}
-            out["top_logprobs"].append(
-                {self._speller.unique(t, e): _score(e) for t, e in likely.items()} if likely else None
-            )
-            self._offset += len(self._speller.text(token, entry))
-        return out
+def completion(rows: Sequence[tuple[Mapping[int, Logprob] | int, int]], top: int, speller: Speller) -> dict[str, Any]:
+    """The shape of completions of (row, place in the text).  A row is a token id where there is no score: the first of
+    a prompt, which nothing came before."""
+    out: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for row, place in rows:
+        out["text_offset"].append(place)
+        if isinstance(row, int):
+            for name, value in (("tokens", speller.alone(row)), *NO_SCORE):
+                out[name].append(value)
+            continue
+        token, entry = next(iter(row.items()))
+        out["tokens"].append(speller.unique(token, entry))
+        out["token_logprobs"].append(_score(entry))
+        likely = {**dict(_best(row, top)), token: entry} if top else {}
+        out["top_logprobs"].append({speller.unique(t, e): _score(e) for t, e in likely.items()} if likely else None)
+    return out

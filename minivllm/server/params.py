@@ -22,6 +22,7 @@ SAME = (
     "ttft_ms", "tpot_ms", "expected_tokens",
 )  # fmt: skip
 STRUCTURED = "structured_outputs"
+SHAPES = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))  # say themselves what a value is
 
 
 def make_params(
@@ -88,15 +89,36 @@ def fit(params: SamplingParams, asked: int | None, prompt: int, info: EngineInfo
     return max(most, min(params.min_tokens, limit - prompt))
 
 
-def asked_tokens(body: Any) -> int | None:
-    """``max_completion_tokens``, else ``max_tokens``."""
+def asked_tokens(body: Any, least: int = 1) -> int | None:
+    """``max_completion_tokens`` or ``max_tokens``, at least ``least``.  ApiError (400) if both are given and differ."""
+    given = {}
     for name in ("max_completion_tokens", "max_tokens"):
         # a field that the body does not declare is of any type, and without effect
         value = getattr(body, name) if name in type(body).model_fields else None
         if value is not None:
-            _want(value >= 1, name, f"a whole number >= 1, not {value}")
-            return value
-    return None
+            also = "; 0 only beside echo or prompt_logprobs" if "prompt" in type(body).model_fields else ""
+            _want(value >= least, name, f"a whole number >= 1, not {str(value)[:24]}{also}")
+            given[name] = value
+    if len(set(given.values())) > 1:
+        told = " and ".join(f"{name}={value}" for name, value in given.items())
+        raise ApiError(400, f"{told} contradict each other: want one of them", next(iter(given)))
+    return next(iter(given.values()), None)
+
+
+def limited(asked: int | None, defaults: Mapping[str, Any], warnings: list[dict[str, str]]) -> int | None:
+    """``max_tokens`` of the ``[sampling]`` table is the most that an answer may have; who asks for more is told."""
+    most = defaults.get("max_tokens")
+    if asked is None or most is None or asked <= most:
+        return asked
+    warnings.append({"field": "max_tokens", "message": f"this server gives at most {most} tokens"})
+    return int(most)
+
+
+def note_default(answer: Any, default: int | None) -> None:
+    """Warn of an answer that ends where nobody asked it to."""
+    if default is not None and any(t.finish_reason == "length" for s in answer.streams for t in s.texts):
+        note = f"it was not given: the answer ends after {default} tokens"
+        answer.warnings.append({"field": "max_tokens", "message": note})
 
 
 def form_of(body: Any) -> dict[str, Any] | None:
@@ -118,19 +140,23 @@ def _format(asked: dict[str, Any]) -> dict[str, Any] | None:
     kind = asked.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind not in ("json_object", "json_schema"):
+        raise ApiError(
+            400, f"response_format.type={str(kind)[:40]!r}: want text, json_object or json_schema", "response_format"
+        )
+    # OpenAI's place of a schema is json_schema.schema; other servers have it beside the type, and with json_object too
+    inner: Any = asked.get("json_schema")
+    inner = asked if inner is None and "schema" in asked else inner
+    if kind == "json_object" and (inner is None or (isinstance(inner, dict) and inner.get("schema") is None)):
         return {"json_object": True, **COMPACT}
-    if kind == "json_schema":
-        inner: Any = asked.get("json_schema")
-        _want(isinstance(inner, dict), "response_format.json_schema", "an object with name and schema")
-        schema = inner.get("schema", inner.get("json_schema"))
-        _want(isinstance(schema, dict), "response_format.json_schema.schema", "a JSON schema")
-        strict = inner.get("strict")
-        _want(strict is None or isinstance(strict, bool), "response_format.json_schema.strict", "true or false")
-        return {"json": schema, **COMPACT, "disable_additional_properties": strict is not False}
-    raise ApiError(
-        400, f"response_format.type={str(kind)[:40]!r}: want text, json_object or json_schema", "response_format"
-    )
+    _want(isinstance(inner, dict), "response_format.json_schema", "an object with name and schema")
+    schema = inner.get("schema", inner.get("json_schema"))
+    _want(isinstance(schema, dict), "response_format.json_schema.schema", "a JSON schema")
+    strict = inner.get("strict")
+    _want(strict is None or isinstance(strict, bool), "response_format.json_schema.strict", "true or false")
+    if kind == "json_object" and SHAPES.isdisjoint(schema):
+        schema = {"type": "object", **schema}
+    return {"json": schema, **COMPACT, "disable_additional_properties": strict is not False}
 
 
 def structured(form: dict[str, Any]) -> dict[str, Any]:

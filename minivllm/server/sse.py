@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -87,16 +87,23 @@ class EventStream(Response):
     """An ASGI response that sends ``events`` (bytes) as they come.  ``held`` is closed when it ends, in every case."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], held: AsyncExitStack, door: Door, server: ServerConfig, seconds: float
+        self,
+        events: AsyncIterator[bytes],
+        held: AsyncExitStack,
+        door: Door,
+        server: ServerConfig,
+        seconds: float,
+        more: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
+        self.more = [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
         self.events, self.held, self.door, self.server, self.seconds = events, held, door, server, seconds
         self._sent = time.monotonic()
         self._writing = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with self.held:
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *self.more]})
             last = b""
             try:
                 await supervise(self._write(send), receive, self.door, self.seconds, lambda: self._look(send))

@@ -12,9 +12,12 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .errors import ApiError
+from .prompts import around, cut_at
 
 if TYPE_CHECKING:
     from minivllm.text.tokenizer import Tokenizer
@@ -24,7 +27,8 @@ CACHED = 8 << 20  # bytes of texts and their ids that are kept, with what Python
 ENTRY = 320  # bytes of an entry beside its text and its ids: key, pair, number, and its places in an OrderedDict
 BYTES_A_TOKEN = 16  # a text with more than as many a token of the context is too long without counting
 NO_TEXT = "this server was started without a tokenizer: send token ids to /v1/completions"
-FIXED = frozenset({"tokenize", "chat_template", "messages", "tools", "documents", "add_generation_prompt"})
+PLACES = frozenset({"add_generation_prompt", "continue_final_message"})
+FIXED = PLACES | {"tokenize", "chat_template", "messages", "tools", "documents"}
 
 
 class Tokens:
@@ -51,11 +55,21 @@ class Tokens:
                 param,
             )
 
+    def shorten(self, text: str, side: str | None) -> str:
+        """As much of a text that will be truncated as any number of tokens of the context can have."""
+        if len(text) <= self.most:
+            return text
+        return text[: self.most] if side == "right" else text[-self.most :]
+
     async def encode(self, text: str, special: bool = True, param: str = "prompt") -> list[int]:
         """The ids of a text, in which spellings of special tokens count as those."""
         tokenizer = self.need()
         self.check_length(text, param)
         return await self._ids((text, special), len(text), lambda: tokenizer.encode(text, special))
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        return around(self.need())
 
     async def _ids(
         self, key: tuple[Any, ...], size: int, make: Callable[[], list[int]], long: bool = False
@@ -81,10 +95,17 @@ class Tokens:
             self._size -= self._kept.popitem(last=False)[1][1]
 
     async def chat(
-        self, messages: Any, tools: Sequence[Mapping[str, Any]] | None, begin: bool, variables: Any, split: bool = True
+        self,
+        messages: Any,
+        tools: Sequence[Mapping[str, Any]] | None,
+        begin: bool,
+        variables: Any,
+        split: bool = True,
+        mark: str | None = None,
     ) -> list[int]:
-        """The ids of a conversation.  ``split``: what is spelled like a special token in it stays text; without it such
-        text is the token, as with transformers.  RequestError or ApiError if it is malformed or refused."""
+        """The ids of a conversation, up to ``mark`` if that is given.  ``split``: what is spelled like a special token
+        in it stays text; without it such text is the token, as with transformers.  RequestError or ApiError if it is
+        malformed or refused."""
         tokenizer = self.need()
         _check_variables(variables)
         # the template repeats what it is given: its size bounds the work
@@ -99,6 +120,8 @@ class Tokens:
             return tokenizer.apply_chat_template(messages, begin, tokenize=False, **asked)
 
         prompt = render() if size < LONG else await asyncio.to_thread(render)
+        if mark is not None:
+            prompt = replace(prompt, pieces=cut_at(prompt.pieces, mark)) if split else cut_at((prompt,), mark)[0]
         if not split:
             return await self.encode(prompt, False, "messages")
         self.check_length(prompt.text, "messages")

@@ -103,7 +103,7 @@ BAD = {
     "no tools": (with_chat(tool_choice="required"), 400, "tool_choice"),
     "choice": (with_chat(tools=[TOOL], tool_choice="maybe"), 400, "tool_choice"),
     "functions": (with_chat(functions=[{"name": "f"}]), 400, "functions"),
-    "guided": (with_chat(guided_json={"type": "object"}), 400, "structured_outputs"),
+    "guided": (with_chat(guided_json={"type": "object"}, guided_regex="a"), 400, "guided_json", "guided_regex"),
     "detokenize": (("/detokenize", {"tokens": [10**6]}), 400, "tokens"),
     "tokenize nothing": (("/tokenize", {}), 400, "prompt"),
 }  # fmt: skip

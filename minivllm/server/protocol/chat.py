@@ -32,6 +32,11 @@ class ChatBody(Generation):
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
     add_generation_prompt: bool | None = Field(None, description="extension: begin an answer; absent: true")
+    continue_final_message: bool | None = Field(None, description="extension: go on with the last message")
+    echo: bool | None = Field(None, description="extension: the last message before the answer, if of the same role")
+    add_special_tokens: bool | None = Field(
+        None, description="extension: those that the tokenizer puts round a text, beside the template's; absent: false"
+    )
     chat_template_kwargs: Table = Field(None, description="extension: variables of the chat template")
     split_special_tokens: bool | None = Field(
         None, description="extension: what the request spells like a special token stays text; absent: true"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 
-from minivllm.errors import suggest
+from minivllm.errors import RequestError, suggest
+from minivllm.server import peers
 from minivllm.server.errors import ApiError
 from minivllm.validation import faults
 
@@ -38,6 +41,13 @@ class StreamOptions(BaseModel):
 class Generation(Body):
     """How to draw tokens and when to stop; null is as good as absent."""
 
+    _peers: peers.Translated | None = PrivateAttr(None)  # what came under the names of other servers
+
+    @property
+    def endless(self) -> bool:
+        """The rest of the context was asked for in so many words."""
+        return self._peers is not None and self._peers.endless
+
     model: str | None = Field(None, description="one of /v1/models; absent: the one that is served")
     n: int | None = Field(None, description="answers to each prompt")
     stream: bool | None = Field(None, description="server-sent events, ending with data: [DONE]")
@@ -67,12 +77,47 @@ class Generation(Body):
     expected_tokens: int | None = Field(None, description="extension: how many tokens are expected, for the scheduler")
     timeout_s: float | None = Field(None, description="extension: the whole answer is wanted within as many seconds")
     vllm_xargs: Table = Field(None, description="extension: parameters of processors and samplers by name")
+    truncate_prompt_tokens: int | None = Field(None, description="extension: keep as many of the prompt; -1: what fits")
+    truncation_side: str | None = Field(None, description="extension: left (absent) or right: the side that is cut")
     return_token_ids: bool | None = Field(None, description="extension: token_ids beside the text")
     return_tokens_as_token_ids: bool | None = Field(None, description="extension: log-probabilities of token_id:N")
 
 
 def read(model: type[Any], values: Mapping[str, Any]) -> Any:
-    """The body as a model.  ApiError (400) names the first field that is wrong."""
+    """The body as a model; fields of other servers are those of ours that mean the same.  ApiError (400) names the
+    first field that is wrong."""
+    if not issubclass(model, Generation):
+        return _read(model, values)
+    translated = peers.translate(values, model.model_fields)
+    with named(translated.sent):
+        body = _read(model, translated.values)
+    body._peers = translated
+    return body
+
+
+@contextmanager
+def named(sent: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a field tell under which name it came."""
+    try:
+        yield
+    except (ApiError, RequestError) as exc:
+        if (name := sent.get(exc.param or "")) is None:
+            raise
+        raise ApiError(getattr(exc, "status", 400), f"{exc} ({exc.param} was sent as {name})", name) from exc
+
+
+def naming(make: Callable[..., None]) -> Callable[..., None]:
+    """For the ``__init__(self, service, body, state)`` of a request: ``named`` for what it refuses."""
+
+    @wraps(make)
+    def made(self: Any, service: Any, body: Any, state: Any) -> None:
+        with named(body._peers.sent if body._peers is not None else {}):
+            make(self, service, body, state)
+
+    return made
+
+
+def _read(model: type[Any], values: Mapping[str, Any]) -> Any:
     try:
         return model(**values)
     except ValidationError as exc:

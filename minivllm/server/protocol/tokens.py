@@ -15,6 +15,7 @@ class TokenizeBody(Body):
     messages: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})] = None
     add_special_tokens: bool | None = Field(None, description="default true for a prompt, false for messages")
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="of messages, as in a chat")
     return_token_strs: bool | None = None
     tools: Any = None
     chat_template_kwargs: Table = None
