@@ -27,6 +27,7 @@ from .attention_write import Writing
 from .base import Seen, find, since
 from .spec import SpecConformance
 
+LONGEST = 4300  # keys of a row
 ROWS = ((0, 5), (7, 1), (6, 4), (0, 1))  # (tokens in the cache, new tokens): prompt, decode, chunk, a prompt of one
 
 
@@ -82,7 +83,7 @@ class AttentionConformance(Writing, SpecConformance):
     def run(self, setting: Setting, rows: Sequence[tuple[int, int]] = ROWS, **how: Any) -> list[Got]:
         """Check one step of rows (tokens in the cache, new tokens) in a new world."""
         most = max(past + new for past, new in rows) + how.get("ahead", 0)
-        names = ("seed", "poison", "q_size", "null_nan", "batch_invariant")
+        names = ("seed", "poison", "q_size", "null_nan", "batch_invariant", "slope", "static")
         of_world = {name: how.pop(name) for name in names if name in how}
         world = World(self, setting, len(rows), most, **of_world)
         return world.check([(world.add(past), new) for past, new in rows], **how)
@@ -184,6 +185,15 @@ class AttentionConformance(Writing, SpecConformance):
                 Seen({"large": int(max(a.largest for a in got[0].want) > 150)}).require(large=1)
 
     @since(1, 0)
+    def test_scores_that_rise_along_a_long_context(self) -> None:
+        """Thousands of keys in blocks of every claimed size, whose scores rise by hundreds to the last one, or fall: a
+        running maximum runs to the end, and what was summed up under a smaller one is scaled."""
+        for block, setting in self.space.each("block"):
+            n = min(max(620, 66 * block + 7), LONGEST)
+            got = self.run(setting, [(n, 1), (600, 3), (2, 1)], q_size=60.0, slope=6.0)
+            Seen({"large": int(max(a.largest for a in got[0].want) > 500)}).require(large=1)
+
+    @since(1, 0)
     def test_layers_of_several_kv_groups_share_a_step(self) -> None:
         """Each group has a table of its own; layers of one group may differ in heads, scale, sinks and soft cap, and
         what one prepared in ``meta.work`` must not reach another that differs."""
@@ -202,13 +212,15 @@ class AttentionConformance(Writing, SpecConformance):
 
     @since(1, 0)
     def test_steps_of_one_shape_over_other_blocks(self) -> None:
-        """A plan belongs to its step: the next one may have the same shape and other rows, lengths and blocks."""
-        world = World(self, self.plain(), 6, 30)
-        seqs = [world.add(past) for past in (9, 9, 4, 5, 14, 9)]
-        for chosen in ((0, 2), (1, 3), (4, 5), (2, 0), (0, 2)):
-            world.check([(seqs[i], 1) for i in chosen])
-        for chosen in ((0, 1), (2, 3), (1, 0)):
-            world.check([(seqs[i], 3) for i in chosen])
+        """A plan belongs to its step: the next one may have the same shape and other rows, lengths and blocks, in the
+        same tensors.  The engine has one block table for good; of other metadata the memory may come back too."""
+        for static in (False, True):
+            world = World(self, self.plain(), 6, 30, static=static)
+            seqs = [world.add(past) for past in (9, 9, 4, 5, 14, 9)]
+            for chosen in ((0, 2), (1, 3), (4, 5), (2, 0), (0, 2)):
+                world.check([(seqs[i], 1) for i in chosen])
+            for chosen in ((0, 1), (2, 3), (1, 0)):
+                world.check([(seqs[i], 3) for i in chosen])
 
     @since(1, 0)
     def test_a_prompt_in_chunks_sees_what_came_before(self) -> None:

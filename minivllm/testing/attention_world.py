@@ -82,6 +82,18 @@ class Setting:
         return f"{self.dtype}, kv_format={self.kv_format}, block={self.block}, {'; '.join(map(str, self.specs))}"
 
 
+def keep_tensors(kept: dict[tuple[str, Any], Tensor], meta: AttnMeta, names: Collection[str] | None = None) -> None:
+    """Put what the metadata holds into tensors that earlier steps had, so that a new step is no new tensor: whoever
+    knows a step by a tensor's id or address takes it for an old one.  ``names``: of which fields; None: of all."""
+    for field_ in fields(meta):
+        value = getattr(meta, field_.name)
+        if isinstance(value, Tensor) and (names is None or field_.name in names):
+            place = (field_.name, value.shape)
+            if place not in kept:
+                kept[place] = value.clone(memory_format=torch.contiguous_format)
+            setattr(meta, field_.name, kept[place].copy_(value))
+
+
 @dataclass
 class Seq:
     """One sequence: its slot, and for each layer q, k and v of all tokens it will ever have, exact in the model's
@@ -121,13 +133,20 @@ class World:
 
     ``poison`` is the size of the garbage, NaN allowed; ``q_size`` that of the queries.  ``null_nan``: before each
     step the null block is full of NaN, and rows that have ended write NaN to it, as rows do that have failed.
+    ``slope``: keys become so many times larger along the first sequence, from its first token to the last that it has
+    room for, smaller along the second, and so on; so do the scores.
+
+    The block table on the device is one tensor for all steps, as in the engine; ``static``: so is every other tensor
+    of the metadata, as long as its shape is the same.
     """
 
     def __init__(
         self, suite: AttentionConformance, setting: Setting, rows: int, tokens: int, *, seed: int = 0,
         poison: float = 1e4, q_size: float = 1.0, batch_invariant: bool = False, backend: Any = None,
-        null_nan: bool = False,
+        null_nan: bool = False, slope: float = 1.0, static: bool = False,
     ) -> None:  # fmt: skip
+        self.slope, self.static, self.made = slope, static, 0
+        self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> its tensor
         self.suite, self.setting, self.block = suite, setting, setting.block
         self.poison, self.q_size, self.tokens, self.null_nan = poison, q_size, tokens, null_nan
         self.rng, self.random = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
@@ -185,8 +204,11 @@ class World:
     def _tokens(self, slot: int, **more: bool) -> Seq:
         """A sequence of random tokens, none of them in the cache yet."""
         seq = Seq(slot, [], [], [], **more)
+        sizes = torch.linspace(1.0, self.slope, self.tokens)
+        self.made += 1
+        sizes = (sizes if self.made % 2 else sizes.flip(0))[:, None, None]
         for spec in self.setting.specs:
-            k = self.randn(self.tokens, spec.kv_heads, spec.dim_qk)
+            k = (self.randn(self.tokens, spec.kv_heads, spec.dim_qk).float() * sizes).to(self.dtype)
             v = self.randn(self.tokens, spec.kv_heads, spec.dim_v)
             seq.q.append(self.randn(self.tokens, spec.heads, spec.dim_qk, size=self.q_size))
             seq.k.append(k)
@@ -254,7 +276,9 @@ class World:
                     table[g, seq.slot, : max(seq.length - window + 1, 0) // self.block] = 0
         at = [(seq.slot, new, seq.length + new) for seq, new in rows]
         gone = [i for i, (seq, _) in enumerate(rows) if not seq.live]
-        return make_meta(at, table, self.block, self.device, gone, ahead)
+        meta = make_meta(at, table, self.block, self.device, gone, ahead)
+        keep_tensors(self.kept, meta, None if self.static else ("table",))
+        return meta
 
     @torch.inference_mode()
     def step(

@@ -19,7 +19,7 @@ from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32
 from minivllm.plugins.quantizer.none import Unquantized
 
-from .attention_world import make_meta
+from .attention_world import keep_tensors, make_meta
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 FORMATS = {"float32": Fp32, "bfloat16": Bf16, "float16": Fp16}
@@ -75,6 +75,7 @@ class Harness:
                 for n, t in layout.tensors.items()
             }
         self.known = [0] * slots
+        self.kept: dict[tuple[str, Any], torch.Tensor] = {}  # what is one tensor for all steps, as in the engine
 
     def step(self, feed: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """slot -> tokens; returns slot -> logits [tokens, V]."""
@@ -89,6 +90,7 @@ class Harness:
         for s in order:
             self.known[s] += len(feed[s])
         meta = make_meta([(s, len(feed[s]), self.known[s]) for s in order], self.table, self.block, self.device)
+        keep_tensors(self.kept, meta, ("table",))
         self.backend.plan(meta, GraphKey())
         ids = torch.tensor([t for s in order for t in feed[s]], device=self.device)
         with torch.inference_mode():

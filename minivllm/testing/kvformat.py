@@ -22,7 +22,8 @@ Cache = dict[str, Tensor]
 
 
 class KVFormatConformance(SpecConformance):
-    """Override ``allowed`` if the format is lossy in a way of its own, and the sizes if it takes only some."""
+    """Override ``allowed`` if the format is lossy in a way of its own, and the sizes ``kv_heads``, ``dims`` and
+    ``blocks`` if it takes only some.  Sizes whose ``layout`` it refuses with an error of minivllm's are left out."""
 
     kind = "kvformat"
     kv_heads: Sequence[int] = (1, 2, 3, 4, 5, 7, 8)
@@ -43,6 +44,45 @@ class KVFormatConformance(SpecConformance):
         if not dtype.is_floating_point:
             return (greatest / 127 * 0.52).expand_as(exact)
         return exact.abs() * torch.finfo(dtype).eps * 0.52 + greatest * torch.finfo(dtype).tiny
+
+    def layout(self, fmt: KVFormat, spec: AttnSpec, block: int) -> KVLayout | None:
+        """The layout; None if it is refused with a reason, as the engine would tell a user at the start."""
+        try:
+            return fmt.layout(spec, block)
+        except MinivllmError as exc:
+            assert str(exc).strip(), f"layout refuses {spec} in blocks of {block} without words"
+            return None
+        except Exception as exc:
+            raise AssertionError(
+                f"layout raised {type(exc).__name__}: {exc} for {spec} in blocks of {block}: refuse what the format does "
+                "not take with a ConfigError, or set kv_heads, dims and blocks in a test class to what it takes"
+            ) from exc
+
+    @cached_property
+    def sizes(self) -> dict[str, Any]:
+        """Of ``kv_heads``, ``dims`` and ``blocks`` those that the format takes, each beside some of the others."""
+        fmt = self.build()
+        every = list(itertools.product(self.kv_heads, self.dims, self.blocks))
+        taken = [c for c in every if self.layout(fmt, AttnSpec(c[0], c[0], c[1], c[1]), c[2]) is not None]
+        assert taken, (
+            f"layout refuses all of kv_heads {list(self.kv_heads)}, dims {list(self.dims)} and blocks "
+            f"{list(self.blocks)}: set kv_heads, dims and blocks in a test class to what the format takes"
+        )
+        return dict(zip(("kv_heads", "dims", "blocks"), (sorted(set(column)) for column in zip(*taken, strict=True)),
+                        strict=True))  # fmt: skip
+
+    def spec_of(self, heads: int = 2, small: bool = False, in_k: bool = False) -> AttnSpec:
+        """Sizes that the format takes: the heads if it does, the largest keys, values as large or the smallest
+        (``small``), in the keys (``in_k``)."""
+        found, dims = self.sizes["kv_heads"], self.sizes["dims"]
+        heads, dim = heads if heads in found else found[-1], dims[-1]
+        other = dims[0] if in_k else dims[len(dims) // 2] if small else dim
+        spec = AttnSpec(heads, heads, dim, other, v_in_k=in_k)
+        return spec if self.layout(self.build(), spec, self.block()) is not None else replace(spec, dim_v=dim)
+
+    def block(self, wanted: int = 4) -> int:
+        """A block size that the format takes."""
+        return wanted if wanted in self.sizes["blocks"] else self.sizes["blocks"][0]
 
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: str, fmt: KVFormat) -> Tensor:
         """Values to store, of one of ``KINDS``; none that the stored dtype cannot hold."""

@@ -26,11 +26,12 @@ from . import quantizer_data as data
 from .base import Seen, since
 from .harness import Harness
 from .model import PROMPT, logits
+from .quantizer_memory import Memory
 from .spec import SpecConformance
 from .tiny import ARCHS, read_tensors, tiny_dir, write_tensors
 
 
-class QuantizerConformance(SpecConformance):
+class QuantizerConformance(Memory, SpecConformance):
     """Override ``checkpoint`` and ``checkpoint_tensors`` if the weights come quantized, ``step`` and ``grid`` if the
     format is not one symmetric scale per output row.
 
@@ -41,6 +42,7 @@ class QuantizerConformance(SpecConformance):
     outs: Sequence[int] = (1, 2, 3, 5, 17, 33, 64, 129)  # output rows of a part, tried with
     ins: Sequence[int] = (1, 2, 3, 7, 8, 16, 31, 33, 64, 128, 129, 256)
     sizes: tuple[float, float] = (1e-30, 1e30)  # of the smallest and the largest rows; narrower for float16 scales
+    scale_bits: float = 2.0  # of memory that scales and zero points may take an element: two of float16 for 16 of them
     patterns: Sequence[str] = ("skip",)  # options that are lists of patterns of modules to leave out, if it has them
     model: Mapping[str, Any] = {}  # fields of the tiny model's config.json that suit the quantizer
 
@@ -205,29 +207,6 @@ class QuantizerConformance(SpecConformance):
                 self.fill(scheme, one, data.by_part(weight, one))
             for scheme, one, weight in zip(schemes, infos, weights, strict=True):
                 self._within(scheme, one, weight.double(), "beside another module")
-
-    @since(1, 0)
-    def test_what_lives_on_the_device_is_told(self) -> None:
-        """Memory accounting reads ``tensors``: nothing is kept beside them, ``bytes`` is their sum, ``bits`` is true
-        but for the scales."""
-        torch.manual_seed(3)
-        for info in self.quantized((((256, 128, 128), 256),)):
-            weights = data.by_part(torch.randn(512, 256), info)
-            before = data.storages()
-            scheme = self.scheme(info)
-            assert scheme is not None
-            self.fill(scheme, info, weights)
-            total = sum(t.numel() * t.element_size() for t in scheme.tensors.values())
-            beside = sum(n for at, n in data.storages().items() if at not in before) - total
-            assert beside <= 4096, f"{beside} bytes are held beside tensors, for a weight of {4 * 512 * 256} in float32"
-            assert scheme.bytes == total, f"bytes says {scheme.bytes}, the tensors hold {total}"
-            away = {k: str(t.device) for k, t in scheme.tensors.items() if t.device.type != info.device.split(":")[0]}
-            assert not away, f"tensors that are not on {info.device}: {away}"
-            bits, element = self.spec.traits.get("bits"), 8 * total / (512 * 256)
-            if bits:
-                assert bits <= element <= bits + data.ONE_BIT, (
-                    f"claims {bits} bits, an element takes {element:.3f} of memory"
-                )
 
     # ---- what is computed ----------------------------------------------------------------------------------------
 

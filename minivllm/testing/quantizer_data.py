@@ -18,7 +18,6 @@ SHAPES = (((24, 8), 64), ((3, 17, 1), 33), ((129,), 31), ((5,), 1), ((128, 64, 6
 LONG = ((5, 3), 4100)  # a sum longer than the loops of most kernels take at once, and of an odd end
 SHARED = (((24, 12), 48), ((768, 384), 1536))  # sizes that 2, 3 and 4 processes share evenly
 KINDS = ("linear", "linear", "linear", "lm_head", "embedding")
-ONE_BIT = 1.0  # bits an element may take for scales and zero points: float16 ones for each group of 32
 
 
 def dequantized(scheme: WeightScheme, info: ModuleInfo) -> Tensor:
@@ -66,8 +65,12 @@ def product(scheme: WeightScheme, x: Tensor, what: str) -> Tensor:
     before, got = x.clone(), scheme.apply(x)
     assert got.dtype == x.dtype, f"{what}: gives {got.dtype}, want {x.dtype}"
     kept, out = got.clone(), torch.full_like(got, torch.nan)
-    scheme.apply(-2 * x)
+    x.mul_(-2)  # the next step's inputs may lie in the same memory
+    other = scheme.apply(x)
     assert torch.equal(got, kept), f"{what}: the next call writes into the tensor that was returned"
+    x.copy_(before)
+    near = torch.allclose(other, -2 * got, rtol=8 * torch.finfo(x.dtype).eps, atol=2e-4 * float(got.abs().max()))
+    assert near, f"{what}: -2 x in the memory of x gives something else than -2 times the product"
     back = scheme.apply(x, out)
     assert back is out or back.data_ptr() == out.data_ptr(), f"{what}: does not return the out that it is given"
     near = torch.allclose(out, got, rtol=8 * torch.finfo(x.dtype).eps, atol=1e-4 * float(got.abs().max()))
