@@ -135,9 +135,9 @@ class Tracked:
     def prepare(self, engine: Engine) -> None:
         """What takes time before the engine can have it, so not on the engine's thread: its grammar.  RequestError if
         that is refused."""
-        asked = self.request.params.structured_outputs
-        if asked is not None and self.request.grammar is None:
-            self.request.grammar = engine.grammars.compile(asked)
+        params = self.request.params
+        if params.structured_outputs is not None and self.request.grammar is None:
+            self.request.grammar = engine.grammars.compile(params.structured_outputs, params.salt)
 
     def add_to(self, engine: Engine) -> None:
         """RequestError if the engine refuses it."""

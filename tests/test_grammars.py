@@ -332,8 +332,8 @@ def fake(monkeypatch, request):
     made.close()
 
 
-def compiled(grammars, text):
-    return grammars.compile(StructuredOutputsParams(regex=text))
+def compiled(grammars, text, salt=("", "")):
+    return grammars.compile(StructuredOutputsParams(regex=text), salt)
 
 
 @pytest.mark.parametrize("fake", ["Fake", "Threads"], indirect=True)
@@ -373,7 +373,7 @@ def test_compiled_grammars_are_kept_up_to_the_byte_limit_and_the_least_recently_
     compiled(fake, "30")
     assert fake.bytes == 70 and compiled(fake, "40") is first
     compiled(fake, "101")
-    assert fake.bytes == 0, "one that is larger than the limit is not kept, nor is room made for it in vain"
+    assert fake.bytes == 70, "one that is larger than the limit is not kept, nor is room made for it in vain"
 
 
 def test_many_threads_compile_one_grammar_once(fake):
@@ -404,7 +404,7 @@ def test_without_a_library_or_a_vocabulary_a_request_is_refused_with_what_to_do(
     from minivllm.wiring import NO_GRAMMAR
 
     with pytest.raises(RequestError, match="pip install llguidance"):
-        NoGrammars(NO_GRAMMAR).compile(StructuredOutputsParams(regex="a"))
+        NoGrammars(NO_GRAMMAR).compile(StructuredOutputsParams(regex="a"), ("", ""))
 
 
 # ---- a vocabulary ----------------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def test_what_is_no_compiled_grammar_refuses_its_request(made):
     asked = SimpleNamespace(source=SimpleNamespace(kind="regex", text="a"))
     asked.source = ("regex",)
     with pytest.raises(RequestError, match="own/fake failed: TypeError: compile"):
-        service._make(SimpleNamespace(kind="regex", text="a"))
+        service._make(SimpleNamespace(kind="regex", text="a"), ("", ""))
 
 
 # ---- executors -------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ class Engine:
         if p.tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
             self.tenants.clear()
         request.tenant = self.tenants.setdefault(p.tenant, next(self._tenant))
-        request.salt = (p.tenant, p.cache_salt or "")
+        request.salt = p.salt
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
         for b in started:
             seq = Seq(next(self._ids), request, b.sample, seed, tokens=request.prompt, known=len(request.prompt))

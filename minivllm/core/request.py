@@ -177,6 +177,11 @@ class SamplingParams:
             _check(not getattr(self, name), name, "given", "it without beam_width: beams are no rows that draw")
 
     @property
+    def salt(self) -> tuple[str, str]:
+        """(tenant, cache_salt): requests that differ in it share nothing that is kept."""
+        return (self.tenant, self.cache_salt or "")
+
+    @property
     def width(self) -> int:
         """Branches that the request may have at once."""
         return self.beam_width or max(self.n, self.best_of or 1)

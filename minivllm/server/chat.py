@@ -28,6 +28,8 @@ from .protocol.common import naming
 from .reader import Reader
 
 if TYPE_CHECKING:
+    from minivllm.tenant_cache import Salt
+
     from .client import Piece
 
 MOST_MESSAGES = 4096
@@ -91,7 +93,7 @@ class Chat:
     async def prepare(self, held: AsyncExitStack) -> Answer:
         service = self.service
         held.enter_context(service.door.enter(1))
-        ids = await render(service, self.messages, self.tools.shown, self.body)
+        ids = await render(service, self.messages, self.tools.shown, self.body, self.params.salt)
         ids = truncated(ids, self.kept, self.body.truncation_side)
         most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
         asks = [(ids, dataclasses.replace(self.params, max_tokens=most))]
@@ -158,7 +160,7 @@ class Chat:
         return choices
 
 
-async def render(service: Service, messages: Any, shown: Any, body: Any) -> list[int]:
+async def render(service: Service, messages: Any, shown: Any, body: Any, salt: Salt) -> list[int]:
     """The ids of a conversation, by the model's chat template; one that knows no tools is told of them in a message."""
     template = service.tokens.need().chat_template or ""
     if "tools" not in template:
@@ -167,6 +169,6 @@ async def render(service: Service, messages: Any, shown: Any, body: Any) -> list
     mark = None
     if body.continue_final_message:
         messages, mark = marked(messages, [shown, body.chat_template_kwargs])
-    ids = await service.tokens.chat(messages, shown, begin, body.chat_template_kwargs, split, mark)
+    ids = await service.tokens.chat(messages, shown, begin, body.chat_template_kwargs, salt, split, mark)
     before, behind = service.tokens.around if body.add_special_tokens else ([], [])
     return [*before, *ids, *behind]

@@ -26,11 +26,11 @@ class Compiling:
     def begin(self, number: int, live: Any) -> None:
         """``live.request.grammar`` will be there when ``ready`` gives ``live`` back."""
         self._open[number] = live
-        asked = live.request.params.structured_outputs
+        params = live.request.params
 
         def run() -> None:
             try:
-                self._done.append((number, self._compile(asked), None))
+                self._done.append((number, self._compile(params), None))
             except BaseException as error:  # what is not told here is told nowhere: its request would wait for ever
                 self._done.append((number, None, error))
 

@@ -108,7 +108,7 @@ class Completion:
         text: str | None = prompt if isinstance(prompt, str) else None
         if text is not None:
             shorter = service.tokens.shorten(text, body.truncation_side) if self.kept is not None else text
-            whole = await service.tokens.encode(shorter, body.add_special_tokens is not False)
+            whole = await service.tokens.encode(shorter, body.add_special_tokens is not False, self.params.salt)
         else:
             whole, shorter = list(prompt), ""
         ids = truncated(whole, self.kept, body.truncation_side)

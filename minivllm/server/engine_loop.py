@@ -77,7 +77,7 @@ class EngineLoop:
         self.accepted = 0  # requests that the engine took: at rest, as many as have finished
         self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
         self._waiting: deque[Frame] = deque()
-        self.compiling = Compiling(lambda asked: engine.grammars.compile(asked))
+        self.compiling = Compiling(lambda params: engine.grammars.compile(params.structured_outputs, params.salt))
         self._sent = 0.0
         self._told_dead = False
         engine.publisher.tell = self._tell

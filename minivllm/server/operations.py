@@ -42,11 +42,12 @@ async def tokenize(request: Request, service: Service) -> Any:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: want either prompt or messages", "prompt")
+    salt = (request.scope["state"]["tenant"], "")
     if body.prompt is not None:
-        ids = await service.tokens.encode(body.prompt, body.add_special_tokens is not False)
+        ids = await service.tokens.encode(body.prompt, body.add_special_tokens is not False, salt)
     else:
         asked = chat.tools.read_tools(body.tools, None, None)
-        ids = await chat.render(service, chat.check_messages(body.messages), asked.shown, body)
+        ids = await chat.render(service, chat.check_messages(body.messages), asked.shown, body, salt)
     out = {"count": len(ids), "max_model_len": service.client.info.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
         out["token_strs"] = [service.tokens.need().token(i) for i in ids]

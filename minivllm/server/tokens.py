@@ -1,4 +1,4 @@
-"""Text to token ids for the routes: cached, bounded, and off the event loop where it takes long.
+"""Text to token ids for the routes: cached for each salt, bounded, and off the event loop where it takes long.
 
 What a conversation spells like a special token is encoded as the characters it is, unless the request asks otherwise:
 see ``minivllm.text.literal``.
@@ -10,11 +10,12 @@ import asyncio
 import json
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from minivllm.tenant_cache import Salt, TenantCache
 
 from .errors import ApiError
 from .prompts import around, cut_at
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 LONG = 8192  # characters: some milliseconds of tokenizing
 CACHED = 8 << 20  # bytes of texts and their ids that are kept, with what Python takes for an entry
-ENTRY = 320  # bytes of an entry beside its text and its ids: key, pair, number, and its places in an OrderedDict
+ENTRY = 376  # bytes of an entry beside its text and its ids: keys, pair, number, and its places in an OrderedDict
 BYTES_A_TOKEN = 16  # a text with more than as many a token of the context is too long without counting
 NO_TEXT = "this server was started without a tokenizer: send token ids to /v1/completions"
 PLACES = frozenset({"add_generation_prompt", "continue_final_message"})
@@ -37,8 +38,7 @@ class Tokens:
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.tokenizer, self.most = tokenizer, BYTES_A_TOKEN * max_model_len
         self.max_model_len = max_model_len
-        self._kept: OrderedDict[tuple[Any, ...], tuple[array[int], int]] = OrderedDict()  # ids, bytes of the entry
-        self._size = 0
+        self._kept: TenantCache[array[int]] = TenantCache(CACHED)
 
     def need(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -61,38 +61,33 @@ class Tokens:
             return text
         return text[: self.most] if side == "right" else text[-self.most :]
 
-    async def encode(self, text: str, special: bool = True, param: str = "prompt") -> list[int]:
-        """The ids of a text, in which spellings of special tokens count as those."""
+    async def encode(self, text: str, special: bool, salt: Salt, param: str = "prompt") -> list[int]:
+        """The ids of a text, in which spellings of special tokens count as those.  ``salt``: whose it is."""
         tokenizer = self.need()
         self.check_length(text, param)
-        return await self._ids((text, special), len(text), lambda: tokenizer.encode(text, special))
+        return await self._ids(salt, (text, special), len(text), lambda: tokenizer.encode(text, special))
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
         return around(self.need())
 
     async def _ids(
-        self, key: tuple[Any, ...], size: int, make: Callable[[], list[int]], long: bool = False
+        self, salt: Salt, key: tuple[Any, ...], size: int, make: Callable[[], list[int]], long: bool = False
     ) -> list[int]:
         """What was kept for a text of ``size`` characters, or is made now; ``long``: that takes long at any size."""
-        if (found := self._kept.get(key)) is not None:
-            self._kept.move_to_end(key)
-            return found[0].tolist()
+        if (found := self._kept.get(salt, key)) is not None:
+            return found.tolist()
         ids = make() if size < LONG and not long else await asyncio.to_thread(make)
-        self._keep(key, ids)
+        self._keep(salt, key, ids)
         return ids
 
-    def _keep(self, key: tuple[Any, ...], ids: list[int]) -> None:
+    def _keep(self, salt: Salt, key: tuple[Any, ...], ids: list[int]) -> None:
         """Keep the ids of a text, which is in the key as one string or as several."""
         kept = array("i", ids)  # a ninth of what a list takes
         texts = sum(sys.getsizeof(part) for part in key if isinstance(part, str))
         size = texts + sys.getsizeof(kept) + ENTRY
-        if key in self._kept or size > CACHED // 16:
-            return
-        self._kept[key] = kept, size
-        self._size += size
-        while self._size > CACHED:
-            self._size -= self._kept.popitem(last=False)[1][1]
+        if size <= CACHED // 16:
+            self._kept.put(salt, key, kept, size)
 
     async def chat(
         self,
@@ -100,6 +95,7 @@ class Tokens:
         tools: Sequence[Mapping[str, Any]] | None,
         begin: bool,
         variables: Any,
+        salt: Salt,
         split: bool = True,
         mark: str | None = None,
     ) -> list[int]:
@@ -123,11 +119,11 @@ class Tokens:
         if mark is not None:
             prompt = replace(prompt, pieces=cut_at(prompt.pieces, mark)) if split else cut_at((prompt,), mark)[0]
         if not split:
-            return await self.encode(prompt, False, "messages")
+            return await self.encode(prompt, False, salt, "messages")
         self.check_length(prompt.text, "messages")
         # one that is not plain may need a second tokenizer, which is made the first time
         make = lambda: tokenizer.encode_chat(prompt)  # noqa: E731
-        return await self._ids(prompt.pieces, len(prompt.text), make, long=not prompt.plain)
+        return await self._ids(salt, prompt.pieces, len(prompt.text), make, long=not prompt.plain)
 
 
 def _check_variables(variables: Any) -> None:

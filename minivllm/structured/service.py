@@ -4,14 +4,13 @@
                               └──yes──────────────────────────────────────────────────────────────────────────────►
 
 A grammar that is too much for the limits harms the helper or its child only, which is killed and replaced.  What was
-refused is refused again at once.
+refused is refused again at once.  What one tenant has asked is neither kept nor refused at once for another.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
 from minivllm.errors import MinivllmError, RequestError, shown, told
 from minivllm.registry import build_part
+from minivllm.tenant_cache import Salt, TenantCache
 
 from .helper import Helper
 from .params import NAME
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from .params import StructuredOutputsParams
 
-REFUSED = 256  # refusals that are remembered
+REFUSED = 1 << 20  # bytes of refusals that are remembered, with what was refused
+ENTRY = 512  # bytes of one beside its texts
 
 
 def default_threads() -> int:
@@ -46,13 +47,18 @@ class Grammars:
     def __init__(
         self, part: Part, context: Callable[[], GrammarContext], seconds: float, megabytes: int, cache_bytes: int
     ) -> None:
-        self.part, self.cache_bytes, self.bytes = part, cache_bytes, 0
+        self.part = part
         self._context = context
         self._seconds, self._megabytes = seconds, megabytes
-        self._kept: OrderedDict[GrammarSource, Compiled] = OrderedDict()
-        self._refused: OrderedDict[GrammarSource, str] = OrderedDict()
+        self._kept: TenantCache[Compiled] = TenantCache(cache_bytes)
+        self._refused: TenantCache[str] = TenantCache(REFUSED)
         self._lock, self._busy = threading.Lock(), threading.Lock()
         self._closed = False
+
+    @property
+    def bytes(self) -> int:
+        """Of what is kept."""
+        return self._kept.bytes
 
     @cached_property
     def context(self) -> GrammarContext:
@@ -77,24 +83,22 @@ class Grammars:
 
         threading.Thread(target=run, name="minivllm-grammars", daemon=True).start()
 
-    def compile(self, params: StructuredOutputsParams) -> Compiled:
-        """RequestError, which names the field, if it is refused."""
+    def compile(self, params: StructuredOutputsParams, salt: Salt) -> Compiled:
+        """RequestError, which names the field, if it is refused.  ``salt``: whose it is; others do not share it."""
         source = params.source
-        found = self._find(source)
+        found = self._find(source, salt)
         if found is None:
             with self._busy:  # who waited for another with the same source finds it
-                found = self._find(source) or self._make(source)
+                found = self._find(source, salt) or self._make(source, salt)
         return found
 
-    def _find(self, source: GrammarSource) -> Compiled | None:
+    def _find(self, source: GrammarSource, salt: Salt) -> Compiled | None:
         with self._lock:
-            if (why := self._refused.get(source)) is not None:
+            if (why := self._refused.get(salt, source)) is not None:
                 raise RequestError(why, NAME)
-            if (found := self._kept.get(source)) is not None:
-                self._kept.move_to_end(source)
-            return found
+            return self._kept.get(salt, source)
 
-    def _make(self, source: GrammarSource) -> Compiled:
+    def _make(self, source: GrammarSource, salt: Salt) -> Compiled:
         features = self.part.features
         if features and source.kind not in features:
             takes = ", ".join(features)
@@ -109,9 +113,7 @@ class Grammars:
         except ValueError as e:
             why = f"{NAME}.{source.kind}: {e}"
             with self._lock:
-                self._refused[source] = why
-                while len(self._refused) > REFUSED:
-                    self._refused.popitem(last=False)
+                self._refused.put(salt, source, why, 4 * (len(source.text) + len(why)) + ENTRY)
             raise RequestError(why, NAME) from None
         except MinivllmError as e:
             raise RequestError(f"{NAME}: {e}", NAME) from e
@@ -119,16 +121,9 @@ class Grammars:
             raise
         except BaseException as e:  # SystemExit too: it must not end the thread that compiles
             raise RequestError(f"{NAME}: {self.part.name} failed: {told(e)}", NAME) from e
-        self._keep(source, made)
+        with self._lock:  # sequences that run keep theirs, whoever has to make room
+            self._kept.put(salt, source, made, max(made.nbytes, len(source.text)))
         return made
-
-    def _keep(self, source: GrammarSource, made: Compiled) -> None:
-        """The least recently used make room; sequences that run keep theirs."""
-        with self._lock:
-            self._kept[source] = made
-            self.bytes += made.nbytes
-            while self.bytes > self.cache_bytes and self._kept:
-                self.bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def close(self) -> None:
         """End the helper; idempotent."""
@@ -143,7 +138,7 @@ class NoGrammars:
     def __init__(self, why: str) -> None:
         self.why = why
 
-    def compile(self, params: StructuredOutputsParams) -> Compiled:
+    def compile(self, params: StructuredOutputsParams, salt: Salt) -> Compiled:
         raise RequestError(f"{NAME}: {self.why}", NAME)
 
     def warm(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
+from itertools import groupby
 
 Ranges = tuple[tuple[int, int], ...]
 LAST = 0x10FFFF
@@ -60,32 +60,39 @@ def decimals() -> Ranges:
     return category("Nd") or ()
 
 
-@lru_cache(1)
 def words() -> Ranges:
     """What ``\\w`` of Python's ``re`` holds."""
-    return _those(lambda c: c.isalnum() or c == "_")
+    return tables()[1]
 
 
-@lru_cache(64)
 def category(name: str) -> Ranges | None:
     """A general category of Unicode by its short or long name; None if there is none of that name."""
     name = name.removeprefix("General_Category=").removeprefix("gc=")
     name = LONG.get(name, name)
-    return _those(lambda c: unicodedata.category(c).startswith(name)) if name in CATEGORIES else None
+    return tables()[0].get(name, ()) if name in CATEGORIES else None
 
 
-def _those(holds: Callable[[str], bool]) -> Ranges:
-    codes = [c for c in range(UNASSIGNED[0]) if holds(chr(c))]
-    ranges = [(c, c) for c in codes]
-    if holds(chr(UNASSIGNED[0])):
-        ranges.append(UNASSIGNED)
-    ranges += [(c, c) for c in range(UNASSIGNED[1] + 1, 0xE1000) if holds(chr(c))]
-    if holds(chr(0xE1000)):
-        ranges.append((0xE1000, 0xEFFFF))
-    ranges += [(c, c) for c in range(0xF0000, LAST + 1) if c & 0xFFFF > 0xFFFD and holds(chr(c))]
-    if holds(chr(0xF0000)):
-        ranges += [(0xF0000, 0xFFFFD), (0x100000, 0x10FFFD)]
-    return union(tuple(ranges))
+@cache
+def tables() -> tuple[dict[str, Ranges], Ranges]:
+    """The general categories, and what ``\\w`` of Python's ``re`` holds.  All at once, and before the first grammar
+    comes: a set that is made when it is first used tells everybody afterwards that somebody has used it."""
+    spans = [(0, UNASSIGNED[0] - 1), (UNASSIGNED[1] + 1, 0xE0FFF), (0xFFFFE, 0xFFFFF), (0x10FFFE, LAST)]
+    blocks = (UNASSIGNED, (0xE1000, 0xEFFFF), (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
+    found: dict[str, list[tuple[int, int]]] = {"": []}
+    for low, high in blocks:
+        found.setdefault(unicodedata.category(chr(low)), []).append((low, high))
+    for low, high in spans:
+        for name, run in groupby(range(low, high + 1), lambda code: unicodedata.category(chr(code))):
+            codes = list(run)
+            found.setdefault(name, []).append((codes[0], codes[-1]))
+        for holds, run in groupby(range(low, high + 1), lambda code: code == 95 or chr(code).isalnum()):
+            if holds:
+                codes = list(run)
+                found[""].append((codes[0], codes[-1]))
+    made = {name: union(tuple(ranges)) for name, ranges in found.items()}
+    word = made.pop("")
+    kinds = {kind: union(*(ranges for name, ranges in made.items() if name[0] == kind)) for kind in KINDS}
+    return made | kinds, word
 
 
 def folded(ranges: Ranges, wide: bool) -> Ranges:

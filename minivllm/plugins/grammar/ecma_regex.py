@@ -14,7 +14,6 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NoReturn
 
 from .code_points import Ranges, category, complement, decimals, folded, intersection, space, union, words
@@ -416,15 +415,22 @@ def pattern(node: Node) -> str:
 
 def write(node: Node) -> str:
     """For a library."""
-    if isinstance(node, Chars):
-        return _write_set(node.ranges)
-    if isinstance(node, Choice):
-        return "(?:" + "|".join(map(write, node.parts)) + ")"
-    if isinstance(node, Repeat):
-        inner = write(node.part)
-        return (f"(?:{inner})" if isinstance(node.part, (Sequence, Repeat)) else inner) + quantifier(node)
-    assert isinstance(node, Sequence)
-    return "".join(map(write, node.parts))
+    sets: dict[Ranges, str] = {}  # of this text alone: one that lives longer would tell what others have sent
+
+    def part(node: Node) -> str:
+        if isinstance(node, Chars):
+            if (found := sets.get(node.ranges)) is None:
+                found = sets[node.ranges] = _write_set(node.ranges)
+            return found
+        if isinstance(node, Choice):
+            return "(?:" + "|".join(map(part, node.parts)) + ")"
+        if isinstance(node, Repeat):
+            inner = part(node.part)
+            return (f"(?:{inner})" if isinstance(node.part, (Sequence, Repeat)) else inner) + quantifier(node)
+        assert isinstance(node, Sequence)
+        return "".join(map(part, node.parts))
+
+    return part(node)
 
 
 def quantifier(node: Repeat) -> str:
@@ -434,7 +440,6 @@ def quantifier(node: Repeat) -> str:
     return f"{{{node.least}}}" if node.least == node.most else f"{{{node.least},{most}}}"
 
 
-@lru_cache(4096)
 def _write_set(ranges: Ranges) -> str:
     items = "".join(_code(low) if low == high else f"{_code(low)}-{_code(high)}" for low, high in ranges)
     return items if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else f"[{items}]"

@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
 
+from .code_points import tables
 from .ecma_regex import pattern, whole, within, write
 from .json_schema import prepare
 from .threads import Threads
@@ -63,6 +64,7 @@ class LLGuidance(Grammar):
             llguidance.TokenizerWrapper(_Vocabulary(ctx)), eos_token=list(ctx.eos_ids),
             slices=llguidance.LLTokenizer.json_slices(),
         )  # fmt: skip
+        tables()
         self.threads = Threads(getattr(options, "threads", 0) or ctx.threads, llguidance.LLExecutor)
         self._limits = llguidance.LLParserLimits(max_items_in_row=ITEMS, verbose_errors=False)
         self._eos = frozenset(ctx.eos_ids)

@@ -12,6 +12,7 @@ import xgrammar
 
 from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
 
+from .code_points import tables
 from .ecma_regex import whole, write
 from .formats import ONE_EACH
 from .json_schema import prepare
@@ -41,6 +42,7 @@ class XGrammar(Grammar):
             list(ctx.tokens), vocab_size=ctx.vocab_size, stop_token_ids=list(ctx.eos_ids)
         )
         threads = getattr(options, "threads", 0) or ctx.threads
+        tables()
         self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=threads, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(threads)
         self._anywhere = self._without(SURROGATE.search)
