@@ -5,12 +5,14 @@ It notices a client that leaves though it has sent requests ahead of the answers
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.config import Config
 
 from .errors import ApiError
 
+CROWDED = "the server has as many connections as it can; try again later"
 SLACK = 8  # times the limit on headers: what is over the limit, but within this, gets an answer that says so
 
 AHEAD, AHEAD_BYTES = 64, 1 << 16  # requests, and bytes of the last one's body, that may be sent ahead of an answer
@@ -20,8 +22,9 @@ async def _nobody(scope: Any, receive: Any, send: Any) -> None:
     """An application, because a Config wants one."""
 
 
-def protocol(seconds: float, header_bytes: int) -> type[Any]:
-    """The class of connections whose headers must have come after ``seconds``; httptools' where it is installed."""
+def protocol(seconds: float, header_bytes: int, room: int) -> type[Any]:
+    """The class of connections whose headers must have come after ``seconds``; httptools' where it is installed.
+    ``room``: connections beyond which new ones are ``spare`` (see ``accepting``)."""
     config = Config(_nobody, log_config=None)
     config.load()
     base: Any = config.http_protocol_class
@@ -30,8 +33,18 @@ def protocol(seconds: float, header_bytes: int) -> type[Any]:
         """Invariant: ``_late`` is set while a request's headers are waited for after its first byte, or after the
         connection was made."""
 
+        spare, since = False, 0.0
+
+        @property
+        def idle(self) -> int | None:
+            """For ``Acceptor``."""
+            if self.cycle is None or (self.cycle.response_complete and not getattr(self, "pipeline", ())):
+                return 0
+            return 1 if self.cycle.more_body and not self.cycle.response_started else None
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self.since = self.loop.time()
             self._come, self._late = 0, self.loop.call_later(seconds, self._close)
             self._answered: Any = None  # the request that is being answered; ``cycle`` is the one that came last
 
@@ -43,8 +56,23 @@ def protocol(seconds: float, header_bytes: int) -> type[Any]:
                 self._answered.message_event.set()
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-            self._answered = cycle
+            self._answered, self.since = cycle, self.loop.time()
+            cycle.scope["state"]["spare"] = self._is_spare()
             super()._start_asgi_task(cycle, app)
+
+        def on_response_complete(self) -> None:
+            self.since = self.loop.time()
+            super().on_response_complete()
+
+        def handle_websocket_upgrade(self) -> None:
+            if self._is_spare():
+                self._answer(503, CROWDED)
+                return
+            super().handle_websocket_upgrade()
+
+        def _is_spare(self) -> bool:
+            self.spare = self.spare and len(self.connections) > room
+            return self.spare
 
         def data_received(self, data: bytes) -> None:
             busy = self.cycle is not None and not self.cycle.response_complete
@@ -69,8 +97,12 @@ def protocol(seconds: float, header_bytes: int) -> type[Any]:
                 self._late = self.loop.call_later(seconds, self._close)
 
         def send_400_response(self, msg: str) -> None:
-            body = json.dumps(ApiError(400, "this is no HTTP request").body()).encode()
-            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self._answer(400, "this is no HTTP request")
+
+        def _answer(self, status: int, what: str) -> None:
+            body = json.dumps(ApiError(status, what).body()).encode()
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
             self.transport.close()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import cross_site, errors, logs
 from .auth import Keys
+from .connection import CROWDED
 from .errors import ApiError
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ class Guard:
     def _check(self, scope: Any, headers: dict[bytes, bytes], state: dict[str, Any]) -> None:
         changes = scope["method"] not in cross_site.SAFE
         self._limits(scope)
+        if state.get("spare") and asked_path(scope) not in POLLED:
+            raise ApiError(503, CROWDED, headers={"Retry-After": "1", "Connection": "close"})
         self._whence(scope, changes)
         if b"content-length" in headers and b"transfer-encoding" in headers:
             raise ApiError(400, "Content-Length beside Transfer-Encoding: want one", headers={"Connection": "close"})

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import socket
 import time
@@ -27,6 +26,7 @@ import uvicorn
 from minivllm.errors import ConfigError, EngineDeadError, ResourceError
 
 from . import logs, state, tools
+from .accepting import BACKLOG, Acceptor, open_files, room_for
 from .app import Application
 from .auth import ENVIRONMENT, read_keys
 from .connection import protocol
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 NOT_DRAINED = 6
 LAST = 3  # seconds for connections to close at the end
-FILES = 65536  # that may be open
 LOOK = 1.0  # seconds between looks at the engine
 
 
@@ -101,7 +100,13 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
             state.freeze_loaded()
             _tell_token(app)
             host, port = bound.getsockname()[:2]
-            logs.event("serving", url=f"http://{host}:{port}", model=app.service.names[0], keys=len(keys))  # type: ignore[union-attr]
+            logs.event(
+                "serving",
+                url=f"http://{host}:{port}",
+                model=app.service.names[0],
+                keys=len(keys),
+                connections=http.room,
+            )  # type: ignore[union-attr]
             return await _until_the_end(app, client, serving, stop)
     finally:
         opening.cancel()
@@ -188,19 +193,34 @@ class Http(uvicorn.Server):
     """uvicorn without its signal handlers: when to end is decided above."""
 
     def __init__(self, app: Application, server: ServerConfig) -> None:
-        files = open_files()
+        self.room = room_for(open_files())
         super().__init__(
             uvicorn.Config(
                 app, lifespan="off", log_config=None, access_log=False, ws=SocketConnection, server_header=False,
                 ws_max_size=server.max_body_bytes, ws_per_message_deflate=False,
                 ws_ping_interval=server.ping_interval, ws_ping_timeout=server.ping_interval,
                 proxy_headers=False, root_path=server.root_path, timeout_graceful_shutdown=LAST,
-                timeout_keep_alive=max(1, round(server.idle_timeout)), limit_concurrency=max(files // 2, 8),
-                http=protocol(server.header_timeout, server.max_header_bytes), backlog=2048,
+                timeout_keep_alive=max(1, round(server.idle_timeout)), backlog=BACKLOG,
+                http=protocol(server.header_timeout, server.max_header_bytes, self.room),
             )
         )  # fmt: skip
 
         self._sweep = Sweep(server.write_timeout)
+        self._handshake = server.header_timeout
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, with servers of our own, which know what to do without descriptors."""
+        await super().startup(sockets=[])
+        config, shared = self.config, self.server_state
+
+        def make() -> Any:
+            kind: Any = config.http_protocol_class
+            return kind(config=config, server_state=shared, app_state=self.lifespan.state)
+
+        found = [
+            Acceptor(bound, make, shared.connections, self.room, config.ssl, self._handshake) for bound in sockets or ()
+        ]
+        self.servers = found  # type: ignore[assignment]
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # a second
@@ -210,15 +230,6 @@ class Http(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def open_files() -> int:
-    """How many files this process may have open, once it may have as many as it can: a connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(soft, most)
 
 
 def bind(server: ServerConfig) -> socket.socket:
