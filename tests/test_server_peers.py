@@ -170,6 +170,25 @@ def test_a_contradiction_is_refused_with_both_names(server, body, one, other):
     assert one in answer.json()["error"]["message"] and other in answer.json()["error"]["message"]
 
 
+def test_a_form_of_another_server_beside_openais_is_refused_by_its_own_name(server):
+    body = {"prompt": "a", "regex": "a", "response_format": {"type": "json_object"}}
+    error = server.post(COMPLETIONS, body).json()["error"]
+    assert error["code"] == 400 and "response_format" in error["message"] and "sent as regex" in error["message"]
+
+
+def test_a_websocket_takes_and_tells_the_same(server):
+    websockets = pytest.importorskip("websockets.sync.client")
+    with websockets.connect(server.url.replace("http", "ws") + "/v1/ws", proxy=None) as socket:
+        body = {"prompt": "a", "max_new_tokens": 3, "ignore_eos": True, "top_a": 0.5, "stream": False}
+        for ident, more, code in (("a", {}, None), ("b", {"max_tokens": 4}, 400)):
+            socket.send(json.dumps({"type": "completions", "id": ident, "body": {**body, **more}}))
+            message = json.loads(socket.recv(timeout=20))
+            assert message.get("error", {}).get("code") == code
+            if code is None:
+                assert message["data"]["usage"]["completion_tokens"] == 3
+                assert [warning["field"] for warning in message["data"]["warnings"]] == ["top_a"]
+
+
 def test_the_same_said_twice_is_no_contradiction(server):
     for body in (
         {"max_tokens": 5, "max_new_tokens": 5, "num_predict": 5},
@@ -200,6 +219,8 @@ def test_the_same_said_twice_is_no_contradiction(server):
         ("mirostat", 3),
         ("format", "yaml"),
         ("grammar", {"type": "xml"}),
+        ("grammar", {"type": "json_schema", "value": [1]}),
+        ("grammar", {"type": ["json"], "value": {}}),
         ("random_seed", 2**64),
         ("stop_sequences", 5),
         ("options", 5),

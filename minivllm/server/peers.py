@@ -47,11 +47,12 @@ def _grammar(value: Any) -> dict[str, Any]:
     """A text in GBNF or Lark, or TGI's {"type", "value"}."""
     if not isinstance(value, dict):
         return {"grammar": value}
-    kind = {"json": "json", "json_schema": "json", "regex": "regex"}.get(str(value.get("type")))
-    inner = value.get("value")
-    if kind is None or inner is None:
+    kind, inner = value.get("type"), value.get("value")
+    if kind == "json_schema" and isinstance(inner, dict):
+        kind, inner = "json", inner.get("schema", inner)
+    if kind not in ("json", "regex") or inner is None:
         raise ValueError('a grammar as text, or {"type": "json" or "regex", "value": ...}')
-    return {kind: inner.get("schema", inner) if value.get("type") == "json_schema" else inner}
+    return {kind: inner}
 
 
 def _format(value: Any) -> dict[str, Any]:

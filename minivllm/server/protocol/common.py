@@ -97,13 +97,15 @@ def read(model: type[Any], values: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def named(sent: Mapping[str, str]) -> Iterator[None]:
-    """Errors about a field tell under which name it came."""
+    """Errors about fields tell under which names those came."""
     try:
         yield
     except (ApiError, RequestError) as exc:
-        if (name := sent.get(exc.param or "")) is None:
+        notes = [f"{to} was sent as {name}" for to, name in sent.items() if to == exc.param or to in str(exc)]
+        if not notes:
             raise
-        raise ApiError(getattr(exc, "status", 400), f"{exc} ({exc.param} was sent as {name})", name) from exc
+        param = sent.get(exc.param or "", exc.param)
+        raise ApiError(getattr(exc, "status", 400), f"{exc} ({', '.join(notes)})", param) from exc
 
 
 def naming(make: Callable[..., None]) -> Callable[..., None]:
