@@ -103,11 +103,8 @@ class Chat:
         object = "chat.completion.chunk" if self.body.stream else "chat.completion"
         return Answer(
             service, f"chatcmpl-{self.state['request_id']}", object, self.model, streams, self.n, *self.usage,
-            self.warnings, **{"first" if self.body.stream else "more": self._of_prompt(ids)},
+            self.warnings, {"prompt_token_ids": ids} if self.body.return_token_ids else {},
         )  # fmt: skip
-
-    def _of_prompt(self, ids: list[int]) -> dict[str, Any]:
-        return {"prompt_token_ids": ids} if self.body.return_token_ids else {}
 
     def _reader(self) -> Reader:
         return Reader(self.tools, tools.parser_of(self.service.server.tool_parser))

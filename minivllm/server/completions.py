@@ -105,14 +105,14 @@ class Completion:
     async def _encode(self, prompt: str | list[int]) -> list[int]:
         """The ids of a prompt; with ``echo``, its text and the places of its tokens are kept."""
         service, body = self.service, self.body
-        text: str | None = prompt if isinstance(prompt, str) else None
-        if text is not None:
-            shorter = service.tokens.shorten(text, body.truncation_side) if self.kept is not None else text
+        text, shorter = (prompt, prompt) if isinstance(prompt, str) else (None, None)
+        if isinstance(prompt, str):
+            shorter = prompt if self.kept is None else service.tokens.shorten(prompt, body.truncation_side)
             whole = await service.tokens.encode(shorter, body.add_special_tokens is not False, self.params.salt)
         else:
-            whole, shorter = list(prompt), ""
+            whole = prompt
         ids = truncated(whole, self.kept, body.truncation_side)
-        if len(ids) < len(whole) or shorter != (text or ""):
+        if len(ids) < len(whole) or shorter != text:
             text = None  # the text is that of the tokens that are left
         if body.echo:
             tokenizer = service.tokens.need()

@@ -90,8 +90,7 @@ class Answer:
     include_usage: bool = False
     continuous: bool = False
     warnings: list[dict[str, str]] = field(default_factory=list)
-    more: dict[str, Any] = field(default_factory=dict)  # of an answer in one piece, beside its choices
-    first: dict[str, Any] = field(default_factory=dict)  # of the chunks that open a stream, beside their choices
+    more: dict[str, Any] = field(default_factory=dict)  # beside the choices of an answer, or of a stream's opening
     hidden: bool = False  # what was generated is no part of the answer
     told: int = 0  # tokens in the chunks of a stream so far
     created: int = field(default_factory=lambda: int(time.time()))
@@ -150,7 +149,7 @@ class Answer:
 
     def _opening(self, work: Work) -> Iterator[dict[str, Any]]:
         for choice in work.opening(self):
-            yield {**self._chunk(choice), **self.first}
+            yield {**self._chunk(choice), **self.more}
 
     def _chunks(self, work: Work, pieces: Sequence[tuple[int, Piece]]) -> Iterator[dict[str, Any]]:
         for number, piece in pieces:
