@@ -100,13 +100,8 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
             state.freeze_loaded()
             _tell_token(app)
             host, port = bound.getsockname()[:2]
-            logs.event(
-                "serving",
-                url=f"http://{host}:{port}",
-                model=app.service.names[0],
-                keys=len(keys),
-                connections=http.room,
-            )  # type: ignore[union-attr]
+            url, model = f"http://{host}:{port}", app.service.names[0]  # type: ignore[union-attr]
+            logs.event("serving", url=url, model=model, keys=len(keys), connections=http.room)
             return await _until_the_end(app, client, serving, stop)
     finally:
         opening.cancel()
