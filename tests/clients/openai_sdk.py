@@ -93,13 +93,36 @@ for tool_choice in ("required", {"type": "function", "function": {"name": "add"}
     __import__("json").loads(call.function.arguments)
 parts = list(
     client.chat.completions.create(
-        model=MODEL, messages=ASK, tools=[TOOL], tool_choice="required", temperature=0, max_tokens=120, stream=True
+        model=MODEL,
+        messages=ASK,
+        tools=[TOOL],
+        tool_choice="required",
+        temperature=0,
+        max_tokens=120,
+        stream=True,
+        parallel_tool_calls=False,
     )
 )
 deltas = [t for c in parts if c.choices for t in c.choices[0].delta.tool_calls or []]
 assert [d.function.name for d in deltas if d.function.name] == ["add"]
 __import__("json").loads("".join(d.function.arguments or "" for d in deltas))
+assert len(deltas) > 2, "the arguments come as they are written"
 ok("tools")
+
+told = client.chat.completions.create(
+    model=MODEL, messages=ASK, max_tokens=4, extra_body={"top_a": 0.5, "max_new_tokens": 4, "repeat_penalty": 1.1}
+)
+assert [warning["field"] for warning in told.warnings] == ["top_a"]
+allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}
+one = client.chat.completions.create(
+    model=MODEL,
+    messages=[*ASK, {"role": "assistant", "content": None, "refusal": "No."}, *ASK],
+    tools=[TOOL],
+    tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+    max_tokens=4,
+)
+assert one.choices[0].finish_reason
+ok("fields of others, a refusal, allowed tools")
 
 
 class Sum(BaseModel):
