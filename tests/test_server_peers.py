@@ -67,7 +67,6 @@ SAME = [
     ("guided_grammar", "start: /a/", {"structured_outputs": {"grammar": "start: /a/"}}),
     ("guided_json_object", True, {"structured_outputs": {"json_object": True}}),
     ("guided_json_object", False, {}),
-    ("guided_whitespace_pattern", " ", {"structured_outputs": {"whitespace_pattern": " "}}),
     ("json_schema", "{}", {"structured_outputs": {"json": "{}"}}),
     ("regex", "a", {"structured_outputs": {"regex": "a"}}),
     ("regex", "", {}),
@@ -95,8 +94,18 @@ def test_a_field_that_means_the_same_is_ours_and_a_neutral_value_is_none(name, v
     assert outer.values == want and not outer.warnings
 
 
+def test_a_pattern_of_whitespace_goes_with_a_form_of_json():
+    form = {"json": {}, "whitespace_pattern": " "}
+    made = translated(guided_json={}, guided_whitespace_pattern=" ")
+    assert made.values == {"structured_outputs": form} and not made.warnings
+    for more, want in (({}, None), ({"regex": "a"}, {"regex": "a"})):
+        made = translated(guided_whitespace_pattern=" ", **more)
+        assert made.values == {"structured_outputs": want}
+        assert [warning["field"] for warning in made.warnings] == ["guided_whitespace_pattern"]
+
+
 def test_every_mapped_field_is_tried_and_its_target_is_there():
-    assert {one[0] for one in SAME} == set(peers.MAPPED)
+    assert {one[0] for one in SAME} | {"guided_whitespace_pattern"} == set(peers.MAPPED)
     ours = {*CompletionBody.model_fields, *SamplingParams().__dict__}
     assert {peer.to for peer in peers.MAPPED.values()} <= ours
     own = {*CompletionBody.model_fields, *ChatBody.model_fields} - {"echo"}

@@ -252,6 +252,13 @@ def test_no_answer_is_drawn_where_only_scores_are_wanted(server):
         assert choice["finish_reason"] == "length" and choice["token_ids"] == [] and choice["prompt_token_ids"]
     assert texts == {0: text, 1: text, 2: "The fox", 3: "The fox"}
     assert events[-2]["usage"]["completion_tokens"] == 0
+    for most in (0, 1):  # nothing comes before the first token of a prompt, which may be the only one
+        one = ask(server, COMPLETIONS, prompt=[40], max_tokens=most, echo=True, logprobs=1, prompt_logprobs=0)[
+            "choices"
+        ][0]
+        assert len(one["logprobs"]["tokens"]) == 1 + most and one["logprobs"]["token_logprobs"][0] is None
+        assert one["logprobs"]["text_offset"] == [0, len(one["logprobs"]["tokens"][0])][: 1 + most]
+        assert one["prompt_logprobs"] == [None]
     alone = ask(server, COMPLETIONS, prompt=text, max_tokens=0, prompt_logprobs=1)["choices"][0]
     assert alone["text"] == "" and len(alone["prompt_logprobs"]) == len(want["tokens"])
     assert ask(server, COMPLETIONS, prompt=text, max_tokens=0, echo=True)["choices"][0]["text"] == text

@@ -189,15 +189,17 @@ class Completion:
                 if self.body.return_token_ids:
                     choice["token_ids"], choice["prompt_token_ids"] = token_ids, self.ids[at]
                 if self.asks_scores:
-                    choice["prompt_logprobs"] = logprobs.prompt(stream.prompt_logprobs, self.speller)
+                    choice["prompt_logprobs"] = logprobs.prompt(_rows_of_prompt(stream), self.speller)
                 choices.append(choice)
         return choices
 
 
 def _scores(stream: Any) -> list[Any]:
     """A row a token of the prompt; the token itself where it has no score."""
-    if stream.prompt_logprobs is None:
-        return []
-    return [
-        int(token) if row is None else row for token, row in zip(stream.prompt, stream.prompt_logprobs, strict=True)
-    ]
+    rows = _rows_of_prompt(stream)
+    return [int(token) if row is None else row for token, row in zip(stream.prompt, rows, strict=True)]
+
+
+def _rows_of_prompt(stream: Any) -> Any:
+    """Of a prompt of one token the engine has nothing to tell: nothing came before it."""
+    return [None] * len(stream.prompt) if stream.prompt_logprobs is None else stream.prompt_logprobs

@@ -223,6 +223,10 @@ def translate(values: Mapping[str, Any], own: Collection[str]) -> Translated:
             made.set(name, peer.to, meant, value)
         elif name == "do_sample" and made.values.get("temperature") == 0:
             raise ApiError(400, f"{name}=true and temperature=0 contradict each other", name)
+    form = made.values.get(FORM) if made.sent.get(FORM) else None
+    if form and "whitespace_pattern" in form and form.keys().isdisjoint(("json", "json_object")):
+        made.values[FORM] = {key: value for key, value in form.items() if key != "whitespace_pattern"} or None
+        made.ignore("guided_whitespace_pattern", "it is of JSON, which nothing asks for")
     return made
 
 
