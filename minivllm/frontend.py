@@ -14,6 +14,7 @@ import numpy as np
 from minivllm.core.interfaces.grammar import GrammarContext
 from minivllm.core.request import Request, SamplingParams
 from minivllm.errors import RequestError, shown, told
+from minivllm.plain import flaw
 from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText, StopProbe
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class Tracked:
         self, prompt: Any, params: SamplingParams, tokenizer: Tokenizer | None, request_id: str | None = None,
         stream: Callable[[StreamOutput], None] | None = None, done: Callable[[Tracked], None] | None = None,
     ) -> None:  # fmt: skip
+        if request_id is not None and flaw(request_id):
+            raise RequestError(f"request_id={shown(request_id)}: want Unicode text", "request_id")
         text, ids = read_prompt(prompt, tokenizer)
         params = with_token_ids(params, tokenizer)
         self.stream, self.done = stream, done

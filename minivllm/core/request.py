@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from minivllm.errors import RequestError, shown, suggest
+from minivllm.plain import flaw
 from minivllm.structured.params import StructuredOutputsParams
 
 from .interfaces.plan import STOP_IDS, LogProbs
@@ -30,6 +31,7 @@ PROCESSED = frozenset((  # what processors and samplers do, not the engine
     "logit_bias", "bad_words", "allowed_token_ids", "no_repeat_ngram_size", "temperature_schedule", "typical_p",
     "mirostat_tau", "mirostat_eta",
 ))  # fmt: skip
+TEXTS = ("stop", "bad_words", "cache_salt", "tenant", "trace_headers", "extra")  # what may hold text that is none
 RANGES = (  # field, least, most, what to say of it; both ends are in the range unless said otherwise
     ("temperature", 0, 2, "a number from 0 (greedy) to 2"), ("top_p", 1e-300, 1, "a number in (0, 1]"),
     ("min_p", 0, 1, "a number in [0, 1]"), ("typical_p", 1e-300, 1, "a number in (0, 1]"),
@@ -129,6 +131,9 @@ class SamplingParams:
         return cls(**values)
 
     def __post_init__(self) -> None:
+        for name in TEXTS:
+            if what := flaw(getattr(self, name)):
+                raise RequestError(f"{name}: {what}", name)
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         _check(isinstance(self.extra, Mapping), "extra", self.extra, "a mapping of names to values")

@@ -19,7 +19,7 @@ import minivllm
 from . import chat, completions, errors, operations, websocket
 from .auth import Keys, admin_token
 from .errors import ApiError
-from .guard import Guard
+from .guard import Guard, contained
 from .protocol.chat import ChatBody
 from .protocol.completion import CompletionBody
 from .protocol.tokens import DetokenizeBody, TokenizeBody
@@ -96,6 +96,7 @@ class Application:
         app.add_api_websocket_route("/v1/ws", websocket.endpoint(lambda: self.service, Keys(keys)))
         app.add_exception_handler(HTTPException, _http_error)
         app.add_exception_handler(ApiError, _api_error)
+        app.add_exception_handler(Exception, _api_error)  # the framework's own 500 is a word of plain text
         self.guard = Guard(app, Keys(keys), server)
         self.asgi: Any = self.guard
         if server.allowed_origins:
@@ -110,7 +111,7 @@ class Application:
         self.service, self.guard.metrics = service, service.metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.asgi(scope, receive, send)
+        await contained(self.asgi, scope, receive, send)
 
     async def health(self, request: Request) -> Response:
         """200 only if the engine stepped or idled in the last 5 seconds."""

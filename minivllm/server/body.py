@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
+from minivllm.plain import flaw, is_text, lone_escape
+
 from .cross_site import JSON_WANTED, is_json
 from .errors import ApiError
 
@@ -24,7 +26,7 @@ async def read_object(request: Request, most: int, seconds: float) -> dict[str, 
     ):  # the guard has looked at those of bodies that are not empty
         raise ApiError(415, f"the request has no body; {JSON_WANTED}, and a JSON object")
     declared = request.headers.get("content-length", "")
-    told = int(declared) if declared.isdecimal() else 0
+    told = int(declared[:20]) if declared.isdecimal() else 0
     large = ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
     if told > LINGER * most or (told > most and "expect" in request.headers):
         raise large
@@ -56,9 +58,26 @@ async def _read(request: Request, most: int, parts: list[bytes]) -> int:
 
 
 def parse_object(raw: bytes | str) -> dict[str, Any]:
-    """ApiError (400) for anything that is not one JSON object of finite numbers."""
+    """ApiError (400) for anything that is not one JSON object of finite numbers and, see ``check_text``, of text."""
+    value = load_object(raw)
+    check_text(raw, value)
+    return value
+
+
+def check_text(raw: bytes | str, value: dict[str, Any]) -> None:
+    """ApiError (400) for half of a surrogate pair anywhere in an object, which JSON can spell and no text can hold."""
+    if lone_escape(raw if isinstance(raw, str) else raw.decode("utf-8")):
+        field = next((name for name, one in value.items() if is_text(name) and flaw(one)), None)
+        raise ApiError(
+            400, f"{field or 'the body'} holds half of a surrogate pair (\\ud800 to \\udfff): want Unicode text", field
+        )
+
+
+def load_object(raw: bytes | str) -> dict[str, Any]:
+    """``parse_object`` without a look at surrogates."""
     try:
-        value = json.loads(raw, parse_constant=_constant, parse_float=_float, parse_int=_int)
+        text = raw if isinstance(raw, str) else raw.decode("utf-8-sig")  # json would take UTF-16 and surrogates too
+        value = json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_int)
     except RecursionError:
         raise ApiError(400, "the JSON of the body is nested too deeply") from None
     except UnicodeDecodeError:

@@ -24,7 +24,7 @@ from .errors import ApiError
 from .metrics import times_of
 from .protocol import common
 from .sse import DONE, EventStream, Gone, dump, encode, supervise
-from .streams import take
+from .streams import end, take
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -224,6 +224,7 @@ async def open_streams(
 ) -> list[Stream]:  # fmt: skip
     """One stream a prompt, closed by ``held``.  The error of the first that is refused; then none stays."""
     client = service.client
+    log.update(prompt_tokens=sum(len(ids) for ids, _ in prompts), completion_tokens=0)  # if it goes before it begins
     opened = await asyncio.gather(
         *(
             client.stream(ids, params, f"{request_id}-{number}", pieces=pieces)
@@ -234,8 +235,8 @@ async def open_streams(
     streams: list[Stream] = [one for one in opened if not isinstance(one, BaseException)]
 
     async def close() -> None:
+        await end(client, streams)
         for stream in streams:
-            await stream.aclose()
             service.metrics.finished(stream)
         log.update(
             prompt_tokens=sum(s.prompt_tokens for s in streams),

@@ -91,11 +91,23 @@ class Guard:
         state = scope.setdefault("state", {})
         trace = trace_of(dict(scope["headers"]))
         state.update(request_id=request_id, tenant="", log={}, trace=trace)
+        told = False
+
+        async def answer(message: Any) -> None:
+            nonlocal told
+            told = True
+            await send(message)
+
         try:
             self._limits(scope)
             self._whence(scope, True)
-            await self.app(scope, receive, send)
-        except ApiError as error:
+            await self.app(scope, receive, answer)
+        except Exception as exc:
+            error = errors.of(exc)
+            if error.status == 500:
+                logs.log.error("socket %s failed", request_id, exc_info=exc)
+            if told:
+                raise  # it ends the connection
             await receive()  # the handshake, which is refused
             await send_error(send, error, "websocket.http.response")
         finally:
@@ -137,6 +149,24 @@ class Guard:
 def asked_path(scope: Any) -> str:
     """The path that was asked for: uvicorn puts ``root_path`` before it."""
     return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
+async def contained(app: Any, scope: Any, receive: Any, send: Any) -> None:
+    """What fails in the middleware itself is answered like anything else; uvicorn would say it in plain text."""
+    told = False
+
+    async def answer(message: Any) -> None:
+        nonlocal told
+        told = True
+        await send(message)
+
+    try:
+        await app(scope, receive, answer)
+    except Exception as exc:
+        if told or scope["type"] not in ("http", "websocket"):
+            raise
+        logs.log.error("the server failed before or behind its routes", exc_info=exc)
+        await send_error(send, errors.of(exc), f"{'websocket.' * (scope['type'] == 'websocket')}http.response")
 
 
 def trace_of(headers: dict[bytes, bytes]) -> dict[str, str] | None:

@@ -84,7 +84,10 @@ async def _gone(receive: Any) -> None:
 
 
 class EventStream(Response):
-    """An ASGI response that sends ``events`` (bytes) as they come.  ``held`` is closed when it ends, in every case."""
+    """An ASGI response that sends ``events`` (bytes) as they come.  ``held`` is closed when it ends, in every case.
+
+    Its status goes out with the first event, or after a second: what fails before that has a status of its own.
+    """
 
     def __init__(
         self,
@@ -99,33 +102,44 @@ class EventStream(Response):
         self.more = [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
         self.events, self.held, self.door, self.server, self.seconds = events, held, door, server, seconds
         self._sent = time.monotonic()
-        self._writing = False
+        self._writing = self._started = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with self.held:
-            await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *self.more]})
             last = b""
             try:
                 await supervise(self._write(send), receive, self.door, self.seconds, lambda: self._look(send))
             except Gone:
                 scope["state"]["log"]["gone"] = True
+                if not self._started:
+                    await Response(status_code=499)(scope, receive, send)  # nobody reads it
                 return
             except Exception as exc:
                 error = errors.of(exc)
                 if error.status == 500:
                     logs.log.error("request %s failed", scope["state"]["request_id"], exc_info=exc)
+                if not self._started:
+                    raise error from exc
                 scope["state"]["log"]["error"] = error.status
                 last = encode(error.body())
+            await self._start(send)
             await send({"type": "http.response.body", "body": last})
+
+    async def _start(self, send: Any) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *self.more]})
 
     async def _write(self, send: Any) -> None:
         async for event in self.events:
+            await self._start(send)
             self._writing, self._sent = True, time.monotonic()
             await send({"type": "http.response.body", "body": event, "more_body": True})
             self._writing, self._sent = False, time.monotonic()
 
     async def _look(self, send: Any) -> None:
         """Proxies close a connection on which nothing is said; a reader who takes nothing holds memory."""
+        await self._start(send)
         idle = time.monotonic() - self._sent
         if self._writing and idle > self.server.write_timeout:
             raise Gone

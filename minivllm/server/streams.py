@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from minivllm.errors import EngineDeadError
 from minivllm.text.outputs import Logprob, RequestMetrics, SequenceText
 
 if TYPE_CHECKING:
     from minivllm.core.request import SamplingParams
     from minivllm.core.scores import TokenLogprobs
     from minivllm.text.tokenizer import Tokenizer
+
+    from .client import EngineClient
 
 
 @dataclass
@@ -100,6 +104,15 @@ class Stream:
             raise self._error
         return []
 
+    async def ended(self) -> None:
+        """Returns once the request has ended in the engine; what it said until then can be read."""
+        while not self._done:
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+
     async def aclose(self) -> None:
         """Abort what still runs; nothing more is read.  Idempotent."""
         self._pending.clear()
@@ -117,6 +130,11 @@ class Stream:
 
     async def __aexit__(self, *_: Any) -> None:
         await self.aclose()
+
+    @property
+    def running(self) -> bool:
+        """Whether more may come."""
+        return not self._done
 
     @property
     def completion_tokens(self) -> int:
@@ -226,3 +244,19 @@ async def take(streams: Sequence[Stream]) -> list[tuple[int, Piece]]:
             for stream in streams:
                 stream._wake = None
                 stream._read.discard(stream)
+
+
+async def end(client: EngineClient, streams: Sequence[Stream], seconds: float = 1.0) -> None:
+    """Close streams.  What still runs is aborted, and for ``seconds`` at most its last words are waited for: of an
+    answer that nobody reads piece by piece the engine tells only then what it had generated."""
+    left = {asyncio.create_task(stream.ended()) for stream in streams if stream.running}
+    for stream in streams:
+        if stream.running:
+            with contextlib.suppress(EngineDeadError):
+                await client.abort(stream.request_id)
+    if left:
+        _, late = await asyncio.wait(left, timeout=seconds)
+        for task in late:
+            task.cancel()
+    for stream in streams:
+        await stream.aclose()

@@ -30,9 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from minivllm.plain import is_text
+
 from . import errors, logs
 from .auth import Keys
-from .body import parse_object
+from .body import check_text, load_object, parse_object
 from .chat import Chat
 from .completions import Completion
 from .errors import ApiError
@@ -135,8 +137,6 @@ class Connection:
         while not self.ending:  # before Python 3.12, wait_for drops a cancellation that comes with its result
             message = await self.out.get()
             text = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
-            if not _is_unicode(text):  # an id of the client's may be half a character
-                text = json.dumps(message)
             try:
                 await asyncio.wait_for(self.socket.send_text(text), self.server.write_timeout)
             except asyncio.TimeoutError:
@@ -158,8 +158,9 @@ class Connection:
                 return 1000
             ident = None
             try:
-                message = parse_object(raw)
-                ident = self._id(message)
+                message = load_object(raw)
+                ident = self._id(message)  # before anything else is refused, so that its client hears of it
+                check_text(raw, message)
                 self._take(message.get("type"), ident, message)
             except Exception as exc:
                 if not isinstance(exc, ApiError):
@@ -189,7 +190,7 @@ class Connection:
         ident = message.get("id")
         if ident is None and message.get("type") == "auth":
             return None
-        if not isinstance(ident, str) or not 0 < len(ident) <= LONGEST_ID:
+        if not isinstance(ident, str) or not 0 < len(ident) <= LONGEST_ID or not is_text(ident):
             raise ApiError(400, f"id: want a text of 1 to {LONGEST_ID} characters", "id")
         return ident
 
@@ -282,13 +283,6 @@ class Connection:
         async for chunk in answer.chunks(work):
             await self.out.put({"type": "chunk", "id": ident, "data": chunk})
         return {}
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        return bool(text.isascii() or text.encode())
-    except UnicodeEncodeError:
-        return False
 
 
 async def _never() -> Any:
