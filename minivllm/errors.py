@@ -82,6 +82,12 @@ def brief(text: str, most: int = 120) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def want_name(cls: type) -> str:
+    """What to say instead of a class where a plug-in's name is wanted, since it travels to other processes as text."""
+    module = cls.__module__
+    return f"want a name; of this one '{module}:{cls.__qualname__}', with allow_targets=[{module!r}]"
+
+
 def told(exc: BaseException) -> str:
     """An exception in a message: its type and the first line of its text, whatever its ``__str__`` does."""
     try:

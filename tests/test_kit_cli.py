@@ -12,8 +12,9 @@ import pytest
 
 from minivllm.errors import PluginError
 from minivllm.testing.base import Seen
-from minivllm.testing.cli import _count, _hardly_tested, main
+from minivllm.testing.cli import _count, main
 from minivllm.testing.session import Outcome, run, seams_of
+from minivllm.testing.verdict import CONFORMS, FAILS, HARDLY, PARTLY, PASSES, UNSEEN, exit_status, summary, verdict
 
 WRONG = "wrong.evictors:ParentsFirst"
 HELD = "test_a_key_that_is_held_again_is_not_given_up"
@@ -23,7 +24,7 @@ def test_a_right_plugin_passes_with_exit_status_0(capsys):
     assert main(["lru", "-k", "victims or spec"]) == 0
     out = capsys.readouterr().out
     assert "evictor minivllm/lru" in out and "passed" in out and "FAIL" not in out
-    assert out.rstrip().endswith("lru conforms")
+    assert out.rstrip().endswith("lru passes what -k selects")
 
 
 def test_a_failure_shows_rule_values_and_place_and_the_report_has_every_outcome(capsys, tmp_path):
@@ -227,21 +228,49 @@ def test_reasons_are_counted_whole_and_who_has_no_values_is_hardly_tested():
     rest = [outcome("test_a", "passed"), outcome("test_b", "skipped", "named by module:Class")]
     spec = [outcome("test_two_instances_share_no_state", "passed") for _ in range(9)]
     assert _count(skips + rest) == "1 passed, 4 skipped (no values known of x 3, named by module:Class 1)"
-    assert _hardly_tested(skips + rest + spec)
-    assert not _hardly_tested(skips[:2] + rest + spec)
+    assert verdict(skips + rest + spec) == HARDLY
+    assert verdict(skips[:2] + rest + spec) == PARTLY
+
+
+def test_a_verdict_says_no_more_than_was_tested():
+    passed, spec = outcome("test_a", "passed"), outcome("test_two_instances_share_no_state", "passed")
+    elsewhere = [outcome("test_b", "skipped", reason) for reason in ("needs flash_attn, which", "no device here: the")]
+    assert verdict([passed, spec]) == CONFORMS and verdict([passed, outcome("test_c", "failed")]) == FAILS
+    assert verdict([passed, spec], selected=True) == PASSES
+    assert verdict([spec, *elsewhere]) == UNSEEN and verdict([passed, outcome("test_d", "xfailed")]) == CONFORMS
+    names = [("evictor", "a"), ("evictor", "b"), ("processor", "c"), ("sampler", "d"), ("attention", "e")]
+    said = dict(zip(names, (CONFORMS, CONFORMS, HARDLY, PARTLY, UNSEEN), strict=True))
+    assert summary(said) == [
+        "2 plug-ins conform",
+        "not tested here: e",
+        "own parameters not tested: d",
+        "hardly tested: c",
+    ]
+    assert exit_status(said) == 3 and exit_status({**said, names[0]: FAILS}) == 1
+    alone = {names[0]: CONFORMS, names[4]: UNSEEN}
+    assert exit_status(alone) == 3 and exit_status(alone, builtins=True) == 0
+
+
+def test_a_plugin_whose_parameters_nobody_knows_does_not_conform(capsys, tmp_path):
+    file = tmp_path / "r.json"
+    assert main(["wrong.processors_own:SecondTime", "--seam", "processor", "--json", str(file)]) == 3
+    out = capsys.readouterr().out
+    assert "conform" not in out and out.rstrip().endswith("hardly tested: wrong.processors_own:SecondTime")
+    assert json.loads(file.read_text())["verdicts"] == {"processor wrong.processors_own:SecondTime": "hardly tested"}
 
 
 def test_a_sampler_whose_parameters_were_not_tried_is_told_where_they_are(capsys, monkeypatch):
     done = [outcome("test_a", "passed"), outcome("test_b", "skipped", "no values known of x: override params()")]
     monkeypatch.setattr("minivllm.testing.run", lambda *args, **kwargs: done)
-    assert main(["default", "--seam", "sampler"]) == 0
-    assert "its own parameters were not tested" in capsys.readouterr().out
+    assert main(["default", "--seam", "sampler"]) == 3
+    out = capsys.readouterr().out
+    assert "its own parameters were not tested" in out and "conforms" not in out
 
 
 def test_a_plugin_of_which_no_test_matches_has_no_line_and_no_verdict(capsys):
     assert main(["lru", "fcfs", "-k", "key_gives"]) == 0
     out = capsys.readouterr().out
-    assert "1 passed" in out and "\n   in " not in out and out.rstrip().endswith("fcfs conforms")
+    assert "1 passed" in out and "\n   in " not in out and out.rstrip().endswith("fcfs passes what -k selects")
 
 
 def test_the_place_is_in_the_plugin_and_what_was_drawn_without_a_name_is_not_shown():
@@ -257,3 +286,57 @@ def test_the_kit_does_not_become_a_plugin_of_pytest():
     from importlib.metadata import entry_points
 
     assert not [p for p in entry_points(group="pytest11") if "minivllm" in p.value]
+
+
+def test_a_class_where_a_name_is_wanted_is_told_its_name():
+    from minivllm import LLM
+    from minivllm.errors import ConfigError
+    from minivllm.plugins.evictor.lru import Lru
+
+    for value in (Lru, {"name": Lru}, {"prefer": [Lru]}):
+        with pytest.raises(
+            ConfigError, match=r"Lru is a class: want a name; of this one 'minivllm.plugins.evictor.lru:Lru'"
+        ):
+            LLM("pocket", evictor=value)
+    with pytest.raises(ConfigError, match="hooks: Lru is a class"):
+        LLM("pocket", hooks=[Lru])
+    with pytest.raises(
+        PluginError, match=r"want a name, dist/name or module:Class, here 'minivllm.plugins.evictor.lru:Lru'"
+    ):
+        run([("evictor", Lru)])
+
+
+def test_bind_that_returns_a_number_is_told_what_is_wanted():
+    from wrong.processors_own import OWN
+
+    done = run(
+        [("processor", "wrong.processors_own:ReturnsANumber")], select="default or beside_it or columns", overrides=OWN
+    )
+    failed = [o.text for o in done if o.status == "failed"]
+    assert failed and all("returned 5 (int): want a Row or None" in text for text in failed), failed
+
+
+@pytest.mark.parametrize(
+    ("plugin", "test", "says"),
+    [
+        ("quantizers:Truncates", "test_each_element_is_held_within_half_a_step", "overrides it if the format's steps"),
+        (
+            "quantizers_packed:LosesTheLastInput",
+            "test_weights_that_the_format_has_come_back_exactly",
+            "overrides grid(info)",
+        ),
+        ("quantizers_late:ScalesOfThreeBits", "test_what_lives_on_the_device_is_told", "may override scale_bits"),
+        ("kvformats:Truncates", "test_what_is_stored_comes_back_and_nothing_else_changes", "overrides allowed(fmt, x)"),
+        (
+            "kvformats_sizes:Trips",
+            "test_the_layout_says_what_is_allocated",
+            "kv_heads, dims and blocks in a test class",
+        ),
+        ("schedulers:ShortestFirst", "test_nobody_starves and shorter", "a test class may raise it"),
+    ],
+)
+def test_a_failure_by_what_may_be_overridden_says_so(plugin, test, says):
+    seam = {"q": "quantizer", "k": "kvformat", "s": "scheduler"}[plugin[0]]
+    done = run([(seam, f"wrong.{plugin}")], select=test, shrink=False)
+    failed = [o.text for o in done if o.status == "failed"]
+    assert failed and all(says in text for text in failed), failed

@@ -39,3 +39,25 @@ def test_a_page_has_every_method_and_every_test_of_the_kit(make):
 
 def test_every_fact_is_explained(make):
     assert set(make.FACTS) == {fact for kind in KINDS.values() for fact in kind.facts}
+
+
+@pytest.mark.parametrize(
+    ("seam", "names"),
+    [
+        ("attention", ("def load(", "def formats(")),
+        ("kvformat", ("def allowed(self, fmt: KVFormat, x: Tensor) -> Tensor", "dims:", "blocks:", "kv_heads:")),
+        ("processor", ("def params(self, vocab: int)", "def wrong_params(", "def reference(")),
+        (
+            "quantizer",
+            ("def step(self, weight: Tensor, info: ModuleInfo) -> Tensor", "def grid(", "scale_bits:", "ins:"),
+        ),
+        ("sampler", ("def params(", "def probabilities(")),
+        ("scheduler", ("patience: float = 2000.0", "known_failures:")),
+        ("strategy", ("def params(self, n: int) -> SamplingParams",)),
+    ],
+)
+def test_a_page_has_the_signatures_of_what_a_test_class_overrides(make, seam, names):
+    page = make.page(KINDS[seam])
+    block = page.partition("A test class may override:")[2].partition("Every rule")[0]
+    assert all(name in block for name in (*names, "options:", "device:")), block
+    compile(block.replace("```python", "from __future__ import annotations").replace("```", ""), seam, "exec")

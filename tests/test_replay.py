@@ -369,3 +369,48 @@ def test_the_command_counts_the_cache_alone(capsys):
 def test_the_command_says_what_it_cannot_do(args, said, capsys):
     assert main(["replay", SMALL, *args]) in (2, 4)
     assert said in capsys.readouterr().err
+
+
+OPTION, WHOSE = ["--set", "evictor.options.small=0.3"], ["--set", "evictor.name=s3fifo"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--evictor", "s3fifo", *OPTION], ""),
+        (["--evictor", "lru,s3fifo", *WHOSE, *OPTION], ""),
+        (["--evictor", "lru,s3fifo", *OPTION], "beside --evictor lru,s3fifo"),
+        (["--evictor", "lru", *WHOSE, *OPTION], "beside --evictor lru"),
+        (["--evictor", "lru", *OPTION], "minivllm/lru takes no options"),
+        (["--scheduler", "fair,fcfs", "--set", "scheduler.options.x=1"], "beside --scheduler fair,fcfs"),
+    ],
+)
+def test_options_beside_a_name_are_its_own_or_refused(args, says, capsys):
+    trace = [
+        "replay",
+        "synthetic:requests=60,seed=0",
+        "--blocks",
+        "10%",
+        *(["--cache-only"] if "--evictor" in args else []),
+    ]
+    code = main([*trace, *args])
+    said = capsys.readouterr()
+    assert (code, says in said.err) == (2 if says.startswith("beside") else 4 if says else 0, True), said.err
+
+
+def test_the_options_of_the_evictor_that_is_run_are_used(capsys):
+    run = [
+        "replay",
+        "synthetic:requests=200,seed=0",
+        "--blocks",
+        "10%",
+        "--cache-only",
+        "--json",
+        "--evictor",
+        "s3fifo",
+    ]
+    found = []
+    for small in ("0.1", "0.9"):
+        assert main([*run, "--set", f"evictor.options.small={small}"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["runs"][0]["evictions"])
+    assert found[0] != found[1]

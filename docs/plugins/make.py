@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,22 +137,54 @@ def suite(seam: str) -> Iterator[str]:
     yield from (f'    plugin = "my-{seam}/my-{seam}"', "```", "")
     doc = ast.get_docstring(found[name])
     yield from text(doc) if doc else ()
-    chain, tests, hooks = [name], {}, {}
-    while chain:
-        current = chain.pop()
-        if current not in found:
-            continue
-        node = found[current]
-        chain += [b.id for b in node.bases if isinstance(b, ast.Name)]
+    chain = list(lineage(name, found))
+    yield from overridden(chain)
+    tests: dict[str, str] = {}
+    for node in chain:
         for item in node.body:
             if isinstance(item, ast.FunctionDef) and item.name.startswith("test_"):
                 tests.setdefault(item.name, ast.get_docstring(item) or "")
-            elif isinstance(item, ast.FunctionDef) and not item.name.startswith("_") and current == name:
-                hooks[item.name] = ast.get_docstring(item) or ""
     yield from ("Every rule, by the name of its test:", "")
     for test, doc in tests.items():
         rule = " ".join(re.sub(r"``(.+?)``", r"`\1`", doc).split())
         yield f"- **{test.removeprefix('test_').replace('_', ' ')}**{'. ' + rule if rule else ''}"
+
+
+def lineage(name: str, found: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
+    """A class of the kit and its bases there, the last bases first among them."""
+    todo = [name]
+    while todo:
+        if (node := found.get(todo.pop())) is not None:
+            yield node
+            todo += [base.id for base in node.bases if isinstance(base, ast.Name)]
+
+
+def overridden(chain: list[ast.ClassDef]) -> Iterator[str]:
+    """What a test class may override, with its signature or its default: the methods and attributes that the docstrings
+    of the suite name, and what all suites have."""
+    named = {word for node in chain for word in re.findall(r"``(\w+)``", ast.get_docstring(node) or "")}
+    found: dict[str, list[str]] = {}
+    for node in chain:
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef) and item.name in named and not item.decorator_list:
+                found.setdefault(item.name, signature(item))
+            elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                name = item.target.id
+                if name in named or (node.name == "Conformance" and name not in ("kind", "plugin")):
+                    lines = node.lines[item.lineno - 1 : item.end_lineno]  # type: ignore[attr-defined]
+                    found.setdefault(name, [line.strip() for line in lines])
+    yield from ("A test class may override:", "", "```python")
+    yield from (line for name in sorted(found) for line in found[name])
+    yield from ("```", "")
+
+
+def signature(item: ast.FunctionDef) -> list[str]:
+    """``def`` up to the colon, and its docstring as a comment."""
+    bare = ast.FunctionDef(item.name, item.args, [ast.Expr(ast.Constant(...))], [], item.returns)
+    bare.type_params = []  # a field of Python 3.12
+    said = " ".join((ast.get_docstring(item) or "").split())
+    notes = textwrap.wrap(re.sub(r"``(.+?)``", r"`\1`", said), 112, initial_indent="    # ", subsequent_indent="    # ")
+    return [ast.unparse(ast.fix_missing_locations(bare)).split("\n")[0] + " ...", *notes]
 
 
 def classes(module: str, seen: set[str] | None = None) -> Iterator[tuple[str, ast.ClassDef]]:
@@ -160,9 +193,10 @@ def classes(module: str, seen: set[str] | None = None) -> Iterator[tuple[str, as
     if module in seen or not (TESTING / f"{module}.py").is_file():
         return
     seen.add(module)
-    tree = ast.parse((TESTING / f"{module}.py").read_text(encoding="utf-8"))
-    for node in tree.body:
+    source = (TESTING / f"{module}.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
+            node.lines = source.splitlines()  # type: ignore[attr-defined]
             yield node.name, node
         elif isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
             yield from classes(node.module, seen)

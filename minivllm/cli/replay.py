@@ -49,6 +49,8 @@ def replay(args: argparse.Namespace) -> int:
     )
     if args.cache_only and schedulers:
         raise ConfigError("--scheduler has no meaning with --cache-only, which runs none; leave one of them out")
+    for seam, names in (("evictor", evictors), ("scheduler", schedulers)):
+        args.set += _whose_options(seam, names, args.set)
     found = compare.cases(
         trace, _configs(args), evictors, schedulers, args.blocks, alone=args.cache_only, optimum=args.optimum
     )
@@ -68,6 +70,21 @@ def replay(args: argparse.Namespace) -> int:
           f"{about['output_tokens']} output tokens")  # fmt: skip
     print(compare.table(rows))
     return 0
+
+
+def _whose_options(seam: str, names: list[str], sets: list[str]) -> list[str]:
+    """``--set`` that names the plug-in whose options are given beside ``--evictor`` or ``--scheduler``."""
+    keys = {text.partition("=")[0].strip(): text.partition("=")[2] for text in sets}
+    options = [key for key in keys if key.startswith(f"{seam}.options")]
+    if not options or not names:
+        return []
+    whose = keys.get(f"{seam}.name", names[0] if len(set(names)) == 1 else "")
+    if whose not in names:
+        raise ConfigError(
+            f"--set {options[0]} beside --{seam} {','.join(names)}: want options of one that is run; "
+            f"give --{seam} one name, say whose they are with --set {seam}.name=NAME, or use a file for each (--config)"
+        )
+    return [] if f"{seam}.name" in keys else [f"{seam}.name={whose}"]
 
 
 def _configs(args: argparse.Namespace) -> list[tuple[str, Loaded]]:

@@ -22,7 +22,7 @@ from minivllm.config.files import parse_value, read_chain
 from minivllm.config.layers import Layers, Shape, unalias
 from minivllm.config.requires import check_requirements
 from minivllm.config.server import ServerConfig
-from minivllm.errors import ConfigError, RequestError, brief, shown
+from minivllm.errors import ConfigError, RequestError, brief, shown, want_name
 from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.validation import Fault, begins, source_of, sourced
 
@@ -58,9 +58,17 @@ class Choice(BaseModel):
 def _choice(value: Any) -> Any:
     if value is None:
         return {}
+    names = [value.get("name"), *_listed(value.get("prefer"))] if isinstance(value, Mapping) else [value]
+    for name in names:
+        if isinstance(name, type):
+            raise ValueError(f"{name.__name__} is a class: {want_name(name)}")
     if not isinstance(value, (str, Mapping, Choice)):
         raise ValueError(f"{shown(value)} is no plug-in: want a name, or a table with name and options")
     return {"name": value} if isinstance(value, str) else value
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else []
 
 
 def _choices(value: Any) -> Any:

@@ -52,7 +52,8 @@ def cases(
         sizes = _sizes(trace, config, blocks, alone, distinct)
         swaps = [(e, s) for s in (schedulers or [""]) for e in (evictors or [""])]
         for evictor, scheduler in swaps:
-            over = {k: Choice(name=v) for k, v in (("evictor", evictor), ("scheduler", scheduler)) if v}
+            asked = {k: (v, getattr(config, k)) for k, v in (("evictor", evictor), ("scheduler", scheduler)) if v}
+            over = {k: own if own.name == v else Choice(name=v) for k, (v, own) in asked.items()}
             chosen = config.model_copy(update=over)
             parts = choose_seams(chosen, catalog, ("evictor", "scheduler"), loaded.origins)
             found.append(Case(label, parts["evictor"], parts["scheduler"], sizes))

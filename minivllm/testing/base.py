@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from minivllm.core.interfaces.executor import Part
+from minivllm.errors import PluginError, shown
 from minivllm.registry import Candidate, Catalog, Entry, Registry, build_part
 from minivllm.spec import KINDS, Kind, Request, Spec, version
 
@@ -73,6 +74,9 @@ class Subject:
 @lru_cache(maxsize=64)
 def find(kind: str, plugin: str) -> Subject:
     """PluginError if there is no such plug-in or its spec cannot be imported."""
+    if not isinstance(plugin, str):
+        target = f", here '{plugin.__module__}:{plugin.__qualname__}'" if isinstance(plugin, type) else ""
+        raise PluginError(f"plugin={shown(plugin)}: want a name, dist/name or module:Class{target}")
     catalog = Catalog.discover(allow_targets=[plugin.partition(":")[0]] if ":" in plugin else ())
     registry = catalog[kind]
     entry = registry.find(plugin)
@@ -97,10 +101,10 @@ class Conformance:
 
     kind: str = ""
     plugin: str = ""
-    options: Mapping[str, Any] = {}
-    device: str = ""
-    profile: str = ""
-    known_failures: Mapping[str, str] = {}
+    options: Mapping[str, Any] = {}  # the plug-in's
+    device: str = ""  # cpu or cuda; empty: the first claimed one that is here
+    profile: str = ""  # fast or long; empty: what the environment says
+    known_failures: Mapping[str, str] = {}  # test -> why it fails; one that passes is an error
 
     # ---- the plug-in ---------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The kit's command line: which plug-ins, what each test said, a report as JSON.
 
-Exit status: 0 if every plug-in passed, 1 if a test failed, 2 if the command cannot be carried out.
+Exit status: 0 if every plug-in conforms, 1 if a test failed, 2 if the command cannot be carried out, 3 if no test
+failed and too little could be tested to say so.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from minivllm import files
 from minivllm.errors import ConfigError, MinivllmError, PluginError
 from minivllm.spec import KINDS, version
+
+from .verdict import advice, exit_status, summary, verdict
 
 if TYPE_CHECKING:
     from .session import Outcome
@@ -33,7 +36,8 @@ test on it that passes is an error.  In a test file of your own:
         plugin = "acme/flash"
 
 Only there can hooks be overridden, such as params() of a plug-in with parameters of its own, without which little of it
-is tested; docs/plugins.md names them.  A suite takes 1 to 20 seconds on an idle CPU, with --profile long
+is tested: "hardly tested" or "own parameters not tested" is not "conforms", and the exit status is 3.  The page of
+the seam (docs/plugins/) names them all.  A suite takes 1 to 20 seconds on an idle CPU, with --profile long
 up to 4 minutes; on a busy one a sampler's takes minutes (OMP_NUM_THREADS=1 may help).  On a GPU kernels are compiled
 for each size, the work of a core: say --processes 16 where there are 16.  -v shows each test, as it ends if there is
 one process.
@@ -73,31 +77,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"minivllm.testing: error: {exc}", file=sys.stderr)
         return 2
     outcomes: list[Outcome] = []
+    verdicts: dict[tuple[str, str], str] = {}
     start = time.perf_counter()
     try:
         for _, done in _done(plugins, args, known, run):
             outcomes += done
             if done:
                 print(f"  {_count(done)} in {time.perf_counter() - start:.1f} s")
-            if advice := _advice(done):
-                print(f"  {advice}")
+                found = verdicts[done[0].seam, done[0].plugin] = verdict(done, bool(args.select))
+                if advised := advice(found):
+                    print(f"  {advised}")
             print(flush=True)
             start = time.perf_counter()
     except MinivllmError as exc:
         print(f"minivllm.testing: error: {exc}", file=sys.stderr)
         return 2
     if args.json:
-        _write(args, outcomes)
+        _write(args, outcomes, verdicts)
     if not outcomes:
         print(f"minivllm.testing: error: no test matches -k {args.select!r}", file=sys.stderr)
         return 2
-    bad = sorted({o.plugin for o in outcomes if o.status == "failed"})
-    good = sorted({(o.seam, o.plugin) for o in outcomes})
-    if bad:
-        print(f"does not conform: {', '.join(bad)}")
-    else:
-        print(f"{len(good)} plug-ins conform" if len(good) > 1 else f"{good[0][1]} conforms")
-    return 1 if bad else 0
+    print("\n".join(summary(verdicts)))
+    return exit_status(verdicts, args.builtins)
 
 
 def _done(
@@ -196,24 +197,9 @@ def _count(outcomes: Sequence[Outcome]) -> str:
     return f"{text} ({', '.join(f'{k} {v}' for k, v in why.items())})" if why else text
 
 
-def _advice(outcomes: Sequence[Outcome]) -> str:
-    """What is to be done about tests that had no values to try."""
-    if _hardly_tested(outcomes):
-        return "hardly tested: override params() in a test class (see docs/plugins.md)"
-    if any(o.status == "skipped" and o.text.startswith("no values known") for o in outcomes):
-        return "its own parameters were not tested: the test class of its package gives values (run pytest there)"
-    return ""
-
-
-def _hardly_tested(outcomes: Sequence[Outcome]) -> bool:
-    """Whether more than half of the tests of what the plug-in does had no values to do it with."""
-    from .spec import SpecConformance
-
-    does = [o for o in outcomes if not hasattr(SpecConformance, o.test.partition("[")[0])]
-    return 2 * sum(o.status == "skipped" and o.text.startswith("no values known") for o in does) > len(does)
-
-
-def _write(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
+def _write(
+    args: argparse.Namespace, outcomes: Sequence[Outcome], verdicts: Mapping[tuple[str, str], str]
+) -> None:  # fmt: skip
     import platform
 
     import torch
@@ -224,5 +210,6 @@ def _write(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
         "minivllm": minivllm.__version__, "torch": torch.__version__, "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
         "profile": args.profile, "seed": args.seed, "outcomes": [asdict(o) for o in outcomes],
+        "verdicts": {f"{seam} {plugin}": found for (seam, plugin), found in verdicts.items()},
     }  # fmt: skip
     Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -30,10 +30,17 @@ from .quantizer_memory import Memory
 from .spec import SpecConformance
 from .tiny import ARCHS, read_tensors, tiny_dir, write_tensors
 
+NO_BITS = "; without traits['bits'] the weight must be held exactly"
+STEPS = (
+    " (what is off by half of step(weight, info) passes: a test class overrides it if the format's steps are others)"
+)
+GRID = " (a test class overrides grid(info) if these are not numbers of the format, or returns None)"
+
 
 class QuantizerConformance(Memory, SpecConformance):
     """Override ``checkpoint`` and ``checkpoint_tensors`` if the weights come quantized, ``step`` and ``grid`` if the
-    format is not one symmetric scale per output row.
+    format is not one symmetric scale per output row, ``outs``, ``ins`` and ``sizes`` if it takes only some, and
+    ``scale_bits`` if its scales take more; ``patterns`` names options, ``model`` sizes of the tiny model.
 
     The suite is for formats of weights: products are compared with those of ``x`` as it is.  A scheme that rounds its
     inputs too names the tests of products and of the model in ``known_failures`` and tests these by itself."""
@@ -169,8 +176,7 @@ class QuantizerConformance(Memory, SpecConformance):
     def _within(self, scheme: WeightScheme, info: ModuleInfo, weight: Tensor, what: str) -> None:
         held, step = data.dequantized(scheme, info), self.step(weight, info).cpu()
         where = f"{info.kind} of parts {info.parts}, {info.in_features} inputs, {info.dtype}, {what}"
-        if "bits" not in self.spec.traits and type(self).step is QuantizerConformance.step:
-            where += " (without traits['bits'] the weight must be held exactly, or override step() and grid())"
+        where += f"{NO_BITS if 'bits' not in self.spec.traits else ''}{STEPS}"
         eps = torch.finfo(getattr(torch, info.dtype)).eps
         room = step / 2 * (1 + 1e-4) + 2 * eps * (weight.abs() if eps > 1e-6 else weight.abs().amax(1, keepdim=True))
         data.compare(held, weight, room, info, where)
@@ -192,7 +198,7 @@ class QuantizerConformance(Memory, SpecConformance):
                 assert scheme is not None
                 near = self.step(weight, info) * 1e-3 + 1e-6 * weight.abs()
                 held = data.dequantized(scheme, info)
-                data.compare(held, weight, near, info, f"a weight of the format, {info.parts}")
+                data.compare(held, weight, near, info, f"a weight of grid(), {info.parts}, of which none is off{GRID}")
 
     @since(1, 0)
     def test_modules_share_nothing(self) -> None:

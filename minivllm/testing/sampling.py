@@ -30,6 +30,7 @@ from .sampling_rows import (
     Stage,
     captured,
     check_row,
+    check_row_type,
     same_rows,
     wrong_values,
 )  # fmt: skip
@@ -95,7 +96,7 @@ class SamplingConformance(SpecConformance):
         return self.output(stage, [0], s.logits[None])[0]
 
     def exercise(self, instance: Any) -> Any:
-        row = instance.bind(SamplingParams(), 3)
+        row = check_row_type(instance.bind(SamplingParams(), 3), "")
         return sorted(instance.reads), sorted(instance.columns()), None if row is None else (row.variant, str(row))
 
     def _same(self, got: Tensor, want: Tensor, s: Seq, what: str) -> None:
@@ -186,7 +187,7 @@ class SamplingConformance(SpecConformance):
         @self.for_all(20, st.data())
         def holds(data: Any) -> None:
             asked = data.draw(self.keywords(self.vocab))
-            plain = made.bind(SamplingParams.make(**asked), 3)
+            plain = check_row_type(made.bind(SamplingParams.make(**asked), 3), str(asked))
             extra = {**asked.get("extra", {}), "no_one_reads_this": 1.0}
             row = made.bind(SamplingParams.make(**{**other, **asked, "extra": extra}), 3)
             assert same_rows(plain, row), (

@@ -20,6 +20,7 @@ from torch import Tensor
 from minivllm.core.interfaces.sampling import Column, Draw, Processor, Row, Rows
 from minivllm.core.request import SamplingParams
 from minivllm.core.state import ProcessorState
+from minivllm.errors import shown
 
 if TYPE_CHECKING:
     from .sampling import SamplingConformance
@@ -135,7 +136,7 @@ class Stage:
     def join(self, slots: Sequence[int], seqs: Sequence[Seq]) -> None:
         """Sequences take slots; their outputs are accepted one token at a time."""
         at = np.asarray(slots)
-        bound = [self.host.bind(s.params, len(s.prompt)) for s in seqs]
+        bound = [check_row_type(self.host.bind(s.params, len(s.prompt)), str(s.params.extra or "")) for s in seqs]
         self.state.join(at, {i: row for i, row in enumerate(bound) if row is not None})
         for slot, s in zip(at.tolist(), seqs, strict=True):
             self.tokens[slot, : len(s.prompt)] = torch.tensor(s.prompt, dtype=torch.int32, device=self.device)
@@ -243,11 +244,18 @@ def unwritten(rows: Rows, call: str) -> Iterator[None]:
     assert same, f"{call} changes rows.variant, max_position or tokens{words}"
 
 
+def check_row_type(row: Any, asked: str) -> Row | None:
+    """What ``bind`` returned, if it is a Row or None."""
+    assert row is None or isinstance(row, Row), (
+        f"bind({asked}) returned {shown(row)} ({type(row).__name__}): want a Row or None"
+    )
+    return row
+
+
 def check_row(row: Row | None, columns: Mapping[str, Column], asked: str) -> None:
     """That the engine can put a row into its columns without changing what it says."""
-    if row is None:
+    if check_row_type(row, asked) is None:
         return
-    assert isinstance(row, Row), f"bind({asked}) returned {type(row).__name__}: want a Row or None"
     fits = isinstance(row.variant, int) and 0 <= row.variant < 2**63
     assert fits, f"bind({asked}) gave variant={row.variant!r}: want a whole number of at most 63 bits"
     for name, value in row.values.items():

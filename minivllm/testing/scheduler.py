@@ -248,7 +248,7 @@ class SchedulerConformance(Keys, SpecConformance):
     takes a second; a policy that ages slowly, and says so, may raise it."""
 
     kind = "scheduler"
-    patience: float = 2000.0
+    patience: float = 2000.0  # seconds
 
     def context(self) -> tuple[Any, ...]:
         return (SchedulerContext(SLOTS, BUDGET, BLOCK),)

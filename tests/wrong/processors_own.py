@@ -19,6 +19,7 @@ FAULTS = {
     "AsksForMore": (UNREAD,),
     "AsksWhetherItIsThere": (UNREAD,),
     "Never": (CHANGES,),
+    "ReturnsANumber": (BATCH, CHANGES, "test_bind_gives_values_for_the_declared_columns"),
 }
 RIGHT = ("RepeatedTail", "SecondTime", "LongTail")
 OWN = {"params": lambda self, vocab: [{"extra": {"tail": x}} for x in (0.5, 3.0)],
@@ -125,3 +126,12 @@ class Never(RepeatedTail):
 
     def apply(self, logits, rows, state):
         pass
+
+
+class ReturnsANumber(RepeatedTail):
+    """Thinks that the value is enough."""
+
+    spec = spec("ReturnsANumber")
+
+    def bind(self, params, prompt_len):
+        return params.extra.get("tail") and 5
