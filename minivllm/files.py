@@ -108,9 +108,9 @@ def opened(path: Name, most: int | None, error: Error = ConfigError, name: str =
         raise error(f"{_name(name or path)}: {exc.strerror or exc}") from None
     except UnicodeEncodeError:
         raise error(f"{_name(name or path)}: is no text, so no name of a file") from None
-    except ValueError as exc:
-        if isinstance(exc, MinivllmError) or "null" not in str(exc):
-            raise
+    except MinivllmError:
+        raise
+    except ValueError:
         raise error(f"{_name(name or path)}: holds a null character; no file has that name") from None
 
 
@@ -132,6 +132,8 @@ def check_output(path: Name, error: Error = ConfigError, name: str = "") -> None
             raise error(f"{at}: is {_kind(mode)}; want a regular file to write to")
         with open(path, "ab"):
             pass
+    except MinivllmError:
+        raise
     except UnicodeEncodeError:
         raise error(f"{at}: is no text, so no name of a file") from None
     except ValueError:
@@ -143,6 +145,14 @@ def check_output(path: Name, error: Error = ConfigError, name: str = "") -> None
 def is_there(path: Name) -> bool:
     """Whether something, of whatever kind, has that name: unlike ``Path.is_file``, which takes a FIFO for nothing."""
     return os.path.lexists(path)
+
+
+def real(path: Name) -> str:
+    """The path without links; as it is, where no file has such a name."""
+    try:
+        return os.path.realpath(path)
+    except ValueError:
+        return os.fspath(path)
 
 
 def _check(found: os.stat_result, path: Name, most: int | None, error: Error) -> None:

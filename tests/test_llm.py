@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -241,3 +243,22 @@ def test_state_that_commit_keeps_survives_preemption(family):
     with engine(folder, num_kvcache_blocks=10, **own) as llm:
         assert tokens(llm, items, frequency_penalty=1.5) == want
         assert llm.stats()["preemptions"] > 0
+
+
+WAYS = [{}, {"logprobs": 2, "prompt_logprobs": 1, "n": 2}, {"best_of": 3, "logprobs": 1}, {"beam_width": 3, "n": 2},
+        {"stop_token_ids": [5]}]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", WAYS, ids=str)
+def test_a_result_goes_through_json_and_is_a_list_of_outputs_as_before(llm, more):
+    params = SamplingParams(max_tokens=4, **more)
+    for outs in (llm.generate([5, 6], params, use_tqdm=False), llm.generate([[7], [5, 6]], params, use_tqdm=False)):
+        found = json.loads(json.dumps(outs))
+        assert isinstance(outs, list) and len(found) == len(outs)
+        for out, written in zip(outs, found, strict=True):
+            assert written["text"] == out.text == out["text"] == out.outputs[0].text
+            assert written["tokens"] == out.tokens and written["finish_reason"] == out.finish_reason
+            assert [o["token_ids"] for o in written["outputs"]] == [o.token_ids for o in out.outputs]
+            assert written["prompt_token_ids"] == out.prompt_token_ids and written["metrics"] == dict(out.metrics)
+    last = list(llm.stream([5, 6], SamplingParams(max_tokens=2)))[-1].output
+    assert json.loads(json.dumps(last))["tokens"] == last.tokens

@@ -1,5 +1,7 @@
 """What a client sees of a sequence: deltas, stops, log-probabilities, and outputs that are objects and mappings."""
 
+import copy
+import dataclasses
 import json
 import math
 import pickle
@@ -169,9 +171,57 @@ def test_outputs_are_objects_and_mappings():
     assert "text" in out and "nope" not in out and out.get("nope", 3) == 3 and set(out) == set(dict(out))
     with pytest.raises(KeyError, match=r"'txt'.*finish_reason"):
         out["txt"]
-    assert json.loads(json.dumps(out, default=dict))["outputs"][0]["text"] == "hi"
+    assert json.loads(json.dumps(out))["outputs"][0]["text"] == "hi"
     failed = RequestOutput("r2", None, [1], [], True, error="no room")
     assert (failed["text"], failed["tokens"], failed["finish_reason"], failed["error"]) == ("", [], "error", "no room")
+
+
+def scored():
+    """An answer with all that an output can hold, its log-probabilities not made yet."""
+    text = SequenceText(None, SamplingParams(logprobs=1))
+    text.feed([3, 5], logprobs=[TokenLogprobs(-0.5, 1, [3], [-0.5]), TokenLogprobs(-2.0, 2, [4], [-0.25])])
+    return RequestOutput("r", None, [1], [text.output()], True, RequestMetrics(1.0), None, [None, {1: Logprob(-1.0)}])
+
+
+PLAIN = {
+    "request_id": "r", "prompt": None, "text": "", "tokens": [3, 5], "finished": True,
+    "prompt_logprobs": [None, {"1": [-1.0, None, None]}],
+}  # fmt: skip
+WAYS = {
+    "dumps": json.dumps,
+    "indented": lambda out: json.dumps(out, indent=1),  # json's encoder in Python
+    "sorted": lambda out: json.dumps(out, sort_keys=True),
+    "of a dict": lambda out: json.dumps({**out}),
+    "of a copy": lambda out: json.dumps(copy.deepcopy(out)),
+    "of another": lambda out: json.dumps(dataclasses.replace(out, finished=True)),
+    "pickled": lambda out: json.dumps(pickle.loads(pickle.dumps(out))),
+    "in a list": lambda out: json.dumps([out])[1:-1],
+    "items": lambda out: json.dumps(dict(out.items())),
+    "by name": lambda out: json.dumps({name: out.get(name) for name in out}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_write_an_output_as_json_writes_all_of_it(way):
+    out, want = scored(), scored()
+    found = json.loads(WAYS[way](out))
+    assert set(found) == set(out) and found | PLAIN == found
+    inner = found["outputs"][0]
+    assert set(inner) == set(out.outputs[0]) and inner["token_ids"] == inner["tokens"] == [3, 5]
+    assert [set(entry) for entry in inner["logprobs"]] == [{"3"}, {"5", "4"}]
+    assert found["metrics"]["arrival_time"] == 1.0 and out == want and (out != want) is False
+
+
+def test_an_attribute_of_an_output_is_its_entry_however_it_is_set():
+    out = scored()
+    out.prompt, out["error"] = "said", "none"
+    out.outputs[0].text = "new"
+    assert (out["prompt"], out.error, out["text"], out.text) == ("said", "none", "new", "new")
+    assert json.loads(json.dumps(out))["text"] == "new" and len(out) == len(list(out)) == len(out.keys())
+    with pytest.raises(AttributeError, match="text"):
+        out.text = "other"
+    with pytest.raises(AttributeError, match="nope"):
+        _ = out.nope
 
 
 def test_entries_of_log_probabilities_are_made_when_they_are_looked_at_and_are_those_of_the_snapshot():

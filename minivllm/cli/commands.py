@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,12 @@ from minivllm import files
 from minivllm.cli import SAMPLING
 from minivllm.cli import record as recording
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError, shown, suggest
+from minivllm.plain import is_text
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
+
+MOST_HEARD = 1 << 24  # characters of standard input that are one prompt
 
 
 def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
@@ -113,7 +116,7 @@ def generate(args: argparse.Namespace) -> int:
     if prompt is None:
         if sys.stdin.isatty():
             raise ConfigError("no prompt: give it as an argument or on standard input")
-        prompt = sys.stdin.read().rstrip("\n")
+        prompt = heard(sys.stdin.read).rstrip("\n")
     loaded = replace(loaded, run=type(loaded.run)(prompts=[prompt], chat=args.chat))
     with open_llm(loaded, args) as llm:
         ask: Any = [{"role": "user", "content": prompt}] if args.chat else prompt
@@ -128,6 +131,19 @@ def generate(args: argparse.Namespace) -> int:
     return 0
 
 
+def heard(read: Callable[[int], str]) -> str:
+    """What standard input says, to its end or to that of a line.  ConfigError if it is no text, or does not end."""
+    try:
+        text = read(MOST_HEARD + 1)
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"standard input: not UTF-8 (byte {exc.start}); want Unicode text") from None
+    if len(text) > MOST_HEARD:
+        raise ConfigError(f"standard input: more than {MOST_HEARD} characters; want a prompt that a model can read")
+    if not is_text(text):
+        raise ConfigError("standard input: not UTF-8; want Unicode text")
+    return text
+
+
 def chat(args: argparse.Namespace) -> int:
     """A conversation, one line a message; piped input is answered line by line."""
     from minivllm.core.request import SamplingParams
@@ -140,7 +156,7 @@ def chat(args: argparse.Namespace) -> int:
         while True:
             if asks:
                 print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
+            line = heard(sys.stdin.readline)
             said = line.strip()
             if not line or (asks and not said):
                 return 0

@@ -61,7 +61,7 @@ def read_chain(path: str | os.PathLike[str], other: Other | None = None) -> list
 
 def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[str, ConfigFile], other: Any) -> None:
     """Put a file into ``found``, then those that it extends, the last first; ``inside``: the files it is read for."""
-    name = os.path.realpath(path)
+    name = files.real(path)
     if name in inside:
         names = [os.path.basename(p) for p in (*inside[inside.index(name) :], name)]
         chain = " -> ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-4:]])
@@ -269,8 +269,10 @@ def parse_value(text: str) -> Any:
         return text
     try:
         found = _loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except tomllib.TOMLDecodeError:
         return text
+    except RecursionError:
+        raise ConfigError(f"{shown(text)}: lists or tables are nested too deeply") from None
     except ValueError as exc:
         raise ConfigError(f"{shown(text)}: {_digits(exc)}") from None
     return found["value"] if list(found) == ["value"] else text

@@ -24,7 +24,7 @@ def check_requirements(plugins: Sequence[str], origins: Mapping[str, str]) -> No
     ]
     if missing:
         command = " ".join(shlex.quote(text) for _, text in missing)
-        raise PluginError(f"{'; '.join(why for why, _ in missing)}. Do: pip install {command}")
+        raise PluginError(f"{brief('; '.join(why for why, _ in missing), 1200)}. Do: pip install {brief(command, 600)}")
 
 
 def _missing(text: str, at: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from minivllm import files
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, brief
 
 MOONCAKE_BLOCK = 512  # tokens of a hash id
 
@@ -110,7 +110,7 @@ def read_trace(source: str) -> Trace:
     path = Path(source)
     readers = {".csv": read_azure, ".jsonl": read_mooncake}
     if path.suffix not in readers:
-        raise ConfigError(f"{source}: want a .csv (Azure), a .jsonl (Mooncake) or synthetic:key=value,...")
+        raise ConfigError(f"{brief(source, 300)}: want a .csv (Azure), a .jsonl (Mooncake) or synthetic:key=value,...")
     try:
         return readers[path.suffix](source, files.read_lines(path, files.HUGE))
     except csv.Error as e:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from minivllm.errors import ConfigError, EngineDeadError, ResourceError
+from minivllm.plain import is_text
 
 from . import logs, state, tools
 from .accepting import BACKLOG, Acceptor, open_files, room_for
@@ -57,8 +58,8 @@ def serve(args: argparse.Namespace) -> int:
     keys = list(args.api_key or ())
     if not keys and os.environ.get(ENVIRONMENT):
         keys = [os.environ[ENVIRONMENT]]
-    if any(not key.strip() for key in keys):
-        raise ConfigError("--api-key: is empty; want a key")
+    if any(not key.strip() or not is_text(key) for key in keys):
+        raise ConfigError(f"--api-key, or {ENVIRONMENT}: is empty, or no Unicode text; want a key")
     if loaded.server.api_key_file is not None:
         keys += read_keys(loaded.server.api_key_file)
     tools.parser_of(loaded.server.tool_parser)

@@ -1,4 +1,4 @@
-"""What a client gets: outputs that are objects and mappings at once, and the text side of a running sequence."""
+"""What a client gets: outputs that are objects and dicts at once, and the text side of a running sequence."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from minivllm.core.request import SamplingParams
 from minivllm.core.scores import Scores, TokenLogprobs
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 
 from .detokenize import IncrementalDetokenizer, StopStrings
 from .tokenizer import Tokenizer
+
+_T = TypeVar("_T")
 
 
 class Logprob(NamedTuple):
@@ -25,21 +27,66 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
-class _Record(Mapping[str, Any]):
-    """A dataclass that is a mapping of its fields and of the names in ``_also``."""
+class _Record(dict[str, Any]):
+    """A dataclass that is a dict of its fields and of the names in ``_also``, which are properties.
+
+    A dict and no other mapping, because ``json`` takes no other.  Invariant: its fields are its entries and nowhere
+    else.  An entry may be a function, which is called when it is first read: to make a hundred thousand dicts takes a
+    second, most of it the garbage collector's.
+    """
 
     _also: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in self._also:
+            dict.__setitem__(self, name, getattr(self, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if dict.__contains__(self, name):
+            return self[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._also:
+            raise AttributeError(f"{name} follows from the rest of the output: set that")
+        self[name] = value
+
     def __getitem__(self, key: str) -> Any:
-        if key in self._names():
+        if key in self._also:
             return getattr(self, key)
-        raise KeyError(f"{key!r}: an output has {', '.join(self._names())}")
+        try:
+            value = dict.__getitem__(self, key)
+        except KeyError:
+            raise KeyError(f"{shown(key)}: an output has {', '.join(self._names())}") from None
+        if callable(value):
+            value = self[key] = value()
+        return value
+
+    # what dict does without asking __getitem__
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())
 
-    def __len__(self) -> int:
-        return len(self._names())
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def items(self) -> Any:
+        return {name: self[name] for name in self}.items()
+
+    def values(self) -> Any:
+        return {name: self[name] for name in self}.values()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and self.copy() == dict(other.items())
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     @classmethod
     def _names(cls) -> tuple[str, ...]:
@@ -50,6 +97,15 @@ class _Record(Mapping[str, Any]):
         return names
 
 
+def _entries(cls: type[_T]) -> type[_T]:
+    """Take away the defaults that ``dataclass`` leaves on the class: an attribute is looked for there first."""
+    for f in fields(cls):  # type: ignore[arg-type]
+        if f.name in vars(cls):
+            delattr(cls, f.name)
+    return cls
+
+
+@_entries
 @dataclass(eq=False)
 class CompletionOutput(_Record):
     """One sequence of a request.
@@ -81,31 +137,8 @@ class CompletionOutput(_Record):
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def __getstate__(self) -> dict[str, Any]:
-        self.logprobs  # noqa: B018  what is still to be made is made before it is copied or sent elsewhere
-        return dict(vars(self))
 
-
-class _Later:
-    """An attribute that may be given as a function, which is called when the attribute is first read: to make a hundred
-    thousand dicts takes a second, most of it the garbage collector's."""
-
-    def __init__(self, name: str) -> None:
-        self.name = f"_later_{name}"
-
-    def __get__(self, obj: Any, owner: Any = None) -> Any:
-        value = vars(obj)[self.name]
-        if callable(value):
-            value = vars(obj)[self.name] = value()
-        return value
-
-    def __set__(self, obj: Any, value: Any) -> None:
-        vars(obj)[self.name] = value
-
-
-CompletionOutput.logprobs = _Later("logprobs")  # type: ignore[assignment]
-
-
+@_entries
 @dataclass(eq=False)
 class RequestMetrics(_Record):
     """Seconds of ``time.monotonic``, ``scheduled_time`` that of leaving the queue; ``cached_tokens`` of the prompt were
@@ -121,6 +154,7 @@ class RequestMetrics(_Record):
     scheduled_time: float | None = None
 
 
+@_entries
 @dataclass(eq=False)
 class RequestOutput(_Record):
     """A request's answer so far.  As a mapping, and as an object, it also has ``text``, ``tokens``, ``finish_reason``
