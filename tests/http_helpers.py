@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ class Running:
         from minivllm.config import load_config
         from minivllm.server.app import Application
         from minivllm.server.client import LocalClient
-        from minivllm.server.serve import Http, bind, make_service
+        from minivllm.server.listening import bind, release, tls, url_of
+        from minivllm.server.serve import Http, make_service
 
         options = {
             "batch_invariant": True,
@@ -33,16 +35,19 @@ class Running:
             "max_model_len": 1024,
             **(engine or {}),
         }
-        loaded = load_config(keywords={**options, "server": {"port": 0, **server}}, environ={})
+        server = server if "uds" in server else {"port": 0, **server}
+        loaded = load_config(keywords={**options, "server": server}, environ={})
         self._bound = bind(loaded.server)
-        self.host, self.port = self._bound.getsockname()[:2]
-        self.url = f"http://{self.host}:{self.port}"
+        self._release = lambda: release(self._bound, loaded.server)
+        if loaded.server.uds is None:
+            self.host, self.port = self._bound.getsockname()[:2]
+        self.url = url_of(loaded.server, self._bound)
         started = threading.Event()
 
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
             self.app = Application(loaded.server, keys)
-            self.http = Http(self.app, loaded.server)
+            self.http = Http(self.app, loaded.server, tls(loaded.server))
             client = LocalClient(loaded)
             serving = asyncio.create_task(self.http.serve(sockets=[self._bound]))
             await client.open()
@@ -55,7 +60,13 @@ class Running:
         self._thread.start()
         assert started.wait(60)
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        where: dict[str, Any] = {"base_url": self.url}
+        if loaded.server.ssl_certfile is not None:
+            context = where["verify"] = ssl.create_default_context(cafile=loaded.server.ssl_certfile)
+            context.load_cert_chain(loaded.server.ssl_certfile, loaded.server.ssl_keyfile)
+        if loaded.server.uds is not None:
+            where = {"base_url": "http://localhost", "transport": httpx.HTTPTransport(uds=loaded.server.uds)}
+        self.client = httpx.Client(**where, headers=headers, timeout=60, trust_env=False)
         self.post("/v1/completions", GOLDEN)  # the next ones find its prompt in the cache
         self.golden = self.post("/v1/completions", GOLDEN).json()["choices"]
 
@@ -110,6 +121,7 @@ class Running:
         self.http.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()
+        self._release()
 
 
 def served(*args: Any, **options: Any) -> Any:

@@ -1,7 +1,6 @@
 """What the documents and the examples show is run: commands, Python blocks, configuration files, tables.
 
-``python tests/test_docs.py`` prints the tables of engine options and hooks as docs/quickstart.md and docs/hooks.md must
-have them.
+``python tests/test_docs.py`` writes the tables of options, server settings and hooks into their pages again.
 
 In a document a ``toml`` or ``python`` block whose first line is ``# name.ext`` is a file of that name; other Python
 blocks run one after another in one namespace.  ``print(...)  # → text`` must print exactly that; a ``console`` line
@@ -26,6 +25,7 @@ from packages import write_metadata
 
 from minivllm.cli import main
 from minivllm.config import SEAMS, EngineConfig, load_config
+from minivllm.config.server import ServerConfig
 from minivllm.core.request import SamplingParams
 from minivllm.hooks.contract import WRAPPERS, HookContracts
 from minivllm.hooks.manager import NAMES
@@ -264,7 +264,7 @@ BOUNDS = (("ge", "from"), ("gt", "above"), ("le", "to"))
 
 def test_the_table_of_engine_options_is_the_configuration():
     shown = table(DOCS / "quickstart.md", "options")
-    assert shown == options_table(), "run `python tests/test_docs.py` and paste its table into docs/quickstart.md"
+    assert shown == options_table(), "run `python tests/test_docs.py`"
 
 
 def test_the_table_of_sampling_parameters_has_them_all_with_their_defaults():
@@ -308,7 +308,7 @@ def hooks_table() -> list[str]:
 
 
 def test_the_table_of_hooks_is_the_contract():
-    assert table(DOCS / "hooks.md", "hooks") == hooks_table(), "run `python tests/test_docs.py` and paste its table"
+    assert table(DOCS / "hooks.md", "hooks") == hooks_table(), "run `python tests/test_docs.py`"
 
 
 def test_the_page_about_hooks_runs_as_it_is_written(here, capsys):
@@ -320,5 +320,25 @@ class NoPoints:
     groups = ()
 
 
+def settings_table() -> list[str]:
+    rows = ["| name | default | what it is |", "|---|---|---|"]
+    for name, field in ServerConfig.model_fields.items():
+        rows.append(f"| `{name}` | `{field.default}` | {field.description} |")
+    return rows
+
+
+def test_the_table_of_server_settings_is_the_configuration():
+    assert table(DOCS / "server.md", "settings") == settings_table(), "run `python tests/test_docs.py`"
+
+
+def write_tables() -> None:
+    made = (("quickstart.md", "options", options_table), ("hooks.md", "hooks", hooks_table))
+    for page, name, rows in (*made, ("server.md", "settings", settings_table)):
+        path = DOCS / page
+        text, now = path.read_text(encoding="utf-8"), "\n".join(rows())
+        begin = text.index(f"<!-- table: {name} -->\n") + len(f"<!-- table: {name} -->\n")
+        path.write_text(text[:begin] + now + text[text.index("\n<!-- end -->", begin) :], encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print("\n".join([*options_table(), "", *hooks_table()]))
+    write_tables()

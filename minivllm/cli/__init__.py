@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from minivllm import __version__
@@ -35,7 +35,17 @@ SAMPLING: tuple[tuple[str, Any, str], ...] = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line."""
+    """Refuses in one line.  ``read`` is what a command makes of its arguments before they are parsed."""
+
+    read: Callable[[Sequence[str]], list[str]] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.read is not None:
+            try:
+                args = self.read(sys.argv[1:] if args is None else args)
+            except ConfigError as exc:
+                self.error(str(exc))
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         print(f"minivllm: error: {brief(message, MOST_QUOTED)} (see {self.prog} --help)", file=sys.stderr)
@@ -89,6 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_commands(command, common, wiring, record)
     replay.add_commands(command)
     serve.add_commands(command, wiring)
+    command("version", "cli.commands:version", "Print the version, as --version does.")
     text = "Put a number on the quality of the model in the package."
     sub = command("eval", "cli.commands:evaluate", text, wiring, record)
     sub.add_argument("what", choices=["pocket"])

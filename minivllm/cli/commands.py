@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import minivllm
 from minivllm import files
 from minivllm.cli import SAMPLING
 from minivllm.cli import record as recording
@@ -248,6 +249,11 @@ def read_prompts(path: str) -> list[str]:
             raise ConfigError(f"{path}:{number}: want a string or an object with a 'prompt'")
         found.append(value)
     return found
+
+
+def version(args: argparse.Namespace) -> int:
+    print(f"minivllm {minivllm.__version__}")
+    return 0
 
 
 def evaluate(args: argparse.Namespace) -> int:

@@ -93,6 +93,9 @@ class EngineConfig(Strict):
     config_version: Literal[1] = Field(1, description="of the form of the file")
     model: Path_ = Field("pocket", min_length=1, description="a directory, a Hugging Face id, pocket or pocket-draft")
     tokenizer: Path_ | None = Field(None, description="where the tokenizer is, if not with the model")
+    chat_template: Path_ | None = Field(
+        None, min_length=1, description="a file with a Jinja template for chats, or its text; None: the model's own"
+    )
     skip_tokenizer_init: bool = Field(False, description="token ids in, token ids out")
     load_format: Literal["auto", "safetensors", "dummy"] = Field("auto", description="dummy: random weights")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)] = Field(
@@ -319,6 +322,11 @@ def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, A
     return values
 
 
+def is_template(text: str) -> bool:
+    """Whether a ``chat_template`` is the template itself rather than the name of a file."""
+    return "{{" in text or "{%" in text
+
+
 def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Paths in a file are relative to it.  A model is a path if it looks like one or is there as a directory."""
     for key in ("model", "tokenizer"):
@@ -329,12 +337,17 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
             and (text.startswith(("./", "../")) or os.path.isdir(folder / text))
         ):
             values[key] = os.path.normpath(folder / text)
+    template = values.get("chat_template")
+    if isinstance(template, str) and template and not is_template(template):
+        values["chat_template"] = os.path.normpath(folder / template)
     run = values.get("run")
     if isinstance(run, dict):
         for key in ("prompts_file", "output", "record"):
             if isinstance(run.get(key), str):
                 run[key] = os.path.normpath(folder / run[key])
     server = values.get("server")
-    if isinstance(server, dict) and isinstance(server.get("api_key_file"), str):
-        server["api_key_file"] = os.path.normpath(folder / server["api_key_file"])
+    if isinstance(server, dict):
+        for key in ("api_key_file", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+            if isinstance(server.get(key), str) and server[key]:
+                server[key] = os.path.normpath(folder / server[key])
     return values

@@ -6,11 +6,12 @@ Secrets are no part of it: a configuration is shown, compared and recorded.  It 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from minivllm.config.base import Strict
+from minivllm.config.base import Strict, refusal
+from minivllm.validation import Fault
 
 _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[?[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}\]?")
 
@@ -22,6 +23,12 @@ class ServerConfig(Strict):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0: every network")
     port: int = Field(8000, ge=0, le=65535, description="0: any that is free, which the log then names")
+    uds: str | None = Field(None, min_length=1, description="path of a Unix socket to listen on, instead of a port")
+    ssl_certfile: str | None = Field(None, description="PEM: serve https with this certificate (chain)")
+    ssl_keyfile: str | None = Field(None, description="PEM: its key, if that is not in the same file")
+    ssl_ca_certs: str | None = Field(None, description="PEM: who signs the certificates of clients")
+    ssl_cert_reqs: Literal[0, 1, 2] = Field(0, description="certificates of clients: 0 none, 1 if there is one, 2 must")
+    ssl_ciphers: str | None = Field(None, description="ciphers of TLS 1.2, as OpenSSL writes them")
     served_model_name: list[str] = Field([], description="names that requests may use; none: the model's own")
     api_key_file: str | None = Field(None, description="a file with one key a line; requests then need one of them")
     root_path: str = Field("", description="the path under which a proxy shows the server")
@@ -31,7 +38,9 @@ class ServerConfig(Strict):
     )
     admin: bool = Field(False, description="offer /start_profile, /stop_profile, /reset_prefix_cache, /debug/state")
     tool_parser: str = Field("hermes", min_length=1, description="how calls of tools are written in this model's text")
-    log_format: Literal["json", "text"] = Field("json", description="of the log on standard error, a line an event")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="of the log on standard error; auto: text on a terminal, else JSON, a line an event"
+    )
     log_level: Literal["debug", "info", "warning"] = Field("info", description="debug has polls of /health as well")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="of a request's body; more: 413")
     max_header_bytes: int = Field(32 << 10, ge=1024, description="of a request's headers together; more: 431")
@@ -40,7 +49,7 @@ class ServerConfig(Strict):
     max_batch: int = Field(256, ge=1, description="prompts of a request")
     max_choices: int = Field(1024, ge=1, description="prompts times n of a request")
     max_stop: int = Field(16, ge=0, le=16, description="stop strings of a request, of at most 256 characters each")
-    max_logprobs: int = Field(20, ge=0, le=20, description="log-probabilities a token")
+    max_logprobs: int = Field(20, ge=0, description="log-probabilities a token")
     max_socket_requests: int = Field(64, ge=1, description="requests that run at once on a WebSocket; more: 429")
     max_queue: int = Field(256, ge=0, description="prompts that may wait beside max_num_seqs that run; more: 429")
     header_timeout: float = Field(10, gt=0, description="for the headers of a request to come")
@@ -60,3 +69,19 @@ class ServerConfig(Strict):
             if not _HOST.fullmatch(name):
                 raise ValueError(f"{name!r}: want a host name or an address without scheme, port or path; *.NAME; or *")
         return names
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        both = [name for name in ("host", "port") if name in self.model_fields_set]
+        if self.uds is not None and both:
+            raise refusal([Fault("uds", f"uds beside server.{both[0]}: want a Unix socket or an address")])
+        if self.ssl_certfile is None:
+            for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs"):
+                if getattr(self, name):
+                    raise refusal([Fault(name, f"{name} without server.ssl_certfile: want both")])
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            what = f"ssl_cert_reqs={self.ssl_cert_reqs}: want server.ssl_ca_certs too, who signs them"
+            raise refusal([Fault("ssl_cert_reqs", what)])
+        if self.ssl_ca_certs is not None and not self.ssl_cert_reqs:
+            what = "ssl_ca_certs without server.ssl_cert_reqs: want 1 or 2; with 0 nobody is asked"
+            raise refusal([Fault("ssl_ca_certs", what)])

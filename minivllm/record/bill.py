@@ -20,6 +20,7 @@ from minivllm import files
 from minivllm.discovery import LOCAL
 from minivllm.errors import ConfigError
 from minivllm.loading.hf_config import IN_PACKAGE
+from minivllm.text.template import read_template
 
 from . import machine, sources
 
@@ -142,6 +143,8 @@ def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
     for key in ("model", "tokenizer"):
         if isinstance(values[key], str) and values[key] not in IN_PACKAGE and Path(values[key]).expanduser().is_dir():
             values[key] = str(Path(values[key]).expanduser().resolve())
+    if values["chat_template"] is not None:
+        values["chat_template"] = read_template(values["chat_template"])
     run = loaded.run.model_dump(mode="json", exclude={"record", "prompts_file"})
     if run["output"]:
         run["output"] = os.path.abspath(run["output"])

@@ -55,6 +55,8 @@ class EngineInfo:
     selections: dict[str, Any]
     version: str
     reads: list[str]
+    device: str
+    dtype: str
 
 
 class EngineClient(Protocol):

@@ -343,6 +343,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "selections": {seam: part.name for seam, part in resolved.parts.items()}
         | {seam: [part.name for part in parts] for seam, parts in several.items() if parts},
         "version": minivllm.__version__, "reads": sorted(set().union(*(made.reads for _, made in engine.processors))),
+        "device": w.device, "dtype": w.dtype,
         "tokenizer": None if config.skip_tokenizer_init else config.tokenizer or w.model_dir,
     }  # fmt: skip
 

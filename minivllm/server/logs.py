@@ -29,7 +29,11 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
+    """For people.  An event with ``told`` is that sentence."""
+
     def format(self, record: logging.LogRecord) -> str:
+        if sentence := getattr(record, "told", ""):
+            return printable(f"minivllm: {sentence}", 20_000)
         more = " ".join(f"{key}={value}" for key, value in getattr(record, "event", {}).items() if value is not None)
         line = f"minivllm: {record.levelname.lower()}: {record.getMessage()} {more}".rstrip()
         if record.exc_info:
@@ -38,7 +42,10 @@ class TextLines(logging.Formatter):
 
 
 def set_up(form: str, level: str = "info") -> None:
-    """Write the logs of the server, the engine and uvicorn to standard error; what others set up is left alone."""
+    """Write the logs of the server, the engine and uvicorn to standard error; what others set up is left alone.
+    ``form``: json, text, or auto, which is text on a terminal and JSON elsewhere."""
+    if form == "auto":
+        form = "text" if sys.stderr.isatty() else "json"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     for name in ("minivllm", "uvicorn.error", "asyncio"):
@@ -49,5 +56,6 @@ def set_up(form: str, level: str = "info") -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
-def event(message: str, level: int = logging.INFO, **values: Any) -> None:
-    log.log(level, message, extra={"event": values})
+def event(message: str, level: int = logging.INFO, told: str = "", **values: Any) -> None:
+    """``told``: the event as a sentence, for text logs."""
+    log.log(level, message, extra={"event": values, "told": told})

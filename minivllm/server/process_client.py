@@ -59,7 +59,8 @@ class ProcessClient(FrameClient):
             if self._folder is not None:
                 from minivllm.text.tokenizer import load_tokenizer
 
-                self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder)
+                template = self._loaded.engine.chat_template
+                self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template)
             self._check_open()  # it may have died meanwhile
         except BaseException:
             self._lost("the engine could not be started")

@@ -16,15 +16,17 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from minivllm.errors import ConfigError, EngineDeadError, ResourceError
+from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.plain import is_text
+from minivllm.text.template import read_template
 
 from . import logs, state, tools
 from .accepting import BACKLOG, Acceptor, open_files, room_for
@@ -33,6 +35,7 @@ from .auth import ENVIRONMENT, read_keys
 from .connection import protocol
 from .generate import Service
 from .limits import Door
+from .listening import bind, release, tls, url_of
 from .metrics import Metrics
 from .process_client import ProcessClient
 from .socket_connection import SocketConnection
@@ -43,18 +46,15 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
     from minivllm.config.server import ServerConfig
 
-    from .client import EngineClient
+    from .client import EngineClient, EngineInfo
 
 NOT_DRAINED = 6
 LAST = 3  # seconds for connections to close at the end
 LOOK = 1.0  # seconds between looks at the engine
 
 
-def serve(args: argparse.Namespace) -> int:
-    """The command.  Returns the exit code."""
-    from minivllm.cli.serve import load
-
-    loaded = load(args)
+def serve(args: argparse.Namespace, loaded: Loaded) -> int:
+    """The command, with its configuration.  Returns the exit code."""
     keys = list(args.api_key or ())
     if not keys and os.environ.get(ENVIRONMENT):
         keys = [os.environ[ENVIRONMENT]]
@@ -63,7 +63,8 @@ def serve(args: argparse.Namespace) -> int:
     if loaded.server.api_key_file is not None:
         keys += read_keys(loaded.server.api_key_file)
     tools.parser_of(loaded.server.tool_parser)
-    logs.set_up(loaded.server.log_format, loaded.server.log_level)
+    if loaded.engine.chat_template is not None:
+        read_template(loaded.engine.chat_template)
     return asyncio.run(run(loaded, keys))
 
 
@@ -84,10 +85,13 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
     """Serve until somebody says stop.  ResourceError if the address is taken; the engine's own errors at start."""
     server = loaded.server
     app = Application(server, keys)
+    context = tls(server)
     bound = bind(server)
     client: EngineClient = ProcessClient(loaded, server.stuck_after)
-    http = Http(app, server)
-    stop = Stop()
+    http = Http(app, server, context)
+    url, start, stop = url_of(server, bound), time.monotonic(), Stop()
+    model = loaded.engine.model
+    logs.event("loading", told=f"loading {model}; {url} answers 503 until it is there", address=url, model=model)
     serving = asyncio.create_task(http.serve(sockets=[bound]))
     opening = asyncio.create_task(client.open())
     asked = asyncio.create_task(stop.first.wait())
@@ -100,9 +104,9 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
             app.open(make_service(client, server, loaded.engine.model, loaded.sampling))
             state.freeze_loaded()
             _tell_token(app)
-            host, port = bound.getsockname()[:2]
-            url, model = f"http://{host}:{port}", app.service.names[0]  # type: ignore[union-attr]
-            logs.event("serving", url=url, model=model, keys=len(keys), connections=http.room)
+            assert app.service is not None
+            seconds = time.monotonic() - start
+            _tell(client.info, url, app.service.names, seconds, keys=len(keys), connections=http.room)
             return await _until_the_end(app, client, serving, stop)
     finally:
         opening.cancel()
@@ -112,7 +116,23 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
         with contextlib.suppress(asyncio.CancelledError):
             await serving
         await client.close()
-        bound.close()
+        release(bound, server)
+
+
+def _tell(info: EngineInfo, url: str, names: Sequence[str], seconds: float, keys: int, connections: int) -> None:
+    """What was loaded, and where it is served."""
+    part = info.selections.get("attention", "?")
+    what = f"{info.device}, {info.dtype}, attention {part}"
+    room = f"the KV cache holds {info.kv_tokens:,} tokens, a request may have {info.max_model_len:,}"
+    told = f"loaded in {seconds:.1f} s ({what}): {room}, {info.max_num_seqs:,} run at once"
+    size = {"kv_tokens": info.kv_tokens, "max_model_len": info.max_model_len, "max_num_seqs": info.max_num_seqs}
+    used = {"device": info.device, "dtype": info.dtype, "attention": part}
+    logs.event("loaded", told=told, ms=round(1e3 * seconds), **used, **size)
+    who = f"{keys} keys" if keys > 1 else "one key" if keys else "no key is asked for"
+    told = f"ready at {url} as {', '.join(names)} ({who}); Ctrl-C ends it"
+    if url.startswith("unix:"):
+        told += f"; try: curl --unix-socket {url[5:]} http://localhost/v1/models"
+    logs.event("serving", told=told, url=url, model=names[0], keys=keys, connections=connections)
 
 
 def _tell_token(app: Application) -> None:
@@ -188,7 +208,7 @@ class Stop:
 class Http(uvicorn.Server):
     """uvicorn without its signal handlers: when to end is decided above."""
 
-    def __init__(self, app: Application, server: ServerConfig) -> None:
+    def __init__(self, app: Application, server: ServerConfig, context: ssl.SSLContext | None = None) -> None:
         self.room = room_for(open_files())
         super().__init__(
             uvicorn.Config(
@@ -198,6 +218,7 @@ class Http(uvicorn.Server):
                 proxy_headers=False, root_path=server.root_path, timeout_graceful_shutdown=LAST,
                 timeout_keep_alive=max(1, round(server.idle_timeout)), backlog=BACKLOG,
                 http=protocol(server.header_timeout, server.max_header_bytes, self.room),
+                ssl_context_factory=None if context is None else lambda config, default: context,
             )
         )  # fmt: skip
 
@@ -228,16 +249,3 @@ class Http(uvicorn.Server):
         yield
 
 
-def bind(server: ServerConfig) -> socket.socket:
-    """ResourceError if the address cannot be had."""
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((server.host, server.port))
-    except OSError as exc:
-        bound.close()
-        what = f"cannot listen on {server.host}:{server.port}: {exc.strerror or exc}"
-        raise ResourceError(f"{what}; choose another --port or --host") from exc
-    bound.set_inheritable(False)
-    return bound

@@ -19,6 +19,7 @@ from minivllm import files
 from minivllm.errors import ModelError, RequestError, shown
 
 from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, without_spellings
+from .template import read_template
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
@@ -28,8 +29,9 @@ NOT_UNICODE = "prompt is not valid Unicode: want text without lone surrogates"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
-def load_tokenizer(model_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory; ModelError if there is none or its files are broken.
+def load_tokenizer(model_dir: str | Path, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a model directory; ModelError if there is none or its files are broken.  ``chat_template`` is
+    the text, or the file, of one that takes the place of the model's; ConfigError if it is none.
 
     Code from the directory is never run (``trust_remote_code`` stays off).
     """
@@ -48,7 +50,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     if backend is not None:  # a limit or padding saved with the tokenizer is for training
         backend.no_truncation()
         backend.no_padding()
-    template = _read_template(folder, config)
+    template = _read_template(folder, config) if chat_template is None else read_template(chat_template)
     return Tokenizer(backend, slow, special, template, configured_eos(folder))
 
 
