@@ -1,10 +1,7 @@
 """What the documents and the examples show is run: commands, Python blocks, configuration files, tables.
 
 ``python tests/test_docs.py`` writes the tables of options, server settings and hooks into their pages again.
-
-In a document a ``toml`` or ``python`` block whose first line is ``# name.ext`` is a file of that name; other Python
-blocks run one after another in one namespace.  ``print(...)  # → text`` must print exactly that; a ``console`` line
-``$ minivllm ...`` is run, and where an error is shown it must be that error.
+How blocks are run and compared is in ``doc_runner``.
 """
 
 from __future__ import annotations
@@ -14,14 +11,14 @@ import inspect
 import json
 import re
 import runpy
-import shlex
 import sys
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
-from packages import write_metadata
+from doc_runner import Page, both, forget
+from doc_runner import blocks as doc_blocks
 
 from minivllm.cli import main
 from minivllm.config import SEAMS, EngineConfig, load_config
@@ -31,16 +28,11 @@ from minivllm.hooks.contract import WRAPPERS, HookContracts
 from minivllm.hooks.manager import NAMES
 from minivllm.registry import Catalog
 from minivllm.spec import KINDS
-from minivllm.testing import base
 from minivllm.testing.cli import main as conformance
-from minivllm.text.outputs import CompletionOutput, RequestOutput
 from minivllm.wiring import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
-FILE = re.compile(r"# ([\w/.-]+\.\w+)\n")
-EXPECTED = re.compile(r"^\s*print\(.*\)  # → (.*)$", re.M)
 
 
 @pytest.fixture
@@ -48,6 +40,8 @@ def here(tmp_path, monkeypatch):
     """An empty folder to run in, which is also on the import path; what is imported from it is forgotten."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    for name, value in (("DEVICE", "cpu"), ("DTYPE", "float32")):  # elsewhere ``auto`` may find others, with other sums
+        monkeypatch.setenv(f"MINIVLLM__{name}", value)
     before, threads = set(sys.modules), torch.get_num_threads()
     torch.set_num_threads(1)  # the models are tiny
     yield tmp_path
@@ -56,132 +50,65 @@ def here(tmp_path, monkeypatch):
     sys.path[:] = [path for path in sys.path if not path.startswith(str(tmp_path))]
 
 
-def forget(*names, known=()):
-    """Modules of packages whose names begin so."""
-    for name in set(sys.modules) - set(known):
-        if name.partition(".")[0].startswith(names):
-            del sys.modules[name]
+# page -> how many commands and Python blocks are run at least
+PAGES = {
+    "quickstart": 24, "configuration": 12, "structured": 2, "caching": 1, "reproducibility": 2, "speculative": 1,
+    "experiments": 8, "plugins": 8, "plugins/tutorial": 8, "eviction": 1, "scheduling": 0, "server": 3, "attention": 0,
+    "performance": 0, "architecture": 1,
+}  # fmt: skip
 
 
-def blocks(path: Path) -> list[tuple[str, str]]:
-    return BLOCK.findall(path.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_shows_what_is_printed(name, here):
+    if name == "structured":
+        pytest.importorskip("llguidance")
+    assert Page(DOCS / f"{name}.md").run() >= PAGES[name]
+    if name == "quickstart":
+        assert json.loads((here / "steps.json").read_text())["traceEvents"]
+    if name == "experiments":
+        lru, deepest = (json.loads((here / file).read_text())["results"] for file in ("lru.json", "deepest.json"))
+        assert lru["tokens_hash"] == deepest["tokens_hash"] and deepest["prefix_hit_rate"] > 2 * lru["prefix_hit_rate"]
+        assert deepest["stats"]["evictions"] < lru["stats"]["evictions"]
+    if name == "plugins/tutorial":
+        assert conformance(["my-evictor", "-k", "spec or options"]) == 0
 
 
-def run_document(path: Path, capsys) -> int:
-    """Run the blocks in order; returns how many commands and Python blocks were run."""
-    space, count = {"__name__": path.stem}, 0
-    for kind, text in blocks(path):
-        name = FILE.match(text)
-        if kind in ("toml", "python") and name:
-            file = Path(name[1])
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-            if file.name == "pyproject.toml":
-                write_metadata(file, Path("."))
-        elif kind == "python":
-            run_python(path, text, space, capsys)
-            count += 1
-        elif kind == "console":
-            count += run_console(text, capsys)
-    return count
-
-
-def run_python(path: Path, text: str, space: dict, capsys) -> None:
-    capsys.readouterr()
-    exec(compile(text, str(path), "exec"), space)
-    printed = capsys.readouterr().out.splitlines()
-    for want in EXPECTED.findall(text):
-        assert want in printed, f"{path.name} promises {want!r}; printed were {printed}"
-
-
-def run_console(text: str, capsys) -> int:
-    """Commands of minivllm; others (pip, git) are only read."""
-    parts = re.split(r"^\$ ", text, flags=re.M)[1:]
-    count = 0
-    for command, _, output in (part.partition("\n") for part in parts):
-        words = shlex.split(command)
-        if words[:2] == ["pip", "install"] and words[-1].startswith("./"):
-            folder = Path(words[-1].partition("[")[0])
-            write_metadata(folder / "pyproject.toml", Path("."))
-            sys.path.insert(1, str((folder / "src").resolve()))
-        if words[:3] == ["python", "-m", "minivllm.testing"]:
-            base.find.cache_clear()
-            forget("my_")  # its files may have changed
-            code, shown = conformance(words[3:]), capsys.readouterr().out.splitlines()
-            assert bool(code) == ("  FAIL  " in output), shown
-            shown = [re.sub(r"\(\d+\.\d s\)", "(0.0 s)", line) for line in shown]
-            assert all(line in shown for line in output.splitlines() if line not in ("", "...", "```")), shown
-            count += 1
-            continue
-        if words[0] != "minivllm":
-            continue
-        try:
-            code = main(words[1:])
-        except SystemExit as end:  # --version
-            code = end.code or 0
-        out, error = capsys.readouterr()
-        if words[1] in ("config", "plugins") and not code:
-            assert set(output.splitlines()) <= {*out.splitlines(), "...", "```"}, out
-        shown = [line for line in output.splitlines() if line.startswith("minivllm: ")]
-        assert all(line in error.splitlines() for line in shown), f"{command}: {error!r}"
-        assert bool(code) == any(line.startswith("minivllm: error:") for line in shown), f"{command}: {code} {error}"
-        if words[1] == "diff":  # the verdict and the line about the tokens
-            assert out.splitlines()[:2] == output.splitlines()[:2], out
-        count += 1
-    return count
-
-
-def test_the_quickstart_runs_as_it_is_written(here, capsys):
-    assert run_document(DOCS / "quickstart.md", capsys) > 15
-    assert json.loads((here / "steps.json").read_text())["traceEvents"]
-    for names in (RequestOutput._names(), CompletionOutput._names()):
-        assert " ".join(names) + "\n" in (DOCS / "quickstart.md").read_text()
-
-
-def test_the_page_about_configuration_is_true(here, capsys):
-    assert run_document(DOCS / "configuration.md", capsys) >= 12
-
-
-def test_the_page_about_structured_output_is_true(here, capsys):
-    pytest.importorskip("llguidance")
-    assert run_document(DOCS / "structured.md", capsys) == 2
-
-
-def test_the_page_about_the_cache_is_true(here, capsys):
-    assert run_document(DOCS / "caching.md", capsys) == 1
-
-
-def test_what_reproducibility_shows_runs_as_shown(here, capsys):
-    assert run_document(DOCS / "reproducibility.md", capsys) == 2
-
-
-def test_the_experiment_of_the_page_changes_one_part_and_proves_it(here, capsys):
-    assert run_document(DOCS / "experiments.md", capsys) >= 8
-    lru, deepest = (json.loads((here / name).read_text())["results"] for name in ("lru.json", "deepest.json"))
-    assert lru["tokens_hash"] == deepest["tokens_hash"] and deepest["prefix_hit_rate"] > 2 * lru["prefix_hit_rate"]
-    assert deepest["stats"]["evictions"] < lru["stats"]["evictions"]
-
-
-def test_the_plug_ins_of_the_guide_work(here, capsys):
-    assert run_document(DOCS / "plugins.md", capsys) >= 5
-
-
-def test_the_tutorial_ends_in_a_working_package(here, capsys):
-    assert run_document(DOCS / "plugins" / "tutorial.md", capsys) >= 8
-    done = conformance(["my-evictor", "-k", "spec or options"])
-    assert done == 0, capsys.readouterr().out
+def test_the_page_about_hooks_shows_what_is_printed(here):
+    pytest.importorskip("rich", reason='pip install "minivllm[live]"')
+    assert Page(DOCS / "hooks.md").run() >= 5
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_python_blocks_compile_and_those_with_pocket_run(name, here, capsys):
-    path, space = ROOT / name, {"__name__": "document"}
+def test_blocks_beside_the_pages_run_or_parse(name, here):
+    path = ROOT / name
     if not path.is_file():
         pytest.skip(f"no {name} in this checkout")
-    for kind, text in blocks(path):
-        if kind == "python":
-            compile(text, str(path), "exec")
-            if "pocket" in text:
-                run_python(path, text, space, capsys)
+    Page(path).run()
+
+
+def test_the_stories_of_the_readme_are_what_the_model_tells(here):
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    quotes = re.findall(r"^> \*(.+?)\* ((?:.*\n)(?:> .*\n)*)", page, re.M)
+    flags = re.search(r"`minivllm generate --chat \"\.\.\.\" (.*)`", page)[1].split()
+    assert len(quotes) == 3
+    for prompt, story in quotes:
+        with both() as out:
+            assert main(["generate", "--chat", prompt, *flags, "--max-tokens", "400"]) == 0
+        told = out.getvalue().rpartition("\n")[0].rpartition("\n")[0]  # without the line of figures
+        assert " ".join(told.split()) == " ".join(story.replace("\n> ", " ").split())
+
+
+def test_every_page_is_run():
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
+    generated = {page for page in pages if page.startswith("plugins/")} - {"plugins/tutorial"}  # test_plugin_pages
+    assert pages - generated == {*PAGES, "hooks"}
+
+
+def test_what_is_not_compared_has_a_reason():
+    marks = [block for path in (*DOCS.glob("*.md"), ROOT / "README.md") for block in doc_blocks(path) if block.mark]
+    assert marks and all(len(block.mark.partition(": ")[2]) > 10 for block in marks)
+    for block in marks:  # figures of a machine say which, and when
+        assert not block.mark.startswith("measured") or re.search(r"20\d\d-\d\d", block.mark), block
 
 
 def test_links_between_documents_lead_somewhere():
@@ -309,11 +236,6 @@ def hooks_table() -> list[str]:
 
 def test_the_table_of_hooks_is_the_contract():
     assert table(DOCS / "hooks.md", "hooks") == hooks_table(), "run `python tests/test_docs.py`"
-
-
-def test_the_page_about_hooks_runs_as_it_is_written(here, capsys):
-    pytest.importorskip("rich", reason='pip install "minivllm[live]"')
-    assert run_document(DOCS / "hooks.md", capsys) >= 5
 
 
 class NoPoints:
