@@ -5,18 +5,19 @@ event loop                      engine thread
 generate ──add──► inbox ──────► engine.add
                                 engine.step ... engine.step
 pieces ◄── queue ◄── call_soon_threadsafe ◄── publish
-cancel ──abort──► inbox ──────► engine.abort   (before the next step is planned)
+cancel ──abort──► ends ───────► engine.abort   (before the inbox is looked at, and the next step is planned)
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.core.foreign import refusal, refuse_within
 from minivllm.core.request import SamplingParams
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from minivllm.frontend import StreamOutput
 
 log = logging.getLogger("minivllm")
+
+
+class _Job(NamedTuple):
+    number: int  # jobs in the order in which they were sent
+    adds: str  # the id of the request that it adds
+    run: Callable[[], object]
 
 
 class AsyncLLM:
@@ -50,7 +57,9 @@ class AsyncLLM:
         self._recorder = Recorder(self._loaded, record)
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
         self._recorder.begin(self.resolved, self.engine)
-        self._inbox: deque[Callable[[], object]] = deque()
+        self._inbox: deque[_Job] = deque()
+        self._ends: deque[_Job] = deque()  # what ends a request overtakes the inbox
+        self._numbers = itertools.count()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="minivllm-engine", daemon=True)
@@ -78,7 +87,11 @@ class AsyncLLM:
             except KeyboardInterrupt as e:  # of a grammar plug-in, on that thread
                 raise refusal(e) from e
 
+        gone = False
+
         def add() -> None:
+            if gone:
+                return
             try:
                 self._recorder.tally.next_batch()
                 tracked.add_to(self.engine)
@@ -90,7 +103,7 @@ class AsyncLLM:
             if self.engine.requests.get(tracked.request.id) is tracked.request:
                 self.engine.abort(tracked.request.id)
 
-        self._send(add)
+        self._send(add, adds=tracked.request.id)
         try:
             while True:
                 piece = await queue.get()
@@ -100,8 +113,9 @@ class AsyncLLM:
                 if piece.finished:
                     return
         finally:
+            gone = True
             if tracked.request.finished is None:
-                self._send(leave, late=True)
+                self._send(leave, ends=True)
 
     def chat(
         self,
@@ -117,7 +131,20 @@ class AsyncLLM:
     def abort(self, request_id: str) -> None:
         """End a request; unknown ids are ignored.  Any thread may call it, but for the engine's own."""
         self._refuse_within("abort")
-        self._send(lambda: self.engine.abort(request_id), late=True)
+        number = next(self._numbers)
+
+        def end() -> None:
+            if self.engine.abort(request_id):
+                return
+            with self._wake:  # it may not have been added yet: its stream is to end as any other does
+                found = next((job for job in self._inbox if job.adds == request_id and job.number < number), None)
+                if found is not None:
+                    self._inbox.remove(found)
+            if found is not None:
+                found.run()
+                self.engine.abort(request_id)
+
+        self._send(end, ends=True)
 
     async def stats(self) -> dict[str, Any]:
         """As ``LLM.stats``, taken between two steps."""
@@ -157,14 +184,15 @@ class AsyncLLM:
         self._send(run)
         return await answer
 
-    def _send(self, job: Callable[[], object], late: bool = False) -> None:
-        """Have the engine's thread do something.  ``late``: no matter if the engine has stopped meanwhile."""
+    def _send(self, job: Callable[[], object], adds: str = "", ends: bool = False) -> None:
+        """Have the engine's thread do something.  ``ends``: it ends a request, so it goes before all that waits, and no
+        matter if the engine has stopped meanwhile."""
         with self._wake:
-            if self._stopping and late:
+            if self._stopping and ends:
                 return
             if self._stopping:
                 raise EngineDeadError(self.engine.dead or "the engine was stopped")
-            self._inbox.append(job)
+            (self._ends if ends else self._inbox).append(_Job(next(self._numbers), adds, job))
             self._wake.notify()
 
     def close(self, timeout: float = 10.0) -> None:
@@ -215,14 +243,14 @@ class AsyncLLM:
             log.exception("the engine's thread met an error")
         if not worked:
             with self._wake:
-                if not self._inbox and not self._stopping:
+                if not self._inbox and not self._ends and not self._stopping:
                     waits = self.engine.busy and not self.engine.dead
                     self._wake.wait(self.engine.idle() if waits else None)
 
     def _do_jobs(self) -> None:
-        while self._inbox:
+        while jobs := self._ends or self._inbox:
             try:
-                self._inbox.popleft()()
+                jobs.popleft().run()
             except (Exception, KeyboardInterrupt):
                 log.exception("the engine's thread met an error")
 

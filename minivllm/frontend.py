@@ -110,7 +110,12 @@ def make_grammars(
         return GrammarContext(token_bytes(tokenizer, width), width, eos, default_threads())
 
     return Grammars(
-        part, context, config.grammar_compile_seconds, config.grammar_compile_mb, config.grammar_cache_mb << 20
+        part,
+        context,
+        config.grammar_compile_seconds,
+        config.grammar_compile_mb,
+        config.grammar_cache_mb << 20,
+        config.grammar_workers,
     )
 
 

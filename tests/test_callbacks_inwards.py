@@ -257,8 +257,9 @@ def test_a_servers_loop_that_cannot_go_on_tells_everyone_why():
 
 @pytest.mark.parametrize("exc", RAISED, ids=NAMED)
 def test_a_grammar_that_raises_anything_while_it_compiles_refuses_its_request(exc):
-    compiling = Compiling(lambda asked: throw(exc))
-    live = SimpleNamespace(request=SimpleNamespace(params=SimpleNamespace(structured_outputs="x"), grammar=None))
+    compiling = Compiling(lambda params: None, lambda params: throw(exc), 2)
+    params = SimpleNamespace(structured_outputs=SimpleNamespace(source="x"), salt=("", ""))
+    live = SimpleNamespace(request=SimpleNamespace(params=params, owner="", grammar=None))
     compiling.begin(1, live)
     for _ in range(1000):
         if found := compiling.ready():

@@ -18,7 +18,7 @@ from minivllm.testing.sim import answer, at_rest, sim_engine
 
 TOLD = dict(
     model="sim", max_model_len=256, vocab_size=50, kv_tokens=252, max_num_seqs=8, max_logprobs=20, selections={},
-    version="0", device="cpu", dtype="float32",
+    version="0", device="cpu", dtype="float32", reads=[],
 )  # fmt: skip
 
 

@@ -340,7 +340,7 @@ def compiled(grammars, text, salt=("", "")):
 def test_a_hostile_grammar_costs_a_process_its_life_and_the_next_is_compiled(fake):
     """A child of the helper; with a plug-in that has threads, which a fork would lack, the helper."""
     assert compiled(fake, "1").handle == "1"
-    helper = fake.helper._process.pid
+    helper = fake.helpers.made[0]._process.pid
     cases = [
         ("loop", "structured_outputs.regex: it takes more than 0.6 s to compile"),
         ("eat", "structured_outputs.regex: "),
@@ -354,7 +354,7 @@ def test_a_hostile_grammar_costs_a_process_its_life_and_the_next_is_compiled(fak
             compiled(fake, text)
         assert says in str(e.value) and e.value.param == "structured_outputs"
         assert compiled(fake, f"0{len(text)}").handle == f"0{len(text)}"
-    assert (fake.helper._process.pid == helper) == forks
+    assert (fake.helpers.made[0]._process.pid == helper) == forks and len(fake.helpers.made) == 1
 
 
 def test_what_was_refused_is_refused_again_at_once(fake):

@@ -15,6 +15,7 @@ from minivllm import LLM, EngineDeadError, RequestError, SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.core.interfaces.sampling import Column, Row
 from minivllm.core.request import Request
+from minivllm.structured.helpers import Helpers
 from minivllm.structured.service import Grammars
 from minivllm.testing.faulty import TARGETS as FAULTY
 from minivllm.testing.sim import VOCAB, answer, at_rest, outputs, request, run, sim_engine
@@ -239,10 +240,9 @@ def test_wrong_answers_of_a_grammar_fail_its_own_requests_by_its_name(depth):
 @pytest.mark.parametrize("made", [None, 5, "grammar", SimpleNamespace(handle=1)])
 def test_what_is_no_compiled_grammar_refuses_its_request(made):
     service = Grammars(SimpleNamespace(name="own/fake", features=()), None, 1.0, 64, 1 << 20)
-    service.__dict__.update(
-        helper=SimpleNamespace(start=lambda: None, check=lambda source: None, close=lambda: None),
-        plugin=SimpleNamespace(compile=lambda source: made),
-    )
+    helper = SimpleNamespace(start=lambda: None, check=lambda source: None, close=lambda: None)
+    service.helpers = Helpers(lambda: helper, 1)
+    service.__dict__.update(plugin=SimpleNamespace(compile=lambda source: made))
     asked = SimpleNamespace(source=SimpleNamespace(kind="regex", text="a"))
     asked.source = ("regex",)
     with pytest.raises(RequestError, match="own/fake failed: TypeError: compile"):

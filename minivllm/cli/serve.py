@@ -29,7 +29,7 @@ SERVER = (
     ("tool_parser", str, "how the model writes calls of tools: hermes (default) or json; also --tool-call-parser"),
     ("log_format", str, "auto (default: text on a terminal, else json), json or text"),
     ("log_level", str, "debug, info (default) or warning"),
-    ("max_queue", int, "prompts that may wait; more: 429 (default 256)"),
+    ("max_queue", int, "prompts of a key that may wait; more: 429 (default 256)"),
     ("drain_timeout", float, "seconds for running requests after SIGTERM (default 30)"),
 )
 ENGINE = (

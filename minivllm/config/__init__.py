@@ -148,6 +148,7 @@ class EngineConfig(Strict):
     hooks: Several = []
     grammar_compile_seconds: float = Field(0.8, gt=0, le=60, description="that compiling a client's grammar may take")
     grammar_compile_mb: int = Field(512, ge=16, description="memory that compiling a client's grammar may take")
+    grammar_workers: int = Field(2, ge=1, le=64, description="grammars that are compiled at once, a process each")
     grammar_cache_mb: int = Field(64, ge=0, description="of compiled grammars that are kept")
     allow_targets: list[str] = Field([], description="modules whose classes may be named; never from a file")
 

@@ -47,11 +47,16 @@ class ServerConfig(Strict):
     max_headers: int = Field(100, ge=8, description="headers of a request; more: 431")
     max_n: int = Field(128, ge=1, le=128, description="n of a request")
     max_batch: int = Field(256, ge=1, description="prompts of a request")
-    max_choices: int = Field(1024, ge=1, description="prompts times n of a request")
+    max_branches: int = Field(
+        1024, ge=1, description="branches of a request: prompts times the largest of n, best_of and beam_width"
+    )
     max_stop: int = Field(16, ge=0, le=16, description="stop strings of a request, of at most 256 characters each")
     max_logprobs: int = Field(20, ge=0, description="log-probabilities a token")
     max_socket_requests: int = Field(64, ge=1, description="requests that run at once on a WebSocket; more: 429")
-    max_queue: int = Field(256, ge=0, description="prompts that may wait beside max_num_seqs that run; more: 429")
+    max_queue: int = Field(
+        256, ge=0, description="prompts of a key (or address) that may wait beside max_num_seqs that run; more: 429"
+    )
+    max_inside: int = Field(4096, ge=1, description="prompts of all keys together that may run or wait; more: 429")
     header_timeout: float = Field(10, gt=0, description="for the headers of a request to come")
     body_timeout: float = Field(30, gt=0, description="for the body of a request to come; later: 408")
     idle_timeout: float = Field(60, gt=0, description="that a connection may stay open without a request")

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .interfaces.plan import STOP_IDS, Join
-from .interfaces.scheduler import QueueView
+from .interfaces.plan import STOP_IDS, Delta, Join
+from .interfaces.scheduler import Load, QueueView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .planner import Planner
     from .request import Seq
     from .slots import Slots
 
@@ -86,3 +87,37 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
         ),
         saved=np.array([s.id if s.saved else -1 for s in seqs], np.int64),
     )
+
+
+def delta_of(planner: Planner) -> Delta:
+    """Everything that the device has not heard of yet."""
+    p, s = planner, planner.slots
+    forks = [(parent, slot, b.sample) for parent, slot, b in p.forks if s.seq[slot] is b]
+    parents = {parent for parent, _, _ in forks}  # preempted perhaps, but the fork copies their columns
+    joins = [(slot, seq) for slot, seq in p.joins if s.seq[slot] is seq or slot in parents]
+    table, trim, copy = p.cache.changes()
+    delta = Delta(
+        join=join_of(joins, s) if joins else None,
+        leave=np.array(p.left, np.int32),
+        fork=np.array(forks, np.int32).reshape(-1, 3),
+        table=table,
+        trim=trim,
+        copy=copy,
+        keep=np.array(p.keeps, np.int64).reshape(-1, 2),
+        forget=np.array(p.forgotten, np.int64),
+        token=np.array(p.chosen, np.int32).reshape(-1, 2),
+    )
+    p.left, p.chosen, p.joins, p.forks, p.keeps, p.forgotten = [], [], [], [], [], []
+    return delta
+
+
+def load_of(planner: Planner, now: float) -> Load:
+    """What ``shape`` is told."""
+    p, s = planner, planner.slots
+    head = p.waiting.head()
+    return Load(
+        waiting=p.n_waiting, running=len(s.running), prefilling=int((p.need(s.running) > 1).sum()),
+        free_blocks=p.cache.available, total_blocks=min(p.total for p in p.cache.pools),
+        token_budget=p.max_tokens, oldest_wait=0.0 if head is None else max(0.0, now - head.request.arrival),
+        tpot_slack=float(s.tpot_due[s.running].min(initial=np.inf)) - now,
+    )  # fmt: skip

@@ -150,9 +150,11 @@ class Engine:
         request.speculates = self.speculation is not None and self.speculation.serves(request)
         started = self.clock.seams.run("strategy", branches, self.strategies, request)
         check_logprobs(request, self.wiring, self.capacity.vocab_size)
-        if p.tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
+        who = request.owner or p.tenant
+        if who not in self.tenants and len(self.tenants) >= MAX_TENANTS:
             self.tenants.clear()
-        request.tenant = self.tenants.setdefault(p.tenant, next(self._tenant))
+        request.tenant = self.tenants.setdefault(who, next(self._tenant))
+        request.party = 1 + request.tenant if request.owner else 0
         request.salt = p.salt
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
         for b in started:

@@ -20,9 +20,10 @@ import numpy as np
 from minivllm.errors import told
 
 from . import checks
-from .admission import join_of, queue_view, row_of
-from .interfaces.plan import Delta, StepPlan, no_rows, with_drafts
-from .interfaces.scheduler import Load, SchedulerPolicy, StepShape
+from .admission import delta_of, load_of, queue_view, row_of
+from .interfaces.plan import StepPlan, no_rows, with_drafts
+from .interfaces.scheduler import SchedulerPolicy, StepShape
+from .owners import Parts, candidates, make_way, of_the_largest, parties, who_is_stuck
 from .prompt_scores import prompt_rows
 from .request import RUNNING, WAITING
 from .waiting import WaitingQueue
@@ -52,6 +53,7 @@ class Planner:
         self.slots, self.cache, self.policy, self.max_tokens, self.seams = slots, cache, policy, max_tokens, seams
         self.waiting = WaitingQueue()
         self.step_id = 0
+        self.most_prefill = max_tokens  # prompt tokens of a step; a server has fewer where a step would take too long
         self.reserved = 0  # slots kept for branches that will fork
         self.wake_at = 0.0  # clock before which a policy holds newcomers back; 0 = it does not
         self.preemptions = 0
@@ -67,12 +69,15 @@ class Planner:
         self.forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
         self.moving: list[Lanes] = []  # whose moves are to be carried out
         self._ended: list[Seq] = []  # since the last plan, for a policy that wants to know
+        self.shared = False  # requests say whose they are (see ``owners``)
+        self.stuck: Seq | None = None  # of an owner without a row: there was no room for it in the last plan
+        self.way_for = -1  # the last sequence for which a row was freed
         checks.window(policy)
         own, base = type(policy), SchedulerPolicy
-        self._shapes, self._lanes = own.shape is not base.shape, own.lane is not base.lane
-        self._orders, self._ends = own.order is not base.order or self._lanes, own.ended is not base.ended
+        self._shapes, self.divides = own.shape is not base.shape, own.lane is not base.lane
+        self.orders, self._ends = own.order is not base.order or self.divides, own.ended is not base.ended
 
-    def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
+    def ask(self, question: Callable[..., Any], *args: Any) -> Any:
         return self.seams.run("scheduler", question, *args)
 
     # ---- the queue -----------------------------------------------------------------------------------------------
@@ -85,8 +90,9 @@ class Planner:
         """Queue a sequence (new, or preempted and at rest)."""
         row, seq.hint = row_of(seq), None
         view = queue_view([row])
-        key = checks.key(self._ask(self.policy.key, view))
-        lane = checks.lane(self._ask(self.policy.lane, view)) if self._lanes else 0
+        key = checks.key(self.ask(self.policy.key, view))
+        lane = checks.lane(self.ask(self.policy.lane, view)) if self.divides else seq.request.party
+        self.shared |= seq.request.party > 0
         self.waiting.push(seq, key, lane, row)
         seq.status = WAITING
 
@@ -101,20 +107,6 @@ class Planner:
         if self._ends:
             self._ended.append(seq)
 
-    def _candidates(self, now: float) -> Iterator[Seq]:
-        """The waiting sequences that may be admitted now, in the policy's order (its window only).  Usually few of them
-        have room, so what the policy gave is looked at as far as it is needed."""
-        if not self._orders:
-            while (head := self.waiting.head()) is not None:
-                yield head
-            return
-        entries = self.waiting.first(self.policy.window)
-        head = queue_view([e[3] for e in entries], lambda: self.cache.hints([e[2] for e in entries]))
-        order = self._ask(self.policy.order, head, self.slots.view(self.slots.running), now)
-        for i in checks.ordered(order, len(entries)):
-            if entries[i][2].queued:
-                yield entries[i][2]
-
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def next(self, now: float) -> StepPlan | None:
@@ -126,8 +118,10 @@ class Planner:
             s.cooling.clear()
         if self._ended:
             ended, self._ended = self._ended, []
-            self._ask(self.policy.ended, queue_view([row_of(seq) for seq in ended]))
-        shape = checks.shape(self._ask(self.policy.shape, self._load(now), now)) if self._shapes else MIX
+            self.ask(self.policy.ended, queue_view([row_of(seq) for seq in ended]))
+        shape = checks.shape(self.ask(self.policy.shape, load_of(self, now), now)) if self._shapes else MIX
+        if self.stuck is not None:
+            make_way(self)
         self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
         if self.moving:
             self._move()
@@ -138,11 +132,16 @@ class Planner:
             decode = self._decode()
             used = len(decode)
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
-        budget = min(self.max_tokens - used, cap)
-        budget, decode = self._prefill(chunks, budget, decode)
+        parts = Parts(min(self.max_tokens - used, cap, self.most_prefill), self._parties() if self.shared else 1)
+        decode = self._prefill(chunks, parts, decode)
         static = shape.kind == "static"
-        if not self.wake_at and not (static and len(s.running)):
-            self._admit(chunks, budget, now, static)
+        admits = not self.wake_at and not (static and len(s.running))
+        if admits:
+            self._admit(chunks, parts, now, static)
+        if parts.join():
+            decode = self._prefill(chunks, parts, decode)
+            if admits and not static:
+                self._admit(chunks, parts, now)
         if shape.kind != "mix" and not chunks:
             decode = self._decode()
         if not len(decode) and not chunks and s.forking[s.running].any():
@@ -150,7 +149,12 @@ class Planner:
             decode = self._decode()
         return self._finish(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
 
-    def _need(self, run: np.ndarray) -> np.ndarray:
+    def _parties(self) -> int:
+        """How many owners want prompt tokens computed."""
+        run = self.slots.running
+        return parties(self.slots, run[self.need(run) > 1], self.waiting.heads())
+
+    def need(self, run: np.ndarray) -> np.ndarray:
         """Tokens that each row has to compute; 0 where it has to wait."""
         s, at = self.slots, run.astype(np.intp)
         return (s.goal.take(at) - s.computed.take(at)) * (s.ready.take(at) & (s.known.take(at) < s.end.take(at)))
@@ -158,7 +162,7 @@ class Planner:
     def _decode(self) -> np.ndarray:
         """Rows that lack one token, with the blocks for it; preempts where there are none."""
         s = self.slots
-        rows = s.running[self._need(s.running) == 1][: self.max_tokens]
+        rows = s.running[self.need(s.running) == 1][: self.max_tokens]
         missing = self.cache.missing(rows, s.computed[rows] + 1)
         while missing.any() and not self.cache.can_take(missing):
             lacking = rows[missing.any(axis=0)]
@@ -172,19 +176,29 @@ class Planner:
     def _make_room(self, requester: int, need: int) -> int:
         """Preempt one row for ``need`` blocks.  Returns the slot that leaves the step: the victim, or the requester if
         it must go back, or (oldest or protected, with nobody left to preempt) only wait."""
-        s, run = self.slots, self.slots.running
-        oldest = s.id[run].min()  # lanes have one id
-        # A row that waits to fork has reserved nothing for its branches yet, nor have lanes: they may be preempted.
-        candidates = run[(s.id[run] != oldest) & ((s.preempted[run] < PROTECTED_AFTER) | s.forking[run] | s.lane[run])]
-        if not len(candidates) and s.id[requester] == oldest and len(self.cache.pools) > 1:
-            candidates = run[s.id[run] != oldest]  # a sliding window's blocks cannot be reserved ahead
-        if len(candidates):
-            index = self._ask(self.policy.victim, self.slots.view(candidates), need)
-            victim = int(candidates[checks.whole(index, 0, len(candidates) - 1, "victim() gave")])
-        elif s.id[requester] != oldest and (s.preempted[requester] < PROTECTED_AFTER or s.lane[requester]):
-            victim = requester
-        else:
-            return requester
+        s, oldest = self.slots, self.slots.id[self.slots.running].min()
+        victim = self.preempt_one_of(s.running, need)
+        if victim is None and s.id[requester] == oldest and len(self.cache.pools) > 1:
+            victim = self.preempt_one_of(s.running, need, True)  # a sliding window's blocks cannot be reserved ahead
+        if victim is not None:
+            return victim
+        if s.id[requester] != oldest and (s.preempted[requester] < PROTECTED_AFTER or s.lane[requester]):
+            self.preempt(requester)
+        return requester
+
+    def preempt_one_of(self, rows: np.ndarray, need: int, protected: bool = False) -> int | None:
+        """Preempt the one of these rows that the policy names, of the owner who has most of them; None if none of them
+        may be.  ``protected``: those too that were preempted often."""
+        s = self.slots
+        rows = rows[s.id[rows] != s.id[s.running].min()]  # lanes have one id
+        if not protected:
+            # One that waits to fork has reserved nothing for its branches yet, nor have lanes: they may be preempted.
+            rows = rows[(s.preempted[rows] < PROTECTED_AFTER) | s.forking[rows] | s.lane[rows]]
+        if not len(rows):
+            return None
+        rows = of_the_largest(s, rows) if self.shared else rows
+        index = self.ask(self.policy.victim, s.view(rows), need)
+        victim = int(rows[checks.whole(index, 0, len(rows) - 1, "victim() gave")])
         self.preempt(victim)
         return victim
 
@@ -231,30 +245,34 @@ class Planner:
         if seq.in_flight:
             self.departed[seq.serial] = seq
 
-    def _prefill(self, chunks: dict[int, int], budget: int, decode: np.ndarray) -> tuple[int, np.ndarray]:
-        """Chunks for running rows that lack more than one token.  Only the oldest preempts for them; others wait."""
+    def _prefill(self, chunks: dict[int, int], parts: Parts, decode: np.ndarray) -> np.ndarray:
+        """Chunks for running rows that lack more than one token, or more of those that they have.  Only the oldest
+        preempts for them; others wait.  Returns the rows that decode yet."""
         s = self.slots
-        need = self._need(s.running)
+        need = self.need(s.running)
         rows, need = s.running[need > 1], need[need > 1]
         if not len(rows):
-            return budget, decode
+            return decode
         oldest = s.id[s.running].min()
         for slot, want in zip(rows.tolist(), need.tolist(), strict=True):
-            if budget <= 0:
+            party, have = int(s.party[slot]), chunks.get(slot, 0)
+            more = min(want - have, parts.most(party))
+            if parts.left <= 0:
                 break
-            if s.seq[slot] is None:
-                continue  # preempted for the oldest a moment ago
-            chunk = self._take(slot, min(want, budget))
+            if s.seq[slot] is None or more <= 0:
+                continue  # preempted for the oldest a moment ago, or others have their part first
+            chunk = self._take(slot, have + more)
             while not chunk and s.id[slot] == oldest:
                 if self._make_room(slot, 1) == slot:
                     break
                 decode = decode[s.serial[decode] >= 0]
-                budget += sum(chunks.pop(c) for c in list(chunks) if s.seq[c] is None)
-                chunk = self._take(slot, min(want, budget))
+                for gone in [c for c in chunks if s.seq[c] is None]:
+                    parts.spend(int(s.party[gone]), -chunks.pop(gone))
+                chunk = self._take(slot, min(want, parts.most(party)))
             if chunk:
                 chunks[slot] = chunk
-                budget -= chunk
-        return budget, decode
+                parts.spend(party, chunk - have)
+        return decode
 
     def _room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
         """How much of a chunk fits into the row's blocks and those that are there and not ``promised``: (tokens, blocks
@@ -273,31 +291,37 @@ class Planner:
 
     # ---- newcomers -----------------------------------------------------------------------------------------------
 
-    def _admit(self, chunks: dict[int, int], budget: int, now: float, static: bool) -> None:
+    def _admit(self, chunks: dict[int, int], parts: Parts, now: float, static: bool = False) -> None:
         """Newcomers with their first chunks.  A ``static`` batch enters at once, whether its tokens fit or not.  Blocks
         for the chunks are promised to each and taken for all together."""
-        s, new, promised = self.slots, {}, 0
-        for seq in self._newcomers(now):
-            if (budget <= 0 and not static) or not self._enter(seq, promised):
+        s, new, promised, refused = self.slots, {}, 0, None
+        for seq in self._newcomers(now, None if static else parts):
+            if parts.left <= 0 and not static:
+                break
+            if not self._enter(seq, promised):
+                refused = seq
                 break  # nobody overtakes the first that has no room
             seq.request.scheduled = seq.request.scheduled or now
-            want = int(s.goal[seq.slot] - s.computed[seq.slot])
-            if want and budget > 0:
-                new[seq.slot], blocks = self._room(seq.slot, min(want, budget), promised)
+            party = seq.request.party
+            want = min(int(s.goal[seq.slot] - s.computed[seq.slot]), parts.most(party))
+            if want > 0:
+                new[seq.slot], blocks = self._room(seq.slot, want, promised)
                 promised += blocks
-                budget -= new[seq.slot]
+                parts.spend(party, new[seq.slot])
         if new:
             rows = np.fromiter(new, np.int32, len(new))
             upto = s.computed[rows] + np.fromiter(new.values(), np.int32, len(new))
             self.cache.grow(rows, self.cache.missing(rows, upto))
             chunks |= new
+        if self.shared and self.n_waiting and self.stuck is None:
+            self.stuck = who_is_stuck(self, refused)
 
-    def _newcomers(self, now: float) -> Iterator[Seq]:
+    def _newcomers(self, now: float, parts: Parts | None) -> Iterator[Seq]:
         """Who is to enter next, while there is a slot; the policy is asked again once all that it named are in."""
         s, entered = self.slots, True
         while entered and self.n_waiting and len(s.free) > self.reserved and self.cache.available:
             entered = False
-            for seq in self._candidates(now):
+            for seq in candidates(self, now, parts):
                 yield seq
                 entered = True
 
@@ -392,7 +416,7 @@ class Planner:
             order = np.argsort(key, kind="stable")
             draft = np.append(draft, np.zeros(len(slots) - len(draft), np.int32))[order] if len(draft) else draft
             slots, q_len = slots[order], q_len[order]
-        delta, at = self._delta(), slots.astype(np.intp)  # numpy is twice as fast with the integers of the machine
+        delta, at = delta_of(self), slots.astype(np.intp)  # numpy is twice as fast with the integers of the machine
         computed = s.computed.take(at) + (draft if len(draft) else 0)
         s.computed[at] = after = computed + q_len  # of a row with drafts the last one counts
         s.flying[at] += 1
@@ -416,35 +440,4 @@ class Planner:
             id=self.step_id, slots=slots, q_len=q_len, computed=computed, samples=samples.astype(np.int32),
             topk=int(s.topk.take(drawn).max(initial=-1)), late=np.flatnonzero(late & ~host).astype(np.int32),
             host=chosen[~lane], held=chosen[lane], prompt=prompt, prompt_topk=most, draft=draft, delta=delta,
-        )  # fmt: skip
-
-    def _delta(self) -> Delta:
-        """Everything that the device has not heard of yet."""
-        s = self.slots
-        forks = [(parent, slot, b.sample) for parent, slot, b in self.forks if s.seq[slot] is b]
-        parents = {parent for parent, _, _ in forks}  # preempted perhaps, but the fork copies their columns
-        joins = [(slot, seq) for slot, seq in self.joins if s.seq[slot] is seq or slot in parents]
-        table, trim, copy = self.cache.changes()
-        delta = Delta(
-            join=join_of(joins, s) if joins else None,
-            leave=np.array(self.left, np.int32),
-            fork=np.array(forks, np.int32).reshape(-1, 3),
-            table=table,
-            trim=trim,
-            copy=copy,
-            keep=np.array(self.keeps, np.int64).reshape(-1, 2),
-            forget=np.array(self.forgotten, np.int64),
-            token=np.array(self.chosen, np.int32).reshape(-1, 2),
-        )
-        self.left, self.chosen, self.joins, self.forks, self.keeps, self.forgotten = [], [], [], [], [], []
-        return delta
-
-    def _load(self, now: float) -> Load:
-        s = self.slots
-        head = self.waiting.head()
-        return Load(
-            waiting=self.n_waiting, running=len(s.running), prefilling=int((self._need(s.running) > 1).sum()),
-            free_blocks=self.cache.available, total_blocks=min(p.total for p in self.cache.pools),
-            token_budget=self.max_tokens, oldest_wait=0.0 if head is None else max(0.0, now - head.request.arrival),
-            tpot_slack=float(s.tpot_due[s.running].min(initial=np.inf)) - now,
         )  # fmt: skip

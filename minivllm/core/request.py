@@ -314,6 +314,7 @@ class Request:
     params: SamplingParams
     arrival: float
     text: str | None = None
+    owner: str = ""  # whose budget it is, if there are several; owners take turns (see ``core.owners``)
     end: int = 0  # known length at which a sequence of it ends
     eos_ids: tuple[int, ...] = ()
     rows: tuple[Any, ...] = ()  # per processor: Row or None, the sampler last
@@ -333,7 +334,8 @@ class Request:
     prompt_parts: list[tuple[int, Any]] = field(default_factory=list)  # (first position, plan.LogProbs) as they came
     topk: int = -1  # log-probabilities that the device gives of each token, for client or strategy; -1 none
     completes: Any = None  # completes(generated ids) -> the stop string that the last completes; for lanes
-    tenant: int = 0  # number of params.tenant
+    tenant: int = 0  # number of ``owner``, or of params.tenant
+    party: int = 0  # number of ``owner``; 0: it names none
     salt: tuple[str, str] = ("", "")  # (tenant, cache_salt): the prefix cache keeps what differs in it apart
     speculates: bool = False  # its steps may bring drafts
     drafted: int = 0  # drafts that were checked

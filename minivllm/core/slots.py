@@ -38,14 +38,15 @@ class Slots:
         # Columns of one type are rows of one table, so that ``enter`` sets them all at once.
         self._times = np.full((4, size), np.inf)
         self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times  # tpot: seconds a token may take
-        self._ints = np.zeros((15, size), np.int32)
+        self._ints = np.zeros((16, size), np.int32)
         self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
         self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
         self.goal = self._ints[9]  # known length to compute up to: ``known``, or prompt - 1 while branches wait to fork
         self.flying = self._ints[10]  # steps in flight that hold the row
         self.topk = self._ints[11]
         self.prompt_topk = self._ints[12]  # -1, or its prompt's log-probabilities are still wanted
-        self.told, self.sample = self._ints[13:]  # told: tokens handed to the text side, the prompt's among them
+        self.party = self._ints[15]  # number of the request's owner, see ``owners``
+        self.told, self.sample = self._ints[13:15]  # told: tokens handed to the text side, the prompt's among them
         self._flags = np.zeros((9, size), bool)
         self.forking = self._flags[0]
         self.ready = self._flags[1]  # False: sits out until its last token was collected (host rows)
@@ -76,7 +77,7 @@ class Slots:
         self._times[:, slot] = at, due, np.inf, np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
         self._ints[:, slot] = (
             len(r.prompt), n, 0, n, r.end, p.priority, r.tenant, seq.preempted, r.expected, n, 0, r.topk, r.prompt_topk,
-            len(r.prompt) + seq.published, seq.sample,
+            len(r.prompt) + seq.published, seq.sample, r.party,
         )  # fmt: skip
         self._flags[:, slot] = (
             False, True, late, host, lane, r.speculates and not host, False, bool(r.watch) or host, r.topk >= 0

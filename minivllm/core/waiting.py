@@ -104,12 +104,18 @@ class WaitingQueue:
             best = first if best is None or first < best else best
         return None if best is None else best[2]
 
+    def heads(self) -> list[Seq]:
+        """The first of each lane, of the first 64 lanes."""
+        return [(lane.front or lane.first(1))[0][2] for lane in islice(self.lanes.values(), 64)]
+
     def first(self, n: int) -> list[Entry]:
         """At most n entries: the first of each lane, as many of each."""
-        share, entries = max(1, n // max(len(self.lanes), 1)), []
-        for lane in islice(self.lanes.values(), n):
-            entries += lane.front[:share] if len(lane.front) >= share else lane.first(share)
-        return entries
+        return [entry for line in self.lines(n) for entry in line]
+
+    def lines(self, n: int) -> list[list[Entry]]:
+        """The same lane by lane."""
+        share, lanes = max(1, n // max(len(self.lanes), 1)), islice(self.lanes.values(), n)
+        return [lane.front[:share] if len(lane.front) >= share else lane.first(share) for lane in lanes]
 
     def __len__(self) -> int:
         return self.n

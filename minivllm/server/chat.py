@@ -13,6 +13,7 @@ from .errors import ApiError
 from .generate import (
     Answer,
     Service,
+    check_branches,
     check_counts,
     open_streams,
     read_body,
@@ -69,7 +70,7 @@ class Chat:
         self.model = service.check_model(body.model)
         self.usage = stream_options(body)
         self.n = 1 if body.n is None else body.n
-        check_counts(service, 1, body.n)
+        check_counts(service, body.n)
         self.messages = check_messages(body.messages)
         self.role, self.echoed = answer_role(self.messages, body), last_content(self.messages, body)
         self.tools = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -89,17 +90,16 @@ class Chat:
             body, self.passed, self.top if body.logprobs else None, form, self.state, service.client.info,
             service.server, service.defaults,
         )  # fmt: skip
+        check_branches(service, 1, self.params)
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
         service = self.service
-        held.enter_context(service.door.enter(1))
+        held.enter_context(service.door.enter(1, self.state["owner"]))
         ids = await render(service, self.messages, self.tools.shown, self.body, self.params.salt)
         ids = truncated(ids, self.kept, self.body.truncation_side)
         most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
         asks = [(ids, dataclasses.replace(self.params, max_tokens=most))]
-        streams = await open_streams(
-            service, held, self.state["request_id"], asks, bool(self.body.stream), self.state["log"]
-        )
+        streams = await open_streams(service, held, self.state, asks, bool(self.body.stream))
         object = "chat.completion.chunk" if self.body.stream else "chat.completion"
         return Answer(
             service, f"chatcmpl-{self.state['request_id']}", object, self.model, streams, self.n, *self.usage,

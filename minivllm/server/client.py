@@ -69,9 +69,12 @@ class EngineClient(Protocol):
     async def open(self) -> None:
         """Start the engine.  The errors are those of ``LLM(...)``."""
 
-    async def stream(self, prompt_ids: Any, params: SamplingParams, request_id: str, *, pieces: bool = True) -> Stream:
+    async def stream(
+        self, prompt_ids: Any, params: SamplingParams, request_id: str, *, pieces: bool = True, owner: str = ""
+    ) -> Stream:
         """A request that the engine has accepted.  ``pieces=False``: one piece per branch, at its end, is enough.
-        RequestError if it is refused, EngineDeadError if there is no engine, or none for new requests."""
+        ``owner``: whose it is (``line.owner_of``); owners take turns wherever requests wait.  RequestError if it is
+        refused, EngineDeadError if there is no engine, or none for new requests."""
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream ends with what there is.  Unknown ids are ignored."""
@@ -129,7 +132,9 @@ class FrameClient:
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    async def stream(self, prompt_ids: Any, params: SamplingParams, request_id: str, *, pieces: bool = True) -> Stream:
+    async def stream(
+        self, prompt_ids: Any, params: SamplingParams, request_id: str, *, pieces: bool = True, owner: str = ""
+    ) -> Stream:
         self._check_open()
         from minivllm.frontend import with_token_ids
 
@@ -143,7 +148,7 @@ class FrameClient:
         accepted = asyncio.get_running_loop().create_future()
         header = {
             "number": number, "id": request_id, "params": wire, "arrival": stream.metrics.arrival_time,
-            "watch": pieces or bool(params.stop),
+            "watch": pieces or bool(params.stop), "owner": owner,
         }  # fmt: skip
         try:
             self._send("add", header, {"prompt": ids})
@@ -177,6 +182,9 @@ class FrameClient:
         if not self._gone:
             with contextlib.suppress(EngineDeadError):
                 self._send("cut", {"number": stream.number, "sample": sample, "stop": stop})
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        _settle(self._accepting.get(number), None, error)
 
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.number, None)
@@ -239,7 +247,7 @@ class FrameClient:
         for number in header.get("accepted", ()):
             _settle(self._accepting.get(number), None)
         for number, *error in header.get("refused", ()):
-            _settle(self._accepting.get(number), None, error_from(*error))
+            self._refuse(number, error_from(*error))
         for number, value, error in header.get("answers", ()):
             _settle(self._asked.get(number), value, error and error_from(*error))
         if "first" in columns:

@@ -1,56 +1,138 @@
-"""Grammars of requests that come to the engine's loop: compiled beside it, because that may take seconds."""
+"""Grammars of requests that come to the engine's loop: compiled beside it, because that may take seconds.
+
+    begin ──► found at once? ──yes──────────────────────────────────────────────► ready
+                   └──no──► jobs wait, owners in turn ──► workers, not all of one owner's ──┘
+
+Requests that ask for the same are one job.  A job whose requests have all been cancelled is not begun.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-THREADS = 2  # the grammars themselves are compiled one after another; what is kept is found at once
+from .line import Line
+
 LOOK = 0.005  # seconds between looks while something is compiled and nothing else happens
 
 
-class Compiling:
-    """Requests by number whose grammars are being compiled.  One thread asks; ``cancel`` forgets one."""
+class _Job:
+    """What is to be compiled, and for which requests."""
 
-    def __init__(self, compile: Callable[[Any], Any]) -> None:
-        self._compile = compile
-        self._pool = ThreadPoolExecutor(THREADS, "minivllm-compile")
-        self._open: dict[int, Any] = {}
-        self._done: deque[tuple[int, Any, BaseException | None]] = deque()
+    __slots__ = ("begun", "key", "lives", "number", "params")
+
+    def __init__(self, number: int, key: Hashable, params: Any) -> None:
+        self.number, self.key, self.params = number, key, params  # the number of its first request
+        self.lives: dict[int, Any] = {}
+        self.begun = False
+
+
+class Compiling:
+    """Requests by number whose grammars are being compiled.  One thread asks; ``cancel`` forgets one.
+
+    ``find(params)`` gives a grammar that is there already, or None, or raises why there is none; ``compile(params)``
+    makes it, at most ``workers`` at once.  One owner has all workers but one at most, if there are several: another's
+    waits for nobody.
+
+    Invariant: a job in ``_jobs`` has a request, or has begun; one in ``_line`` has a request and has not begun.
+    """
+
+    def __init__(self, find: Callable[[Any], Any], compile: Callable[[Any], Any], workers: int) -> None:
+        self._find, self._compile = find, compile
+        self._workers, self._most = workers, max(workers - 1, 1)
+        self._pool = ThreadPoolExecutor(workers, "minivllm-compile")
+        self._lock = threading.Lock()
+        self._line: Line[_Job] = Line()
+        self._jobs: dict[Hashable, _Job] = {}
+        self._of: dict[int, _Job | None] = {}  # by request; None: there is an answer, which ``ready`` is to give
+        self._busy: Counter[str] = Counter()  # jobs that run, by owner
+        self._done: deque[tuple[int, Any, Any, BaseException | None]] = deque()
+        self._closed = False
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._of)
 
     def begin(self, number: int, live: Any) -> None:
         """``live.request.grammar`` will be there when ``ready`` gives ``live`` back."""
-        self._open[number] = live
-        params = live.request.params
+        request = live.request
+        try:
+            found, error = self._find(request.params), None
+        except BaseException as e:  # refused before: it is told as any refusal is
+            found, error = None, e
+        with self._lock:
+            if found is not None or error is not None:
+                self._of[number] = None
+                self._done.append((number, live, found, error))
+                return
+            key = request.owner, request.params.salt, request.params.structured_outputs.source
+            job = self._jobs.get(key)
+            if job is None:
+                job = self._jobs[key] = _Job(number, key, request.params)
+                self._line.push(request.owner, number, job)
+            job.lives[number] = live
+            self._of[number] = job
+            self._start()
 
-        def run() -> None:
-            try:
-                self._done.append((number, self._compile(params), None))
-            except BaseException as error:  # what is not told here is told nowhere: its request would wait for ever
-                self._done.append((number, None, error))
+    def _start(self) -> None:
+        """Give free workers what is next; the lock is held."""
+        while not self._closed and self._busy.total() < self._workers:
+            full = [owner for owner, jobs in self._busy.items() if jobs >= self._most]
+            next_up = self._line.pop(full)
+            if next_up is None:
+                return
+            owner, _, job = next_up
+            job.begun = True
+            self._busy[owner] += 1
+            self._pool.submit(self._run, owner, job)
 
-        self._pool.submit(run)
+    def _run(self, owner: str, job: _Job) -> None:
+        made, error = None, None
+        try:
+            made = self._compile(job.params)
+        except BaseException as e:  # what is not told here is told nowhere: its requests would wait for ever
+            error = e
+        with self._lock:
+            self._busy[owner] -= 1
+            if not self._busy[owner]:
+                del self._busy[owner]
+            self._jobs.pop(job.key, None)
+            for number, live in job.lives.items():
+                self._done.append((number, live, made, error))
+            self._start()
 
     def cancel(self, number: int) -> bool:
         """Whether it was being compiled; it will not come back."""
-        return self._open.pop(number, None) is not None
+        with self._lock:
+            if number not in self._of:
+                return False
+            job = self._of.pop(number)
+            if job is not None:
+                job.lives.pop(number, None)
+                if not job.lives and not job.begun:
+                    self._line.remove(job.number)
+                    del self._jobs[job.key]
+            return True
 
     def ready(self) -> list[tuple[Any, BaseException | None]]:
         """What has been compiled, or why it could not be."""
         found = []
         while self._done:
-            number, grammar, error = self._done.popleft()
-            live = self._open.pop(number, None)
-            if live is not None:
+            number, live, grammar, error = self._done.popleft()
+            with self._lock:
+                here = number in self._of
+                self._of.pop(number, None)
+            if here:
                 live.request.grammar = grammar
                 found.append((live, error))
         return found
 
     def close(self) -> None:
-        self._open.clear()
+        with self._lock:
+            self._closed = True
+            self._of.clear()
+            self._jobs.clear()
+            self._line.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)

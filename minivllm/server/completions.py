@@ -14,6 +14,7 @@ from .errors import ApiError
 from .generate import (
     Answer,
     Service,
+    check_branches,
     check_counts,
     open_streams,
     read_body,
@@ -57,7 +58,7 @@ class Completion:
         self.n = 1 if body.n is None else body.n
         info = service.client.info
         self.prompts = read_prompts(body.prompt, service.server.max_batch, info.vocab_size)
-        check_counts(service, len(self.prompts), body.n, body.best_of)
+        check_counts(service, body.n, body.best_of)
         if body.suffix:
             raise ApiError(400, "suffix is not supported: the model does not fill gaps", "suffix")
         asked = asked_tokens(body, least=0 if body.echo or self.passed.get("prompt_logprobs") is not None else 1)
@@ -74,6 +75,7 @@ class Completion:
         more = self.passed if body.best_of is None else {**self.passed, "best_of": body.best_of}
         form = form_of(body)
         self.params = make_params(body, more, body.logprobs, form, self.state, info, service.server, service.defaults)
+        check_branches(service, len(self.prompts), self.params)
         self.asks_scores = self.params.prompt_logprobs is not None
         if body.echo and body.logprobs is not None:
             self._score_prompt()
@@ -85,7 +87,7 @@ class Completion:
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
         service, body = self.service, self.body
-        held.enter_context(service.door.enter(len(self.prompts)))
+        held.enter_context(service.door.enter(len(self.prompts), self.state["owner"]))
         asks = []
         for prompt in self.prompts:
             ids = await self._encode(prompt)
@@ -94,9 +96,7 @@ class Completion:
             asked = 1 if self.only_scores else self.asked
             most = fit(self.params, asked, len(ids), service.client.info, self.default)
             asks.append((ids, dataclasses.replace(self.params, max_tokens=most)))
-        streams = await open_streams(
-            service, held, self.state["request_id"], asks, bool(body.stream), self.state["log"]
-        )
+        streams = await open_streams(service, held, self.state, asks, bool(body.stream))
         return Answer(
             service, f"cmpl-{self.state['request_id']}", "text_completion", self.model, streams, self.n, *self.usage,
             self.warnings, hidden=self.only_scores,

@@ -3,6 +3,9 @@
     link.receive(seconds)   [Frame(kind, header, columns), ...]; waits for the first at most that long
     turn                    commands, engine.step(), link.send(FRAME, header, columns)
 
+What ends something (an abort, a cut, a stop) and questions are obeyed as they come, before a new request is looked at:
+who has left costs nothing more.  New requests wait in a ``Line`` in which owners take turns.
+
 A frame has a column entry for each branch that got tokens or ended in this turn, for all requests together (of these
 types once ``frames.encode`` has it):
 
@@ -23,7 +26,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -37,12 +39,14 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown,
 from . import state
 from .compiling import LOOK, Compiling
 from .frames import ROW, Frame
+from .line import Line
+from .pace import FIRST, Pace
 
 ENDS = (None, "stop", "length", "abort", "error")
 END = {reason: code for code, reason in enumerate(ENDS)}
 HEARTBEAT = 1.0  # seconds after which a frame is sent though there is nothing to say
 COMMANDS = frozenset(("add", "abort", "cut", "ask", "stop"))
-PATIENCE = 0.005  # seconds of a turn for commands: the running requests wait meanwhile
+PATIENCE = 0.005  # seconds of a turn for new requests: the running ones wait meanwhile
 log = logging.getLogger("minivllm")
 
 
@@ -76,8 +80,15 @@ class EngineLoop:
         self.turned = time.monotonic()  # when the last turn began
         self.accepted = 0  # requests that the engine took: at rest, as many as have finished
         self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
-        self._waiting: deque[Frame] = deque()
-        self.compiling = Compiling(lambda params: engine.grammars.compile(params.structured_outputs, params.salt))
+        self.arriving: Line[Frame] = Line()  # requests that nobody has looked at
+        budget = engine.planner.max_tokens
+        self.pace = Pace(budget, FIRST if engine.wiring.device == "cpu" else budget)
+        made = engine.grammars
+        self.compiling = Compiling(
+            lambda params: made.find(params.structured_outputs, params.salt),
+            lambda params: made.compile(params.structured_outputs, params.salt),
+            getattr(made, "workers", 1),
+        )
         self._sent = 0.0
         self._told_dead = False
         engine.publisher.tell = self._tell
@@ -87,7 +98,7 @@ class EngineLoop:
         worked = False
         while not self.stopping and not (self.ends and self._told_dead):
             wait = 0.0
-            if not worked and not self._waiting:
+            if not worked and not self.arriving:
                 wait = self.engine.idle() if self.engine.busy and not self.engine.dead else HEARTBEAT
                 wait = min(wait, LOOK) if self.compiling else wait
             try:
@@ -109,39 +120,60 @@ class EngineLoop:
     def turn(self, wait: float = 0.0) -> bool:
         """Commands, one step, one frame; False if the engine found nothing to do."""
         self.turned = time.monotonic()
-        self._waiting += self.link.receive(wait)
+        came = self.link.receive(wait)
         begin = time.perf_counter()
-        self._obey(begin + PATIENCE)
+        self._obey(came, begin + PATIENCE)
         for live, error in self.compiling.ready():
             self._enter(live, error)
         middle = time.perf_counter()
-        worked = not self.engine.dead and self.engine.busy and self.engine.step()
+        worked = not self.engine.dead and self.engine.busy and self._step()
         after = time.perf_counter()
         if self._flush():
             self.turns += 1
             self.own_seconds += time.perf_counter() - after + middle - begin
         return worked
 
+    def _step(self) -> bool:
+        """A step, with as many prompt tokens as end in time."""
+        engine, start = self.engine, time.perf_counter()
+        row, engine.planner.most_prefill = engine.clock.count, self.pace.tokens
+        worked = engine.step()
+        if engine.clock.count > row:
+            self.pace.note(int(engine.clock.tokens[row % engine.clock.size]), time.perf_counter() - start)
+        return worked
+
     # ---- commands ------------------------------------------------------------------------------------------------
 
-    def _obey(self, until: float) -> None:
-        while self._waiting:
-            command = self._waiting.popleft()
+    def _obey(self, came: list[Frame], until: float) -> None:
+        for command in came:
             if command.kind not in COMMANDS:
                 raise EngineDeadError(f"{command.kind!r} is no command; want one of {sorted(COMMANDS)}")
-            getattr(self, f"_do_{command.kind}")(**command.header, **command.columns)
+            if command.kind == "add":
+                self.arriving.push(command.header.get("owner", ""), command.header["number"], command)
+            else:
+                getattr(self, f"_do_{command.kind}")(**command.header, **command.columns)
+        while (next_up := self.arriving.pop()) is not None:
+            command = next_up[2]
+            self._do_add(**command.header, **command.columns)
             if time.perf_counter() > until:
                 break
 
     def _do_add(
-        self, number: int, id: str, params: dict[str, Any], prompt: np.ndarray, arrival: float, watch: bool
+        self,
+        number: int,
+        id: str,
+        params: dict[str, Any],
+        prompt: np.ndarray,
+        arrival: float,
+        watch: bool,
+        owner: str = "",
     ) -> None:
         try:
             if params.get("logit_bias"):  # the keys of a JSON object are strings
                 params = {**params, "logit_bias": {int(i): by for i, by in params["logit_bias"].items()}}
             made = SamplingParams.make(**params)
             _travels(made)
-            request = Request(id, np.asarray(prompt, np.int32), made, arrival)
+            request = Request(id, np.asarray(prompt, np.int32), made, arrival, owner=owner)
             live = _Live(number, request)
             request.watch, request.sink = watch, self._sink(live)
             request.stream = number if made.logprobs is None else 0
@@ -173,7 +205,7 @@ class EngineLoop:
         self.header.setdefault("refused", []).append(words)
 
     def _do_abort(self, number: int) -> None:
-        if self.compiling.cancel(number):
+        if self.arriving.remove(number) is not None or self.compiling.cancel(number):
             self._refuse(number, RequestError("the request was aborted"))
         elif (live := self.live.get(number)) is not None:
             self.engine.abort(live.request.id)

@@ -184,20 +184,23 @@ def _slowest(streams: Sequence[Stream]) -> dict[str, float]:
     return {f"{part}_ms": round(1e3 * value, 1) for part, value in found.items() if value is not None}
 
 
-def check_counts(service: Service, prompts: int, n: int | None, best_of: int | None = None) -> None:
-    """ApiError (400) for more answers than one request may ask for."""
+def check_counts(service: Service, n: int | None, best_of: int | None = None) -> None:
+    """ApiError (400) for more answers to a prompt than a request may ask for."""
     most, n = service.server.max_n, 1 if n is None else n
     if not 1 <= n <= most:
         raise ApiError(400, f"n={str(n)[:24]}: want a whole number from 1 to {most}", "n")
     if best_of is not None and not n <= best_of <= most:
         raise ApiError(400, f"best_of={str(best_of)[:24]}: want a whole number from n={n} to {most}", "best_of")
-    if prompts * (best_of or n) > service.server.max_choices:
-        what = f"{prompts} prompts times " + (f"n={n}" if best_of is None else f"best_of={best_of}")
-        raise ApiError(
-            400,
-            f"{what}: want at most {service.server.max_choices} answers in a request",
-            "best_of" if best_of else "n",
-        )
+
+
+def check_branches(service: Service, prompts: int, params: SamplingParams) -> None:
+    """ApiError (400) for more branches of all prompts together than a request may have, whatever they are: answers
+    (``n``), samples of which some are answers (``best_of``), or beams."""
+    most, branches = service.server.max_branches, prompts * params.width
+    if branches > most:
+        wide = next((name for name in ("beam_width", "best_of") if getattr(params, name) is not None), "n")
+        what = f"{prompts} prompt{'s' * (prompts > 1)} times {wide}={params.width} are {branches} branches"
+        raise ApiError(400, f"{what}; want at most {most} in a request (max_branches)", wide)
 
 
 def stream_options(body: Any) -> tuple[bool, bool]:
@@ -219,15 +222,15 @@ def seconds_of(service: Service, asked: float | None) -> float:
 
 
 async def open_streams(
-    service: Service, held: AsyncExitStack, request_id: str, prompts: Sequence[tuple[list[int], SamplingParams]],
-    pieces: bool, log: dict[str, Any],
+    service: Service, held: AsyncExitStack, state: dict[str, Any], prompts: Sequence[tuple[list[int], SamplingParams]],
+    pieces: bool,
 ) -> list[Stream]:  # fmt: skip
     """One stream a prompt, closed by ``held``.  The error of the first that is refused; then none stays."""
-    client = service.client
+    client, request_id, log = service.client, state["request_id"], state["log"]
     log.update(prompt_tokens=sum(len(ids) for ids, _ in prompts), completion_tokens=0)  # if it goes before it begins
     opened = await asyncio.gather(
         *(
-            client.stream(ids, params, f"{request_id}-{number}", pieces=pieces)
+            client.stream(ids, params, f"{request_id}-{number}", pieces=pieces, owner=state["owner"])
             for number, (ids, params) in enumerate(prompts)
         ),
         return_exceptions=True,

@@ -18,6 +18,7 @@ from . import cross_site, errors, logs
 from .auth import Keys
 from .connection import CROWDED
 from .errors import ApiError
+from .line import owner_of
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -30,8 +31,8 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 class Guard:
     """ASGI middleware around the whole application.  ``scope["state"]`` gets ``request_id`` (ours), ``echoed`` (what
-    the client calls it), ``tenant`` and ``trace`` (W3C trace context); a route may add ``log``, values for the
-    request's line in the log."""
+    the client calls it), ``tenant``, ``owner`` (whose budget it is, see ``line``) and ``trace`` (W3C trace context); a
+    route may add ``log``, values for the request's line in the log."""
 
     def __init__(self, app: Any, keys: Keys, server: ServerConfig, metrics: Any = None) -> None:
         self.app, self.keys, self.metrics = app, keys, metrics
@@ -51,7 +52,7 @@ class Guard:
         request_id = uuid.uuid4().hex
         echoed = given if REQUEST_ID.fullmatch(given) else request_id
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, echoed=echoed, tenant="", log={}, trace=trace_of(headers))
+        state.update(request_id=request_id, echoed=echoed, tenant="", owner="", log={}, trace=trace_of(headers))
         start, status = time.monotonic(), 0
 
         async def answer(message: Any) -> None:
@@ -141,7 +142,7 @@ class Guard:
             if tenant is None:
                 what = "want a valid API key: Authorization: Bearer KEY"
                 raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
-            state["tenant"] = tenant
+            state["tenant"], state["owner"] = tenant, owner_of(tenant, scope.get("client"))
         if changes:
             cross_site.check_json(scope["headers"])
 

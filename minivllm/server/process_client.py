@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm import fresh
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, RequestError
 
 from .client import FrameClient
 from .engine_loop import error_from
 from .engine_process import GRACE, loaded_to_json
 from .frames import Frame, Splitter, encode
+from .outbox import UNREAD, Outbox
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
 
-UNREAD = 64 * 2**20  # bytes of commands that an engine may leave unread
 log = logging.getLogger("minivllm.engine")
 TAIL = 2000  # characters of what the process said last, for the error
 
@@ -41,6 +41,7 @@ class ProcessClient(FrameClient):
         self._child: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
+        self._outbox: Outbox | None = None
         self._life = -1
         self._said = ""
         self._closing = False
@@ -85,6 +86,7 @@ class ProcessClient(FrameClient):
             theirs.close()
             os.close(read_end)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._outbox = Outbox(self._writer)
         self._ready = asyncio.get_running_loop().create_future()
         said = asyncio.create_task(self._listen())
         self._tasks = [said, asyncio.create_task(self._hear(reader, said))]
@@ -94,12 +96,25 @@ class ProcessClient(FrameClient):
         return told
 
     def _send(self, kind: str, header: dict[str, Any], columns: dict[str, np.ndarray] | None = None) -> None:
-        self._post(encode(kind, header, columns))
+        """What ends a request overtakes those that wait to be sent; if it waits itself, it is not sent at all."""
+        if kind == "add":
+            data = encode(kind, header, columns)
+            self._open_writer()
+            assert self._outbox is not None
+            self._outbox.put(header["owner"], header["number"], data)
+        elif kind == "abort" and self._outbox is not None and self._outbox.remove(header["number"]):
+            self._refuse(header["number"], RequestError("the request was aborted"))
+        else:
+            self._post(encode(kind, header, columns))
 
-    def _post(self, data: bytes) -> None:
+    def _open_writer(self) -> asyncio.StreamWriter:
         writer = self._writer
         if writer is None or writer.is_closing():
             raise EngineDeadError(self._why or "the engine's process is gone")
+        return writer
+
+    def _post(self, data: bytes) -> None:
+        writer = self._open_writer()
         if writer.transport.get_write_buffer_size() > UNREAD:
             raise EngineDeadError("the engine does not read what it is told")
         writer.write(data)
@@ -125,11 +140,13 @@ class ProcessClient(FrameClient):
                 self._kill()
                 await child.wait()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._outbox is not None:
+                self._outbox.close()
             if self._writer is not None:
                 self._writer.close()
             if self._life >= 0:
                 os.close(self._life)
-            self._child, self._writer, self._life, self._tasks = None, None, -1, []
+            self._child, self._writer, self._outbox, self._life, self._tasks = None, None, None, -1, []
 
     # ---- what comes ----------------------------------------------------------------------------------------------
 

@@ -75,8 +75,9 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
     info = client.info
     metrics = Metrics(names[0], info)
     client.on_gap = metrics.gaps.add
+    door = Door(info.max_num_seqs + server.max_queue, server.max_inside)
     return Service(
-        client, server, names, Tokens(client.tokenizer, info.max_model_len), Door(info.max_num_seqs + server.max_queue),
+        client, server, names, Tokens(client.tokenizer, info.max_model_len), door,
         metrics, dict(sampling),
     )  # fmt: skip
 

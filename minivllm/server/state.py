@@ -60,7 +60,7 @@ def engine(loop: EngineLoop, trim: bool) -> dict[str, Any]:
     tables = {
         "requests": len(made.requests), "in_flight": len(made.in_flight), "rows": len(made.slots.running),
         "waiting": made.planner.n_waiting, "reserved": int(made.planner.reserved), "live": len(loop.live),
-        "compiling": len(loop.compiling),
+        "compiling": len(loop.compiling), "arriving": len(loop.arriving),
     }  # fmt: skip
     counts = {"accepted": loop.accepted, "finished": made.finished}
     taken = None  # an executor may not know

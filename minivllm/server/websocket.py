@@ -39,6 +39,7 @@ from .chat import Chat
 from .completions import Completion
 from .errors import ApiError
 from .generate import Service, seconds_of
+from .line import owner_of
 from .protocol import common
 from .protocol.chat import ChatBody
 from .protocol.completion import CompletionBody
@@ -214,7 +215,8 @@ class Connection:
         if not isinstance(body, dict):
             raise ApiError(400, "body: want an object, as over HTTP", "body")
         self.taken += 1
-        state = {**self.state, "tenant": self.tenant, "log": {}}
+        owner = owner_of(self.tenant or "", self.socket.scope.get("client"))
+        state = {**self.state, "tenant": self.tenant, "owner": owner, "log": {}}
         state["request_id"] = f"{self.state['request_id']}-{self.taken}"
         asked = self.running[ident] = _Asked(asyncio.create_task(self._work(kind, ident, body, state)))
         asked.answer = asyncio.create_task(self._answer(kind, ident, asked, state))

@@ -61,6 +61,11 @@ class Helper:
         self._ready = False
         self._rest = b""
 
+    def make_ready(self) -> None:
+        """Start a process, and wait until it has its plug-in."""
+        self.start()
+        self._say_hello()
+
     def check(self, source: GrammarSource) -> None:
         """ValueError if the plug-in refuses it or it does not keep within the limits; PluginError if it fails on it;
         ResourceError if no process could be started."""

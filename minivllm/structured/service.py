@@ -1,7 +1,7 @@
 """Compiles what clients ask for: tried out in a helper process first, kept under a byte limit.
 
-    any thread ──compile──► kept? ──no──► helper process: time, memory ──passed──► the plug-in, in this process ──► kept
-                              └──yes──────────────────────────────────────────────────────────────────────────────►
+    any thread ──compile──► kept? ──no──► a helper process: time, memory ──passed──► the plug-in, in this one ──► kept
+                              └──yes────────────────────────────────────────────────────────────────────────────►
 
 A grammar that is too much for the limits harms the helper or its child only, which is killed and replaced.  What was
 refused is refused again at once.  What one tenant has asked is neither kept nor refused at once for another.
@@ -21,6 +21,7 @@ from minivllm.registry import build_part
 from minivllm.tenant_cache import Salt, TenantCache
 
 from .helper import Helper
+from .helpers import Helpers
 from .params import NAME
 
 if TYPE_CHECKING:
@@ -39,21 +40,30 @@ def default_threads() -> int:
 
 
 class Grammars:
-    """One plug-in and what it has compiled.  Thread-safe; compilations run one after another.
+    """One plug-in and what it has compiled.  Thread-safe; at most ``workers`` compilations run at once, each with a
+    helper process, and never two of the same source.
 
     ``context`` is asked for when the first grammar is compiled: a vocabulary takes a while to spell out.
     """
 
     def __init__(
-        self, part: Part, context: Callable[[], GrammarContext], seconds: float, megabytes: int, cache_bytes: int
+        self,
+        part: Part,
+        context: Callable[[], GrammarContext],
+        seconds: float,
+        megabytes: int,
+        cache_bytes: int,
+        workers: int = 1,
     ) -> None:
         self.part = part
         self._context = context
-        self._seconds, self._megabytes = seconds, megabytes
         self._kept: TenantCache[Compiled] = TenantCache(cache_bytes)
         self._refused: TenantCache[str] = TenantCache(REFUSED)
-        self._lock, self._busy = threading.Lock(), threading.Lock()
-        self._closed = False
+        self._lock, self._building = threading.Lock(), threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._making: set[tuple[Salt, GrammarSource]] = set()
+        self.workers, self._closed = workers, False
+        self.helpers = Helpers(lambda: Helper(part, self.context, seconds, megabytes), workers)
 
     @property
     def bytes(self) -> int:
@@ -62,41 +72,56 @@ class Grammars:
 
     @cached_property
     def context(self) -> GrammarContext:
-        return self._context()
-
-    @cached_property
-    def helper(self) -> Helper:
-        return Helper(self.part, self.context, self._seconds, self._megabytes)
+        with self._building:
+            return self._context()
 
     @cached_property
     def plugin(self) -> Grammar:
         return build_part("grammar", self.part, self.context)
 
+    def _build(self) -> Grammar:
+        with self._building:  # one plug-in, however many threads ask for it first
+            return self.plugin
+
     def warm(self) -> None:
-        """Start the helper and make the plug-in, on a thread of its own: the first request need not wait for it."""
+        """Start a helper and make the plug-in, on a thread of its own: the first request need not wait for it."""
 
         def run() -> None:
-            with self._busy:
+            with self.helpers.one() as helper:
                 if not self._closed:
-                    self.helper.start()
-                    _ = self.plugin
+                    helper.start()
+                    self._build()
 
         threading.Thread(target=run, name="minivllm-grammars", daemon=True).start()
 
     def compile(self, params: StructuredOutputsParams, salt: Salt) -> Compiled:
         """RequestError, which names the field, if it is refused.  ``salt``: whose it is; others do not share it."""
         source = params.source
-        found = self._find(source, salt)
-        if found is None:
-            with self._busy:  # who waited for another with the same source finds it
-                found = self._find(source, salt) or self._make(source, salt)
-        return found
+        with self._changed:
+            while True:
+                if (found := self._find(source, salt)) is not None:
+                    return found
+                if (salt, source) not in self._making:
+                    break
+                self._changed.wait()  # for another with the same source
+            self._making.add((salt, source))
+        try:
+            return self._make(source, salt)
+        finally:
+            with self._changed:
+                self._making.discard((salt, source))
+                self._changed.notify_all()
+
+    def find(self, params: StructuredOutputsParams, salt: Salt) -> Compiled | None:
+        """What is there already.  RequestError if it has been refused."""
+        with self._lock:
+            return self._find(params.source, salt)
 
     def _find(self, source: GrammarSource, salt: Salt) -> Compiled | None:
-        with self._lock:
-            if (why := self._refused.get(salt, source)) is not None:
-                raise RequestError(why, NAME)
-            return self._kept.get(salt, source)
+        """The lock is held."""
+        if (why := self._refused.get(salt, source)) is not None:
+            raise RequestError(why, NAME)
+        return self._kept.get(salt, source)
 
     def _make(self, source: GrammarSource, salt: Salt) -> Compiled:
         features = self.part.features
@@ -104,10 +129,11 @@ class Grammars:
             takes = ", ".join(features)
             raise RequestError(f"{NAME}.{source.kind}: {self.part.name} takes only {takes}; choose another", NAME)
         try:
-            self.helper.start()  # while it starts, the plug-in is made here
-            plugin = self.plugin
-            self.helper.check(source)
-            made = plugin.compile(source)
+            with self.helpers.one() as helper:
+                helper.start()  # while it starts, the plug-in is made here
+                plugin = self._build()
+                helper.check(source)
+                made = plugin.compile(source)
             if not isinstance(made, Compiled) or not isinstance(made.nbytes, int):
                 raise TypeError(f"compile() gave {shown(made)}; want a Compiled")
         except ValueError as e:
@@ -126,20 +152,24 @@ class Grammars:
         return made
 
     def close(self) -> None:
-        """End the helper; idempotent."""
+        """End the helpers; idempotent."""
         self._closed = True
-        if "helper" in self.__dict__:
-            self.helper.close()
+        self.helpers.close()
 
 
 class NoGrammars:
     """There is no plug-in, or no vocabulary: each request is refused with the reason."""
+
+    workers = 1
 
     def __init__(self, why: str) -> None:
         self.why = why
 
     def compile(self, params: StructuredOutputsParams, salt: Salt) -> Compiled:
         raise RequestError(f"{NAME}: {self.why}", NAME)
+
+    def find(self, params: StructuredOutputsParams, salt: Salt) -> Compiled | None:
+        return self.compile(params, salt)
 
     def warm(self) -> None:
         """Nothing to do."""
