@@ -154,7 +154,7 @@ class EngineLoop:
                 getattr(self, f"_do_{command.kind}")(**command.header, **command.columns)
         while (next_up := self.arriving.pop()) is not None:
             command = next_up[2]
-            self._do_add(**command.header, **command.columns)
+            self._do_add(**{**command.header, **command.columns})
             if time.perf_counter() > until:
                 break
 
