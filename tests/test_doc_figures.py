@@ -174,5 +174,13 @@ def test_the_readme_names_every_built_in_plug_in():
             assert f"`{entry.name}`" in table, (kind, entry.name)
 
 
+def test_scripts_and_tests_that_pages_name_are_there():
+    root = DOCS.parent
+    for path in (*DOCS.rglob("*.md"), root / "README.md", root / "CONTRIBUTING.md"):
+        for name in re.findall(r"\b((?:benchmarks|tests|examples)/[\w/]+\.\w+)", path.read_text(encoding="utf-8")):
+            made = name == "tests/test_conformance.py"  # in the package that the tutorial writes
+            assert made or (root / name).exists(), f"{path.name}: {name}"
+
+
 class NoPoints:
     groups = ()

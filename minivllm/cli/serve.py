@@ -126,12 +126,12 @@ def generation(text: str) -> dict[str, Any]:
     """Sampling parameters from JSON as generation_config.json has them."""
     what = f"--override-generation-config {text[:80]}"
     try:
-        found = json.loads(text)
+        found: Any = json.loads(text)
     except (ValueError, RecursionError) as exc:
         raise ConfigError(f"{what}: want a JSON object: {exc}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{what}: want a JSON object")
-    made: dict[str, Any] = {GENERATION.get(name, name): value for name, value in found.items()}
+    made = {str(GENERATION.get(name, name)): value for name, value in found.items()}
     if len(made) < len(found):
         raise ConfigError(f"{what}: max_new_tokens is max_tokens; want one of them")
     if (draws := made.pop("do_sample", True)) is not True:
