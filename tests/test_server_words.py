@@ -71,7 +71,9 @@ BREAKS = {  # route -> what it works with, in which something fails
 def test_a_failure_in_any_route_is_the_error_object(server, monkeypatch, path, method):
     monkeypatch.setattr(*BREAKS[path](server.app.service), broken)
     where = path.replace("{model:path}", "pocket")
-    is_documented(server.client.request(method, where, json=BODIES.get(path, {}) if method == "POST" else None))
+    body = BODIES.get(path, {}) if method == "POST" else None
+    key = {"Authorization": f"Bearer {server.app.admin_token}"}
+    is_documented(server.client.request(method, where, json=body, headers=key))
 
 
 def test_a_failure_in_a_probe_in_the_guard_and_in_the_middleware_around_it_is_too(server, monkeypatch):
@@ -287,10 +289,8 @@ def test_the_line_of_a_request_that_was_aborted_tells_what_it_had_generated(serv
     else:
         link = socket.create_connection((server.host, server.port))
         body = json.dumps({**LONG, **more}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        link.sendall(head.encode() + b"\r\n\r\n" + body)
+        head = f"Host: {server.host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
         end = time.monotonic() + 30
         while server.stats()["steps"] < before + 6:
             assert time.monotonic() < end
