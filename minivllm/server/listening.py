@@ -9,7 +9,8 @@ import ssl
 import stat
 from typing import TYPE_CHECKING
 
-from minivllm.errors import ConfigError, ResourceError
+from minivllm.errors import ConfigError, ResourceError, shown
+from minivllm.files import SMALL, check
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -90,8 +91,8 @@ def tls(server: ServerConfig) -> ssl.SSLContext | None:
         return None
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         path = getattr(server, name)
-        if path is not None and os.path.exists(path) and not os.path.isfile(path):  # OpenSSL would wait for a FIFO
-            raise ConfigError(f"server.{name}={path!r}: want a regular file")
+        if path is not None:  # OpenSSL would wait for a FIFO
+            check(path, SMALL, name=f"server.{name}={shown(path)}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
