@@ -23,6 +23,7 @@ _KINDS = {
     "integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",
     "object": "a table",
 }  # fmt: skip
+_MOST = 64  # faults that are told: of a thousand unknown names each would cost a search for a near one
 _LISTED = 8  # as many names are told if none is near
 
 
@@ -41,7 +42,7 @@ def faults(exc: Any, model: Any, values: Any, at: str = "") -> list[Fault]:
     except Exception:  # a field of a type that JSON Schema cannot describe
         root = {}
     found: dict[tuple[Any, ...], Fault] = {}
-    for error in exc.errors():
+    for error in exc.errors(include_url=False)[:_MOST]:
         place = _place(error, values)
         if place not in found:  # the branches of a union complain one by one: one fault tells what all of them take
             path = ".".join(str(p) for p in ((at,) if at else ()) + place)

@@ -54,6 +54,7 @@ class Running:
             self.app.open(make_service(client, loaded.server, loaded.engine.model, loaded.sampling))
             started.set()
             await serving
+            await self.app.service.close()
             await client.close()
 
         self._thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from minivllm import LLM, AsyncLLM, SamplingParams
 from minivllm.errors import RequestError
 from minivllm.server.tokens import Tokens
+from minivllm.server.tools import tell
 from minivllm.text.literal import FIRST, LAST, Spellings
 from minivllm.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -312,14 +313,21 @@ def test_the_server_gives_a_chat_the_same_ids(made, name):
     """Kept or made anew, long or short; and transformers' where the request asks for those."""
     tokenizer, token = made[name], MODELS[name][1][-1]
     tokens = Tokens(tokenizer, 1 << 20)
-    for text in ("a", f"a{token}", f"a{token}" * 300):
-        messages, tools, variables = conversation([text] * PLACES)
-        want = tokenizer.encode_chat(tokenizer.chat_prompt(messages, tools=tools, variables=variables))
-        for _ in range(2):
-            assert asyncio.run(tokens.chat(messages, tools, True, variables, NOBODY)) == want
-        theirs = tokenizer.apply_chat_template(messages, tools=tools, variables=variables)
-        assert asyncio.run(tokens.chat(messages, tools, True, variables, NOBODY, False)) == theirs
-        assert (theirs == want) == (text == "a")
+
+    async def check():
+        for text in ("a", f"a{token}", f"a{token}" * 300):
+            messages, tools, variables = conversation([text] * PLACES)
+            shown = (messages, tools) if "tools" in tokenizer.chat_template else (tell(messages, tools), None)
+            asked = {"tools": shown[1], "variables": variables}
+            want = tokenizer.encode_chat(tokenizer.chat_prompt(shown[0], **asked))
+            for _ in range(2):
+                assert await tokens.chat(messages, tools, True, variables, NOBODY) == want
+            theirs = tokenizer.apply_chat_template(shown[0], **asked)
+            assert await tokens.chat(messages, tools, True, variables, NOBODY, False) == theirs
+            assert (theirs == want) == (text == "a")
+        await tokens.desk.close()
+
+    asyncio.run(check())
 
 
 def tokenizer_of(folder, template, tokens, ordinary=(), **config):

@@ -18,6 +18,7 @@ from starlette.websockets import WebSocketDisconnect
 from test_websocket import LONG, SUM, talking
 
 from minivllm.server import websocket
+from minivllm.server.body import Bodies
 from minivllm.server.errors import ApiError
 
 MOST = 4
@@ -60,7 +61,7 @@ class Scripted(websocket.Connection):
         server = SimpleNamespace(max_socket_requests=MOST, write_timeout=60.0, header_timeout=60.0)
         self.door = SimpleNamespace(ended=asyncio.get_running_loop().create_future())
         keys = SimpleNamespace(tenant=lambda headers: "")
-        super().__init__(pipe, SimpleNamespace(server=server, door=self.door), keys)
+        super().__init__(pipe, SimpleNamespace(server=server, door=self.door, bodies=Bodies(None)), keys)
         self.told, self.held, self.cut_short = {}, set(), set()
 
     def _work(self, kind, ident, body, state):

@@ -50,6 +50,8 @@ class ServerConfig(Strict):
     max_branches: int = Field(
         1024, ge=1, description="branches of a request: prompts times the largest of n, best_of and beam_width"
     )
+    template_seconds: float = Field(2, gt=0, description="of CPU time for the chat template of a request; more: 400")
+    template_mb: int = Field(256, ge=16, description="of memory for it; more: 400")
     max_stop: int = Field(16, ge=0, le=16, description="stop strings of a request, of at most 256 characters each")
     max_logprobs: int = Field(20, ge=0, description="log-probabilities a token")
     max_socket_requests: int = Field(64, ge=1, description="requests that run at once on a WebSocket; more: 429")

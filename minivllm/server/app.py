@@ -18,6 +18,7 @@ import minivllm
 
 from . import chat, completions, errors, operations, websocket
 from .auth import Keys, admin_token
+from .body import Refusal
 from .errors import ApiError
 from .guard import Guard, contained
 from .protocol.chat import ChatBody
@@ -152,7 +153,8 @@ def _unavailable(why: str) -> ApiError:
 
 
 def _answer(error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, error.headers)
+    kind = Refusal if error.status == 413 else JSONResponse
+    return kind(error.body(), error.status, error.headers)
 
 
 async def _api_error(request: Request, exc: Exception) -> Response:

@@ -3,58 +3,119 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from typing import Any, NoReturn
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
 
 from minivllm.plain import flaw, is_text, lone_escape
 
+from . import bounds
 from .cross_site import JSON_WANTED, is_json
 from .errors import ApiError
 
-# times the limit: of a larger body that much is read, and dropped, before it is refused.  A connection that closes
-# while something is on its way is reset, and the answer with it: its sender would never hear what was wrong.
-LINGER = 8
+if TYPE_CHECKING:
+    from .desk import Desk
+
+SMALL = 1 << 15  # bytes: a few milliseconds at most, whatever they are; of more the desk takes care
+HELD = 16  # bodies of the largest size that one asker may have on their way
+LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20  # for what still comes of a body that was refused
 
 
-async def read_object(request: Request, most: int, seconds: float) -> dict[str, Any]:
-    """The body as a JSON object.  ApiError: 415 if its type is not JSON, 413 over ``most`` bytes, 408 if it has not
-    come after ``seconds``, 400 if it is no JSON object."""
-    if not is_json(
-        request.headers.get("content-type", "")
-    ):  # the guard has looked at those of bodies that are not empty
-        raise ApiError(415, f"the request has no body; {JSON_WANTED}, and a JSON object")
-    declared = request.headers.get("content-length", "")
-    told = int(declared[:20]) if declared.isdecimal() else 0
-    large = ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
-    if told > LINGER * most or (told > most and "expect" in request.headers):
-        raise large
-    parts: list[bytes] = []
-    try:
-        size = await asyncio.wait_for(_read(request, most, parts), seconds)
-    except asyncio.TimeoutError:
-        what = f"the body did not come within {seconds:g} s"
-        over = max(told, sum(map(len, parts))) > most
-        raise large if over else ApiError(408, what, headers={"Connection": "close"}) from None
-    if size > most:
-        raise large
-    return parse_object(b"".join(parts))
+class Bodies:
+    """The bodies that are on their way.  ``held``: bytes of each asker's that have come and are not read yet."""
 
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.held: Counter[str] = Counter()
 
-async def _read(request: Request, most: int, parts: list[bytes]) -> int:
-    """Its bytes; ``parts`` get it, of a larger one no more than shows that it is larger."""
-    size = 0
-    try:
-        async for part in request.stream():
-            if size <= most:
+    async def read(self, request: Request, most: int, seconds: float, who: str) -> dict[str, Any]:
+        """The body as a JSON object.  ApiError: 415 if its type is not JSON, 413 as soon as it is over ``most`` bytes,
+        408 if it has not come after ``seconds``, 429 if as many others of this asker are on their way, 400 if it is no
+        JSON object, or one that holds more than a request can need (``bounds``)."""
+        if not is_json(request.headers.get("content-type", "")):  # the guard has looked at those of other bodies
+            raise ApiError(415, f"the request has no body; {JSON_WANTED}, and a JSON object")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and (len(declared) > 20 or int(declared) > most):
+            raise too_large(most)
+        parts: list[bytes] = []
+        with self._counted(who) as count:
+            try:
+                await asyncio.wait_for(self._read(request, most, who, parts, count), seconds)
+            except asyncio.TimeoutError:
+                what = f"the body did not come within {seconds:g} s"
+                raise ApiError(408, what, headers={"Connection": "close"}) from None
+            return await self.parse(b"".join(parts), who)
+
+    async def parse(self, raw: bytes, who: str, inner: str = "") -> dict[str, Any]:
+        """``parse_object`` and the bounds of ``bounds``; ``inner``: the field that holds the body."""
+        if len(raw) > SMALL:
+            return await self.desk.read(raw, who, inner)
+        bounds.check_shape(raw)
+        value = load_object(raw)
+        if not inner:
+            check_text(raw, value)  # of a message, its id is wanted first
+        body = value.get(inner) if inner else value
+        if isinstance(body, dict):
+            bounds.check_fields(body)
+        return value
+
+    async def _read(self, request: Request, most: int, who: str, parts: list[bytes], count: list[int]) -> None:
+        size = 0
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise too_large(most)
+                if self.held[who] + len(part) > HELD * most:
+                    what = "too many of your requests' bodies are on their way; try again later"
+                    raise ApiError(429, what, headers={"Retry-After": "1", "Connection": "close"})
+                self.held[who] += len(part)
+                count[0] += len(part)
                 parts.append(part)
-            size += len(part)
-            if size > LINGER * most:
-                break
-    except ClientDisconnect:
-        raise ApiError(400, "the connection closed before the body was whole") from None
-    return size
+        except ClientDisconnect:
+            raise ApiError(400, "the connection closed before the body was whole") from None
+
+    @contextmanager
+    def _counted(self, who: str) -> Iterator[list[int]]:
+        """What the caller adds to the list's one number, and to ``held``, is taken off again."""
+        count = [0]
+        try:
+            yield count
+        finally:
+            self.held[who] -= count[0]
+            if not self.held[who]:
+                del self.held[who]  # which reads as 0
+
+
+def too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
+
+
+class Refusal(JSONResponse):
+    """An answer that is said before the body has come whole.
+
+    A connection that closes while something is on its way is reset, and the answer with it: its sender would never
+    hear what was wrong.  So what still comes is dropped for a while, and then the connection closes."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._drop(receive), LINGER_SECONDS)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _drop(self, receive: Any) -> None:
+        left, more = LINGER_BYTES, True
+        while more and left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            more = message["type"] == "http.request" and message.get("more_body", False)
 
 
 def parse_object(raw: bytes | str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from .generate import (
     stream_options,
 )
 from .messages import plain
-from .params import asked_tokens, fit, form_of, limited, make_params, note_default, structured
-from .prompts import answer_role, begins_answer, last_content, marked, truncated, truncation
+from .params import asked_tokens, fit, limited, make_params, note_default, whole_form
+from .prompts import answer_role, begins_answer, last_content, truncated, truncation
 from .protocol.chat import ChatBody
 from .protocol.common import naming
 from .reader import Reader
@@ -81,11 +81,7 @@ class Chat:
         self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
         self.speller = logprobs.Speller(service.tokens.tokenizer, bool(body.return_tokens_as_token_ids))
-        form, forced = form_of(body), self.tools.form()
-        if forced is not None:
-            if form is not None:
-                raise ApiError(400, "tool_choice forces calls, and the answer's form is given too", "tool_choice")
-            form = structured(forced)
+        form = whole_form(body, self.tools)
         self.params = make_params(
             body, self.passed, self.top if body.logprobs else None, form, self.state, service.client.info,
             service.server, service.defaults,
@@ -95,7 +91,7 @@ class Chat:
     async def prepare(self, held: AsyncExitStack) -> Answer:
         service = self.service
         held.enter_context(service.door.enter(1, self.state["owner"]))
-        ids = await render(service, self.messages, self.tools.shown, self.body, self.params.salt)
+        ids = await render(service, self.messages, self.tools.shown, self.body, self.params.salt, self.state["owner"])
         ids = truncated(ids, self.kept, self.body.truncation_side)
         most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
         asks = [(ids, dataclasses.replace(self.params, max_tokens=most))]
@@ -157,15 +153,10 @@ class Chat:
         return choices
 
 
-async def render(service: Service, messages: Any, shown: Any, body: Any, salt: Salt) -> list[int]:
+async def render(service: Service, messages: Any, shown: Any, body: Any, salt: Salt, who: str) -> list[int]:
     """The ids of a conversation, by the model's chat template; one that knows no tools is told of them in a message."""
-    template = service.tokens.need().chat_template or ""
-    if "tools" not in template:
-        messages, shown = tools.tell(messages, shown or []), None
     begin, split = begins_answer(body), body.split_special_tokens is not False
-    mark = None
-    if body.continue_final_message:
-        messages, mark = marked(messages, [shown, body.chat_template_kwargs])
-    ids = await service.tokens.chat(messages, shown, begin, body.chat_template_kwargs, salt, split, mark)
+    goes_on, variables = bool(body.continue_final_message), body.chat_template_kwargs
+    ids = await service.tokens.chat(messages, shown, begin, variables, salt, split, goes_on, who)
     before, behind = service.tokens.around if body.add_special_tokens else ([], [])
     return [*before, *ids, *behind]

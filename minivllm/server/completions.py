@@ -23,11 +23,11 @@ from .generate import (
     stream_options,
 )
 from .offsets import Placed, Places
-from .params import asked_tokens, fit, form_of, limited, make_params, note_default
+from .params import asked_tokens, fit, limited, make_params, note_default, whole_form
 from .prompts import truncated, truncation
 from .protocol.common import naming
 from .protocol.completion import CompletionBody
-from .tokens import read_prompts
+from .tokens import Ids, read_prompts
 
 if TYPE_CHECKING:
     from .client import Piece
@@ -71,9 +71,9 @@ class Completion:
         self.echoed: list[str] = []  # with ``echo``: the text of each prompt
         self.given: list[str | None] = []  # and that text if the client sent it
         self._scored: dict[int, list[tuple[Any, int]]] = {}
-        self.ids: list[list[int]] = []
+        self.ids: list[Ids] = []
         more = self.passed if body.best_of is None else {**self.passed, "best_of": body.best_of}
-        form = form_of(body)
+        form = whole_form(body)
         self.params = make_params(body, more, body.logprobs, form, self.state, info, service.server, service.defaults)
         check_branches(service, len(self.prompts), self.params)
         self.asks_scores = self.params.prompt_logprobs is not None
@@ -89,8 +89,8 @@ class Completion:
         service, body = self.service, self.body
         held.enter_context(service.door.enter(len(self.prompts), self.state["owner"]))
         asks = []
-        for prompt in self.prompts:
-            ids = await self._encode(prompt)
+        for prompt, whole in zip(self.prompts, await self._encoded(), strict=True):
+            ids = await self._cut(prompt, whole)
             self.ids.append(ids)
             # one token is drawn where none is wanted, and not shown: the scores of the prompt come with it
             asked = 1 if self.only_scores else self.asked
@@ -102,21 +102,29 @@ class Completion:
             self.warnings, hidden=self.only_scores,
         )  # fmt: skip
 
-    async def _encode(self, prompt: str | list[int]) -> list[int]:
-        """The ids of a prompt; with ``echo``, its text and the places of its tokens are kept."""
-        service, body = self.service, self.body
-        text, shorter = (prompt, prompt) if isinstance(prompt, str) else (None, None)
-        if isinstance(prompt, str):
-            shorter = prompt if self.kept is None else service.tokens.shorten(prompt, body.truncation_side)
-            whole = await service.tokens.encode(shorter, body.add_special_tokens is not False, self.params.salt)
-        else:
-            whole = prompt
-        ids = truncated(whole, self.kept, body.truncation_side)
-        if len(ids) < len(whole) or shorter != text:
+    def _shorter(self, text: str) -> str:
+        return text if self.kept is None else self.service.tokens.shorten(text, self.body.truncation_side)
+
+    async def _encoded(self) -> list[Ids]:
+        """The ids of each prompt, before they are truncated."""
+        texts = [self._shorter(prompt) for prompt in self.prompts if isinstance(prompt, str)]
+        if not texts:
+            return [prompt for prompt in self.prompts if not isinstance(prompt, str)]
+        special, who = self.body.add_special_tokens is not False, self.state["owner"]
+        encoded = iter(await self.service.tokens.encode_all(texts, special, self.params.salt, who=who))
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in self.prompts]
+
+    async def _cut(self, prompt: str | Ids, whole: Ids) -> Ids:
+        """The ids of a prompt that are kept; with ``echo``, its text and the places of its tokens are too."""
+        ids = whole
+        if self.kept is not None:
+            ids = truncated(list(map(int, whole)), self.kept, self.body.truncation_side)
+        text = prompt if isinstance(prompt, str) else None
+        if len(ids) < len(whole) or (text is not None and self._shorter(text) != text):
             text = None  # the text is that of the tokens that are left
-        if body.echo:
-            tokenizer = service.tokens.need()
-            self.echoed.append(tokenizer.decode(ids) if text is None else text)
+        if self.body.echo:
+            shown = await self.service.tokens.decode(ids, who=self.state["owner"]) if text is None else text
+            self.echoed.append(shown)
             self.given.append(text)
         return ids
 
@@ -166,7 +174,7 @@ class Completion:
                 said[-1]["token_ids"] = piece.token_ids
         if said and number in self._new:
             self._new.discard(number)
-            said[0]["prompt_token_ids"] = self.ids[at]
+            said[0]["prompt_token_ids"] = list(map(int, self.ids[at]))
         return said
 
     async def whole(self, answer: Answer) -> list[dict[str, Any]]:
@@ -187,7 +195,7 @@ class Completion:
                     shown += text.text
                 choice = self._choice(at * self.n + rank, shown, self._shape(rows), reason, stop)
                 if self.body.return_token_ids:
-                    choice["token_ids"], choice["prompt_token_ids"] = token_ids, self.ids[at]
+                    choice["token_ids"], choice["prompt_token_ids"] = token_ids, list(map(int, self.ids[at]))
                 if self.asks_scores:
                     choice["prompt_logprobs"] = logprobs.prompt(_rows_of_prompt(stream), self.speller)
                 choices.append(choice)

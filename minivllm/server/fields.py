@@ -16,6 +16,7 @@ from .peers import IDLE
 MOST = 32  # warnings of an answer
 OF_BEAMS = ("length_penalty", "early_stopping")
 NEUTRAL = {field.name: field.default for field in fields(SamplingParams)}
+LOOKED_AT = 8  # unknown names for which a near one is looked for: each takes a millisecond
 NEAR = 0.8  # of difflib: max_token is as near to max_tokens, user_data to nothing
 # what cannot be left out without a different answer
 REFUSED = {
@@ -46,6 +47,7 @@ def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[di
     names = [*own, *IDLE, *REFUSED, *PASSED]
     peers = getattr(body, "_peers", None)
     passed, warnings = {}, [*(peers.warnings if peers is not None else ())]
+    looked_at = 0
     for name, value in (body.model_extra or {}).items():
         if name in PASSED and name in known:
             passed[name] = value
@@ -56,7 +58,8 @@ def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[di
             if value is not None:
                 warnings.append({"field": name, "message": f"{name} has no effect here"})
         else:
-            near = difflib.get_close_matches(name[:64], names, n=1, cutoff=NEAR)
+            looked_at += 1
+            near = difflib.get_close_matches(name[:64], names, n=1, cutoff=NEAR) if looked_at <= LOOKED_AT else []
             if near:
                 raise ApiError(400, f"unknown field {name[:64]!r}. Did you mean {near[0]!r}?", name[:64])
             warnings.append({"field": name[:64], "message": "unknown field; it has no effect here"})

@@ -52,6 +52,12 @@ class Service:
     defaults: Mapping[str, Any]
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def __post_init__(self) -> None:
+        self.bodies = bodies.Bodies(self.tokens.desk)
+
+    async def close(self) -> None:
+        await self.tokens.desk.close()
+
     def check_model(self, name: str | None) -> str:
         """The name that the answer has.  ApiError (404) for a model that is not served."""
         if name is None or name == "":
@@ -174,7 +180,17 @@ class Answer:
 async def read_body(request: Request, service: Service, model: type[Any]) -> Any:
     """The body within the limits.  ApiError where it is wrong, or where nobody can answer it now."""
     server = service.server
-    return common.read(model, await bodies.read_object(request, server.max_body_bytes, server.body_timeout))
+    who = request.scope["state"]["owner"]
+    values = await service.bodies.read(request, server.max_body_bytes, server.body_timeout, who)
+    return await checked(service, model, values, who)
+
+
+async def checked(service: Service, model: type[Any], values: Mapping[str, Any], who: str) -> Any:
+    """The values as a body, its form worked out where that takes long."""
+    body = common.read(model, values)
+    if isinstance(body, common.Generation):
+        body._known_form = await service.tokens.desk.form(body, who)
+    return body
 
 
 def _slowest(streams: Sequence[Stream]) -> dict[str, float]:
@@ -222,7 +238,7 @@ def seconds_of(service: Service, asked: float | None) -> float:
 
 
 async def open_streams(
-    service: Service, held: AsyncExitStack, state: dict[str, Any], prompts: Sequence[tuple[list[int], SamplingParams]],
+    service: Service, held: AsyncExitStack, state: dict[str, Any], prompts: Sequence[tuple[Any, SamplingParams]],
     pieces: bool,
 ) -> list[Stream]:  # fmt: skip
     """One stream a prompt, closed by ``held``.  The error of the first that is refused; then none stays."""

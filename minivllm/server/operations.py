@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -13,6 +15,8 @@ from . import chat, fields, metrics, state
 from .errors import ApiError
 from .generate import Service, read_body
 from .protocol.tokens import DetokenizeBody, TokenizeBody
+from .sse import dump
+from .tokens import MANY
 
 MOST_IDS = 1 << 20  # of /detokenize
 
@@ -42,16 +46,20 @@ async def tokenize(request: Request, service: Service) -> Any:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: want either prompt or messages", "prompt")
-    salt = (request.scope["state"]["tenant"], "")
+    salt, who = (request.scope["state"]["tenant"], ""), request.scope["state"]["owner"]
     if body.prompt is not None:
-        ids = await service.tokens.encode(body.prompt, body.add_special_tokens is not False, salt)
+        ids = await service.tokens.encode(body.prompt, body.add_special_tokens is not False, salt, who=who)
     else:
         asked = chat.tools.read_tools(body.tools, None, None)
-        ids = await chat.render(service, chat.check_messages(body.messages), asked.shown, body, salt)
+        ids = await chat.render(service, chat.check_messages(body.messages), asked.shown, body, salt, who)
     out = {"count": len(ids), "max_model_len": service.client.info.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
-        out["token_strs"] = [service.tokens.need().token(i) for i in ids]
-    return JSONResponse({**out, "warnings": warnings} if warnings else out)
+        spelled: list[str | None] = []
+        out["token_strs"] = spelled
+        for at in range(0, len(ids), MANY):
+            spelled += map(service.tokens.need().token, ids[at : at + MANY])
+            await asyncio.sleep(0)  # others have their turn
+    return _json({**out, "warnings": warnings} if warnings else out)
 
 
 async def detokenize(request: Request, service: Service) -> Any:
@@ -59,9 +67,18 @@ async def detokenize(request: Request, service: Service) -> Any:
     fields.check(body)
     service.check_model(body.model)
     ids, vocab = body.tokens, service.client.info.vocab_size
-    if not isinstance(ids, list) or len(ids) > MOST_IDS or not all(type(i) is int and 0 <= i < vocab for i in ids):
-        raise ApiError(400, f"tokens: want a list of token ids from 0 to {vocab - 1}", "tokens")
-    return JSONResponse({"prompt": service.tokens.need().decode(ids, skip_special_tokens=False)})
+    if isinstance(ids, np.ndarray):
+        ok = len(ids) <= MOST_IDS and ids.min() >= 0 and ids.max() < vocab
+    else:
+        ok = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids)
+    if not ok:
+        raise ApiError(400, f"tokens: want a list of at most {MOST_IDS} token ids from 0 to {vocab - 1}", "tokens")
+    return _json({"prompt": await service.tokens.decode(ids, False, request.scope["state"]["owner"])})
+
+
+def _json(value: Any) -> Response:
+    """An answer that may be long: ten times as fast as JSONResponse."""
+    return Response(dump(value), media_type="application/json")
 
 
 async def tokenizer_info(request: Request, service: Service) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.request import SamplingParams
 
 from .errors import ApiError
-from .tools import COMPACT
+from .tools import COMPACT, Tools
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -119,6 +119,18 @@ def note_default(answer: Any, default: int | None) -> None:
     if default is not None and any(t.finish_reason == "length" for s in answer.streams for t in s.texts):
         note = f"it was not given: the answer ends after {default} tokens"
         answer.warnings.append({"field": "max_tokens", "message": note})
+
+
+def whole_form(body: Any, tools: Tools | None = None) -> dict[str, Any] | None:
+    """What the text must fit, calls of tools that are forced among it; None: anything.  ApiError (400) for both."""
+    if (known := getattr(body, "known_form", None)) is not None:
+        return known
+    form, forced = form_of(body), None if tools is None else tools.form()
+    if forced is None:
+        return form
+    if form is not None:
+        raise ApiError(400, "tool_choice forces calls, and the answer's form is given too", "tool_choice")
+    return structured(forced)
 
 
 def form_of(body: Any) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ from .accepting import BACKLOG, Acceptor, open_files, room_for
 from .app import Application
 from .auth import ENVIRONMENT, read_keys
 from .connection import protocol
+from .desk import Desk
 from .generate import Service
 from .limits import Door
 from .listening import bind, release, tls, url_of
@@ -75,11 +76,10 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
     info = client.info
     metrics = Metrics(names[0], info)
     client.on_gap = metrics.gaps.add
+    desk = Desk(client.tokenizer, server.template_seconds, server.template_mb)
+    tokens = Tokens(client.tokenizer, info.max_model_len, desk)
     door = Door(info.max_num_seqs + server.max_queue, server.max_inside)
-    return Service(
-        client, server, names, Tokens(client.tokenizer, info.max_model_len), door,
-        metrics, dict(sampling),
-    )  # fmt: skip
+    return Service(client, server, names, tokens, door, metrics, dict(sampling))
 
 
 async def run(loaded: Loaded, keys: list[str]) -> int:
@@ -102,7 +102,9 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
             if not opening.done():
                 return 0
             await opening  # its error is the command's
-            app.open(make_service(client, server, loaded.engine.model, loaded.sampling))
+            service = make_service(client, server, loaded.engine.model, loaded.sampling)
+            service.tokens.desk.start()
+            app.open(service)
             state.freeze_loaded()
             _tell_token(app)
             assert app.service is not None
@@ -116,6 +118,8 @@ async def run(loaded: Loaded, keys: list[str]) -> int:
         http.force_exit = stop.second.is_set()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
+        if app.service is not None:
+            await app.service.close()
         await client.close()
         release(bound, server)
 

@@ -76,4 +76,5 @@ async def of(service: Service, trim: bool) -> dict[str, Any]:
     """Of the whole server.  The question itself is not counted."""
     told = await service.client.state(trim)
     tables = {**service.client.tables(), "inside": service.door.inside, "tasks": len(asyncio.all_tasks())}
+    tables["body_bytes"] = sum(service.bodies.held.values())
     return {"engine": told, "server": {"tables": tables, "process": process(trim)}}

@@ -6,38 +6,45 @@ see ``minivllm.text.literal``.
 
 from __future__ import annotations
 
-import asyncio
-import json
+import hashlib
+import re
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from minivllm.tenant_cache import Salt, TenantCache
 
+from .desk import Desk, to_json
 from .errors import ApiError
-from .prompts import around, cut_at
+from .prompts import around
 
 if TYPE_CHECKING:
     from minivllm.text.tokenizer import Tokenizer
 
-LONG = 8192  # characters: some milliseconds of tokenizing
+LONG = 2048  # characters: half a millisecond of tokenizing
+MANY = 1024  # token ids: half a millisecond of making text of them
 CACHED = 8 << 20  # bytes of texts and their ids that are kept, with what Python takes for an entry
 ENTRY = 376  # bytes of an entry beside its text and its ids: keys, pair, number, and its places in an OrderedDict
 BYTES_A_TOKEN = 16  # a text with more than as many a token of the context is too long without counting
 NO_TEXT = "this server was started without a tokenizer: send token ids to /v1/completions"
 PLACES = frozenset({"add_generation_prompt", "continue_final_message"})
 FIXED = PLACES | {"tokenize", "chat_template", "messages", "tools", "documents"}
+VARYING = re.compile(r"strftime_now|random|lipsum")  # with which a template prints something else each time
+Ids = list[int] | np.ndarray
 
 
 class Tokens:
-    """A tokenizer for the routes; it is None for an engine of ids only."""
+    """A tokenizer for the routes; it is None for an engine of ids only.  ``desk`` does what takes long, for each
+    ``who`` in turn (``Turns``); what is kept is kept for each salt."""
 
-    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, desk: Desk | None = None) -> None:
         self.tokenizer, self.most = tokenizer, BYTES_A_TOKEN * max_model_len
         self.max_model_len = max_model_len
+        self.desk = Desk(tokenizer) if desk is None else desk
         self._kept: TenantCache[array[int]] = TenantCache(CACHED)
 
     def need(self) -> Tokenizer:
@@ -47,13 +54,7 @@ class Tokens:
 
     def check_length(self, text: str, param: str) -> None:
         """ApiError (400) for a text that is too long to be worth counting."""
-        if len(text) > self.most:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {self.max_model_len} tokens (max_model_len), but the prompt "
-                f"has {len(text)} characters, more than so many tokens can have. Shorten it.",
-                param,
-            )
+        too_long(text, self.most, param)
 
     def shorten(self, text: str, side: str | None) -> str:
         """As much of a text that will be truncated as any number of tokens of the context can have."""
@@ -61,31 +62,48 @@ class Tokens:
             return text
         return text[: self.most] if side == "right" else text[-self.most :]
 
-    async def encode(self, text: str, special: bool, salt: Salt, param: str = "prompt") -> list[int]:
+    async def encode(self, text: str, special: bool, salt: Salt, param: str = "prompt", who: str = "") -> list[int]:
         """The ids of a text, in which spellings of special tokens count as those.  ``salt``: whose it is."""
+        return (await self.encode_all([text], special, salt, param, who))[0]
+
+    async def encode_all(
+        self, texts: Sequence[str], special: bool, salt: Salt, param: str = "prompt", who: str = ""
+    ) -> list[list[int]]:
+        """The ids of each text.  Together they take as little of the event loop's time as one does."""
         tokenizer = self.need()
-        self.check_length(text, param)
-        return await self._ids(salt, (text, special), len(text), lambda: tokenizer.encode(text, special))
+        found: dict[str, list[int]] = {}
+        here, there = LONG, []
+        for text in dict.fromkeys(texts):
+            self.check_length(text, param)
+            if (ids := self._kept.get(salt, (text, special))) is not None:
+                found[text] = ids.tolist()
+            elif len(text) < here:
+                here -= len(text)
+                found[text] = tokenizer.encode(text, special)
+                self._keep(salt, (text, special), found[text])
+            else:
+                there.append(text)
+        if there:
+            for text, made in zip(there, await self.desk.encode(there, special, who), strict=True):
+                found[text] = made
+                self._keep(salt, (text, special), made)
+        return [found[text] for text in texts]
+
+    async def decode(self, ids: Ids, skip: bool = True, who: str = "") -> str:
+        """The text of token ids; ``skip``: without special tokens."""
+        tokenizer = self.need()
+        if len(ids) < MANY:
+            return tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip)
+        return await self.desk.decode(ids, skip, who)
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
         return around(self.need())
 
-    async def _ids(
-        self, salt: Salt, key: tuple[Any, ...], size: int, make: Callable[[], list[int]], long: bool = False
-    ) -> list[int]:
-        """What was kept for a text of ``size`` characters, or is made now; ``long``: that takes long at any size."""
-        if (found := self._kept.get(salt, key)) is not None:
-            return found.tolist()
-        ids = make() if size < LONG and not long else await asyncio.to_thread(make)
-        self._keep(salt, key, ids)
-        return ids
-
     def _keep(self, salt: Salt, key: tuple[Any, ...], ids: list[int]) -> None:
-        """Keep the ids of a text, which is in the key as one string or as several."""
+        """Keep the ids of a text, of which the key begins with the text or with its digest."""
         kept = array("i", ids)  # a ninth of what a list takes
-        texts = sum(sys.getsizeof(part) for part in key if isinstance(part, str))
-        size = texts + sys.getsizeof(kept) + ENTRY
+        size = sys.getsizeof(key[0]) + sys.getsizeof(kept) + ENTRY
         if size <= CACHED // 16:
             self._kept.put(salt, key, kept, size)
 
@@ -97,33 +115,39 @@ class Tokens:
         variables: Any,
         salt: Salt,
         split: bool = True,
-        mark: str | None = None,
+        goes_on: bool = False,
+        who: str = "",
     ) -> list[int]:
-        """The ids of a conversation, up to ``mark`` if that is given.  ``split``: what is spelled like a special token
-        in it stays text; without it such text is the token, as with transformers.  RequestError or ApiError if it is
-        malformed or refused."""
+        """The ids of a conversation; ``goes_on``: up to the end of its last message.  ``split``: what is spelled like a
+        special token in it stays text; without it such text is the token, as with transformers.  A template that knows
+        no tools is told of them in a message.  RequestError or ApiError if it is malformed or refused.
+
+        A chat template is a program, and a conversation is its input: it runs where it can be ended (``Desk``)."""
         tokenizer = self.need()
         _check_variables(variables)
+        asked = to_json([messages, tools, begin, variables])
         # the template repeats what it is given: its size bounds the work
-        size = len(json.dumps([messages, tools], default=str))
-        if size > 2 * self.most:
-            self.check_length(" " * (size // 2), "messages")
-        asked = {"tools": tools, "variables": variables}
+        if len(asked) > 2 * self.most:
+            self.check_length(" " * (len(asked) // 2), "messages")
+        kept = not VARYING.search(tokenizer.chat_template or "") and len(asked) < CACHED // 16
+        key = (hashlib.sha256(asked).digest(), split, goes_on) if kept else ()
+        if kept and (found := self._kept.get(salt, key)) is not None:
+            return found.tolist()
+        ids = await self.desk.chat(asked, split, goes_on, self.most, who)
+        if kept:
+            self._keep(salt, key, ids)
+        return ids
 
-        def render() -> Any:
-            if split:
-                return tokenizer.chat_prompt(messages, begin, **asked)
-            return tokenizer.apply_chat_template(messages, begin, tokenize=False, **asked)
 
-        prompt = render() if size < LONG else await asyncio.to_thread(render)
-        if mark is not None:
-            prompt = replace(prompt, pieces=cut_at(prompt.pieces, mark)) if split else cut_at((prompt,), mark)[0]
-        if not split:
-            return await self.encode(prompt, False, salt, "messages")
-        self.check_length(prompt.text, "messages")
-        # one that is not plain may need a second tokenizer, which is made the first time
-        make = lambda: tokenizer.encode_chat(prompt)  # noqa: E731
-        return await self._ids(salt, prompt.pieces, len(prompt.text), make, long=not prompt.plain)
+def too_long(text: str, most: int, param: str) -> None:
+    """ApiError (400) for a text of more than ``most`` characters, which is more than the context can have."""
+    if len(text) > most:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {most // BYTES_A_TOKEN} tokens (max_model_len), but the prompt "
+            f"has {len(text)} characters, more than so many tokens can have. Shorten it.",
+            param,
+        )
 
 
 def _check_variables(variables: Any) -> None:
@@ -136,14 +160,17 @@ def _check_variables(variables: Any) -> None:
             raise ApiError(400, f"chat_template_kwargs.{name} is set by the server", "chat_template_kwargs")
 
 
-def read_prompts(prompt: Any, most: int, vocab: int) -> list[str | list[int]]:
-    """The prompts of a completion.  ApiError (400) for anything but text, ids, and lists of either."""
+def read_prompts(prompt: Any, most: int, vocab: int) -> list[str | Ids]:
+    """The prompts of a completion.  ApiError (400) for anything but text, ids, and lists of either; many ids come as
+    arrays (``Desk.read``)."""
 
     def fail(what: str) -> ApiError:
         return ApiError(400, f"prompt: {what}; want text, token ids, or a list of either", "prompt")
 
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
+    elif isinstance(prompt, np.ndarray):
+        prompts = [prompt]
     elif not isinstance(prompt, list):
         raise fail(f"is {'null' if prompt is None else type(prompt).__name__}")
     elif prompt and all(type(i) is int for i in prompt):
@@ -155,16 +182,24 @@ def read_prompts(prompt: Any, most: int, vocab: int) -> list[str | list[int]]:
     if len(prompts) > most:
         raise ApiError(400, f"prompt: a batch of {len(prompts)}; want at most {most}", "prompt")
     for one in prompts:
-        if isinstance(one, list):
-            if not all(type(i) is int for i in one):
+        if isinstance(one, (list, np.ndarray)):
+            if isinstance(one, list) and not all(type(i) is int for i in one):
                 raise fail("a list mixes token ids and other things")
-            if one and not (min(one) >= 0 and max(one) < vocab):
-                bad = min(one) if min(one) < 0 else max(one)
+            least, largest = _range(one)
+            if not (least >= 0 and largest < vocab):
+                bad = least if least < 0 else largest
                 raise ApiError(
                     400, f"prompt: token id {str(bad)[:24]} is out of range; want 0 to {vocab - 1}", "prompt"
                 )
         elif not isinstance(one, str):
             raise fail(f"a list holds {type(one).__name__}")
-        if not one:
+        if not len(one):
             raise fail("is empty")
     return prompts
+
+
+def _range(ids: Ids) -> tuple[int, int]:
+    """The least and the largest; (0, 0) of none."""
+    if isinstance(ids, np.ndarray):
+        return (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    return min(ids, default=0), max(ids, default=0)

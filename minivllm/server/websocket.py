@@ -34,13 +34,12 @@ from minivllm.plain import is_text
 
 from . import errors, logs
 from .auth import Keys
-from .body import check_text, load_object, parse_object
+from .body import check_text, parse_object
 from .chat import Chat
 from .completions import Completion
 from .errors import ApiError
-from .generate import Service, seconds_of
+from .generate import Service, checked, seconds_of
 from .line import owner_of
-from .protocol import common
 from .protocol.chat import ChatBody
 from .protocol.completion import CompletionBody
 from .sse import supervise
@@ -57,6 +56,7 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 }
 WAITING = 64  # messages to a client that wait at most; then its requests do
 LONGEST_ID = 128
+LONGEST_AUTH = 8192  # characters of the message that brings the key
 ENDED_IDS = 1024  # ids that are remembered to have had their last word; a cancel later than that is an error
 BINARY, BAD_KEY, GOING, SLOW = 1003, 1008, 1012, 1013  # close codes (RFC 6455)
 
@@ -92,6 +92,10 @@ class Connection:
         self.state: dict[str, Any] = socket.scope["state"]
         self.tenant: str | None = None
         self.taken, self.ending = 0, False
+
+    @property
+    def _who(self) -> str:
+        return owner_of(self.tenant or "", self.socket.scope.get("client"))
 
     async def serve(self) -> None:
         """Until the client leaves or is sent away."""
@@ -159,7 +163,7 @@ class Connection:
                 return 1000
             ident = None
             try:
-                message = load_object(raw)
+                message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self._who, "body")
                 ident = self._id(message)  # before anything else is refused, so that its client hears of it
                 check_text(raw, message)
                 self._take(message.get("type"), ident, message)
@@ -175,7 +179,7 @@ class Connection:
         """The first message is the key; the client has as long for it as for the headers of a request."""
         try:
             raw = await asyncio.wait_for(self.socket.receive_text(), self.server.header_timeout)
-            message = parse_object(raw)
+            message = parse_object(raw if len(raw) <= LONGEST_AUTH else "")
         except (asyncio.TimeoutError, WebSocketDisconnect, KeyError, RuntimeError, ApiError):
             return False
         key = message.get("key")
@@ -215,8 +219,7 @@ class Connection:
         if not isinstance(body, dict):
             raise ApiError(400, "body: want an object, as over HTTP", "body")
         self.taken += 1
-        owner = owner_of(self.tenant or "", self.socket.scope.get("client"))
-        state = {**self.state, "tenant": self.tenant, "owner": owner, "log": {}}
+        state = {**self.state, "tenant": self.tenant, "owner": self._who, "log": {}}
         state["request_id"] = f"{self.state['request_id']}-{self.taken}"
         asked = self.running[ident] = _Asked(asyncio.create_task(self._work(kind, ident, body, state)))
         asked.answer = asyncio.create_task(self._answer(kind, ident, asked, state))
@@ -272,7 +275,7 @@ class Connection:
     async def _work(self, kind: str, ident: str, body: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """What the last word has to say beside that it is the last."""
         model, asked = KINDS[kind]
-        read = common.read(model, {"stream": True, **body})
+        read = await checked(self.service, model, {"stream": True, **body}, self._who)
         work = asked(self.service, read, state)
         seconds = seconds_of(self.service, read.timeout_s)
         async with AsyncExitStack() as held:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from minivllm.core.interfaces.grammar import GrammarSource
 from minivllm.errors import RequestError, brief, shown, suggest
 
@@ -150,20 +152,14 @@ class StructuredOutputsParams:
 
 
 def text_depth(text: str) -> int:
-    """How deep the brackets of a JSON text are nested, those in its strings left out."""
-    depth = most = 0
-    quoted = escaped = False
-    for c in text:
-        if quoted:
-            quoted, escaped = escaped or c != '"', not escaped and c == "\\"
-        elif c == '"':
-            quoted = True
-        elif c in "[{":
-            depth += 1
-            most = max(most, depth)
-        elif c in "]}":
-            depth -= 1
-    return most
+    """How deep the brackets of a JSON text are nested, those in its strings left out.  As fast for long texts as numpy
+    is."""
+    plain = text.encode(errors="replace").replace(b"\\\\", b"").replace(b'\\"', b"")
+    codes = np.frombuffer(plain, np.uint8)
+    codes = codes[~np.bitwise_xor.accumulate(codes == ord('"'))] if len(codes) else codes
+    steps = np.zeros(256, np.int32)
+    steps[[ord(c) for c in "[{"]], steps[[ord(c) for c in "]}"]] = 1, -1
+    return int(np.cumsum(steps[codes]).max(initial=0))
 
 
 def value_depth(value: Any) -> int:

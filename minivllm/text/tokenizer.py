@@ -51,7 +51,9 @@ def load_tokenizer(model_dir: str | Path, chat_template: str | None = None) -> T
         backend.no_truncation()
         backend.no_padding()
     template = _read_template(folder, config) if chat_template is None else read_template(chat_template)
-    return Tokenizer(backend, slow, special, template, configured_eos(folder))
+    made = Tokenizer(backend, slow, special, template, configured_eos(folder))
+    made._folder = folder
+    return made
 
 
 class Tokenizer:
@@ -66,6 +68,26 @@ class Tokenizer:
         own = self.token_id(special["eos_token"]) if "eos_token" in special else None
         # the model's own come first; the tokenizer's counts too: chat models name one in one file, one in the other
         self.eos_ids = tuple(dict.fromkeys([*eos, *(() if own is None else (own,))]))
+        self._folder: Path | None = None  # where it was read from
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``from_json`` makes the same tokenizer of, in another process."""
+        if self.backend is None:
+            return {"folder": str(self._folder), "template": self.chat_template}
+        return {
+            "backend": self.backend.to_str(), "special": self.special_tokens, "template": self.chat_template,
+            "eos": list(self.eos_ids),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Tokenizer:
+        if "folder" in told:
+            made = load_tokenizer(told["folder"])
+            made.chat_template = told["template"]
+            return made
+        from tokenizers import Tokenizer as Backend
+
+        return cls(Backend.from_str(told["backend"]), None, told["special"], told["template"], told["eos"])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(text, str):
@@ -232,7 +254,7 @@ class Tokenizer:
         scope |= {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, "messages": chat}
         try:
             text = str(self._template.render(scope))
-        except RequestError:
+        except (RequestError, MemoryError):
             raise
         except Exception as e:  # a template is a program: it may raise anything
             raise RequestError(f"the chat template refuses the messages: {e}", "messages") from e
@@ -244,6 +266,8 @@ class Tokenizer:
             raise RequestError("this model has no chat template: send a prompt instead of messages", "messages")
         try:
             return compile_template(self.chat_template)
+        except MemoryError:
+            raise
         except Exception as e:
             raise RequestError(f"the model's chat template is broken: {e}", "messages") from e
 

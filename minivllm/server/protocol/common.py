@@ -42,6 +42,11 @@ class Generation(Body):
     """How to draw tokens and when to stop; null is as good as absent."""
 
     _peers: peers.Translated | None = PrivateAttr(None)  # what came under the names of other servers
+    _known_form: dict[str, Any] | None = PrivateAttr(None)  # what the text must fit, if it has been worked out already
+
+    @property
+    def known_form(self) -> dict[str, Any] | None:
+        return self._known_form
 
     @property
     def endless(self) -> bool:
