@@ -114,7 +114,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
             "scheduler", _SEAMS + "scheduler:SchedulerPolicy",
             features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
         ),
-        Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 1)),
+        Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 2)),
     )
 })  # fmt: skip
 OPTION_OF = {  # kind -> its option in the configuration, where that is called otherwise

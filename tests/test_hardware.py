@@ -84,9 +84,9 @@ def test_memory_does_not_grow_with_the_numbers_of_rows_that_products_have_had():
 @forks
 def test_the_probe_is_quick_and_finds_float32_safe():
     platform.cpu_matmul.cache_clear()
-    start = time.perf_counter()
+    start = sum(os.times()[:4])  # of the processor, that of the child which tries dtypes included
     found = platform.cpu_matmul()
-    seconds = time.perf_counter() - start
+    seconds = sum(os.times()[:4]) - start
     assert found.safe("float32") and set(found.times) <= set(platform.PROBED)
     assert seconds < 1.0  # 0.1 on a machine that does nothing else
     assert platform.cpu_matmul() is found

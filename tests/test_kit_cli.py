@@ -95,7 +95,7 @@ def test_a_known_failure_that_names_no_test_is_an_error(capsys, tmp_path):
         (["no.such:Module"], "could not be imported: ModuleNotFoundError"),
         (["wrong.evictors:Nothing"], "could not be imported: AttributeError"),
         (["lru", "-k", "no_such_test"], "no test matches"),
-        (["lru", "--known-failures", "/no/such/file"], "No such file"),
+        (["lru", "--known-failures", "/no/such/file"], "no such file"),
         (["lru", "--seam", "sampler"], "No sampler is called 'lru'"),
     ],
 )

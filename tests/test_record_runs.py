@@ -243,8 +243,8 @@ def test_a_record_that_cannot_be_written_or_read_is_refused_before_the_work(expe
         for command in ("diff", "x.json", "a.json"), ("run", "x.json"):
             assert refuses(*command).startswith("x.json: not a whole record, edited by hand? "), part
     (experiment / "x.json").write_text("")
-    assert refuses("diff", "x.json", "a.json").startswith("x.json: broken JSON: ")
-    assert refuses("diff", "none.json", "a.json") == "none.json: No such file or directory"
+    assert refuses("diff", "x.json", "a.json").startswith("x.json:1:1: broken JSON: ")
+    assert refuses("diff", "none.json", "a.json") == "none.json: no such file"
     assert sorted(os.listdir(experiment)) == ["a.json", "exp.toml", "p.txt", "x.json"], "refusals leave nothing behind"
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
 from minivllm.errors import RequestError
+from minivllm.structured.helpers import Helpers
 from minivllm.structured.params import StructuredOutputsParams
 from minivllm.structured.service import Grammars
 from minivllm.tenant_cache import TenantCache
@@ -99,7 +100,8 @@ class Counting:
 @pytest.fixture
 def grammars():
     made = Grammars(Part("test/fake", "x:Y"), lambda: GrammarContext((b"a", b""), 2, (1,)), 1.0, 64, 1000)
-    made.__dict__.update(helper=Counting(), plugin=Counting())
+    made.helpers = Helpers(Counting, 1)
+    made.__dict__.update(plugin=Counting())
     return made
 
 
@@ -116,7 +118,7 @@ def test_a_grammar_costs_each_key_and_salt_the_same_work_whoever_has_sent_it_bef
     for number, salt in enumerate([A, B, ("a", "s"), ("", "")], 1):
         for _ in range(3):
             made = ask(grammars, text, salt)
-            assert len(grammars.helper.asked) == number, "once for each salt: made anew, or refused anew"
+            assert len(grammars.helpers.made[0].asked) == number, "once for each salt: made anew, or refused anew"
         found.add(made)
     assert len(found) == (4 if text == "a+" else 1)
 
@@ -127,10 +129,10 @@ def test_a_key_that_floods_leaves_another_its_grammars_and_its_refusals(grammars
     for number in range(300):
         ask(grammars, f"x{number}", B)
         ask(grammars, "bad" + "y" * 9000 + str(number), B)
-    before = len(grammars.helper.asked)
+    before = len(grammars.helpers.made[0].asked)
     for text in ("a", "bad", "b"):
         ask(grammars, text, A)
-    assert len(grammars.helper.asked) == before
+    assert len(grammars.helpers.made[0].asked) == before
     assert grammars.bytes <= 1000 and grammars._refused.bytes <= 1 << 20
 
 

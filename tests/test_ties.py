@@ -246,7 +246,7 @@ def test_the_servers_lists_have_the_same_order_and_are_json(token):
         content = shapes.chat([row], k, speller)["content"][0]
         assert content["token"] == f"token_id:{token}" and content["logprob"] == max(chosen, shapes.LEAST)
         assert [one["token"] for one in content["top_logprobs"]] == [f"token_id:{t}" for t in want]
-        flat = shapes.Completion(k, speller).shape([row])
+        flat = shapes.completion([(row, 0)], k, speller)
         names = [f"token_id:{t}" for t in [*want, *([token] if token not in want else ())]]
         assert flat["top_logprobs"] == [None] if k == 0 else list(flat["top_logprobs"][0]) == names
         json.dumps([content, flat, shapes.prompt([None, row], speller)], allow_nan=False)

@@ -2,8 +2,9 @@
 
 They talk in lines of JSON.  A grammar is compiled, and a few tokens are drawn with it, before the engine's own process
 looks at it.  That happens in a child that the helper forks beforehand, as a library may take seconds to start: a
-grammar that takes too long or too much memory, or that brings the library down, costs the child its life and nobody
-else any time.  A plug-in that started threads cannot be forked; then the helper itself is killed and replaced.
+grammar that takes too long (of the processor's time, or a multiple of it by the clock) or too much memory, or that
+brings the library down, costs the child its life and nobody else any time.  A plug-in that started threads cannot be
+forked; then the helper itself is killed and replaced.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 START = 60.0  # seconds that a process may take to start: importing a library may take some on a busy machine
 LEFT = 3  # the status of a child that was asked nothing any more
 DRAWS = 4  # tokens that are drawn with a new grammar
+BY_THE_CLOCK = 5  # times the processor's seconds that a grammar may take by the clock: a loaded machine is slow
 GRACE = 5.0  # seconds beyond the limit after which a helper that should have ended its child is taken for stuck
 
 
@@ -74,7 +76,7 @@ class Helper:
             try:
                 self._say_hello()
                 line = json.dumps(dataclasses.asdict(source)).encode() + b"\n"
-                answer = self._ask(line, self.seconds + GRACE * self._forks)
+                answer = self._ask(line, (BY_THE_CLOCK * self.seconds + GRACE) if self._forks else self.seconds)
                 break
             except TimeoutError:
                 self._kill()
@@ -178,14 +180,16 @@ def main() -> NoReturn:
             if status and os.waitstatus_to_exitcode(status) == LEFT:
                 sys.exit(0)
             if status:  # else it has answered
-                say({"ended": "time" if os.waitstatus_to_exitcode(status) == -signal.SIGALRM else "memory"})
+                late = -os.waitstatus_to_exitcode(status) in (signal.SIGPROF, signal.SIGALRM)
+                say({"ended": "time" if late else "memory"})
             continue
         line = sys.stdin.buffer.readline()
         if not line:
             os._exit(LEFT if forks else 0)
-        # SIGALRM ends a process whatever it is busy with; the helper itself if there is nobody left who would
-        signal.setitimer(signal.ITIMER_REAL, seconds if forks else 4 * seconds)
+        # A timer's signal ends a process whatever it is busy with; the helper itself if there is nobody left who would.
+        signal.setitimer(signal.ITIMER_REAL, BY_THE_CLOCK * seconds if forks else 4 * seconds)
         if forks:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor, so that load refuses nobody's grammar
             limit_memory(megabytes)
         answer = {}
         try:
@@ -197,6 +201,7 @@ def main() -> NoReturn:
         except BaseException as e:  # a fault of the plug-in, not of the grammar
             answer = {"failed": told(e)}
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         say(answer)
         if forks:
             os._exit(0)

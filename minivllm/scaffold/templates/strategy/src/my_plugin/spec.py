@@ -4,6 +4,6 @@ from minivllm.spec import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 1),
+    api=(1, 2),
     summary="n samples, the one of the highest mean log-probability first",
 )
