@@ -8,7 +8,8 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
 
-from test_literal import NOBODY, byte_level
+from literal_models import byte_level
+from test_literal import NOBODY
 
 from minivllm.server import desk, desk_work
 from minivllm.server.body import Bodies, parse_object

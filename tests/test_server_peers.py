@@ -154,7 +154,6 @@ CONTRADICTIONS = [
     ({"max_tokens": 5, "max_new_tokens": 6}, "max_tokens", "max_new_tokens"),
     ({"n_predict": 5, "num_predict": 6}, "n_predict", "num_predict"),
     ({"n_predict": -1, "max_tokens": 6}, "n_predict", "max_tokens"),
-    ({"temperature": 0.7, "do_sample": False}, "do_sample=false", "temperature=0.7"),
     ({"temperature": 0, "do_sample": True}, "do_sample=true", "temperature=0"),
     ({"stop": ["a"], "stop_sequences": ["b"]}, "stop", "stop_sequences"),
     ({"seed": 1, "options": {"seed": 2}}, "options.seed=2", "seed=1"),
@@ -196,6 +195,13 @@ def test_a_websocket_takes_and_tells_the_same(server):
             if code is None:
                 assert message["data"]["usage"]["completion_tokens"] == 3
                 assert [warning["field"] for warning in message["data"]["warnings"]] == ["top_a"]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1])
+def test_without_a_draw_the_temperature_has_no_effect_and_the_answer_says_so(temperature):
+    """As transformers, which clients that send both come from."""
+    made = translated(temperature=temperature, do_sample=False)
+    assert made.values["temperature"] == 0 and [one["field"] for one in made.warnings] == ["temperature"]
 
 
 def test_the_same_said_twice_is_no_contradiction(server):

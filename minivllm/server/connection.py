@@ -22,98 +22,106 @@ async def _nobody(scope: Any, receive: Any, send: Any) -> None:
     """An application, because a Config wants one."""
 
 
+_Connection: Any = object  # in fact one of uvicorn's classes; which, its Config decides
+
+
+class Watched(_Connection):
+    """What uvicorn's connections lack; ``protocol`` puts it before one of uvicorn's classes.
+
+    Invariant: ``_late`` is set while a request's headers are waited for after its first byte, or after the connection
+    was made."""
+
+    header_seconds: float
+    header_bytes: int
+    room: int
+    spare, since = False, 0.0
+
+    @property
+    def idle(self) -> int | None:
+        """For ``Acceptor``."""
+        if self.cycle is None or (self.cycle.response_complete and not getattr(self, "pipeline", ())):
+            return 0
+        return 1 if self.cycle.more_body and not self.cycle.response_started else None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        self._come, self._late = 0, self.loop.call_later(self.header_seconds, self._close)
+        self._answered: Any = None  # the request that is being answered; ``cycle`` is the one that came last
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answered, self.since = cycle, self.loop.time()
+        cycle.scope["state"]["spare"] = self._is_spare()
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self.since = self.loop.time()
+        super().on_response_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        if self._is_spare():
+            self._answer(503, CROWDED)
+            return
+        super().handle_websocket_upgrade()
+
+    def _is_spare(self) -> bool:
+        self.spare = self.spare and len(self.connections) > self.room
+        return self.spare
+
+    def data_received(self, data: bytes) -> None:
+        busy = self.cycle is not None and not self.cycle.response_complete
+        before = self.cycle
+        super().data_received(data)
+        if self.transport.get_protocol() is not self:  # it has become a WebSocket
+            self._stop()
+            return
+        if waiting := getattr(self, "pipeline", ()):
+            if len(waiting) > AHEAD or len(self.cycle.body) > AHEAD_BYTES:
+                self.transport.abort()
+            elif not self.transport.is_closing():
+                self.flow.resume_reading()  # who is not read from is not seen to leave
+        if busy or self.cycle is not before:  # this is a body, or a request has begun
+            self._come = 0
+            self._stop()
+            return
+        self._come += len(data)
+        if self._come > SLACK * self.header_bytes:
+            self.send_400_response("the headers are too large")
+        elif self._late is None:
+            self._late = self.loop.call_later(self.header_seconds, self._close)
+
+    def send_400_response(self, msg: str) -> None:
+        self._answer(400, "this is no HTTP request")
+
+    def _answer(self, status: int, what: str) -> None:
+        body = json.dumps(ApiError(status, what).body()).encode()
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _close(self) -> None:
+        self._late = None
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
 def protocol(seconds: float, header_bytes: int, room: int) -> type[Any]:
     """The class of connections whose headers must have come after ``seconds``; httptools' where it is installed.
     ``room``: connections beyond which new ones are ``spare`` (see ``accepting``)."""
     config = Config(_nobody, log_config=None)
     config.load()
-    base: Any = config.http_protocol_class
-
-    class Connection(base):
-        """Invariant: ``_late`` is set while a request's headers are waited for after its first byte, or after the
-        connection was made."""
-
-        spare, since = False, 0.0
-
-        @property
-        def idle(self) -> int | None:
-            """For ``Acceptor``."""
-            if self.cycle is None or (self.cycle.response_complete and not getattr(self, "pipeline", ())):
-                return 0
-            return 1 if self.cycle.more_body and not self.cycle.response_started else None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.since = self.loop.time()
-            self._come, self._late = 0, self.loop.call_later(seconds, self._close)
-            self._answered: Any = None  # the request that is being answered; ``cycle`` is the one that came last
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop()
-            super().connection_lost(exc)
-            if self._answered is not None and not self._answered.response_complete:
-                self._answered.disconnected = True
-                self._answered.message_event.set()
-
-        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-            self._answered, self.since = cycle, self.loop.time()
-            cycle.scope["state"]["spare"] = self._is_spare()
-            super()._start_asgi_task(cycle, app)
-
-        def on_response_complete(self) -> None:
-            self.since = self.loop.time()
-            super().on_response_complete()
-
-        def handle_websocket_upgrade(self) -> None:
-            if self._is_spare():
-                self._answer(503, CROWDED)
-                return
-            super().handle_websocket_upgrade()
-
-        def _is_spare(self) -> bool:
-            self.spare = self.spare and len(self.connections) > room
-            return self.spare
-
-        def data_received(self, data: bytes) -> None:
-            busy = self.cycle is not None and not self.cycle.response_complete
-            before = self.cycle
-            super().data_received(data)
-            if self.transport.get_protocol() is not self:  # it has become a WebSocket
-                self._stop()
-                return
-            if waiting := getattr(self, "pipeline", ()):
-                if len(waiting) > AHEAD or len(self.cycle.body) > AHEAD_BYTES:
-                    self.transport.abort()
-                elif not self.transport.is_closing():
-                    self.flow.resume_reading()  # who is not read from is not seen to leave
-            if busy or self.cycle is not before:  # this is a body, or a request has begun
-                self._come = 0
-                self._stop()
-                return
-            self._come += len(data)
-            if self._come > SLACK * header_bytes:
-                self.send_400_response("the headers are too large")
-            elif self._late is None:
-                self._late = self.loop.call_later(seconds, self._close)
-
-        def send_400_response(self, msg: str) -> None:
-            self._answer(400, "this is no HTTP request")
-
-        def _answer(self, status: int, what: str) -> None:
-            body = json.dumps(ApiError(status, what).body()).encode()
-            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            head += f"content-length: {len(body)}\r\n"
-            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-            self.transport.close()
-
-        def _stop(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-
-        def _close(self) -> None:
-            self._late = None
-            if not self.transport.is_closing():
-                self.transport.close()
-
-    return Connection
+    limits = {"header_seconds": seconds, "header_bytes": header_bytes, "room": room}
+    return type("Connection", (Watched, config.http_protocol_class), limits)

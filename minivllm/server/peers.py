@@ -82,7 +82,7 @@ MAPPED: dict[str, Mapped] = {
     "num_return_sequences": Mapped("n"),
     "num_beams": Mapped("beam_width", "1 is neutral", neutral=(1,)),
     "bad_words_ids": Mapped("bad_words", neutral=([],)),
-    "do_sample": Mapped("temperature", "false: 0, the likeliest token; true is neutral", read=_greedy),
+    "do_sample": Mapped("temperature", "false: 0, whatever the temperature; true is neutral", read=_greedy),
     "typical": Mapped("typical_p", "1 is neutral", neutral=(1, 0)),
     **dict.fromkeys(
         ("mirostat", "mirostat_mode"),
@@ -217,6 +217,8 @@ def translate(values: Mapping[str, Any], own: Collection[str]) -> Translated:
             _mirostat(made, name, value)
         elif peer.to == "echo" and "prompt" not in own:
             made.ignore(name, "the answer of a chat is a message of its own")
+        elif name == "do_sample" and value is False:
+            _draw_nothing(made)
         elif peer.to == FORM:
             _merge_form(made, name, _read(name, peer, value))
         elif (meant := _read(name, peer, value)) is not None:
@@ -228,6 +230,14 @@ def translate(values: Mapping[str, Any], own: Collection[str]) -> Translated:
         made.values[FORM] = {key: value for key, value in form.items() if key != "whitespace_pattern"} or None
         made.ignore("guided_whitespace_pattern", "it is of JSON, which nothing asks for")
     return made
+
+
+def _draw_nothing(made: Translated) -> None:
+    """As in transformers, where what shapes a draw is not looked at without one."""
+    if made.values.get("temperature"):
+        made.ignore(made.sent.get("temperature", "temperature"), "do_sample=false asks for the likeliest token")
+    made.values["temperature"] = 0.0
+    made.sent.setdefault("temperature", "do_sample")
 
 
 def _flatten(made: Translated, own: Collection[str]) -> None:
