@@ -4,8 +4,10 @@ Several workers of pytest share the cores: each computes with one thread, becaus
 Hypothesis measures no times: how long an example takes says more of the machine than of the code.
 """
 
+import logging
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -13,3 +15,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_were():
+    """``minivllm serve`` sets up the logs of its process for good, on a standard error that pytest closes."""
+    loggers = [logging.getLogger(name) for name in ("minivllm", "minivllm.server", "uvicorn.error", "asyncio")]
+    kept = [(logger, list(logger.handlers), logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, handlers, propagate, level in kept:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
