@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from minivllm import SamplingParams
+from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
 from minivllm.testing.sim import at_rest
+from minivllm.testing.tiny import tiny_dir
 
 NAN = float("nan")
 SMALL = dict(
@@ -100,3 +101,20 @@ class Odd:
 
     def __repr__(self):
         raise RuntimeError("no repr")
+
+
+def tiny_engines():
+    """Two fixtures: the folder of a tiny model, and an LLM of it without and with run-ahead."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory):
+        folder = tmp_path_factory.mktemp("tiny")
+        tiny_dir(folder, "qwen3", vocab_size=131)
+        return str(folder)
+
+    @pytest.fixture(scope="module", params=[0, 2])
+    def llm(folder, request):
+        with LLM(folder, run_ahead=request.param, **SMALL) as llm:
+            yield llm
+
+    return folder, llm

@@ -8,7 +8,20 @@ import signal
 
 import numpy as np
 import pytest
-from callback_helpers import FIELDS, NAMED, PROMPTS, RAISED, SMALL, Raising, after, once, plain, quiet, throw
+from callback_helpers import (
+    FIELDS,
+    NAMED,
+    PROMPTS,
+    RAISED,
+    SMALL,
+    Raising,
+    after,
+    once,
+    plain,
+    quiet,
+    throw,
+    tiny_engines,
+)
 
 from minivllm import LLM, EngineDeadError, RequestError
 from minivllm.async_llm import AsyncLLM
@@ -20,20 +33,8 @@ from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.testing.faulty import TARGETS as FAULTY
 from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
-from minivllm.testing.tiny import tiny_dir
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_dir(folder, "qwen3", vocab_size=131)
-    return str(folder)
-
-
-@pytest.fixture(scope="module", params=[0, 2])
-def llm(folder, request):
-    with LLM(folder, run_ahead=request.param, **SMALL) as llm:
-        yield llm
+folder, llm = tiny_engines()
 
 
 # ---- what it raises --------------------------------------------------------------------------------------------------

@@ -9,9 +9,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from callback_helpers import FIELDS, NAMED, PROMPTS, RAISED, SMALL, Raising, after, once, plain, quiet, throw
+from callback_helpers import (
+    FIELDS,
+    NAMED,
+    PROMPTS,
+    RAISED,
+    SMALL,
+    Raising,
+    after,
+    once,
+    plain,
+    quiet,
+    throw,
+    tiny_engines,
+)
 
-from minivllm import LLM, EngineDeadError, RequestError
+from minivllm import EngineDeadError, RequestError
 from minivllm.async_llm import AsyncLLM
 from minivllm.core.request import Request
 from minivllm.frontend import Tracked
@@ -19,20 +32,8 @@ from minivllm.server.compiling import Compiling
 from minivllm.server.engine_loop import EngineLoop
 from minivllm.server.frames import Frame
 from minivllm.testing.sim import sim_engine
-from minivllm.testing.tiny import tiny_dir
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_dir(folder, "qwen3", vocab_size=131)
-    return str(folder)
-
-
-@pytest.fixture(scope="module", params=[0, 2])
-def llm(folder, request):
-    with LLM(folder, run_ahead=request.param, **SMALL) as llm:
-        yield llm
+folder, llm = tiny_engines()
 
 
 # ---- calls of the engine ---------------------------------------------------------------------------------------------

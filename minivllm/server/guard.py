@@ -92,13 +92,7 @@ class Guard:
         state = scope.setdefault("state", {})
         trace = trace_of(dict(scope["headers"]))
         state.update(request_id=request_id, tenant="", log={}, trace=trace)
-        told = False
-
-        async def answer(message: Any) -> None:
-            nonlocal told
-            told = True
-            await send(message)
-
+        answer = Answering(send)
         try:
             self._limits(scope)
             self._whence(scope, True)
@@ -107,7 +101,7 @@ class Guard:
             error = errors.of(exc)
             if error.status == 500:
                 logs.log.error("socket %s failed", request_id, exc_info=exc)
-            if told:
+            if answer.begun:
                 raise  # it ends the connection
             await receive()  # the handshake, which is refused
             await send_error(send, error, "websocket.http.response")
@@ -152,19 +146,24 @@ def asked_path(scope: Any) -> str:
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
+class Answering:
+    """``send`` that remembers whether an answer has begun: after that no other can be given."""
+
+    def __init__(self, send: Any) -> None:
+        self._send, self.begun = send, False
+
+    async def __call__(self, message: Any) -> None:
+        self.begun = True
+        await self._send(message)
+
+
 async def contained(app: Any, scope: Any, receive: Any, send: Any) -> None:
     """What fails in the middleware itself is answered like anything else; uvicorn would say it in plain text."""
-    told = False
-
-    async def answer(message: Any) -> None:
-        nonlocal told
-        told = True
-        await send(message)
-
+    answer = Answering(send)
     try:
         await app(scope, receive, answer)
     except Exception as exc:
-        if told or scope["type"] not in ("http", "websocket"):
+        if answer.begun or scope["type"] not in ("http", "websocket"):
             raise
         logs.log.error("the server failed before or behind its routes", exc_info=exc)
         await send_error(send, errors.of(exc), f"{'websocket.' * (scope['type'] == 'websocket')}http.response")
