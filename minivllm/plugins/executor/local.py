@@ -16,13 +16,16 @@ from minivllm.memory import HeapTrimmer, resident_bytes
 
 
 class Local(Executor):
-    """One runner.  Steps whose late masks are missing wait between FORWARD and SAMPLE; those behind them queue up."""
+    """One runner.  A step whose late masks are missing waits between FORWARD and SAMPLE, and those behind it before
+    FORWARD: captured steps share the tensors of their inputs and hidden states, which belong to the step that waits."""
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self.runner: Any = None
         self._seams: Any = None  # a profile that labels them
-        self._running: deque[Any] = deque()  # runner.Running, in order of submission
+        self._running: deque[Any] = deque()  # runner.Running, in order of submission; all but the last have drawn
+        self._behind: deque[StepPlan] = deque()  # a step that waits for its masks
+        self._early: dict[int, LateInputs] = {}  # masks by the id of a step in ``_behind``
         self._heap: HeapTrimmer | None = None  # where steps compute in the heap of this process
 
     def start(self, wiring: Wiring) -> Capacity:
@@ -33,14 +36,24 @@ class Local(Executor):
         return self.runner.capacity()
 
     def submit(self, plan: StepPlan) -> None:
-        running = self.runner.forward(plan)
-        if not len(plan.late):
-            self.runner.sample(running)
-        self._running.append(running)
+        self._behind.append(plan)
+        self._enqueue()
+
+    def _enqueue(self) -> None:
+        while self._behind and (not self._running or self._running[-1].sampled):
+            plan = self._behind.popleft()
+            running, late = self.runner.forward(plan), self._early.pop(plan.id, None)
+            if late is not None or not len(plan.late):
+                self.runner.sample(running, late)
+            self._running.append(running)
 
     def supply(self, step: int, late: LateInputs) -> None:
+        if any(plan.id == step for plan in self._behind):
+            self._early[step] = late
+            return
         running = next(r for r in self._running if r.plan.id == step)
         self.runner.sample(running, late)
+        self._enqueue()
 
     def mask_memory(self, rows: int, words: int) -> np.ndarray:
         return self.runner.mask_memory(rows, words)
@@ -84,7 +97,8 @@ class Local(Executor):
         return self.runner is not None
 
     def stop(self, deadline: float = 10.0) -> None:
-        self._running.clear()
+        for waiting in (self._running, self._behind, self._early):
+            waiting.clear()
         if self.runner is not None:
             self.runner.close()
             self.runner = None

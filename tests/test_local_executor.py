@@ -1,0 +1,56 @@
+"""The order in which the local executor asks its runner: captured steps share their tensors, so none may begin while
+another one waits for its masks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm.core.interfaces.plan import LateInputs
+from minivllm.plugins.executor.local import Local
+
+
+class Recorder:
+    """A runner that writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.masks: dict[int, Any] = {}
+
+    def forward(self, plan: Any) -> Any:
+        self.asked.append(("forward", plan.id))
+        return SimpleNamespace(plan=plan, sampled=False, finished=lambda: True, result=lambda: plan.id)
+
+    def sample(self, running: Any, late: LateInputs | None = None) -> None:
+        self.asked.append(("sample", running.plan.id))
+        running.sampled = True
+        if late is not None:
+            self.masks[running.plan.id] = int(late.mask[0, 0])
+
+
+@given(late=st.lists(st.booleans(), min_size=1, max_size=8), draw=st.data())
+def test_each_step_draws_under_its_masks_before_the_next_one_begins(late: list[bool], draw: Any) -> None:
+    """Whatever the order in which steps are submitted and masks come."""
+    executor = Local()
+    executor.runner = runner = Recorder()
+    submitted, due, got = 0, [], []
+    while submitted < len(late) or due:
+        if submitted < len(late) and (not due or draw.draw(st.booleans())):
+            plan = SimpleNamespace(id=submitted, late=np.zeros(int(late[submitted]), np.int32))
+            executor.submit(plan)
+            due += [submitted] if late[submitted] else []
+            submitted += 1
+        else:
+            step = due.pop(draw.draw(st.integers(0, len(due) - 1)))
+            executor.supply(step, LateInputs(np.full((1, 2), step, np.int32)))
+        got += executor.collect(draw.draw(st.integers(0, 3)))
+        first_waiting = min(due, default=submitted)
+        assert not [step for step in got if step >= first_waiting], "a step came back before its masks"
+    got += executor.collect(0)
+    assert got == list(range(len(late))), "each result once, in the order of submission"
+    assert runner.asked == [(what, step) for step in range(len(late)) for what in ("forward", "sample")]
+    assert runner.masks == {step: step for step, is_late in enumerate(late) if is_late}
