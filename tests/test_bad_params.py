@@ -3,6 +3,7 @@ requests that run beside all of them give the tokens that they give alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import numpy as np
@@ -160,3 +161,13 @@ def test_when_nothing_is_left_to_draw_that_request_ends_alone(llm):
     nothing = SamplingParams(allowed_token_ids=[7], bad_words=[[7]])
     a, b = llm.generate([[4, 5], [4, 5]], [plain, nothing], use_tqdm=False)
     assert a.tokens == want and b.finish_reason == "error" and "left no token" in b.error
+
+
+def test_another_end_changes_nothing_else_and_is_refused_below_min_tokens():
+    params = SamplingParams(min_tokens=3, stop=["x"], logit_bias={5: 1.0}, extra={}, temperature=0.5)
+    shorter = params.ending_after(7)
+    assert (shorter.max_tokens, params.max_tokens) == (7, 64)
+    assert dataclasses.replace(shorter, max_tokens=64) == params
+    for most in (0, -1, 2):
+        with pytest.raises(RequestError, match=r"max_tokens=.*min_tokens=3"):
+            params.ending_after(most)

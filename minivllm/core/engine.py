@@ -139,10 +139,10 @@ class Engine:
             raise RequestError(
                 f"{len(request.stop_ids)} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
             )
-        known = sorted(own_names(self.strategies).union(*(made.reads for _, made in self.processors)))
+        known = own_names(self.strategies).union(*(made.reads for _, made in self.processors))
         if unknown := [name for name in p.asked() if name not in known]:
             what = f"{unknown[0]} is set, but no processor, sampler or strategy in the config reads it"
-            raise RequestError(f"{what}; add one that does.{suggest(unknown[0], known)}", unknown[0])
+            raise RequestError(f"{what}; add one that does.{suggest(unknown[0], sorted(known))}", unknown[0])
         request.rows = tuple(
             self.clock.seams.run(seam, self._bind, name, made, columns, request)
             for seam, (name, made), columns in zip(self._bind_seams, self.processors, self.columns, strict=True)

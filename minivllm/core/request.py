@@ -9,6 +9,7 @@ WAITING ──admitted──► RUNNING ──stop, length, abort, error──�
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -124,15 +125,14 @@ class SamplingParams:
     @classmethod
     def make(cls, **values: Any) -> SamplingParams:
         """From keywords; an unknown one is refused with the nearest name."""
-        known = [f.name for f in fields(cls)]
         for name in values:
-            if name not in known:
-                raise RequestError(f"unknown sampling parameter {shown(name)}.{suggest(name, known)}", name)
+            if name not in NAMES:
+                raise RequestError(f"unknown sampling parameter {shown(name)}.{suggest(name, sorted(NAMES))}", name)
         return cls(**values)
 
     def __post_init__(self) -> None:
         for name in TEXTS:
-            if what := flaw(getattr(self, name)):
+            if (value := getattr(self, name)) and (what := flaw(value)):
                 raise RequestError(f"{name}: {what}", name)
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
@@ -243,12 +243,23 @@ class SamplingParams:
 
     def asked(self) -> list[str]:
         """Names of the parameters that some processor or sampler has to honour: those that are not neutral."""
-        neutral = {f.name: f.default for f in fields(self) if f.name in PROCESSED}
-        return [name for name, value in neutral.items() if (getattr(self, name) or value) != value] + list(self.extra)
+        changed = [name for name, value in NEUTRAL.items() if (getattr(self, name) or value) != value]
+        return changed + list(self.extra)
+
+    def ending_after(self, most: int) -> SamplingParams:
+        """The same with ``max_tokens=most``, at least ``min_tokens``, which is all that is checked: the rest was."""
+        _check(most >= max(1, self.min_tokens), "max_tokens", most, f"at least min_tokens={self.min_tokens}")
+        made = copy.copy(self)
+        made.max_tokens = most
+        return made
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+NAMES = frozenset(f.name for f in fields(SamplingParams))
+NEUTRAL = {f.name: f.default for f in fields(SamplingParams) if f.name in PROCESSED}
 
 
 @dataclass(eq=False, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from minivllm.errors import RequestError, told
@@ -11,7 +10,7 @@ from minivllm.errors import RequestError, told
 from . import checks
 from .foreign import call_foreign
 from .interfaces.strategy import BranchEnd
-from .request import SamplingParams
+from .request import NAMES
 from .stepwise import Lanes
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 def own_names(strategies: Sequence[tuple[str, DecodingStrategy]]) -> set[str]:
     """Names in ``SamplingParams.extra`` that some strategy reads."""
-    return set().union(*(made.reads for _, made in strategies)) - {f.name for f in fields(SamplingParams)}
+    return set().union(*(made.reads for _, made in strategies)) - NAMES
 
 
 def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Request) -> list[Branch]:

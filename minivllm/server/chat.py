@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +93,7 @@ class Chat:
         ids = await render(service, self.messages, self.tools.shown, self.body, self.params.salt, self.state["owner"])
         ids = truncated(ids, self.kept, self.body.truncation_side)
         most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
-        asks = [(ids, dataclasses.replace(self.params, max_tokens=most))]
+        asks = [(ids, self.params.ending_after(most))]
         streams = await open_streams(service, held, self.state, asks, bool(self.body.stream))
         object = "chat.completion.chunk" if self.body.stream else "chat.completion"
         return Answer(

@@ -95,7 +95,7 @@ class Completion:
             # one token is drawn where none is wanted, and not shown: the scores of the prompt come with it
             asked = 1 if self.only_scores else self.asked
             most = fit(self.params, asked, len(ids), service.client.info, self.default)
-            asks.append((ids, dataclasses.replace(self.params, max_tokens=most)))
+            asks.append((ids, self.params.ending_after(most)))
         streams = await open_streams(service, held, self.state, asks, bool(body.stream))
         return Answer(
             service, f"cmpl-{self.state['request_id']}", "text_completion", self.model, streams, self.n, *self.usage,

@@ -13,11 +13,13 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from .errors import ApiError, printable
 
 Headers = Sequence[tuple[bytes, bytes]]
+NAMES = 256  # of hosts that are remembered, each with what it is answered
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})  # methods that change nothing
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,255})(?::[0-9]{1,5})?")
 # what names end with that no public DNS has (RFC 6761, 6762, 8375, ICANN's .internal; .lan and .svc by custom)
@@ -59,6 +61,7 @@ class Hosts:
         more = not self.allowed and not is_loopback(listens.lower())
         self._all, self._private = "*" in self.allowed or (more and keys), more and not keys
         self._own = {listens.lower(), socket.gethostname().lower()}
+        self._serves = lru_cache(NAMES)(self._looked_up)  # most clients ask for one name
 
     def check(self, headers: Headers, reached: str = "", version: str = "1.1") -> None:
         """ApiError: 400 for no ``Host``, several or a malformed one, 403 for one that is not served.  ``reached``: the
@@ -75,7 +78,7 @@ class Hosts:
             name = printable(name, 100)
             raise ApiError(403, f"Host: {name} is no name of this server; if it is, want --allowed-hosts {name}")
 
-    def _serves(self, name: str, reached: str) -> bool:
+    def _looked_up(self, name: str, reached: str) -> bool:
         if self._all or is_loopback(name) or name in self.allowed or name.endswith(self._below):
             return True
         address = _address(name)

@@ -105,7 +105,8 @@ class Desk:
 
     async def form(self, body: Any, who: str) -> dict[str, Any] | None:
         """``params.whole_form`` of a body, of which nothing is left to work out.  Its errors."""
-        values = {name: getattr(body, name, None) for name in FORMS}
+        given = vars(body)  # the fields that the body declares
+        values = {name: given.get(name) for name in FORMS}
         asked = values["structured_outputs"] or values["response_format"]
         if not asked and values["tool_choice"] in (None, "none", "auto"):
             return None

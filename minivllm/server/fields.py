@@ -27,7 +27,7 @@ REFUSED = {
     "logprob_token_ids": "use logprobs", "return_prompt_text": "it is what was sent",
     "return_token_offsets": "use return_token_ids",
 }  # fmt: skip
-# passed on where SamplingParams has them
+# passed on to SamplingParams
 PASSED = {
     "allowed_token_ids", "bad_words", "prompt_logprobs", "best_of", "beam_width", "use_beam_search", "length_penalty",
     "early_stopping", "no_repeat_ngram_size", "temperature_schedule", "typical_p",
@@ -42,23 +42,21 @@ OPTIONAL = ("typical_p", "mirostat_tau", "mirostat_eta", "no_repeat_ngram_size")
 def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """What of a body's further fields is for SamplingParams, and the warnings.  ``reads``: parameters that a processor
     or the sampler of this engine reads.  ApiError (400) for what is refused."""
-    known = {"use_beam_search", *(field.name for field in fields(SamplingParams))}
-    own = set(type(body).model_fields)
-    names = [*own, *IDLE, *REFUSED, *PASSED]
     peers = getattr(body, "_peers", None)
     passed, warnings = {}, [*(peers.warnings if peers is not None else ())]
     looked_at = 0
     for name, value in (body.model_extra or {}).items():
-        if name in PASSED and name in known:
+        if name in PASSED:
             passed[name] = value
-        elif name in PASSED or name in REFUSED:
+        elif name in REFUSED:
             if value not in (None, False, [], {}):
-                raise ApiError(400, f"{name} is not supported: {REFUSED.get(name, 'leave it out')}", name)
+                raise ApiError(400, f"{name} is not supported: {REFUSED[name]}", name)
         elif name in IDLE:
             if value is not None:
                 warnings.append({"field": name, "message": f"{name} has no effect here"})
         else:
             looked_at += 1
+            names = [*type(body).model_fields, *IDLE, *REFUSED, *PASSED]
             near = difflib.get_close_matches(name[:64], names, n=1, cutoff=NEAR) if looked_at <= LOOKED_AT else []
             if near:
                 raise ApiError(400, f"unknown field {name[:64]!r}. Did you mean {near[0]!r}?", name[:64])
