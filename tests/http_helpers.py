@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -136,3 +138,14 @@ def served(*args: Any, **options: Any) -> Any:
         running.close()
 
     return server
+
+
+def make_certificate(folder: Any) -> tuple[str, str]:
+    """(certificate, key) for 127.0.0.1, made by OpenSSL; skips the test where that is not."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the command openssl")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    command += f" -addext subjectAltName=IP:127.0.0.1,DNS:localhost -keyout {key} -out {cert}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return str(cert), str(key)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import shutil
 import signal
 import socket
 import ssl
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_helpers import GOLDEN, Running
+from http_helpers import GOLDEN, Running, make_certificate
 
 from minivllm.cli import main, make_parser
 from minivllm.cli.serve import ALSO, ENGINE, SERVER, SWITCHES, load
@@ -201,15 +200,7 @@ def test_a_file_that_is_no_chat_template_is_refused_by_name_within_a_second(tmp_
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """(certificate, key) for 127.0.0.1, made by OpenSSL."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the command openssl")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    command += f" -addext subjectAltName=IP:127.0.0.1,DNS:localhost -keyout {key} -out {cert}"
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return str(cert), str(key)
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 def test_https_serves_with_the_certificate_and_only_with_it(certificate):

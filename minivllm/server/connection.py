@@ -1,6 +1,7 @@
 """uvicorn's HTTP connection with a deadline and a bound for headers, so that who sends half a request holds nothing.
 
-It notices a client that leaves though it has sent requests ahead of the answers (pipelining)."""
+It notices a client that leaves though it has sent requests ahead of the answers (pipelining).  It reads little at a
+time: what a client sends in one piece, thousands of requests or chunks of one byte, is not one turn of the loop."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from uvicorn.config import Config
 from .errors import ApiError
 
 CROWDED = "the server has as many connections as it can; try again later"
+BESIDE = "the request has more headers, trailers or extensions of chunks than it may"
 SLACK = 8  # times the limit on headers: what is over the limit, but within this, gets an answer that says so
 
+READ = 16 << 10  # bytes that are read in one turn of the event loop: of one-byte chunks a few milliseconds
 AHEAD, AHEAD_BYTES = 64, 1 << 16  # requests, and bytes of the last one's body, that may be sent ahead of an answer
 
 
@@ -45,6 +48,7 @@ class Watched(_Connection):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        read_little(transport, READ)
         self.since = self.loop.time()
         self._come, self._late = 0, self.loop.call_later(self.header_seconds, self._close)
         self._answered: Any = None  # the request that is being answered; ``cycle`` is the one that came last
@@ -92,7 +96,7 @@ class Watched(_Connection):
             self._stop()
             return
         self._come += len(data)
-        if self._come > SLACK * self.header_bytes:
+        if self._come > SLACK * self.header_bytes and not self.transport.is_closing():
             self.send_400_response("the headers are too large")
         elif self._late is None:
             self._late = self.loop.call_later(self.header_seconds, self._close)
@@ -118,10 +122,60 @@ class Watched(_Connection):
             self.transport.close()
 
 
+class Framed(Watched):
+    """For httptools, which gives bounds to nothing: what a request has beside its body (its line and headers, sizes and
+    extensions of chunks, trailers) is bounded from its first byte to its last, and trailers are dropped.
+
+    Invariant: ``_beside`` is the number of bytes since the request began that were none of its body's, up to what one
+    read of the connection brought of the request before it."""
+
+    def connection_made(self, transport: Any) -> None:
+        self._beside, self._in_head = 0, True
+        super().connection_made(transport)
+
+    def on_message_begin(self) -> None:
+        self._beside, self._in_head = 0, True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # a trailer would be one header more of a request that has been looked at
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self.cycle.response_complete:
+            self._beside -= 2 * len(body)  # once for itself, and as much may be beside it
+        super().on_body(body)
+
+    def data_received(self, data: bytes) -> None:
+        self._beside += len(data)
+        super().data_received(data)
+        if self._beside > SLACK * self.header_bytes and not self.transport.is_closing():
+            self.transport.abort() if self._is_answered() else self._answer(431, BESIDE)
+
+    def _is_answered(self) -> bool:
+        """Whether an answer has begun, into which no other can be written."""
+        now = self._answered
+        return now is not None and now.response_started and not now.response_complete
+
+
+def read_little(transport: Any, size: int) -> None:
+    """So many bytes at most come in one turn of the loop: asyncio reads 256 KiB, which may be 40,000 small things."""
+    inner = getattr(transport, "_ssl_protocol", None)  # of TLS: what it decrypts, it gives on at once
+    if inner is not None and hasattr(inner, "_ssl_buffer_view"):
+        inner.max_size, inner._ssl_buffer = size, bytearray(size)
+        inner._ssl_buffer_view = memoryview(inner._ssl_buffer)
+    transport.max_size = size
+
+
 def protocol(seconds: float, header_bytes: int, room: int) -> type[Any]:
     """The class of connections whose headers must have come after ``seconds``; httptools' where it is installed.
     ``room``: connections beyond which new ones are ``spare`` (see ``accepting``)."""
     config = Config(_nobody, log_config=None)
     config.load()
     limits = {"header_seconds": seconds, "header_bytes": header_bytes, "room": room}
-    return type("Connection", (Watched, config.http_protocol_class), limits)
+    kind: Any = config.http_protocol_class
+    return type("Connection", (Framed if hasattr(kind, "on_body") else Watched, kind), limits)

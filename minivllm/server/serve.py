@@ -39,7 +39,7 @@ from .limits import Door
 from .listening import bind, release, tls, url_of
 from .metrics import Metrics
 from .process_client import ProcessClient
-from .socket_connection import SocketConnection
+from .socket_connection import socket_protocol
 from .sweep import Sweep
 from .tokens import Tokens
 
@@ -217,8 +217,8 @@ class Http(uvicorn.Server):
         self.room = room_for(open_files())
         super().__init__(
             uvicorn.Config(
-                app, lifespan="off", log_config=None, access_log=False, ws=SocketConnection, server_header=False,
-                ws_max_size=server.max_body_bytes, ws_per_message_deflate=False,
+                app, lifespan="off", log_config=None, access_log=False, ws=socket_protocol(server.body_timeout),
+                server_header=False, ws_max_size=server.max_body_bytes, ws_per_message_deflate=False,
                 ws_ping_interval=server.ping_interval, ws_ping_timeout=server.ping_interval,
                 proxy_headers=False, root_path=server.root_path, timeout_graceful_shutdown=LAST,
                 timeout_keep_alive=max(1, round(server.idle_timeout)), backlog=BACKLOG,
