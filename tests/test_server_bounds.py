@@ -10,7 +10,7 @@ pytest.importorskip("fastapi")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.server import bounds, desk_work, fields
+from minivllm.server import bounds, desk_work, fields, peers
 from minivllm.server.body import SMALL, parse_object
 from minivllm.server.errors import ApiError
 from minivllm.server.protocol import common
@@ -70,8 +70,8 @@ SHAPES = {
     "depth in brackets that stay open": ('{"a":' + "[" * 9000, "nested too deeply"),
     "objects": ('{"a":[' + "{}," * bounds.MOST_HOLDERS + "{}]}", str(bounds.MOST_HOLDERS)),
     "lists": ('{"a":[' + "[]," * bounds.MOST_HOLDERS + "[]]}", str(bounds.MOST_HOLDERS)),
-    "numbers": ('{"a":[' + "5," * bounds.MOST_VALUES + "5]}", str(bounds.MOST_VALUES)),
-    "keys": (json.dumps({"a": dict.fromkeys(range(bounds.MOST_VALUES + 9))}), str(bounds.MOST_VALUES)),
+    "numbers": ('{"allowed_token_ids":[' + "5," * bounds.MOST_VALUES + "5]}", str(bounds.MOST_VALUES)),
+    "keys": (json.dumps({"allowed_token_ids": dict.fromkeys(range(bounds.MOST_VALUES + 9))}), str(bounds.MOST_VALUES)),
     "numbers in a prompt that are no ids": ('{"prompt":[' + "5.5," * bounds.MOST_VALUES + "5]}", "want at most"),
 }
 
@@ -85,6 +85,41 @@ def test_a_body_of_more_than_a_request_can_need_is_refused_by_the_limit(name):
     if name != "fields":
         with pytest.raises(ApiError, match=word):
             desk_work.read(b'{"body":' + text.encode() + b"}", "body")
+
+
+FIELDS = [
+    *CompletionBody.model_fields,
+    *ChatBody.model_fields,
+    *peers.MAPPED,
+    *peers.IDLE,
+    *peers.NESTED,
+    *fields.PASSED,
+]
+MANY = {
+    "a list": lambda n: [5] * n,
+    "an object": lambda n: {f"{i}": i for i in range(n)},
+    "lists in a list": lambda n: [[5] * 99] * (n // 100),
+    "objects in an object": lambda n: {f"{i}": {"a": 1} for i in range(n // 2 + 1)},
+}
+
+
+@pytest.mark.parametrize("many", MANY)
+def test_no_field_holds_more_values_than_it_can_need_and_the_answer_names_it(many):
+    for name in dict.fromkeys([*FIELDS, "unknown"]):
+        most = bounds.MOST_IN.get(name, bounds.MOST_IN_FIELD)
+        if name in bounds.IDS:
+            continue
+        with pytest.raises(ApiError, match=str(most)) as refused:
+            bounds.check_fields({name: MANY[many](most + 100)})
+        assert refused.value.status == 400 and refused.value.param == name
+        bounds.check_fields({name: MANY[many](most - 200)})
+
+
+@given(JSON)
+def test_values_are_counted_as_they_are_nested(value):
+    inner = counted(value)[2] - 1
+    assert bounds.values_in(value, 10**6) == inner
+    assert (bounds.values_in(value, 3) > 3) == (inner > 3)
 
 
 @pytest.mark.parametrize("prompt", [[7] * 300_000, [[7] * 1000, [8], [9] * 900], list(range(1 << 20))])

@@ -17,6 +17,15 @@ MOST_FIELDS = 256  # of the body itself: those that are known are fewer than a h
 MOST_DEPTH = 128  # objects and lists within each other: a schema may have 100, and lies within some
 MOST_HOLDERS = 20_000  # objects and lists: 4,096 messages of a few parts each
 MOST_VALUES = 1 << 17  # beside the token ids of a prompt
+MOST_IN_FIELD = 4096  # values of any field but these
+MOST_IN = {"allowed_token_ids": MOST_VALUES} | dict.fromkeys(
+    (  # the last two lines: forms of the text under the names of other servers
+        "messages", "tools", "structured_outputs", "response_format",
+        "guided_json", "guided_choice", "guided_grammar", "json_schema", "grammar", "format",
+    ),
+    1 << 16,
+)  # fmt: skip
+IDS = ("prompt", "tokens")  # fields of which token ids are counted by those who read them
 OPEN, SHUT = (ord("["), ord("{")), (ord("]"), ord("}"))
 
 
@@ -63,6 +72,23 @@ def check_values(values: int) -> None:
 
 
 def check_fields(body: dict[str, Any]) -> None:
-    """ApiError (400) for a body with more names than any request has."""
+    """ApiError (400) for a body with more names than any request has, or a field that holds more than any does: every
+    value of a parameter is looked at several times, and sent to the engine."""
     if len(body) > MOST_FIELDS:
         raise ApiError(400, f"the body has {len(body)} fields; want at most {MOST_FIELDS}")
+    for name, value in body.items():
+        most = MOST_IN.get(name, MOST_IN_FIELD)
+        if name not in IDS and (many := values_in(value, most)) > most:
+            raise ApiError(400, f"{name[:64]} holds {many} values or more; want at most {most}", name[:64])
+
+
+def values_in(value: Any, most: int) -> int:
+    """How many values lists and objects hold within each other, counted until there are more than ``most``."""
+    count, todo = 0, [value]
+    while todo and count <= most:
+        inner = todo.pop()
+        if isinstance(inner, (dict, list)):
+            count += len(inner)
+            if count <= most:
+                todo += inner.values() if isinstance(inner, dict) else inner
+    return count

@@ -115,6 +115,7 @@ class FrameClient:
         self._read: set[Stream] = set()  # somebody waits for their next piece
         self._accepting: dict[int, asyncio.Future[None]] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._last_written: tuple[SamplingParams, dict[str, Any]] | None = None
         self._numbers = itertools.count(1)
         self._heard = -math.inf  # time.monotonic of the last frame
         self._why = "the engine has not been started"
@@ -136,12 +137,10 @@ class FrameClient:
         self, prompt_ids: Any, params: SamplingParams, request_id: str, *, pieces: bool = True, owner: str = ""
     ) -> Stream:
         self._check_open()
-        from minivllm.frontend import with_token_ids
-
         ids = _prompt(prompt_ids)
         if request_id in self._ids:
             raise RequestError(f"request id {shown(request_id)} is in use; want a new one", "request_id")
-        wire = params_to_json(with_token_ids(params, self.tokenizer))
+        wire = self._written(params)
         number = next(self._numbers)
         stream = Stream(number, request_id, len(ids), params, self.tokenizer, self._drop, self._cut, self._read)
         stream.prompt = ids
@@ -165,6 +164,14 @@ class FrameClient:
         finally:
             self._accepting.pop(number, None)
         return stream
+
+    def _written(self, params: SamplingParams) -> dict[str, Any]:
+        """The parameters as the engine is told them, once for all prompts of a batch, which share them."""
+        from minivllm.frontend import with_token_ids
+
+        if self._last_written is None or self._last_written[0] is not params:
+            self._last_written = params, params_to_json(with_token_ids(params, self.tokenizer))
+        return self._last_written[1]
 
     async def abort(self, request_id: str) -> None:
         if (number := self._ids.get(request_id)) is not None and not self._gone:

@@ -16,6 +16,7 @@ from .generate import (
     Service,
     check_branches,
     check_counts,
+    check_told,
     open_streams,
     read_body,
     respond,
@@ -76,6 +77,7 @@ class Completion:
         form = whole_form(body)
         self.params = make_params(body, more, body.logprobs, form, self.state, info, service.server, service.defaults)
         check_branches(service, len(self.prompts), self.params)
+        check_told(service, len(self.prompts), self.params)
         self.asks_scores = self.params.prompt_logprobs is not None
         if body.echo and body.logprobs is not None:
             self._score_prompt()
@@ -88,14 +90,17 @@ class Completion:
     async def prepare(self, held: AsyncExitStack) -> Answer:
         service, body = self.service, self.body
         held.enter_context(service.door.enter(len(self.prompts), self.state["owner"]))
-        asks = []
+        asks: list[tuple[Ids, Any]] = []
+        for_most: dict[int, Any] = {}  # prompts with the same limit share their parameters
         for prompt, whole in zip(self.prompts, await self._encoded(), strict=True):
             ids = await self._cut(prompt, whole)
             self.ids.append(ids)
             # one token is drawn where none is wanted, and not shown: the scores of the prompt come with it
             asked = 1 if self.only_scores else self.asked
             most = fit(self.params, asked, len(ids), service.client.info, self.default)
-            asks.append((ids, self.params.ending_after(most)))
+            if most not in for_most:
+                for_most[most] = self.params.ending_after(most)
+            asks.append((ids, for_most[most]))
         streams = await open_streams(service, held, self.state, asks, bool(body.stream))
         return Answer(
             service, f"cmpl-{self.state['request_id']}", "text_completion", self.model, streams, self.n, *self.usage,

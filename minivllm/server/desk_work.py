@@ -21,7 +21,6 @@ from .params import whole_form
 from .prompts import cut_at, marked
 from .tokens import too_long
 
-IDS = ("prompt", "tokens")  # fields whose token ids travel as arrays
 WARM = 5  # times the limits of a chat, for what is made once: a second tokenizer, perhaps
 FEW = 256  # ids that may as well travel as JSON
 
@@ -67,7 +66,7 @@ def read(raw: bytes, inner: str) -> list[bytes]:
     columns, parts = [], []
     if isinstance(body, dict):
         bounds.check_fields(body)
-        for name in IDS:
+        for name in bounds.IDS:  # token ids travel as arrays
             if (found := ids_of(body.get(name))) is not None:
                 ids, lengths = found
                 columns.append([name, lengths])

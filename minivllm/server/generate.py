@@ -20,6 +20,8 @@ from starlette.responses import JSONResponse, Response
 
 from . import body as bodies
 from . import errors, logs
+from .client import params_to_json
+from .desk import to_json
 from .errors import ApiError
 from .metrics import times_of
 from .protocol import common
@@ -219,6 +221,16 @@ def check_branches(service: Service, prompts: int, params: SamplingParams) -> No
         raise ApiError(400, f"{what}; want at most {most} in a request (max_branches)", wide)
 
 
+def check_told(service: Service, prompts: int, params: SamplingParams) -> None:
+    """ApiError (400) for parameters that are too large to be told, and read, once for each prompt of a batch."""
+    if prompts == 1:
+        return
+    most, size = service.server.max_body_bytes, len(to_json(params_to_json(params)))
+    if size * prompts > most:
+        what = f"the parameters of this request are {size} bytes for each of {prompts} prompts"
+        raise ApiError(400, f"{what}; want at most {most} together: send fewer prompts at once", "prompt")
+
+
 def stream_options(body: Any) -> tuple[bool, bool]:
     """(usage at the end, usage in every chunk).  ApiError (400) for options of a stream where none was asked for."""
     options = body.stream_options
@@ -244,13 +256,18 @@ async def open_streams(
     """One stream a prompt, closed by ``held``.  The error of the first that is refused; then none stays."""
     client, request_id, log = service.client, state["request_id"], state["log"]
     log.update(prompt_tokens=sum(len(ids) for ids, _ in prompts), completion_tokens=0)  # if it goes before it begins
-    opened = await asyncio.gather(
-        *(
-            client.stream(ids, params, f"{request_id}-{number}", pieces=pieces, owner=state["owner"])
-            for number, (ids, params) in enumerate(prompts)
-        ),
-        return_exceptions=True,
-    )
+    opening: list[asyncio.Task[Stream]] = []
+    try:
+        for number, (ids, params) in enumerate(prompts):
+            asked = client.stream(ids, params, f"{request_id}-{number}", pieces=pieces, owner=state["owner"])
+            opening.append(asyncio.create_task(asked))
+            await asyncio.sleep(0)  # others have their turn: each prompt is told with all its parameters
+        opened = await asyncio.gather(*opening, return_exceptions=True)
+    except asyncio.CancelledError:  # who asked has left
+        for task in opening:
+            task.cancel()
+        await asyncio.gather(*opening, return_exceptions=True)
+        raise
     streams: list[Stream] = [one for one in opened if not isinstance(one, BaseException)]
 
     async def close() -> None:
