@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -95,6 +96,45 @@ def test_a_hostile_grammar_costs_a_process_its_life_and_the_next_is_compiled(fak
         assert says in str(e.value) and e.value.param == "structured_outputs"
         assert compiled(fake, f"0{len(text)}").handle == f"0{len(text)}"
     assert (fake.helpers.made[0]._process.pid == helper) == forks and len(fake.helpers.made) == 1
+
+
+@pytest.mark.parametrize("fake", ["Fake", "Threads"], indirect=True)
+@pytest.mark.parametrize("when", ["before it is tried out", "while it is"])
+def test_one_that_nobody_wants_any_more_ends_at_once_and_is_not_held_against_who_asks_again(fake, when):
+    """Long before its limit; another's is not touched, and the helper goes on where it forks."""
+    fake.helpers._make = lambda made=fake.helpers._make: patient(made())
+    assert compiled(fake, "1").handle == "1"
+    asked, found = StructuredOutputsParams(regex="loop"), []
+    fake.stop(asked, ("", ""))  # nothing is being made: without effect
+
+    def ask():
+        with pytest.raises(RequestError, match="nobody wants it any more") as e:
+            fake.compile(asked, ("", ""))
+        found.append(e.value.param)
+
+    begun, thread = time.monotonic(), threading.Thread(target=ask)
+    with fake.helpers.one() if when.startswith("before") else contextlib.nullcontext():
+        thread.start()
+        while (("", ""), asked.source) not in fake._making:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        fake.stop(StructuredOutputsParams(regex="other"), ("", ""))
+        fake.stop(asked, ("somebody", ""))
+        time.sleep(0.2)
+        assert thread.is_alive()
+        fake.stop(asked, ("", ""))
+    thread.join(30)
+    assert found == ["structured_outputs"] and time.monotonic() - begun < 20
+    assert not fake._making and not fake._stopped and not fake._trying
+    assert fake.find(asked, ("", "")) is None, "it was not refused: whoever asks again is not told so"
+    assert compiled(fake, "2").handle == "2"
+
+
+def patient(helper):
+    """One whose limits are far away."""
+    helper.seconds = 60.0
+    helper._hello = helper._hello.replace(b'"seconds": 0.6', b'"seconds": 60')
+    return helper
 
 
 def test_what_was_refused_is_refused_again_at_once(fake):

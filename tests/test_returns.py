@@ -12,6 +12,7 @@ import torch
 from callback_helpers import NAN, PROMPTS, SMALL, Odd
 
 from minivllm import LLM, EngineDeadError, RequestError, SamplingParams
+from minivllm.core.interfaces.grammar import GrammarSource
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.core.interfaces.sampling import Column, Row
 from minivllm.core.request import Request
@@ -246,7 +247,7 @@ def test_what_is_no_compiled_grammar_refuses_its_request(made):
     asked = SimpleNamespace(source=SimpleNamespace(kind="regex", text="a"))
     asked.source = ("regex",)
     with pytest.raises(RequestError, match="own/fake failed: TypeError: compile"):
-        service._make(SimpleNamespace(kind="regex", text="a"), ("", ""))
+        service._make(GrammarSource("regex", "a"), ("", ""))
 
 
 # ---- executors -------------------------------------------------------------------------------------------------------

@@ -98,6 +98,24 @@ def test_one_whose_clients_have_all_gone_is_not_compiled(library):
     assert library.begun == ["a0", "a2", "a3", "a4"] and len(library.compiling) == 0
 
 
+def test_one_that_has_begun_is_stopped_when_its_last_client_has_gone_and_asked_for_again_it_is_made_anew():
+    library, stopped = Library(), []
+    compiling = Compiling(library.find, library.compile, 3, lambda params: stopped.append(params))
+    asked = [asks("a", "slow"), asks("a", "slow")]
+    for number, live in enumerate(asked):
+        compiling.begin(number, live)
+    library.until(1)
+    assert compiling.cancel(0) and not stopped, "somebody waits for it still"
+    assert compiling.cancel(1) and stopped == [asked[0].request.params]
+    again = asks("a", "slow")
+    compiling.begin(2, again)
+    assert library.until(2) == ["slow", "slow"], "the one that was stopped makes nothing for who asks now"
+    library.end("slow")
+    assert [live for live, _ in all_ready(compiling, 1)] == [again]
+    assert len(compiling) == 0 and again.request.grammar == "made slow"
+    compiling.close()
+
+
 def test_what_is_there_already_waits_for_nobody_and_so_does_what_was_refused(library):
     for i in range(5):
         library.compiling.begin(i, asks("a", f"a{i}"))

@@ -3,7 +3,7 @@
     begin ──► found at once? ──yes──────────────────────────────────────────────► ready
                    └──no──► jobs wait, owners in turn ──► workers, not all of one owner's ──┘
 
-Requests that ask for the same are one job.  A job whose requests have all been cancelled is not begun.
+Requests that ask for the same are one job.  A job whose requests have all been cancelled is not begun, or stopped.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ class Compiling:
     """Requests by number whose grammars are being compiled.  One thread asks; ``cancel`` forgets one.
 
     ``find(params)`` gives a grammar that is there already, or None, or raises why there is none; ``compile(params)``
-    makes it, at most ``workers`` at once.  One owner has all workers but one at most, if there are several: another's
-    waits for nobody.
+    makes it, at most ``workers`` at once, and ``stop(params)`` has it end before it has.  One owner has all workers but
+    one at most, if there are several: another's waits for nobody.
 
-    Invariant: a job in ``_jobs`` has a request, or has begun; one in ``_line`` has a request and has not begun.
+    Invariant: a job in ``_jobs`` has a request; one in ``_line`` has a request and has not begun.
     """
 
-    def __init__(self, find: Callable[[Any], Any], compile: Callable[[Any], Any], workers: int) -> None:
-        self._find, self._compile = find, compile
+    def __init__(
+        self, find: Callable[[Any], Any], compile: Callable[[Any], Any], workers: int,
+        stop: Callable[[Any], None] = lambda params: None,
+    ) -> None:  # fmt: skip
+        self._find, self._compile, self._stop = find, compile, stop
         self._workers, self._most = workers, max(workers - 1, 1)
         self._pool = ThreadPoolExecutor(workers, "minivllm-compile")
         self._lock = threading.Lock()
@@ -98,7 +101,8 @@ class Compiling:
             self._busy[owner] -= 1
             if not self._busy[owner]:
                 del self._busy[owner]
-            self._jobs.pop(job.key, None)
+            if self._jobs.get(job.key) is job:
+                del self._jobs[job.key]
             for number, live in job.lives.items():
                 self._done.append((number, live, made, error))
             self._start()
@@ -111,9 +115,10 @@ class Compiling:
             job = self._of.pop(number)
             if job is not None:
                 job.lives.pop(number, None)
-                if not job.lives and not job.begun:
-                    self._line.remove(job.number)
-                    del self._jobs[job.key]
+                if not job.lives:  # who asks for the same now has a job of its own
+                    if self._jobs.get(job.key) is job:
+                        del self._jobs[job.key]
+                    self._stop(job.params) if job.begun else self._line.remove(job.number)
             return True
 
     def ready(self) -> list[tuple[Any, BaseException | None]]:

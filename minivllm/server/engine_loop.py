@@ -88,6 +88,7 @@ class EngineLoop:
             lambda params: made.find(params.structured_outputs, params.salt),
             lambda params: made.compile(params.structured_outputs, params.salt),
             getattr(made, "workers", 1),
+            lambda params: made.stop(params.structured_outputs, params.salt),
         )
         self._sent = 0.0
         self._told_dead = False

@@ -31,14 +31,22 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.grammar import Grammar
 
 START = 60.0  # seconds that a process may take to start: importing a library may take some on a busy machine
+STOP = signal.SIGUSR1  # ends who is busy with a grammar, and nobody else
 LEFT = 3  # the status of a child that was asked nothing any more
 DRAWS = 4  # tokens that are drawn with a new grammar
 BY_THE_CLOCK = 5  # times the processor's seconds that a grammar may take by the clock: a loaded machine is slow
 GRACE = 5.0  # seconds beyond the limit after which a helper that should have ended its child is taken for stuck
 
 
+class Stopped(ResourceError):
+    """Nobody wants to know any more."""
+
+    def __init__(self) -> None:
+        super().__init__("nobody wants it any more")
+
+
 class Helper:
-    """One process, started by need and replaced when it was killed.  One thread at a time."""
+    """One process, started by need and replaced when it was killed.  One thread at a time, but for ``stop``."""
 
     def __init__(self, part: Part, ctx: GrammarContext, seconds: float, megabytes: int) -> None:
         self.name, self.seconds, self.megabytes = part.name, seconds, megabytes
@@ -49,7 +57,14 @@ class Helper:
         }  # fmt: skip
         self._hello = json.dumps(hello).encode() + b"\n"
         self._process: subprocess.Popen | None = None
-        self._ready = self._forks = False
+        self._ready = self._forks = self._stopped = False
+
+    def stop(self) -> None:
+        """End what is being tried out now, from another thread.  It is without effect where nothing is."""
+        process, self._stopped = self._process, True
+        if self._ready and process is not None and process.returncode is None:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, STOP)
 
     def start(self) -> None:
         """Start a process if there is none; returns at once."""
@@ -59,6 +74,7 @@ class Helper:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "minivllm.structured.helper"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            start_new_session=True,  # a signal to its group is for it and its child
         )  # fmt: skip
         self._ready = False
         self._rest = b""
@@ -70,11 +86,19 @@ class Helper:
 
     def check(self, source: GrammarSource) -> None:
         """ValueError if the plug-in refuses it or it does not keep within the limits; PluginError if it fails on it;
-        ResourceError if no process could be started."""
+        ResourceError if no process could be started; Stopped."""
+        try:
+            self._check(source)
+        finally:
+            self._stopped = False
+
+    def _check(self, source: GrammarSource) -> None:
         for again in (True, False):
             self.start()
             try:
                 self._say_hello()
+                if self._stopped:
+                    raise Stopped
                 line = json.dumps(dataclasses.asdict(source)).encode() + b"\n"
                 answer = self._ask(line, (BY_THE_CLOCK * self.seconds + GRACE) if self._forks else self.seconds)
                 break
@@ -86,10 +110,12 @@ class Helper:
                 ready = self._ready
                 self._kill()
                 if ready:
-                    answer = {"ended": "memory"}
+                    answer = {"ended": "stopped" if self._stopped else "memory"}
                     break
                 if not again:
                     raise ResourceError(f"the process that tries grammars out does not start: {e}") from e
+        if answer.get("ended") == "stopped":
+            raise Stopped
         if (ended := answer.get("ended")) == "time":
             raise ValueError(
                 f"it takes more than {self.seconds:g} s to compile: simplify it, or raise grammar_compile_seconds"
@@ -157,6 +183,7 @@ class Helper:
 def main() -> NoReturn:
     """Answer each line until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's; the end of its pipe ends this process
+    signal.signal(STOP, signal.SIG_IGN)
     hello = json.loads(sys.stdin.buffer.readline())
     seconds, megabytes, forks = hello["seconds"], hello["megabytes"], False
     try:
@@ -180,12 +207,13 @@ def main() -> NoReturn:
             if status and os.waitstatus_to_exitcode(status) == LEFT:
                 sys.exit(0)
             if status:  # else it has answered
-                late = -os.waitstatus_to_exitcode(status) in (signal.SIGPROF, signal.SIGALRM)
-                say({"ended": "time" if late else "memory"})
+                why = {int(signal.SIGPROF): "time", int(signal.SIGALRM): "time", int(STOP): "stopped"}
+                say({"ended": why.get(-os.waitstatus_to_exitcode(status), "memory")})
             continue
         line = sys.stdin.buffer.readline()
         if not line:
             os._exit(LEFT if forks else 0)
+        signal.signal(STOP, signal.SIG_DFL)
         # A timer's signal ends a process whatever it is busy with; the helper itself if there is nobody left who would.
         signal.setitimer(signal.ITIMER_REAL, BY_THE_CLOCK * seconds if forks else 4 * seconds)
         if forks:
@@ -202,6 +230,7 @@ def main() -> NoReturn:
             answer = {"failed": told(e)}
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(STOP, signal.SIG_IGN)
         say(answer)
         if forks:
             os._exit(0)

@@ -20,7 +20,7 @@ from minivllm.errors import MinivllmError, RequestError, shown, told
 from minivllm.registry import build_part
 from minivllm.tenant_cache import Salt, TenantCache
 
-from .helper import Helper
+from .helper import Helper, Stopped
 from .helpers import Helpers
 from .params import NAME
 
@@ -62,6 +62,8 @@ class Grammars:
         self._lock, self._building = threading.Lock(), threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._making: set[tuple[Salt, GrammarSource]] = set()
+        self._stopped: set[tuple[Salt, GrammarSource]] = set()  # of those, what nobody wants any more
+        self._trying: dict[tuple[Salt, GrammarSource], Helper] = {}  # and which helper looks at it
         self.workers, self._closed = workers, False
         self.helpers = Helpers(lambda: Helper(part, self.context, seconds, megabytes), workers)
 
@@ -110,6 +112,7 @@ class Grammars:
         finally:
             with self._changed:
                 self._making.discard((salt, source))
+                self._stopped.discard((salt, source))
                 self._changed.notify_all()
 
     def find(self, params: StructuredOutputsParams, salt: Salt) -> Compiled | None:
@@ -132,7 +135,7 @@ class Grammars:
             with self.helpers.one() as helper:
                 helper.start()  # while it starts, the plug-in is made here
                 plugin = self._build()
-                helper.check(source)
+                self._try(helper, source, salt)
                 made = plugin.compile(source)
             if not isinstance(made, Compiled) or not isinstance(made.nbytes, int):
                 raise TypeError(f"compile() gave {shown(made)}; want a Compiled")
@@ -150,6 +153,27 @@ class Grammars:
         with self._lock:  # sequences that run keep theirs, whoever has to make room
             self._kept.put(salt, source, made, max(made.nbytes, len(source.text)))
         return made
+
+    def _try(self, helper: Helper, source: GrammarSource, salt: Salt) -> None:
+        """``helper.check``, which ``stop`` can end."""
+        with self._lock:
+            if (salt, source) in self._stopped:
+                raise Stopped
+            self._trying[salt, source] = helper
+        try:
+            helper.check(source)
+        finally:
+            with self._lock:
+                del self._trying[salt, source]
+
+    def stop(self, params: StructuredOutputsParams, salt: Salt) -> None:
+        """Nobody wants what is being compiled: ``compile`` raises RequestError soon, and nothing is kept of it."""
+        key = salt, params.source
+        with self._lock:
+            if key in self._making:
+                self._stopped.add(key)
+                if (helper := self._trying.get(key)) is not None:
+                    helper.stop()
 
     def close(self) -> None:
         """End the helpers; idempotent."""
@@ -170,6 +194,9 @@ class NoGrammars:
 
     def find(self, params: StructuredOutputsParams, salt: Salt) -> Compiled | None:
         return self.compile(params, salt)
+
+    def stop(self, params: StructuredOutputsParams, salt: Salt) -> None:
+        """Nothing to do."""
 
     def warm(self) -> None:
         """Nothing to do."""
