@@ -1,8 +1,9 @@
 """Files that a user names: read whole or by lines, within bounds, and refused by name before they can hold anybody up.
 
-What is opened here is a regular file of a bounded size.  A FIFO waits for a writer, a device has no end, a sparse file
-of a terabyte takes a second to make; a link is what it leads to.  The file that Git LFS leaves where it has not fetched
-the real one is told by its first line (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md).
+What is opened here, but for ``read_given``, is a regular file of a bounded size.  A FIFO waits for a writer, a device
+has no end, a sparse file of a terabyte takes a second to make; a link is what it leads to.  The file that Git LFS
+leaves where it has not fetched the real one is told by its first line
+(https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md).
 
 Every function raises ``error`` (ConfigError unless told otherwise) with the file's name, or ``name``, before the rest.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +28,7 @@ SMALL = 4 * MIB  # configurations, keys, schemas, templates: what somebody wrote
 PART = 64 * MIB  # config.json, an index of shards, the configuration of a tokenizer
 LARGE = 512 * MIB  # prompts, records of runs, tokenizers
 HUGE = 8192 * MIB  # traces, which are read line by line
+PATIENCE, SLOWEST = 10.0, 60.0  # seconds: that a pipe may say nothing, and that it may take altogether
 LONGEST = 16 * MIB  # bytes of a line
 POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -47,6 +51,43 @@ def read_text(path: Name, most: int = SMALL, error: Error = ConfigError, name: s
         return read_bytes(path, most, error, name).decode("utf-8-sig")
     except UnicodeDecodeError as exc:
         raise error(f"{_name(name or path)}: not UTF-8 (byte {exc.start}); save it as UTF-8") from None
+
+
+def read_given(path: Name, most: int = SMALL, error: Error = ConfigError, name: str = "") -> str:
+    """``read_text``, and of a pipe as well, which a shell makes of ``<(command)``: for a file that is named on purpose
+    and read once.  ``error`` if nothing comes of a pipe for ``PATIENCE`` seconds, or more than ``most`` bytes do."""
+    at = _name(name or path)
+    try:
+        if not stat.S_ISFIFO(os.stat(path).st_mode):
+            return read_text(path, most, error, name)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as pipe:
+            data = _drained(pipe.fileno(), most)
+        return data.decode("utf-8-sig")
+    except TimeoutError:
+        raise error(f"{at}: is a FIFO, of which nothing has come for {PATIENCE:g} s; want who writes to it") from None
+    except OverflowError:
+        raise error(_large(name or path, most)) from None
+    except UnicodeDecodeError as exc:
+        raise error(f"{at}: not UTF-8 (byte {exc.start}); write it as UTF-8") from None
+    except (OSError, ValueError):
+        return read_text(path, most, error, name)  # which says what is wrong
+
+
+def _drained(pipe: int, most: int) -> bytes:
+    """All that comes of a pipe, which does not block.  TimeoutError; OverflowError for more than ``most`` bytes."""
+    ready, size = select.poll(), 0
+    parts: list[bytes] = []
+    ready.register(pipe, select.POLLIN | select.POLLHUP)
+    end = time.monotonic() + SLOWEST
+    while size <= most:
+        # where nobody has opened its other end yet, this waits; a read would say that all has come
+        if not ready.poll(1e3 * max(min(PATIENCE, end - time.monotonic()), 0)):
+            raise TimeoutError
+        if not (part := os.read(pipe, min(MIB, most + 1 - size) or 1)):
+            return b"".join(parts)
+        parts.append(part)
+        size += len(part)
+    raise OverflowError
 
 
 def read_lines(path: Name, most: int = LARGE, error: Error = ConfigError, name: str = "") -> Iterator[str]:

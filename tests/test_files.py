@@ -1,10 +1,13 @@
 """Files that a user names: each is a regular file of bounded size, or refused by name before anybody waits for it."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
+import threading
+import time
 
 import pytest
 
@@ -25,8 +28,9 @@ TIB = 1 << 40
 
 
 @pytest.fixture(autouse=True)
-def impatient():
-    """What waits for a FIFO waits for ever."""
+def impatient(monkeypatch):
+    """What waits for a FIFO waits for ever; where one is named on purpose, for a while."""
+    monkeypatch.setattr(files, "PATIENCE", 0.2)
 
     def late(*_):
         raise AssertionError("it waited")
@@ -116,9 +120,59 @@ def test_a_file_of_another_kind_is_refused_by_name(tmp_path, name, kind):
 def test_a_schema_of_another_kind_is_refused_on_the_command_line(tmp_path, capsys):
     from minivllm.cli import main
 
-    os.mkfifo(tmp_path / "s.json")
-    assert main(["generate", "hi", "--json-schema", str(tmp_path / "s.json")]) == 2
-    assert "--json-schema" in (said := capsys.readouterr().err) and "is a FIFO; want a regular file" in said
+    for path in (tmp_path, "/dev/zero", "/proc/self/mem"):
+        assert main(["generate", "hi", "--json-schema", str(path)]) == 2
+        assert "--json-schema" in (said := capsys.readouterr().err) and "bug" not in said
+
+
+@contextlib.contextmanager
+def piped(data, ends=True):
+    """The name of a pipe, as a shell makes it of <(command), to which ``data`` is written by and by."""
+    ours, theirs = os.pipe()
+    stop = threading.Event()
+
+    def write():
+        with contextlib.suppress(OSError):
+            for part in data:
+                time.sleep(0.01)
+                os.write(theirs, part)
+        if not ends:
+            stop.wait(30)
+        os.close(theirs)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield f"/dev/fd/{ours}"
+    finally:
+        stop.set()
+        os.close(ours)
+        thread.join(30)
+
+
+def test_a_pipe_that_is_named_on_purpose_is_read_to_its_end():
+    text = ['{"type": ', '"object", "title": "\u00e9"', "}" + " " * 200_000]
+    with piped([one.encode() for one in text]) as path:
+        assert files.read_given(path) == "".join(text)
+    with piped([b"# keys\n", b"sk-1\nsk", b"-2\n"]) as path:
+        assert read_keys(path) == ["sk-1", "sk-2"]
+    with piped([]) as path:
+        assert files.read_given(path) == ""
+
+
+def test_a_pipe_is_bounded_in_size_and_time_and_refused_by_name(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "nobody")
+    with pytest.raises(ConfigError, match=r"nobody: is a FIFO, of which nothing has come for 0\.2 s"):
+        files.read_given(tmp_path / "nobody")
+    with piped([b"{"], ends=False) as path, pytest.raises(ConfigError, match="schema: is a FIFO, of which nothing"):
+        files.read_given(path, name="schema")
+    with piped([b"x" * 4096] * 50) as path, pytest.raises(ConfigError, match="schema: more: want a file of at most"):
+        files.read_given(path, most=files.MIB // 8, name="schema")
+    with piped([b"\xff"]) as path, pytest.raises(ConfigError, match="schema: not UTF-8"):
+        files.read_given(path, name="schema")
+    monkeypatch.setattr(files, "SLOWEST", 0.3)
+    with piped([b"x"] * 200) as path, pytest.raises(ConfigError, match="of which nothing has come"):
+        files.read_given(path)
 
 
 MODEL_FILES = {

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 import types
 from types import SimpleNamespace
 
@@ -101,6 +102,30 @@ def test_a_large_weight_file_is_sampled_and_a_change_in_any_tensor_is_seen(tmp_p
         other = tensors["b"].copy()
         other[at] += 1
         assert identity(b=other) != base, at
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "x.tiktoken", "config.json", "model.safetensors"])
+def test_a_file_of_a_terabyte_is_sampled_and_a_change_in_its_first_or_last_bytes_is_seen(tmp_path, name):
+    """Whatever it is: a sparse one, a link to one, weights whose header says anything."""
+
+    def identity(first, last, size=1 << 40):
+        with open(tmp_path / "large", "wb") as file:
+            file.write(first)
+            file.seek(size - len(last))
+            file.write(last)
+        if not (tmp_path / name).exists():
+            (tmp_path / name).symlink_to(tmp_path / "large")
+        found = (sources.model_identity(tmp_path), sources.tokenizer_identity(tmp_path))
+        return next(one.hash for one in found if name in one.files)
+
+    heads = [b"", b"\xff" * 8, (2).to_bytes(8, "little") + b"{}", (9).to_bytes(8, "little") + b'{"a":[1]}']
+    offsets = b'{"a":{"data_offsets":[-5,1e99]},"b":{"data_offsets":[0,9007199254740993]}}'
+    heads.append(len(offsets).to_bytes(8, "little") + offsets)
+    hashes = [identity(head, b"end") for head in heads]
+    assert len({*hashes, identity(b"", b"end", (1 << 40) - 1)}) == len(heads) + 1
+    begun = time.monotonic()
+    assert identity(b"", b"end") == hashes[0]
+    assert time.monotonic() - begun < 5
 
 
 def test_git_tells_commit_and_changes_and_is_silent_outside_a_repository(tmp_path):

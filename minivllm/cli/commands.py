@@ -68,7 +68,7 @@ def structured(args: argparse.Namespace) -> dict[str, str]:
         if args.json_schema is not None:
             raise ConfigError("--regex and --json-schema: want one of them")
         return {"regex": args.regex}
-    return {"json": files.read_text(args.json_schema, name=f"--json-schema: {args.json_schema}")}
+    return {"json": files.read_given(args.json_schema, name=f"--json-schema: {args.json_schema}")}
 
 
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:

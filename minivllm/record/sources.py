@@ -9,11 +9,13 @@ paths and no times: the same code gives the same hash on every machine.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +24,9 @@ from pathlib import Path
 PLUGINS = "minivllm.plugins"
 APART = ("plugins", "pocket", "record", "scaffold", "testing")  # folders of minivllm that run no model: not in its hash
 WHOLE = 64 * 2**20  # bytes; a larger weight file is sampled
+LARGEST = 512 * 2**20  # bytes; a larger file of any kind is
+HEADER = 100 * 10**6  # bytes that the header of a file of weights may have (safetensors' own limit)
+PLACES = 1024  # of a sampled file that is not known by its tensors
 PIECE = 16 * 2**10  # bytes read at the start, the middle and the end of each tensor of such a file
 TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
              "*.model", "*.tiktoken")  # fmt: skip
@@ -185,18 +190,25 @@ def _sha(data: bytes) -> str:
 
 
 def _sha_file(path: Path) -> str:
-    size = path.stat().st_size
+    """Of its bytes, or of its size and pieces of it: no file takes longer than one of ``LARGEST``."""
     with path.open("rb") as file:
-        if size <= WHOLE or path.suffix != ".safetensors":
-            found = hashlib.sha256()
-            while piece := file.read(WHOLE):
+        size = os.fstat(file.fileno()).st_size
+        if size <= (WHOLE if path.suffix == ".safetensors" else LARGEST):
+            found, left = hashlib.sha256(), size
+            while left and (piece := file.read(min(WHOLE, left))):  # one that grows meanwhile has no end
                 found.update(piece)
+                left -= len(piece)
             return found.hexdigest()
         start = file.read(8)
-        head = file.read(int.from_bytes(start, "little"))
+        head = b""
+        places: Iterable[int] = range(0, size, max(size // PLACES, PIECE))
+        if path.suffix == ".safetensors" and (length := int.from_bytes(start, "little")) <= HEADER:
+            head = file.read(length)
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            places = [int(at) for at in _pieces(json.loads(head), 8 + len(head))]
         found = hashlib.sha256(start + head + size.to_bytes(8, "little"))
-        for begin in _pieces(json.loads(head), 8 + len(head)):
-            file.seek(begin)
+        for begin in places:
+            file.seek(min(max(begin, 0), size))
             found.update(file.read(PIECE))
     return found.hexdigest()
 
