@@ -8,12 +8,14 @@ pytest.importorskip("fastapi")
 
 import httpx
 from http_helpers import Running, served
+from starlette.testclient import TestClient
 from test_websocket import talking
 from websockets.exceptions import InvalidStatus
 
 from minivllm.config.server import ServerConfig
 from minivllm.errors import ConfigError
 from minivllm.server import cross_site
+from minivllm.server.app import Application
 from minivllm.server.auth import admin_token
 from minivllm.server.errors import ApiError
 
@@ -246,9 +248,32 @@ def test_admin_without_a_key_is_refused_where_others_could_ask():
         with pytest.raises(ConfigError, match=r"want a key .*or --host 127.0.0.1"):
             admin_token(ServerConfig(host=host, admin=True), [])
         assert admin_token(ServerConfig(host=host, admin=True), ["k"]) is None
+        assert admin_token(ServerConfig(host=host, admin=True), ["k", "k"]) is None
+        assert admin_token(ServerConfig(host=host, admin=True), [], "own") == "own"
         assert admin_token(ServerConfig(host=host), []) is None
     tokens = {admin_token(ServerConfig(host=host, admin=True), []) for host in ("127.0.0.1", "localhost", "::1")}
     assert len(tokens) == 3 and None not in tokens
+
+
+@pytest.mark.parametrize("given", ["", "operator"])
+def test_the_keys_of_several_users_are_no_operators_keys(given):
+    config = ServerConfig(admin=True)
+    app = Application(config, ["one", "two"], given)
+    token = app.admin_token
+    assert (token == given) == bool(given) and app.told_token == (None if given else token)
+    assert token not in ("one", "two") and len(token) >= 8
+    client = TestClient(app, base_url="http://localhost")
+    for path, method in (("/debug/state", "GET"), ("/reset_prefix_cache", "POST"), ("/start_profile", "POST")):
+        for key in ("one", "two", "three", ""):
+            assert client.request(method, path, headers={"x-api-key": key}).status_code == 401, (path, key)
+        # 503: it would be obeyed, if there were an engine
+        assert client.request(method, path, headers={"x-api-key": token}).status_code == 503, path
+    for key in ("one", "two", token):
+        assert client.get("/v1/models", headers={"x-api-key": key}).status_code == 503
+    for key in ("one", ""):  # the only key is the operator's, unless there is one of its own
+        alone = TestClient(Application(config, ["one"], given), base_url="http://localhost")
+        allowed = key == "one" and not given
+        assert alone.get("/debug/state", headers={"x-api-key": key}).status_code == (503 if allowed else 401)
 
 
 def test_under_a_root_path_health_needs_no_key_and_nothing_else_is_open():

@@ -17,7 +17,7 @@ server = served(max_body_bytes=1 << 20, max_batch=64)
 
 PARAMETERS = {
     "a form": {"structured_outputs": {"choice": [f"choice {i}" for i in range(3000)]}},
-    "words": {"bad_words": ["a word of many letters %d" % i for i in range(1000)]},
+    "words": {"bad_words": [f"a word of many letters {i}" for i in range(1000)]},
     "what processors read": {"vllm_xargs": {f"parameter {i}": i for i in range(1500)}},
     "ids": {"allowed_token_ids": [1000 + i % 900 for i in range(9000)]},
 }

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 import minivllm
 
 from . import chat, completions, errors, operations, websocket
+from .auth import ADMIN as ADMIN_KEY
 from .auth import Keys, admin_token
 from .body import Refusal
 from .errors import ApiError
@@ -70,14 +71,16 @@ class Application:
     """An ASGI application.  ``service`` is None until the engine is there; until then only /health answers, with 503.
 
     ``reason`` says why there is no engine, or why it takes nothing more; ``admin_token`` is what the routes of
-    ``--admin`` want where no key is needed, else None.
+    ``--admin`` want, None where any key will do; with keys it is one of them, for every other route.
     """
 
-    def __init__(self, server: ServerConfig, keys: Iterable[str] = ()) -> None:
+    def __init__(self, server: ServerConfig, keys: Iterable[str] = (), admin_key: str = "") -> None:
         self.service: Service | None = None
         self.reason = "the model is loading"
         keys = list(keys)
-        self.admin_token = admin_token(server, keys)
+        self.admin_token = admin_token(server, keys, admin_key)
+        self.told_token = None if self.admin_token == admin_key else self.admin_token  # which nobody knows yet
+        keys += [self.admin_token] if keys and self.admin_token is not None else []
         app = FastAPI(
             title="minivllm", version=minivllm.__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
             openapi_url="/openapi.json",
@@ -130,7 +133,9 @@ class Application:
 
         async def endpoint(request: Request) -> Any:
             if held.tenant(dict(request.scope["headers"])) is None:
-                what = "want the token that the server told at its start: Authorization: Bearer TOKEN"
+                what = (
+                    f"want Authorization: Bearer KEY, with {ADMIN_KEY} or the token that the server told at its start"
+                )
                 raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
             if self.service is None:
                 raise _unavailable(self.reason)

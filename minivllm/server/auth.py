@@ -1,6 +1,7 @@
 """API keys: read from a file, compared in constant time.  Which key it was separates tenants; no key is ever logged.
 
-The routes of ``--admin`` want one too.  Where there are none, they want a token that is made, and told, at the start.
+The routes of ``--admin`` want the operator's: ``MINIVLLM_ADMIN_KEY``, or the only key there is.  Where there is none,
+or there are several (of several users), they want a token that is made, and told, at the start.
 """
 
 from __future__ import annotations
@@ -19,28 +20,31 @@ from .cross_site import is_loopback
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
 
-ENVIRONMENT = "MINIVLLM_API_KEY"
+ENVIRONMENT, ADMIN = "MINIVLLM_API_KEY", "MINIVLLM_ADMIN_KEY"
 
 
 def read_keys(path: str) -> list[str]:
     """One key a line; empty lines and lines that begin with # do not count.  ConfigError if it holds none."""
     name = f"server.api_key_file={shown(path)}"
-    lines = files.read_text(path, name=name).splitlines()
+    lines = files.read_given(path, name=name).splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise ConfigError(f"{name}: holds no key; want one a line")
     return keys
 
 
-def admin_token(server: ServerConfig, keys: Sequence[str]) -> str | None:
-    """What the routes of ``--admin`` want where no key is needed; None if one is, or there are no such routes.
-    ConfigError if others than this machine could ask."""
-    if not server.admin or keys:
+def admin_token(server: ServerConfig, keys: Sequence[str], given: str = "") -> str | None:
+    """What the routes of ``--admin`` want: ``given``, which is ``MINIVLLM_ADMIN_KEY``, or a new token; None if any key
+    will do, since there is one, or if there are no such routes.  ConfigError if others than this machine could ask
+    without a key."""
+    if not server.admin or (len(set(keys)) == 1 and not given):
         return None
-    if not is_loopback(server.host.lower()):
+    if not keys and not given and not is_loopback(server.host.lower()):
         what = f"server.admin without a key on server.host={server.host!r}"
-        raise ConfigError(f"{what}: want a key (--api-key, MINIVLLM_API_KEY, --api-key-file), or --host 127.0.0.1")
-    return secrets.token_urlsafe(24)
+        raise ConfigError(
+            f"{what}: want a key (--api-key, {ENVIRONMENT}, --api-key-file, {ADMIN}), or --host 127.0.0.1"
+        )
+    return given or secrets.token_urlsafe(24)
 
 
 class Keys:

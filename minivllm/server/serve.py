@@ -31,7 +31,7 @@ from minivllm.text.template import read_template
 from . import logs, state, tools
 from .accepting import BACKLOG, Acceptor, open_files, room_for
 from .app import Application
-from .auth import ENVIRONMENT, read_keys
+from .auth import ADMIN, ENVIRONMENT, read_keys
 from .connection import protocol
 from .desk import Desk
 from .generate import Service
@@ -59,14 +59,15 @@ def serve(args: argparse.Namespace, loaded: Loaded) -> int:
     keys = list(args.api_key or ())
     if not keys and os.environ.get(ENVIRONMENT):
         keys = [os.environ[ENVIRONMENT]]
-    if any(not key.strip() or not is_text(key) for key in keys):
-        raise ConfigError(f"--api-key, or {ENVIRONMENT}: is empty, or no Unicode text; want a key")
+    admin_key = os.environ.get(ADMIN, "")
+    if any(not key.strip() or not is_text(key) for key in [*keys, *([admin_key] if admin_key else ())]):
+        raise ConfigError(f"--api-key, {ENVIRONMENT} or {ADMIN}: is empty, or no Unicode text; want a key")
     if loaded.server.api_key_file is not None:
         keys += read_keys(loaded.server.api_key_file)
     tools.parser_of(loaded.server.tool_parser)
     if loaded.engine.chat_template is not None:
         read_template(loaded.engine.chat_template)
-    return asyncio.run(run(loaded, keys))
+    return asyncio.run(run(loaded, keys, admin_key))
 
 
 def make_service(client: EngineClient, server: ServerConfig, model: str, sampling: Any) -> Service:
@@ -82,10 +83,10 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
     return Service(client, server, names, tokens, door, metrics, dict(sampling))
 
 
-async def run(loaded: Loaded, keys: list[str]) -> int:
+async def run(loaded: Loaded, keys: list[str], admin_key: str = "") -> int:
     """Serve until somebody says stop.  ResourceError if the address is taken; the engine's own errors at start."""
     server = loaded.server
-    app = Application(server, keys)
+    app = Application(server, keys, admin_key)
     context = tls(server)
     bound = bind(server)
     client: EngineClient = ProcessClient(loaded, server.stuck_after)
@@ -141,9 +142,9 @@ def _tell(info: EngineInfo, url: str, names: Sequence[str], seconds: float, keys
 
 
 def _tell_token(app: Application) -> None:
-    if app.admin_token is not None:
-        what = "no key is needed, so the routes of --admin want this token: Authorization: Bearer TOKEN"
-        logs.event(what, logging.WARNING, token=app.admin_token)
+    if app.told_token is not None:
+        what = f"the routes of --admin want {ADMIN}, or else this token: Authorization: Bearer TOKEN"
+        logs.event(what, logging.WARNING, token=app.told_token)
 
 
 async def _until_the_end(app: Application, client: EngineClient, serving: asyncio.Task[None], stop: Stop) -> int:
