@@ -11,6 +11,7 @@ from test_detokenize import TOKENIZERS, ids_of, spell
 
 from minivllm.core.request import SamplingParams
 from minivllm.server.offsets import Placed, Places
+from minivllm.server.scored import Row
 from minivllm.text.outputs import SequenceText
 
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
@@ -81,7 +82,8 @@ def placed(tokenizer, ids, size, **params):
     for at in range(0, len(ids), size):
         final = at + size >= len(ids)
         delta = text.feed(ids[at : at + size], final)
-        found += rows.take(ids[at : at + size][: delta.used], delta.text, final or delta.stopped is not None)
+        new = [Row(token, -1.0, 1) for token in ids[at : at + size][: delta.used]]
+        found += rows.take(new, delta.text, final or delta.stopped is not None)
         if delta.stopped is not None:
             break
     return [place for _, place in found], text.text

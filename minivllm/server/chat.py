@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
 from . import fields, logprobs, tools
+from .answers import Rows
 from .errors import ApiError
 from .generate import (
+    SCORES,
     Answer,
     Service,
     check_branches,
@@ -79,13 +82,14 @@ class Chat:
         self.default: int | None = service.defaults.get("max_tokens")
         self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
-        self.speller = logprobs.Speller(service.tokens.tokenizer, bool(body.return_tokens_as_token_ids))
         form = whole_form(body, self.tools)
         self.params = make_params(
             body, self.passed, self.top if body.logprobs else None, form, self.state, service.client.info,
             service.server, service.defaults,
         )  # fmt: skip
         check_branches(service, 1, self.params)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self.speller = logprobs.Speller(service.tokens.tokenizer, as_ids, self.params.detokenize)
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
         service = self.service
@@ -104,9 +108,6 @@ class Chat:
     def _reader(self) -> Reader:
         return Reader(self.tools, tools.parser_of(self.service.server.tool_parser))
 
-    def _shape(self, rows: Any) -> dict[str, Any] | None:
-        return logprobs.chat(rows or (), self.top, self.speller) if self.body.logprobs else None
-
     def opening(self, answer: Answer) -> list[dict[str, Any]]:
         self._readers = [self._reader() for _ in range(self.n)]
         deltas = [{"role": self.role, "content": ""}]
@@ -115,20 +116,26 @@ class Chat:
         rest = {"logprobs": None, "finish_reason": None}
         return [{"index": i, "delta": delta, **rest} for delta in deltas for i in range(self.n)]
 
-    def choices(self, answer: Answer, number: int, piece: Piece) -> list[dict[str, Any]]:
-        reader, final = self._readers[number], piece.finish_reason is not None
-        choice = {
-            "index": number,
-            "delta": reader.deltas(piece.text, piece.finish_reason),
-            "logprobs": self._shape(piece.logprobs),
-        }
-        choice["finish_reason"] = reader.reason(piece.finish_reason)
-        if final:
-            choice["stop_reason"] = piece.stop_reason
-        if self.body.return_token_ids:
-            choice["token_ids"] = piece.token_ids
-        heard = final or choice["delta"] or self.body.logprobs or self.body.return_token_ids
-        return [choice] if heard else []
+    def choices(self, answer: Answer, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The text at once, and its scores a few at a time."""
+        reader, rows = self._readers[number], piece.logprobs
+        delta = reader.deltas(piece.text, piece.finish_reason)
+        parts = list(rows.parts(SCORES)) if self.body.logprobs and rows is not None else []
+        for low, high in parts or [(0, 0)]:
+            choice: dict[str, Any] = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+            if self.body.logprobs:
+                found = [] if rows is None else logprobs.chat(rows.rows(low, high), self.top, self.speller)
+                choice["logprobs"] = {"content": found, "refusal": None}
+            if final := (not parts or high == parts[-1][1]):
+                choice["finish_reason"] = reader.reason(piece.finish_reason)
+                if piece.finish_reason is not None:
+                    choice["stop_reason"] = piece.stop_reason
+            final = final and piece.finish_reason is not None
+            if self.body.return_token_ids:
+                choice["token_ids"] = piece.token_ids if low == 0 else []
+            if final or delta or self.body.logprobs or self.body.return_token_ids:
+                yield choice
+            delta = {}
 
     async def whole(self, answer: Answer) -> list[dict[str, Any]]:
         while await answer.take():
@@ -142,13 +149,15 @@ class Chat:
             message = reader.message(self.role)
             if self.echoed:
                 message["content"] = self.echoed + (message["content"] or "")
-            choice = {"index": number, "message": message, "logprobs": self._shape(text.logprobs)}
+            choice: dict[str, Any] = {"index": number, "message": message, "logprobs": None}
+            if self.body.logprobs and stream.scored is not None:
+                choice["logprobs"] = {"content": Rows("chat", stream.scored[sample], self.top), "refusal": None}
             choice.update(finish_reason=reader.reason(text.finish_reason), stop_reason=text.stop_reason)
             if self.body.return_token_ids:
                 choice["token_ids"] = text.token_ids
             choices.append(choice)
         if self.params.prompt_logprobs is not None:
-            answer.more["prompt_logprobs"] = logprobs.prompt(stream.prompt_logprobs, self.speller)
+            answer.more["prompt_logprobs"] = Rows("prompt", stream.prompt_logprobs)
         return choices
 
 

@@ -25,11 +25,11 @@ import numpy as np
 
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.core.request import SamplingParams
-from minivllm.core.scores import TokenLogprobs
 from minivllm.errors import EngineDeadError, PluginError, RequestError, shown
 
 from .engine_loop import ENDS, EngineLoop, describe, error_from
 from .frames import ROW, Frame
+from .scored import Columns
 from .streams import Piece, Stream
 
 if TYPE_CHECKING:
@@ -299,12 +299,12 @@ class FrameClient:
         if "stream" not in columns:
             return
         errors = {(number, sample): text for number, sample, text in header.get("errors", ())}
-        tokens, scores = columns["tokens"].tolist(), _Scores(columns)
+        tokens, scores = columns["tokens"].tolist(), Columns(columns)
         at, on_gap = 0, self.on_gap
         for number, sample, count, end, stop_id, scored in zip(*(columns[n].tolist() for n in ROW), strict=True):
             ids = tokens[at : at + count]
             at += count
-            logprobs = scores.take(count) if scored else None
+            logprobs = scores.take(ids) if scored else None
             stream = self._streams.get(number)
             if stream is None:
                 continue
@@ -385,24 +385,6 @@ class LocalClient(FrameClient):
             self._loop.call_soon_threadsafe(self._on_frame, header, columns)
         except RuntimeError as e:
             raise EngineDeadError("the event loop of its client was closed") from e
-
-
-class _Scores:
-    """Log-probabilities in the order of a frame's tokens."""
-
-    def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
-        names = ("chosen", "rank", "tops", "top_ids", "top")
-        self._columns = [columns[name].tolist() for name in names] if "chosen" in columns else [[]] * 5
-        self._at = self._top = 0
-
-    def take(self, count: int) -> list[TokenLogprobs]:
-        chosen, rank, tops, top_ids, top = self._columns
-        found = []
-        for i in range(self._at, self._at + count):
-            a, self._top = self._top, self._top + tops[i]
-            found.append(TokenLogprobs(chosen[i], rank[i], top_ids[a : self._top], top[a : self._top]))
-        self._at += count
-        return found
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:

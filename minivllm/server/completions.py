@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from . import fields, logprobs
+from . import answers, fields, logprobs
+from .answers import Rows, Stretch
 from .errors import ApiError
 from .generate import (
+    SCORES,
     Answer,
     Service,
     check_branches,
@@ -31,7 +33,8 @@ from .protocol.completion import CompletionBody
 from .tokens import Ids, read_prompts
 
 if TYPE_CHECKING:
-    from .client import Piece
+    from .client import Piece, Stream
+    from .scored import Row, Scored
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -67,17 +70,17 @@ class Completion:
         self.default = default_tokens(body, service.defaults)
         self.only_scores = self.asked == 0
         self.kept = truncation(body, self.default if self.asked is None else self.asked, info.max_model_len)
-        self.speller = logprobs.Speller(service.tokens.tokenizer, bool(body.return_tokens_as_token_ids))
         self.top = body.logprobs or 0
         self.echoed: list[str] = []  # with ``echo``: the text of each prompt
         self.given: list[str | None] = []  # and that text if the client sent it
-        self._scored: dict[int, list[tuple[Any, int]]] = {}
         self.ids: list[Ids] = []
         more = self.passed if body.best_of is None else {**self.passed, "best_of": body.best_of}
         form = whole_form(body)
         self.params = make_params(body, more, body.logprobs, form, self.state, info, service.server, service.defaults)
         check_branches(service, len(self.prompts), self.params)
         check_told(service, len(self.prompts), self.params)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self.speller = logprobs.Speller(service.tokens.tokenizer, as_ids, self.params.detokenize)
         self.asks_scores = self.params.prompt_logprobs is not None
         if body.echo and body.logprobs is not None:
             self._score_prompt()
@@ -137,18 +140,16 @@ class Completion:
         choice = {"index": number, "text": text, "logprobs": shaped, "finish_reason": reason}
         return {**choice, "stop_reason": stop} if reason is not None else choice
 
-    def _shape(self, rows: list[tuple[Any, int]]) -> dict[str, Any] | None:
-        return None if self.body.logprobs is None else logprobs.completion(rows, self.top, self.speller)
+    def _shape(self, rows: list[tuple[Row, int]]) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        found = logprobs.completion((row for row, _ in rows), self.top, self.speller)
+        return {"text_offset": [place for _, place in rows], **found}
 
-    def _prompt_rows(self, at: int, stream: Any) -> list[tuple[Any, int]]:
-        """The scores of an echoed prompt, placed in its text."""
-        if not self.body.echo or self.body.logprobs is None:
-            return []
-        if at not in self._scored:
-            text = self.given[at]
-            places = Places(self.service.tokens.tokenizer, text is None, prompt=text)
-            self._scored[at] = Placed(places).take(_scores(stream), self.echoed[at], True)
-        return self._scored[at]
+    def _stretch(self, at: int, stream: Stream) -> Stretch:
+        """An echoed prompt in its text."""
+        text = self.given[at]
+        return Stretch(stream.prompt_logprobs, text is None, 0, text, len(self.echoed[at]))
 
     def _placed(self, at: int) -> Placed:
         """For the rows of an answer to prompt ``at``."""
@@ -162,25 +163,41 @@ class Completion:
         self._new = set(range(count)) if self.body.return_token_ids else set()
         return []
 
-    def choices(self, answer: Answer, number: int, piece: Piece) -> list[dict[str, Any]]:
-        at, said = number // self.n, []
+    def choices(self, answer: Answer, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        at = number // self.n
+        more: dict[str, Any] = {"token_ids": []} if self.body.return_token_ids else {}
+        if number in self._new:
+            self._new.discard(number)
+            more["prompt_token_ids"] = list(map(int, self.ids[at]))
         if number in self._silent:  # the prompt's scores are there once the first token is
             self._silent.discard(number)
-            scored = self._shape(self._prompt_rows(at, answer.streams[at]))
-            reason = "length" if self.only_scores else None
-            said.append(self._choice(number, self.echoed[at] if self.body.echo else "", scored, reason, None))
-            if self.body.return_token_ids:
-                said[0]["token_ids"] = []
+            reason, shown = "length" if self.only_scores else None, self.echoed[at] if self.body.echo else ""
+            rows, placed = None, None
+            if self.body.echo and self.body.logprobs is not None:
+                one = self._stretch(at, answer.streams[at])
+                rows, placed = one.scored, Placed(Places(self.service.tokens.tokenizer, one.skip, 0, one.prompt))
+            yield from self._told(number, shown, rows, placed, (reason, None), more)
+            more = {"token_ids": []} if self.body.return_token_ids else {}
         if not self.only_scores:
-            rows = self._rows[number].take(piece.logprobs or (), piece.text, piece.finish_reason is not None)
-            shaped = self._shape(rows)
-            said.append(self._choice(number, piece.text, shaped, piece.finish_reason, piece.stop_reason))
-            if self.body.return_token_ids:
-                said[-1]["token_ids"] = piece.token_ids
-        if said and number in self._new:
-            self._new.discard(number)
-            said[0]["prompt_token_ids"] = list(map(int, self.ids[at]))
-        return said
+            more |= {"token_ids": piece.token_ids} if self.body.return_token_ids else {}
+            reason, stop = piece.finish_reason, piece.stop_reason
+            yield from self._told(number, piece.text, piece.logprobs, self._rows[number], (reason, stop), more)
+
+    def _told(
+        self, number: int, text: str, rows: Scored | None, placed: Placed | None, end: tuple[Any, Any],
+        more: dict[str, Any],
+    ) -> Iterator[dict[str, Any]]:  # fmt: skip
+        """The choices that say ``text``, and then the rest of its scores, a few at a time."""
+        parts = [] if rows is None else list(rows.parts(SCORES))
+        for low, high in parts or [(0, 0)]:
+            last = not parts or high == parts[-1][1]
+            settled: list[Any] = []
+            if placed is not None:
+                final = last and (end[0] is not None or placed is not self._rows[number])
+                settled = placed.take(() if rows is None else rows.rows(low, high), text, final)
+            reason, stop = end if last else (None, None)
+            yield {**self._choice(number, text, self._shape(settled), reason, stop), **more}
+            text, more = "", {}
 
     async def whole(self, answer: Answer) -> list[dict[str, Any]]:
         while await answer.take():
@@ -189,30 +206,31 @@ class Completion:
             note_default(answer, self.default)
         choices = []
         for at, stream in enumerate(answer.streams):
+            ids = list(map(int, self.ids[at])) if self.body.return_token_ids else []
             for rank, sample in enumerate(stream.order or range(self.n)):
                 text = stream.texts[sample]
-                rows, shown = [*self._prompt_rows(at, stream)], self.echoed[at] if self.body.echo else ""
                 token_ids, reason, stop = text.token_ids, text.finish_reason, text.stop_reason
+                shown = self.echoed[at] if self.body.echo else ""
+                begin = len(shown)
                 if self.only_scores:
                     token_ids, reason, stop = [], "length", None
                 else:
-                    rows += self._placed(at).take(text.logprobs or (), text.text, True)
                     shown += text.text
-                choice = self._choice(at * self.n + rank, shown, self._shape(rows), reason, stop)
+                choice = self._choice(at * self.n + rank, shown, self._scores(at, stream, sample, begin), reason, stop)
                 if self.body.return_token_ids:
-                    choice["token_ids"], choice["prompt_token_ids"] = token_ids, list(map(int, self.ids[at]))
+                    choice["token_ids"], choice["prompt_token_ids"] = token_ids, ids
                 if self.asks_scores:
-                    choice["prompt_logprobs"] = logprobs.prompt(_rows_of_prompt(stream), self.speller)
+                    choice["prompt_logprobs"] = Rows("prompt", stream.prompt_logprobs)
                 choices.append(choice)
         return choices
 
-
-def _scores(stream: Any) -> list[Any]:
-    """A row a token of the prompt; the token itself where it has no score."""
-    rows = _rows_of_prompt(stream)
-    return [int(token) if row is None else row for token, row in zip(stream.prompt, rows, strict=True)]
-
-
-def _rows_of_prompt(stream: Any) -> Any:
-    """Of a prompt of one token the engine has nothing to tell: nothing came before it."""
-    return [None] * len(stream.prompt) if stream.prompt_logprobs is None else stream.prompt_logprobs
+    def _scores(self, at: int, stream: Stream, sample: int, begin: int) -> Any:
+        """Of a choice whose answer begins at ``begin`` of its text."""
+        if self.body.logprobs is None or stream.scored is None:
+            return None
+        stretches = [self._stretch(at, stream)] if self.body.echo else []
+        if not self.only_scores:
+            shown = begin + len(stream.texts[sample].text)
+            found = stream.scored[sample]
+            stretches.append(Stretch(found, self.params.skip_special_tokens, begin, None, shown))
+        return answers.Completion(stretches, self.top)

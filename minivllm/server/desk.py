@@ -1,7 +1,8 @@
-"""What a client's text costs is paid for in other processes: large bodies, chat templates, long texts.
+"""What a client's text costs is paid for in other processes: large bodies, chat templates, long texts, and answers with
+many log-probabilities.
 
     route ──► Desk ──turns──► quick seats: chats of ordinary size, where nobody waits for a long job
-                        └───► bulk seats: large bodies and texts; they stand back from other processes
+                        └───► bulk seats: large bodies and texts, parts of answers; they stand back from others
 
 The event loop never does work whose amount a client chooses: what is small it does at once, the rest is asked here.
 Each asker (a key, else an address) has one job at a time of each kind; see ``Turns``.
@@ -117,12 +118,26 @@ class Desk:
         _, parts = await self._ask(who, {"op": "form"}, [part], seconds, most, "structured_outputs")
         return json.loads(parts[0])
 
+    async def shape(self, asked: dict[str, Any], columns: Sequence[bytes], who: str) -> list[bytes]:
+        """A part of an answer: ``answers.shaped`` of log-probabilities (``Scored.pack``) with what is ``asked``."""
+        return (await self._ask(who, {"op": "shape", **asked}, columns, READ_SECONDS, READ_MB, answers=True))[1]
+
+    async def places(self, tokens: Sequence[int], skip: bool, begin: int, prompt: str | None, who: str) -> np.ndarray:
+        """``answers.places``."""
+        column, text = np.asarray(tokens, np.int64).tobytes(), (prompt or "").encode("utf-8", "surrogatepass")
+        job = {"op": "places", "skip": skip, "begin": begin, "given": prompt is not None}
+        seconds, most = READ_SECONDS + SECONDS_A_BYTE * len(column), READ_MB + (4 * BYTES_A_BYTE * len(column) >> 20)
+        _, parts = await self._ask(who, job, [column, text], seconds, most, answers=True)
+        return np.frombuffer(parts[0], np.int64)
+
     async def _ask(
         self, who: str, job: dict[str, Any], parts: Sequence[bytes], seconds: float, megabytes: int,
         param: str | None = None, what: str = "reading this takes more {} than it may ({}); send less",
+        answers: bool = False,
     ) -> Parts:  # fmt: skip
-        turns = self._turns[sum(map(len, parts)) > LARGE]
-        seat = await turns.take(who)
+        """``answers``: a part of an answer, whose request was let in: it is bulk, and waits as long as it has to."""
+        turns = self._turns[answers or sum(map(len, parts)) > LARGE]
+        seat = await turns.take(who, refuses=not answers)
 
         async def run() -> Parts:
             try:

@@ -14,11 +14,13 @@ from minivllm.errors import RequestError
 from minivllm.structured.params import StructuredOutputsParams
 from minivllm.text.tokenizer import Tokenizer
 
-from . import bounds, tools
+from . import answers, bounds, tools
 from .body import load_object, parse_object
 from .errors import ApiError
+from .logprobs import Speller
 from .params import whole_form
 from .prompts import cut_at, marked
+from .scored import Scored
 from .tokens import too_long
 
 WARM = 5  # times the limits of a chat, for what is made once: a second tokenizer, perhaps
@@ -37,6 +39,10 @@ def make(hello: bytes) -> Work:
                 return read(parts[0], job["inner"])
             if job["op"] == "form":
                 return form(parts[0])
+            if job["op"] == "shape":
+                return shape(tokenizer, job, parts)
+            if job["op"] == "places":
+                return places(tokenizer, job, *parts)
             assert tokenizer is not None
             return JOBS[job["op"]](tokenizer, job, parts[0])
         except ApiError as e:
@@ -135,6 +141,17 @@ def encode(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes
 def decode(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes]:
     ids = np.frombuffer(part, np.int64).tolist()
     return [b"{}", tokenizer.decode(ids, skip_special_tokens=job["skip"]).encode("utf-8", "surrogatepass")]
+
+
+def shape(tokenizer: Tokenizer | None, job: dict[str, Any], columns: list[bytes]) -> list[bytes]:
+    speller = Speller(tokenizer, job["as_ids"], job["detokenize"])
+    return [b"{}", *answers.shaped(job["kind"], Scored.unpack(columns).rows(), job["top"], speller)]
+
+
+def places(tokenizer: Tokenizer | None, job: dict[str, Any], tokens: bytes, text: bytes) -> list[bytes]:
+    prompt = text.decode("utf-8", "surrogatepass") if job["given"] else None
+    ids = np.frombuffer(tokens, np.int64).tolist()
+    return [b"{}", answers.places(tokenizer, ids, job["skip"], job["begin"], prompt).tobytes()]
 
 
 JOBS = {"chat": chat, "encode": encode, "decode": decode}

@@ -6,8 +6,9 @@
 What ends something (an abort, a cut, a stop) and questions are obeyed as they come, before a new request is looked at:
 who has left costs nothing more.  New requests wait in a ``Line`` in which owners take turns.
 
-A frame has a column entry for each branch that got tokens or ended in this turn, for all requests together (of these
-types once ``frames.encode`` has it):
+A turn sends one frame, or several where answers come with much to say: each is bounded, so that who reads them can do
+something else between two.  A frame has a column entry for each branch that got tokens or ended in this turn, for all
+requests together (of these types once ``frames.encode`` has it):
 
     stream i64 [R], sample i32 [R], count i32 [R], end u8 [R] (index into ENDS), stop_id i32 [R] (-1: none)
     tokens i32 [sum(count)]
@@ -33,19 +34,24 @@ import numpy as np
 
 from minivllm.core.engine import Engine
 from minivllm.core.foreign import refusal
+from minivllm.core.interfaces.plan import LogProbs
+from minivllm.core.owners import parties
 from minivllm.core.request import Request, SamplingParams, Seq
+from minivllm.core.scores import Scores
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
 
 from . import state
 from .compiling import LOOK, Compiling
 from .frames import ROW, Frame
 from .line import Line
-from .pace import FIRST, Pace
+from .pace import FIRST, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, Pace
 
 ENDS = (None, "stop", "length", "abort", "error")
 END = {reason: code for code, reason in enumerate(ENDS)}
 HEARTBEAT = 1.0  # seconds after which a frame is sent though there is nothing to say
 COMMANDS = frozenset(("add", "abort", "cut", "ask", "stop"))
+FRAME = 1 << 16  # scores and tokens of a frame, after which the next begins: 0.5 MB, some milliseconds for who reads it
+TOKEN = 32  # what a token weighs: text is made of it
 PATIENCE = 0.005  # seconds of a turn for new requests: the running ones wait meanwhile
 log = logging.getLogger("minivllm")
 
@@ -82,7 +88,11 @@ class EngineLoop:
         self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
         self.arriving: Line[Frame] = Line()  # requests that nobody has looked at
         budget = engine.planner.max_tokens
-        self.pace = Pace(budget, FIRST if engine.wiring.device == "cpu" else budget)
+        device = engine.wiring.device
+        first, least = FIRST if device == "cpu" else budget, SHARED_LEAST.get(device, SHARED_LEAST_ELSE)
+        self.pace = Pace(budget, first)
+        self.shared_pace = Pace(budget, first, SHARED_TURN, least)  # where several owners are served
+        self.decode_seconds = 0.0  # of the last step without prompt tokens
         made = engine.grammars
         self.compiling = Compiling(
             lambda params: made.find(params.structured_outputs, params.salt),
@@ -93,6 +103,7 @@ class EngineLoop:
         self._sent = 0.0
         self._told_dead = False
         engine.publisher.tell = self._tell
+        self.frames: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []  # of this turn, full
         self._clear()
 
     def run(self) -> None:
@@ -137,11 +148,22 @@ class EngineLoop:
     def _step(self) -> bool:
         """A step, with as many prompt tokens as end in time."""
         engine, start = self.engine, time.perf_counter()
-        row, engine.planner.most_prefill = engine.clock.count, self.pace.tokens
+        row, engine.planner.most_prefill = engine.clock.count, self._most_prefill()
         worked = engine.step()
         if engine.clock.count > row:
-            self.pace.note(int(engine.clock.tokens[row % engine.clock.size]), time.perf_counter() - start)
+            at, seconds = row % engine.clock.size, time.perf_counter() - start
+            rows, tokens = int(engine.clock.rows[at]), int(engine.clock.tokens[at])
+            self.pace.note(tokens, seconds)
+            if tokens == rows:
+                self.decode_seconds = seconds
+            else:  # of what decodes take anyway the prompts are not to blame
+                self.shared_pace.note(tokens - rows, max(seconds - self.decode_seconds, 0.2 * seconds))
         return worked
+
+    def _most_prefill(self) -> int:
+        p = self.engine.planner
+        several = p.shared and parties(p.slots, p.slots.running, p.waiting.heads()) > 1
+        return (self.shared_pace if several else self.pace).tokens
 
     # ---- commands ------------------------------------------------------------------------------------------------
 
@@ -252,12 +274,11 @@ class EngineLoop:
         self.rows: list[tuple[int, int, int, int, int, int]] = []  # stream, sample, count, end, stop_id, scored
         self.tokens: list[int] = []
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # such rows [6, R], their tokens; before ``rows``
-        self.scores: list[tuple[float, int, int]] = []  # chosen, rank, tops
-        self.top_ids: list[int] = []
-        self.tops: list[float] = []
+        self.scores = Scores()
         self.firsts: list[tuple[int, float, int, float]] = []
         self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
         self.dones: list[tuple[int, float]] = []
+        self.weight = 0
 
     def _tell(self, stream: np.ndarray, sample: np.ndarray, token: np.ndarray) -> None:
         """A token each for branches that go on: by far the most of what there is to say, so in no row's Python."""
@@ -281,22 +302,49 @@ class EngineLoop:
                 r = live.request
                 at = r.first_token or self.engine.now()
                 self.firsts.append((live.number, at, r.cached_tokens, r.scheduled or at))
-                self.prompts += [(live.number, first, part) for first, part in r.prompt_parts]
+                self._scored_prompt(live)
             end, stop_id = 0, -1
             if ended is not None:
                 live.ended.add(seq.sample)
                 end = END[ended[0]]
                 stop_id = -1 if ended[1] is None else ended[1]
             scored = live.request.params.logprobs is not None and bool(ids)
-            self.rows.append((live.number, seq.sample, len(ids), end, stop_id, scored))
-            self.tokens += ids
-            if scored:
-                for entry in seq.logprobs[seq.published - len(ids) : seq.published]:
-                    self.scores.append((entry.chosen, entry.rank, len(entry.top_ids)))
-                    self.top_ids += entry.top_ids
-                    self.tops += entry.top
+            begin, each = seq.published - len(ids), FRAME // (TOKEN + live.request.logprobs * scored) or 1
+            while len(ids) > each:
+                self._row(live, seq, ids[:each], 0, -1, begin if scored else None)
+                ids, begin = ids[each:], begin + each
+            self._row(live, seq, ids, end, stop_id, begin if scored else None)
 
         return sink
+
+    def _row(self, live: _Live, seq: Seq, ids: list[int], end: int, stop_id: int, begin: int | None) -> None:
+        """A part of an answer; the scores of its tokens begin at ``begin`` of the sequence's, None: it has none."""
+        self.rows.append((live.number, seq.sample, len(ids), end, stop_id, begin is not None))
+        self.tokens += ids
+        weight = TOKEN * len(ids)
+        if begin is not None:
+            part = seq.logprobs[begin : begin + len(ids)]
+            self.scores.extend(part)  # whole columns at once: an answer may come with all of its scores
+            weight += len(ids) * live.request.logprobs
+        self._weigh(weight)
+
+    def _scored_prompt(self, live: _Live) -> None:
+        for first, part in live.request.prompt_parts:
+            count, best = part.top_ids.shape
+            each = FRAME // (best + 1) or 1
+            for at in range(0, count, each):
+                some = slice(at, at + each)
+                cut = LogProbs(part.chosen[some], part.rank[some], part.top_ids[some], part.top[some])
+                self.prompts.append((live.number, first + at, cut))
+                self._weigh(cut.top_ids.size + len(cut.rank))
+
+    def _weigh(self, weight: int) -> None:
+        """A frame that is full waits for the end of the turn."""
+        self.weight += weight
+        if self.weight >= FRAME:
+            self._part()
+            self.frames.append((self.header, self._columns()))
+            self._clear()
 
     def _done(self, live: _Live) -> None:
         request = live.request
@@ -319,13 +367,14 @@ class EngineLoop:
         if self.engine.dead and not self._told_dead:
             self._told_dead, self.header["dead"] = True, self.engine.dead
         self._part()
-        full = bool(self.parts or self.header or self.dones)
+        full = bool(self.parts or self.header or self.dones or self.frames)
         if not full and now - self._sent < HEARTBEAT:
             return False
-        header, columns = self.header, self._columns()
+        frames, self.frames = [*self.frames, (self.header, self._columns())], []
         self._clear()
         self._sent = now
-        self.link.send(header, columns)
+        for header, columns in frames:
+            self.link.send(header, columns)
         return full
 
     def _columns(self) -> dict[str, np.ndarray]:
@@ -334,10 +383,10 @@ class EngineLoop:
             rows, tokens = (np.concatenate(some, axis=-1) for some in zip(*self.parts, strict=True))
             columns |= dict(zip((*ROW, "tokens"), (*rows, tokens), strict=True))
         if self.scores:
-            chosen, rank, tops = zip(*self.scores, strict=True)
-            columns["chosen"] = np.array(chosen, np.float32)
-            columns["rank"], columns["tops"] = np.array(rank, np.int32), np.array(tops, np.int32)
-            columns["top_ids"], columns["top"] = np.array(self.top_ids, np.int32), np.array(self.tops, np.float32)
+            found = self.scores
+            columns["chosen"], columns["top"] = np.array(found.chosen, np.float32), np.array(found.top, np.float32)
+            columns["rank"], columns["top_ids"] = np.array(found.rank, np.int32), np.array(found.top_ids, np.int32)
+            columns["tops"] = np.diff(found.ends).astype(np.int32)
         if self.firsts:
             number, at, cached, entered = zip(*self.firsts, strict=True)
             columns["first"], columns["first_at"] = np.array(number, np.int64), np.array(at, np.float64)

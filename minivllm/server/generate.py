@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from . import body as bodies
 from . import errors, logs
+from .answers import Shaper, Slices, pieces
 from .client import params_to_json
 from .desk import to_json
 from .errors import ApiError
 from .metrics import times_of
 from .protocol import common
-from .sse import DONE, EventStream, Gone, dump, encode, supervise
+from .sse import DONE, EventStream, Gone, LongAnswer, dump, encode, supervise
 from .streams import end, take
 
 if TYPE_CHECKING:
@@ -34,11 +35,13 @@ if TYPE_CHECKING:
 
     from .client import EngineClient, Piece, Stream
     from .limits import Door
+    from .logprobs import Speller
     from .metrics import Metrics
     from .tokens import Tokens
 
 
 WARNINGS = "X-Warnings"
+SCORES = 512  # log-probabilities in a chunk of a stream: what is there at once may be a whole answer's
 
 
 @dataclass
@@ -55,7 +58,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.bodies = bodies.Bodies(self.tokens.desk)
+        self.bodies, self.slices = bodies.Bodies(self.tokens.desk), Slices()
 
     async def close(self) -> None:
         await self.tokens.desk.close()
@@ -77,11 +80,14 @@ class Work(Protocol):
     def opening(self, answer: Answer) -> list[dict[str, Any]]:
         """What a stream says of choices before the first piece."""
 
-    def choices(self, answer: Answer, number: int, piece: Piece) -> list[dict[str, Any]]:
-        """What a stream says of the choice ``number`` with a piece; it may be nothing."""
+    speller: Speller
+
+    def choices(self, answer: Answer, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """What a stream says of the choice ``number`` with a piece; it may be nothing.  Each is made when it is asked
+        for, and has a bounded number of scores."""
 
     async def whole(self, answer: Answer) -> list[dict[str, Any]]:
-        """The choices of an answer in one piece."""
+        """The choices of an answer in one piece; their log-probabilities are leaves (``answers.Leaf``)."""
 
 
 @dataclass
@@ -130,28 +136,38 @@ class Answer:
         """Server-sent events.  What is there at once is sent at once: who is slow gets fewer, larger pieces."""
         before = encode({**self.head(), "choices": []})[: -len(b"]}\n\n")]  # the same for every chunk
         behind = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
-        choice_of = work.choices
+        choice_of, slices = work.choices, self.service.slices
         if opening := [encode(chunk) for chunk in self._opening(work)]:
             yield b"".join(opening)
         while pieces := await self.take():
             if self.warnings or self.continuous:
-                chunks = [encode(chunk) for chunk in self._chunks(work, pieces)]
+                chunks = (encode(chunk) for chunk in self._chunks(work, pieces))
             else:
-                choices = [choice for number, piece in pieces for choice in choice_of(self, number, piece)]
-                chunks = [before + dump(choice) + behind for choice in choices]
-            if chunks:
-                yield b"".join(chunks)
+                choices = (choice for number, piece in pieces for choice in choice_of(self, number, piece))
+                chunks = (before + dump(choice) + behind for choice in choices)
+            said, until = [], slices.begin()
+            for chunk in chunks:
+                said.append(chunk)
+                if time.perf_counter() > until:  # a slow reader's: much was waiting for it
+                    yield b"".join(said)
+                    said, until = [], await slices.next()
+            if said:
+                yield b"".join(said)
         if self.include_usage:
             yield encode({**self.head(), "choices": [], "usage": self.usage()})
         yield DONE
 
     async def chunks(self, work: Work) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream, one a choice that has something to say."""
+        slices = self.service.slices
         for chunk in self._opening(work):
             yield chunk
         while pieces := await self.take():
+            until = slices.begin()
             for chunk in self._chunks(work, pieces):
                 yield chunk
+                if time.perf_counter() > until:
+                    until = await slices.next()
         if self.include_usage:
             yield {**self.head(), "choices": [], "usage": self.usage()}
 
@@ -174,9 +190,15 @@ class Answer:
             chunk["usage"] = self.usage(self.told) if self.continuous else None
         return chunk
 
-    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    async def whole(self, work: Work, who: str) -> AsyncIterator[bytes]:
+        """The answer as JSON, in pieces; ``who`` asks."""
+        choices = await work.whole(self)
         out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None, **self.more}
-        return {**out, "warnings": self.warnings} if self.warnings else out
+        out |= {"warnings": self.warnings} if self.warnings else {}
+        tokens = self.service.tokens
+        shaper = Shaper(tokens.desk, tokens.tokenizer, work.speller, who)
+        async for piece in pieces(out, shaper, self.service.slices):
+            yield piece
 
 
 async def read_body(request: Request, service: Service, model: type[Any]) -> Any:
@@ -306,8 +328,28 @@ async def respond(request: Request, service: Service, stream: bool, seconds: flo
             if stream:
                 headers = warned(answer.warnings)
                 return EventStream(answer.events(work), held.pop_all(), service.door, service.server, left, headers)
-            choices = await supervise(work.whole(answer), request.receive, service.door, left)
-            return JSONResponse(answer.whole(choices), headers=warned(answer.warnings))
+            written = answer.whole(work, state["owner"])
+            begun = await supervise(_begin(written), request.receive, service.door, left)
+            headers = warned(answer.warnings)
+            if len(begun) == 1:  # most of them, and their length is said
+                return Response(begun[0], media_type="application/json", headers=headers)
+            left = max(end - time.monotonic(), 0.001)
+            return LongAnswer(_resumed(begun, written), held.pop_all(), service.door, service.server, left, headers)
         except Gone:
             state["log"]["gone"] = True
             return Response(status_code=499)  # nobody reads it
+
+
+async def _begin(written: AsyncIterator[bytes]) -> list[bytes]:
+    """The first two pieces, or the only one."""
+    begun = [await anext(written)]
+    async for piece in written:
+        return [*begun, piece]
+    return begun
+
+
+async def _resumed(begun: list[bytes], rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    for piece in begun:
+        yield piece
+    async for piece in rest:
+        yield piece

@@ -7,13 +7,15 @@ none is beyond its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from minivllm.text.detokenize import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from minivllm.text.tokenizer import Tokenizer
+
+    from .scored import Row
 
 PART = "\ufffd"  # what a part of a character is decoded to
 
@@ -68,17 +70,12 @@ class Placed:
 
     def __init__(self, places: Places, shown: int = 0) -> None:
         self._places, self._shown = places, shown
-        self._waiting: list[tuple[Any, int]] = []
+        self._waiting: list[tuple[Row, int]] = []
 
-    def take(self, rows: Sequence[Any], text: str, final: bool) -> list[tuple[Any, int]]:
+    def take(self, rows: Iterable[Row], text: str, final: bool) -> list[tuple[Row, int]]:
         """(row, place) of those that are settled by new ``text``; with ``final``, of all."""
         self._shown += len(text)
-        found = self._waiting + [(row, self._places.next(token_of(row))) for row in rows]
+        found = self._waiting + [(row, self._places.next(row.token)) for row in rows]
         count = next((n for n, (_, at) in enumerate(found) if at > self._shown and not final), len(found))
         self._waiting = found[count:]
         return [(row, min(at, self._shown)) for row, at in found[:count]]
-
-
-def token_of(row: Any) -> int:
-    """A row is a token without a score, or the scores of several, its own first."""
-    return row if isinstance(row, int) else int(next(iter(row)))

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 log = logging.getLogger("minivllm.engine")
+SLICE = 0.002  # seconds for frames before the event loop does something else
 TAIL = 2000  # characters of what the process said last, for the error
 
 
@@ -154,8 +156,12 @@ class ProcessClient(FrameClient):
         splitter, why = Splitter(), ""
         try:
             while data := await reader.read(1 << 18):
+                begin = time.perf_counter()
                 for frame in splitter.feed(data):
                     self._take(frame)
+                    if time.perf_counter() - begin > SLICE:  # many may have come at once: others have their turn
+                        await asyncio.sleep(0)
+                        begin = time.perf_counter()
         except OSError as e:
             why = str(e)
         except Exception as e:  # a frame that nobody understands: nothing that follows can be trusted

@@ -89,6 +89,9 @@ class EventStream(Response):
     Its status goes out with the first event, or after a second: what fails before that has a status of its own.
     """
 
+    head = HEADERS
+    comment = b": keep-alive\n\n"  # sent while there is nothing to say
+
     def __init__(
         self,
         events: AsyncIterator[bytes],
@@ -121,14 +124,14 @@ class EventStream(Response):
                 if not self._started:
                     raise error from exc
                 scope["state"]["log"]["error"] = error.status
-                last = encode(error.body())
+                last = self._last_words(error)
             await self._start(send)
             await send({"type": "http.response.body", "body": last})
 
     async def _start(self, send: Any) -> None:
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *self.more]})
+            await send({"type": "http.response.start", "status": 200, "headers": [*self.head, *self.more]})
 
     async def _write(self, send: Any) -> None:
         async for event in self.events:
@@ -143,6 +146,20 @@ class EventStream(Response):
         idle = time.monotonic() - self._sent
         if self._writing and idle > self.server.write_timeout:
             raise Gone
-        if not self._writing and idle > self.server.keep_alive:
+        if not self._writing and self.comment and idle > self.server.keep_alive:
             self._sent = time.monotonic()
-            await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+            await send({"type": "http.response.body", "body": self.comment, "more_body": True})
+
+    def _last_words(self, error: ApiError) -> bytes:
+        return encode(error.body())
+
+
+class LongAnswer(EventStream):
+    """JSON that is sent as it is made.  What fails on the way breaks the connection: its reader must not take a part of
+    an answer for the whole, and only the end of a body says that it is whole."""
+
+    head = [(b"content-type", b"application/json")]
+    comment = b""
+
+    def _last_words(self, error: ApiError) -> bytes:
+        raise error

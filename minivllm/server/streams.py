@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import EngineDeadError
-from minivllm.text.outputs import Logprob, RequestMetrics, SequenceText
+from minivllm.text.outputs import RequestMetrics, SequenceText
+
+from .scored import Scored
 
 if TYPE_CHECKING:
     from minivllm.core.request import SamplingParams
-    from minivllm.core.scores import TokenLogprobs
     from minivllm.text.tokenizer import Tokenizer
 
     from .client import EngineClient
@@ -23,12 +26,12 @@ if TYPE_CHECKING:
 @dataclass
 class Piece:
     """New text and tokens of one branch.  The last piece of a branch has ``finish_reason``: "stop", "length", "abort"
-    or "error", then ``error`` says why.  ``logprobs``: one dict per token, as in ``CompletionOutput``."""
+    or "error", then ``error`` says why.  ``logprobs``: a sequence of one dict per token, as in ``CompletionOutput``."""
 
     sample: int
     text: str
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Scored | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -37,8 +40,10 @@ class Piece:
         """Take in the piece that follows this one."""
         self.text += later.text
         self.token_ids += later.token_ids
-        if later.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs is not None:
+            self.logprobs.extend(later.logprobs)
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
 
 
@@ -62,9 +67,14 @@ class Stream:
         self.metrics = RequestMetrics(time.monotonic())
         self.order: list[int] | None = None
         self.prompt: Any = ()  # i32 [prompt_tokens]
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # there with the first piece, if asked for
+        self._parts: list[tuple[int, Any]] = []  # (first position, plan.LogProbs) of the prompt
+        self._prompt_scored: Scored | None = None
         branches = params.n if params.beam_width is not None else params.width  # beams come when they are chosen
-        self.texts = [SequenceText(tokenizer, params, i) for i in range(branches)]
+        plain = dataclasses.replace(params, logprobs=None)  # scores are kept here, as they come
+        self.texts = [SequenceText(tokenizer, plain, i) for i in range(branches)]
+        spell = None if tokenizer is None or not params.detokenize else partial(_spelled, tokenizer)
+        self._spell = spell
+        self.scored = None if params.logprobs is None else [Scored(spell) for _ in range(branches)]  # of all tokens
         self.open = set(range(branches))  # branches whose last piece is still to come
         self._drop, self._cut, self._read = drop, cut, read
         self._pending: dict[int, Piece] = {}
@@ -145,14 +155,16 @@ class Stream:
 
     def feed(
         self, sample: int, ids: Sequence[int], reason: str | None = None, stop_token: int | None = None,
-        logprobs: Sequence[TokenLogprobs] | None = None, error: str | None = None,
+        logprobs: Scored | None = None, error: str | None = None,
     ) -> None:  # fmt: skip
         """Accepted tokens of a branch, and why it has ended if it has; ``stop_token`` is the id that ended it where
         that is not an end-of-sequence token.  Ignored if the branch has ended."""
         if sample not in self.open:
             return
         text = self.texts[sample]
-        if reason is None and ids and text.plain:  # by far the most: a token or two in the middle of an answer
+        if (
+            reason is None and ids and text.plain and logprobs is None
+        ):  # by far the most: a token or two in the middle of an answer
             shown = text.extend(ids)
             if (waiting := self._pending.get(sample)) is not None:
                 waiting.text += shown
@@ -161,16 +173,15 @@ class Stream:
                 self._pending[sample] = Piece(sample, shown, list(ids))
                 self._rouse()
             return
-        before = len(text.token_ids)
         # what ends with "stop" here ended with a token: stop strings are found below
-        delta = text.feed(ids, reason is not None, stop_token=reason == "stop" and bool(ids), logprobs=logprobs)
+        delta = text.feed(ids, reason is not None, stop_token=reason == "stop" and bool(ids))
         if reason is not None:
             text.finish(reason, stop_token)
         if text.finish_reason is not None:
             self.open.discard(sample)
         elif not delta.used and not delta.text:
             return
-        new = text.logprobs_from(before)
+        new = None if self.scored is None else self._keep(self.scored[sample], logprobs, delta.used)
         piece = Piece(
             sample, delta.text, list(ids[: delta.used]), new, text.finish_reason, text.stop_reason,
             error if text.finish_reason == "error" else None,
@@ -196,9 +207,24 @@ class Stream:
             before, count = self.metrics.first_token_time, count - 1
         return None if before is None or not count else (max(now - before, 0.0) / count, count)
 
+    def _keep(self, all: Scored, new: Scored | None, used: int) -> Scored:
+        """The scores of as many new tokens as belong to the sequence."""
+        new = Scored() if new is None else new if used == len(new) else new.cut(0, used)
+        new.spell = self._spell
+        all.extend(new)
+        return new
+
     def score_prompt(self, parts: Sequence[tuple[int, Any]]) -> None:
-        """(first position, plan.LogProbs) of the prompt."""
-        self.prompt_logprobs = self.texts[0].prompt_logprobs(self.prompt, parts)
+        """(first position, plan.LogProbs) of the prompt: all of them are there with the first piece."""
+        self._parts += parts
+        self._prompt_scored = None
+
+    @property
+    def prompt_logprobs(self) -> Scored:
+        """A row a token of the prompt, as far as scores were asked for and have come."""
+        if self._prompt_scored is None:
+            self._prompt_scored = Scored.of_prompt(self.prompt, self._parts, self._spell)
+        return self._prompt_scored
 
     def finished(self, at: float, order: list[int] | None = None) -> None:
         """The request has ended in the engine."""
@@ -220,6 +246,10 @@ class Stream:
     def _rouse(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+
+def _spelled(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.decode((token,), skip_special_tokens=False)
 
 
 async def take(streams: Sequence[Stream]) -> list[tuple[int, Piece]]:

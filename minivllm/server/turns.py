@@ -26,13 +26,14 @@ class Turns:
         """How many wait."""
         return sum(map(len, self._waiting.values()))
 
-    async def take(self, who: str) -> int:
-        """A seat, which ``give`` gives back.  ApiError (429) if too many jobs of the same asker wait."""
+    async def take(self, who: str, refuses: bool = True) -> int:
+        """A seat, which ``give`` gives back.  ApiError (429) if too many jobs of the same asker wait, unless they are
+        bounded in another way and not to be refused."""
         queue = self._waiting.get(who)
         if queue is None and who not in self._busy and self._free:
             self._busy.add(who)
             return self._free.pop()
-        if queue is not None and len(queue) >= MOST_WAITING:
+        if refuses and queue is not None and len(queue) >= MOST_WAITING:
             what = f"{len(queue)} of your requests wait to be read"
             raise ApiError(429, f"{what}; try again later", headers={"Retry-After": "1"})
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()

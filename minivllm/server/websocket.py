@@ -141,7 +141,10 @@ class Connection:
         """Send what waits; the close code for a client that takes nothing."""
         while not self.ending:  # before Python 3.12, wait_for drops a cancellation that comes with its result
             message = await self.out.get()
+            data = message.pop("data", None) if message["type"] == "done" else None
             text = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
+            if data is not None:
+                text = f'{text[:-1]},"data":{data}}}'
             try:
                 await asyncio.wait_for(self.socket.send_text(text), self.server.write_timeout)
             except asyncio.TimeoutError:
@@ -284,7 +287,8 @@ class Connection:
     async def _send(self, work: Any, held: AsyncExitStack, stream: bool, ident: str) -> dict[str, Any]:
         answer = await work.prepare(held)
         if not stream:
-            return {"data": answer.whole(await work.whole(answer))}
+            found = [piece async for piece in answer.whole(work, self._who)]
+            return {"data": b"".join(found).decode()}  # a message is sent in one piece
         async for chunk in answer.chunks(work):
             await self.out.put({"type": "chunk", "id": ident, "data": chunk})
         return {}

@@ -201,7 +201,7 @@ class Delta(NamedTuple):
     used: int
 
 
-def _entry(
+def entry_of(
     token_id: int, got: TokenLogprobs, most: int | None, spell: Callable[[int], str | None]
 ) -> dict[int, Logprob]:
     """The token itself first, then the ``most`` best (None: all that came) as far as they have any probability."""
@@ -334,7 +334,7 @@ class SequenceText:
         """Entries of the tokens [start, count), a list of the caller's own."""
         assert self._scores is not None
         for i in range(len(self._entries), count):
-            self._entries.append(_entry(self.token_ids[i], self._scores[i], self._most, self._spell))
+            self._entries.append(entry_of(self.token_ids[i], self._scores[i], self._most, self._spell))
         return self._entries[start:count]
 
     def prompt_logprobs(self, prompt: Sequence[int], parts: Sequence[tuple[int, Any]]) -> list[Any]:
@@ -344,7 +344,7 @@ class SequenceText:
         for first, lp in parts:
             for j in range(len(lp.chosen)):
                 got = TokenLogprobs(float(lp.chosen[j]), int(lp.rank[j]), lp.top_ids[j].tolist(), lp.top[j].tolist())
-                out[first + j] = _entry(int(prompt[first + j]), got, None, self._spell)
+                out[first + j] = entry_of(int(prompt[first + j]), got, None, self._spell)
         return out
 
     def _spell(self, token_id: int) -> str | None:
