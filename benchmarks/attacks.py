@@ -97,6 +97,10 @@ def attacks() -> dict[str, tuple[str, bytes]]:
             "type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}).encode()),
         "prompt log-probabilities": (COMPLETIONS, json.dumps(
             {"prompt": [5] * 1000, "max_tokens": 1, "prompt_logprobs": 20}).encode()),
+        "echoed log-probabilities": (COMPLETIONS, json.dumps(
+            {"prompt": [5] * 1000, "max_tokens": 1, "echo": True, "logprobs": 20}).encode()),
+        "log-probabilities of 64 answers": (COMPLETIONS, json.dumps(
+            {"prompt": "a", "max_tokens": 40, "n": 64, "logprobs": 20, "ignore_eos": True}).encode()),
         "chunked without end": (COMPLETIONS, b""),
         "sockets: 8 MiB of objects": ("/v1/ws", fill("{}", '{"type":"completions","id":"a","body":{"x":[', "]}}")),
         "sockets: unknown fields": ("/v1/ws", b'{"type":"completions","id":"a","body":' + fields(10_000) + b"}"),
