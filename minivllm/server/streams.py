@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +70,10 @@ class Stream:
         self._parts: list[tuple[int, Any]] = []  # (first position, plan.LogProbs) of the prompt
         self._prompt_scored: Scored | None = None
         branches = params.n if params.beam_width is not None else params.width  # beams come when they are chosen
-        plain = dataclasses.replace(params, logprobs=None)  # scores are kept here, as they come
+        plain = params
+        if params.logprobs is not None:  # scores are kept here, as they come
+            plain = copy.copy(params)
+            plain.logprobs = None
         self.texts = [SequenceText(tokenizer, plain, i) for i in range(branches)]
         spell = None if tokenizer is None or not params.detokenize else partial(_spelled, tokenizer)
         self._spell = spell
