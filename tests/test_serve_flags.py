@@ -1,4 +1,4 @@
-"""``minivllm serve``: vLLM's flags, where it listens (TLS, Unix sockets), and what it says at its start."""
+"""``minivllm serve``: vLLM's flags, where it listens (for TLS see test_tls.py), and what it says at its start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import pty
 import signal
 import socket
-import ssl
 import stat
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_helpers import GOLDEN, Running, make_certificate
+from http_helpers import GOLDEN, Running
 
 from minivllm.cli import main, make_parser
 from minivllm.cli.serve import ALSO, ENGINE, SERVER, SWITCHES, load
@@ -196,65 +195,6 @@ def test_a_file_that_is_no_chat_template_is_refused_by_name_within_a_second(tmp_
 
 
 # ---- where it listens ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    return make_certificate(tmp_path_factory.mktemp("tls"))
-
-
-def test_https_serves_with_the_certificate_and_only_with_it(certificate):
-    cert, key = certificate
-    server = Running(ssl_certfile=cert, ssl_keyfile=key)
-    try:
-        assert server.url == f"https://127.0.0.1:{server.port}"
-        with httpx.Client(verify=ssl.create_default_context(cafile=cert), trust_env=False) as client:
-            assert client.get(f"{server.url}/health").status_code == 200
-            assert client.post(f"{server.url}/v1/completions", json=GOLDEN).json()["choices"] == server.golden
-            with client.stream("POST", f"{server.url}/v1/completions", json={**GOLDEN, "stream": True}) as answer:
-                assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
-        with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
-            httpx.get(f"{server.url}/health", trust_env=False)
-        assert b"200 OK" not in server.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        server.at_rest()
-    finally:
-        server.close()
-
-
-def test_clients_without_a_certificate_are_sent_away_where_one_is_required(certificate):
-    cert, key = certificate
-    server = Running(ssl_certfile=cert, ssl_keyfile=key, ssl_ca_certs=cert, ssl_cert_reqs=2)
-    try:
-        context = ssl.create_default_context(cafile=cert)
-        with pytest.raises(httpx.TransportError), httpx.Client(verify=context, trust_env=False) as client:
-            client.get(f"{server.url}/health")
-        server.at_rest()
-    finally:
-        server.close()
-
-
-def test_files_that_cannot_be_served_with_are_refused_before_anything_is_loaded(certificate, tmp_path):
-    cert, key = certificate
-    empty, locked = tmp_path / "empty.pem", tmp_path / "locked.pem"
-    empty.write_text("")
-    lock = ["openssl", "ec", "-in", key, "-out", str(locked), "-aes128", "-passout", "pass:x"]
-    subprocess.run(lock, check=True, capture_output=True)
-    other = tmp_path / "other.pem"
-    subprocess.run(["openssl", "genrsa", "-out", other, "2048"], check=True, capture_output=True)
-    os.mkfifo(tmp_path / "fifo")
-    for values, words in (
-        ({"ssl_certfile": "/none.pem"}, "/none.pem"),
-        ({"ssl_certfile": cert, "ssl_keyfile": str(tmp_path / "fifo")}, "want a regular file"),
-        ({"ssl_certfile": str(empty)}, "no PEM is in it"),
-        ({"ssl_certfile": cert}, "give the key as --ssl-keyfile"),
-        ({"ssl_certfile": cert, "ssl_keyfile": str(locked)}, "passphrase"),
-        ({"ssl_certfile": cert, "ssl_keyfile": str(other)}, "another certificate"),
-        ({"ssl_certfile": cert, "ssl_keyfile": key, "ssl_ca_certs": str(empty), "ssl_cert_reqs": 1}, "ssl_ca_certs"),
-        ({"ssl_certfile": cert, "ssl_keyfile": key, "ssl_ciphers": "none-such"}, "openssl ciphers"),
-    ):
-        with pytest.raises(ConfigError, match=r"server\.ssl_") as refusal:
-            listening.tls(ServerConfig(**values))
-        assert words in str(refusal.value)
 
 
 def test_a_unix_socket_serves_and_nothing_is_left_of_it(tmp_path):

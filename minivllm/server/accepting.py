@@ -19,13 +19,14 @@ import os
 import resource
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from minivllm.errors import ResourceError
 
-from . import logs
+from . import logs, unencrypted
 
 FILES = 65536  # that may be open
 OWN = 64  # descriptors beside connections and what is open at the start: pipes to processes, files for a moment
@@ -33,6 +34,7 @@ SPARE = 16  # connections beyond ``room`` that get an answer to /health and its 
 LEAST = 16  # connections without which there is no point in serving
 TURN = 64  # connections that are taken in one turn of the loop
 AGAIN = 0.2  # seconds after which it is tried again
+GOODBYE = 2.0  # seconds for a client to answer the end of TLS, before the connection is closed without
 BACKLOG = 2048  # connections that wait in the kernel
 FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -73,8 +75,9 @@ class Acceptor:
     ) -> None:  # fmt: skip
         """``seconds``: for a TLS handshake."""
         self._bound, self._make, self._connections, self.room = bound, make, connections, room
-        self._tls: dict[str, Any] = {} if context is None else {"ssl": context, "ssl_handshake_timeout": seconds}
-        self._opening: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+        self._tls: dict[str, Any] = {} if context is None else {"ssl": context}
+        self._opening: dict[asyncio.Task[None], float] = {}  # since when
+        self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._later: asyncio.TimerHandle | None = None
         self._told = -float("inf")
@@ -107,7 +110,7 @@ class Acceptor:
                 return
             link.setblocking(False)
             task = self._loop.create_task(self._begin(link, over >= 0))
-            self._opening[task] = None
+            self._opening[task] = self._loop.time()
             task.add_done_callback(self._begun)
 
     async def _begin(self, link: socket.socket, spare: bool) -> None:
@@ -117,8 +120,18 @@ class Acceptor:
             return protocol
 
         try:
-            await self._loop.connect_accepted_socket(make, link, **self._tls)
-        except (OSError, asyncio.CancelledError):  # it has left, or speaks no TLS, or had to go
+            tls, start = dict(self._tls), self._loop.time()
+            if tls:
+                http = await asyncio.wait_for(unencrypted.speaks_http(link), self._seconds)
+                if http:
+                    await asyncio.wait_for(unencrypted.refuse(link), unencrypted.LINGER)
+                    link.close()
+                    return
+                tls["ssl_handshake_timeout"] = max(self._seconds - (self._loop.time() - start), 0.1)
+                if sys.version_info >= (3, 11):  # before, whoever does not say goodbye has all the time it wants
+                    tls["ssl_shutdown_timeout"] = GOODBYE
+            await self._loop.connect_accepted_socket(make, link, **tls)
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):  # it left, says nothing, or had to go
             with contextlib.suppress(OSError):
                 link.close()
 
@@ -135,16 +148,21 @@ class Acceptor:
         for one in self._connections:
             if (kind := getattr(one, "idle", None)) is not None:
                 kinds[kind].append(one)
-        chosen = heapq.nsmallest(most, kinds[0] or kinds[1], key=lambda one: one.since)
-        for one in chosen:  # what waits to be sent would keep the descriptor
-            one.transport.abort() if one.transport.get_write_buffer_size() else one.transport.close()
-        late = [] if chosen or not self._tls else list(self._opening)[:most]
-        for task in late:
-            task.cancel()
-        self._dropped += len(chosen) + len(late)
-        if chosen or late:
+        # who has not ended a handshake asks for nothing either
+        since = {**{one: one.since for one in kinds[0]}, **(self._opening if self._tls else {})}
+        since = since or {one: one.since for one in kinds[1]}
+        chosen = heapq.nsmallest(most, since, key=since.__getitem__)
+        for one in chosen:
+            if one in self._opening:
+                one.cancel()
+            elif self._tls or one.transport.get_write_buffer_size():
+                one.transport.abort()  # what waits to be sent, or TLS's goodbye to be answered, keeps the descriptor
+            else:
+                one.transport.close()
+        self._dropped += len(chosen)
+        if chosen:
             self._tell("there is no room for more connections: those that were idle for longest were closed")
-        return len(chosen) + len(late)
+        return len(chosen)
 
     def _wait(self, why: str) -> None:
         """Take nothing for a moment."""

@@ -21,6 +21,13 @@ READ = 16 << 10  # bytes that are read in one turn of the event loop: of one-byt
 AHEAD, AHEAD_BYTES = 64, 1 << 16  # requests, and bytes of the last one's body, that may be sent ahead of an answer
 
 
+def response(status: int, what: str) -> bytes:
+    """The whole answer to what never becomes a request; the connection ends with it."""
+    body = json.dumps(ApiError(status, what).body()).encode()
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
+
+
 async def _nobody(scope: Any, receive: Any, send: Any) -> None:
     """An application, because a Config wants one."""
 
@@ -105,10 +112,7 @@ class Watched(_Connection):
         self._answer(400, "this is no HTTP request")
 
     def _answer(self, status: int, what: str) -> None:
-        body = json.dumps(ApiError(status, what).body()).encode()
-        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-        head += f"content-length: {len(body)}\r\n"
-        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.write(response(status, what))
         self.transport.close()
 
     def _stop(self) -> None:
