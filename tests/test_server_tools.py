@@ -10,7 +10,8 @@ pytest.importorskip("openai")
 from http_helpers import served
 
 from minivllm.server.calls import Call, Said
-from minivllm.server.tools import Hermes, Json
+from minivllm.server.errors import ApiError
+from minivllm.server.tools import Hermes, Json, read_tools
 
 CHAT = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
 server = served()
@@ -201,3 +202,40 @@ def test_strict_false_is_the_letter_of_json_schema(openai):
 
         with pytest.raises(client.BadRequestError, match="strict: want true or false"):
             openai.chat.completions.create(model="pocket", **CHAT, **more)
+
+
+CHOICES = [
+    ("any", "required", ""),
+    ({"type": "any"}, "required", ""),
+    ({"type": "required"}, "required", ""),
+    ({"type": "auto"}, "auto", ""),
+    ({"type": "none"}, "none", ""),
+    ({"type": "tool", "name": "pick"}, "named", "pick"),
+    ({"type": "function", "name": "pick"}, "named", "pick"),
+    ({"type": "function", "function": {"name": "pick"}}, "named", "pick"),
+]
+
+
+@pytest.mark.parametrize(("given", "choice", "function"), CHOICES, ids=[json.dumps(one[0]) for one in CHOICES])
+def test_a_choice_as_others_spell_it_is_the_same_choice(given, choice, function):
+    made = read_tools([ADD, PICK], given, True)
+    assert (made.choice, made.function) == (choice, function)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("f", 'tool_choice="f": want none'),
+        ({"type": "code"}, 'tool_choice={"type": "code"}: want none'),
+        ({"type": "tool"}, "null names no function"),
+        ({"type": "function", "name": "nobody"}, '"nobody" names no function'),
+        ({"type": "function", "function": "add"}, "null names no function"),
+        ({"type": ["any"]}, "want none"),
+        (["required"], "want none"),
+        (7, "tool_choice=7: want none"),
+    ],
+)
+def test_a_choice_that_means_nothing_is_refused_as_it_came(given, words):
+    with pytest.raises(ApiError) as refusal:
+        read_tools([ADD, PICK], given, True)
+    assert words in str(refusal.value) and refusal.value.param == "tool_choice"

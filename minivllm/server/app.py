@@ -16,12 +16,12 @@ from starlette.responses import JSONResponse, Response
 
 import minivllm
 
-from . import chat, completions, errors, operations, websocket
+from . import chat, completions, elsewhere, errors, operations, websocket
 from .auth import ADMIN as ADMIN_KEY
 from .auth import Keys, admin_token
 from .body import Refusal
 from .errors import ApiError
-from .guard import Guard, contained
+from .guard import Guard, asked_path, contained
 from .protocol.chat import ChatBody
 from .protocol.completion import CompletionBody
 from .protocol.tokens import DetokenizeBody, TokenizeBody
@@ -168,9 +168,13 @@ async def _api_error(request: Request, exc: Exception) -> Response:
 
 async def _http_error(request: Request, exc: Exception) -> Response:
     """The router's own: no such route, or not by this method."""
-    status = getattr(exc, "status_code", 500)
-    what = {404: "there is no such route", 405: f"the route does not take {request.method[:16]}"}.get(status, str(exc))
-    return _answer(ApiError(status, what, headers=getattr(exc, "headers", None)))
+    status, headers, path = getattr(exc, "status_code", 500), getattr(exc, "headers", None), asked_path(request.scope)
+    if status == 404:
+        routes = [route.path for route in request.app.routes if "{" not in route.path and hasattr(route, "methods")]
+        return _answer(elsewhere.missing(path, routes))
+    if status == 405:
+        return _answer(elsewhere.refused(request.scope["method"], path, headers))
+    return _answer(ApiError(status, str(exc), headers=headers))
 
 
 def _documented(kinds: Iterable[str], codes: Iterable[int]) -> dict[int | str, dict[str, Any]]:

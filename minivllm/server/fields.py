@@ -4,14 +4,14 @@ no effect is accepted and said so in ``warnings`` of the answer."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from minivllm.core.request import SamplingParams
 
 from .errors import ApiError
-from .peers import IDLE
+from .peers import IDLE, MAPPED
 
 MOST = 32  # warnings of an answer
 OF_BEAMS = ("length_penalty", "early_stopping")
@@ -25,8 +25,23 @@ REFUSED = {
     "documents": "put them into a message", "kv_transfer_params": "there is nothing to transfer from",
     "lora_request": "adapters are not served",
     "logprob_token_ids": "use logprobs", "return_prompt_text": "it is what was sent",
-    "return_token_offsets": "use return_token_ids",
+    "return_token_offsets": "use return_token_ids", "ec_transfer_params": "there is nothing to transfer from",
+    "output_format": "use response_format", "output_config": "use response_format",
+    "response_schema": "use response_format",
+    **dict.fromkeys(("system", "system_prompt", "instructions", "tool_prompt"), "send a first message of role system"),
+    **dict.fromkeys(("input", "inputs", "contents", "text"), "send messages or a prompt"),
+    **dict.fromkeys(("input_ids", "input_embeds"), "send text, or token ids as the prompt of /v1/completions"),
+    "prompt": "it belongs to /v1/completions; send messages", "messages": "they belong to /v1/chat/completions",
+    **dict.fromkeys(("images", "image_data", "video_data", "audio_data", "multimodal_data"), "text only"),
+    **dict.fromkeys(("input_prefix", "input_suffix", "input_extra", "suffix"), "put it into the prompt"),
+    "template": "the model's own is used, never a request's",
+    **dict.fromkeys(("lora", "lora_path", "adapter_id", "adapter_source"), "adapters are not served"),
+    **dict.fromkeys(
+        ("context", "previous_response_id", "conversation"), "nothing is kept here; send the whole conversation"
+    ),
+    "mcp_servers": "tools are the client's to run",
 }  # fmt: skip
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # values that ask for nothing
 # passed on to SamplingParams
 PASSED = {
     "allowed_token_ids", "bad_words", "prompt_logprobs", "best_of", "beam_width", "use_beam_search", "length_penalty",
@@ -49,15 +64,14 @@ def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[di
         if name in PASSED:
             passed[name] = value
         elif name in REFUSED:
-            if value not in (None, False, [], {}):
+            if value not in NOTHING:
                 raise ApiError(400, f"{name} is not supported: {REFUSED[name]}", name)
         elif name in IDLE:
             if value is not None:
                 warnings.append({"field": name, "message": f"{name} has no effect here"})
         else:
             looked_at += 1
-            names = [*type(body).model_fields, *IDLE, *REFUSED, *PASSED]
-            near = difflib.get_close_matches(name[:64], names, n=1, cutoff=NEAR) if looked_at <= LOOKED_AT else []
+            near = _near(name, type(body).model_fields, looked_at <= LOOKED_AT)
             if near:
                 raise ApiError(400, f"unknown field {name[:64]!r}. Did you mean {near[0]!r}?", name[:64])
             warnings.append({"field": name[:64], "message": "unknown field; it has no effect here"})
@@ -65,6 +79,30 @@ def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[di
     if peers is not None:
         _drop(passed, warnings, reads, peers.sent)
     return passed, warnings[:MOST]
+
+
+def _near(name: str, own: Collection[str], closely: bool) -> list[str]:
+    """The known name that is meant, if any.  ``closely``: look for one that is spelt nearly so as well."""
+    names = [*own, *REFUSED, *PASSED]  # for what has no effect it does not matter how it is spelt
+    plain = {_plain(one): one for one in (*MAPPED, *names)}
+    if (found := plain.get(_plain(name))) is not None:
+        return [found]
+    return difflib.get_close_matches(name[:64], names, n=1, cutoff=NEAR) if closely else []
+
+
+def _plain(name: str) -> str:
+    """As ``topK`` and ``top-k`` are written too."""
+    return name[:64].replace("_", "").replace("-", "").lower()
+
+
+def misplaced(values: Mapping[str, Any], model: Any) -> None:
+    """ApiError (400) that names what came where a field is missing that the body must have."""
+    for name, field in model.model_fields.items():
+        if not field.is_required() or name in values:
+            continue
+        for other in (other for other in REFUSED if other not in model.model_fields):
+            if values.get(other) not in NOTHING:
+                raise ApiError(400, f"{name} is missing, and {other} is not supported: {REFUSED[other]}", name)
 
 
 def _drop(

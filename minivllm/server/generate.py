@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 WARNINGS = "X-Warnings"
 SCORES = 512  # log-probabilities in a chunk of a stream: what is there at once may be a whole answer's
+NAMED = 8  # models that an error names
 
 
 @dataclass
@@ -68,7 +69,8 @@ class Service:
         if name is None or name == "":
             return self.names[0]
         if name not in self.names:
-            raise ApiError(404, f"The model `{errors.printable(name, 100)}` does not exist.", "model")
+            what, names = errors.printable(name, 100), ", ".join(map(repr, self.names[:NAMED]))
+            raise ApiError(404, f"The model `{what}` does not exist. Want {names}, or leave it out.", "model")
         return name
 
 

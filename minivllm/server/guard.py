@@ -62,9 +62,11 @@ class Guard:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", echoed.encode())]
             await send(message)
 
+        # who asks with HEAD is answered as with GET; uvicorn leaves the body out
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
             self._check(scope, headers, state)
-            await self.app(scope, receive, answer)
+            await self.app(asked, receive, answer)
         except asyncio.CancelledError:  # the server ends now: uvicorn would call it 500
             if not status:
                 await send_error(answer, ApiError(503, "the server is shutting down", headers={"Connection": "close"}))
@@ -78,7 +80,7 @@ class Guard:
             path = errors.printable(scope["path"], 128)
             seconds = time.monotonic() - start
             if self.metrics is not None:
-                self.metrics.http(scope.get("route"), status)
+                self.metrics.http(asked.get("route"), status)
             more: Any = {"client_id": echoed} if echoed != request_id else {}
             polled = status in (200, 503) and asked_path(scope) in POLLED
             logs.event(

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 import minivllm
 
-from . import chat, fields, metrics, state
+from . import chat, elsewhere, fields, metrics, state
 from .errors import ApiError
 from .generate import Service, read_body
 from .protocol.tokens import DetokenizeBody, TokenizeBody
@@ -26,6 +26,8 @@ async def models(request: Request, service: Service) -> Any:
 
 
 async def model(request: Request, service: Service) -> Any:
+    if not request.path_params["model"]:
+        raise elsewhere.missing("/v1/models/", ["/v1/models"])
     return JSONResponse(_card(service, service.check_model(request.path_params["model"])))
 
 

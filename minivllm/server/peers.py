@@ -68,6 +68,12 @@ def _kept(value: Any) -> Any:
     return (-1 if value else None) if isinstance(value, bool) else value
 
 
+def _truncation(value: Any) -> int:
+    if value != "auto":
+        raise ValueError('"auto" or "disabled"')
+    return -1
+
+
 MAPPED: dict[str, Mapped] = {
     **dict.fromkeys(("max_new_tokens", "max_output_tokens", "max_tokens_to_sample"), Mapped("max_tokens")),
     **dict.fromkeys(("n_predict", "num_predict"), Mapped("max_tokens", "-1 and -2: the rest of the context")),
@@ -79,6 +85,7 @@ MAPPED: dict[str, Mapped] = {
         ("stop_sequences", "stop_sequence", "stop_strings", "stop_words"), Mapped("stop", neutral=([], ""))
     ),
     "random_seed": Mapped("seed"),
+    "sampler_seed": Mapped("seed", "-1: any", neutral=(-1,)),
     "num_return_sequences": Mapped("n"),
     "num_beams": Mapped("beam_width", "1 is neutral", neutral=(1,)),
     "bad_words_ids": Mapped("bad_words", neutral=([],)),
@@ -89,6 +96,9 @@ MAPPED: dict[str, Mapped] = {
         Mapped("mirostat_tau", f"2, with {TAU:g} if that is not given; 0 is neutral, 1 has no effect"),
     ),
     "truncate": Mapped("truncate_prompt_tokens", "true: what fits", read=_kept),
+    "truncation": Mapped(
+        "truncate_prompt_tokens", '"auto": what fits; "disabled" is neutral', neutral=("disabled",), read=_truncation
+    ),
     "no_stop_trim": Mapped("include_stop_str_in_output", neutral=(False,)),
     "return_full_text": Mapped("echo", "of a completion; in a chat it has no effect", neutral=(False,)),
     **{f"guided_{key}": Mapped(FORM, f"`{key}`", read=_form(key)) for key in ("json", "regex", "choice", "grammar")},
@@ -121,7 +131,8 @@ IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
         "top_a=0 tfs_z=1 tfs=1 top_n_sigma=-1|0 nsigma=0 top_h=0 epsilon_cutoff=0 eta_cutoff=0 min_keep=0|1",
         "xtc_probability=0 xtc_threshold smoothing_factor=0 smoothing_curve dynatemp_range=0 dynatemp_exponent",
         "dynamic_temperature=false dynatemp_low dynatemp_high temperature_last samplers sampler_order sampler_priority",
-        "penalty_alpha=0 watermark=false",
+        "penalty_alpha=0 watermark=false watermarking=false temp_exponent adaptive_target=-1 adaptive_decay min_temp",
+        "max_temp xtc_special_tokens token_healing=false",
     ),
     **_idle(
         "no penalty here reads it, and penalties are of the whole text",
@@ -129,6 +140,7 @@ IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
         "repeat_last_n=-1 repetition_penalty_range=0 rep_pen_range rep_pen_slope penalize_nl=false",
         'penalize_newline=false penalty_prompt="" encoder_repetition_penalty=1 exponential_decay_length_penalty',
         'diversity_penalty=0 num_beam_groups=1 guidance_scale=1 negative_prompt="" repetition_detection',
+        "repetition_decay penalty_range=-1",
     ),
     **_idle(
         "servers differ in whether it counts the prompt; use min_tokens and max_tokens",
@@ -148,14 +160,15 @@ IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
         "it belongs to the server's configuration",
         "num_ctx num_keep num_batch num_gpu main_gpu num_thread use_mmap use_mlock low_vram f16_kv numa vocab_only",
         "keep_alive cache_prompt=true n_keep=0 n_discard n_cache_reuse use_cache=true id_slot=-1 slot_id=-1",
-        "t_max_predict_ms t_max_prompt_ms truncation_length guided_decoding_backend request_id session_id",
-        "stream_interval",
+        "t_max_predict_ms t_max_prompt_ms truncation_length guided_decoding_backend request_id session_id rid",
+        'stream_interval mode="instruct" parse_tool_calls=true tool_call_parser',
     ),
     **_idle(
         "answers have the form of OpenAI's; see logprobs, return_token_ids, stream_options",
         "details=false decoder_input_details=false top_n_tokens n_probs=0 return_tokens return_progress",
         "timings_per_token post_sampling_probs response_fields output_scores return_dict_in_generate",
-        "return_likelihoods return_hidden_states usage spaces_between_special_tokens trim_stop",
+        "return_likelihoods return_hidden_states=false return_routed_experts=false usage trim_stop",
+        "spaces_between_special_tokens",
     ),
     **_idle(
         "what a chat template knows of reasoning goes into chat_template_kwargs",
@@ -166,7 +179,8 @@ IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
         "it belongs to another service",
         "user metadata store service_tier prompt_cache_key prompt_cache_options prompt_cache_retention",
         'safety_identifier moderation prediction web_search_options modalities=["text"] provider transforms models',
-        "route plugins safe_prompt",
+        "route plugins safe_prompt enable_search=false search_options search_parameters background=false include",
+        "max_tool_calls",
     ),
 }
 

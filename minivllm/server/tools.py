@@ -24,7 +24,7 @@ from minivllm.structured.params import MOST_BYTES, MOST_DEPTH, value_depth
 from minivllm.structured.references import pointer
 
 from .calls import NAME, Call, Said, begins_call, call_of, calls_of
-from .errors import ApiError
+from .errors import ApiError, printable
 
 MOST = 128  # tools of a request
 COMPACT = {"disable_any_whitespace": True}  # a small model that may write spaces may write nothing else
@@ -178,6 +178,20 @@ class Tools:
         return next(tool["function"] for tool in self.listed if tool["function"]["name"] == name)
 
 
+def _spelled(choice: Any) -> Any:
+    """A choice as OpenAI spells it: others say ``any`` for required, or put the word into an object."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind == "any":
+        return "required"
+    if kind == "tool" and isinstance(choice, dict):
+        return {"type": "function", "name": choice.get("name")}
+    return kind if kind in ("none", "auto", "required") else choice
+
+
+def _quoted(value: Any) -> str:
+    return printable(json.dumps(value), 80)
+
+
 def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
     """ApiError (400) for tools or a choice that are malformed or do not fit together."""
     tools = tools or []
@@ -195,21 +209,22 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise ApiError(400, "tools: two of them have the same name", "tools")
+    choice = _spelled(choice)
     if choice is None:
         return Tools(tools, "auto" if tools else "none", parallel=parallel is not False)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         mode, allowed = _allowed(choice, names)
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         return Tools(tools, mode, parallel=parallel is not False, only=frozenset(allowed))
-    if isinstance(choice, dict):
-        function = choice.get("function")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function", choice)  # Responses have the name beside the type
         name = function.get("name") if isinstance(function, dict) else None
-        if choice.get("type") != "function" or name not in names:
-            raise ApiError(400, "tool_choice: names no function of tools", "tool_choice")
+        if name not in names:
+            raise ApiError(400, f"tool_choice: {_quoted(name)} names no function of tools", "tool_choice")
         return Tools(tools, "named", str(name), parallel is not False)
     if choice not in ("none", "auto", "required"):
         want = 'none, auto, required, {"type": "function", "function": {"name": ...}} or allowed_tools'
-        raise ApiError(400, f"tool_choice: want {want}", "tool_choice")
+        raise ApiError(400, f"tool_choice={_quoted(choice)}: want {want}", "tool_choice")
     if choice == "required" and not tools:
         raise ApiError(400, "tool_choice=required: want tools to choose from", "tool_choice")
     return Tools(tools, str(choice) if tools else "none", parallel=parallel is not False)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 
 from minivllm.errors import RequestError, suggest
-from minivllm.server import peers
+from minivllm.server import fields, peers
 from minivllm.server.errors import ApiError
 from minivllm.validation import faults
 
@@ -94,6 +94,7 @@ def read(model: type[Any], values: Mapping[str, Any]) -> Any:
     if not issubclass(model, Generation):
         return _read(model, values)
     translated = peers.translate(values, model.model_fields)
+    fields.misplaced(translated.values, model)
     with named(translated.sent):
         body = _read(model, translated.values)
     body._peers = translated
