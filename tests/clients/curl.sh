@@ -16,6 +16,8 @@ stream=$(curl -sSfN -H "$auth" -H "$json" -d "$ask, \"stream\": true}" "$BASE_UR
 [ "$(curl -s -o /dev/null -w '%{http_code}' -H "$auth" -H "$json" -d '{not json' "$BASE_URL/v1/chat/completions")" = 400 ]
 echo "ok 400 for what is no JSON"
 [ "$(curl -s -o /dev/null -w '%{http_code}' -H "$auth" "$BASE_URL/v1/nowhere")" = 404 ] && echo "ok 404"
+curl -s -H "$auth" -H "$json" -d "$ask}" "$BASE_URL/v1/messages" | grep -q 'POST /v1/chat/completions' && echo "ok what to ask instead"
+curl -sSfI -H "$auth" "$BASE_URL/health" | grep -q '^HTTP/1.1 200' && echo "ok HEAD"
 curl -sSf -H "$auth" "$BASE_URL/metrics" | grep -q '^vllm:num_requests_running' && echo "ok metrics"
 # a client that goes away in the middle
 timeout 1 curl -sN -H "$auth" -H "$json" -d "${ask/\"max_tokens\": 8/\"max_tokens\": 400}, \"stream\": true, \"ignore_eos\": true}" \

@@ -5,6 +5,7 @@
 
 import os
 from importlib.metadata import version
+from typing import Literal
 
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,3 +35,17 @@ for method in ("json_schema", "function_calling"):
 called = llm.bind_tools([Sum], tool_choice="Sum").invoke("Add 2 and 3.")
 assert called.tool_calls[0]["name"] == "Sum" and set(called.tool_calls[0]["args"]) == {"total"}
 print("ok tools")
+
+
+class Pet(BaseModel):  # says nothing of other properties
+    """A pet."""
+
+    kind: Literal["cat", "dog"]
+    old: bool
+
+
+for method in ("json_schema", "function_calling"):
+    assert isinstance(llm.with_structured_output(Pet, method=method).invoke("Which pet?"), Pet)
+called = llm.bind_tools([Pet], tool_choice="any", parallel_tool_calls=False).invoke("Which pet?")
+assert called.tool_calls[0]["name"] == "Pet"
+print("ok a model that says nothing of other properties")

@@ -45,5 +45,10 @@ schema = {
 shaped = llm("-m", "mini", "--no-stream", *options, "--schema", json.dumps(schema), "Add.")
 assert set(json.loads(shaped)) == {"total", "even"}
 print("ok schema")
+short = llm(
+    "-m", "mini", "--no-stream", *options, "--schema", "even bool, odd bool", "Add."
+)  # which leaves others open
+assert set(json.loads(short)) == {"even", "odd"}
+print("ok schema in short")
 assert llm("-m", "mini-text", *options, "The cat")
 print("ok completion")

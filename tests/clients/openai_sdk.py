@@ -6,6 +6,7 @@
 import asyncio
 import os
 from importlib.metadata import version
+from typing import Literal
 
 import openai
 from pydantic import BaseModel
@@ -109,6 +110,29 @@ __import__("json").loads("".join(d.function.arguments or "" for d in deltas))
 assert len(deltas) > 2, "the arguments come as they are written"
 ok("tools")
 
+
+# schemas as pydantic makes them say nothing of other properties: a forced call ends by itself all the same
+class Pet(BaseModel):
+    kind: Literal["cat", "dog"]
+    old: bool | None = None
+
+
+tool = {"type": "function", "function": {"name": "keep", "parameters": Pet.model_json_schema()}}
+named = {"type": "function", "function": {"name": "keep"}}
+for seed in range(12):
+    called = client.chat.completions.create(
+        model=MODEL, messages=ASK, tools=[tool], tool_choice=named, temperature=1, seed=seed, max_tokens=80
+    )
+    assert called.choices[0].finish_reason == "stop", seed
+    assert Pet.model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
+for tokens in range(1, 9):
+    for choice in (named, "required"):
+        cut = client.chat.completions.create(
+            model=MODEL, messages=ASK, tools=[TOOL, tool], tool_choice=choice, temperature=0, max_tokens=tokens
+        )
+        assert cut.choices[0].finish_reason == "length" and not cut.choices[0].message.content, (tokens, cut)
+ok("forced calls that end, and that are cut")
+
 told = client.chat.completions.create(
     model=MODEL, messages=ASK, max_tokens=4, extra_body={"top_a": 0.5, "max_new_tokens": 4, "repeat_penalty": 1.1}
 )
@@ -149,6 +173,23 @@ for kind, error, ask in (
         assert e.body["message"] and "type" in e.body, e.body
     else:
         raise AssertionError(kind)
+for base, words in ((os.environ["BASE_URL"], "/v1/chat/completions"), (URL + "/v1", "once")):  # without /v1, and twice
+    try:
+        openai.OpenAI(base_url=base, api_key=KEY).chat.completions.create(model=MODEL, messages=ASK)
+    except openai.NotFoundError as e:
+        assert words in e.message, e.message
+    else:
+        raise AssertionError(base)
+for ask, words in (
+    (lambda: client.responses.create(model=MODEL, input="Hi"), "/v1/chat/completions"),
+    (lambda: client.embeddings.create(model=MODEL, input="Hi"), "only text"),
+):
+    try:
+        ask()
+    except openai.NotFoundError as e:
+        assert words in e.message, e.message
+    else:
+        raise AssertionError(words)
 try:
     openai.OpenAI(base_url=URL, api_key="wrong").models.list()
 except openai.AuthenticationError:
