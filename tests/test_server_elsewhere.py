@@ -110,6 +110,7 @@ def test_what_an_answer_would_lack_is_refused_and_empty_it_asks_for_nothing(serv
     [
         (CHAT, {"prompt": "hi"}, "it belongs to /v1/completions"),
         (CHAT, {"input": "hi"}, "send messages"),
+        (CHAT, {"prompt": [5] * 9000}, "it belongs to /v1/completions"),
         (COMPLETIONS, {"messages": [{"role": "user", "content": "hi"}]}, "/v1/chat/completions"),
         (COMPLETIONS, {"inputs": "hi", "parameters": {"max_new_tokens": 3}}, "a prompt"),
         (COMPLETIONS, {"input_ids": [5]}, "token ids as the prompt"),

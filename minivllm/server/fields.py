@@ -4,8 +4,9 @@ no effect is accepted and said so in ``warnings`` of the answer."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from minivllm.core.request import SamplingParams
@@ -41,7 +42,6 @@ REFUSED = {
     ),
     "mcp_servers": "tools are the client's to run",
 }  # fmt: skip
-NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # values that ask for nothing
 # passed on to SamplingParams
 PASSED = {
     "allowed_token_ids", "bad_words", "prompt_logprobs", "best_of", "beam_width", "use_beam_search", "length_penalty",
@@ -64,14 +64,14 @@ def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[di
         if name in PASSED:
             passed[name] = value
         elif name in REFUSED:
-            if value not in NOTHING:
+            if not _is_nothing(value):
                 raise ApiError(400, f"{name} is not supported: {REFUSED[name]}", name)
         elif name in IDLE:
             if value is not None:
                 warnings.append({"field": name, "message": f"{name} has no effect here"})
         else:
             looked_at += 1
-            near = _near(name, type(body).model_fields, looked_at <= LOOKED_AT)
+            near = _near(name, type(body), looked_at <= LOOKED_AT)
             if near:
                 raise ApiError(400, f"unknown field {name[:64]!r}. Did you mean {near[0]!r}?", name[:64])
             warnings.append({"field": name[:64], "message": "unknown field; it has no effect here"})
@@ -81,13 +81,24 @@ def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[di
     return passed, warnings[:MOST]
 
 
-def _near(name: str, own: Collection[str], closely: bool) -> list[str]:
+@cache
+def _known(model: type[Any]) -> tuple[list[str], dict[str, str]]:
+    """Names that a slip may have meant, those without effect not among them, and each by its letters alone."""
+    names = [*model.model_fields, *REFUSED, *PASSED]
+    return names, {_plain(one): one for one in (*MAPPED, *names)}
+
+
+def _near(name: str, model: type[Any], closely: bool) -> list[str]:
     """The known name that is meant, if any.  ``closely``: look for one that is spelt nearly so as well."""
-    names = [*own, *REFUSED, *PASSED]  # for what has no effect it does not matter how it is spelt
-    plain = {_plain(one): one for one in (*MAPPED, *names)}
+    names, plain = _known(model)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     if (found := plain.get(_plain(name))) is not None:
         return [found]
     return difflib.get_close_matches(name[:64], names, n=1, cutoff=NEAR) if closely else []
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a value asks for nothing; token ids may be an array."""
+    return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
 
 
 def _plain(name: str) -> str:
@@ -101,7 +112,7 @@ def misplaced(values: Mapping[str, Any], model: Any) -> None:
         if not field.is_required() or name in values:
             continue
         for other in (other for other in REFUSED if other not in model.model_fields):
-            if values.get(other) not in NOTHING:
+            if not _is_nothing(values.get(other)):
                 raise ApiError(400, f"{name} is missing, and {other} is not supported: {REFUSED[other]}", name)
 
 
