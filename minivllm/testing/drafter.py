@@ -18,9 +18,11 @@ from minivllm.core.interfaces.sampling import Rows
 from minivllm.registry import import_target
 
 from .base import Seen, since
+from .kept import Lasting
 from .spec import SpecConformance
 
 VOCAB, MAX_LEN, SLOTS = 61, 96, 9
+MANY = 40  # rows of a large step
 STALE = 53  # what stands behind the known tokens
 
 
@@ -53,7 +55,7 @@ def histories(draw: Any) -> list[list[int]]:
     return draw(st.lists(st.lists(token, min_size=1, max_size=40), min_size=1, max_size=5))
 
 
-class DrafterConformance(SpecConformance):
+class DrafterConformance(Lasting, SpecConformance):
     """A drafter that claims ``draft_model`` gets a simple one here, and a small real one in the engine."""
 
     kind = "drafter"
@@ -69,8 +71,8 @@ class DrafterConformance(SpecConformance):
         self, rows: Sequence[Sequence[int]], k: int, slots: Sequence[int] = (), stale: int = STALE, spare: int = 0
     ) -> Ask:
         """The question as the engine puts it: histories in slots of a larger table, ``stale`` tokens behind them."""
-        at = list(slots) or [(2 * i + 1) % SLOTS for i in range(len(rows))]
-        tokens = torch.full((SLOTS, MAX_LEN + 1), stale, dtype=torch.int32)
+        at = list(slots) or [(2 * i + 1) % max(SLOTS, 2 * len(rows)) for i in range(len(rows))]
+        tokens = torch.full((max(SLOTS, 2 * len(rows)), MAX_LEN + 1), stale, dtype=torch.int32)
         for slot, row in zip(at, rows, strict=True):
             tokens[slot, : len(row)] = torch.tensor(row, dtype=torch.int32)
         known = np.array([len(row) for row in rows], np.int32)
@@ -125,6 +127,25 @@ class DrafterConformance(SpecConformance):
                 got = self.drafts(instance, [row], k, slots=[shift], spare=shift)
                 assert got == [want], f"{row} gets the drafts {want} beside others, and {got[0]} alone"
             assert self.drafts(instance, rows, k) == together, "the same rows get other drafts when asked again"
+
+    @since(1, 0)
+    def test_large_steps_and_long_rows_are_as_small_ones(self) -> None:
+        """40 rows of up to as many tokens as the model takes but one, and 1 to 24 drafts: each row's are its own, as
+        alone, and of its own tokens."""
+        rng = np.random.default_rng(6)
+        lengths = [MAX_LEN - 1, MAX_LEN - 2, 64, 65, *rng.integers(1, MAX_LEN, MANY - 4).tolist()]
+        rows = [rng.integers(0, 3, n).tolist() for n in lengths]
+        instance = self.build(*self.context())
+        for k in (1, 10, 24):
+            fits = [row for row in rows if len(row) + k <= MAX_LEN] if self.claims("draft_model") else rows
+            together = self.drafts(instance, fits, k)
+            other = self.drafts(instance, fits, k, stale=1)
+            for i, row in enumerate(fits):
+                assert together[i] == other[i], f"{len(row)} tokens, k={k}: it reads what stands behind them"
+                if i < 4 or i % 9 == 8:
+                    got = self.drafts(instance, [row], k)[0]
+                    want = f"row {i} of {len(fits)} with {len(row)} tokens gets the drafts {together[i]}"
+                    assert got == together[i], f"{want} and {got} alone"
 
     @since(1, 0)
     def test_what_stands_behind_the_known_tokens_is_not_read(self) -> None:

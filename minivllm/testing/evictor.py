@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from minivllm.core.interfaces.evictor import Evictor, EvictorContext
+from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
 
 from .base import Seen, since
 from .evictor_lives import HITS, Life, lives
 from .evictor_tree import Tree, key_of, keys
+from .kept import Lasting
 from .sim import VOCAB, answer, at_rest, outputs, request, run, sim_engine
 from .spec import SpecConformance
 
 CAPACITY = 8192
 BRANCHES = 3  # children of a block: so few that paths which were given up are soon computed again
 DEEPEST = 5  # of the blocks without a parent
+FEW, MANY, AT_ONCE = 512, 1 << 18, 5000  # keys of a pool whose calls are timed, and given up in one call
+SLOWER, NOISE = 8, 1e-4  # a call among many keys may take so many times as long as among few, and so many seconds more
 BRANCH = st.integers(0, BRANCHES - 1)
 
 
@@ -134,7 +139,7 @@ class _Machine(RuleBasedStateMachine):
         assert len(self.evictor.victims(1)) == 0, "gives a key although every key is gone"
 
 
-class EvictorConformance(SpecConformance):
+class EvictorConformance(Lasting, SpecConformance):
     """``order`` is the trait of that name: which reference the victims must equal, if any."""
 
     kind = "evictor"
@@ -272,10 +277,58 @@ class EvictorConformance(SpecConformance):
     @since(1, 0)
     def test_a_call_costs_log_n_at_most(self) -> None:
         """Counted in executed lines and calls, not in seconds: with 16 times as many keys a call may cost 4 times as
-        much.  (A scan inside a single call of C code is not seen.)"""
+        much."""
         few, many = self._steps(256), self._steps(4096)
         for call, n in few.items():
             assert many[call] <= 4 * n + 20, f"{call} of one key: {n} steps with 256 keys, {many[call]} with 4096"
+
+    @since(1, 0)
+    def test_a_large_pool_makes_no_call_slow_and_loses_no_key(self) -> None:
+        """262,144 blocks: calls of one key take about as long as among 512, scans inside one call of C code (of a list,
+        of an array) too; of one ``free`` all are free, and one ``victims`` gives up 5,000."""
+        few, many = self._seconds(FEW), self._seconds(MANY)
+        for call, n in few.items():
+            assert many[call] <= SLOWER * n + NOISE, (
+                f"{call} of one key takes {1e6 * n:.0f} us with {FEW} keys, {1e6 * many[call]:.0f} us with {MANY}"
+            )
+
+    def _seconds(self, n: int) -> dict[str, float]:
+        """Seconds that each call needs at best for one key, beside n others, some of which are then given up."""
+        evictor = self.build(EvictorContext(n + 64, 16, "device"))
+        every = np.random.default_rng(n).permutation(np.arange(1, n + 33, dtype=np.uint64)) << np.uint64(40)
+        old, new = every[:n], every[n:]
+        evictor.add(old, _roots(n))
+        evictor.free(old)
+        middle = [old[i : i + 1] for i in range(n // 2 - 4, n // 2 + 4)]
+        calls: dict[str, tuple[Callable[..., Any], list]] = {
+            "hit": (evictor.hit, middle), "hold": (evictor.hold, middle), "free": (evictor.free, middle),
+            "add": (lambda key: evictor.add(key, _roots(1)), [new[i : i + 1] for i in range(8)]),
+            "drop": (evictor.drop, middle), "victims": (evictor.victims, [1] * 8),
+        }  # fmt: skip
+        best = {name: min(_timed(call, one) for one in given) for name, (call, given) in calls.items()}
+        evictor.free(new[:8])
+        wanted = min(n - 8, AT_ONCE)
+        gone = set(evictor.victims(wanted).tolist())
+        assert len(gone) == wanted and gone <= set(every.tolist()), (
+            f"victims({wanted}) gave {len(gone)} keys while {n - 8} are free"
+        )
+        return best
+
+    def lasting(self) -> Evictor:
+        return self.build(EvictorContext(64, 16, "device"))
+
+    def once_more(self, instance: Evictor, number: int) -> None:
+        """A sequence comes, is hit, ends and is given up or dropped."""
+        path = keys([key_of(0, 4 * number + i) for i in range(4)])
+        instance.add(path, _roots(4))
+        instance.free(path)
+        instance.hit(path[:2])
+        instance.hold(path[:2])
+        instance.free(path[:2])
+        if number % 2:
+            instance.drop(path)
+        else:
+            instance.victims(4)
 
     def _steps(self, n: int) -> dict[str, int]:
         """Steps that each call needs for one key, beside n others."""
@@ -294,6 +347,18 @@ class EvictorConformance(SpecConformance):
             "drop": _count(lambda: evictor.drop(keys([middle]))),
             "victims": min(_count(lambda: evictor.victims(1)) for _ in range(5)),
         }
+
+
+def _roots(n: int) -> BlockInfo:
+    """Of n blocks without a parent."""
+    zeros = np.zeros(n, np.int32)
+    return BlockInfo(zeros.astype(np.uint64), zeros, np.full(n, 4096, np.int64), np.full(n, 16.0), zeros)
+
+
+def _timed(call: Callable[[Any], Any], one: Any) -> float:
+    start = time.perf_counter()
+    call(one)
+    return time.perf_counter() - start
 
 
 def _count(call: Callable[[], Any]) -> int:

@@ -16,15 +16,18 @@ import pytest
 from minivllm.core.interfaces.grammar import Grammar, GrammarContext, GrammarSource
 
 from .base import since
+from .kept import Lasting
 from .spec import SpecConformance
 
 EOS = (3, 270)
 WIDTH = 300  # logits are wider than the vocabulary
-WORDS = (b"ab", b"abc", b"bc", b"true", b'"a', b'":', b'{"', b"12", b"\xc3\xa9", b"\xa9x", b" b", b"no", b"cab")
+WORDS = (b"ab", b"abc", b"bc", b"true", b'"a', b'":', b'{"', b"12", b"\xc3\xa9", b"\xa9x", b" b", b"no", b"cab",
+         b"a", b"ab")  # fmt: skip
 
 
 def vocabulary() -> list[bytes]:
-    """Four special ids (two end-of-sequence ids among them are silent), every byte, and some words."""
+    """Four special ids (two end-of-sequence ids among them are silent), every byte, and some words, one byte and one
+    word under two ids each, as vocabularies with byte tokens have them."""
     tokens = [b"", b"", b"", b"", *(bytes([i]) for i in range(256)), *WORDS]
     tokens[EOS[1]] = b""
     return tokens
@@ -76,6 +79,13 @@ MALFORMED = {
     "json": ('{"type": "nothing"}', '{"type": "string", "pattern": "["}', '{"$ref": "#/$defs/none"}', "false"),
     "grammar": ("start: (", "start: nobody", "%%%", "root ::= nobody"),
 }
+LONG = "abctruebcno" * 15  # a text, of 165 bytes
+LISTED = tuple(f"{a}{b}{c}" for a in "abc" for b in "0123456789" for c in "abcdefghij")  # 300 texts
+LARGE = (
+    Case("choice", json.dumps([LONG, "ab"]), (LONG, "ab")), Case("choice", json.dumps(LISTED), LISTED),
+    Case("regex", f"{LONG}|ab", (LONG, "ab")), _json({"enum": [LONG, 12]}, LONG, 12),
+    Case("grammar", f'start: "{LONG}" | "ab"', (LONG, "ab")),
+)  # fmt: skip
 ENDLESS = {
     "regex": "(a+)+b?",
     "json": '{"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, '
@@ -85,7 +95,7 @@ ENDLESS = {
 }
 
 
-class GrammarConformance(SpecConformance):
+class GrammarConformance(Lasting, SpecConformance):
     """What the spec claims in ``features`` is tested: json, regex, choice, grammar."""
 
     kind = "grammar"
@@ -224,6 +234,28 @@ class GrammarConformance(SpecConformance):
                 if ahead:
                     assert plugin.accept([matcher], [tokens[at : at + ahead]])[0] == ahead
                 at += ahead
+
+    @since(1, 0)
+    def test_long_texts_and_long_lists_are_held_whole(self) -> None:
+        """A text of 165 bytes and 300 texts: masks up to the end, the end itself, and a rollback over all of it."""
+        plugin, rng = self.made(), random.Random(9)
+        for case in (case for case in LARGE if self.claims(case.kind)):
+            matcher, text = plugin.start(plugin.compile(case.source)), b""
+            tokens, first = (
+                spelled(rng, case.fits[0] if len(case.fits) == 2 else case.fits[-1]),
+                allowed(plugin, matcher),
+            )
+            for i, token in enumerate([*tokens, None]):
+                if i % 16 == 0 or len(tokens) - i < 2:
+                    got, want = allowed(plugin, matcher), viable(case, text)
+                    assert got == want, f"{case.kind} of {len(case.text)} bytes after {text!r}: {told(got, want)}"
+                if token is not None:
+                    took = plugin.accept([matcher], [[token]])[0]
+                    assert took == 1, f"{case.kind} of {len(case.text)} bytes: {token} is refused after {text!r}"
+                    text += vocabulary()[token]
+            plugin.rollback(matcher, len(tokens))
+            got = allowed(plugin, matcher)
+            assert got == first, f"{case.kind}, {len(tokens)} tokens back to the beginning: {told(got, first)}"
 
     @since(1, 0)
     def test_a_clone_goes_its_own_way(self) -> None:

@@ -90,6 +90,27 @@ class Keys:
                     assert a != b, f"{what}: key() gave {a!r} for both of {pair}, and {early[0]} for {young[0]}"
         self._after_much_work()
 
+    @since(1, 0)
+    def test_a_key_does_not_depend_on_who_comes_with_it_nor_on_bits(self) -> None:
+        """Keys of several calls are compared with each other, so that one is no share of the largest beside it; and a
+        product of two columns, which are i32, is that of whole numbers of 64 bits."""
+        plain = {"prompt": 7, "known": 7, "max_out": 7, "predicted_out": 7, "priority": 0, "tenant": 0}
+        large = {**dict.fromkeys(("prompt", "known"), MILLION), "max_out": MILLION // 2, "predicted_out": MILLION // 2}
+        for one in (plain, {**plain, **large}):
+            alone = self._keys_of(one)[0]
+            for other in ({**plain, **large, "priority": -9, "tenant": 5}, {**plain, "prompt": 1, "priority": 9}):
+                got = self._keys_of(one, other)[0]
+                assert got == alone, f"key() gave {alone} to {one}, and {got} where {other} comes with it"
+            wide = self._keys_of(one, dtype=np.int64)[0]
+            assert wide == alone, f"key() gave {alone} to {one}, and {wide} if its columns are i64: i32 overflows"
+
+    def _keys_of(self, *requests: Mapping[str, Any], dtype: Any = np.int32) -> list[float]:
+        """The keys that a new policy gives to requests that come at once."""
+        n = len(requests)
+        columns = {name: np.array([r[name] for r in requests], dtype) for name in requests[0]}
+        view = arrivals(np.arange(n, dtype=np.float64), **columns)
+        return check_key(self.build(*self.context()).key(frozen(view)), view)
+
     def _after_much_work(self) -> None:
         """What counts the work of a tenant goes on counting."""
         policy = self.build(*self.context())

@@ -19,11 +19,12 @@ from .sampling import SamplingConformance
 from .sampling_data import histories
 from .sampling_reference import standard_reference
 from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, Seq, Stage
+from .sampling_sizes import ProcessorSizes
 
 TOLERANCE = 2e-6  # of the largest number in a row: some roundings of float32
 
 
-class ProcessorConformance(SamplingConformance):
+class ProcessorConformance(ProcessorSizes, SamplingConformance):
     """Beside ``params`` an author overrides ``reference`` for parameters of the processor's own."""
 
     kind = "processor"

@@ -24,6 +24,7 @@ from .sampler_batch import Batches
 from .sampler_limits import LIMITS, NEAR, nearest, supports, surprising
 from .sampling import SamplingConformance
 from .sampling_rows import DRAWS, LARGE, MAX_LEN, Seq, Stage, Watched, unwritten
+from .sampling_sizes import SamplerSizes
 
 BATCH, CELLS = 1 << 15, 1 << 21  # rows and logits of a call at most
 # (seed, lane): at position 1 and sample 0 noise() of that lane is near its smallest, 2**-32, or its largest, 1 - 2**-24
@@ -34,7 +35,7 @@ SMALLEST = (
 LARGEST = ((54644982, 0), (52997598, 0), (2891928, 66), (54501843, 1 << 30), (11753474, 1 << 30))
 
 
-class SamplerConformance(Batches, SamplingConformance):
+class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
     """An author whose sampler has parameters of its own overrides ``params`` and ``probabilities``."""
 
     kind = "sampler"

@@ -103,11 +103,12 @@ class Stage:
     """Slots of a small engine: its columns and token histories, and the plug-in, made twice as the engine does.
 
     ``fresh``: another instance serves each call; ``fused``: one instance binds and serves.  Neither may matter.
+    ``history``: tokens of a slot at most.
     """
 
     def __init__(
         self, suite: SamplingConformance, slots: int, *, vocab: int = 0, fresh: bool = False, fused: bool = False,
-        garbage: int = 0, max_len: int = MAX_LEN,
+        garbage: int = 0, max_len: int = MAX_LEN, history: int = LONGEST,
     ) -> None:  # fmt: skip
         self.suite, self.vocab, self.fresh, self.max_len = suite, vocab or suite.vocab, fresh, max_len
         self.device = torch.device(suite.place())
@@ -116,7 +117,7 @@ class Stage:
         self.commits = type(self.host).commit is not Processor.commit
         self.state = ProcessorState(self._worker, slots, self.device)
         rng = np.random.default_rng(garbage)
-        shape = (slots, min(max_len, LONGEST) + 1)
+        shape = (slots, min(max_len, history) + 1)
         stale = rng.choice(STALE, shape) if garbage else np.zeros(shape)
         self.ahead: Any = 0  # of each row: how many drafts stand between its slot's known tokens and its own
         self.tokens = torch.tensor(stale, dtype=torch.int32, device=self.device)

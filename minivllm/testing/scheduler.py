@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minivllm.core.engine import Engine
-from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
+from minivllm.core.interfaces.scheduler import Load, SchedulerContext, SchedulerPolicy
 from minivllm.core.planner import PROTECTED_AFTER
 from minivllm.core.request import Request
 from minivllm.errors import RequestError
 
 from .base import Seen, since
+from .kept import Lasting
 from .policy_keys import Keys
-from .policy_watch import Watch
+from .policy_watch import Watch, arrivals, frozen
 from .sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
 from .spec import SpecConformance
 
@@ -243,7 +244,7 @@ STREAMS: Mapping[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = 
 }
 
 
-class SchedulerConformance(Keys, SpecConformance):
+class SchedulerConformance(Keys, Lasting, SpecConformance):
     """``patience``: seconds that a request may take, from arrival to end, under a steady stream of others, where a step
     takes a second; a policy that ages slowly, and says so, may raise it."""
 
@@ -259,6 +260,19 @@ class SchedulerConformance(Keys, SpecConformance):
     def make(self, options: Any, ctx: SchedulerContext) -> SchedulerPolicy:
         """The policy under test, as ``sim_engine`` asks for it."""
         return self.build(ctx)
+
+    def once_more(self, instance: SchedulerPolicy, number: int) -> None:
+        """Four requests come, wait, run and end."""
+        now = 10.0 * number
+        view = frozen(arrivals(now + np.arange(4.0), id=4 * number + np.arange(4)))
+        none = view.take(np.arange(0))
+        instance.key(view)
+        instance.lane(view)
+        instance.order(view, none, now + 5)
+        instance.shape(Load(4, 0, 0, 90, 100, BUDGET, 5.0), now + 5)
+        instance.order(none, view, now + 6)
+        instance.victim(view, 1)
+        instance.ended(view)
 
     @since(1, 0)
     def test_whatever_happens_every_answer_is_lawful_and_every_token_right(self) -> None:

@@ -15,6 +15,7 @@ from minivllm.core.request import PROCESSED, SamplingParams
 from minivllm.errors import RequestError
 
 from .base import Seen, since
+from .kept import Lasting
 from .sampling_data import Noted
 from .sim import answer, at_rest, outputs, request, run, sim_engine
 from .strategy_steps import StepwiseConformance
@@ -38,7 +39,7 @@ def _named(change: Mapping[str, Any]) -> str:
     return "".join(f", {k}={v}" for k, v in change.items())
 
 
-class StrategyConformance(StepwiseConformance):
+class StrategyConformance(Lasting, StepwiseConformance):
     """Override ``params`` if the strategy takes only requests of a certain kind.  Of a stepwise strategy, which has no
     ``result`` of its own, the searches are tested."""
 
@@ -180,6 +181,32 @@ class StrategyConformance(StepwiseConformance):
             seen["ties"] += len({(e.length, e.cumulative_logprob) for e in ends}) < n
 
         seen.require(failed=10, **({"several": 20, "ties": 10} if max(widths) > 1 else {}))
+
+    @since(1, 0)
+    def test_wide_requests_are_answered_as_narrow_ones(self) -> None:
+        """Up to 128 branches: each ended one at most once, and all of them if of 2, 3, 5 and 8 all are given."""
+        strategy = self.free()
+        ends = lambda n: [BranchEnd(i, 3 + i % 5, -float(i * 37 % 101), "stop") for i in range(n)]  # noqa: E731
+        taken = [n for n in (2, 3, 5, 8, 16, 31, 33, 63, 64, 65, 100, 127, 128) if strategy.takes(self.params(n))]
+        given = {}
+        for n in taken:
+            got = list(strategy.result(self.params(n), ends(n)))
+            self.check_result(n, ends(n), got)
+            given[n] = len(got)
+        if all(given[n] == n for n in taken if n <= 8) and any(n <= 8 for n in taken):
+            few = {n: m for n, m in given.items() if m < n}
+            assert not few, f"of 2, 3, 5 and 8 branches it gives all, and fewer of {few} (branches: given)"
+
+    @since(1, 0)
+    def test_a_request_that_has_gone_is_forgotten(self) -> None:
+        """Another one may lie where it lay: nothing is known by ``id()``."""
+        strategy, widths = self.build(), self.widths()
+        for i in range(60):
+            n = widths[i * 7 % len(widths)]
+            params = self.params(n)
+            got, want = list(strategy.start(params)), list(self.build().start(params))
+            assert got == want, f"n={n}: start() gives {got[:9]} after {i} other requests, {want[:9]} in a new instance"
+            del params
 
     @since(1, 0)
     def test_requests_know_nothing_of_each_other(self) -> None:

@@ -17,7 +17,7 @@ from .base import Seen, since
 from .sim import EOS_ID, VOCAB, at_rest, logprobs_after, request, run, sim_engine
 from .spec import SpecConformance
 
-MOST = 7  # tokens of an output in these tests
+MOST, LONG = 7, 40  # tokens of an output in these tests
 
 
 @dataclass
@@ -88,28 +88,42 @@ class StepwiseConformance(SpecConformance):
             width = len(list(strategy.start(params)))
             driven = self.drive(strategy, params, prompt, data.draw(st.integers(1, MOST)))
 
-            def check(moves: Moves, grown: list[Grown]) -> None:
-                picked = [(p.branch, int(p.token)) for p in moves.go_on]
-                assert len(picked) <= width, f"{len(picked)} branches go on, and start() gave {width}"
-                assert len(set(picked)) == len(picked), f"two branches go on with the same tokens: {picked}"
-                for branch, token in [*picked, *((p.branch, int(p.token)) for p in moves.keep)]:
-                    assert 0 <= branch < len(grown), f"branch {branch} is picked, and {len(grown)} are live"
-                    assert token in grown[branch].tokens, f"token {token} is no candidate of branch {branch}"
-                for branch, token in picked:
-                    assert not driven.ends([*driven.live[branch], token]), f"token {token} ends branch {branch}"
-                assert all(p.score == p.score for p in moves.keep), "a score is NaN"
-
-            for _ in range(driven.most):
-                if not driven.done:
-                    driven.step(check)
-            assert driven.done, f"it goes on after {driven.most} steps, when every branch has ended"
-            order = list(driven.search.result())
-            assert order and len(set(order)) == len(order), f"result() gave {order}: want one at least, none twice"
-            assert all(0 <= i < len(driven.kept) for i in order), f"result() gave {order} of {len(driven.kept)} kept"
+            self._to_its_end(driven, width)
             seen["forked"] += width > 1 and driven.most > 2
             seen["ended early"] += any(tokens[-1] == EOS_ID for tokens in driven.kept)
 
         seen.require(forked=10)
+
+    def _to_its_end(self, driven: Driven, width: int) -> None:
+        """Drive a search, and check each of its moves and its answer."""
+
+        def check(moves: Moves, grown: list[Grown]) -> None:
+            picked = [(p.branch, int(p.token)) for p in moves.go_on]
+            assert len(picked) <= width, f"{len(picked)} branches go on, and start() gave {width}"
+            assert len(set(picked)) == len(picked), f"two branches go on with the same tokens: {picked}"
+            for branch, token in [*picked, *((p.branch, int(p.token)) for p in moves.keep)]:
+                assert 0 <= branch < len(grown), f"branch {branch} is picked, and {len(grown)} are live"
+                assert token in grown[branch].tokens, f"token {token} is no candidate of branch {branch}"
+            for branch, token in picked:
+                assert not driven.ends([*driven.live[branch], token]), f"token {token} ends branch {branch}"
+            assert all(p.score == p.score for p in moves.keep), "a score is NaN"
+
+        for _ in range(driven.most):
+            if not driven.done:
+                driven.step(check)
+        assert driven.done, f"it goes on after {driven.most} steps, when every branch has ended"
+        order = list(driven.search.result())
+        assert order and len(set(order)) == len(order), f"result() gave {order}: want one at least, none twice"
+        assert all(0 <= i < len(driven.kept) for i in order), f"result() gave {order} of {len(driven.kept)} kept"
+
+    @since(1, 1)
+    def test_wide_and_long_searches_keep_to_the_rules(self) -> None:
+        """Of 9 and of 20 branches, over 40 tokens: the same as of few branches and tokens."""
+        strategy = self.stepwise()
+        for n, most in ((9, 12), (20, 6), (2, LONG)):
+            params = self.params(n)
+            if strategy.takes(params):
+                self._to_its_end(self.drive(strategy, params, [n, 3], most), len(list(strategy.start(params))))
 
     @since(1, 1)
     def test_a_search_that_is_cut_short_says_what_it_has(self) -> None:

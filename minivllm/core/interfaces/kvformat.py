@@ -66,4 +66,5 @@ class KVFormat(ABC):
 
     @abstractmethod
     def load(self, cache: Mapping[str, Tensor], blocks: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
-        """Decode blocks i64 [..., n] to k [..., n * block, kv_heads, dim_qk] and v likewise, in the torch ``dtype``."""
+        """Decode blocks i64 [..., n] to k [..., n * block, kv_heads, dim_qk] and v likewise, in the torch ``dtype``.
+        No later call writes to what it gave."""

@@ -60,8 +60,8 @@ class WeightScheme(ABC):
 
     @abstractmethod
     def load(self, param: str, tensor: Tensor, part: str) -> None:
-        """Take this process's slice of one part (see ``slice``); any floating dtype, any device.  ModelError on a wrong
-        shape."""
+        """Take this process's slice of one part (see ``slice``); any floating dtype, any device, which stays as it is.
+        ModelError on a wrong shape."""
 
     def slice(self, param: str, tensor: Tensor, split: str | None, shard: Shard) -> Tensor:
         """This process's share of a full checkpoint tensor.  Default: weight [out, in] cut by rows or columns."""

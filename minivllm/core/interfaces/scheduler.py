@@ -87,7 +87,8 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
         self.options, self.ctx = options, ctx
 
     def key(self, new: QueueView) -> np.ndarray:
-        """Sort key f64 [n] given once, on arrival or requeue; smaller goes first.  Ageing is static in it."""
+        """Sort key f64 [n] given once, on arrival or requeue; smaller goes first.  Ageing is static in it.  Keys of
+        all calls are compared, so none depends on who comes with it."""
         return new.arrival
 
     def lane(self, new: QueueView) -> np.ndarray:
