@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minivllm.cache_walk import walk_pool
-from minivllm.core.blocks import BlockPool
+from minivllm.core.engine.blocks import BlockPool
+from minivllm.core.engine.cache_walk import walk_pool
 from minivllm.core.interfaces.evictor import EvictorContext
 from minivllm.core.timing import SeamTimes
 from minivllm.plugins.evictor.lru import Lru

@@ -15,7 +15,7 @@ import time
 import numpy as np
 from plan_step import VOCAB, engine
 
-from minivllm.core.request import Request, SamplingParams
+from minivllm.core.engine.request import Request, SamplingParams
 from minivllm.hooks import Hooks, hookimpl
 from minivllm.hooks.bridge import EngineHooks
 from minivllm.hooks.manager import HookManager

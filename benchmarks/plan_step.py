@@ -24,11 +24,11 @@ import time
 
 import numpy as np
 
-from minivllm.core.engine import Engine
+from minivllm.core.engine.engine import Engine
+from minivllm.core.engine.request import Request, SamplingParams
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
 from minivllm.core.interfaces.plan import LENGTH, StepResult
 from minivllm.core.interfaces.sampling import Row
-from minivllm.core.request import Request, SamplingParams
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.plugins.strategy.parallel import Parallel

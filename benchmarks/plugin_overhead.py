@@ -17,8 +17,8 @@ import numpy as np
 from plan_step import VOCAB, engine
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.request import Request
-from minivllm.core.request import SamplingParams as Params
+from minivllm.core.engine.request import Request
+from minivllm.core.engine.request import SamplingParams as Params
 from minivllm.core.timing import SeamTimes
 from minivllm.registry import Catalog, build_part
 from minivllm.spec import Request as Asked

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from minivllm import SamplingParams
-from minivllm.core import sampling
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
-from minivllm.core.state import ProcessorState
+from minivllm.core.worker import sampling
+from minivllm.core.worker.state import ProcessorState
 from minivllm.plugins.processor.penalties import Penalties
 from minivllm.plugins.sampler.default import DefaultSampler
 

@@ -24,11 +24,12 @@ from minivllm.errors import (
 if TYPE_CHECKING:
     from minivllm.async_llm import AsyncLLM
     from minivllm.config import EngineConfig
-    from minivllm.core.request import SamplingParams
     from minivllm.explanation import explain
     from minivllm.llm import LLM
-    from minivllm.structured.params import StructuredOutputsParams
     from minivllm.text.outputs import RequestOutput
+
+    from .core.engine.request import SamplingParams
+    from .core.interfaces.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"  # the same as in pyproject.toml; a test compares them
 
@@ -37,8 +38,8 @@ _LAZY = {
     "EngineConfig": "minivllm.config",
     "LLM": "minivllm.llm",
     "RequestOutput": "minivllm.text.outputs",
-    "SamplingParams": "minivllm.core.request",
-    "StructuredOutputsParams": "minivllm.structured.params",
+    "SamplingParams": "minivllm.core.engine.request",
+    "StructuredOutputsParams": "minivllm.core.interfaces.structured",
     "explain": "minivllm.explanation",
 }
 

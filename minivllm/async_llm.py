@@ -20,10 +20,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.core.foreign import refusal, refuse_within
-from minivllm.core.request import SamplingParams
 from minivllm.errors import EngineDeadError, MinivllmError, told
 from minivllm.hardware import prepare_environment
 from minivllm.llm import load, render_chat
+
+from .core.engine.request import SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.frontend import StreamOutput

@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.interfaces.grammar import GrammarContext
-from minivllm.core.request import Request, SamplingParams
 from minivllm.errors import RequestError, shown, told
 from minivllm.plain import flaw
 from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText, StopProbe
 
+from .core.engine.request import Request, SamplingParams
+
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded
-    from minivllm.core.engine import Engine
     from minivllm.core.interfaces.executor import Part
-    from minivllm.core.request import Seq
     from minivllm.structured.service import Grammars, NoGrammars
     from minivllm.text.tokenizer import Tokenizer
     from minivllm.wiring import Resolved
+
+    from .core.engine.engine import Engine
+    from .core.engine.request import Seq
 
 MOST_WORDS = 1024  # in ``bad_words`` that are looked at here; more are refused by who reads them
 
@@ -45,12 +47,13 @@ class StreamOutput:
 
 def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     """Choose the parts, load the model, start the executor."""
-    from minivllm.core.engine import Engine
     from minivllm.hooks.bridge import make_hooks
-    from minivllm.loading.build import make_processors
     from minivllm.registry import Catalog, build_part
     from minivllm.text.tokenizer import configured_eos, load_tokenizer
     from minivllm.wiring import resolve
+
+    from .core.engine.engine import Engine
+    from .core.worker.build import make_processors
 
     config = loaded.engine
     resolved = resolve(config, Catalog.discover(), loaded.origins)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineConfig, Loaded, RunConfig, load_config
 from minivllm.core.foreign import refuse_within
-from minivllm.core.request import SamplingParams
 from minivllm.errors import ConfigError, RequestError
 from minivllm.hardware import prepare_environment
+
+from .core.engine.request import SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.frontend import StreamOutput

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.core import graphs, sampling
+from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_IDS
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
-from minivllm.core.request import SamplingParams
-from minivllm.core.state import ProcessorState
+from minivllm.core.worker import graphs, sampling
+from minivllm.core.worker.state import ProcessorState
 from minivllm.errors import ModelError
 from minivllm.kernels import activation, logprobs, mask, norm, products, step
 from minivllm.kernels.peaks import best_of_tiles

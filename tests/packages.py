@@ -42,10 +42,10 @@ def environment(packages: Iterable[Path], metadata: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, root])}
 
 
-# What a package may import of minivllm.  ``core.runner`` is for executors, which need something that runs a step.
+# What a package may import of minivllm.  ``core.worker.runner`` is for executors, which need something that runs steps.
 PUBLIC = (
-    "minivllm.core.interfaces", "minivllm.layers", "minivllm.kernels", "minivllm.core.sampling",
-    "minivllm.core.runner", "minivllm.spec", "minivllm.errors", "minivllm.hooks", "minivllm.testing",
+    "minivllm.core.interfaces", "minivllm.layers", "minivllm.kernels", "minivllm.core.worker.sampling",
+    "minivllm.core.worker.runner", "minivllm.spec", "minivllm.errors", "minivllm.hooks", "minivllm.testing",
 )  # fmt: skip
 
 

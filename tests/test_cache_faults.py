@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from cache_machine import drive
 
-from minivllm.core.blocks import BlockPool
-from minivllm.core.cache import KVCache
-from minivllm.core.planner import Planner
+from minivllm.core.engine.blocks import BlockPool
+from minivllm.core.engine.cache import KVCache
+from minivllm.core.engine.planner import Planner
 
 FAULTS = {}
 

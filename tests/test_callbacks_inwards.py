@@ -26,7 +26,7 @@ from callback_helpers import (
 
 from minivllm import EngineDeadError, RequestError
 from minivllm.async_llm import AsyncLLM
-from minivllm.core.request import Request
+from minivllm.core.engine.request import Request
 from minivllm.frontend import Tracked
 from minivllm.server.compiling import Compiling
 from minivllm.server.engine_loop import EngineLoop

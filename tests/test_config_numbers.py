@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import minivllm
 from minivllm import LLM
+from minivllm.core.worker import build
 from minivllm.errors import ModelError, ResourceError
-from minivllm.loading import build
 from minivllm.loading.hf_config import open_checkpoint
 from minivllm.loading.numbers import LIMITS, ROPE, ROPE_LIMITS, Whole
 from minivllm.testing.tiny import tiny_dir

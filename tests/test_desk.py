@@ -11,6 +11,7 @@ pytest.importorskip("tokenizers")
 from literal_models import byte_level
 from test_literal import NOBODY
 
+from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.server import desk, desk_work
 from minivllm.server.body import Bodies, parse_object
 from minivllm.server.desk import Desk
@@ -19,7 +20,6 @@ from minivllm.server.params import whole_form
 from minivllm.server.protocol.chat import ChatBody
 from minivllm.server.tokens import LONG, MANY, Tokens
 from minivllm.server.tools import read_tools
-from minivllm.structured.params import StructuredOutputsParams
 from minivllm.text.tokenizer import Tokenizer
 
 MARKS = ("<|im_start|>", "<|im_end|>")

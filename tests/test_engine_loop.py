@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm import EngineDeadError, RequestError, SamplingParams
-from minivllm.core.request import RUNNING, WAITING
+from minivllm.core.engine.request import RUNNING, WAITING
 from minivllm.server.client import FrameClient
 from minivllm.server.engine_loop import EngineLoop
 from minivllm.server.frames import decode, encode

@@ -137,7 +137,7 @@ def test_masks_are_not_run_over_by_what_the_device_still_does_with_their_memory(
 
 
 def test_a_capture_that_fails_leaves_its_thread_on_its_stream_and_the_next_one_works():
-    from minivllm.core.capture import Recorder
+    from minivllm.core.worker.capture import Recorder
 
     recorder, x, calls = Recorder(), torch.zeros(8, device="cuda"), []
     first, _ = recorder.capture(lambda: x.add_(1))

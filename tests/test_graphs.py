@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("triton")  # the kernels of a step are imported with the captures
 
-from minivllm.core import graphs
-from minivllm.core.graphs import CAPTURES, SIGHTS, Captured, Graphs, coarse_sizes, row_sizes, token_size
 from minivllm.core.interfaces.attention import GraphKey
+from minivllm.core.worker import graphs
+from minivllm.core.worker.graphs import CAPTURES, SIGHTS, Captured, Graphs, coarse_sizes, row_sizes, token_size
 
 
 def captures(most: int = 64) -> Graphs:

@@ -18,7 +18,7 @@ from wrong.hooks import Mirror
 
 from minivllm import LLM, AsyncLLM, SamplingParams
 from minivllm.config import PROCESSORS
-from minivllm.core.request import Request
+from minivllm.core.engine.request import Request
 from minivllm.errors import ConfigError, PluginError
 from minivllm.hooks import Hooks, hookimpl
 from minivllm.hooks.bridge import view_of

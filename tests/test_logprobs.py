@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from minivllm import LLM, RequestError, SamplingParams
-from minivllm.core import publisher, scoring
+from minivllm.core.engine import publisher
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
+from minivllm.core.worker import scoring
 from minivllm.errors import ConfigError
 from minivllm.frontend import Tracked
 from minivllm.plugins.sampler.default import DefaultSampler

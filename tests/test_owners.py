@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from policy_helpers import POLICIES, policy
 
-from minivllm.core.owners import Parts, in_turn
-from minivllm.core.request import RUNNING, Request, SamplingParams
+from minivllm.core.engine.owners import Parts, in_turn
+from minivllm.core.engine.request import RUNNING, Request, SamplingParams
 from minivllm.plugins.scheduler.fair import Fair
 from minivllm.testing.sim import answer, at_rest, outputs, run, sim_engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minivllm.core.engine import CHECK
+from minivllm.core.engine.engine import CHECK
 from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
 
 BLOCK = 4

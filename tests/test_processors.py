@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import minivllm
+from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.sampling import SamplingContext
-from minivllm.core.request import SamplingParams
 from minivllm.errors import RequestError
 from minivllm.frontend import with_token_ids
 from minivllm.plugins.processor.logit_bias import MAX_ENTRIES, LogitBias

@@ -12,10 +12,10 @@ import torch
 from callback_helpers import NAN, PROMPTS, SMALL, Odd
 
 from minivllm import LLM, EngineDeadError, RequestError, SamplingParams
+from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.grammar import GrammarSource
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.core.interfaces.sampling import Column, Row
-from minivllm.core.request import Request
 from minivllm.structured.helpers import Helpers
 from minivllm.structured.service import Grammars
 from minivllm.testing.faulty import TARGETS as FAULTY

@@ -10,6 +10,7 @@ pytest.importorskip("fastapi")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minivllm.core.interfaces.structured import text_depth
 from minivllm.server import bounds, desk_work, fields, peers
 from minivllm.server.body import SMALL, parse_object
 from minivllm.server.errors import ApiError
@@ -17,7 +18,6 @@ from minivllm.server.protocol import common
 from minivllm.server.protocol.chat import ChatBody
 from minivllm.server.protocol.completion import CompletionBody
 from minivllm.server.protocol.tokens import TokenizeBody
-from minivllm.structured.params import text_depth
 
 TEXT = st.text(st.sampled_from('ab"\\[]{},:\n\u00e9\U0001f98a'), max_size=6)
 JSON = st.recursive(
@@ -183,7 +183,7 @@ def test_faults_of_a_model_cost_a_few_searches_however_many_they_are(searches, m
 
 @pytest.mark.parametrize("where", ["structured_outputs", "vllm_xargs"])
 def test_one_unknown_name_in_a_table_is_told_not_ten_thousand(searches, where):
-    from minivllm.core.request import SamplingParams
+    from minivllm.core.engine.request import SamplingParams
     from minivllm.errors import RequestError
 
     names = {f"jsom{i}": 1 for i in range(10_000)}

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 from policy_helpers import POLICIES, policy
 
-from minivllm.core.planner import PROTECTED_AFTER
+from minivllm.core.engine.planner import PROTECTED_AFTER
 from minivllm.testing.sim import Clock, answer, at_rest, outputs, request, sim_engine
 
 BLOCK = 4

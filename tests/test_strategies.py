@@ -2,8 +2,8 @@
 
 import pytest
 
+from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.strategy import BranchEnd
-from minivllm.core.request import SamplingParams
 from minivllm.errors import RequestError
 from minivllm.plugins.strategy.parallel import Parallel
 from minivllm.plugins.strategy.single import Single

@@ -12,10 +12,10 @@ import pytest
 from structured_helpers import deep
 
 from minivllm import RequestError, SamplingParams, StructuredOutputsParams
+from minivllm.core.interfaces.structured import group_depth, text_depth, value_depth
+from minivllm.json_schema.closing import closed
+from minivllm.json_schema.references import find
 from minivllm.plugins.grammar.xgrammar_schema import unheld
-from minivllm.structured.closing import closed
-from minivllm.structured.params import group_depth, text_depth, value_depth
-from minivllm.structured.references import find
 
 TESTS = Path(__file__).parent
 
@@ -193,9 +193,9 @@ def test_objects_are_closed_or_refused_soon_and_in_little_memory(schema):
 
 
 def test_a_schema_is_measured_before_it_is_worked_on(monkeypatch):
+    from minivllm.core.interfaces import structured as params
     from minivllm.server import tools
     from minivllm.server.errors import ApiError
-    from minivllm.structured import params
 
     def never(schema):
         raise AssertionError("closed before it was measured")

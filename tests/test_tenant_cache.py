@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
+from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.errors import RequestError
 from minivllm.structured.helpers import Helpers
-from minivllm.structured.params import StructuredOutputsParams
 from minivllm.structured.service import Grammars
 from minivllm.tenant_cache import TenantCache
 

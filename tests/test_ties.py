@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.sampling import best_of, logprobs_of
-from minivllm.core.scores import TokenLogprobs
+from minivllm.core.engine.scores import TokenLogprobs
+from minivllm.core.worker.sampling import best_of, logprobs_of
 from minivllm.server import logprobs as shapes
 from minivllm.server.scored import Row
 from minivllm.testing.tiny import read_tensors, tiny_dir, write_tensors

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from trouble import Trouble
 
-from minivllm.core import blocks
+from minivllm.core.engine import blocks
 from minivllm.core.interfaces.scheduler import StepShape
 from minivllm.errors import EngineDeadError
 from minivllm.plugins.evictor.lru import Lru

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.core import waiting
-from minivllm.core.waiting import WaitingQueue
+from minivllm.core.engine import waiting
+from minivllm.core.engine.waiting import WaitingQueue
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.testing.sim import Clock, at_rest, request, run, sim_engine
 

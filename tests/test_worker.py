@@ -46,7 +46,8 @@ PROBE = """
 import json, os, sys, time
 
 def serve(text, prompt, report):
-    from minivllm import discovery, worker
+    from minivllm import discovery
+    from minivllm.core.worker import process as worker
     runner = worker.build(text)
     named = [m for m in sys.modules if m.startswith(("minivllm.plugins.", "worker_", "acme"))]
     found = {"pid": os.getpid(), "imported": sorted(named), "asked": discovery._asked is not None,
@@ -58,8 +59,8 @@ def serve(text, prompt, report):
 
 def generate(runner, prompt):
     import numpy as np
-    from minivllm.core.engine import Engine
-    from minivllm.core.request import Request, SamplingParams
+    from minivllm.core.engine.engine import Engine
+    from minivllm.core.engine.request import Request, SamplingParams
     from minivllm.plugins.evictor.lru import Lru
     from minivllm.plugins.executor.local import Local
     from minivllm.plugins.scheduler.fcfs import Fcfs

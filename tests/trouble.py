@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minivllm.core import blocks, engine, waiting
+from minivllm.core.engine import blocks, engine, waiting
 from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
 from minivllm.errors import RequestError
 from minivllm.registry import Catalog

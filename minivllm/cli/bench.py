@@ -89,7 +89,7 @@ def _prompts(llm: Any, batch: int, length: int, seed: int) -> list[str]:
 
     import numpy as np
 
-    from minivllm.core.request import Request, SamplingParams
+    from minivllm.core.engine.request import Request, SamplingParams
 
     rng = np.random.default_rng(seed)
     params = SamplingParams(max_tokens=llm.engine.wiring.max_model_len - length, ignore_eos=True, seed=seed)

@@ -15,11 +15,11 @@ from .manager import HookManager
 from .views import BlocksView, EngineView, FinishedStep, PlannedStep, PreemptionView, RequestEnd, RequestView
 
 if TYPE_CHECKING:
-    from minivllm.core.engine import Engine
+    from minivllm.core.engine.engine import Engine
+    from minivllm.core.engine.publisher import Flight
+    from minivllm.core.engine.request import Request, Seq
     from minivllm.core.interfaces.executor import Part
     from minivllm.core.interfaces.plan import StepPlan, StepResult
-    from minivllm.core.publisher import Flight
-    from minivllm.core.request import Request, Seq
 
 STEPS = ("minivllm_plan_and_submit", "minivllm_publish", "minivllm_step_finished")
 

@@ -10,7 +10,7 @@ k is the largest that some row of the step asks for.  So that a row's bits do no
 comes from kernels of which there is one variant for all k.
 
 Bytes: the logits once, k groups of a few hundred bytes.  At 256 x 151,936 in bfloat16: 78 MB, 18 us.
-Reference: ``core.sampling.logprobs_of``.
+Reference: ``core.worker.sampling.logprobs_of``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.core.sampling import best_of
+from minivllm.core.worker.sampling import best_of
 
 from .launch import kernel, pdl, wait
 from .peaks import TILE
@@ -101,7 +101,7 @@ def _best(
 
 
 def logprobs_of(logits: Tensor, chosen: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``core.sampling.logprobs_of``, with the same order.  Of more than MOST the best are found in torch; the
+    """As ``core.worker.sampling.logprobs_of``, with the same order.  Of more than MOST the best are found in torch; the
     log-probabilities have the same bits either way."""
     n, width = logits.shape
     k = min(max(topk, 0), width)

@@ -1,7 +1,7 @@
 """Masks of late rows on logits [rows, V], in place: tokens whose bit is 0 become -inf.
 
 grid (rows, V / BLOCK);  bytes: V / 8 read and 2 to 4 for each token that is forbidden, a row.  Reference:
-``core.sampling.apply_mask``.
+``core.worker.sampling.apply_mask``.
 """
 
 from __future__ import annotations

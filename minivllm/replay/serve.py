@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from minivllm.core.engine import Engine
+from minivllm.core.engine.engine import Engine
+from minivllm.core.engine.request import Request, SamplingParams
 from minivllm.core.interfaces.evictor import Evictor, EvictorContext
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
 from minivllm.core.interfaces.plan import LENGTH, StepPlan, StepResult
 from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
-from minivllm.core.request import Request, SamplingParams
 from minivllm.core.timing import PARTS, StepClock
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.plugins.strategy.single import Single

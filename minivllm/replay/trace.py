@@ -55,7 +55,7 @@ class Trace:
     def keys(self, i: int, block: int, root: int = 1) -> list[int]:
         """The keys of the prompt's full blocks: equal keys are equal prefixes.  With the key of an engine's root as
         ``root`` (see ``BlockPool.root``) they are the engine's."""
-        from minivllm.core.blocks import chain_key
+        from minivllm.core.engine.blocks import chain_key
 
         raw, step, key, keys = self.tokens(i).tobytes(), 4 * block, root, []
         for at in range(0, len(raw) - step + 1, step):

@@ -23,8 +23,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
-from minivllm.core.request import SamplingParams
 from minivllm.errors import EngineDeadError, PluginError, RequestError, shown
 
 from .engine_loop import ENDS, EngineLoop, describe, error_from

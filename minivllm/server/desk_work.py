@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from minivllm.confined import Work, allow, prepare
+from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.errors import RequestError
-from minivllm.structured.params import StructuredOutputsParams
 from minivllm.text.tokenizer import Tokenizer
 
 from . import answers, bounds, tools

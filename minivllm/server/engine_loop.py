@@ -32,12 +32,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minivllm.core.engine import Engine
+from minivllm.core.engine.engine import Engine
+from minivllm.core.engine.owners import parties
+from minivllm.core.engine.request import Request, SamplingParams, Seq
+from minivllm.core.engine.scores import Scores
 from minivllm.core.foreign import refusal
 from minivllm.core.interfaces.plan import LogProbs
-from minivllm.core.owners import parties
-from minivllm.core.request import Request, SamplingParams, Seq
-from minivllm.core.scores import Scores
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
 
 from . import state

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.structured.params import FORMS
+from minivllm.core.interfaces.structured import FORMS
 
 from .errors import ApiError
 

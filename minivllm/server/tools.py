@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from minivllm.core.interfaces.structured import MOST_BYTES, MOST_DEPTH, value_depth
 from minivllm.errors import ConfigError, shown, suggest
-from minivllm.structured.closing import closed, schemas
-from minivllm.structured.params import MOST_BYTES, MOST_DEPTH, value_depth
-from minivllm.structured.references import pointer
+from minivllm.json_schema.closing import closed, schemas
+from minivllm.json_schema.references import pointer
 
 from .calls import NAME, Call, Said, begins_call, call_of, calls_of
 from .errors import ApiError, printable

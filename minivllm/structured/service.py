@@ -16,19 +16,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
+from minivllm.core.interfaces.structured import NAME
 from minivllm.errors import MinivllmError, RequestError, shown, told
 from minivllm.registry import build_part
 from minivllm.tenant_cache import Salt, TenantCache
 
 from .helper import Helper, Stopped
 from .helpers import Helpers
-from .params import NAME
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part
     from minivllm.core.interfaces.grammar import Grammar
-
-    from .params import StructuredOutputsParams
+    from minivllm.core.interfaces.structured import StructuredOutputsParams
 
 REFUSED = 1 << 20  # bytes of refusals that are remembered, with what was refused
 ENTRY = 512  # bytes of one beside its texts

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.core.request import SamplingParams
+from minivllm.core.engine.request import SamplingParams
 from minivllm.llm import LLM
 
 from .base import Seen

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minivllm.core.engine import Engine
+from minivllm.core.engine.engine import Engine
 from minivllm.errors import PluginError
 from minivllm.hooks import Hooks
 from minivllm.hooks.bridge import EngineHooks

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from minivllm.core.admission import DTYPES
+from minivllm.core.engine.admission import DTYPES
 from minivllm.core.interfaces.scheduler import SchedulerPolicy
 
 from .base import since

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.sampling import Processor, Rows
-from minivllm.core.request import SamplingParams
 
 from .base import Seen, since
 from .sampling import SamplingConformance

@@ -15,8 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.sampling import Draw, Rows, Sampler
-from minivllm.core.request import SamplingParams
 
 from .base import Seen, since
 from .chisquare import ALPHA, check_draws, detectable

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.sampling import Sampler
-from minivllm.core.request import SamplingParams
 
 from .base import since
 from .sampling_data import unlike

@@ -15,8 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minivllm.core.engine.request import PROCESSED, SamplingParams
 from minivllm.core.interfaces.sampling import Rows, SamplingContext
-from minivllm.core.request import PROCESSED, SamplingParams
 from minivllm.errors import RequestError
 
 from .base import Seen, since

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from minivllm.core.engine import Engine
+from minivllm.core.engine.engine import Engine
+from minivllm.core.engine.planner import PROTECTED_AFTER
+from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.scheduler import Load, SchedulerContext, SchedulerPolicy
-from minivllm.core.planner import PROTECTED_AFTER
-from minivllm.core.request import Request
 from minivllm.errors import RequestError
 
 from .base import Seen, since

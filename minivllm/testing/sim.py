@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.core import engine as engine_module
-from minivllm.core import publisher as publisher_module
-from minivllm.core.engine import IDLE, Engine
+from minivllm.core.engine import engine as engine_module
+from minivllm.core.engine import publisher as publisher_module
+from minivllm.core.engine.engine import IDLE, Engine
+from minivllm.core.engine.request import Request, SamplingParams
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
 from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, LogProbs, StepError, StepResult
 from minivllm.core.interfaces.sampling import Row
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
-from minivllm.core.request import Request, SamplingParams
 from minivllm.hooks.bridge import EngineHooks
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from minivllm.core.engine.request import PROCESSED, SamplingParams
 from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy
-from minivllm.core.request import PROCESSED, SamplingParams
 from minivllm.errors import RequestError
 
 from .base import Seen, since

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.strategy import DecodingStrategy, Grown, Moves, Search
-from minivllm.core.request import SamplingParams
 
 from .base import Seen, since
 from .sim import EOS_ID, VOCAB, at_rest, logprobs_after, request, run, sim_engine

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.core import publisher
-from minivllm.core.cache import KVCache
-from minivllm.core.engine import Engine
+from minivllm.core.engine import publisher
+from minivllm.core.engine.cache import KVCache
+from minivllm.core.engine.engine import Engine
+from minivllm.core.engine.masks import Masks
+from minivllm.core.engine.request import Seq
 from minivllm.core.interfaces.plan import NAN
-from minivllm.core.request import Seq
 from minivllm.frontend import Tracked
-from minivllm.late_rows import Masks
 from minivllm.plugins.processor.bad_words import BadWords
 
 from . import models, run

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from minivllm.core.interfaces.plan import OVERSHOOT, Delta
-from minivllm.core.running import Running
+from minivllm.core.worker.running import Running
 from minivllm.plugins.executor.local import Local
 from minivllm.spec import ANY, Spec
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from minivllm.core.interfaces.sampling import Row
-from minivllm.core.sampling import apply_mask
+from minivllm.core.worker.sampling import apply_mask
 from minivllm.plugins.processor.allowed_tokens import AllowedTokens
 from minivllm.plugins.processor.bad_words import BadWords
 from minivllm.plugins.processor.no_repeat_ngram import NoRepeatNgram

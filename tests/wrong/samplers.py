@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from minivllm.core.interfaces.sampling import Column, Row, Sampler
-from minivllm.core.sampling import noise
+from minivllm.core.worker.sampling import noise
 from minivllm.plugins.sampler.default import FULL, DefaultSampler
 from minivllm.spec import ANY, Spec
 

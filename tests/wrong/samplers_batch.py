@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minivllm.core.interfaces.sampling import Column, Row, Sampler
-from minivllm.core.sampling import gumbel
+from minivllm.core.worker.sampling import gumbel
 from minivllm.errors import RequestError
 from minivllm.plugins.sampler.default import DefaultSampler
 from minivllm.spec import ANY, Spec

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from minivllm.core.sampling import gumbel
+from minivllm.core.worker.sampling import gumbel
 from minivllm.plugins.sampler.default import DefaultSampler
 from minivllm.spec import ANY, Spec
 

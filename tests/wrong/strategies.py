@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Moves, Pick, Search
-from minivllm.core.request import SamplingParams
 from minivllm.errors import RequestError
 from minivllm.plugins.strategy.beam import Beam
 from minivllm.plugins.strategy.parallel import Parallel

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minivllm.core.request import SamplingParams
+    from minivllm.core.engine.request import SamplingParams
 
 API = (1, 1)  # 1.1: Column.kept
 
@@ -133,8 +133,8 @@ class Processor(ABC):
 
 
 class Sampler(Processor):
-    """Draws one token per row.  The only randomness is ``minivllm.core.sampling.noise``(seed, position, sample, lane),
-    so a draw is a function of (logits, seed, position, sample) alone."""
+    """Draws one token per row.  The only randomness is ``noise(seed, position, sample, lane)`` of
+    ``minivllm.core.worker.sampling``, so a draw is a function of (logits, seed, position, sample) alone."""
 
     #: It takes logits in any floating dtype, which saves a float32 copy where no processor changes them.
     any_dtype: bool = False

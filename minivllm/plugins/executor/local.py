@@ -29,7 +29,7 @@ class Local(Executor):
         self._heap: HeapTrimmer | None = None  # where steps compute in the heap of this process
 
     def start(self, wiring: Wiring) -> Capacity:
-        from minivllm.core.runner import Runner
+        from minivllm.core.worker.runner import Runner
 
         self.runner = Runner(wiring)
         self._heap = HeapTrimmer() if self.runner.device.type == "cpu" else None
@@ -89,7 +89,7 @@ class Local(Executor):
     def _profile(self) -> Any:
         if self._seams is not None:
             raise RequestError("a profile of seams is running already; call seams_stop first")
-        from minivllm.profiling import SeamProfile
+        from minivllm.core.worker.profiling import SeamProfile
 
         return SeamProfile(self.runner)
 

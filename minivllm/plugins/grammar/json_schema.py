@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any, TypeGuard
 
 from minivllm.errors import brief
-from minivllm.structured.references import find
+from minivllm.json_schema.references import find
 
 from .ecma_regex import WRITABLE, Node, search, whole, within
 from .formats import ANNOTATIONS, FORMATS

@@ -9,12 +9,12 @@ import numpy as np
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
-from minivllm.core.sampling import apply_mask
+from minivllm.core.worker.sampling import apply_mask
 
 from .ids import token_ids
 
 if TYPE_CHECKING:
-    from minivllm.core.request import SamplingParams
+    from minivllm.core.engine.request import SamplingParams
 
 
 class AllowedTokens(Processor):

@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
-from minivllm.core.runner import Runner  # a model on one device: StepPlan -> StepResult
+from minivllm.core.worker.runner import Runner  # a model on one device: StepPlan -> StepResult
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler
-from minivllm.core.sampling import gumbel
+from minivllm.core.worker.sampling import gumbel
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:

@@ -1,0 +1,341 @@
+"""Paged KV blocks of one KV group, and the prefix index over them.
+
+Every block is in exactly one of three states::
+
+    free ──take──► held (ref >= 1) ──release──► free                    if it was never published
+                     ▲        └──────release──► idle (ref 0, cached)    if it was
+                     └──share── idle ──evicted──► free
+
+A block is published when it is full and all its tokens were collected, or as the *tail* of a sequence that ended.
+Then it has a *key*: the hash of (parent key, its token ids), so equal prefixes have equal chains.  A key is only a
+hint: on a hit the token ids and the parent block are compared, so a collision costs a miss and never a wrong token.  An
+idle block may be evicted iff no cached block has it as parent; the evictor plug-in says in which order.
+
+The cached blocks with one parent and one first token are a linked list in two arrays, the youngest first; ``partial``
+looks along it for the block that begins as a prompt goes on::
+
+    youngest[b4, "The"] ──► b7 ──older──► b2 ──older──► 0        younger[b2] = b7, younger[b7] = 0
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.core.interfaces.attention import NULL_BLOCK
+from minivllm.core.interfaces.evictor import BlockInfo
+from minivllm.errors import EngineDeadError, told
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from minivllm.core.interfaces.evictor import Evictor
+    from minivllm.core.timing import SeamTimes
+
+    from .request import Seq
+
+MAX_ROOTS = 65536  # salts beyond which those are forgotten that no cached block has
+SIBLINGS = 32  # blocks with one parent and first token that ``partial`` looks at, the youngest first
+NO_BLOCKS = np.empty(0, np.int32)
+Salt = tuple[str, str]  # (tenant, cache_salt): only prefixes with the same are shared
+
+
+def chain_key(parent: int, tokens: bytes) -> int:
+    """64-bit key of a block whose parent has key ``parent``; 0 is kept for "none"."""
+    digest = blake2b(parent.to_bytes(8, "little") + tokens, digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+class BlockPool:
+    """``total`` blocks of ``block`` tokens; block 0 is the null block and belongs to nobody.
+
+    Invariants: free + held + idle = total - 1;  ref[b] = number of block tables that hold b;
+    index[key[b]] == b for every published b;  children[p] = number of published blocks whose parent is p, > 0;
+    the list from youngest[p, t] = those of them whose first token is t.
+    """
+
+    def __init__(
+        self, total: int, block: int, evictor: Evictor, block_bytes: int, seams: SeamTimes, hash_fn=chain_key
+    ) -> None:
+        self.total, self.block, self.block_bytes, self.hash_fn = total, block, block_bytes, hash_fn
+        self.evictor, self.seams = evictor, seams
+        self.on_change: Callable[[str, tuple, Any], None] | None = None  # what the evictor was told, and its answer
+        self.ref = np.zeros(total, np.int32)
+        self.key = np.zeros(total, np.uint64)  # 0 = not published
+        self.parent = np.full(total, -1, np.int64)  # parent block; below -1: a root, or a block of the leading group
+        self.stamp = np.zeros(total, np.int64)  # number of the publication, never used twice
+        self.stamps = 0
+        self.children: dict[int, int] = {}  # parent -> its cached children
+        self.youngest: dict[tuple[int, int], int] = {}  # (parent, first token) -> of these the one published last
+        self.older, self.younger = [0] * total, [0] * total  # siblings; 0 = none (walked one by one: lists are faster)
+        self.tokens = np.zeros((total, block), np.int32)  # of published blocks; a tail is filled up with -1
+        self.first = array("i", bytes(4 * total))  # the first of these: numpy is slow to read one by one
+        self.index: dict[int, int] = {}
+        self.watch: dict[int, list[Seq]] = {}  # key -> whose ``hint`` is void once that is cached, or is no more
+        self._free = np.arange(total - 1, 0, -1, dtype=np.int32)  # a stack; [0, free) are free
+        self.free = total - 1
+        self.held = self.idle = 0
+        self.roots: dict[Salt, tuple[int, int]] = {}  # all on which a cached block hangs are here
+        self.most_roots = MAX_ROOTS
+        self.next_root = -1
+        self.new: list[tuple[int, int, int, float, int]] = []  # published, not told yet: the columns of ``add``
+        self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
+        self.asked, self.found = Counter[int](), Counter[int]()  # lookups, by the blocks that they asked for and found
+
+    @property
+    def available(self) -> int:
+        """Blocks that ``take`` can give: free ones and idle ones."""
+        return self.free + self.idle
+
+    def root(self, salt: Salt) -> tuple[int, int]:
+        """(parent number, parent key) of first blocks under a salt; chains of different salts never meet."""
+        found = self.roots.get(salt)
+        if found is None:
+            if len(self.roots) >= self.most_roots:
+                self.roots = {s: r for s, r in self.roots.items() if r[0] in self.children}
+                self.most_roots = max(MAX_ROOTS, 2 * len(self.roots))
+            self.next_root -= 1  # never used twice
+            found = self.roots[salt] = (self.next_root, chain_key(0, repr(salt).encode()))
+        return found
+
+    def _tell(self, what: str, *args: Any) -> Any:
+        """Call the evictor.  One that raises leaves the pool in doubt, so the engine has to end."""
+        try:
+            found = self.seams.run("evictor", getattr(self.evictor, what), *args)
+            if what == "victims":
+                found = np.asarray(found, np.uint64).ravel()
+        except Exception as e:
+            name = type(self.evictor).__name__
+            raise EngineDeadError(f"evictor {name} failed in {what}: {told(e)}") from e
+        if self.on_change is not None:
+            self.on_change(what, args, found)
+        return found
+
+    # ---- a sequence's blocks -------------------------------------------------------------------------------------
+
+    def take(self, n: int) -> np.ndarray | None:
+        """n blocks with one reference each, or None if there are not so many (nothing is changed then)."""
+        if n > self.free:
+            if n > self.available:
+                return None
+            self._evict(n - self.free)
+        self.free -= n
+        self.held += n
+        blocks = self._free[self.free : self.free + n].copy()
+        self.ref[blocks] = 1
+        return blocks
+
+    def share(self, blocks: np.ndarray) -> None:
+        """One more reference to each; parents come first."""
+        woken = blocks[self.ref[blocks] == 0]
+        self.ref[blocks] += 1
+        if len(woken):
+            self.idle -= len(woken)
+            self.held += len(woken)
+            self._tell("hold", self.key[woken])
+
+    def release(self, blocks: np.ndarray) -> None:
+        """One reference less to each (distinct blocks, parents first; null blocks are skipped)."""
+        if not blocks.all():
+            blocks = blocks[blocks != NULL_BLOCK]
+        left = self.ref[blocks] - 1
+        gone = blocks
+        if left.any():  # else they all had one reference: the usual case
+            if left.min() < 0:
+                raise EngineDeadError(f"blocks {blocks[left < 0].tolist()} were released more often than taken")
+            gone = blocks[left == 0]
+        self.ref[blocks] = left
+        self.held -= len(gone)
+        cached = self.key[gone] != 0
+        if cached.any():
+            kept, gone = gone[cached], gone[~cached]
+            self.idle += len(kept)
+            self._tell("free", self.key[kept])
+        self._free[self.free : self.free + len(gone)] = gone
+        self.free += len(gone)
+
+    # ---- the prefix index ----------------------------------------------------------------------------------------
+
+    def keys_of(self, tokens: np.ndarray, salt: Salt, keys: list[int]) -> list[int]:
+        """Extend ``keys`` (of the first blocks of ``tokens``) to all full blocks; a block is hashed once in a life."""
+        full = len(tokens) // self.block
+        if len(keys) < full:
+            parent = keys[-1] if keys else self.root(salt)[1]
+            raw = np.ascontiguousarray(tokens[len(keys) * self.block : full * self.block], np.int32).tobytes()
+            step = 4 * self.block
+            for at in range(0, len(raw), step):
+                parent = self.hash_fn(parent, raw[at : at + step])
+                keys.append(parent)
+        return keys
+
+    def chain(self, tokens: np.ndarray, salt: Salt, keys: list[int], most: int) -> Iterator[int]:
+        """The blocks that the index names for the first ``most`` blocks of ``tokens``, until one is not there.  Hashes
+        as far as it is asked: what lies behind the first miss is not looked up, and hashed when it is published."""
+        raw, size = np.ascontiguousarray(tokens, np.int32), self.block
+        for i in range(most):
+            if i == len(keys):
+                before = keys[-1] if keys else self.root(salt)[1]
+                keys.append(self.hash_fn(before, raw[i * size : (i + 1) * size].tobytes()))
+            block = self.index.get(keys[i])
+            if block is None:
+                return
+            yield block
+
+    def lookup(self, tokens: np.ndarray, salt: Salt, keys: list[int], most: int) -> np.ndarray:
+        """The longest run of cached blocks i32, at most ``most``, that hold exactly the first tokens; takes no
+        reference.  ``keys`` of these are extended as far as it looks."""
+        found = list(self.chain(tokens, salt, keys, most))
+        if not found:
+            return NO_BLOCKS
+        blocks, n = np.array(found, np.int32), len(found)
+        wanted, before = tokens[: n * self.block].reshape(n, self.block), [self.root(salt)[0], *found[:-1]]
+        there, parents = self.tokens.take(blocks, 0), self.parent.take(blocks)
+        if np.array_equal(there, wanted) and parents.tolist() == before:
+            return blocks
+        return blocks[: int(np.argmin((there == wanted).all(axis=1) & (parents == before)))]
+
+    def partial(self, parent: int, tokens: np.ndarray) -> tuple[int, int]:
+        """Of the cached blocks after ``parent`` (of the youngest ``SIBLINGS``) the one that begins with most of these
+        tokens (one block of them at most), and with how many; (0, 0) if none shares the first."""
+        rows, b = [], self.youngest.get((parent, int(tokens[0])), 0)
+        while b and len(rows) < SIBLINGS:
+            rows.append(b)
+            b = self.older[b]
+        if not rows:
+            return 0, 0
+        same = self.tokens[rows, : len(tokens)] == tokens
+        shared = np.where(same.all(axis=1), len(tokens), same.argmin(axis=1))
+        best = int(shared.argmax())
+        return rows[best], int(shared[best])
+
+    def follow(self, key: int, leader: int, tokens: np.ndarray) -> int:
+        """In a pool whose blocks hang on those of another group: the block with this key whose ``leader`` code (see
+        ``follower_of``) and token ids are these, or -1."""
+        block = self.index.get(key, -1)
+        if block < 0 or self.parent[block] != leader or not np.array_equal(self.tokens[block], tokens):
+            return -1
+        return block
+
+    def follower_of(self, block: int) -> int:
+        """The number that stands for this publication of ``block`` as parent of a block in another group's pool."""
+        return -(1 << 40) - int(self.stamp[block])
+
+    def hit(self, blocks: np.ndarray, tokens: int) -> None:
+        """A sequence is about to share these, or to copy the first tokens of one: statistics and the evictor hear."""
+        self.hits += tokens
+        if len(blocks):
+            self._tell("hit", self.key[blocks])
+
+    def count(self, asked: int, found: int) -> None:
+        """A lookup of so many blocks found so many; a hit is a prefix, so two numbers give the depths."""
+        self.asked[asked] += 1
+        self.found[found] += 1
+
+    def publish(self, block: int, parent: int, key: int, tokens: np.ndarray, depth: int, tenant: int = 0) -> int:
+        """Make a held block findable; it must not be written any more where it has tokens.  Returns the block that
+        stands for this content from now on: itself, or an older twin, which the caller then shares instead.
+        ``parent``: the block before it, or its salt's root.  The evictor hears of it by ``announce``."""
+        twin = self.index.get(key)
+        if twin is not None:
+            if self.parent[twin] == parent and np.array_equal(self.tokens[twin], tokens):
+                return twin
+            if self.ref[twin] or twin in self.children:
+                return block  # a collision of keys: this block stays private
+            self._tell("drop", np.array([key], np.uint64))  # nobody uses it, or its leader is gone: the new one counts
+            self._forget(key, twin)
+        self.index[key] = block
+        if key in self.watch:
+            self.void(key)
+        first = self.first[block] = int(tokens[0])
+        self.key[block], self.parent[block], self.tokens[block] = key, parent, tokens
+        self.stamps += 1
+        self.stamp[block] = self.stamps
+        self.children[parent] = self.children.get(parent, 0) + 1
+        sibling = self.youngest.get((parent, first), 0)
+        self.older[block], self.younger[block] = sibling, 0
+        if sibling:
+            self.younger[sibling] = block
+        self.youngest[parent, first] = block
+        cost = depth * self.block + (self.block if tokens[-1] >= 0 else int((tokens >= 0).sum()))
+        self.new.append((key, int(self.key[parent]) if parent >= 0 else 0, depth, cost, tenant))
+        return block
+
+    def announce(self) -> None:
+        """Tell the evictor of what was published, before anything else happens to it."""
+        if not self.new:
+            return
+        key, parent, depth, cost, tenant = zip(*self.new, strict=True)
+        self.new.clear()
+        info = BlockInfo(
+            parent=np.array(parent, np.uint64), depth=np.array(depth, np.int32),
+            bytes=np.full(len(key), self.block_bytes, np.int64), cost=np.array(cost, np.float64),
+            tenant=np.array(tenant, np.int32),
+        )  # fmt: skip
+        self._tell("add", np.array(key, np.uint64), info)
+
+    def published(self, block: int) -> bool:
+        return bool(self.key[block])
+
+    def _evict(self, n: int) -> None:
+        """Give up at least n idle blocks, children before parents."""
+        keys = self._tell("victims", n)
+        if len(keys) != n:
+            raise EngineDeadError(
+                f"evictor {type(self.evictor).__name__} gave {len(keys)} victims of {n} wanted: it loses keys"
+            )
+        for key in keys.tolist():
+            block = self.index.get(key)
+            if block is None or self.ref[block] or block in self.children:
+                why = "unknown" if block is None else "in use" if self.ref[block] else "the parent of a cached block"
+                raise EngineDeadError(f"evictor {type(self.evictor).__name__} gave up a block that is {why}")
+            self._forget(key, block)
+        self.evictions += n
+
+    def void(self, key: int) -> None:
+        """Who has counted on this key has to look again."""
+        for seq in self.watch.pop(key):
+            seq.hint = None
+
+    def _forget(self, key: int, block: int) -> None:
+        del self.index[key]
+        if key in self.watch:
+            self.void(key)
+        parent, older, younger = int(self.parent[block]), self.older[block], self.younger[block]
+        self.children[parent] -= 1
+        if not self.children[parent]:
+            del self.children[parent]
+        if older:
+            self.younger[older] = younger
+        if younger:
+            self.older[younger] = older
+        elif older:
+            self.youngest[parent, self.first[block]] = older
+        else:
+            del self.youngest[parent, self.first[block]]
+        self.key[block], self.parent[block] = 0, -1
+        self.idle -= 1
+        self._free[self.free] = block
+        self.free += 1
+
+    def reset(self) -> None:
+        """Forget every cached block that nobody refers to; blocks in use stay cached."""
+        idle = [(key, b) for key, b in self.index.items() if not self.ref[b]]
+        self._tell("drop", np.array([key for key, _ in idle], np.uint64))
+        for key, block in idle:
+            self._forget(key, block)
+
+    # ---- trust ---------------------------------------------------------------------------------------------------
+
+    def audit(self, at_rest: bool) -> None:
+        """The invariants that a few counters show, after every step.  ``at_rest``: no block table is in use."""
+        if self.free + self.held + self.idle != self.total - 1 or min(self.free, self.held, self.idle) < 0:
+            raise EngineDeadError(
+                f"the KV blocks do not add up: {self.free} free, {self.held} in use and {self.idle} cached of "
+                f"{self.total - 1}"
+            )
+        if at_rest and self.held:
+            raise EngineDeadError(f"{self.held} KV blocks are in use although nothing runs")

@@ -1,0 +1,366 @@
+"""The KV cache of all groups: block tables of the running rows, prefix hits, growth, trimming, publication.
+
+Group 0 leads: a prefix hit is a chain in its pool, and it keeps every block of a sequence.  A sliding-window group
+follows: it keeps the blocks that its window still sees, and each of its cached blocks hangs on the block of group 0
+with the same content, so it needs no chain of its own::
+
+    group 0   [b4]──[b9]──[b7]──[b2]      chain by parent
+    group 1     .     .   [c3]  [c8]      window of two blocks; c3 hangs on b7, c8 on b2
+
+A hit goes on inside a block: if the next cached block of the chain begins with the tokens that follow, it is copied
+into a block of the row's own (copy-on-write), and the row computes from there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .blocks import NO_BLOCKS
+from .cache_walk import walk
+
+if TYPE_CHECKING:
+    from .blocks import BlockPool, Salt
+    from .request import Seq
+    from .slots import Slots
+
+
+MAX_WATCHED = 8192  # keys that ``hints`` lets the pool watch, beside four for each sequence
+
+
+class KVCache:
+    """Owns the pools; writes ``slots.table`` and ``slots.blocks`` and notes each change for the device."""
+
+    def __init__(
+        self, pools: list[BlockPool], windows: list[int | None], slots: Slots, prefix: bool = True, partial: bool = True
+    ) -> None:
+        self.pools, self.slots, self.block, self.prefix = pools, slots, slots.block, prefix
+        self.partial = prefix and partial  # hits go on inside a block
+        self.copied = 0  # tokens that such hits spared
+        self.windows = [None, *windows[1:]]  # the leading group keeps all its blocks
+        self.table: list[np.ndarray] = []  # changes since ``changes``, as in plan.Delta
+        self.trims: list[tuple[int, int, int, int]] = []
+        self.copies: list[tuple[int, int, int]] = []
+        self.watched = 0  # sequences in ``pools[0].watch``, at most
+        self.twins = False  # a twin took the place of a block since ``changes``
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """Blocks that the scarcest pool can give."""
+        return min(p.available for p in self.pools)
+
+    def blocks_for(self, tokens: int | np.ndarray):
+        return -(-tokens // self.block)
+
+    def worst(self, group: int, prompt: int, end: int, n: int = 1) -> int:
+        """Blocks that a request of n branches can hold at once in a group, if it runs alone."""
+        shared = (prompt - 1) // self.block  # full blocks below prompt - 1, where branches fork
+        whole = shared + n * (self.blocks_for(end) - shared)
+        return whole if self.windows[group] is None else min(whole, shared * (n > 1) + n * self.at_once(group, end))
+
+    def at_once(self, group: int, tokens: int) -> int:
+        """Blocks without which a row of so many tokens cannot go on: all of them, or what its window still sees (chunks
+        are cut to the blocks that there are)."""
+        window = self.windows[group]
+        return self.blocks_for(tokens if window is None else min(tokens, window + 2 * self.block))
+
+    def fits_alone(self, prompt: int, end: int, n: int = 1) -> bool:
+        return all(self.worst(g, prompt, end, n) <= p.total - 1 for g, p in enumerate(self.pools))
+
+    def has_room(self, hit: list[np.ndarray], tokens: int, spare: int) -> bool:
+        """Whether a newcomer can have so many tokens, of which ``hit`` is cached, and leave ``spare`` blocks a pool."""
+        for g, (pool, blocks) in enumerate(zip(self.pools, hit, strict=True)):
+            own = blocks[blocks > 0] if g else blocks
+            idle = pool.ref.take(own).tolist().count(0) if len(own) else 0
+            if self.at_once(g, tokens) - len(own) + spare > pool.available - idle:
+                return False
+        return True
+
+    def lookup(self, seq: Seq, known: int) -> list[np.ndarray]:
+        """The longest usable prefix hit: blocks per group (null where a window no longer sees them).  At least one of
+        the first ``known`` tokens is left to compute.  Takes no reference."""
+        none = [NO_BLOCKS] * len(self.pools)
+        usable = (known - 1) // self.block
+        if not self.prefix or usable <= 0:
+            return none
+        lead = self.pools[0]
+        keys = seq.keys
+        chain = lead.lookup(seq.tokens, seq.request.salt, keys, usable)
+        if not len(chain) or len(self.pools) == 1:
+            return [chain] if len(chain) else none
+        rows = seq.tokens[: len(chain) * self.block].reshape(-1, self.block)
+        found = [
+            np.array([pool.follow(keys[i], lead.follower_of(b), rows[i]) for i, b in enumerate(chain.tolist())])
+            for pool in self.pools[1:]
+        ]
+        for n in range(len(chain), 0, -1):
+            firsts = [0 if w is None else max(0, n * self.block - w + 1) // self.block for w in self.windows[1:]]
+            if all((f[first:n] >= 0).all() for f, first in zip(found, firsts, strict=True)):
+                follow = [
+                    np.where(np.arange(n) >= a, f[:n], 0).astype(np.int32) for f, a in zip(found, firsts, strict=True)
+                ]
+                return [chain[:n], *follow]
+        return none
+
+    def hints(self, seqs: list[Seq]) -> np.ndarray:
+        """Tokens i32 [n] that a prefix hit would give each of these waiting sequences, as far as keys tell.
+
+        Each remembers how many blocks were there.  That holds while the last of them is cached and the next one is not:
+        the pool voids it then, so asking in each step is cheap."""
+        if not self.prefix or len(self.pools) > 1:
+            return np.array([len(self.lookup(seq, seq.known)[0]) * self.block for seq in seqs], np.int32)
+        if self.watched > MAX_WATCHED + 4 * len(seqs):  # most have left the queue
+            for key in list(self.pools[0].watch):
+                self.pools[0].void(key)
+            self.watched = 0
+        blocks = [self._hint(seq) if seq.hint is None else seq.hint for seq in seqs]
+        return np.array(blocks, np.int32) * self.block
+
+    def _hint(self, seq: Seq) -> int:
+        lead, keys, usable = self.pools[0], seq.keys, (seq.known - 1) // self.block
+        # a cached block's parent is cached as well, so those that are there come first
+        n = hashed = min(len(keys), usable)
+        if n:
+            n = bisect_left(keys, True, hi=n, key=lambda key: key not in lead.index)
+        while n == hashed < usable:  # none is hashed before all before it are there
+            hashed += 1
+            n += lead.keys_of(seq.tokens[: hashed * self.block], seq.request.salt, keys)[n] in lead.index
+        for key in keys[max(n - 1, 0) : min(n + 1, usable)]:
+            lead.watch.setdefault(key, []).append(seq)
+        self.watched += 2
+        seq.hint = n
+        return n
+
+    # ---- a row's table -------------------------------------------------------------------------------------------
+
+    def adopt(self, slot: int, hit: list[np.ndarray], known: int) -> int:
+        """Start a row's tables with a prefix hit of its first ``known`` tokens, and with a copy of the block that
+        begins as it goes on.  Returns the tokens that need not be computed, and counts them as computed."""
+        n = len(hit[0])
+        for g, blocks in enumerate(hit if n else ()):
+            own = blocks[blocks > 0] if g else blocks
+            self.pools[g].hit(own, len(own) * self.block)
+            self.pools[g].share(own)
+            self._append(g, np.full(n, slot, np.int32), np.arange(n, dtype=np.int32), blocks)
+            self.slots.blocks[g, slot] = n
+            self.slots.trimmed[g, slot] = n - len(own)
+        self.slots.published[slot] = n
+        self.slots.computed[slot] = n * self.block + self._copy_partial(slot, int(hit[0][-1]) if n else None, known)
+        if self.prefix:
+            self.pools[0].queries += known
+            self.pools[0].count((known - 1) // self.block, n)
+        return int(self.slots.computed[slot])
+
+    def _copy_partial(self, slot: int, parent: int | None, known: int) -> int:
+        """Copy the cached block that begins as the row goes on after its hit; returns how many tokens it shares.
+
+        The source is read when the next step's delta is applied, before anything is written, so it need not be kept
+        until then: whoever gets it, by this very ``take`` or later, writes after that."""
+        seq, n = self.slots.seq[slot], int(self.slots.published[slot])
+        wanted = seq.tokens[n * self.block : min((n + 1) * self.block, known - 1)]
+        if not self.partial or not len(wanted) or not self.available:
+            return 0
+        lead = self.pools[0]
+        first, shared = lead.partial(lead.root(seq.request.salt)[0] if parent is None else parent, wanted)
+        if not shared:
+            return 0
+        sources = [first]
+        for pool in self.pools[1:]:
+            sources.append(pool.follow(int(lead.key[first]), lead.follower_of(first), lead.tokens[first]))
+        if min(sources) < 0:
+            return 0
+        for g, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
+            one = np.array([source], np.int32)
+            pool.hit(one, shared)
+            pool.share(one)  # it was used: an evictor hears that by hold and free
+            pool.release(one)
+            self._append_copy(g, slot, n, source)
+        self.copied += shared
+        return shared
+
+    def _append_copy(self, g: int, slot: int, index: int, source: int) -> None:
+        """A new block of a row's own, which gets the content of ``source`` before the next step."""
+        new = self.pools[g].take(1)
+        self._append(g, np.array([slot], np.int32), np.array([index], np.int32), new)
+        self.slots.blocks[g, slot] = index + 1
+        # Sources are read before copies are written: one that is a copy itself stands for what it is copied from.
+        source = next((s for group, s, to in self.copies if group == g and to == source), source)
+        self.copies.append((g, source, int(new[0])))
+
+    def missing(self, slots: np.ndarray, upto: np.ndarray) -> np.ndarray:
+        """Blocks i32 [G, n] that rows lack to hold ``upto`` tokens each."""
+        return np.maximum(self.blocks_for(upto)[None, :] - self.slots.blocks[:, slots], 0)
+
+    def can_take(self, missing: np.ndarray) -> bool:
+        return all(int(need) <= pool.available for need, pool in zip(missing.sum(axis=1), self.pools, strict=True))
+
+    def grow(self, slots: np.ndarray, missing: np.ndarray) -> None:
+        """Give rows the blocks that ``missing`` counts; ``can_take`` has said that there are so many."""
+        for g, pool in enumerate(self.pools):
+            need = missing[g]
+            total = int(need.sum())
+            if not total:
+                continue
+            blocks, at = pool.take(total), np.flatnonzero(need)
+            rows, need = slots[at].astype(np.intp), need[at]
+            have = self.slots.blocks[g, rows]
+            self.slots.blocks[g, rows] = have + need
+            start = np.repeat(have - (np.cumsum(need) - need), need)
+            self._append(g, np.repeat(rows, need), start + np.arange(total), blocks)
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """Give a row at once what it needs to reach ``tokens``; the caller has checked that it is there."""
+        have = self.slots.blocks[:, slot]
+        want = np.array([self.at_once(g, tokens) for g in range(len(self.pools))], np.int32)
+        self.grow(np.array([slot], np.int32), np.maximum(want - have, 0)[:, None])
+
+    def _append(self, group: int, slots: np.ndarray, index: np.ndarray, blocks: np.ndarray) -> None:
+        self.slots.table[group, slots, index] = blocks
+        if len(blocks):
+            change = np.empty((len(blocks), 4), np.int32)
+            change[:, 0], change[:, 1], change[:, 2], change[:, 3] = group, slots, index, blocks
+            self.table.append(change)
+
+    def fork(self, parent: int, child: int, computed: int) -> None:
+        """The child shares the parent's full blocks and gets a copy of the one that is partly written; the caller has
+        asked ``can_take`` for one block a group."""
+        full, part = divmod(computed, self.block)
+        for g, pool in enumerate(self.pools):
+            shared = self.slots.table[g, parent, :full].copy()
+            pool.share(shared[shared > 0])
+            self._append(g, np.full(full, child, np.int32), np.arange(full, dtype=np.int32), shared)
+            self.slots.blocks[g, child] = full
+            self.slots.trimmed[g, child] = self.slots.trimmed[g, parent]
+            if part:
+                self._append_copy(g, child, full, int(self.slots.table[g, parent, full]))
+        self.slots.computed[child] = computed
+        # A block that is full but not yet collected belongs to the parent to publish: the child starts after it.
+        self.slots.published[child] = min(int(self.slots.published[parent]), full)
+
+    def trim(self, slots: np.ndarray) -> None:
+        """Give back blocks that no later query of these rows can see."""
+        for g, window in enumerate(self.windows):
+            if window is None or not len(slots):
+                continue
+            first = np.maximum(self.slots.computed[slots] - window + 1, 0) // self.block
+            for i in np.flatnonzero(first > self.slots.trimmed[g, slots]).tolist():
+                slot, a, b = int(slots[i]), int(self.slots.trimmed[g, slots[i]]), int(first[i])
+                b = min(b, int(self.slots.published[slot])) if self.prefix else b  # a block is published before it goes
+                if b <= a:
+                    continue
+                self.pools[g].release(self.slots.table[g, slot, a:b].copy())
+                self.slots.table[g, slot, a:b] = 0
+                self.slots.trimmed[g, slot] = b
+                self.trims.append((g, slot, a, b - a))
+
+    def release(self, slot: int) -> None:
+        """Give back all blocks of a row, and forget what the device has not been told of it."""
+        self.table = [t[t[:, 1] != slot] for t in self.table]
+        self.trims = [t for t in self.trims if t[1] != slot]
+        for g, pool in enumerate(self.pools):
+            blocks = self.slots.table[g, slot, : self.slots.blocks[g, slot]].copy()
+            self.copies = [c for c in self.copies if c[0] != g or c[2] not in blocks]
+            pool.release(blocks)
+
+    # ---- publication ---------------------------------------------------------------------------------------------
+
+    def publish(self, rows: list[tuple[int, int]]) -> None:
+        """For each (slot, done): the first ``done`` tokens are computed and collected, so full blocks are findable."""
+        for slot, done in rows:
+            self._publish_row(slot, self.slots.seq[slot], done // self.block)
+        for pool in self.pools:
+            pool.announce()
+
+    def _publish_row(self, slot: int, seq: Seq, last: int) -> None:
+        first, tokens, salt = int(self.slots.published[slot]), self.slots.tokens[slot], seq.request.salt
+        if not self.prefix or last <= first:
+            return
+        self.pools[0].keys_of(tokens[: last * self.block], salt, seq.keys)
+        for i in range(first, last):
+            if not self._publish_index(slot, i, salt, seq.keys[i], tokens[i * self.block : (i + 1) * self.block]):
+                break  # its parent collided with another key: the rest of the chain stays private
+        self.slots.published[slot] = last
+
+    def publish_tail(self, slot: int, seq: Seq) -> None:
+        """A sequence ends: what it has computed of its last block can be copied by whoever goes on from there."""
+        done = int(self.slots.collected[slot]) - 1  # its last token was drawn and never read
+        i, part = divmod(done, self.block)
+        if not self.partial or not part or done < seq.known or self.slots.published[slot] < i:
+            return
+        salt, tokens = seq.request.salt, self.slots.tokens[slot, :done]
+        lead = self.pools[0]
+        lead.keys_of(tokens[: i * self.block], salt, seq.keys)  # a branch has none yet
+        row = np.full(self.block, -1, np.int32)
+        row[:part] = tokens[i * self.block :]
+        key = lead.hash_fn(seq.keys[i - 1] if i else lead.root(salt)[1], row[:part].tobytes())
+        self._publish_index(slot, i, salt, key, row)
+        for pool in self.pools:
+            pool.announce()
+
+    def _publish_index(self, slot: int, i: int, salt: Salt, key: int, row: np.ndarray) -> bool:
+        """Publish a row's blocks at one index of its tables; False if the leading group's block, or the one before it,
+        stays private: nothing can hang on it then, in no group."""
+        lead = self.pools[0]
+        parent = int(self.slots.table[0, slot, i - 1]) if i else lead.root(salt)[0]
+        if parent >= 0 and not lead.published(parent):
+            return False
+        self._publish_one(0, slot, i, parent, key, row)
+        block = int(self.slots.table[0, slot, i])
+        if not lead.published(block):
+            return False
+        code = lead.follower_of(block)
+        for g in range(1, len(self.pools)):
+            if self.slots.table[g, slot, i]:
+                self._publish_one(g, slot, i, code, key, row)
+        return True
+
+    def _publish_one(self, g: int, slot: int, i: int, parent: int, key: int, row: np.ndarray) -> None:
+        """Publish block i of a row; if a twin is cached already the row uses the twin and gives its own back."""
+        pool, own = self.pools[g], int(self.slots.table[g, slot, i])
+        if pool.published(own):
+            return
+        stands = pool.publish(own, parent, key, row, i, int(self.slots.tenant[slot]))
+        if stands != own:
+            self.twins = True
+            pool.share(np.array([stands]))
+            self._append(g, np.array([slot], np.int32), np.array([i], np.int32), np.array([stands], np.int32))
+            pool.release(np.array([own]))
+
+    def changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(table, trim, copy) of plan.Delta since the last call."""
+        table = np.concatenate(self.table) if self.table else np.empty((0, 4), np.int32)
+        if self.twins:  # an entry may have changed twice: the last word counts
+            place = (table[:, 0].astype(np.int64) << 52) | (table[:, 1].astype(np.int64) << 26) | table[:, 2]
+            _, last = np.unique(place[::-1], return_index=True)
+            table = table[np.sort(len(table) - 1 - last)]
+        trims = np.array(self.trims, np.int32).reshape(-1, 4)
+        copies = np.array(self.copies, np.int32).reshape(-1, 3)
+        self.table, self.trims, self.copies, self.twins = [], [], [], False
+        return table, trims, copies
+
+    def by_depth(self) -> dict[str, dict[str, int]]:
+        """Blocks that prompts have asked for and found, by their depth: "0" the first of a prompt, "2-3", "4-7" ..."""
+        out: dict[str, dict[str, int]] = {}
+        first, end = 0, 1  # of the depths of a line
+
+        def blocks(lookups: dict[int, int]) -> int:
+            return sum(max(0, min(depth, end) - first) * n for depth, n in lookups.items())
+
+        while queries := blocks(self.pools[0].asked):
+            name = str(first) if end == first + 1 else f"{first}-{end - 1}"
+            out[name] = {"queries": queries, "hits": blocks(self.pools[0].found)}
+            first, end = end, 2 * end
+        return out
+
+    def audit(self) -> None:
+        """What a few counters of each pool show, whatever the number of blocks; EngineDeadError if one is wrong."""
+        for pool in self.pools:
+            pool.audit(at_rest=not len(self.slots.running))
+
+    def check(self) -> None:
+        """The full walk, for tests and on request (see ``cache_walk``); AssertionError says what is broken."""
+        walk(self)

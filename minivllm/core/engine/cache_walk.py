@@ -1,0 +1,68 @@
+"""The full walk over the KV cache: every block, every table, every chain.  For tests, ``LLM.check`` and
+MINIVLLM_CHECK=1; what is cheap enough for every step is ``BlockPool.audit``.  AssertionError says what is broken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.core.interfaces.attention import NULL_BLOCK
+
+if TYPE_CHECKING:
+    from .blocks import BlockPool
+    from .cache import KVCache
+
+
+def walk(cache: KVCache) -> None:
+    """Every pool against the tables of the running rows, and what these have published against what they hold."""
+    s = cache.slots
+    for g, pool in enumerate(cache.pools):
+        walk_pool(pool, [s.table[g, slot, : s.blocks[g, slot]] for slot in s.running.tolist()])
+    lead = cache.pools[0]
+    for slot in s.running.tolist():
+        assert s.computed[slot] <= s.blocks[:, slot].min() * cache.block, f"slot {slot} lacks a block"
+        before = lead.root(s.seq[slot].request.salt)[0]
+        for i, block in enumerate(s.table[0, slot, : s.published[slot]].tolist()):
+            row = s.tokens[slot, i * cache.block : (i + 1) * cache.block]
+            if not lead.published(block):
+                break  # a collision: private from here on
+            assert lead.parent[block] == before, f"slot {slot}: block {i} hangs on a block or salt of others"
+            assert (lead.tokens[block] == row).all(), f"slot {slot}: block {i} is published with other tokens"
+            before = block
+
+
+def walk_pool(pool: BlockPool, tables: list[np.ndarray]) -> None:
+    """Every invariant of ``BlockPool``'s docstring.  ``tables``: all block tables in use."""
+    free = pool._free[: pool.free]
+    assert len(np.unique(free)) == len(free) and NULL_BLOCK not in free, "a block is twice in the free list"
+    assert not pool.ref[free].any() and not pool.key[free].any(), "a free block is held or published"
+    held, cached = pool.ref > 0, pool.key != 0
+    assert held.sum() == pool.held and (cached & ~held).sum() == pool.idle, "the counts of held and idle blocks"
+    assert pool.free + pool.held + pool.idle == pool.total - 1, "a block is lost"
+    assert len(pool.index) == cached.sum(), "the index and the published blocks differ in number"
+    for key, block in pool.index.items():
+        assert pool.key[block] == key, "the index names a block with another key"
+        assert pool.first[block] == pool.tokens[block, 0], "a block's first token is noted wrongly"
+    lists: dict[tuple[int, int], set[int]] = {}
+    for block in np.flatnonzero(cached).tolist():
+        lists.setdefault((int(pool.parent[block]), int(pool.tokens[block, 0])), set()).add(block)
+    assert lists.keys() == pool.youngest.keys(), "the lists of siblings and the parents differ"
+    assert pool.children == Counter(pool.parent[cached].tolist()), "the numbers of children are wrong"
+    for (parent, first), children in lists.items():
+        assert parent < 0 or (cached[parent] and pool.tokens[parent, -1] >= 0), "a cached block has lost its parent"
+        assert parent < 0 or held[parent] or not held[list(children)].any(), "a block is held and its parent is not"
+        block = pool.youngest[parent, first]
+        assert not pool.younger[block], "the list of siblings does not begin at its head"
+        while block in children:
+            children.remove(block)
+            older = int(pool.older[block])
+            assert not older or pool.younger[older] == block, "the links of siblings disagree"
+            block = older
+        assert not block and not children, "a block is not among its siblings"
+    assert not pool.new, "the evictor has not heard of a published block"
+    refs = np.zeros(pool.total, np.int32)
+    for t in tables:
+        np.add.at(refs, t[t != NULL_BLOCK], 1)
+    assert (refs == pool.ref).all(), "the reference counts and the block tables differ"

@@ -1,0 +1,449 @@
+"""The loop: plan, submit, collect, publish.
+
+    plan = planner.next(now)                        host only
+    if plan: executor.submit(plan)                  enqueues
+    for result in executor.collect(in_flight): ...  every finished step; waits until at most ``depth`` remain
+        publisher.publish(flight, result)
+
+The same for every device; only the depth differs (0 on CPU: each step is collected at once).  A request that fails ends
+alone; a step that fails ends the requests in it; three failed steps in a row end the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core import checks
+from minivllm.core.foreign import alone, call_foreign
+from minivllm.core.interfaces.evictor import EvictorContext
+from minivllm.core.interfaces.plan import STOP_IDS, StepPlan
+from minivllm.core.interfaces.scheduler import SchedulerContext
+from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock, processor_seams
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, suggest, told
+
+from .blocks import BlockPool
+from .cache import KVCache
+from .masks import Masks, supply
+from .planner import Planner
+from .prompt_scores import check_logprobs
+from .publisher import Flight, Publisher
+from .request import FINISHED, Request, Seq
+from .slots import Slots
+from .speculation import Speculation
+from .stepwise import branch, finish_lanes
+from .strategies import answer, branches, own_names
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.evictor import Evictor
+    from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
+    from minivllm.core.interfaces.plan import StepResult
+    from minivllm.core.interfaces.sampling import Column, Processor, Row
+    from minivllm.core.interfaces.scheduler import SchedulerPolicy
+    from minivllm.core.interfaces.strategy import DecodingStrategy
+
+FAILED_STEPS = 3  # in a row, and the engine gives up
+CHECK = "MINIVLLM_CHECK"  # 1: ``check`` after every step
+IDLE = 0.05  # seconds to wait at most when nothing can run
+MAX_TENANTS = 65536  # names that keep their number
+log = logging.getLogger("minivllm")
+log.addHandler(logging.NullHandler())  # an application decides what is shown; errors reach their request anyway
+
+
+class Engine:
+    """Requests in, tokens to their sinks.  Not thread-safe: one thread calls everything (see ``async_llm``).
+
+    ``processors``: (name, instance) in order, the sampler last.  ``policy`` and ``evictor`` are factories that take the
+    seam's context.  ``hooks``: who is told of what happens (``hooks.bridge.EngineHooks``), or None.  ``grammars``:
+    who compiled the requests' grammars (``structured.service.Grammars``).
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        executor: Executor,
+        capacity: Capacity,
+        policy: Any,
+        evictor: Any,
+        processors: Sequence[tuple[str, Processor]],
+        strategies: Sequence[tuple[str, DecodingStrategy]],
+        windows: Sequence[int | None] = (None,),
+        prefix_caching: bool = True,
+        partial_hits: bool = True,
+        eos_ids: Sequence[int] = (),
+        hooks: Any = None,
+        grammars: Any = None,
+    ) -> None:
+        self.wiring, self.executor, self.capacity, self.hooks = wiring, executor, capacity, hooks
+        self.within = ""  # the method that runs (see ``foreign.alone``)
+        self.clock = StepClock()
+        self.processors, self.strategies, self.eos_ids = processors, strategies, tuple(dict.fromkeys(eos_ids))
+        self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, len(windows), wiring.block)
+        pools = [self._pool(g, evictor) for g in range(len(windows))]
+        self.cache = KVCache(pools, list(windows), self.slots, prefix_caching, partial_hits)
+        made: SchedulerPolicy = policy(
+            SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block)
+        )
+        self.planner = Planner(self.slots, self.cache, made, wiring.max_num_batched_tokens, self.clock.seams)
+        self.publisher = Publisher(self.slots, self.cache, self.planner, self.finish)
+        self.grammars = grammars
+        memory = executor.mask_memory
+        self.masks = Masks(self.slots, capacity.vocab_size, grammars, self.finish, self.clock.seams, memory)
+        self.speculation = self.planner.speculation = self.publisher.speculation = Speculation.of(wiring)
+        self.planner.fail = lambda seq, message: self.finish(seq, "error", error=message)
+        self.columns = [dict(made.columns()) for _, made in processors]
+        self._bind_seams = processor_seams([name for name, _ in processors])
+        self.requests: dict[str, Request] = {}
+        self.in_flight: deque[Flight] = deque()
+        self.tenants: dict[str, int] = {}
+        self._tenant = itertools.count()
+        self.finished = self.failed_steps = 0
+        self.dead: str | None = None
+        self.checked = os.environ.get(CHECK, "") not in ("", "0")
+        self._ids = itertools.count()
+        self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; a replay has its own
+        self.publisher.now, self.publisher.branch = lambda: self.now(), lambda lanes: branch(self, lanes)
+        self._seeds = random.Random(wiring.seed)
+        if hooks is not None:
+            hooks.attach(self)
+
+    def _pool(self, group: int, evictor: Any) -> BlockPool:
+        total = self.capacity.blocks[group]
+        made: Evictor = evictor(EvictorContext(capacity=total - 1, block=self.wiring.block, tier="device"))
+        return BlockPool(total, self.wiring.block, made, self.capacity.block_bytes[group], self.clock.seams)
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    @alone
+    def add(self, request: Request) -> None:
+        """Check a request and queue its sequences.  RequestError leaves everything as it was."""
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        if request.id in self.requests:
+            raise RequestError(f"request id {shown(request.id)} is in use; want a new one", "request_id")
+        p = request.params
+        self._check_prompt(request)
+        request.eos_ids = tuple(self.eos_ids)
+        if p.structured_outputs is not None and request.grammar is None:
+            raise RequestError("structured_outputs: nobody has compiled them for this request", "structured_outputs")
+        eos = () if p.ignore_eos and request.grammar is None else request.eos_ids
+        request.n_eos, request.min_tokens = len(eos), p.min_tokens if request.grammar is None else 0
+        request.stop_ids = tuple(dict.fromkeys((*eos, *p.stop_token_ids)))
+        if len(request.stop_ids) > STOP_IDS:
+            raise RequestError(
+                f"{len(request.stop_ids)} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
+            )
+        known = own_names(self.strategies).union(*(made.reads for _, made in self.processors))
+        if unknown := [name for name in p.asked() if name not in known]:
+            what = f"{unknown[0]} is set, but no processor, sampler or strategy in the config reads it"
+            raise RequestError(f"{what}; add one that does.{suggest(unknown[0], sorted(known))}", unknown[0])
+        request.rows = tuple(
+            self.clock.seams.run(seam, self._bind, name, made, columns, request)
+            for seam, (name, made), columns in zip(self._bind_seams, self.processors, self.columns, strict=True)
+        )
+        request.speculates = self.speculation is not None and self.speculation.serves(request)
+        started = self.clock.seams.run("strategy", branches, self.strategies, request)
+        check_logprobs(request, self.wiring, self.capacity.vocab_size)
+        who = request.owner or p.tenant
+        if who not in self.tenants and len(self.tenants) >= MAX_TENANTS:
+            self.tenants.clear()
+        request.tenant = self.tenants.setdefault(who, next(self._tenant))
+        request.party = 1 + request.tenant if request.owner else 0
+        request.salt = p.salt
+        seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
+        for b in started:
+            seq = Seq(next(self._ids), request, b.sample, seed, tokens=request.prompt, known=len(request.prompt))
+            seq.choose = p.choose_fn or self._host_draw(seq)
+            request.sequences.append(seq)
+        first, *rest = request.sequences
+        first.branches = list(rest) if request.lanes is None else []
+        try:
+            self.planner.add(first)
+        except Exception as e:
+            who = f"scheduler {type(self.planner.policy).__name__}"
+            raise RequestError(f"{who} failed on this request: {told(e)}") from e
+        self.requests[request.id] = request
+        if self.hooks is not None:
+            self.hooks.request_added(request)
+
+    def _host_draw(self, seq: Seq) -> Any:
+        """What draws the tokens of a row whose request brings functions of its own."""
+        functions, sampler = seq.request.params.logits_processors, self.processors[-1][1]
+        if not functions:
+            return None
+        from minivllm.core.functions.host_rows import HostDraw
+
+        return HostDraw(seq, functions, sampler, seq.request.rows[-1])
+
+    def _check_prompt(self, request: Request) -> None:
+        p, limit, vocab = request.params, self.wiring.max_model_len, self.capacity.vocab_size
+        n = len(request.prompt)
+        if not n:
+            raise RequestError("the prompt is empty; want at least one token", "prompt")
+        low, high = int(request.prompt.min()), int(request.prompt.max())
+        if low < 0 or high >= vocab:
+            raise RequestError(
+                f"prompt token id {low if low < 0 else high} is out of range; want 0 to {vocab - 1}", "prompt"
+            )
+        if n >= limit:
+            raise RequestError(
+                f"the prompt has {n} tokens; want at most {limit - 1} (max_model_len={limit} less one to generate)",
+                "prompt",
+            )
+        for i in p.stop_token_ids:
+            if i >= vocab:
+                raise RequestError(f"stop_token_ids: {i} is out of range; want 0 to {vocab - 1}", "stop_token_ids")
+        wide = next((name for name in ("beam_width", "best_of") if getattr(p, name) is not None), "n")
+        if p.width > self.wiring.max_num_seqs:
+            raise RequestError(f"{wide}={p.width} is more than max_num_seqs={self.wiring.max_num_seqs}", wide)
+        request.end = limit if p.max_tokens is None else min(n + p.max_tokens, limit)
+        if not self.cache.fits_alone(n, request.end, p.width):
+            room = (min(pool.total for pool in self.cache.pools) - 1) * self.wiring.block
+            raise RequestError(
+                f"the request needs the KV cache of up to {request.end} tokens for each of {wide}={p.width}, but the "
+                f"whole cache holds {room}; shorten it, lower max_tokens, or raise num_kvcache_blocks",
+                "max_tokens",
+            )
+
+    def _bind(self, name: str, made: Processor, columns: Mapping[str, Column], request: Request) -> Row | None:
+        """A processor's row for this request, checked against its columns: a plug-in's fault ends this request only."""
+        try:
+            return checks.bound(call_foreign(made.bind, request.params, len(request.prompt)), columns)
+        except RequestError:
+            raise
+        except Exception as e:
+            raise RequestError(f"{name} failed on this request: {told(e)}") from e
+
+    @alone
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its blocks are free before the next step is planned.  Unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        for seq in list(request.sequences):
+            if seq.status != FINISHED:
+                self.finish(seq, "abort")
+        return True
+
+    def finish(self, seq: Seq, reason: str, stop_reason: int | str | None = None, error: str | None = None) -> None:
+        """End a sequence wherever it is; the request ends with its last one.  Lanes end together."""
+        if seq.request.lanes is not None:
+            finish_lanes(self, seq.request, (reason, stop_reason), error)
+            return
+        if reason in ("abort", "error"):
+            self.publisher.flush(seq)  # what it has generated is not lost
+            if seq.status == FINISHED:
+                return
+        try:
+            if seq.slot >= 0 and reason != "error":
+                self.cache.publish_tail(seq.slot, seq)
+            self.planner.end(seq)
+        except EngineDeadError as e:  # the evictor failed: blocks are in doubt
+            self._die(str(e))
+            return
+        self.close(seq, reason, stop_reason, error)
+
+    def close(self, seq: Seq, reason: str, stop_reason: int | str | None, error: str | None) -> None:
+        """A sequence that has left its slot or the queue has ended; the last of its request is the request's end."""
+        seq.status, seq.finish_reason, seq.stop_reason, seq.error = FINISHED, reason, stop_reason, error
+        self.masks.forget(seq)
+        for b in seq.branches:  # they never forked: what ended their prompt ends them
+            b.status, b.finish_reason, b.error = FINISHED, reason, error
+        request = seq.request
+        if request.done and request.finished is None:
+            request.answer = self.clock.seams.run("strategy", answer, request)
+            request.finished = self.now()
+            self.finished += 1
+            self.requests.pop(request.id, None)
+            if self.hooks is not None:
+                self.hooks.request_finished(request)
+            if request.on_done is not None:
+                try:
+                    call_foreign(request.on_done, request)
+                except Exception:  # a listener's fault is not the engine's
+                    log.exception("request %s: its on_done failed", request.id)
+
+    def answer(self, request: Request) -> list[Seq]:
+        """The sequences of a finished request's answer, best first, as its strategy says."""
+        return request.answer
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests or self.in_flight)
+
+    @alone
+    def step(self) -> bool:
+        """One turn of the loop; False if nothing could be planned and nothing was in flight (see ``idle``)."""
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        self.clock.begin()
+        try:
+            plan = self._launch() if self.hooks is None else self.hooks.launch(self._launch)
+            if self.dead or (plan is None and not self.in_flight):
+                return False
+            if plan is not None and len(plan.late):
+                supply(self, plan)
+            if not self.dead:
+                self.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
+            self.check() if self.checked else self.cache.audit()
+        except BaseException as e:  # an executor or the cache broke its promise: nothing can be trusted from here on
+            self._die(str(e) if isinstance(e, MinivllmError) else told(e))
+            log.error("the engine ends", exc_info=e)
+            if not isinstance(e, Exception):  # raised into the engine itself, by a signal's handler say
+                raise
+            plan = None
+        self.clock.lap(PUBLISH)
+        self.clock.end(0 if plan is None else len(plan.slots), 0 if plan is None else int(plan.q_len.sum()))
+        if self.hooks is not None:
+            self.hooks.turn_ended()
+        return True
+
+    def _launch(self) -> StepPlan | None:
+        """Plan a step and submit it, if there is one."""
+        flight = self.plan()
+        self.clock.lap(PLAN)
+        if flight is None:
+            return None
+        flight.begun = self.now()
+        self.in_flight.append(flight)
+        self.ask(self.executor.submit, flight.plan)
+        self.clock.lap(SUBMIT)
+        return flight.plan
+
+    def collect(self, in_flight: int) -> None:
+        """Publish the steps that have come back; waits until at most ``in_flight`` remain."""
+        found = self.ask(self.executor.collect, in_flight)
+        self.clock.lap(WAIT)
+        for result in self.ask(self._results, found):
+            flight = self.in_flight.popleft()
+            self.clock.device_ms[self.clock.count % self.clock.size] += result.device_ms
+            self.clock.seams.add(result.seams)
+            if self.hooks is None:
+                self.publisher.publish(flight, result)
+            else:
+                self.hooks.publish(flight, result, self.publisher.publish)
+            self._count_failures(result)
+
+    def _results(self, found: Any) -> list[StepResult]:
+        """What the executor collected, if that is what was due."""
+        due = [flight.plan for flight in itertools.islice(self.in_flight, len(found))]
+        if len(found) > len(due):
+            raise ValueError(f"it collected {len(found)} steps where {len(due)} are in flight")
+        vocab = self.capacity.vocab_size
+        return [checks.result(result, plan, vocab) for result, plan in zip(found, due, strict=True)]
+
+    def ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        """The executor.  EngineDeadError names it if it raises: it promised not to."""
+        try:
+            return call_foreign(question, *args)
+        except EngineDeadError:
+            raise
+        except Exception as e:
+            raise EngineDeadError(f"executor {type(self.executor).__name__} failed: {told(e)}") from e
+
+    def idle(self) -> float:
+        """Seconds to wait after a ``step`` that found nothing to do: until the policy's hold ends, or a short while."""
+        hold = self.planner.wake_at - self.now() if self.planner.wake_at else IDLE
+        return min(max(hold, 0.0), IDLE)
+
+    def plan(self) -> Flight | None:
+        """The next step.  A policy that raises costs a turn; three times in a row, and the engine gives up."""
+        try:
+            plan = self.planner.next(self.now())
+            return None if plan is None else Flight.of(plan, self.slots)
+        except EngineDeadError as e:
+            self._die(str(e))
+        except Exception as e:
+            self._failed(f"planning failed ({type(self.planner.policy).__name__}): {told(e)}")
+        return None
+
+    def _count_failures(self, result: Any) -> None:
+        step_error = result.failure
+        if step_error is None:
+            self.failed_steps = 0
+        else:
+            self._failed(f"{step_error.plugin}: {step_error.message}")
+
+    def _failed(self, message: str) -> None:
+        self.failed_steps += 1
+        if self.failed_steps >= FAILED_STEPS:
+            self._die(f"{FAILED_STEPS} steps failed in a row; the last: {message}")
+
+    def _die(self, message: str) -> None:
+        """Tell every request and refuse new ones.  Slots and blocks are left as they are: nobody will use them."""
+        self.dead = message
+        for request in list(self.requests.values()):
+            try:
+                self._tell_dead(request, message)
+            except Exception:  # in doubt are the books of one: the others are told all the same
+                log.exception("request %s could not be told", request.id)
+
+    def _tell_dead(self, request: Request, message: str) -> None:
+        if request.lanes is not None:
+            finish_lanes(self, request, ("error", None), message)
+            return
+        for seq in request.sequences:
+            if seq.status != FINISHED:
+                self.publisher.flush(seq)
+                self.close(seq, "error", None, message)
+
+    # ---- care ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Walk all block tables and pools: AssertionError if one block is not accounted for.  Takes milliseconds for a
+        thousand blocks; after every step with MINIVLLM_CHECK=1, where a fault ends the engine."""
+        self.cache.check()
+
+    @alone
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no running sequence uses."""
+        try:
+            for pool in self.cache.pools[::-1]:
+                pool.reset()
+        except EngineDeadError as e:  # the evictor failed: blocks are in doubt
+            self._die(str(e))
+            raise
+
+    @alone
+    def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
+        """A rare verb of the executor."""
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        return self.executor.call(verb, args)
+
+    def stats(self) -> dict[str, Any]:
+        lead = self.cache.pools[0]
+        return {
+            "running": len(self.slots.running), "waiting": self.planner.n_waiting, "finished": self.finished,
+            "generated_tokens": self.publisher.tokens, "overshoot_tokens": self.publisher.overshoot,
+            "preemptions": self.planner.preemptions, "blocks_total": lead.total - 1, "blocks_free": lead.free,
+            "blocks_cached": lead.idle, "prefix_queries": lead.queries, "prefix_hits": lead.hits,
+            "prefix_hits_copied": self.cache.copied, "prefix_by_depth": self.cache.by_depth(), **self.clock.summary(),
+            "evictions": sum(p.evictions for p in self.cache.pools),
+            **({"speculation": self.speculation.summary()} if self.speculation else {}),
+            **({"hook_failures": self.hooks.failures()} if self.hooks else {}),
+        }  # fmt: skip
+
+    def fail_all(self, message: str) -> None:
+        """End every request with an error and accept no more."""
+        if not self.dead:
+            self._die(message)
+
+    @alone
+    def stop(self) -> None:
+        """Give everything back; idempotent."""
+        error = self.dead
+        self.fail_all("the engine was stopped")
+        self.executor.stop()
+        if self.grammars is not None:
+            self.grammars.close()
+        if self.hooks is not None:
+            self.hooks.stopped(error)

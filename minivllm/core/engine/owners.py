@@ -1,0 +1,149 @@
+"""Several owners on one engine: the keys, or addresses, whose requests a server takes (``Request.owner``).
+
+Three rules keep one owner's load out of another's way.  Where requests name no owner, or all the same, none of them
+changes anything.
+
+* *Turns.*  The queue has a lane for each owner, unless the policy divides it itself.  Whoever has the fewest rows is
+  next, among equals who was served longest ago; the policy orders what each of them has waiting.
+* *Parts.*  A step's prompt tokens are dealt out evenly to the owners who want some; what one leaves the others get.
+* *A row each.*  Where no row or no blocks are free for an owner who has no row, whoever has most rows gives one up,
+  one a step.  It is preempted as for a lack of blocks: its tokens are kept.
+
+*Party* is the number of an owner here; 0: the request has none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.core import checks
+
+from .admission import queue_view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from .planner import Planner
+    from .request import Seq
+    from .slots import Slots
+    from .waiting import Entry
+
+LEAST = 32  # prompt tokens of a step that an owner's part has at least: prompts are not computed in crumbs
+ASKED = 16  # owners for each of whom a policy is asked for an order, of those who wait: who has the fewest rows
+
+
+class Parts:
+    """The prompt tokens of a step.  Invariant: ``left`` is the budget less what was spent of all parts."""
+
+    def __init__(self, budget: int, parties: int) -> None:
+        self.left = budget
+        self._each = max(LEAST, budget // parties) if parties > 1 else sys.maxsize
+        self._spent: Counter[int] = Counter()
+
+    def most(self, party: int) -> int:
+        """Tokens that this one may have yet."""
+        return min(self.left, self._each - self._spent[party])
+
+    def spend(self, party: int, tokens: int) -> None:
+        self.left -= tokens
+        self._spent[party] += tokens
+
+    def join(self) -> bool:
+        """What is left is anybody's from now on; False if there is nothing, or it was."""
+        divided, self._each = self._each < sys.maxsize, sys.maxsize
+        return divided and self.left > 0
+
+
+def parties(slots: Slots, prefilling: np.ndarray, heads: Iterable[Seq]) -> int:
+    """How many owners want prompt tokens: of these rows, and of the first that wait."""
+    return len({*slots.party[prefilling].tolist(), *(seq.request.party for seq in heads)})
+
+
+def rows_of(slots: Slots) -> Counter[int]:
+    """Rows that run, by party."""
+    return Counter(slots.party[slots.running].tolist())
+
+
+def of_the_largest(slots: Slots, rows: np.ndarray) -> np.ndarray:
+    """Of these rows those of the owner who has most of them."""
+    party = slots.party[rows]
+    if not len(rows) or (party == party[0]).all():
+        return rows
+    numbers, counts = np.unique(party, return_counts=True)
+    return rows[party == numbers[np.argmax(counts)]]
+
+
+def in_turn(slots: Slots, lines: Iterable[Sequence[Seq]], parts: Parts | None) -> Iterator[Seq]:
+    """The sequences of these lines, one line an owner, owners in turn.  Whoever has spent its part of the step's tokens
+    is left out.  The next is asked for when the one before has got its row."""
+    left = {line[0].request.party: deque(line) for line in lines if line}
+    rows = rows_of(slots)
+    while open_ := [party for party, line in left.items() if line and (parts is None or parts.most(party) > 0)]:
+        party = min(open_, key=rows.__getitem__)
+        seq = left[party].popleft()
+        yield seq
+        rows[party] += 1 + len(seq.branches)
+
+
+def candidates(planner: Planner, now: float, parts: Parts | None) -> Iterator[Seq]:
+    """The waiting sequences that may be admitted now, in the policy's order (its window only), owners in turn.  Usually
+    few of them have room, so what the policy gave is looked at as far as it is needed."""
+    p, queue = planner, planner.waiting
+    turns = len(queue.lanes) > 1 and not p.divides
+    if not p.orders and not turns:
+        while (first := queue.head()) is not None:
+            yield first
+        return
+    lines = queue.lines(p.policy.window)
+    if turns and p.orders:  # the policy is asked for each owner's own: what it thinks of others is no reason to wait
+        rows = rows_of(p.slots)
+        lines = sorted(lines, key=lambda line: rows[line[0][2].request.party])[:ASKED]
+    elif not turns:
+        lines = [[entry for line in lines for entry in line]]
+    found = [_ordered(p, line, now) for line in lines]
+    for seq in in_turn(p.slots, found, parts) if turns else found[0]:
+        if seq.queued:
+            yield seq
+
+
+def _ordered(planner: Planner, entries: list[Entry], now: float) -> list[Seq]:
+    """By the policy; entries come by its key."""
+    if not planner.orders:
+        return [entry[2] for entry in entries]
+    seqs = [entry[2] for entry in entries]
+    head = queue_view([entry[3] for entry in entries], lambda: planner.cache.hints(seqs))
+    running = planner.slots.view(planner.slots.running)
+    order = planner.ask(planner.policy.order, head, running, now)
+    return [seqs[i] for i in checks.ordered(order, len(seqs))]
+
+
+def make_way(planner: Planner) -> None:
+    """Preempt a row for an owner who has none and for whom there was no room when the last step was planned."""
+    s, seq = planner.slots, planner.stuck
+    planner.stuck = None
+    if seq is None or not seq.queued:
+        return
+    planner.way_for = seq.id
+    rows = rows_of(s)
+    party, most = max(rows.items(), key=lambda item: item[1], default=(0, 0))
+    if rows[seq.request.party] or most < 2:
+        return
+    mine = s.running[s.party[s.running] == party]
+    planner.preempt_one_of(mine, 1)
+
+
+def who_is_stuck(planner: Planner, refused: Seq | None) -> Seq | None:
+    """The first of an owner without a row who still waits although it has a part of the step's tokens: the one that was
+    ``refused`` blocks or rows, or, as no row is free, nobody was asked."""
+    s, rows = planner.slots, rows_of(planner.slots)
+    if refused is not None:
+        return None if rows[refused.request.party] else refused
+    if len(s.free) > planner.reserved or s.cooling:
+        return None
+    found = (seq for seq in planner.waiting.heads() if not rows[seq.request.party])
+    seq = next(found, None)  # a policy may leave it out even so: a row is freed once
+    return None if seq is None or seq.id == planner.way_for else seq

@@ -1,0 +1,443 @@
+"""Policy + token budget + blocks -> StepPlan.  Host only: numpy columns and the policy; no torch, no waiting.
+
+One rule: *computed tokens catch up with known tokens*.  A row whose next token is all that is missing decodes, any
+other computes a chunk of its prompt; decodes come first, the rest of the budget goes to chunks, then to newcomers::
+
+    budget 16 |d d d|p p p p p p|n n n n n n n|      d: one token each, p: a running row's chunk, n: admitted now
+
+A planned step counts as done: ``computed`` and ``known`` move ahead of the device, so the next step can be planned
+before the tokens of this one are seen.  Progress is provable: the oldest running row is never preempted, a request is
+accepted only if it fits alone, and a row that was preempted ``PROTECTED_AFTER`` times comes back with all the blocks
+that it needs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.core import checks
+from minivllm.core.interfaces.plan import StepPlan, no_rows, with_drafts
+from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
+from minivllm.errors import told
+
+from .admission import delta_of, load_of, queue_view, row_of
+from .owners import Parts, candidates, make_way, of_the_largest, parties, who_is_stuck
+from .prompt_scores import prompt_rows
+from .request import RUNNING, WAITING
+from .waiting import WaitingQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from minivllm.core.timing import SeamTimes
+
+    from .cache import KVCache
+    from .request import Seq
+    from .slots import Slots
+    from .speculation import Speculation
+    from .stepwise import Lanes
+
+PROTECTED_AFTER = 8
+MIX = StepShape()
+NO_PROMPT = (no_rows(0, 2), 0)
+
+
+class Planner:
+    """Owns the queue of waiting sequences and decides each step."""
+
+    def __init__(
+        self, slots: Slots, cache: KVCache, policy: SchedulerPolicy, max_tokens: int, seams: SeamTimes
+    ) -> None:  # fmt: skip
+        self.slots, self.cache, self.policy, self.max_tokens, self.seams = slots, cache, policy, max_tokens, seams
+        self.waiting = WaitingQueue()
+        self.step_id = 0
+        self.most_prefill = max_tokens  # prompt tokens of a step; a server has fewer where a step would take too long
+        self.reserved = 0  # slots kept for branches that will fork
+        self.wake_at = 0.0  # clock before which a policy holds newcomers back; 0 = it does not
+        self.preemptions = 0
+        self.fail: Callable[[Seq, str], None]  # set by the engine: ends a sequence with an error
+        self.on_preempt: Callable[[Seq], None] | None = None  # told of each preemption
+        self.speculation: Speculation | None = None  # set by the engine
+        self.departed: dict[int, Seq] = {}  # by serial: sequences that left their slot with steps in flight
+        self.left: list[int] = []  # slots left since the last plan
+        self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
+        self.forgotten: list[int] = []  # sequences ended since the last plan that had been preempted
+        self.chosen: list[tuple[int, int]] = []  # (slot, token) chosen on the host since the last plan
+        self.joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
+        self.forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
+        self.moving: list[Lanes] = []  # whose moves are to be carried out
+        self._ended: list[Seq] = []  # since the last plan, for a policy that wants to know
+        self.shared = False  # requests say whose they are (see ``owners``)
+        self.stuck: Seq | None = None  # of an owner without a row: there was no room for it in the last plan
+        self.way_for = -1  # the last sequence for which a row was freed
+        checks.window(policy)
+        own, base = type(policy), SchedulerPolicy
+        self._shapes, self.divides = own.shape is not base.shape, own.lane is not base.lane
+        self.orders, self._ends = own.order is not base.order or self.divides, own.ended is not base.ended
+
+    def ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        return self.seams.run("scheduler", question, *args)
+
+    # ---- the queue -----------------------------------------------------------------------------------------------
+
+    @property
+    def n_waiting(self) -> int:
+        return self.waiting.n
+
+    def add(self, seq: Seq) -> None:
+        """Queue a sequence (new, or preempted and at rest)."""
+        row, seq.hint = row_of(seq), None
+        view = queue_view([row])
+        key = checks.key(self.ask(self.policy.key, view))
+        lane = checks.lane(self.ask(self.policy.lane, view)) if self.divides else seq.request.party
+        self.shared |= seq.request.party > 0
+        self.waiting.push(seq, key, lane, row)
+        seq.status = WAITING
+
+    def end(self, seq: Seq) -> None:
+        """A sequence ends, wherever it is."""
+        if seq.slot >= 0:
+            self.leave(seq.slot)
+        elif seq.queued:
+            self.waiting.remove(seq)
+        if seq.saved:
+            self.forgotten.append(seq.id)
+        if self._ends:
+            self._ended.append(seq)
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def next(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can run (all rows wait for results, or there is nothing to do)."""
+        s = self.slots
+        self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]  # the others left before any plan
+        if not self.forks:  # a fork that the device has not heard of still reads its parent's row
+            s.free.extend(s.cooling)
+            s.cooling.clear()
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self.ask(self.policy.ended, queue_view([row_of(seq) for seq in ended]))
+        shape = checks.shape(self.ask(self.policy.shape, load_of(self, now), now)) if self._shapes else MIX
+        if self.stuck is not None:
+            make_way(self)
+        self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
+        if self.moving:
+            self._move()
+        self._fork()
+        self.cache.trim(s.running[~s.drafting[s.running]])
+        decode, chunks, used = no_rows(), {}, 0
+        if shape.kind == "mix":
+            decode = self._decode()
+            used = len(decode)
+        cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
+        parts = Parts(min(self.max_tokens - used, cap, self.most_prefill), self._parties() if self.shared else 1)
+        decode = self._prefill(chunks, parts, decode)
+        static = shape.kind == "static"
+        admits = not self.wake_at and not (static and len(s.running))
+        if admits:
+            self._admit(chunks, parts, now, static)
+        if parts.join():
+            decode = self._prefill(chunks, parts, decode)
+            if admits and not static:
+                self._admit(chunks, parts, now)
+        if shape.kind != "mix" and not chunks:
+            decode = self._decode()
+        if not len(decode) and not chunks and s.forking[s.running].any():
+            self._fork()  # a newcomer whose prompt was cached, or is one token long, can fork at once
+            decode = self._decode()
+        return self._finish(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
+
+    def _parties(self) -> int:
+        """How many owners want prompt tokens computed."""
+        run = self.slots.running
+        return parties(self.slots, run[self.need(run) > 1], self.waiting.heads())
+
+    def need(self, run: np.ndarray) -> np.ndarray:
+        """Tokens that each row has to compute; 0 where it has to wait."""
+        s, at = self.slots, run.astype(np.intp)
+        return (s.goal.take(at) - s.computed.take(at)) * (s.ready.take(at) & (s.known.take(at) < s.end.take(at)))
+
+    def _decode(self) -> np.ndarray:
+        """Rows that lack one token, with the blocks for it; preempts where there are none."""
+        s = self.slots
+        rows = s.running[self.need(s.running) == 1][: self.max_tokens]
+        missing = self.cache.missing(rows, s.computed[rows] + 1)
+        while missing.any() and not self.cache.can_take(missing):
+            lacking = rows[missing.any(axis=0)]
+            gone = self._make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
+            keep = (rows != gone) & (s.serial[rows] >= 0)  # lanes go together
+            rows, missing = rows[keep], missing[:, keep]
+        if missing.any():
+            self.cache.grow(rows, missing)
+        return rows
+
+    def _make_room(self, requester: int, need: int) -> int:
+        """Preempt one row for ``need`` blocks.  Returns the slot that leaves the step: the victim, or the requester if
+        it must go back, or (oldest or protected, with nobody left to preempt) only wait."""
+        s, oldest = self.slots, self.slots.id[self.slots.running].min()
+        victim = self.preempt_one_of(s.running, need)
+        if victim is None and s.id[requester] == oldest and len(self.cache.pools) > 1:
+            victim = self.preempt_one_of(s.running, need, True)  # a sliding window's blocks cannot be reserved ahead
+        if victim is not None:
+            return victim
+        if s.id[requester] != oldest and (s.preempted[requester] < PROTECTED_AFTER or s.lane[requester]):
+            self.preempt(requester)
+        return requester
+
+    def preempt_one_of(self, rows: np.ndarray, need: int, protected: bool = False) -> int | None:
+        """Preempt the one of these rows that the policy names, of the owner who has most of them; None if none of them
+        may be.  ``protected``: those too that were preempted often."""
+        s = self.slots
+        rows = rows[s.id[rows] != s.id[s.running].min()]  # lanes have one id
+        if not protected:
+            # One that waits to fork has reserved nothing for its branches yet, nor have lanes: they may be preempted.
+            rows = rows[(s.preempted[rows] < PROTECTED_AFTER) | s.forking[rows] | s.lane[rows]]
+        if not len(rows):
+            return None
+        rows = of_the_largest(s, rows) if self.shared else rows
+        index = self.ask(self.policy.victim, s.view(rows), need)
+        victim = int(rows[checks.whole(index, 0, len(rows) - 1, "victim() gave")])
+        self.preempt(victim)
+        return victim
+
+    def preempt(self, slot: int) -> None:
+        """Send a running row back to the queue: blocks freed, tokens kept (recompute).  It is queued again once its
+        steps in flight have come back (see ``Publisher``)."""
+        seq = self.slots.seq[slot]
+        self.preemptions += 1
+        if seq.request.lanes is not None:
+            seq.request.lanes.disband(self)
+        else:
+            if all(other is not seq for *_, other in (*self.joins, *self.forks)):  # the device knows of this stay
+                self.keeps.append((slot, seq.id))
+                seq.saved = True
+            seq.preempted += 1
+            self.leave(slot)
+            seq.status = WAITING
+        if self.on_preempt is not None:
+            self.on_preempt(seq)
+        if not seq.in_flight:
+            self.requeue(seq)
+
+    def requeue(self, seq: Seq) -> None:
+        """Queue a preempted sequence again; if the policy fails on it, it ends.  Lanes queue up as one."""
+        lanes = seq.request.lanes
+        if lanes is not None:
+            if not lanes.resting:
+                return
+            seq = lanes.seqs[0]
+        try:
+            self.add(seq)
+        except Exception as e:
+            self.fail(seq, f"scheduler {type(self.policy).__name__} failed on it: {told(e)}")
+
+    def leave(self, slot: int) -> None:
+        """A row's stay ends: its blocks are free for steps planned from now on (those in flight run before)."""
+        seq = self.slots.seq[slot]
+        if self.slots.forking[slot]:
+            self.reserved -= len(seq.branches)
+        self.cache.release(slot)
+        self.slots.leave(slot)
+        self.left.append(slot)
+        self.chosen = [c for c in self.chosen if c[0] != slot]  # the row's next owner must not get its token
+        if seq.in_flight:
+            self.departed[seq.serial] = seq
+
+    def _prefill(self, chunks: dict[int, int], parts: Parts, decode: np.ndarray) -> np.ndarray:
+        """Chunks for running rows that lack more than one token, or more of those that they have.  Only the oldest
+        preempts for them; others wait.  Returns the rows that decode yet."""
+        s = self.slots
+        need = self.need(s.running)
+        rows, need = s.running[need > 1], need[need > 1]
+        if not len(rows):
+            return decode
+        oldest = s.id[s.running].min()
+        for slot, want in zip(rows.tolist(), need.tolist(), strict=True):
+            party, have = int(s.party[slot]), chunks.get(slot, 0)
+            more = min(want - have, parts.most(party))
+            if parts.left <= 0:
+                break
+            if s.seq[slot] is None or more <= 0:
+                continue  # preempted for the oldest a moment ago, or others have their part first
+            chunk = self._take(slot, have + more)
+            while not chunk and s.id[slot] == oldest:
+                if self._make_room(slot, 1) == slot:
+                    break
+                decode = decode[s.serial[decode] >= 0]
+                for gone in [c for c in chunks if s.seq[c] is None]:
+                    parts.spend(int(s.party[gone]), -chunks.pop(gone))
+                chunk = self._take(slot, min(want, parts.most(party)))
+            if chunk:
+                chunks[slot] = chunk
+                parts.spend(party, chunk - have)
+        return decode
+
+    def _room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
+        """How much of a chunk fits into the row's blocks and those that are there and not ``promised``: (tokens, blocks
+        to take for them)."""
+        s = self.slots
+        have, done = min(s.blocks[:, slot].tolist()), int(s.computed[slot])
+        chunk = max(0, min(chunk, (have + self.cache.available - promised) * s.block - done))
+        return chunk, max(0, self.cache.blocks_for(done + chunk) - have)
+
+    def _take(self, slot: int, chunk: int) -> int:
+        """Take blocks for as much of a chunk as there is room for; returns the tokens that fit."""
+        chunk, _ = self._room(slot, chunk)
+        row = np.array([slot], np.int32)
+        self.cache.grow(row, self.cache.missing(row, self.slots.computed[row] + chunk))
+        return chunk
+
+    # ---- newcomers -----------------------------------------------------------------------------------------------
+
+    def _admit(self, chunks: dict[int, int], parts: Parts, now: float, static: bool = False) -> None:
+        """Newcomers with their first chunks.  A ``static`` batch enters at once, whether its tokens fit or not.  Blocks
+        for the chunks are promised to each and taken for all together."""
+        s, new, promised, refused = self.slots, {}, 0, None
+        for seq in self._newcomers(now, None if static else parts):
+            if parts.left <= 0 and not static:
+                break
+            if not self._enter(seq, promised):
+                refused = seq
+                break  # nobody overtakes the first that has no room
+            seq.request.scheduled = seq.request.scheduled or now
+            party = seq.request.party
+            want = min(int(s.goal[seq.slot] - s.computed[seq.slot]), parts.most(party))
+            if want > 0:
+                new[seq.slot], blocks = self._room(seq.slot, want, promised)
+                promised += blocks
+                parts.spend(party, new[seq.slot])
+        if new:
+            rows = np.fromiter(new, np.int32, len(new))
+            upto = s.computed[rows] + np.fromiter(new.values(), np.int32, len(new))
+            self.cache.grow(rows, self.cache.missing(rows, upto))
+            chunks |= new
+        if self.shared and self.n_waiting and self.stuck is None:
+            self.stuck = who_is_stuck(self, refused)
+
+    def _newcomers(self, now: float, parts: Parts | None) -> Iterator[Seq]:
+        """Who is to enter next, while there is a slot; the policy is asked again once all that it named are in."""
+        s, entered = self.slots, True
+        while entered and self.n_waiting and len(s.free) > self.reserved and self.cache.available:
+            entered = False
+            for seq in candidates(self, now, parts):
+                yield seq
+                entered = True
+
+    def _enter(self, seq: Seq, promised: int) -> bool:
+        """Give a waiting sequence a slot and its prefix hit if all that it knows has room beside what is ``promised``;
+        False leaves it waiting."""
+        s = self.slots
+        lanes = seq.request.lanes
+        if len(s.free) - self.reserved < (1 + len(seq.branches) if lanes is None else lanes.width):
+            return False
+        most = seq.known if lanes is None or len(lanes.live) == 1 else lanes.common() + 1
+        most = most if seq.request.prompt_topk < 0 else 1  # a cached prefix has no log-probabilities
+        hit = self.cache.lookup(seq, most)
+        protected = seq.preempted >= PROTECTED_AFTER and lanes is None
+        upto = seq.request.end if protected else seq.known
+        spare = promised + (0 if protected or not len(s.running) else 1 + len(s.running) // 8)
+        if not self.cache.has_room(hit, upto, spare):
+            return False
+        self.waiting.remove(seq, served=True)
+        slot = s.enter(seq)
+        self.joins.append((slot, seq))
+        seq.status = RUNNING
+        cached = self.cache.adopt(slot, hit, most)
+        if not seq.preempted:
+            seq.request.cached_tokens = cached
+        if protected:
+            self.cache.reserve(slot, upto)
+        if seq.branches:
+            self.reserved += len(seq.branches)
+            s.forking[slot], s.goal[slot] = True, s.prompt[slot] - 1
+        if lanes is not None:
+            lanes.enter(self)
+        return True
+
+    def _room_for(self, slot: int, copies: int) -> bool:
+        """Whether there are ``copies`` blocks for a fork of this row; the oldest preempts others for them."""
+        need = np.full((len(self.cache.pools), 1), copies)
+        while not self.cache.can_take(need):
+            if self.slots.id[slot] != self.slots.id[self.slots.running].min() or self._make_room(slot, 1) == slot:
+                return False
+        return True
+
+    def _move(self) -> None:
+        """Carry out what stepwise strategies have decided, as far as there are blocks for it."""
+        for lanes in list(self.moving):
+            if lanes.moves is not None and (
+                lanes.carry_out(self) or (self._room_for(lanes.seqs[0].slot, lanes.width - 1) and lanes.carry_out(self))
+            ):
+                self.moving.remove(lanes)
+
+    def _fork(self) -> None:
+        """Parents whose prompt is computed but for its last token get their branches, which share its blocks."""
+        s = self.slots
+        for slot in s.running[s.forking[s.running]].tolist():
+            seq = s.seq[slot]
+            if seq is None:
+                continue  # preempted a moment ago to make room for another's branches
+            at = int(s.computed[slot])
+            if at < s.goal[slot] or s.flying[slot]:
+                continue  # what the branches share must be there, not merely planned
+            lanes = seq.request.lanes
+            n = len(seq.branches) if lanes is None else len(lanes.live) - 1
+            if not self._room_for(slot, n * (at % s.block > 0)):
+                continue
+            if lanes is not None:
+                lanes.wake(self, slot, at)
+            self.reserved -= len(seq.branches)
+            for branch in seq.branches:
+                child = s.enter(branch)
+                branch.status = RUNNING
+                self.cache.fork(slot, child, at)
+                self.forks.append((slot, child, branch))
+            seq.branches = []
+            s.forking[slot], s.goal[slot] = False, s.known[slot]
+
+    # ---- the plan ------------------------------------------------------------------------------------------------
+
+    def _finish(self, decode: np.ndarray, chunks: dict[int, int], budget: int) -> StepPlan | None:
+        """The step of these rows; drafts get what is left of the budget."""
+        s, ahead = self.slots, self.speculation is not None and self.speculation.on(len(decode))
+        n = self.speculation.drafts(s, self.cache, decode, budget) if ahead else no_rows()
+        decode, n, draft = with_drafts(decode, n) if n.any() else (decode, no_rows(), no_rows())
+        slots, q_len = decode, np.ones(len(decode), np.int32)
+        if chunks:
+            slots = np.concatenate([decode, np.fromiter(chunks, np.int32, len(chunks))])
+            q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
+        if not len(slots):
+            return None
+        if chunks or len(draft):  # rows of one token, rows with drafts, chunks
+            key = 2 * (q_len > 1)
+            key[: len(n)] += n > 0
+            order = np.argsort(key, kind="stable")
+            draft = np.append(draft, np.zeros(len(slots) - len(draft), np.int32))[order] if len(draft) else draft
+            slots, q_len = slots[order], q_len[order]
+        delta, at = delta_of(self), slots.astype(np.intp)  # numpy is twice as fast with the integers of the machine
+        computed = s.computed.take(at) + (draft if len(draft) else 0)
+        s.computed[at] = after = computed + q_len  # of a row with drafts the last one counts
+        s.flying[at] += 1
+        draws = after == s.known.take(at)
+        if len(draft):
+            draws |= draft > 0
+        samples = np.flatnonzero(draws)
+        drawn = at[samples]
+        late, host = s.late.take(drawn), s.host.take(drawn)
+        s.known[drawn] = s.goal[drawn] = s.known.take(drawn) + ~host
+        s.ready[drawn] = ~(host | s.speculates.take(drawn)) if ahead else ~host  # a late row's mask comes in time
+        if len(draft):
+            mine = at[draft > 0]
+            s.known[mine] = s.goal[mine] = after[draft > 0] + 1  # at most: see Publisher._take_back
+            s.drafting[mine] = True
+        chosen = np.flatnonzero(host).astype(np.int32)
+        lane = s.lane[drawn[chosen]]
+        prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else NO_PROMPT
+        self.step_id += 1
+        return StepPlan(
+            id=self.step_id, slots=slots, q_len=q_len, computed=computed, samples=samples.astype(np.int32),
+            topk=int(s.topk.take(drawn).max(initial=-1)), late=np.flatnonzero(late & ~host).astype(np.int32),
+            host=chosen[~lane], held=chosen[lane], prompt=prompt, prompt_topk=most, draft=draft, delta=delta,
+        )  # fmt: skip

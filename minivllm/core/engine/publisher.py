@@ -1,0 +1,308 @@
+"""StepResult -> sequences: tokens into the columns, ends, streams, prefix publication.  Vectorised over the rows;
+Python runs only for rows that ended, that somebody watches (a server does so in columns), or whose block has filled.
+
+A result may come for a row that has left its slot meanwhile (finished, aborted, preempted): the serial of its stay,
+noted when the step was planned, no longer matches the slot's, and the sequence is found in ``planner.departed``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.core import checks
+from minivllm.core.foreign import call_foreign
+from minivllm.core.interfaces.plan import ENDED, EOS, FAILED, LENGTH, NAN, STOP_ID, StepPlan, StepResult, group_rows
+from minivllm.errors import told
+
+from .prompt_scores import keep_prompt
+from .request import FINISHED, WAITING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .cache import KVCache
+    from .planner import Planner
+    from .request import Seq
+    from .slots import Slots
+    from .speculation import Speculation
+    from .stepwise import Lanes
+
+SETTLE = 32  # tokens after which a row's log-probabilities are settled at the latest
+
+
+@dataclass
+class Flight:
+    """A step in flight: its plan, and whose rows they were."""
+
+    plan: StepPlan
+    serial: np.ndarray  # i64 [R]
+    after: np.ndarray  # i32 [R] tokens with KV once the step has run
+    begun: float = 0.0  # when it was submitted, seconds of the engine's clock
+
+    @classmethod
+    def of(cls, plan: StepPlan, slots: Slots) -> Flight:
+        """Of a step that was planned a moment ago: its rows still are whom it was planned for."""
+        return cls(plan, slots.serial[plan.slots], plan.computed + plan.q_len)
+
+
+class Publisher:
+    """``finish(seq, reason, stop_reason, error)`` is the engine's: it ends a sequence wherever it is."""
+
+    def __init__(self, slots: Slots, cache: KVCache, planner: Planner, finish: Callable[..., None]) -> None:
+        self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
+        self.tokens = self.overshoot = 0
+        self.speculation: Speculation | None = None  # set by the engine
+        self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; the engine sets it
+        # set by who asked for it with ``Request.stream``: (stream i64 [n], sample i32 [n], token i32 [n])
+        self.tell: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+        self.branch: Callable[[Lanes], None]  # set by the engine: the lanes have all that their strategy asks for
+
+    def publish(self, flight: Flight, result: StepResult) -> None:
+        s, plan = self.slots, flight.plan
+        live = s.serial[plan.slots] == flight.serial
+        s.flying[plan.slots[live]] -= 1
+        step_error = result.failure
+        if step_error is not None:
+            self._fail_step(flight, live, step_error)
+            return
+        pick, slots = plan.samples, plan.slots[plan.samples]
+        at = flight.after[pick]
+        ok = live[pick] & (result.count > 0)
+        mine, pos = slots[ok], at[ok]
+        s.tokens[mine, pos] = result.tokens[ok]
+        now = self.now()
+        s.tpot_due[mine] = now + s.tpot[mine]
+        for slot in mine[pos == s.prompt[mine]].tolist():
+            r = s.seq[slot].request
+            r.first_token = r.first_token or now
+        s.collected[mine] = pos + 1
+        s.ready[mine] = True
+        self.tokens += int(ok.sum())
+        if len(plan.prompt):
+            keep_prompt(s, plan, live, result.prompt)
+        if self.speculation is not None:
+            self._speculated(flight, live, result, now)
+        self._publish_blocks(flight, live, result)
+        if not live.all():
+            self._departed(flight, result, live)
+        if result.logprobs is not None:
+            for j in np.flatnonzero(ok & s.scored[slots]).tolist():
+                seq = s.seq[slots[j]]
+                seq.later(result.logprobs, j)
+                if (int(at[j]) + seq.slot) % SETTLE == 0:  # some rows in each step: all at their end take long
+                    seq.settle()
+        ended = (result.flags & ENDED) != 0
+        busy = live[pick] & (ended | (s.watch[slots] & ok))
+        if len(plan.draft):  # a row is told of all its tokens at once, with what the last of them says
+            follows = np.append(plan.draft[pick][1:] > 0, False)
+            busy &= ~(follows & np.append((result.count | (ended * 1))[1:] > 0, False))
+        if busy.any():
+            column = busy & ~ended & (s.stream[slots] > 0) & (at > s.prompt[slots]) & (s.told[slots] == at)
+            if column.any():
+                mine = slots[column]
+                s.told[mine] += 1
+                self.tell(s.stream[mine], s.sample[mine], result.tokens[column])
+            for j in np.flatnonzero(busy & ~column).tolist():
+                seq = s.seq[slots[j]]
+                if seq is not None and seq.serial == flight.serial[pick[j]]:
+                    self._deliver(seq, result, j)
+        if len(plan.host):
+            self._choose(flight, result, live)
+        if len(plan.held):
+            self._hold(flight, result)
+
+    # ---- rows with drafts ----------------------------------------------------------------------------------------
+
+    def _speculated(self, flight: Flight, live: np.ndarray, result: StepResult, now: float) -> None:
+        """Count what became of the drafts, and take back what was planned for those that were rejected."""
+        plan, spec = flight.plan, self.speculation
+        decodes = int((plan.q_len == 1).sum())
+        if not len(plan.draft):
+            spec.time(decodes, False, int(result.count.sum()), flight.begun, now, decodes == len(plan.slots))
+            return
+        first, heads = group_rows(plan.draft)
+        given = np.zeros(len(plan.slots), np.int32)
+        given[plan.samples] = result.count
+        got = np.bincount(first, given, len(first)).astype(np.int32)
+        spec.collect(plan, result, heads, got[heads])
+        rows, pure = int((plan.draft == 0).sum()), bool((plan.q_len == 1).all())
+        spec.time(rows, True, int(result.count.sum()), flight.begun, now, pure)
+        for head, drafts in zip(heads.tolist(), result.drafted.tolist(), strict=False):
+            seq = self.slots.seq[plan.slots[head]] if live[head] else None
+            if seq is not None:
+                seq.request.drafted += drafts
+                seq.request.accepted += min(max(int(got[head]) - 1, 0), drafts)
+        self._take_back(flight, heads[live[heads]], first, got)
+
+    def _take_back(self, flight: Flight, heads: np.ndarray, first: np.ndarray, got: np.ndarray) -> None:
+        """``known`` and ``computed`` were upper bounds; what is behind an accepted token was written and is not read.
+        The blocks stay with the row, which fills them next."""
+        s, plan = self.slots, flight.plan
+        slots = plan.slots[heads]
+        s.known[slots] = s.goal[slots] = s.collected[slots] = plan.computed[heads] + 1 + got[heads]
+        s.computed[slots] = s.known[slots] - 1
+        s.ready[slots], s.drafting[slots] = True, False
+        among = np.isin(first, heads)
+        flight.after[among] = np.minimum(flight.after, (plan.computed + got)[first])[among]
+
+    # ---- one row -------------------------------------------------------------------------------------------------
+
+    def _deliver(self, seq: Seq, result: StepResult, j: int) -> None:
+        """Hand a live row's new tokens to its sink and end it if it has ended."""
+        flags = int(result.flags[j])
+        if flags & (FAILED | NAN):
+            error = next((e for e in result.errors if j in e.rows), None)
+            message = "nothing can be drawn: the model gave NaN, or processors left no token"
+            if error is not None:
+                message = f"{error.plugin}: {error.message}"
+            elif seq.masked:
+                message += ", or its mask and its processors allow no token in common"
+            self.finish(seq, "error", error=message)
+            return
+        self.send(seq, reason_of(flags, int(result.tokens[j])) if flags & ENDED else None)
+
+    def send(self, seq: Seq, ended: tuple[str, int | None] | None) -> None:
+        """New tokens of a sequence to its sink; ends it if it has ended or its text now holds a stop string."""
+        if (stopped := self.flush(seq, ended)) is not None:
+            ended = "stop", stopped
+        if ended is not None and seq.status != FINISHED:
+            self.finish(seq, *ended)
+
+    def flush(self, seq: Seq, ended: tuple[str, int | None] | None = None) -> str | None:
+        """Tokens that the sink has not had yet; the stop string that they complete.  A sink that raises ends its own
+        sequence."""
+        seq.settle()
+        s, slot, prompt = self.slots, seq.slot, len(seq.request.prompt)
+        if slot >= 0:
+            ids = s.tokens[slot, s.told[slot] : s.collected[slot]].tolist()
+            s.told[slot] += len(ids)
+            seq.published = int(s.told[slot]) - prompt
+        else:
+            ids = seq.tokens[prompt + seq.published : seq.known].tolist()
+            seq.published += len(ids)
+        if seq.request.sink is None or (not ids and ended is None):
+            return None
+        try:
+            return call_foreign(seq.request.sink, seq, ids, ended)
+        except Exception as e:
+            seq.request.sink = None
+            self.finish(seq, "error", error=f"what receives its tokens failed: {told(e)}")
+            return None
+
+    def _publish_blocks(self, flight: Flight, live: np.ndarray, result: StepResult) -> None:
+        """Blocks that this step has filled become findable, but not those of rows that went wrong in it."""
+        if not self.cache.prefix:
+            return
+        s, slots = self.slots, flight.plan.slots
+        full = live & (flight.after // s.block > s.published[slots])
+        wrong = flight.plan.samples[(result.flags & (NAN | FAILED)) != 0]
+        full[np.isin(slots, slots[wrong]) if len(wrong) else wrong] = False
+        if full.any():
+            mine = slots[full]
+            done = np.minimum(flight.after[full], s.collected[mine])
+            self.cache.publish(list(zip(mine.tolist(), done.tolist(), strict=True)))
+
+    # ---- rows that have left -------------------------------------------------------------------------------------
+
+    def _departed(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
+        """Results for stays that ended: a preempted sequence keeps its token, all others drop theirs."""
+        plan = flight.plan
+        drawn: dict[int, list[int]] = {}
+        for j, r in enumerate(plan.samples.tolist()):
+            drawn.setdefault(int(flight.serial[r]), []).append(j)
+        for r in np.flatnonzero(~live & ((plan.draft == 0) if len(plan.draft) else True)).tolist():
+            serial = int(flight.serial[r])
+            seq = self.planner.departed.get(serial)
+            mine = drawn.get(serial, [])
+            if mine and (seq is None or seq.status == FINISHED):
+                self.overshoot += 1
+            if seq is None:
+                continue
+            seq.in_flight -= 1
+            for j in mine:
+                if seq.status == WAITING and result.count[j]:
+                    seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
+                    seq.known += 1
+                    self.tokens += 1
+                    if result.logprobs is not None and seq.request.topk >= 0:  # asked for, or a strategy ranks by them
+                        seq.later(result.logprobs, j)
+                    self._deliver(seq, result, j)
+            if not seq.in_flight:
+                del self.planner.departed[serial]
+                if seq.status == WAITING:
+                    self.planner.requeue(seq)
+
+    def _fail_step(self, flight: Flight, live: np.ndarray, error) -> None:
+        """No row of the step has a result: all its sequences end with the error (blocks unpublished); if the device's
+        columns are in doubt, so do all that run."""
+        named = f"{error.plugin}: {error.message}" if error.plugin else error.message
+        for r in np.flatnonzero(flight.plan.draft == 0) if len(flight.plan.draft) else range(len(flight.serial)):
+            serial = int(flight.serial[r])
+            seq = self.slots.seq[flight.plan.slots[r]] if live[r] else self.planner.departed.get(serial)
+            if seq is not None and not live[r]:
+                seq.in_flight -= 1
+                if not seq.in_flight:
+                    del self.planner.departed[serial]
+            if seq is not None and seq.status != FINISHED:
+                self.finish(seq, "error", error=f"the step failed: {named}")
+        if error.scope == "device":
+            for slot in self.slots.running.tolist():
+                self.finish(self.slots.seq[slot], "error", error=f"the device failed: {named}")
+
+    # ---- rows whose token is chosen on the host ------------------------------------------------------------------
+
+    def _hold(self, flight: Flight, result: StepResult) -> None:
+        """Candidates of stepwise rows to their lanes."""
+        for j in flight.plan.held.tolist():
+            r = int(flight.plan.samples[j])
+            slot = int(flight.plan.slots[r])
+            if self.slots.serial[slot] != flight.serial[r]:
+                continue  # it has left, or failed a moment ago
+            seq = self.slots.seq[slot]
+            seq.request.first_token = seq.request.first_token or self.now()
+            if seq.request.lanes.take(seq.sample, result.logprobs, j):
+                self.branch(seq.request.lanes)
+
+    def _choose(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
+        s, plan = self.slots, flight.plan
+        for h, j in enumerate(plan.host.tolist()):
+            r = int(plan.samples[j])
+            if not live[r] or int(result.flags[j]) & ENDED:
+                continue
+            slot = int(plan.slots[r])
+            seq, n = s.seq[slot], int(s.known[slot])
+            try:
+                token = call_foreign(_chosen, seq, result.logits[h], s.tokens[slot, :n].tolist())
+            except Exception as e:  # the user's code: it ends its own request and nothing else
+                what = "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"
+                self.finish(seq, "error", error=f"{what}: {told(e)}")
+                continue
+            s.tokens[slot, n] = token
+            s.known[slot] = s.goal[slot] = s.collected[slot] = n + 1
+            s.ready[slot] = True
+            self.tokens += 1
+            self.planner.chosen.append((slot, token))
+            seq.request.first_token = seq.request.first_token or self.now()
+            flags = stop_flags(seq, token, n + 1)
+            self.send(seq, reason_of(flags, token) if flags else None)
+
+
+def _chosen(seq: Seq, logits: np.ndarray, ids: list[int]) -> int:
+    return checks.chosen_token(seq.choose(logits, ids), len(logits))
+
+
+def stop_flags(seq: Seq, token: int, known: int) -> int:
+    """The device's stop rule for one sequence on the host: ``token`` is the last of ``known``."""
+    r = seq.request
+    flags = 0
+    if known - 1 >= len(r.prompt) + r.params.min_tokens and token in r.stop_ids:
+        flags = EOS if token in r.eos_ids and not r.params.ignore_eos else STOP_ID
+    return flags | (LENGTH if known >= r.end else 0)
+
+
+def reason_of(flags: int, token: int) -> tuple[str, int | None]:
+    return ("stop", None if flags & EOS else token) if flags & (EOS | STOP_ID) else ("length", None)

@@ -1,0 +1,114 @@
+"""Per-sequence columns on the host: a running sequence keeps one row for its life.
+
+    slot        0     1     2     3   ...  S-1
+    seq         A     -     B     C         -        list of Seq or None
+    known       17    .     230   64        .        tokens known, or promised by steps in flight
+    computed    16    .     128   63        .        tokens whose KV is written, or will be by steps in flight
+    collected   15    .     200   64        .        tokens whose ids the host has seen
+
+A decode step touches these arrays with a handful of numpy operations, however many sequences there are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .admission import LazyView
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.scheduler import QueueView
+
+    from .request import Seq
+
+
+class Slots:
+    """S rows.  Invariants: a row in ``running`` has a Seq; ``computed <= known <= end``; ``collected <= known``;
+    blocks of a row are ``table[g, slot, :blocks[g, slot]]`` (null where trimmed), zero beyond."""
+
+    def __init__(self, size: int, max_len: int, groups: int, block: int) -> None:
+        self.size, self.block = size, block
+        self.seq: list[Seq | None] = [None] * size
+        self.free = list(range(size - 1, -1, -1))
+        self.cooling: list[int] = []  # left since the last plan: a delta must not name a row's old and new owner
+        self.running = np.empty(0, np.int32)  # slots in order of admission
+        self.next_serial = 0
+        self.serial = np.full(size, -1, np.int64)  # stamp of the present stay
+        self.id, self.stream = np.zeros((2, size), np.int64)
+        # Columns of one type are rows of one table, so that ``enter`` sets them all at once.
+        self._times = np.full((4, size), np.inf)
+        self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times  # tpot: seconds a token may take
+        self._ints = np.zeros((16, size), np.int32)
+        self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
+        self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
+        self.goal = self._ints[9]  # known length to compute up to: ``known``, or prompt - 1 while branches wait to fork
+        self.flying = self._ints[10]  # steps in flight that hold the row
+        self.topk = self._ints[11]
+        self.prompt_topk = self._ints[12]  # -1, or its prompt's log-probabilities are still wanted
+        self.party = self._ints[15]  # number of the request's owner, see ``owners``
+        self.told, self.sample = self._ints[13:15]  # told: tokens handed to the text side, the prompt's among them
+        self._flags = np.zeros((9, size), bool)
+        self.forking = self._flags[0]
+        self.ready = self._flags[1]  # False: sits out until its last token was collected (host rows)
+        self.late, self.host = self._flags[2:4]
+        self.lane = self._flags[4]  # of a stepwise strategy: held after each step (see ``stepwise``)
+        self.speculates = self._flags[5]  # its steps may bring drafts
+        self.drafting = self._flags[6]  # a step with drafts is in flight: known and computed are upper bounds
+        self.watch = self._flags[7]  # somebody wants each token as it comes
+        self.scored = self._flags[8]  # it wants log-probabilities
+        self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
+        self.asking = 0  # rows with such
+        self.published = np.zeros(size, np.int32)  # blocks handed to the prefix index
+        self.blocks = np.zeros((groups, size), np.int32)
+        self.trimmed = np.zeros((groups, size), np.int32)  # leading blocks given back (sliding window)
+        self.table = np.zeros((groups, size, -(-max_len // block) + 1), np.int32)
+        self.tokens = np.zeros((size, max_len + 1), np.int32)
+
+    def enter(self, seq: Seq) -> int:
+        """Give a sequence a row; all columns are set from it."""
+        slot = self.free.pop()
+        r, p = seq.request, seq.request.params
+        seq.slot, seq.serial = slot, self.next_serial
+        self.next_serial += 1
+        self.seq[slot], self.serial[slot], self.id[slot], self.stream[slot] = seq, seq.serial, seq.id, r.stream
+        n, at, lane = seq.known, r.arrival, r.lanes is not None
+        host, late = seq.choose is not None or lane, p.allowed_tokens_fn is not None or r.grammar is not None
+        due = np.inf if p.ttft_ms is None else at + p.ttft_ms / 1e3
+        self._times[:, slot] = at, due, np.inf, np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
+        self._ints[:, slot] = (
+            len(r.prompt), n, 0, n, r.end, p.priority, r.tenant, seq.preempted, r.expected, n, 0, r.topk, r.prompt_topk,
+            len(r.prompt) + seq.published, seq.sample, r.party,
+        )  # fmt: skip
+        self._flags[:, slot] = (
+            False, True, late, host, lane, r.speculates and not host, False, bool(r.watch) or host, r.topk >= 0
+        )  # fmt: skip
+        self.tokens[slot, :n] = seq.tokens[:n]
+        self.asking += r.prompt_topk >= 0
+        self.published[slot] = 0
+        self.blocks[:, slot], self.trimmed[:, slot] = 0, 0
+        self.running = np.concatenate((self.running, np.array((slot,), np.int32)))
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """Take the row back; the caller has released its blocks.  The tokens that the host has seen go to the Seq."""
+        seq = self.seq[slot]
+        self.asking -= int(self.prompt_topk[slot] >= 0)
+        n = int(self.collected[slot])
+        seq.tokens, seq.known, seq.slot, seq.in_flight = self.tokens[slot, :n].copy(), n, -1, int(self.flying[slot])
+        seq.published = int(self.told[slot] - self.prompt[slot])
+        self.seq[slot], self.serial[slot] = None, -1
+        self.table[:, slot, : int(self.blocks[:, slot].max(initial=0))] = 0
+        self.blocks[:, slot] = 0
+        self.running = self.running[self.running != slot]
+        self.cooling.append(slot)
+
+    def view(self, slots: np.ndarray) -> QueueView:
+        """What a policy sees of these rows."""
+
+        made = {
+            "cached": lambda: np.zeros(len(slots), np.int32), "predicted_out": lambda: self.expected[slots],
+            "max_out": lambda: self.end[slots] - self.prompt[slots],
+            "blocks": lambda: self.blocks[:, slots].sum(axis=0),
+        }  # fmt: skip
+        return LazyView(len(slots), lambda name: made[name]() if name in made else getattr(self, name)[slots])

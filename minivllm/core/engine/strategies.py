@@ -1,0 +1,67 @@
+"""What a decoding strategy is asked by the engine: the branches of a new request, and the answer of one that ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from minivllm.core import checks
+from minivllm.core.foreign import call_foreign
+from minivllm.core.interfaces.strategy import BranchEnd
+from minivllm.errors import RequestError, told
+
+from .request import NAMES
+from .stepwise import Lanes
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
+
+    from .request import Request, Seq
+
+
+def own_names(strategies: Sequence[tuple[str, DecodingStrategy]]) -> set[str]:
+    """Names in ``SamplingParams.extra`` that some strategy reads."""
+    return set().union(*(made.reads for _, made in strategies)) - NAMES
+
+
+def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Request) -> list[Branch]:
+    """Ask the first of the strategies that takes the request.  RequestError if none does, or it fails."""
+    made, p = None, request.params
+    asked = p.branching() | (set(p.extra) & own_names(strategies))
+    try:
+        able = [made for _, made in strategies if asked <= made.reads]
+        made = next((made for made in able if call_foreign(made.takes, p)), None)
+        if made is not None:
+            request.strategy = made
+            if made.mode == "stepwise":
+                request.lanes = Lanes(request, call_foreign(made.search, p, request.end - len(request.prompt)))
+            request.topk = checks.whole(call_foreign(made.topk, p), -1, 2**31 - 1, "topk() gave")
+            return call_foreign(lambda: checks.branches(made.start(p), p.width, made.mode == "stepwise"))
+    except RequestError:
+        raise
+    except Exception as e:
+        what = "a strategy" if made is None else type(made).__name__
+        raise RequestError(f"{what} failed on this request: {told(e)}") from e
+    there, field = ", ".join(name for name, _ in strategies), min(asked, default="n")
+    what = f"{field}={p.extra[field] if field in p.extra else getattr(p, field)}"
+    raise RequestError(f"{what}: none of the strategies in the config ({there}) takes it", field)
+
+
+def answer(request: Request) -> list[Seq]:
+    """The sequences of the answer, best first.  If the strategy fails they end with its error, in their own order."""
+    if request.lanes is not None:
+        return request.sequences[: request.lanes.given]
+    ends = [
+        BranchEnd(s.sample, s.known - len(request.prompt), s.cumulative_logprob, s.finish_reason or "")
+        for s in request.sequences
+    ]
+    by_sample = {s.sample: s for s in request.sequences}
+    try:
+        result, p = request.strategy.result, request.params
+        order = call_foreign(lambda: checks.answer(result(p, ends), by_sample, p.n))
+        return [by_sample[i] for i in order]
+    except Exception as e:
+        for seq in request.sequences:
+            error = f"strategy {type(request.strategy).__name__}: {told(e)}"
+            seq.finish_reason, seq.stop_reason, seq.error = "error", None, seq.error or error
+        return request.sequences[: request.params.n]

@@ -1,0 +1,265 @@
+"""Wiring -> a worker: model, back end, processors and KV cache on one device.  Runs in the process that computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from minivllm.core.interfaces.attention import AttentionContext, AttnMeta, GraphKey
+from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.sampling import Sampler, SamplingContext
+from minivllm.errors import ConfigError, ModelError, ResourceError
+from minivllm.layers.parts import Parts
+from minivllm.loading import shapes
+from minivllm.loading.hf_config import open_checkpoint
+from minivllm.loading.weights import build_model, checkpoint_headers, load_weights, weight_bytes
+from minivllm.registry import build_part
+
+from .capture import ALONE, synchronize
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.attention import AttentionBackend
+    from minivllm.core.interfaces.executor import Part, Wiring
+    from minivllm.core.interfaces.sampling import Processor
+
+CPU_CACHE_SHARE = 0.25  # of the memory that is free; pages are only taken when they are written
+CPU_CACHE_LIMIT = 8 << 30
+
+
+@dataclass
+class Worker:
+    """What a runner runs."""
+
+    device: torch.device
+    model: Any
+    backend: AttentionBackend
+    processors: list[tuple[str, Processor]]
+    groups: list[list[int]]
+    vocab_size: int
+    hidden_size: int
+    weight_bytes: int
+    caches: list[list[Mapping[str, torch.Tensor]]] = field(default_factory=list)  # [group][layer of it]
+    num_blocks: list[int] = field(default_factory=list)
+    block_bytes: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    draft: Draft | None = None  # a drafter's model
+
+
+@dataclass
+class Draft:
+    """A drafter's model, whose layers keep their KV in the blocks of the leading group."""
+
+    model: Any
+    backend: AttentionBackend
+    parts: Parts
+
+
+def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
+    """(name, instance) in order, the sampler last.  The engine's host side and the worker each make their own."""
+    ctx = SamplingContext(
+        vocab_size, wiring.max_model_len, wiring.eos_ids, wiring.batch_invariant, fused(wiring)
+    )  # fmt: skip
+    made = [(p.name, build_part("processor", p, ctx)) for p in wiring.processors]
+    part = wiring.parts["sampler"]
+    sampler = build_part("sampler", part, ctx)
+    if wiring.logprobs_mode == "processed_logprobs" and type(sampler).drawn_from is Sampler.drawn_from:
+        what = f"logprobs_mode='processed_logprobs': the sampler {part.name} does not say what it draws from"
+        raise ConfigError(f"{what} (drawn_from); want 'raw_logprobs', or another sampler")
+    return [*made, (part.name, sampler)]
+
+
+def has_kernels(wiring: Wiring) -> bool:
+    """Whether Triton's kernels can run there."""
+    return wiring.device.startswith("cuda") and importlib.util.find_spec("triton") is not None
+
+
+def fused(wiring: Wiring) -> bool:
+    """Whether the kernels run that join layers, or the operations of a sampler."""
+    return wiring.fuse and has_kernels(wiring)
+
+
+def build_worker(wiring: Wiring) -> Worker:
+    """Load the model and take the memory."""
+    device = torch.device(wiring.device)
+    cfg = open_checkpoint(wiring.model_dir).hf_config()
+    fmt = build_part("kvformat", wiring.parts["kvformat"])
+    model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.groups)
+    groups = [list(g) for g in wiring.groups]
+    worker = Worker(
+        device, model, parts.backend, make_processors(wiring, cfg.vocab_size), groups, cfg.vocab_size, cfg.hidden_size,
+        weight_bytes(parts), notes=notes,
+    )  # fmt: skip
+    if (draft := wiring.draft_model) is not None:
+        own = open_checkpoint(draft.model_dir).hf_config()
+        layers = build_part("model", draft.parts["model"]).attention(own)
+        made, its, notes = _load(wiring, draft.model_dir, draft.parts, own, fmt, (tuple(range(len(layers))),))
+        worker.draft = Draft(made, its.backend, its)
+        worker.notes += [f"the draft model: {note}" for note in notes]
+        worker.weight_bytes += weight_bytes(its)
+    _take_cache(worker, wiring, parts, fmt)
+    return worker
+
+
+def _load(
+    wiring: Wiring, folder: str, chosen: Mapping[str, Part], cfg: Any, fmt: Any, groups: Sequence[Sequence[int]]
+) -> tuple[Any, Parts, list[str]]:
+    """A model with its weights, an attention back end of its own, and what the user should know of the weights."""
+    rows = min(wiring.max_num_seqs * (1 + wiring.drafts), max(wiring.max_num_batched_tokens, wiring.max_num_seqs))
+    ctx = AttentionContext(
+        wiring.device, wiring.dtype, fmt, wiring.block, rows, wiring.max_model_len, wiring.batch_invariant,
+        fused(wiring),
+    )  # fmt: skip
+    backend = build_part("attention", wiring.parts["attention"], ctx)
+    quantizer = build_part("quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None))
+    arch = build_part("model", chosen["model"])
+    parts = Parts(
+        wiring.device, wiring.dtype, quantizer, backend, groups=groups or None, fuse=fused(wiring),
+        batch_invariant=wiring.batch_invariant,
+    )  # fmt: skip
+    headers = {} if wiring.load_format == "dummy" else checkpoint_headers(Path(folder))
+    quantized = chosen["quantizer"].name != "minivllm/none"
+    shapes.check(folder, arch, cfg, parts, headers, quantized, _free_memory(parts.device))
+    with torch.inference_mode():
+        try:
+            model = build_model(arch, cfg, parts)
+        except torch.OutOfMemoryError as e:
+            raise ResourceError(f"no memory for the model's weights: {str(e).splitlines()[0]}") from e
+        except (RuntimeError, TypeError) as e:  # sizes that no tensor can have
+            raise ModelError(f"{folder}/config.json: the model cannot be built: {str(e).splitlines()[0]}") from e
+        quantizer.finish()
+        notes = load_weights(folder, arch, cfg, parts, wiring.load_format, wiring.seed)
+    return model, parts, notes
+
+
+def _take_cache(worker: Worker, wiring: Wiring, parts: Parts, fmt: Any) -> None:
+    layouts = [worker.backend.layout(layer.spec, fmt, wiring.block) for layer in parts.layers]
+    worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
+    if worker.draft is not None:
+        mine = worker.draft.parts.layers
+        layouts += [worker.draft.backend.layout(layer.spec, fmt, wiring.block) for layer in mine]
+        worker.block_bytes[0] += sum(layout.bytes for layout in layouts[-len(mine) :])
+    windows = [parts.layers[group[0]].spec.window for group in worker.groups]
+    if wiring.num_blocks > 0:
+        blocks = [wiring.num_blocks + 1] * len(worker.groups)
+    else:
+        blocks = _fit(worker, wiring, _budget(worker, wiring, parts, layouts), windows)
+    try:
+        _allocate(worker, parts, layouts, blocks)
+    except (RuntimeError, MemoryError) as e:
+        need = sum(n * b for n, b in zip(blocks, worker.block_bytes, strict=True)) / 2**30
+        raise ResourceError(
+            f"no memory for a KV cache of {need:.1f} GiB: lower num_kvcache_blocks or gpu_memory_utilization"
+        ) from e
+
+
+def _allocate(worker: Worker, parts: Parts, layouts: list, blocks: list[int]) -> None:
+    """Zeroed, so that a slot which nobody has written holds no NaN."""
+    drafts = [] if worker.draft is None else worker.draft.parts.layers
+    layers, n_layers = [*parts.layers, *drafts], len(parts.layers)
+    groups = [[*group, *(range(n_layers, len(layers)) if g == 0 else ())] for g, group in enumerate(worker.groups)]
+    for group, n in zip(groups, blocks, strict=True):
+        for i in group:
+            layers[i].cache = {
+                name: _zeros((n, *t.shape), getattr(torch, t.dtype), worker.device)
+                for name, t in layouts[i].tensors.items()
+            }
+    worker.num_blocks = blocks
+    worker.caches = [[layers[i].cache for i in group] for group in groups]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the pages are taken when they are first written (numpy's calloc), not now."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).reshape(shape)
+
+
+def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None]) -> list[int]:
+    """Blocks per group for ``budget`` bytes: a window's group never needs more than its rows can see; the others share
+    what is left, and nobody gets more than all rows at full length could fill."""
+    block = wiring.block
+    per_row = -(-wiring.max_model_len // block) + 1
+    most = wiring.max_num_seqs * per_row + 1
+    want = []
+    for g, window in enumerate(windows):
+        seen = per_row if g == 0 or window is None else min(per_row, -(-window // block) + 2)
+        chunk = 0 if g == 0 or window is None else -(-wiring.max_num_batched_tokens // block)
+        want.append(min(most, wiring.max_num_seqs * seen + chunk + 1))
+    share = min(1.0, budget / max(1, sum(n * b for n, b in zip(want, worker.block_bytes, strict=True))))
+    blocks = [int(n * share) for n in want]
+    if min(blocks) < 3:
+        raise ResourceError(
+            f"no room for a KV cache: {budget / 2**20:.0f} MiB are left for it, a block takes "
+            f"{sum(worker.block_bytes)} bytes; "
+            "raise gpu_memory_utilization, lower max_num_batched_tokens, or set num_kvcache_blocks"
+        )
+    tokens = (blocks[0] - 1) * block
+    if tokens < wiring.max_model_len:
+        worker.notes.append(f"the KV cache holds {tokens} tokens, less than max_model_len={wiring.max_model_len}")
+    return blocks
+
+
+def _budget(worker: Worker, wiring: Wiring, parts: Parts, layouts: list) -> int:
+    """Bytes for the KV cache."""
+    if worker.device.type == "cpu":
+        return min(int(CPU_CACHE_SHARE * _free_ram()), CPU_CACHE_LIMIT)
+    _allocate(worker, parts, layouts, [1] * len(worker.groups))
+    with ALONE:  # what another engine's capture takes meanwhile would count as this one's
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _trial_step(worker, wiring)
+        activations = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+    return int(free - (1 - wiring.memory_utilization) * total - 1.2 * activations - (256 << 20))
+
+
+def _trial_step(worker: Worker, wiring: Wiring) -> None:
+    """The largest step, on the null block: what it allocates beside weights and cache must stay free."""
+    t = min(wiring.max_num_batched_tokens, wiring.max_num_seqs * wiring.max_model_len)
+    rows = max(1, min(wiring.max_num_seqs, -(-t // wiring.max_model_len)))
+    q_len = np.full(rows, t // rows, np.int32)
+    t = int(q_len.sum())
+    device, g = worker.device, len(worker.groups)
+    long = lambda a: torch.from_numpy(np.asarray(a, np.int64)).to(device)  # noqa: E731
+    position = long(np.arange(t) % (t // rows))
+    table = torch.zeros((g, rows, -(-wiring.max_model_len // wiring.block) + 1), dtype=torch.int32, device=device)
+    meta = AttnMeta(
+        slots=long(np.arange(rows)), cu_q=long(np.arange(rows + 1) * (t // rows)).int(), q_len=long(q_len).int(),
+        kv_len=long(q_len).int().expand(g, rows), position=position, row=long(np.arange(t) // (t // rows)), table=table,
+        slot_map=torch.zeros((g, t), dtype=torch.int64, device=device), block=wiring.block, decode_rows=0,
+        host_q_len=q_len, host_kv_len=np.broadcast_to(q_len, (g, rows)),
+    )  # fmt: skip
+    with torch.inference_mode():
+        worker.backend.plan(meta, GraphKey())
+        hidden = worker.model(StepTensors(torch.zeros(t, dtype=torch.int64, device=device), position, meta))
+        n = min(wiring.max_num_seqs, t)
+        logits = worker.model.logits(hidden[:n]).float()
+        del hidden
+        torch.softmax(logits, dim=-1).sort(dim=-1)  # what a sampler may need
+        synchronize()
+
+
+def _free_memory(device: str) -> int:
+    """Bytes that weights may take on the device."""
+    if device == "cpu":
+        return _free_ram()
+    with ALONE:  # beside a capture it would give nothing back
+        torch.cuda.empty_cache()  # what an engine before this one gave back to torch
+    return torch.cuda.mem_get_info()[0]
+
+
+def _free_ram() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            return int(next(line for line in file if line.startswith("MemAvailable")).split()[1]) * 1024
+    except (OSError, StopIteration):
+        return 4 << 30

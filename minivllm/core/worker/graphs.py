@@ -1,0 +1,426 @@
+"""Captured steps: a decode step, or a mixed one, is two replays and next to no work per row on the host.
+
+    host:    slots (if they changed), or a packed row table ──►                                 packed ──► pinned memory
+    device:  FORWARD[kind, rows, tokens]   begin ─ embed ─ layers ─ norm ──► hidden of each row      ▲
+             SAMPLE[rows, what is asked]   head ─ processors ─ draw ─ commit ────────────────────────┘
+
+A *decode* step (one token a row) reads token, length and block table of each slot from the device's own columns, and
+``commit`` writes them, so step N + 1 can be launched before the host has seen the tokens of step N.  A *mixed* step
+(some rows bring several tokens) gets its rows and positions from the host in one copy.  Rows and tokens are filled up
+to the next captured size with the *spare slot*, the last one of the columns: it belongs to nobody, counts as ended, and
+what it computes is not kept (its cache slot is in the null block).
+
+The masks of late rows are copied, beside the layers, to where SAMPLE finds them (``kernels.mask``).
+
+What cannot be captured (a processor that is not graph safe, a token that the host chooses, a model that waits)
+runs as separate launches instead; ``notes`` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from minivllm.core.engine.request import SamplingParams
+from minivllm.core.foreign import as_exception
+from minivllm.core.interfaces.attention import AttnMeta, GraphKey
+from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.sampling import Draw, Processor, Rows
+from minivllm.kernels import step
+from minivllm.kernels.mask import Masks
+from minivllm.kernels.mask import apply as apply_masks
+from minivllm.kernels.peaks import best_of_tiles
+
+from . import sampling
+from .capture import Recorder
+from .state import staged
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.plan import LateInputs, StepPlan
+
+    from .runner import Runner
+
+log = logging.getLogger(__name__)
+SHORT = 8192  # contexts up to here share their captures; longer ones are cut differently by the attention back end
+MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
+MEASURED_FROM = 128  # rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
+CAPTURES = 160  # mixed steps and sampling variants that are kept
+SIGHTS = (
+    4  # of a mixed step until it is captured, which takes as long as several uncaptured ones: a burst has many kinds
+)
+
+
+def row_sizes(most: int) -> list[int]:
+    """Captured batch sizes up to ``most``: close together where a filled-up row costs the most, relatively."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 64)]
+    return sorted({n for n in steps if n < most} | {min(most, 1024)})
+
+
+def coarse_sizes(most: int) -> list[int]:
+    """Rows of captured mixed steps: few, because a filled-up row costs little there."""
+    return sorted({n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most} | {min(most, 1024)})
+
+
+def token_size(tokens: int) -> int:
+    """Tokens of a captured mixed step: from 256 on at most a quarter is filled up, from 1,024 on an eighth."""
+    unit = 64 if tokens <= 512 else 128
+    return -(-tokens // unit) * unit
+
+
+def useful_sizes(ms: dict[int, float]) -> list[int]:
+    """The sizes that no larger one beats: the library's products have sizes that take a third longer than the next."""
+    keep: list[int] = []
+    for size in sorted(ms, reverse=True):
+        if not keep or ms[size] <= min(ms[k] for k in keep):
+            keep.insert(0, size)
+    return keep
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    """Milliseconds of a replay: the least of three."""
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found = []
+    for _ in range(3):
+        begun.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        found.append(begun.elapsed_time(ended))
+    return min(found)
+
+
+def first_line(e: Exception) -> str:
+    return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
+
+
+@dataclass
+class Buffers:
+    """What the captures of B rows share."""
+
+    slots: torch.Tensor  # i64 [B] of the rows that draw; the others are the spare slot
+    hidden: torch.Tensor  # [B, H] FORWARD's result
+    out: torch.Tensor  # i32 [3, B] tokens, counts, flags: SAMPLE's result
+    held: np.ndarray  # what ``slots`` holds, on the host
+
+
+@dataclass
+class Captured:
+    graph: Any
+    result: Any = None
+    rows: torch.Tensor | None = None  # i64, the packed row table of a mixed step (see ``_pack``)
+    keep: Any = None  # tensors of the graph that were made outside of it: it knows their addresses only
+
+
+@dataclass
+class Graphs:
+    """The captures of one runner.  All share one memory pool: they run one after another."""
+
+    runner: Runner
+    mixed: bool  # the attention back end can be captured in mixed steps
+    buffers: dict[int, Buffers] = field(default_factory=dict)
+    forwards: dict[GraphKey, Captured] = field(default_factory=dict)
+    samples: dict[tuple, Captured | None] = field(default_factory=dict)
+    sights: dict[GraphKey, int] = field(default_factory=dict)  # of mixed steps that are not captured
+    notes: list[str] = field(default_factory=list)
+    masks: Masks | None = None  # of late rows, from the first step that has some
+    refused: set[GraphKey] = field(default_factory=set)  # captures that failed: such steps run uncaptured
+
+    def __post_init__(self) -> None:
+        self.spare = self.runner.wiring.max_num_seqs
+        self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
+        self.recorder = Recorder()
+
+    # ---- which capture -------------------------------------------------------------------------------------------
+
+    def key(self, plan: StepPlan) -> GraphKey | None:
+        """The capture that a step can run in, or None."""
+        rows, tokens = len(plan.slots), int(plan.q_len.sum())
+        if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
+            return None
+        most = int((plan.computed + plan.q_len).max())
+        span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
+        if tokens == rows and len(plan.samples) == rows and not len(plan.draft):  # drafts have places of their own
+            size = self.sizes[int(np.searchsorted(self.sizes, rows))]
+            return self._unless_refused(GraphKey("decode", size, size, span))
+        if not self.mixed or tokens > MOST_TOKENS:
+            return None
+        size = self.coarse[int(np.searchsorted(self.coarse, rows))]
+        key = GraphKey("mixed", size, max(token_size(tokens), size), span)
+        if key not in self.forwards:
+            self.sights[key] = self.sights.get(key, 0) + 1
+            if self.sights[key] < SIGHTS or len(self.forwards) >= CAPTURES:
+                return None
+        return self._unless_refused(key)
+
+    def _unless_refused(self, key: GraphKey) -> GraphKey | None:
+        return None if key in self.refused else key
+
+    def asked(self, plan: StepPlan) -> tuple | None:
+        """What the rows of a step ask of processors and sampler; None if that cannot be captured."""
+        if not len(plan.samples) or len(plan.held) or len(plan.draft):
+            return None
+        slots = plan.slots[plan.samples]
+        state = self.runner.state
+        variants = []
+        for i, held in enumerate(state.processors):
+            on = held.active[slots]
+            active = bool(on.any()) or i == len(state.processors) - 1
+            if active and not self.runner.graph_safe[i]:
+                return None
+            variants.append(int(np.bitwise_or.reduce(held.variant[slots])) if active else -1)
+        return (*variants, bool(state.wants_min[slots].any()), plan.topk, len(plan.late) > 0)
+
+    # ---- run -----------------------------------------------------------------------------------------------------
+
+    def forward(self, key: GraphKey, plan: StepPlan) -> torch.Tensor | None:
+        """Hidden states [R, H] of the rows; captures the step first if this is the first of its kind.  None if it
+        cannot be captured."""
+        if key not in self.forwards and not self._try_forward(key):
+            return None
+        captured = self.forwards[key]
+        if key.kind == "mixed":
+            r, table = self.runner, self._pack(key, plan)
+            captured.rows.copy_(staged(table, r.device), non_blocking=True)
+            slots = np.full(len(plan.slots), self.spare)
+            slots[plan.samples] = plan.slots[plan.samples]
+            b = self._take(key.rows, slots)
+        else:
+            b = self._take(key.rows, plan.slots)
+        captured.graph.replay()
+        return b.hidden[: len(plan.slots)]
+
+    def sample(
+        self, key: GraphKey, asked: tuple, plan: StepPlan | None = None, late: LateInputs | None = None
+    ) -> tuple[torch.Tensor, Any] | None:
+        """(i32 [3, B] tokens, counts and flags of the rows; their log-probabilities or None).  None if what is asked
+        cannot be captured.  ``late`` with its ``plan``: the masks of late rows."""
+        if plan is not None and late is not None:
+            self.late_masks().put(plan.samples[plan.late], late.mask)
+        at = (key.rows, asked)
+        if at not in self.samples:
+            if len(self.samples) >= CAPTURES:
+                self._note(f"{CAPTURES} kinds of draws are captured: others run as separate launches")
+                return None
+            self.samples[at] = self._capture_sample(key.rows, asked)
+        captured = self.samples[at]
+        if captured is None:
+            return None
+        captured.graph.replay()
+        if late is not None and self.masks is not None:
+            self.masks.read_now()
+        return self.buffers[key.rows].out, captured.result
+
+    def late_masks(self) -> Masks:
+        if self.masks is None:
+            self.masks = Masks(self.sizes[-1], self.runner.worker.vocab_size, self.runner.device)
+        return self.masks
+
+    def warm(self) -> None:
+        """Capture the decode steps of every size, largest first: the smaller ones find their memory in the pool."""
+        none = (-1,) * (len(self.runner.processors) - 1)
+        bound = [self.runner.sampler.bind(SamplingParams(temperature=t), 1) for t in (0.0, 1.0)]
+        variants = sorted({row.variant for row in bound if row is not None})
+        for size in sorted({*self.sizes, *self.coarse}, reverse=True):
+            if size in self.sizes:
+                self._capture_forward(GraphKey("decode", size, size, SHORT))
+            for variant in variants:
+                self.sample(GraphKey("decode", size), (*none, variant, False, -1, False))
+        keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= MEASURED_FROM}
+        # kernels of other steps are compiled now, not in the middle of the first burst
+        if self.mixed:
+            self._try_forward(GraphKey("mixed", self.coarse[0], max(token_size(1), self.coarse[0]), SHORT))
+        if self.runner.graph_safe[-1]:
+            for variant in variants:
+                self._draw_once(variant)
+        useful = useful_sizes({size: replay_ms(self.forwards[key].graph) for size, key in keys.items()})
+        for size in set(keys) - set(useful):
+            self.sizes.remove(size)
+            del self.forwards[keys[size]]
+
+    def _draw_once(self, variant: int) -> None:
+        """A draw of the spare row over float32 logits, which is what steps that are not captured have."""
+        r = self.runner
+        slots = torch.full((1,), self.spare, dtype=torch.int64, device=r.device)
+        rows = r.rows_of(slots, torch.zeros_like(slots), 1)
+        rows.variant = variant
+        logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
+        try:
+            r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
+        except BaseException as e:  # a plug-in's: requests will tell
+            self._note(f"the sampler was not tried before the first request: {first_line(as_exception(e))}")
+
+    def _take(self, size: int, slots: np.ndarray) -> Buffers:
+        """The buffers of a size, holding these slots."""
+        b = self._buffers(size)
+        if not np.array_equal(b.held[: len(slots)], slots) or (b.held[len(slots) :] != self.spare).any():
+            b.held[: len(slots)], b.held[len(slots) :] = slots, self.spare
+            b.slots.copy_(torch.from_numpy(b.held.copy()), non_blocking=True)
+        return b
+
+    def _pack(self, key: GraphKey, plan: StepPlan) -> np.ndarray:
+        """The row table of a mixed step, i64: slots B | cu_q B + 1 | q_len B | kv_len B | last token B | row T |
+        position T.  What fills up rows is the spare slot; tokens from cu_q[B] on go to the null block."""
+        size, room = key.rows, key.tokens
+        r, q_len = len(plan.slots), plan.q_len.astype(np.int64)
+        cu = np.cumsum(q_len)
+        t = int(cu[-1])
+        out = np.zeros(5 * size + 1 + 2 * room, np.int64)
+        slots, cu_q, q, kv, last, row, position = np.split(
+            out, np.cumsum([size, size + 1, size, size, size, room])
+        )  # fmt: skip
+        slots[:r], slots[r:] = plan.slots, self.spare
+        cu_q[1 : r + 1], cu_q[r + 1 :] = cu, t
+        q[:r], kv[:r], last[:r] = q_len, plan.computed + q_len, cu - 1
+        row[:t] = np.repeat(np.arange(r), q_len)
+        position[:t] = np.arange(t) - np.repeat(cu - q_len - plan.computed, q_len)
+        return out
+
+    # ---- capture -------------------------------------------------------------------------------------------------
+
+    def _buffers(self, size: int) -> Buffers:
+        if size not in self.buffers:
+            r = self.runner
+            slots = torch.full((size,), self.spare, dtype=torch.int64, device=r.device)
+            hidden = torch.zeros(size, r.worker.hidden_size, dtype=getattr(torch, r.wiring.dtype), device=r.device)
+            out = torch.zeros(3, size, dtype=torch.int32, device=r.device)
+            self.buffers[size] = Buffers(slots, hidden, out, np.full(size, self.spare))
+        return self.buffers[size]
+
+    def _try_forward(self, key: GraphKey) -> bool:
+        """Capture a step; False, and said once, if that fails."""
+        try:
+            self._capture_forward(key)
+        except BaseException as e:  # a model or back end that cannot be captured, or no memory left for it
+            self.refused.add(key)
+            self._note(f"a step is not captured, it runs as separate launches: {first_line(as_exception(e))}")
+            return False
+        return True
+
+    def _capture_forward(self, key: GraphKey) -> None:
+        b = self._buffers(key.rows)
+        b.held[:] = self.spare
+        b.slots.fill_(self.spare)
+        self.forwards[key] = self._decode(key, b) if key.kind == "decode" else self._mixed(key, b)
+
+    def _decode(self, key: GraphKey, b: Buffers) -> Captured:
+        r, size, groups = self.runner, key.rows, len(self.runner.worker.groups)
+        make = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=r.device)  # noqa: E731
+        ids = make(size)
+        meta = AttnMeta(
+            slots=b.slots, cu_q=torch.arange(size + 1, dtype=torch.int32, device=r.device),
+            q_len=make(size, dtype=torch.int32) + 1, kv_len=make(groups, size, dtype=torch.int32), position=make(size),
+            row=torch.arange(size, device=r.device), table=r.state.table, slot_map=make(groups, size),
+            block=r.wiring.block, decode_rows=size, host_q_len=np.ones(size, np.int32),
+            host_kv_len=np.full((groups, size), key.span, np.int32),
+        )  # fmt: skip
+
+        def run() -> None:
+            step.begin(b.slots, r.state, ids, meta.position, meta.kv_len, meta.slot_map)
+            r.backend.plan(meta, key)
+            b.hidden.copy_(r.model(StepTensors(ids, meta.position, meta)))
+
+        captured = self._capture(run)
+        captured.keep = (ids, meta)
+        return captured
+
+    def _mixed(self, key: GraphKey, b: Buffers) -> Captured:
+        r, size, room = self.runner, key.rows, key.tokens
+        groups, state = len(r.worker.groups), r.state
+        table = torch.zeros(5 * size + 1 + 2 * room, dtype=torch.int64, device=r.device)
+        table[:size] = self.spare
+        slots, cu_q, q_len, kv_len, last, row, position = table.split([size, size + 1, size, size, size, room, room])
+
+        def run() -> None:
+            slot_of = slots[row]
+            ids = state.tokens[slot_of, position].long()
+            slot_map = state.table[:, slot_of, position // r.wiring.block].long() * r.wiring.block
+            nobody = state.stopped[slot_of] | (torch.arange(room, device=r.device) >= cu_q[-1])
+            slot_map = (slot_map + position % r.wiring.block).masked_fill(nobody, 0)
+            meta = AttnMeta(
+                slots=slots, cu_q=cu_q.int(), q_len=q_len.int(), kv_len=kv_len.int().expand(groups, size).contiguous(),
+                position=position, row=row, table=state.table, slot_map=slot_map, block=r.wiring.block,
+                decode_rows=size, host_q_len=np.full(size, room, np.int32),
+                host_kv_len=np.full((groups, size), key.span, np.int32),
+            )  # fmt: skip
+            r.backend.plan(meta, key)
+            hidden = r.model(StepTensors(ids, position, meta, last if r.picks else None))
+            if r.picks:
+                b.hidden.copy_(hidden)
+            else:
+                torch.index_select(hidden, 0, last, out=b.hidden)
+
+        captured = self._capture(run)
+        captured.rows = table
+        return captured
+
+    def _capture_sample(self, size: int, asked: tuple) -> Captured | None:
+        b, r = self._buffers(size), self.runner
+        held = b.slots.clone()
+        b.slots.fill_(self.spare)
+        try:
+            return self._capture(lambda: run_sample(r, b, asked, self.masks))
+        except BaseException as e:  # a plug-in that cannot be captured runs uncaptured
+            self._note(f"sampling is not captured, it runs as separate launches: {first_line(as_exception(e))}")
+            return None
+        finally:
+            b.slots.copy_(held)
+
+    def _note(self, text: str) -> None:
+        """Say it once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            log.warning(text)
+
+    def _capture(self, run: Callable[[], Any]) -> Captured:
+        """Record it on rows of the spare slot."""
+        return Captured(*self.recorder.capture(run))
+
+
+def run_sample(
+    r: Runner, b: Buffers, asked: Sequence[Any], masks: Masks | None = None
+) -> tuple[torch.Tensor, ...] | None:
+    """SAMPLE on the rows of ``b``: what ``Runner._sample`` does, without a look at the host.  Processors run on all
+    rows if any row bound them: a graph-safe one does nothing where its columns hold their fill."""
+    state = r.state
+    *variants, wants_min, topk, late = asked
+    logits = r.model.logits(b.hidden)
+    active = [i for i, v in enumerate(variants[:-1]) if v >= 0]
+    x = logits
+    if active or wants_min or not r.sampler.any_dtype:
+        x = logits.float()
+    if topk >= 0 and x is logits and (active or wants_min or late or not r.sampler.keeps_logits):
+        x = logits.clone()  # the log-probabilities are those of the model's own logits
+    after, prompt, seed, sample = step.gather(b.slots, (state.known, state.prompt, state.seed, state.sample))
+    rows = Rows(b.slots, after, prompt, seed, sample, 0, state.tokens, state.tokens.shape[1] - 1)
+    if wants_min:
+        sampling.suppress_stops(x, after, state.min_end[b.slots], state.stop_ids[b.slots])
+    for i in active:
+        rows.variant = variants[i]
+        r.processors[i].apply(x, rows, state.processors[i].columns)
+    if late and masks is not None:
+        apply_masks(x, masks.index[: len(b.slots)], masks.mask)
+    peaks = None if r.sampler.keeps_logits else best_of_tiles(x)
+    scored = logits
+    if topk >= 0 and r.processed:
+        rows.variant = variants[-1]
+        scored = r.sampler.drawn_from(x, rows, state.processors[-1].columns)
+        if scored.shape != x.shape:
+            raise ValueError(f"drawn_from gave {list(scored.shape)}; want {list(x.shape)}")
+    drawn = Draw(torch.empty(len(b.slots), dtype=torch.int64, device=x.device))
+    rows.variant = variants[-1]
+    r.sampler.draw(x, rows, state.processors[-1].columns, drawn)
+    drawn.check(logits)
+    if peaks is None:
+        peaks = drawn.peaks if drawn.peaks is not None else best_of_tiles(x)
+    step.commit(b.slots, drawn.tokens, peaks, state, b.out, logits.shape[1])
+    for i, processor in enumerate(r.processors):
+        if variants[i] >= 0 and type(processor).commit is not Processor.commit:
+            processor.commit(drawn.tokens[:, None], b.out[1], rows, state.processors[i].columns)
+    if topk < 0:
+        return None
+    return sampling.logprobs_of(scored, drawn.tokens, topk, fuse=True, batch_invariant=r.wiring.batch_invariant)

@@ -1,0 +1,82 @@
+"""The draft model of a drafter: a second model on the block tables of the first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from minivllm.core.interfaces.attention import GraphKey
+from minivllm.core.interfaces.drafter import Ask, DraftModel
+from minivllm.core.interfaces.plan import StepPlan, group_rows
+
+from . import sampling
+
+if TYPE_CHECKING:
+    from .runner import Runner
+
+
+class OwnModel(DraftModel):
+    """The draft model on the target's block tables.  Invariant: of the row in slot s the KV of the first ``read[s]``
+    tokens is there, and of up to ``extra[s]`` more if the last step's drafts were accepted."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.worker = runner, runner.worker.draft
+        size = runner.wiring.max_num_seqs + 1
+        self.read, self.extra = np.zeros(size, np.int64), np.zeros(size, np.int64)
+
+    def note(self, plan: StepPlan) -> None:
+        """Who came and went with a step, and who takes part without drafts."""
+        if plan.delta.join is not None:
+            self.read[plan.delta.join.slot] = self.extra[plan.delta.join.slot] = 0
+        for source, to, _ in plan.delta.fork.tolist():
+            self.read[to], self.extra[to] = self.read[source], 0
+        self.extra[_lone(plan) if len(plan.draft) else plan.slots] = 0
+        table = plan.delta.table[plan.delta.table[:, 0] == 0]
+        if len(table):  # a block that took another's place (a twin in the prefix cache) may not hold what was read
+            slots, start = table[:, 1], table[:, 2].astype(np.int64) * self.runner.wiring.block
+            before = self.read.copy()
+            np.minimum.at(self.read, slots, start)
+            self.extra[self.read < before] = 0
+
+    def logits(self, ask: Ask, j: int) -> torch.Tensor:
+        if j:
+            return self._run(ask.slots, np.ones(len(ask.slots), np.int32), ask.known + j - 1)
+        done = self.read[ask.slots] + np.clip(ask.known - 1 - self.read[ask.slots], 0, self.extra[ask.slots])
+        most = max(1, self.runner.wiring.max_num_batched_tokens // len(ask.slots))
+        while (far := np.flatnonzero(ask.known - done > most)).size:
+            q_len = np.full(len(far), most, np.int32)
+            self._run(ask.slots[far], q_len, done[far])
+            done[far] += most
+        self.read[ask.slots], self.extra[ask.slots] = ask.known, max(ask.k - 1, 0)
+        return self._run(ask.slots, (ask.known - done).astype(np.int32), done)
+
+    def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
+        """Read ``q_len`` tokens of each row behind ``computed``; logits [N, V] behind the last of each."""
+        order = np.argsort(q_len > 1, kind="stable")
+        rows = [slots[order], q_len[order], computed[order].astype(np.int32)]
+        meta, step = self.runner._step(StepPlan(0, *rows, np.arange(len(slots), dtype=np.int32)))
+        self.worker.backend.plan(meta, GraphKey())
+        hidden = self.worker.model(step)
+        if len(hidden) > len(slots):
+            back = np.argsort(order)
+            hidden = hidden[self.runner.state.to((np.cumsum(rows[1]) - 1)[back])]
+        return self.worker.model.logits(hidden).float()
+
+    def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:
+        state = self.runner.state
+        slots, position = ask.rows.slots, ask.rows.position + j
+        rows = self.runner.rows_of(slots, position, int(ask.known.max()) + j)
+        if state.wants_min[ask.slots].any():
+            sampling.suppress_stops(logits, position, state.min_end[slots], state.stop_ids[slots])
+        tokens = self.runner.draw_quietly(logits, rows, ask.slots.astype(np.int64))
+        at = position.clamp(max=state.tokens.shape[1] - 1)
+        state.tokens[slots, at] = tokens.int()
+        return tokens
+
+
+def _lone(plan: StepPlan) -> np.ndarray:
+    """Slots of the rows that bring no drafts."""
+    first, heads = group_rows(plan.draft)
+    return plan.slots[np.setdiff1d(first, heads)]
