@@ -15,7 +15,8 @@ import time
 import numpy as np
 from plan_step import VOCAB, engine
 
-from minivllm.core.engine.request import Request, SamplingParams
+from minivllm.core.engine.request import Request
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.hooks import Hooks, hookimpl
 from minivllm.hooks.bridge import EngineHooks
 from minivllm.hooks.manager import HookManager

@@ -25,8 +25,9 @@ import time
 import numpy as np
 
 from minivllm.core.engine.engine import Engine
-from minivllm.core.engine.request import Request, SamplingParams
+from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LENGTH, StepResult
 from minivllm.core.interfaces.sampling import Row
 from minivllm.plugins.evictor.lru import Lru

@@ -18,7 +18,7 @@ from plan_step import VOCAB, engine
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.engine.request import Request
-from minivllm.core.engine.request import SamplingParams as Params
+from minivllm.core.interfaces.params import SamplingParams as Params
 from minivllm.core.timing import SeamTimes
 from minivllm.registry import Catalog, build_part
 from minivllm.spec import Request as Asked

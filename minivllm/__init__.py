@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from minivllm.llm import LLM
     from minivllm.text.outputs import RequestOutput
 
-    from .core.engine.request import SamplingParams
+    from .core.interfaces.params import SamplingParams
     from .core.interfaces.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"  # the same as in pyproject.toml; a test compares them
@@ -38,7 +38,7 @@ _LAZY = {
     "EngineConfig": "minivllm.config",
     "LLM": "minivllm.llm",
     "RequestOutput": "minivllm.text.outputs",
-    "SamplingParams": "minivllm.core.engine.request",
+    "SamplingParams": "minivllm.core.interfaces.params",
     "StructuredOutputsParams": "minivllm.core.interfaces.structured",
     "explain": "minivllm.explanation",
 }

@@ -24,7 +24,7 @@ from minivllm.errors import EngineDeadError, MinivllmError, told
 from minivllm.hardware import prepare_environment
 from minivllm.llm import load, render_chat
 
-from .core.engine.request import SamplingParams
+from .core.interfaces.params import SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.frontend import StreamOutput

@@ -16,7 +16,8 @@ from minivllm.errors import RequestError, shown, told
 from minivllm.plain import flaw
 from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText, StopProbe
 
-from .core.engine.request import Request, SamplingParams
+from .core.engine.request import Request
+from .core.interfaces.params import SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded

@@ -18,7 +18,7 @@ from minivllm.core.foreign import refuse_within
 from minivllm.errors import ConfigError, RequestError
 from minivllm.hardware import prepare_environment
 
-from .core.engine.request import SamplingParams
+from .core.interfaces.params import SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.frontend import StreamOutput

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_IDS
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
 from minivllm.core.worker import graphs, sampling

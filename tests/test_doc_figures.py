@@ -12,7 +12,7 @@ import pytest
 
 from minivllm import errors
 from minivllm.cli import main, make_parser
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError
 from minivllm.registry import Catalog
 from minivllm.replay.synthetic import Synthetic

@@ -23,7 +23,7 @@ from doc_runner import blocks as doc_blocks
 from minivllm.cli import main
 from minivllm.config import SEAMS, EngineConfig, load_config
 from minivllm.config.server import ServerConfig
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.hooks.contract import WRAPPERS, HookContracts
 from minivllm.hooks.manager import NAMES
 from minivllm.registry import Catalog

@@ -162,7 +162,7 @@ def test_an_authors_file_of_four_lines_runs_under_plain_pytest(tmp_path, plugin,
 
 
 RANKED = """
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.testing import StrategyConformance
 
 class TestRanked(StrategyConformance):

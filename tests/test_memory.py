@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from minivllm import memory
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.memory import GROWN, LOOK, SETTLE, HeapTrimmer, find_trim, resident_bytes
 from minivllm.server import state, tokens
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from minivllm.core.engine.request import SamplingParams
 from minivllm.core.engine.scores import Scores
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError
 from minivllm.text.outputs import (
     CompletionOutput,

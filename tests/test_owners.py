@@ -10,7 +10,8 @@ import pytest
 from policy_helpers import POLICIES, policy
 
 from minivllm.core.engine.owners import Parts, in_turn
-from minivllm.core.engine.request import RUNNING, Request, SamplingParams
+from minivllm.core.engine.request import RUNNING, Request
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.plugins.scheduler.fair import Fair
 from minivllm.testing.sim import answer, at_rest, outputs, run, sim_engine
 

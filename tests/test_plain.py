@@ -14,7 +14,7 @@ from minivllm.cli import main
 from minivllm.cli.commands import heard
 from minivllm.config import EngineConfig, load_config
 from minivllm.config.server import ServerConfig
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, shown
 from minivllm.files import parse_json
 

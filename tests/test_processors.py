@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import minivllm
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import SamplingContext
 from minivllm.errors import RequestError
 from minivllm.frontend import with_token_ids

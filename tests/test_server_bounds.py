@@ -183,7 +183,7 @@ def test_faults_of_a_model_cost_a_few_searches_however_many_they_are(searches, m
 
 @pytest.mark.parametrize("where", ["structured_outputs", "vllm_xargs"])
 def test_one_unknown_name_in_a_table_is_told_not_ten_thousand(searches, where):
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
     from minivllm.errors import RequestError
 
     names = {f"jsom{i}": 1 for i in range(10_000)}

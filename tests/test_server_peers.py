@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 
 from http_helpers import served
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server import peers
 from minivllm.server.errors import ApiError
 from minivllm.server.protocol.chat import ChatBody

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.strategy import BranchEnd
 from minivllm.errors import RequestError
 from minivllm.plugins.strategy.parallel import Parallel

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_detokenize import TOKENIZERS, ids_of, spell
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.offsets import Placed, Places
 from minivllm.server.scored import Row
 from minivllm.text.outputs import SequenceText

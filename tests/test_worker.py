@@ -60,7 +60,8 @@ def serve(text, prompt, report):
 def generate(runner, prompt):
     import numpy as np
     from minivllm.core.engine.engine import Engine
-    from minivllm.core.engine.request import Request, SamplingParams
+    from minivllm.core.engine.request import Request
+    from minivllm.core.interfaces.params import SamplingParams
     from minivllm.plugins.evictor.lru import Lru
     from minivllm.plugins.executor.local import Local
     from minivllm.plugins.scheduler.fcfs import Fcfs

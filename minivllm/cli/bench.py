@@ -89,7 +89,8 @@ def _prompts(llm: Any, batch: int, length: int, seed: int) -> list[str]:
 
     import numpy as np
 
-    from minivllm.core.engine.request import Request, SamplingParams
+    from minivllm.core.engine.request import Request
+    from minivllm.core.interfaces.params import SamplingParams
 
     rng = np.random.default_rng(seed)
     params = SamplingParams(max_tokens=llm.engine.wiring.max_model_len - length, ignore_eos=True, seed=seed)

@@ -109,7 +109,7 @@ def write_stream(pieces: Iterable[Any], engine: Any = None) -> str:
 
 
 def generate(args: argparse.Namespace) -> int:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
     loaded = with_flags(args, load(args))
     params = SamplingParams.make(**loaded.sampling)
@@ -147,7 +147,7 @@ def heard(read: Callable[[int], str]) -> str:
 
 def chat(args: argparse.Namespace) -> int:
     """A conversation, one line a message; piped input is answered line by line."""
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
     loaded = with_flags(args, load(args))
     params = SamplingParams.make(**loaded.sampling)
@@ -210,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
 
 def workload(loaded: Loaded, record: Any, path: str) -> tuple[Loaded, list[tuple[list[Any], Any]]]:
     """The configuration with all prompts in it, and (prompts, sampling parameters) for each call of the engine."""
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
     run = loaded.run
     prompts = [*run.prompts, *(read_prompts(run.prompts_file) if run.prompts_file else [])]

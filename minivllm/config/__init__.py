@@ -308,7 +308,7 @@ def _checked(model: Any, values: Mapping[str, Any], origins: Mapping[str, str], 
 
 
 def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
     values, bias = dict(values), values.get("logit_bias")
     try:

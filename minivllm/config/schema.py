@@ -188,7 +188,7 @@ def _sampling() -> Schema:
     """The sampling parameters that a file can hold: all but functions."""
     from pydantic import TypeAdapter
 
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
     hints, properties = typing.get_type_hints(SamplingParams), {}
     for field in dataclasses.fields(SamplingParams):

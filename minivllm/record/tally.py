@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
     from minivllm.frontend import Tracked
 
 MOST_DIGESTS = 10_000  # requests whose digests are kept one by one, so that a diff can say which of them differ

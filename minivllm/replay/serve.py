@@ -15,9 +15,10 @@ from typing import Any, cast
 import numpy as np
 
 from minivllm.core.engine.engine import Engine
-from minivllm.core.engine.request import Request, SamplingParams
+from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.evictor import Evictor, EvictorContext
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LENGTH, StepPlan, StepResult
 from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.errors import EngineDeadError, PluginError, RequestError, shown
 

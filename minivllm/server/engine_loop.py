@@ -34,9 +34,10 @@ import numpy as np
 
 from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.owners import parties
-from minivllm.core.engine.request import Request, SamplingParams, Seq
+from minivllm.core.engine.request import Request, Seq
 from minivllm.core.engine.scores import Scores
 from minivllm.core.foreign import refusal
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
 

@@ -31,7 +31,7 @@ from .streams import end, take
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
     from .client import EngineClient, Piece, Stream
     from .limits import Door

@@ -17,7 +17,7 @@ from minivllm.text.outputs import RequestMetrics, SequenceText
 from .scored import Scored
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
     from minivllm.text.tokenizer import Tokenizer
 
     from .client import EngineClient

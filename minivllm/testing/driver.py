@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minivllm.core.engine.request import SamplingParams
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join, StepPlan, StepResult, with_drafts
 from minivllm.core.worker.build import make_processors
 

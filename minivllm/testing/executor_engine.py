@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.llm import LLM
 
 from .base import Seen

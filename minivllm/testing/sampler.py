@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Draw, Rows, Sampler
 
 from .base import Seen, since

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Sampler
 
 from .base import since

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 
 NEAR = 1e-4  # masses so close to top_p or min_p may fall on either side: float32 has no opinion
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minivllm.core.engine.request import PROCESSED, SamplingParams
+from minivllm.core.interfaces.params import PROCESSED, SamplingParams
 from minivllm.core.interfaces.sampling import Rows, SamplingContext
 from minivllm.errors import RequestError
 

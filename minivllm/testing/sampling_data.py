@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 
 from .sampling_rows import BANS, DRAWS, MAX_LEN, PENALTIES, Seq, values_of
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Column, Draw, Processor, Row, Rows
 from minivllm.core.worker.state import ProcessorState
 from minivllm.errors import shown

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError
 
 from .base import Seen, since

@@ -18,8 +18,9 @@ import numpy as np
 from minivllm.core.engine import engine as engine_module
 from minivllm.core.engine import publisher as publisher_module
 from minivllm.core.engine.engine import IDLE, Engine
-from minivllm.core.engine.request import Request, SamplingParams
+from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, LogProbs, StepError, StepResult
 from minivllm.core.interfaces.sampling import Row
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from minivllm.core.engine.request import PROCESSED, SamplingParams
+from minivllm.core.interfaces.params import PROCESSED, SamplingParams
 from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy
 from minivllm.errors import RequestError
 

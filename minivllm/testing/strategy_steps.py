@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.strategy import DecodingStrategy, Grown, Moves, Search
 
 from .base import Seen, since

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from minivllm.core.engine.request import SamplingParams
 from minivllm.core.engine.scores import Scores, TokenLogprobs
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError, shown
 
 from .detokenize import IncrementalDetokenizer, StopStrings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minivllm.core.engine.request import SamplingParams
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Moves, Pick, Search
 from minivllm.errors import RequestError
 from minivllm.plugins.strategy.beam import Beam

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from minivllm.core import checks
 from minivllm.core.foreign import call_foreign
+from minivllm.core.interfaces.params import NAMES
 from minivllm.core.interfaces.strategy import BranchEnd
 from minivllm.errors import RequestError, told
 
-from .request import NAMES
 from .stepwise import Lanes
 
 if TYPE_CHECKING:

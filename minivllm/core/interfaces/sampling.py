@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minivllm.core.engine.request import SamplingParams
+    from .params import SamplingParams
 
 API = (1, 1)  # 1.1: Column.kept
 

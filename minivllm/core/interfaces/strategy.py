@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-    from minivllm.core.engine.request import SamplingParams
+    from .params import SamplingParams
 
 API = (1, 2)  # 1.2: names in ``reads``
 

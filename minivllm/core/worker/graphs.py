@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.core.engine.request import SamplingParams
 from minivllm.core.foreign import as_exception
 from minivllm.core.interfaces.attention import AttnMeta, GraphKey
 from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Draw, Processor, Rows
 from minivllm.kernels import step
 from minivllm.kernels.mask import Masks

@@ -14,7 +14,7 @@ from minivllm.core.worker.sampling import apply_mask
 from .ids import token_ids
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 
 class AllowedTokens(Processor):

@@ -15,7 +15,7 @@ from minivllm.errors import RequestError, shown
 from .ids import token_ids
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 MAX_WORDS = 256  # token sequences of a request
 MAX_LEN = 16  # tokens of one

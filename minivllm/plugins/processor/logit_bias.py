@@ -13,7 +13,7 @@ from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
 from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 MAX_ENTRIES = 300  # OpenAI's limit
 LIMIT = 100.0

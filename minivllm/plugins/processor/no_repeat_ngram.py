@@ -12,7 +12,7 @@ from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
 from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 MOST = 64
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 REPETITION, OUTPUT = 1, 2  # variant bits
 

@@ -13,7 +13,7 @@ from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
 from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 LINEAR, COSINE, ENTROPY = 1, 2, 4  # in the column, and variant bits
 KINDS = {"linear": LINEAR, "cosine": COSINE, "entropy": ENTROPY}

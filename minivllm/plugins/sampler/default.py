@@ -18,7 +18,7 @@ from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler
 from minivllm.core.worker.sampling import gumbel
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 # variant bits; above them one bit per power of two that bounds a small top_k
 GREEDY, DRAWN, LIMITED, MIN_P, FULL, K_SHIFT = 1, 2, 4, 8, 16, 5

@@ -17,7 +17,7 @@ from .default import MASS_SCALE, MIN_TEMPERATURE, DefaultSampler
 from .mass import masses
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 MIROSTAT = 1 << 40  # variant bit, above those of the default sampler
 

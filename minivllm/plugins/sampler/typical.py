@@ -16,7 +16,7 @@ from .default import CHUNK, MIN_TEMPERATURE, DefaultSampler
 from .mass import masses, mean
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 TYPICAL = 1 << 40  # variant bit, above those of the default sampler
 

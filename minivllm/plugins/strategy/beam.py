@@ -23,7 +23,7 @@ from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Grown, M
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 
 class Beam(DecodingStrategy):

@@ -10,7 +10,7 @@ from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrateg
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import SamplingParams
+    from minivllm.core.interfaces.params import SamplingParams
 
 
 class Parallel(DecodingStrategy):
