@@ -25,6 +25,7 @@ import time
 import numpy as np
 
 from minivllm.core.engine.engine import Engine
+from minivllm.core.engine.parts import CacheOptions, EngineParts
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
 from minivllm.core.interfaces.params import SamplingParams
@@ -94,9 +95,17 @@ def engine(rows: int, max_len: int = 4096, policy=Fcfs) -> Engine:
     )  # fmt: skip
     executor = Instant()
     return Engine(
-        wiring, executor, executor.start(wiring), lambda ctx: policy(None, ctx), lambda ctx: Lru(None, ctx),
-        [("bench/none", Nothing())], [("minivllm/parallel", Parallel(None))],
-    )  # fmt: skip
+        wiring,
+        executor,
+        executor.start(wiring),
+        EngineParts(
+            policy=lambda ctx: policy(None, ctx),
+            evictor=lambda ctx: Lru(None, ctx),
+            processors=[("bench/none", Nothing())],
+            strategies=[("minivllm/parallel", Parallel(None))],
+        ),
+        CacheOptions(),
+    )
 
 
 def measure(rows: int, waiting: int, finished: int, steps: int = 400) -> tuple[float, float]:

@@ -54,6 +54,8 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     from minivllm.wiring import resolve
 
     from .core.engine.engine import Engine
+    from .core.engine.parts import CacheOptions, EngineParts
+    from .core.functions.host_rows import HostDraw
     from .core.worker.build import make_processors
 
     config = loaded.engine
@@ -73,15 +75,20 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
         resolved = replace(resolved, wiring=wiring, notes=(*resolved.notes, *notes))
         grammars = make_grammars(config, parts.get("grammar"), tokenizer, eos_ids, capacity.vocab_size)
         engine = Engine(
-            wiring, executor, capacity,
-            policy=lambda ctx: build_part("scheduler", parts["scheduler"], ctx),
-            evictor=lambda ctx: build_part("evictor", parts["evictor"], ctx),
-            processors=make_processors(wiring, capacity.vocab_size),
-            strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
-            windows=resolved.windows, prefix_caching=config.enable_prefix_caching,
-            partial_hits=config.partial_prefix_hits, hooks=hooks,
-            eos_ids=[i for i in eos_ids if i < capacity.vocab_size], grammars=grammars,
-        )  # fmt: skip
+            wiring,
+            executor,
+            capacity,
+            EngineParts(
+                policy=lambda ctx: build_part("scheduler", parts["scheduler"], ctx),
+                evictor=lambda ctx: build_part("evictor", parts["evictor"], ctx),
+                processors=make_processors(wiring, capacity.vocab_size),
+                strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
+                host_sampler=HostDraw,
+                grammars=grammars,
+                hooks=hooks,
+            ),
+            CacheOptions(resolved.windows, config.enable_prefix_caching, config.partial_prefix_hits),
+        )
         if config.grammar.name != "auto":  # who names one means to use it
             grammars.warm()
         if hooks is not None:

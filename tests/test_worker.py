@@ -60,6 +60,7 @@ def serve(text, prompt, report):
 def generate(runner, prompt):
     import numpy as np
     from minivllm.core.engine.engine import Engine
+    from minivllm.core.engine.parts import CacheOptions, EngineParts
     from minivllm.core.engine.request import Request
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.plugins.evictor.lru import Lru
@@ -70,8 +71,10 @@ def generate(runner, prompt):
     executor = Local()
     executor.runner = runner
     engine = Engine(
-        runner.wiring, executor, runner.capacity(), lambda ctx: Fcfs(None, ctx), lambda ctx: Lru(None, ctx),
-        list(zip(runner.names, runner.processors)), [("minivllm/single", Single(None))],
+        runner.wiring, executor, runner.capacity(), EngineParts(
+            lambda ctx: Fcfs(None, ctx), lambda ctx: Lru(None, ctx),
+            list(zip(runner.names, runner.processors)), [("minivllm/single", Single(None))],
+        ), CacheOptions(),
     )
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     request = Request("r", np.array(prompt, np.int32), params, time.monotonic())

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from minivllm.core.engine.engine import Engine
+from minivllm.core.engine.parts import CacheOptions, EngineParts
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.evictor import Evictor, EvictorContext
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
@@ -244,9 +245,17 @@ def _engine(device: Counting, sizes: Sizes, policy: Any, evictor: Any, steps: St
         seed=0, parts={"model": Part("minivllm/replay", "minivllm.replay.serve:Counting")},
     )  # fmt: skip
     engine = Engine(
-        wiring, device, device.start(wiring), policy, evictor, [("replay/none", cast(Processor, NoSampler()))],
-        [("minivllm/single", Single(None))], prefix_caching=sizes.prefix, partial_hits=sizes.partial,
-    )  # fmt: skip
+        wiring,
+        device,
+        device.start(wiring),
+        EngineParts(
+            policy,
+            evictor,
+            processors=[("replay/none", cast(Processor, NoSampler()))],
+            strategies=[("minivllm/single", Single(None))],
+        ),
+        CacheOptions(prefix_caching=sizes.prefix, partial_hits=sizes.partial),
+    )
     engine.now = lambda: steps.now
     return engine
 

@@ -18,6 +18,7 @@ import numpy as np
 from minivllm.core.engine import engine as engine_module
 from minivllm.core.engine import publisher as publisher_module
 from minivllm.core.engine.engine import IDLE, Engine
+from minivllm.core.engine.parts import CacheOptions, EngineParts
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
 from minivllm.core.interfaces.params import SamplingParams
@@ -319,17 +320,25 @@ def sim_engine(
         model_dir="", load_format="dummy", device="cpu", dtype="float32", block=block, max_num_seqs=slots,
         max_num_batched_tokens=budget, max_model_len=max_len, num_blocks=-1, memory_utilization=0.9,
         batch_invariant=False, seed=0, parts={"model": part, "sampler": part, "drafter": part}, drafts=drafts,
-        speculate_always=True,
+        speculate_always=True, eos_ids=(EOS_ID,),
     )  # fmt: skip
     executor = SimExecutor(
         slots, max_len, blocks if isinstance(blocks, list) else [blocks] * len(windows), block, windows, depth
     )
     capacity = executor.start(wiring)
     engine = Engine(
-        wiring, executor, capacity, lambda ctx: policy(None, ctx), lambda ctx: evictor(None, ctx),
-        [("sim/none", NoProcessor(reads))], [("sim/branches", strategy or _Strategy())], windows, prefix,
-        partial, eos_ids=(EOS_ID,), hooks=hooks,
-    )  # fmt: skip
+        wiring,
+        executor,
+        capacity,
+        EngineParts(
+            policy=lambda ctx: policy(None, ctx),
+            evictor=lambda ctx: evictor(None, ctx),
+            processors=[("sim/none", NoProcessor(reads))],
+            strategies=[("sim/branches", strategy or _Strategy())],
+            hooks=hooks,
+        ),
+        CacheOptions(windows, prefix, partial),
+    )
 
     def space(slot: int) -> object:
         seq = engine.slots.seq[slot]

@@ -17,7 +17,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core import checks
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
     from minivllm.core.interfaces.plan import StepResult
     from minivllm.core.interfaces.sampling import Column, Processor, Row
-    from minivllm.core.interfaces.scheduler import SchedulerPolicy
-    from minivllm.core.interfaces.strategy import DecodingStrategy
+
+    from .parts import CacheOptions, EngineParts
 
 FAILED_STEPS = 3  # in a row, and the engine gives up
 CHECK = "MINIVLLM_CHECK"  # 1: ``check`` after every step
@@ -59,9 +59,7 @@ log.addHandler(logging.NullHandler())  # an application decides what is shown; e
 class Engine:
     """Requests in, tokens to their sinks.  Not thread-safe: one thread calls everything (see ``async_llm``).
 
-    ``processors``: (name, instance) in order, the sampler last.  ``policy`` and ``evictor`` are factories that take the
-    seam's context.  ``hooks``: who is told of what happens (``hooks.bridge.EngineHooks``), or None.  ``grammars``:
-    who compiled the requests' grammars (``structured.service.Grammars``).
+    ``eos_ids`` are those of the model, without any that its vocabulary does not have.
     """
 
     def __init__(
@@ -69,36 +67,28 @@ class Engine:
         wiring: Wiring,
         executor: Executor,
         capacity: Capacity,
-        policy: Any,
-        evictor: Any,
-        processors: Sequence[tuple[str, Processor]],
-        strategies: Sequence[tuple[str, DecodingStrategy]],
-        windows: Sequence[int | None] = (None,),
-        prefix_caching: bool = True,
-        partial_hits: bool = True,
-        eos_ids: Sequence[int] = (),
-        hooks: Any = None,
-        grammars: Any = None,
+        parts: EngineParts,
+        caching: CacheOptions,
     ) -> None:
-        self.wiring, self.executor, self.capacity, self.hooks = wiring, executor, capacity, hooks
+        self.wiring, self.executor, self.capacity, self.hooks = wiring, executor, capacity, parts.hooks
         self.within = ""  # the method that runs (see ``foreign.alone``)
         self.clock = StepClock()
-        self.processors, self.strategies, self.eos_ids = processors, strategies, tuple(dict.fromkeys(eos_ids))
+        self.processors, self.strategies, self.host_sampler = parts.processors, parts.strategies, parts.host_sampler
+        self.eos_ids = tuple(dict.fromkeys(i for i in wiring.eos_ids if i < capacity.vocab_size))
+        windows = list(caching.windows)
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, len(windows), wiring.block)
-        pools = [self._pool(g, evictor) for g in range(len(windows))]
-        self.cache = KVCache(pools, list(windows), self.slots, prefix_caching, partial_hits)
-        made: SchedulerPolicy = policy(
-            SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block)
-        )
-        self.planner = Planner(self.slots, self.cache, made, wiring.max_num_batched_tokens, self.clock.seams)
+        pools = [self._pool(g, parts.evictor) for g in range(len(windows))]
+        self.cache = KVCache(pools, windows, self.slots, caching.prefix_caching, caching.partial_hits)
+        policy = parts.policy(SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block))
+        self.planner = Planner(self.slots, self.cache, policy, wiring.max_num_batched_tokens, self.clock.seams)
         self.publisher = Publisher(self.slots, self.cache, self.planner, self.finish)
-        self.grammars = grammars
+        self.grammars = parts.grammars
         memory = executor.mask_memory
-        self.masks = Masks(self.slots, capacity.vocab_size, grammars, self.finish, self.clock.seams, memory)
+        self.masks = Masks(self.slots, capacity.vocab_size, parts.grammars, self.finish, self.clock.seams, memory)
         self.speculation = self.planner.speculation = self.publisher.speculation = Speculation.of(wiring)
         self.planner.fail = lambda seq, message: self.finish(seq, "error", error=message)
-        self.columns = [dict(made.columns()) for _, made in processors]
-        self._bind_seams = processor_seams([name for name, _ in processors])
+        self.columns = [dict(made.columns()) for _, made in self.processors]
+        self._bind_seams = processor_seams([name for name, _ in self.processors])
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self.tenants: dict[str, int] = {}
@@ -110,8 +100,8 @@ class Engine:
         self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; a replay has its own
         self.publisher.now, self.publisher.branch = lambda: self.now(), lambda lanes: branch(self, lanes)
         self._seeds = random.Random(wiring.seed)
-        if hooks is not None:
-            hooks.attach(self)
+        if self.hooks is not None:
+            self.hooks.attach(self)
 
     def _pool(self, group: int, evictor: Any) -> BlockPool:
         total = self.capacity.blocks[group]
@@ -177,9 +167,9 @@ class Engine:
         functions, sampler = seq.request.params.logits_processors, self.processors[-1][1]
         if not functions:
             return None
-        from minivllm.core.functions.host_rows import HostDraw
-
-        return HostDraw(seq, functions, sampler, seq.request.rows[-1])
+        if self.host_sampler is None:
+            raise RequestError("logits_processors: this engine has nothing that runs them", "logits_processors")
+        return self.host_sampler(seq, functions, sampler, seq.request.rows[-1])
 
     def _check_prompt(self, request: Request) -> None:
         p, limit, vocab = request.params, self.wiring.max_model_len, self.capacity.vocab_size

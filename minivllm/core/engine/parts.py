@@ -1,0 +1,40 @@
+"""What an engine is made with, beside its executor: the parts that were chosen by name, and how its cache works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.evictor import Evictor, EvictorContext
+    from minivllm.core.interfaces.sampling import Processor, Row, Sampler
+    from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
+    from minivllm.core.interfaces.strategy import DecodingStrategy
+
+    from .request import Seq
+
+    # (sequence, its request's functions, the sampler, its row) -> draw(logits f32 [V], ids so far) -> token
+    HostSampler = Callable[[Seq, Sequence[Callable[..., Any]], Sampler, Row | None], Any]
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Plug-ins of the host, and what stands round the engine."""
+
+    policy: Callable[[SchedulerContext], SchedulerPolicy]
+    evictor: Callable[[EvictorContext], Evictor]  # called once for each KV group
+    processors: Sequence[tuple[str, Processor]]  # (name, instance) in order, the sampler last
+    strategies: Sequence[tuple[str, DecodingStrategy]]  # the first that takes a request has it
+    host_sampler: HostSampler | None = None  # for requests with ``logits_processors``; None: they are refused
+    grammars: Any = None  # who compiled the requests' grammars (``structured.service.Grammars``)
+    hooks: Any = None  # who is told of what happens (``hooks.bridge.EngineHooks``)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How the KV cache keeps what it has."""
+
+    windows: Sequence[int | None] = (None,)  # tokens that each KV group looks back; None: all
+    prefix_caching: bool = True
+    partial_hits: bool = True  # a block that is equal in its first tokens is copied
