@@ -24,7 +24,7 @@ from minivllm.errors import (
 if TYPE_CHECKING:
     from minivllm.async_llm import AsyncLLM
     from minivllm.config import EngineConfig
-    from minivllm.explanation import explain
+    from minivllm.explaining import explain
     from minivllm.llm import LLM
     from minivllm.text.outputs import RequestOutput
 
@@ -40,7 +40,7 @@ _LAZY = {
     "RequestOutput": "minivllm.text.outputs",
     "SamplingParams": "minivllm.core.interfaces.params",
     "StructuredOutputsParams": "minivllm.core.interfaces.structured",
-    "explain": "minivllm.explanation",
+    "explain": "minivllm.explaining",
 }
 
 __all__ = [

@@ -177,7 +177,7 @@ def test_log_probabilities_ranks_and_the_order_of_equals_are_those_of_the_refere
     logits[3, 1:] = -torch.inf  # one token has all the probability there is
     logits[2, ::7] = 0.0
     logits[2, ::14] = -0.0
-    found = {k: logprobs.logprobs_of(logits, chosen, k) for k in (0, 1, 5, 20, logprobs.MOST, 40)}
+    found = {k: logprobs.logprobs_of(logits, chosen, k, sampling.best_of) for k in (0, 1, 5, 20, logprobs.MOST, 40)}
     for k, got in found.items():
         want = sampling.logprobs_of(logits, chosen, k)
         near(got[0], want[0])
@@ -193,7 +193,8 @@ def test_a_row_that_holds_a_nan_leaves_the_log_probabilities_of_the_others_alone
     broken = logits.clone()
     broken[1, 77], broken[2] = torch.nan, torch.nan
     for k in (3, 40):
-        got, want = logprobs.logprobs_of(broken, chosen, k), logprobs.logprobs_of(logits, chosen, k)
+        take = sampling.best_of
+        got, want = logprobs.logprobs_of(broken, chosen, k, take), logprobs.logprobs_of(logits, chosen, k, take)
         assert all(torch.equal(a[[0, 3]], b[[0, 3]]) for a, b in zip(got, want, strict=True))
         assert got[3][1:3].isnan().all() and (got[2] >= 0).all() and (got[2] < 1000).all()
 

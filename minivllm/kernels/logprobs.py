@@ -15,12 +15,12 @@ Reference: ``core.worker.sampling.logprobs_of``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from minivllm.core.worker.sampling import best_of
 
 from .launch import kernel, pdl, wait
 from .peaks import TILE
@@ -100,9 +100,11 @@ def _best(
         tl.store(best + row * k + i, m - whole)
 
 
-def logprobs_of(logits: Tensor, chosen: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``core.worker.sampling.logprobs_of``, with the same order.  Of more than MOST the best are found in torch; the
-    log-probabilities have the same bits either way."""
+def logprobs_of(
+    logits: Tensor, chosen: Tensor, topk: int, best_of: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``core.worker.sampling.logprobs_of``, with the same order.  ``best_of`` is that of the same module: it finds
+    the best where they are more than MOST, and the log-probabilities have the same bits either way."""
     n, width = logits.shape
     k = min(max(topk, 0), width)
     few = k if k <= MOST else 0

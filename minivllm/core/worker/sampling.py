@@ -98,7 +98,7 @@ def logprobs_of(
     if fuse:
         from minivllm.kernels import logprobs
 
-        return logprobs.logprobs_of(logits, chosen, topk)
+        return logprobs.logprobs_of(logits, chosen, topk, best_of)
     logits = logits.float()
     total = logsumexp(logits) if batch_invariant else torch.logsumexp(logits, dim=1, keepdim=True)
     value = logits.gather(1, chosen[:, None])

@@ -17,12 +17,13 @@ from torch import Tensor
 from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler
 from minivllm.core.worker.sampling import gumbel
 
+from .spec import SMALL_K
+
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
 # variant bits; above them one bit per power of two that bounds a small top_k
 GREEDY, DRAWN, LIMITED, MIN_P, FULL, K_SHIFT = 1, 2, 4, 8, 16, 5
-SMALL_K = 1024  # up to here the k best are selected; above, or for top-p alone, the row is sorted (bisected by kernels)
 MIN_TEMPERATURE = 1e-5  # below, 1 / T overflows float32: greedy
 MASS_SCALE = 2.0**40  # integer mass of the likeliest token: 2**22 tokens fit in int64
 COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # as the kernels take them

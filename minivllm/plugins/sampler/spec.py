@@ -2,6 +2,8 @@
 
 from minivllm.spec import ANY, Spec
 
+SMALL_K = 1024  # up to here the k best are selected; above, or for top-p alone, the row is sorted (bisected by kernels)
+
 DEFAULT = Spec(
     impl="minivllm.plugins.sampler.default:DefaultSampler",
     api=(1, 1),

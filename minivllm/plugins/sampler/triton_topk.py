@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minivllm.kernels.launch import kernel, pdl, wait
 
-from .default import SMALL_K as MOST
+from .spec import SMALL_K as MOST
 from .triton_draw import DONE, TILE, WAITS, Work, mass_of, scale_of
 from .triton_noise import gumbel_noise, row_keys
 
