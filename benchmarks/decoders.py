@@ -18,7 +18,7 @@ from minivllm.testing.chisquare import POWER, detectable, pooled, survival
 from minivllm.testing.processor import ProcessorConformance
 from minivllm.testing.sampler import SamplerConformance
 from minivllm.testing.sampling_reference import standard_reference
-from minivllm.testing.sampling_rows import SCHEDULES, Seq, Stage
+from minivllm.testing.sampling_rows import SCHEDULES, SampledSeq, Stage
 
 LEVEL = 1e-3  # of the test whose power is stated
 VOCAB, HISTORY = 503, 40
@@ -55,7 +55,7 @@ def errors(count: int, device: str) -> None:
             cut = int(rng.integers(1, HISTORY))
             logits = torch.tensor(rng.normal(0, 4, VOCAB), dtype=torch.float32)
             prompt, output = tuple(tokens[:cut].tolist()), tuple(tokens[cut:].tolist())
-            seqs.append(Seq(SamplingParams(**choices(rng)[name]), prompt, output, logits))
+            seqs.append(SampledSeq(SamplingParams(**choices(rng)[name]), prompt, output, logits))
         stage = Stage(suite, count)
         stage.join(range(count), seqs)
         got = stage.apply(range(count), torch.stack([s.logits for s in seqs])).cpu().double()
@@ -105,7 +105,7 @@ def tenth(n: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     params = SamplingParams(mirostat_tau=tau, mirostat_eta=eta)
     batch = 4096
     stage = Stage(suite, batch, max_len=64)
-    stage.join([0], [Seq(params, (0,), (), torch.zeros(64), seed=9)])
+    stage.join([0], [SampledSeq(params, (0,), (), torch.zeros(64), seed=9)])
     for _ in range(9):
         logits = torch.randn(64, generator=gen) * 1.5
         token = int(stage.draw([0], logits[None])[0])

@@ -35,7 +35,7 @@ from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.plugins.strategy.parallel import Parallel
 from minivllm.registry import Catalog
-from minivllm.spec import Request as Asked
+from minivllm.spec import PluginQuery as Asked
 from minivllm.testing.session import builtins
 
 VOCAB, BLOCK = 50_000, 16

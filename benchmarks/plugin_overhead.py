@@ -21,7 +21,7 @@ from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams as Params
 from minivllm.core.timing import SeamTimes
 from minivllm.registry import Catalog, build_part
-from minivllm.spec import Request as Asked
+from minivllm.spec import PluginQuery as Asked
 from minivllm.wiring import make_part
 
 BATCH = 50
@@ -35,11 +35,11 @@ class Untimed(SeamTimes):
 
 
 def by_registry(kind: str, name: str, *context):
-    from minivllm.config import Choice
+    from minivllm.config import PluginChoice
 
     registry = Catalog.discover()[kind]
     chosen = registry.select(Asked(), name).require()
-    return build_part(kind, make_part(registry, chosen, Choice(name=name), kind, {}), *context)
+    return build_part(kind, make_part(registry, chosen, PluginChoice(name=name), kind, {}), *context)
 
 
 def host_side(rows: int, steps: int) -> tuple[float, float]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("minivllm")
 
 
-class _Job(NamedTuple):
+class _EngineJob(NamedTuple):
     number: int  # jobs in the order in which they were sent
     adds: str  # the id of the request that it adds
     run: Callable[[], object]
@@ -52,14 +52,14 @@ class AsyncLLM:
         self._loaded = load(config, options)
         prepare_environment()
         from minivllm.frontend import build_engine
-        from minivllm.record.recorder import Recorder
+        from minivllm.record.recorder import RunRecorder
 
         self.config = self._loaded.engine
-        self._recorder = Recorder(self._loaded, record)
+        self._recorder = RunRecorder(self._loaded, record)
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
         self._recorder.begin(self.resolved, self.engine)
-        self._inbox: deque[_Job] = deque()
-        self._ends: deque[_Job] = deque()  # what ends a request overtakes the inbox
+        self._inbox: deque[_EngineJob] = deque()
+        self._ends: deque[_EngineJob] = deque()  # what ends a request overtakes the inbox
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         self._stopping = False
@@ -193,7 +193,7 @@ class AsyncLLM:
                 return
             if self._stopping:
                 raise EngineDeadError(self.engine.dead or "the engine was stopped")
-            (self._ends if ends else self._inbox).append(_Job(next(self._numbers), adds, job))
+            (self._ends if ends else self._inbox).append(_EngineJob(next(self._numbers), adds, job))
             self._wake.notify()
 
     def close(self, timeout: float = 10.0) -> None:

@@ -1,7 +1,7 @@
 """What is installed: the built-in table and the entry points of packages, from their metadata.  Runs no plug-in code.
 
 A package can hide nothing and break nothing here: what it offers and cannot be used (a misspelt group, a name that no
-config could say, metadata that nobody can read) becomes a ``Fault``, which ``minivllm plugins`` shows.
+config could say, metadata that nobody can read) becomes a ``BrokenEntry``, which ``minivllm plugins`` shows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Fault:
+class BrokenEntry:
     """Something of a package that is not used, and why."""
 
     dist: str
@@ -69,7 +69,9 @@ class Fault:
         return f"{self.dist} {self.version}: {self.text}"
 
 
-def find(environ: Mapping[str, str] | None = None, entry_points: Any = None) -> tuple[list[Entry], list[Fault], bool]:
+def find(
+    environ: Mapping[str, str] | None = None, entry_points: Any = None
+) -> tuple[list[Entry], list[BrokenEntry], bool]:
     """(entries, faults, strict).  ``entry_points``: what ``importlib.metadata.entry_points()`` returns; None: ask it.
 
     PluginError if MINIVLLM_PLUGINS names what is not there; with MINIVLLM_STRICT_PLUGINS=1 also if there is a fault.
@@ -86,7 +88,7 @@ def find(environ: Mapping[str, str] | None = None, entry_points: Any = None) -> 
     for entry in offered:
         text = _unusable(entry, entries.get((entry.kind, entry.dist, entry.name)))
         if text:
-            faults.append(Fault(entry.dist, entry.version, text))
+            faults.append(BrokenEntry(entry.dist, entry.version, text))
         else:
             entries.setdefault((entry.kind, entry.dist, entry.name), entry)
     strict = _flag(environ)
@@ -121,16 +123,16 @@ def _unusable(entry: Entry, same: Entry | None) -> str:
 
 # ---- metadata --------------------------------------------------------------------------------------------------------
 
-_asked: tuple[Any, tuple[list[Entry], list[Fault]]] | None = None
+_asked: tuple[Any, tuple[list[Entry], list[BrokenEntry]]] | None = None
 
 
-def _installed() -> tuple[list[Entry], list[Fault]]:
+def _installed() -> tuple[list[Entry], list[BrokenEntry]]:
     """Asks the metadata once a process (it takes 10 ms), and again only if the import path or a folder on it has
     changed, as after a ``pip install`` in a notebook."""
     global _asked
     state = (tuple(sys.path), tuple(map(_changed, sys.path)))
     if _asked is None or _asked[0] != state:
-        faults: list[Fault] = []
+        faults: list[BrokenEntry] = []
         try:
             found = _offered(importlib.metadata.entry_points())
         except Exception:  # one package with broken metadata, which need not have to do with minivllm
@@ -171,10 +173,10 @@ def _head(dist: Any) -> tuple[str, str]:
     return normal(fields.get("Name", UNKNOWN)), fields.get("Version", "-")
 
 
-def _one_by_one() -> tuple[list[Entry], list[Fault]]:
+def _one_by_one() -> tuple[list[Entry], list[BrokenEntry]]:
     """As ``entry_points()``, without the packages whose entry points cannot be read."""
     found: list[Entry] = []
-    faults: list[Fault] = []
+    faults: list[BrokenEntry] = []
     seen = set()
     for dist in importlib.metadata.distributions():
         name, version = _head(dist)
@@ -185,11 +187,11 @@ def _one_by_one() -> tuple[list[Entry], list[Fault]]:
             found += _offered(dist.entry_points)
         except Exception as exc:
             text = f"its entry points cannot be read: {type(exc).__name__}: {exc}"
-            faults.append(Fault(name, version, text))
+            faults.append(BrokenEntry(name, version, text))
     return found, faults
 
 
-def unreadable() -> list[Fault]:
+def unreadable() -> list[BrokenEntry]:
     """The packages whose entry points cannot be read, by anybody."""
     return _one_by_one()[1]
 

@@ -20,7 +20,7 @@ class MinivllmError(Exception):
 class ConfigError(MinivllmError, ValueError):
     """A configuration file, keyword or command line asks for something that does not exist or contradicts itself.
 
-    ``faults`` are the single faults (``minivllm.validation.Fault``), where there can be several.
+    ``faults`` are the single faults (``minivllm.validation.FieldFault``), where there can be several.
     """
 
     exit_code = 2

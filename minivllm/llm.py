@@ -78,10 +78,10 @@ class LLM:
         self._loaded = load(config, options)
         prepare_environment()
         from minivllm.frontend import build_engine
-        from minivllm.record.recorder import Recorder
+        from minivllm.record.recorder import RunRecorder
 
         self.config = self._loaded.engine
-        self._recorder = Recorder(self._loaded, record)
+        self._recorder = RunRecorder(self._loaded, record)
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
         self._recorder.begin(self.resolved, self.engine)
         self._left: deque[str] = deque()  # requests whose stream was forgotten in the middle of a step
@@ -126,7 +126,7 @@ class LLM:
         prompts = [render_chat(self.tokenizer, m, add_generation_prompt, split_special_tokens) for m in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stream(self, prompt: Any, sampling_params: Any = None) -> Stream:
+    def stream(self, prompt: Any, sampling_params: Any = None) -> OutputStream:
         """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request."""
         from minivllm.frontend import Tracked, params_for
 
@@ -139,9 +139,11 @@ class LLM:
         with uninterrupted():
             tracked.add_to(self.engine)
             self._recorder.tally.watch(tracked)
-            return Stream(self, tracked, pieces)
+            return OutputStream(self, tracked, pieces)
 
-    def chat_stream(self, messages: Any, sampling_params: Any = None, split_special_tokens: bool = True) -> Stream:
+    def chat_stream(
+        self, messages: Any, sampling_params: Any = None, split_special_tokens: bool = True
+    ) -> OutputStream:
         """``stream`` through the chat template; ``split_special_tokens`` as in ``chat``."""
         prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens)
         return self.stream(prompt, sampling_params)
@@ -254,13 +256,13 @@ class LLM:
         self.close()
 
 
-class Stream:
+class OutputStream:
     """An iterator over the pieces of one request.  Several may be read in turns: each drives the same engine."""
 
     def __init__(self, llm: LLM, tracked: Any, pieces: deque[StreamOutput]) -> None:
         self._llm, self._tracked, self._pieces = llm, tracked, pieces
 
-    def __iter__(self) -> Stream:
+    def __iter__(self) -> OutputStream:
         return self
 
     def __next__(self) -> StreamOutput:

@@ -23,7 +23,7 @@ from minivllm.errors import PluginError, suggest
 from minivllm.fresh import command
 from minivllm.importing import how_it_ended
 from minivllm.registry import Candidate, Registry, import_target
-from minivllm.spec import ANY, KINDS, Kind, Request, Spec
+from minivllm.spec import ANY, KINDS, Kind, PluginQuery, Spec
 
 HEAVY = ("torch", "transformers", "triton", "flash_attn", "bitsandbytes", "numpy", "pydantic")
 TIMEOUT = 60.0
@@ -164,7 +164,7 @@ class _Clock:
 
 def spec_faults(spec: Spec, kind: Kind) -> list[str]:
     """What a spec says that nobody would read, or that no engine of this version would accept."""
-    faults = [str(r) for r in replace(spec, limits=ANY, needs=(), check=None).refuse(Request(), kind)]
+    faults = [str(r) for r in replace(spec, limits=ANY, needs=(), check=None).refuse(PluginQuery(), kind)]
     known: Mapping[str, Iterable[str]] = {
         "limits": kind.facts, "features": kind.features, "traits": kind.traits, "prefer": kind.open,
     }  # fmt: skip
@@ -181,7 +181,7 @@ def spec_faults(spec: Spec, kind: Kind) -> list[str]:
         ]
         inside = {fact: value for fact, value in spec.prefer.items() if fact in spec.limits}
         alone = replace(spec, needs=(), check=None)
-        faults += [f"its spec prefers what it refuses: {r}" for r in alone.refuse(Request(inside), kind)]
+        faults += [f"its spec prefers what it refuses: {r}" for r in alone.refuse(PluginQuery(inside), kind)]
     return faults
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm import discovery
-from minivllm.discovery import ENV, LOCAL, STRICT, Entry, Fault
+from minivllm.discovery import ENV, LOCAL, STRICT, BrokenEntry, Entry
 from minivllm.errors import MinivllmError, PluginError, shown, suggest, told
 from minivllm.importing import guarded_import, import_target
 from minivllm.spec import (
@@ -31,9 +31,9 @@ from minivllm.spec import (
     Kind,
     MultipleOf,
     Needs,
+    PluginQuery,
     Range,
     Reason,
-    Request,
     Spec,
     check_seam,
 )  # fmt: skip
@@ -43,8 +43,25 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part
 
 __all__ = [
-    "ANY", "KINDS", "RESERVED", "AtLeast", "AtMost", "Candidate", "Catalog", "Entry", "Kind", "MultipleOf", "Needs",
-    "Range", "Reason", "Registry", "Request", "Selection", "Spec", "build_part", "import_target",
+    "ANY",
+    "KINDS",
+    "RESERVED",
+    "AtLeast",
+    "AtMost",
+    "Candidate",
+    "Catalog",
+    "Entry",
+    "Kind",
+    "MultipleOf",
+    "Needs",
+    "PluginQuery",
+    "Range",
+    "Reason",
+    "Registry",
+    "Selection",
+    "Spec",
+    "build_part",
+    "import_target",
 ]  # fmt: skip
 
 
@@ -79,7 +96,7 @@ class Selection:
 
     kind: str
     asked: str
-    request: Request
+    request: PluginQuery
     chosen: Candidate | None
     candidates: tuple[Candidate, ...] = ()
     skipped: tuple[Entry, ...] = ()
@@ -216,7 +233,7 @@ class Registry:
             return own if isinstance(own, Spec) else Spec(real, self.kind.api, summary, limits=ANY)
         raise PluginError(f"{entry}: {shown(entry.target)} is a {type(found).__name__}, not a minivllm Spec")
 
-    def _judge(self, entry: Entry, request: Request) -> Candidate:
+    def _judge(self, entry: Entry, request: PluginQuery) -> Candidate:
         """Stage two for one entry.  PluginError if its spec, or the check in it, is broken."""
         if entry.blocked:
             return Candidate(entry, None, (Reason(f"blocked by {ENV}"),))
@@ -229,7 +246,7 @@ class Registry:
             raise PluginError(f"{entry}: its spec cannot answer: {told(exc)}") from exc
         return Candidate(entry, spec, reasons)
 
-    def _consider(self, entry: Entry, request: Request) -> Candidate:
+    def _consider(self, entry: Entry, request: PluginQuery) -> Candidate:
         """The same for a plug-in that nobody asked for: its fault is a reason, unless MINIVLLM_STRICT_PLUGINS=1."""
         try:
             return self._judge(entry, request)
@@ -239,7 +256,7 @@ class Registry:
             return Candidate(entry, None, (Reason(str(exc).partition("\n")[0]),))
 
     def select(
-        self, request: Request, name: str = "auto", prefer: Sequence[str] = (), everything: bool = False
+        self, request: PluginQuery, name: str = "auto", prefer: Sequence[str] = (), everything: bool = False
     ) -> Selection:
         """Choose one.  A name asked for never falls back to another.  ``auto`` takes the best of the built-ins, and
         looks at third parties only if none can serve; with ``prefer`` it takes the first of that list that can, where
@@ -259,7 +276,7 @@ class Registry:
         made = Selection(self.kind.name, name, request, chosen, tuple(looked), skipped, tuple(prefer))
         return made.widen(self) if everything else made
 
-    def _auto(self, request: Request, prefer: Sequence[str]) -> tuple[list[Candidate], list[Entry]]:
+    def _auto(self, request: PluginQuery, prefer: Sequence[str]) -> tuple[list[Candidate], list[Entry]]:
         looked: list[Candidate] = []
         if prefer:
             for name in prefer:
@@ -277,7 +294,7 @@ class Registry:
         """Whether ``name`` or ``dist/name`` is offered, blocked or not; a ``module:Class`` always is."""
         return ":" in name or any(name in (e.name, e.label) for e in self.entries)
 
-    def _preferred(self, name: str, request: Request) -> Candidate:
+    def _preferred(self, name: str, request: PluginQuery) -> Candidate:
         """A name of a list.  What is not installed or blocked is passed over, but a misspelt name is told."""
         if self.installed(name):
             found = [e for e in self.entries if name in (e.name, e.label)]
@@ -341,7 +358,7 @@ class Catalog(Mapping[str, Registry]):
     """One registry per kind.  Made once from package metadata, never changed, handed to whoever chooses."""
 
     def __init__(
-        self, entries: Iterable[Entry], allow_targets: Sequence[str] = (), faults: Iterable[Fault] = (),
+        self, entries: Iterable[Entry], allow_targets: Sequence[str] = (), faults: Iterable[BrokenEntry] = (),
         strict: bool = False,
     ) -> None:  # fmt: skip
         self.entries, self.allow_targets = tuple(entries), tuple(allow_targets)

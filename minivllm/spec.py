@@ -280,7 +280,7 @@ def _installed(module: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Request:
+class PluginQuery:
     """What the engine asks of a plug-in: facts with a value (a set means: each of them), and features wanted."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -313,7 +313,7 @@ class Spec:
     needs: tuple[Needs, ...] = ()
     prefer: Mapping[str, Any] = field(default_factory=dict)
     traits: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[[Request], Sequence[Reason]] | None = None
+    check: Callable[[PluginQuery], Sequence[Reason]] | None = None
 
     def __post_init__(self) -> None:
         """TypeError for a field of the wrong form: at once, where its author sees it, not while somebody chooses."""
@@ -342,7 +342,7 @@ class Spec:
         """The traits that the engine reads: words and numbers."""
         return {name: value for name, value in self.traits.items() if isinstance(value, (str, int, float))}
 
-    def refuse(self, request: Request, kind: Kind) -> tuple[Reason, ...]:
+    def refuse(self, request: PluginQuery, kind: Kind) -> tuple[Reason, ...]:
         """Every reason why this plug-in cannot serve the request; empty if it can."""
         if self.api[0] != kind.api[0] or self.api[1] > kind.api[1]:
             newer = tuple(self.api) > kind.api

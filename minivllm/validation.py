@@ -28,25 +28,25 @@ _LISTED = 8  # as many names are told if none is near
 
 
 @dataclass(frozen=True)
-class Fault:
+class FieldFault:
     """``path`` is the dotted place of the value, ``text`` the whole sentence."""
 
     path: str
     text: str
 
 
-def faults(exc: Any, model: Any, values: Any, at: str = "") -> list[Fault]:
+def faults(exc: Any, model: Any, values: Any, at: str = "") -> list[FieldFault]:
     """The faults of the ``pydantic.ValidationError`` that ``model(**values)`` raised; ``at`` is where values are."""
     try:
         root = model.model_json_schema()
     except Exception:  # a field of a type that JSON Schema cannot describe
         root = {}
-    found: dict[tuple[Any, ...], Fault] = {}
+    found: dict[tuple[Any, ...], FieldFault] = {}
     for error in exc.errors(include_url=False)[:_MOST]:
         place = _place(error, values)
         if place not in found:  # the branches of a union complain one by one: one fault tells what all of them take
             path = ".".join(str(p) for p in ((at,) if at else ()) + place)
-            found[place] = Fault(path, _text(error, place, path, root))
+            found[place] = FieldFault(path, _text(error, place, path, root))
     # "want a table or text" of a union whose table was looked into adds nothing to what was found in the table
     return [f for place, f in found.items() if not any(len(p) > len(place) and p[: len(place)] == place for p in found)]
 
@@ -63,7 +63,7 @@ def source_of(origins: Mapping[str, str], path: str) -> str:
     return ""
 
 
-def sourced(found: Iterable[Fault], origins: Mapping[str, str]) -> list[str]:
+def sourced(found: Iterable[FieldFault], origins: Mapping[str, str]) -> list[str]:
     """The sentences, each with the place in a file, the variable or the flag that it came from before it."""
     return [begins(source_of(origins, fault.path)) + fault.text for fault in found]
 

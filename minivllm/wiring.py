@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minivllm import __version__
-from minivllm.config import Choice
+from minivllm.config import PluginChoice
 from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
 from minivllm.errors import ConfigError, ModelError, PluginError, ResourceError, shown
 from minivllm.explanation import Explanation
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, open_checkpoint
-from minivllm.registry import Candidate, Catalog, Registry, Request, Selection, build_part
+from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selection, build_part
 from minivllm.spec import OPTION_OF, Needs, Spec
 from minivllm.validation import begins, source_of
 
@@ -267,11 +267,13 @@ class _Fold:
             raise ConfigError(f"{said} has max_position_embeddings={most}; want max_model_len={max_len}: lower that")
         named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
         known, registry = ("device", "dtype"), self.catalog
-        model = self._select("model", Choice(), known, named, invariant)
+        model = self._select("model", PluginChoice(), known, named, invariant)
         quantizer = self._select(
-            "quantizer", Choice(), (*known, "sm"), {"checkpoint": checkpoint.quantization}, invariant
+            "quantizer", PluginChoice(), (*known, "sm"), {"checkpoint": checkpoint.quantization}, invariant
         )
-        parts = {s.kind: make_part(registry[s.kind], s.require(), Choice(), s.kind, {}) for s in (model, quantizer)}
+        parts = {
+            s.kind: make_part(registry[s.kind], s.require(), PluginChoice(), s.kind, {}) for s in (model, quantizer)
+        }
         specs = tuple(build_part("model", parts["model"]).attention(own))
         if any(s.window is not None for s in specs):
             raise ConfigError(f"{said} has layers with a sliding window; want full attention in all of them")
@@ -315,7 +317,7 @@ class _Fold:
         assert chosen.spec is not None
         supplied = self.selections[-1].supplied.get("block")
         block = asked if asked is not None else supplied if supplied is not None else DEFAULT_BLOCK
-        if reasons := chosen.spec.refuse(Request({"block": block}), self.catalog["attention"].kind):
+        if reasons := chosen.spec.refuse(PluginQuery({"block": block}), self.catalog["attention"].kind):
             raise PluginError(
                 f"{chosen.entry}: the block size was left open, and its spec does not support "
                 f"{'its own' if supplied is not None else 'the default'}: {'; '.join(map(str, reasons))}"
@@ -325,13 +327,13 @@ class _Fold:
         return block
 
     def _select(
-        self, kind: str, choice: Choice, known: Sequence[str] = (), more: Mapping[str, Any] | None = None,
+        self, kind: str, choice: PluginChoice, known: Sequence[str] = (), more: Mapping[str, Any] | None = None,
         features: frozenset[str] = frozenset(), at: str = "",
     ) -> Selection:  # fmt: skip
         facts = {k: self.facts[k] for k in known if k in self.facts}
         registry, path = self.catalog[kind], at or OPTION_OF.get(kind, kind)
         try:
-            selection = registry.select(Request({**facts, **(more or {})}, features), choice.name, choice.prefer)
+            selection = registry.select(PluginQuery({**facts, **(more or {})}, features), choice.name, choice.prefer)
         except PluginError as exc:
             named = path if choice.name == "auto" else f"{path}.name"
             raise PluginError(f"{begins(source_of(self.origins, named))}{exc}") from exc
@@ -343,7 +345,7 @@ class _Fold:
         return selection
 
     def _pick(
-        self, kind: str, choice: Choice, known: Sequence[str] = (), more: Mapping[str, Any] | None = None,
+        self, kind: str, choice: PluginChoice, known: Sequence[str] = (), more: Mapping[str, Any] | None = None,
         features: frozenset[str] = frozenset(),
     ) -> Candidate:  # fmt: skip
         selection = self._select(kind, choice, known, more, features)
@@ -351,7 +353,7 @@ class _Fold:
         self._keep(selection, choice)
         return chosen
 
-    def _keep(self, selection: Selection, choice: Choice, at: str = "") -> Part:
+    def _keep(self, selection: Selection, choice: PluginChoice, at: str = "") -> Part:
         chosen, registry = selection.require(), self.catalog[selection.kind]
         self.selections.append(selection)
         part = make_part(registry, chosen, choice, at or OPTION_OF.get(selection.kind, selection.kind), self.origins)
@@ -359,7 +361,7 @@ class _Fold:
             self.parts[selection.kind] = part
         return part
 
-    def _several(self, kind: str, choices: Sequence[Choice], known: Sequence[str]) -> list[Part]:
+    def _several(self, kind: str, choices: Sequence[PluginChoice], known: Sequence[str]) -> list[Part]:
         parts: list[Part] = []
         for i, choice in enumerate(choices):
             at = f"{OPTION_OF.get(kind, kind)}.{i}"
@@ -372,7 +374,7 @@ class _Fold:
         return parts
 
 
-def make_part(registry: Registry, chosen: Candidate, choice: Choice, at: str, origins: Mapping[str, str]) -> Part:
+def make_part(registry: Registry, chosen: Candidate, choice: PluginChoice, at: str, origins: Mapping[str, str]) -> Part:
     """Check the options and write down the choice as data."""
     assert chosen.spec is not None
     path = f"{at}.options"

@@ -260,7 +260,7 @@ def test_a_mask_forbids_in_the_rows_that_have_one(width):
     bits = torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little").view("<i4").copy())
     logits = torch.randn(4, width + 3)[:, :width]
     got, want = logits.clone(), logits.clone()
-    held = mask.Masks(4, width, torch.device("cpu"))
+    held = mask.DeviceMasks(4, width, torch.device("cpu"))
     for rows in (np.array([0]), np.array([3, 1])):  # what the first step left is not the second one's
         held.put(rows, bits[: len(rows)].numpy())
     held.mask.zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minivllm.registry import Catalog
-from minivllm.spec import Request as Asked
+from minivllm.spec import PluginQuery as Asked
 from minivllm.testing.session import builtins
 from minivllm.testing.sim import Clock, request, sim_engine
 

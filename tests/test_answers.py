@@ -14,12 +14,12 @@ from test_engine_loop import Wired
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.pocket import checkpoint
 from minivllm.server import answers, engine_loop, logprobs
-from minivllm.server.answers import Rows, Shaper, Slices, Stretch
+from minivllm.server.answers import Shaper, Slices, Stretch, TokenScores
 from minivllm.server.desk_work import make
 from minivllm.server.errors import ApiError
 from minivllm.server.logprobs import Speller
 from minivllm.server.pace import SHARED_LEAST, SHARED_TURN, Pace
-from minivllm.server.scored import Columns, Row, Scored
+from minivllm.server.scored import Columns, Scored, ScoredToken
 from minivllm.server.sse import LongAnswer
 from minivllm.server.turns import MOST_WAITING, Turns
 from minivllm.testing.sim import sim_engine
@@ -78,13 +78,13 @@ def test_an_answer_is_the_same_however_its_scores_are_cut(monkeypatch, tokenizer
     scored = columns(n, k, seed=n + k, bare=min(n, 2))
     speller = Speller(tokenizer, style == "ids", style != "bare")
     if kind == "completion":
-        leaf = answers.Completion([Stretch(scored, False, 0, None, 500), Stretch(scored, True, 9, None, 30)], k)
+        leaf = answers.CompletionScores([Stretch(scored, False, 0, None, 500), Stretch(scored, True, 9, None, 30)], k)
         rows = [*scored.rows(), *scored.rows()]
         places = [min(int(at), 500) for at in answers.places(tokenizer, scored.tokens, False, 0, None)]
         places += [min(int(at), 30) for at in answers.places(tokenizer, scored.tokens, True, 9, None)]
         want = {"text_offset": places, **logprobs.completion(rows, k, speller)}
     else:
-        leaf = Rows(kind, scored, k)
+        leaf = TokenScores(kind, scored, k)
         want = logprobs.chat(scored.rows(), k, speller) if kind == "chat" else logprobs.prompt(scored.rows(), speller)
     answer = {"id": "x", "choices": [{"index": 0, "logprobs": {"content": leaf}}, {"index": 1}], "more": leaf, "z": {}}
     want = json.loads(json.dumps(
@@ -122,8 +122,10 @@ def test_the_event_loop_shapes_few_scores_of_an_answer_whatever_its_size(tokeniz
     for n, k in ((5, 3), (3000, 20), (30, 250)):
         here.clear()
         near.asked.clear()
-        leaf = answers.Completion([Stretch(columns(n, k), False, 0, None, 10**6)], k)
-        answer = {"choices": [{"logprobs": leaf, "prompt_logprobs": Rows("prompt", leaf.stretches[0].scored)}] * 3}
+        leaf = answers.CompletionScores([Stretch(columns(n, k), False, 0, None, 10**6)], k)
+        answer = {
+            "choices": [{"logprobs": leaf, "prompt_logprobs": TokenScores("prompt", leaf.stretches[0].scored)}] * 3
+        }
         found = written(answer, near, tokenizer)
         assert sum(here) <= answers.AT_ONCE
         assert all(size <= 8 * answers.JOB + 16 * 8192 for size in near.asked) and (n < 100 or near.asked)
@@ -159,7 +161,7 @@ def test_columns_are_the_entries_that_an_llm_gives():
     table = {"chosen": np.float32([-1, -2]), "rank": np.int32([1, 2]), "tops": np.int32([2, 0]),
              "top_ids": np.int32([3, 4]), "top": np.float32([-1, -2])}  # fmt: skip
     taken = Columns(table)
-    assert list(taken.take([3]).rows()) == [Row(3, -1.0, 1, [3, 4], [-1.0, -2.0])]
+    assert list(taken.take([3]).rows()) == [ScoredToken(3, -1.0, 1, [3, 4], [-1.0, -2.0])]
     assert taken.take([6]) == [{6: Logprob(-2.0, 2)}]
 
 

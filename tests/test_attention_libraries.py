@@ -15,7 +15,7 @@ import pytest
 
 from minivllm.plugins.attention.spec import DIMS, FLASH_ATTN, FLASH_ATTN2, FLASHINFER, plainly
 from minivllm.registry import Catalog
-from minivllm.spec import KINDS, Needs, Request, describe
+from minivllm.spec import KINDS, Needs, PluginQuery, describe
 from minivllm.testing import AttentionConformance
 from minivllm.testing.attention_world import World
 
@@ -87,7 +87,7 @@ FACTS = {"device": "cuda", "sm": 90, "dtype": "bfloat16", "kv_format": "bf16", "
 
 def refused(spec, features=(), **facts):
     kind = KINDS["attention"]
-    return [r.what for r in replace(spec, needs=()).refuse(Request({**FACTS, **facts}, frozenset(features)), kind)]
+    return [r.what for r in replace(spec, needs=()).refuse(PluginQuery({**FACTS, **facts}, frozenset(features)), kind)]
 
 
 @pytest.mark.parametrize("spec", [FLASH_ATTN, FLASH_ATTN2, FLASHINFER], ids=lambda s: s.impl.rpartition(":")[2])
@@ -97,12 +97,12 @@ def test_a_library_reads_only_one_size_and_one_dtype(spec):
     assert refused(spec, kv_format="fp16") == ["kv_format"]
     assert refused(spec, dtype="float16", kv_format="fp16") == []
     assert refused(spec, dtype="float32", kv_format="fp32") == ["dtype", "kv_format"]
-    assert plainly(Request({"dtype": "bfloat16"})) == [] and plainly(Request({"dim_qk": frozenset({64})})) == []
+    assert plainly(PluginQuery({"dtype": "bfloat16"})) == [] and plainly(PluginQuery({"dim_qk": frozenset({64})})) == []
 
 
 def test_what_a_library_cannot_do_is_refused_before_it_is_asked():
     assert refused(FLASH_ATTN, ["sinks", "softcap", "window", "lse"]) == []
-    assert [str(r) for r in FLASHINFER.refuse(Request(FACTS, frozenset({"sinks", "softcap"})), KINDS["attention"])][
+    assert [str(r) for r in FLASHINFER.refuse(PluginQuery(FACTS, frozenset({"sinks", "softcap"})), KINDS["attention"])][
         :2
     ] == ["feature 'sinks' not declared", "feature 'softcap' not declared"]
     assert refused(FLASH_ATTN, block=128) == refused(FLASH_ATTN2, block=128) == ["block"]

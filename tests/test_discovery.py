@@ -13,7 +13,7 @@ from plugin_helpers import install, spec_text
 
 from minivllm.cli import main
 from minivllm.errors import PluginError
-from minivllm.registry import Catalog, Request
+from minivllm.registry import Catalog, PluginQuery
 
 ROOT = Path(__file__).parents[1]
 GOOD = {"minivllm.attention": {"flash": "good_spec:S"}}
@@ -165,14 +165,14 @@ def test_strict_makes_what_cannot_be_used_an_error(path):
 def test_strict_makes_a_broken_plugin_that_nobody_asked_for_an_error(path, capsys, monkeypatch):
     install(path, "acme", {"minivllm.evictor": {"arc": "acme_arc_spec:S"}}, acme_arc_spec="1 / 0")
     text = "evictor 'acme/arc' (acme 1.0, entry point 'acme_arc_spec:S') could not be imported: ZeroDivisionError: "
-    want = Request(features=frozenset({"something new"}))  # so that no built-in serves
+    want = PluginQuery(features=frozenset({"something new"}))  # so that no built-in serves
     reasons = catalog()["evictor"].select(want).candidates[-1].reasons
     assert len(reasons) == 1 and str(reasons[0]).startswith(text)
     strict = catalog(MINIVLLM_STRICT_PLUGINS="1")["evictor"]
     with pytest.raises(PluginError, match=r"because of MINIVLLM_STRICT_PLUGINS=1") as info:
         strict.select(want)
     assert str(info.value).startswith(text)
-    assert strict.select(Request()).require().entry.label == "minivllm/lru"  # nobody looks at it
+    assert strict.select(PluginQuery()).require().entry.label == "minivllm/lru"  # nobody looks at it
     monkeypatch.setenv("MINIVLLM_STRICT_PLUGINS", "1")
     assert main(["plugins", "evictor"]) == 0 and main(["plugins", "evictor", "--specs"]) == 4
     assert text in capsys.readouterr().err
@@ -194,7 +194,7 @@ def test_what_a_failed_package_requires_is_part_of_the_error(path):
     requires = "Requires-Dist: numpy\nRequires-Dist: minivllm[test]>=7,<8\n"
     install(path, "acme", {"minivllm.evictor": {"arc": "acme_new_spec:S"}}, metadata=requires, acme_new_spec=spec)
     with pytest.raises(PluginError) as info:
-        catalog()["evictor"].select(Request(), "arc")
+        catalog()["evictor"].select(PluginQuery(), "arc")
     import minivllm
 
     assert str(info.value).startswith(
@@ -207,7 +207,7 @@ def test_a_panic_when_a_spec_is_imported_does_not_end_the_engine(path):
     text = "class PanicException(BaseException): pass\nraise PanicException('in Rust')\n"  # as PyO3 raises it
     install(path, "acme", {"minivllm.evictor": {"arc": "acme_panic_spec:S"}}, acme_panic_spec=text)
     with pytest.raises(PluginError, match="PanicException: in Rust"):
-        catalog()["evictor"].select(Request(), "arc")
+        catalog()["evictor"].select(PluginQuery(), "arc")
 
 
 def run(folder, *args, **environ):

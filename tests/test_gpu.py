@@ -120,7 +120,7 @@ def test_masks_are_those_of_their_rows_in_captured_steps(options):
 
 
 def test_masks_are_not_run_over_by_what_the_device_still_does_with_their_memory():
-    from minivllm.kernels.mask import Masks
+    from minivllm.kernels.mask import DeviceMasks
 
     for _ in range(3):
         busy = [torch.randn(2048, 2048, device="cuda") for _ in range(4)]
@@ -128,7 +128,7 @@ def test_masks_are_not_run_over_by_what_the_device_still_does_with_their_memory(
         for x in busy:
             x @ x
         del busy, x
-        masks = Masks(8, 2048 * 32, torch.device("cuda"))
+        masks = DeviceMasks(8, 2048 * 32, torch.device("cuda"))
         wanted = np.random.default_rng(0).integers(-(2**31), 2**31, (3, 2048)).astype(np.int32)
         masks.put(np.array([5, 0, 2]), wanted)
         torch.cuda.synchronize()
@@ -137,9 +137,9 @@ def test_masks_are_not_run_over_by_what_the_device_still_does_with_their_memory(
 
 
 def test_a_capture_that_fails_leaves_its_thread_on_its_stream_and_the_next_one_works():
-    from minivllm.core.worker.capture import Recorder
+    from minivllm.core.worker.capture import GraphRecorder
 
-    recorder, x, calls = Recorder(), torch.zeros(8, device="cuda"), []
+    recorder, x, calls = GraphRecorder(), torch.zeros(8, device="cuda"), []
     first, _ = recorder.capture(lambda: x.add_(1))
 
     def raises():

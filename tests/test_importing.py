@@ -14,7 +14,7 @@ from minivllm import importing
 from minivllm.errors import PluginError
 from minivllm.importing import ends_process, guarded_import
 from minivllm.registry import Catalog
-from minivllm.spec import Request
+from minivllm.spec import PluginQuery
 
 ENDS = {
     "os._exit(0)": "ended the process with exit code 0",
@@ -92,7 +92,7 @@ def test_specs_and_implementations_that_end_the_process_are_named(tmp_path, monk
     )
     registry = Catalog.discover(environ={})["evictor"]
     with pytest.raises(PluginError, match=r"acme 1\.0.*ended the process with exit code 3"):
-        registry.load(registry.select(Request(), "acme/bad").require())
+        registry.load(registry.select(PluginQuery(), "acme/bad").require())
 
 
 COMMANDS = {

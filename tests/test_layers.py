@@ -14,7 +14,7 @@ from minivllm.errors import ModelError, PluginError
 from minivllm.layers.activation import silu_mul
 from minivllm.layers.linear import Dense, Linear
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.parts import Parts
+from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import inverse_frequencies, prepare_qk, rope_parameters, rotary_tables
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Fp32
@@ -23,9 +23,9 @@ from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir
 
 
-def parts(dtype="float32", **more) -> Parts:
+def parts(dtype="float32", **more) -> ModelParts:
     backend = Sdpa(None, AttentionContext("cpu", dtype, Fp32(), 4, 4, 64))
-    return Parts("cpu", dtype, Unquantized(), backend, **more)
+    return ModelParts("cpu", dtype, Unquantized(), backend, **more)
 
 
 def rms(x, w, eps=1e-6):

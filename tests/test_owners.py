@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from policy_helpers import POLICIES, policy
 
-from minivllm.core.engine.owners import Parts, in_turn
+from minivllm.core.engine.owners import OwnerShares, in_turn
 from minivllm.core.engine.request import RUNNING, Request
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.plugins.scheduler.fair import Fair
@@ -146,16 +146,16 @@ def test_the_parts_of_a_step_are_even_and_what_one_leaves_the_others_get():
 
 
 def test_parts_count_what_was_spent_and_are_anybodys_once_joined():
-    parts = Parts(300, 3)
+    parts = OwnerShares(300, 3)
     assert parts.most(1) == parts.most(2) == 100
     parts.spend(1, 100)
     assert (parts.most(1), parts.most(2), parts.left) == (0, 100, 200)
     parts.spend(2, 30)
     parts.spend(2, -30)  # the row was preempted
     assert parts.join() and parts.most(1) == 200 and not parts.join()
-    alone = Parts(10, 1)
+    alone = OwnerShares(10, 1)
     assert alone.most(5) == 10 and not alone.join()
-    assert Parts(100, 1000).most(1) == 32, "prompts of many owners are not computed in crumbs"
+    assert OwnerShares(100, 1000).most(1) == 32, "prompts of many owners are not computed in crumbs"
 
 
 def test_whoever_has_the_fewest_rows_is_next_and_each_ones_own_order_stays():

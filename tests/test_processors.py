@@ -15,7 +15,7 @@ from minivllm.plugins.processor.logit_bias import MAX_ENTRIES, LogitBias
 from minivllm.plugins.processor.penalties import Penalties
 from minivllm.server.client import params_to_json
 from minivllm.testing.processor import ProcessorConformance, standard_reference
-from minivllm.testing.sampling_rows import Seq, Stage
+from minivllm.testing.sampling_rows import SampledSeq, Stage
 from minivllm.testing.session import run
 from minivllm.text.tokenizer import load_tokenizer
 
@@ -31,7 +31,7 @@ def test_repetition_penalty_is_transformers_own():
     tokens, logits = torch.randint(0, VOCAB, (10,)), torch.randn(VOCAB)
     want = RepetitionPenaltyLogitsProcessor(1.7)(tokens[None], logits[None].clone())[0]
     params, ids = SamplingParams(repetition_penalty=1.7), tuple(tokens.tolist())
-    torch.testing.assert_close(suite.alone(Seq(params, ids[:4], ids[4:], logits)), want)
+    torch.testing.assert_close(suite.alone(SampledSeq(params, ids[:4], ids[4:], logits)), want)
     reference = standard_reference(Penalties.reads, params, logits.double(), ids[:4], ids[4:])
     torch.testing.assert_close(reference.float(), want)
 
@@ -93,7 +93,7 @@ def test_ngrams_that_are_banned_are_those_of_transformers(n):
         tokens = torch.randint(0, 4, (3 + seed,), generator=torch.Generator().manual_seed(seed))
         logits, ids = torch.randn(VOCAB), tuple(tokens.tolist())
         want = NoRepeatNGramLogitsProcessor(n)(tokens[None], logits[None].clone())[0]
-        got = suite.alone(Seq(SamplingParams(no_repeat_ngram_size=n), ids[:2], ids[2:], logits))
+        got = suite.alone(SampledSeq(SamplingParams(no_repeat_ngram_size=n), ids[:2], ids[2:], logits))
         assert torch.equal(got, want), ids
 
 
@@ -110,7 +110,7 @@ def test_bad_words_that_are_banned_are_those_of_transformers():
         ]
         tokens, logits = [9, *torch.randint(0, 4, (6,), generator=rng).tolist()], torch.randn(VOCAB)
         want = NoBadWordsLogitsProcessor(words, eos_token_id=29)(torch.tensor([tokens]), logits[None].clone())[0]
-        got = suite.alone(Seq(SamplingParams(bad_words=words), (9,), tuple(tokens[1:]), logits))
+        got = suite.alone(SampledSeq(SamplingParams(bad_words=words), (9,), tuple(tokens[1:]), logits))
         assert torch.equal(got, want), (words, tokens)
 
 
@@ -168,7 +168,7 @@ def test_a_schedule_is_where_it_should_be(schedule, at):
     logits = torch.zeros(3000)
     logits[7] = 1.0
     for t, temperature in at.items():
-        s = Seq(SamplingParams(temperature_schedule=schedule), (1, 2), tuple(range(t)), logits)
+        s = SampledSeq(SamplingParams(temperature_schedule=schedule), (1, 2), tuple(range(t)), logits)
         stage = Stage(suite, 1, max_len=64)
         stage.join([0], [s])
         got = stage.apply([0], logits[None])[0]

@@ -22,7 +22,7 @@ from minivllm.hardware import Device
 from minivllm.record import machine, sources
 from minivllm.record.diff import NOTHING, compare
 from minivllm.record.nodes import IDENTITY, fingerprint, nodes
-from minivllm.record.tally import Tally
+from minivllm.record.tally import ResultTally
 from minivllm.testing.tiny import tiny_dir
 
 write = pytest.fixture(write_package)
@@ -179,7 +179,7 @@ def request(prompt, output, text=None, params=GREEDY):
 
 
 def tallied(*requests, order=None, **options):
-    tally = Tally(**options)
+    tally = ResultTally(**options)
     for one in requests:
         tally.watch(one)
     for i in order or range(len(requests)):
@@ -206,7 +206,7 @@ def test_hashes_do_not_depend_on_the_order_and_do_on_every_token():
 
 
 def test_an_unfinished_request_is_told_and_its_time_counts():
-    tally, one = Tally(), request([1], [2])
+    tally, one = ResultTally(), request([1], [2])
     tally.watch(one)
     assert tally.results({})["unfinished"] == 1 and tally.results({})["seconds"] >= 0
     called = []
@@ -222,7 +222,7 @@ def test_too_many_requests_are_not_kept(monkeypatch):
 
     monkeypatch.setattr(tally, "MOST_REQUESTS", 2)
     monkeypatch.setattr(tally, "MOST_DIGESTS", 2)
-    kept = Tally(keep=True)
+    kept = ResultTally(keep=True)
     for _ in range(2):
         kept.watch(request([1], [2]))
     assert [r["prompt_token_ids"] for r in kept.requests] == [[1], [1]]

@@ -18,7 +18,7 @@ from minivllm.registry import (
     KINDS,
     RESERVED,
     Catalog,
-    Request,
+    PluginQuery,
     import_target,
 )  # fmt: skip
 from minivllm.spec import check_seam
@@ -38,7 +38,7 @@ def test_the_table_of_builtins_is_sorted_and_has_no_name_twice():
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind, name, _ in BUILTINS])
 def test_every_builtin_has_a_spec_of_the_current_interface_and_an_implementation_that_fills_the_seam(kind, name):
     registry = discover()[kind]
-    (candidate,) = registry.select(Request(), name).candidates
+    (candidate,) = registry.select(PluginQuery(), name).candidates
     assert candidate.spec.api == KINDS[kind].api and candidate.spec.summary
     missing = [reason for needs in candidate.spec.needs if (reason := needs.missing())]
     assert list(candidate.reasons) == missing
@@ -178,7 +178,7 @@ def test_a_blocked_plugin_is_not_imported(package):
         PluginError, match=r"^attention 'shut/x' \(shut 1.0, entry point 'shut:S'\) is blocked by MINIVLLM_PLUGINS.$"
     ):
         registry.find("x")
-    selection = registry.select(Request({"nobody": 1}), everything=True)
+    selection = registry.select(PluginQuery({"nobody": 1}), everything=True)
     assert "  x shut/x                blocked by MINIVLLM_PLUGINS\n" in selection.explain() + "\n"
     assert "shut" not in sys.modules
 
@@ -193,21 +193,21 @@ def test_a_broken_spec_is_an_error_if_asked_for_and_a_line_if_not(package):
         "attention 'acme/sparse' (acme 1.0, entry point 'acme_sparse:SPEC') could not be imported: RuntimeError: boom"
     )
     with pytest.raises(PluginError) as info:
-        registry.select(Request(), "sparse")
+        registry.select(PluginQuery(), "sparse")
     assert str(info.value) == text and isinstance(info.value.__cause__, RuntimeError)
-    assert f"  x acme/sparse           {text}" in registry.select(Request(), everything=True).explain()
+    assert f"  x acme/sparse           {text}" in registry.select(PluginQuery(), everything=True).explain()
 
 
 def test_a_spec_module_that_exits_does_not_take_the_engine_along(package):
     package("quits", "raise SystemExit('bye')")
     with pytest.raises(PluginError, match="SystemExit: bye"):
-        discover(point("q", "x", "quits:S"))["attention"].select(Request(), "x")
+        discover(point("q", "x", "quits:S"))["attention"].select(PluginQuery(), "x")
 
 
 def test_something_else_than_a_spec_is_refused(package):
     package("other", "S = {}")
     with pytest.raises(PluginError) as info:
-        discover(point("o", "x", "other:S"))["attention"].select(Request(), "x")
+        discover(point("o", "x", "other:S"))["attention"].select(PluginQuery(), "x")
     assert str(info.value) == "attention 'o/x' (o 1.0, entry point 'other:S'): 'other:S' is a dict, not a minivllm Spec"
 
 
@@ -216,7 +216,7 @@ def test_an_implementation_that_does_not_fill_the_seam_is_refused(package):
     package("acme_spec", spec_text())
     registry = discover(point("acme", "flash", "acme_spec:S"))["attention"]
     with pytest.raises(PluginError) as info:
-        registry.load(registry.select(Request(), "flash").require())
+        registry.load(registry.select(PluginQuery(), "flash").require())
     assert str(info.value) == (
         "attention 'acme/flash' (acme 1.0, entry point 'acme_spec:S'): Flash is not a subclass of "
         "minivllm.core.interfaces.attention.AttentionBackend"
@@ -233,7 +233,7 @@ def test_an_implementation_that_does_not_fill_the_seam_is_refused(package):
 )
 def test_another_interface_version_is_refused(package, api, reason):
     package("acme_spec", spec_text(api=api))
-    selection = discover(point("acme", "flash", "acme_spec:S"))["attention"].select(Request(), "flash")
+    selection = discover(point("acme", "flash", "acme_spec:S"))["attention"].select(PluginQuery(), "flash")
     assert [str(r) for r in selection.candidates[0].reasons] == [reason]
     with pytest.raises(PluginError) as info:
         selection.require()
@@ -262,7 +262,7 @@ def test_a_target_needs_leave(package):
     )
     assert "my_exp" not in sys.modules
     registry = discover().allow(["my_exp"])["scheduler"]
-    chosen = registry.select(Request(), "my_exp:Mine").require()
+    chosen = registry.select(PluginQuery(), "my_exp:Mine").require()
     assert chosen.spec.summary == "Last come, first served." and registry.load(chosen).__name__ == "Mine"
 
 
@@ -270,16 +270,16 @@ def test_where_a_target_is_looked_for_is_said_if_it_is_not_found(package):
     package("my_exp", "import no_such_library\n")
     registry = discover().allow(["my_expp", "my_exp"])["scheduler"]
     with pytest.raises(PluginError, match=r"No module named 'my_expp'\. Put the folder it is in on PYTHONPATH"):
-        registry.select(Request(), "my_expp:Mine")
+        registry.select(PluginQuery(), "my_expp:Mine")
     with pytest.raises(PluginError, match=r"No module named 'no_such_library'$"):  # no fault of the path to my_exp
-        registry.select(Request(), "my_exp:Mine")
+        registry.select(PluginQuery(), "my_exp:Mine")
 
 
 def test_what_a_target_really_is_must_be_allowed_too(package):
     package("my_exp", "from fractions import Fraction\n")
     registry = discover().allow(["my_exp"])["scheduler"]
     with pytest.raises(PluginError) as info:
-        registry.select(Request(), "my_exp:Fraction")
+        registry.select(PluginQuery(), "my_exp:Fraction")
     assert str(info.value) == (
         "scheduler: 'my_exp:Fraction' is really 'fractions:Fraction', which is not allowed. "
         "Add --allow-target fractions if you trust it (allow_targets=[...] in Python)"
@@ -289,12 +289,12 @@ def test_what_a_target_really_is_must_be_allowed_too(package):
 def test_a_function_is_no_plugin(package):
     package("my_exp", MINE)
     with pytest.raises(PluginError, match=r"'my_exp:system' is a builtin_function_or_method, not a minivllm Spec"):
-        discover().allow(["my_exp"])["scheduler"].select(Request(), "my_exp:system")
+        discover().allow(["my_exp"])["scheduler"].select(PluginQuery(), "my_exp:system")
 
 
 def test_a_target_without_a_spec_is_still_refused_for_features(package):
     package("my_exp", MINE)
-    selection = discover().allow(["my_exp"])["scheduler"].select(Request({"x": 1}, frozenset({"f"})), "my_exp:Mine")
+    selection = discover().allow(["my_exp"])["scheduler"].select(PluginQuery({"x": 1}, frozenset({"f"})), "my_exp:Mine")
     assert [str(r) for r in selection.candidates[0].reasons] == ["feature 'f' not declared"]
 
 
@@ -302,7 +302,7 @@ def test_an_overlay_is_a_new_catalog_and_the_old_one_is_unchanged(package):
     package("my_exp", MINE)
     old = discover()
     new = old.overlay("scheduler", "mine", "my_exp:Mine")
-    assert new["scheduler"].select(Request(), "mine").require().entry.label == "local/mine"
+    assert new["scheduler"].select(PluginQuery(), "mine").require().entry.label == "local/mine"
     with pytest.raises(PluginError, match="No scheduler is called 'mine'"):
         old["scheduler"].find("mine")
 

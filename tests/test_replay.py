@@ -21,7 +21,7 @@ from minivllm.plugins.evictor.options import CostAwareOptions, S3FifoOptions
 from minivllm.plugins.evictor.s3fifo import S3Fifo
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.replay.blocks import _info, run_cache, run_optimum
-from minivllm.replay.serve import Sizes, serve
+from minivllm.replay.serve import ServeSizes, serve
 from minivllm.replay.synthetic import Synthetic, generate
 from minivllm.replay.trace import build, read_trace
 
@@ -43,7 +43,7 @@ def turns(*runs, output=8, every=100.0):
     return build("hand", [i * every for i in range(n)], lengths, [output] * n, [900 + i for i in range(n)], runs)
 
 
-SIZES = Sizes(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200, block=4, blocks=40, partial=False)
+SIZES = ServeSizes(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200, block=4, blocks=40, partial=False)
 
 # ---------------------------------------------------------------- traces
 
@@ -303,7 +303,7 @@ def test_a_request_that_cannot_fit_is_counted_and_the_others_are_served():
 
 def test_a_run_is_the_same_every_time_and_nothing_beats_what_knows_the_future():
     t = read_trace(SMALL)
-    sizes = Sizes(4, 128, 700, 8, 120)
+    sizes = ServeSizes(4, 128, 700, 8, 120)
     runs = [serve(t, sizes, fcfs, lru) for _ in range(2)]
     same = ("steps", "computed", "evictions", "preemptions")
     assert [getattr(runs[0], f) for f in same] == [getattr(runs[1], f) for f in same]

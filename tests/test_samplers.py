@@ -14,7 +14,7 @@ from minivllm.core.worker.sampling import gumbel
 from minivllm.plugins.sampler.mirostat import MirostatSampler
 from minivllm.plugins.sampler.typical import TypicalSampler
 from minivllm.testing.sampler import SamplerConformance
-from minivllm.testing.sampling_rows import Seq, Stage
+from minivllm.testing.sampling_rows import SampledSeq, Stage
 from minivllm.testing.tiny import tiny_dir
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
@@ -75,7 +75,7 @@ def test_mirostat_is_the_algorithm_of_the_paper(tau, eta, temperature):
     rows = torch.randn(20, 67, generator=torch.Generator().manual_seed(7)) * 2
     params = SamplingParams(mirostat_tau=tau, mirostat_eta=eta, temperature=temperature)
     stage = Stage(suite("mirostat", 67), 1)
-    stage.join([0], [Seq(params, (0,), (), rows[0], seed=11)])
+    stage.join([0], [SampledSeq(params, (0,), (), rows[0], seed=11)])
     tokens, mus = [], []
     for logits in rows:
         token = int(stage.draw([0], logits[None])[0])
@@ -93,7 +93,7 @@ def test_mirostat_holds_the_surprise_at_its_target():
     for tau in (2.0, 3.5):
         stage = Stage(suite("mirostat", 400), 1, vocab=400, max_len=500)
         params = SamplingParams(mirostat_tau=tau, mirostat_eta=0.2)
-        stage.join([0], [Seq(params, (0,), (), torch.zeros(400), seed=5)])
+        stage.join([0], [SampledSeq(params, (0,), (), torch.zeros(400), seed=5)])
         bits = []
         for _ in range(400):
             logits = torch.randn(400, generator=gen) * 2.5
@@ -110,7 +110,7 @@ def test_without_their_parameters_they_are_the_default_sampler():
     got = []
     for plugin in ("default", "typical", "mirostat"):
         stage = Stage(suite(plugin, 67), 6)
-        stage.join(range(6), [Seq(SamplingParams(**a), (0,), (), logits[i], i) for i, a in enumerate(asked)])
+        stage.join(range(6), [SampledSeq(SamplingParams(**a), (0,), (), logits[i], i) for i, a in enumerate(asked)])
         got.append(stage.draw(range(6), logits).tolist())
     assert got[0] == got[1] == got[2]
 

@@ -23,7 +23,7 @@ from minivllm.core.worker.sampling import (
 from minivllm.plugins.sampler.default import DRAWN, FULL, GREEDY, LIMITED
 from minivllm.testing import chisquare
 from minivllm.testing.sampler import LARGEST, SMALLEST, SamplerConformance
-from minivllm.testing.sampling_rows import Seq, Stage
+from minivllm.testing.sampling_rows import SampledSeq, Stage
 
 INF = float("inf")
 
@@ -182,7 +182,7 @@ def test_an_all_greedy_step_neither_draws_nor_sorts():
 
 
 def test_sorting_in_chunks_changes_nothing(monkeypatch):
-    rows = [Seq(SamplingParams(top_p=0.6, min_p=0.01), (0,), (), torch.randn(50), i) for i in range(9)]
+    rows = [SampledSeq(SamplingParams(top_p=0.6, min_p=0.01), (0,), (), torch.randn(50), i) for i in range(9)]
     stage, logits = Stage(suite(50), 9), torch.stack([s.logits for s in rows])
     stage.join(range(9), rows)
     whole = stage.draw(range(9), logits)

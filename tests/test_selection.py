@@ -21,10 +21,10 @@ from minivllm.registry import (
     Entry,
     MultipleOf,
     Needs,
+    PluginQuery,
     Range,
     Reason,
     Registry,
-    Request,
     Spec,
 )  # fmt: skip
 from minivllm.spec import allows
@@ -49,7 +49,7 @@ def test_every_reason_is_given_at_once():
     import numpy
 
     facts = {"dtype": "float32", "block": 24, "sm": 80, "dim": frozenset({64, 256}), "q": 16, "new": 1}
-    reasons = FLASH.refuse(Request(facts, frozenset({"window", "sinks"})), KINDS["attention"])
+    reasons = FLASH.refuse(PluginQuery(facts, frozenset({"window", "sinks"})), KINDS["attention"])
     assert [str(r) for r in reasons] == [
         "dtype: want float32, supports {bfloat16, float16}",
         "block: want 24, supports multiples of 16",
@@ -93,7 +93,7 @@ def test_auto_takes_the_best_builtin_and_leaves_third_parties_unimported(package
         package, ("minivllm", "low", 0, ["f"]), ("minivllm", "top", 10, ["f"]), ("minivllm", "new", 99, []),
         ("zz", "fast", 999, ["f"]),
     )  # fmt: skip
-    selection = registry.select(Request({"dtype": "bfloat16", "block": 16}, frozenset({"f"})))
+    selection = registry.select(PluginQuery({"dtype": "bfloat16", "block": 16}, frozenset({"f"})))
     assert selection.explain() == (
         "attention -> minivllm/top   (asked: auto)\n"
         "  for dtype=bfloat16, block=16, features={f}\n"
@@ -103,19 +103,19 @@ def test_auto_takes_the_best_builtin_and_leaves_third_parties_unimported(package
         "  . zz/fast       not looked at: an earlier choice was suitable"
     )
     assert "zz_fast_spec" not in sys.modules
-    everything = registry.select(Request({}, frozenset({"f"})), everything=True)
+    everything = registry.select(PluginQuery({}, frozenset({"f"})), everything=True)
     assert everything.chosen == selection.chosen and "zz_fast_spec" in sys.modules
     assert "- zz/fast       priority 999: suitable, not needed" in everything.explain()
 
 
 def test_auto_goes_to_third_parties_if_no_builtin_can_serve(package):
     registry = registry_of(package, ("minivllm", "a", 0, []), ("zz", "b", 1, ["f"]), ("zz", "c", 1, ["f"]))
-    assert registry.select(Request({}, frozenset({"f"}))).require().entry.label == "zz/b"  # a tie goes by name
+    assert registry.select(PluginQuery({}, frozenset({"f"}))).require().entry.label == "zz/b"  # a tie goes by name
 
 
 def test_a_name_never_falls_back(package):
     registry = registry_of(package, ("minivllm", "a", 0, []), ("minivllm", "b", 0, ["f"]))
-    selection = registry.select(Request({}, frozenset({"f"})), "a")
+    selection = registry.select(PluginQuery({}, frozenset({"f"})), "a")
     with pytest.raises(PluginError) as info:
         selection.require()
     assert str(info.value) == "attention 'minivllm/a' does not fit: feature 'f' not declared"
@@ -124,7 +124,7 @@ def test_a_name_never_falls_back(package):
 
 def test_prefer_is_an_order_and_what_is_absent_is_a_reason(package):
     registry = registry_of(package, ("minivllm", "a", 99, []), ("zz", "b", 0, ["f"]), ("zz", "c", 5, ["f"]))
-    selection = registry.select(Request({}, frozenset({"f"})), prefer=("gone/x", "a", "zz/b", "c"))
+    selection = registry.select(PluginQuery({}, frozenset({"f"})), prefer=("gone/x", "a", "zz/b", "c"))
     assert selection.explain() == (
         "attention -> zz/b   (asked: auto, prefer gone/x, a, zz/b, c)\n"
         "  for features={f}\n"
@@ -138,7 +138,7 @@ def test_prefer_is_an_order_and_what_is_absent_is_a_reason(package):
 def test_nothing_suitable_is_an_error_that_shows_the_selection(package):
     registry = registry_of(package, ("minivllm", "a", 0, []))
     with pytest.raises(PluginError) as info:
-        registry.select(Request({}, frozenset({"f"}))).require()
+        registry.select(PluginQuery({}, frozenset({"f"}))).require()
     assert str(info.value) == (
         "attention -> nothing suitable   (asked: auto)\n  for features={f}\n  x minivllm/a  feature 'f' not declared"
     )
@@ -153,9 +153,9 @@ def test_a_spec_can_be_pickled_and_reports_what_limits_cannot_say():
         Spec("a:B", (1, 0), "x", limits=ANY),
     ):
         again = pickle.loads(pickle.dumps(spec))
-        assert again == spec and not again.refuse(Request({"sm": 90}), KINDS["attention"])
+        assert again == spec and not again.refuse(PluginQuery({"sm": 90}), KINDS["attention"])
     checked = Spec("a:B", (1, 0), "x", limits=ANY, check=check)
-    (reason,) = checked.refuse(Request(), KINDS["attention"])
+    (reason,) = checked.refuse(PluginQuery(), KINDS["attention"])
     assert str(reason) == "heads: want a multiple of 8, supports 4"
 
 
@@ -166,13 +166,15 @@ def test_a_broken_plugin_in_a_list_of_preferences_is_an_error_and_a_blocked_one_
     package("acme_boom_spec", "raise RuntimeError('boom')")
     points = [point("acme", "flash", "acme_boom_spec:S")]
     with pytest.raises(PluginError) as info:
-        discover(*points)["attention"].select(Request(), prefer=("gone/x", "acme/flash", "sdpa"))
+        discover(*points)["attention"].select(PluginQuery(), prefer=("gone/x", "acme/flash", "sdpa"))
     assert str(info.value) == (
         "attention 'acme/flash' (acme 1.0, entry point 'acme_boom_spec:S') could not be imported: RuntimeError: boom"
     )
     shut = discover(*points, environ={"MINIVLLM_PLUGINS": ""})["scheduler"]
-    assert shut.select(Request(), prefer=("fcfs",)).chosen
-    shut = discover(*points, environ={"MINIVLLM_PLUGINS": ""})["attention"].select(Request(), prefer=("acme/flash",))
+    assert shut.select(PluginQuery(), prefer=("fcfs",)).chosen
+    shut = discover(*points, environ={"MINIVLLM_PLUGINS": ""})["attention"].select(
+        PluginQuery(), prefer=("acme/flash",)
+    )
     assert [str(r) for r in shut.candidates[0].reasons] == ["blocked by MINIVLLM_PLUGINS"] and shut.chosen is None
 
 
@@ -187,10 +189,10 @@ def test_a_check_that_raises_is_a_reason_or_an_error_that_names_the_package(pack
     package("acme_check_spec", CHECKED)
     registry = discover(point("acme", "flash", "acme_check_spec:S"))["attention"]
     text = "attention 'acme/flash' (acme 1.0, entry point 'acme_check_spec:S'): its spec cannot answer: ZeroDivision"
-    selection = registry.select(Request(features=frozenset({"f"})))
+    selection = registry.select(PluginQuery(features=frozenset({"f"})))
     assert str(selection.candidates[-1].reasons[0]).startswith(text) and selection.chosen is None
     with pytest.raises(PluginError) as info:
-        registry.select(Request(), "flash")
+        registry.select(PluginQuery(), "flash")
     assert str(info.value).startswith(text)
 
 
@@ -207,7 +209,7 @@ def test_a_check_that_gives_no_reasons_or_panics_is_a_reason_like_any_fault(pack
     text = f"class Panic(BaseException): pass\ndef check(request):\n    {body}\n"
     package("acme_panic_spec", text + spec_text().replace('"for a test"', '"for a test", check=check'))
     registry = discover(point("acme", "flash", "acme_panic_spec:S"))["attention"]
-    selection = registry.select(Request(features=frozenset()), "sdpa", everything=True)
+    selection = registry.select(PluginQuery(features=frozenset()), "sdpa", everything=True)
     (reason,) = next(c for c in selection.candidates if c.entry.dist == "acme").reasons
     assert str(reason).endswith(f"its spec cannot answer: {message}")
     json.dumps(selection.as_dict())
@@ -262,18 +264,18 @@ def test_what_the_user_left_open_is_supplied_by_the_chosen_plugin(package):
     text = spec_text().replace('"for a test"', '"for a test", prefer={"block": 32}')
     package("acme_open_spec", text)
     registry = discover(point("acme", "flash", "acme_open_spec:S"))["attention"]
-    left = registry.select(Request({"dtype": "float32"}), "acme/flash")
+    left = registry.select(PluginQuery({"dtype": "float32"}), "acme/flash")
     assert left.supplied == {"block": 32}
     assert left.explain().splitlines()[2:] == [
         "  > acme/flash  priority 0",
         "      supplies block=32: it was left open",
     ]
-    assert registry.select(Request({"block": 16}), "acme/flash").supplied == {}
+    assert registry.select(PluginQuery({"block": 16}), "acme/flash").supplied == {}
 
 
 def test_a_selection_is_json_with_every_reason(package):
     registry = registry_of(package, ("minivllm", "a", 5, []), ("minivllm", "b", 0, ["f"]), ("zz", "c", 0, ["f"]))
-    found = registry.select(Request({"dim": frozenset({64, 8})}, frozenset({"f"}))).as_dict()
+    found = registry.select(PluginQuery({"dim": frozenset({64, 8})}, frozenset({"f"}))).as_dict()
     assert json.loads(json.dumps(found)) == found
     assert (found["seam"], found["asked"], found["chosen"]) == ("attention", "auto", "minivllm/b")
     assert (found["facts"], found["features"], found["skipped"]) == ({"dim": [8, 64]}, ["f"], ["zz/c"])
@@ -289,7 +291,7 @@ def test_a_class_that_leaves_out_a_method_is_refused_when_it_is_loaded(package):
     package("acme_part_spec", spec_text(impl="acme_part:Half"))
     registry = discover(point("acme", "half", "acme_part_spec:S", kind="evictor"))["evictor"]
     with pytest.raises(PluginError) as info:
-        registry.load(registry.select(Request(), "half").require())
+        registry.load(registry.select(PluginQuery(), "half").require())
     assert str(info.value) == (
         "evictor 'acme/half' (acme 1.0, entry point 'acme_part_spec:S'): Half does not implement add, hold, victims"
     )
@@ -311,7 +313,7 @@ S = Spec(impl="acme:Flash", api=(1, 0), summary="x", limits=ANY, options="acme_s
 def test_wrong_options_are_told_with_the_nearest_name(package):
     package("acme_spec", OPTIONS)
     registry = discover(point("acme", "flash", "acme_spec:S"))["attention"]
-    chosen = registry.select(Request(), "flash").require()
+    chosen = registry.select(PluginQuery(), "flash").require()
     assert registry.options(chosen, {"num_splits": 4}).num_splits == 4
     where = {"attention.options.num_splits": "exp.toml:4", "attention.options.numsplits": "--set"}
     with pytest.raises(PluginError) as info:
@@ -325,7 +327,7 @@ def test_wrong_options_are_told_with_the_nearest_name(package):
 
 def test_a_plugin_without_options_takes_none():
     registry = discover()["scheduler"]
-    chosen = registry.select(Request(), "fcfs").require()
+    chosen = registry.select(PluginQuery(), "fcfs").require()
     assert registry.options(chosen, {}) is None
     with pytest.raises(PluginError) as info:
         registry.options(chosen, {"window": 4}, origins={"scheduler.options.window": "exp.toml:4"})
@@ -342,12 +344,12 @@ def test_a_misspelt_name_in_a_list_to_prefer_is_told_and_one_that_is_not_install
         ("acme/flsh", " Did you mean 'acme/flash'?"),
     ):  # fmt: skip
         with pytest.raises(PluginError) as info:
-            registry.select(Request(), prefer=(name, "sdpa"))
+            registry.select(PluginQuery(), prefer=(name, "sdpa"))
         assert str(info.value).startswith(f"No attention is called {name!r}.{hint}\n  Installed: flash_attn, ")
         assert ", sdpa, triton, acme/flash" in str(info.value)
         assert str(info.value).endswith("one that is not installed is written 'dist/name'.")
     with pytest.raises(PluginError, match="is a target, and a target runs code"):
-        registry.select(Request(), prefer=("my.module:Class",))
+        registry.select(PluginQuery(), prefer=("my.module:Class",))
     absent = ("zebra", "zz/flash", "zz/sdpa")
     selection = registry.select(FITS, prefer=(*absent, "sdpa"))
     assert [str(c.reasons[0]) for c in selection.candidates[:3]] == ["not installed"] * 3
@@ -363,7 +365,7 @@ def test_a_blocked_plugin_in_a_list_to_prefer_is_passed_over():
         assert selection.chosen.entry.label == "minivllm/sdpa"
 
 
-FITS = Request({
+FITS = PluginQuery({
     "device": "cpu", "dtype": "float32", "kv_format": "fp32", "dim_qk": 64, "dim_v": 64, "queries_per_kv": 2,
 })  # fmt: skip
 

@@ -9,7 +9,7 @@ pytest.importorskip("openai")
 
 from http_helpers import served
 
-from minivllm.server.calls import Call, Said
+from minivllm.server.calls import Said, ToolCall
 from minivllm.server.errors import ApiError
 from minivllm.server.tools import Hermes, Json, read_tools
 
@@ -113,7 +113,7 @@ def test_a_conversation_with_calls_and_their_results_is_a_prompt(server):
 def said_and_called(parser, pieces):
     found = [one for i, p in enumerate(pieces) for one in parser.feed(p, i == len(pieces) - 1)]
     text = "".join(one.text for one in found if isinstance(one, Said))
-    return text, [(one.name, json.loads(one.arguments)) for one in found if isinstance(one, Call)]
+    return text, [(one.name, json.loads(one.arguments)) for one in found if isinstance(one, ToolCall)]
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])

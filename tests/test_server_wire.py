@@ -78,13 +78,13 @@ def test_no_turn_of_the_loop_reads_more_than_a_little(tls, tmp_path, monkeypatch
     files = dict(zip(("ssl_certfile", "ssl_keyfile"), make_certificate(tmp_path), strict=True)) if tls else {}
     running = Running(**files)
     sizes = []
-    took = connection.Watched.data_received
+    took = connection.WatchedConnection.data_received
 
     def data_received(self, data):
         sizes.append(len(data))
         took(self, data)
 
-    monkeypatch.setattr(connection.Watched, "data_received", data_received)
+    monkeypatch.setattr(connection.WatchedConnection, "data_received", data_received)
     try:
         assert running.post("/tokenize", {"prompt": "a" * 1_000_000}).status_code == 400
     finally:

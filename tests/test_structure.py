@@ -136,3 +136,13 @@ def test_an_arrow_is_seen_wherever_it_stands(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(FILES, "minivllm.core.x", path)
     assert sorted(imports("minivllm.core.x")) == ["minivllm.core.worker.runner", "minivllm.errors", "minivllm.files"]
+
+
+def test_a_class_name_is_used_once():
+    """In the package: a reader who searches for a name finds one thing."""
+    where: dict[str, list[str]] = {}
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in where.items() if len(modules) > 1}

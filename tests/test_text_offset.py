@@ -11,7 +11,7 @@ from test_detokenize import TOKENIZERS, ids_of, spell
 
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.offsets import Placed, Places
-from minivllm.server.scored import Row
+from minivllm.server.scored import ScoredToken
 from minivllm.text.outputs import SequenceText
 
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
@@ -82,7 +82,7 @@ def placed(tokenizer, ids, size, **params):
     for at in range(0, len(ids), size):
         final = at + size >= len(ids)
         delta = text.feed(ids[at : at + size], final)
-        new = [Row(token, -1.0, 1) for token in ids[at : at + size][: delta.used]]
+        new = [ScoredToken(token, -1.0, 1) for token in ids[at : at + size][: delta.used]]
         found += rows.take(new, delta.text, final or delta.stopped is not None)
         if delta.stopped is not None:
             break

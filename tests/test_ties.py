@@ -18,7 +18,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.core.engine.scores import TokenLogprobs
 from minivllm.core.worker.sampling import best_of, logprobs_of
 from minivllm.server import logprobs as shapes
-from minivllm.server.scored import Row
+from minivllm.server.scored import ScoredToken
 from minivllm.testing.tiny import read_tensors, tiny_dir, write_tensors
 from minivllm.text.outputs import Logprob, SequenceText
 
@@ -243,16 +243,16 @@ def test_the_servers_lists_have_the_same_order_and_are_json(token):
     rank = {2: 1, 4: 2, 9: 2}.get(token, 4)
     speller = shapes.Speller(None)
     for k, want in ((0, []), (1, [2]), (2, [2, 4]), (3, [2, 4, 9]), (5, [2, 4, 9])):
-        row = Row(token, chosen, rank, ids[:k], top[:k])
+        row = ScoredToken(token, chosen, rank, ids[:k], top[:k])
         content = shapes.chat([row], k, speller)[0]
         assert content["token"] == f"token_id:{token}" and content["logprob"] == max(chosen, shapes.LEAST)
         assert [one["token"] for one in content["top_logprobs"]] == [f"token_id:{t}" for t in want]
         flat = shapes.completion([row], k, speller)
         names = [f"token_id:{t}" for t in [*want, *([token] if token not in want else ())]]
         assert flat["top_logprobs"] == [None] if k == 0 else list(flat["top_logprobs"][0]) == names
-        json.dumps([content, flat, shapes.prompt([Row(1, 0.0, 0), row], speller)], allow_nan=False)
+        json.dumps([content, flat, shapes.prompt([ScoredToken(1, 0.0, 0), row], speller)], allow_nan=False)
 
 
 def test_a_score_that_is_no_number_is_json_too():
-    row = Row(3, math.nan, 1, [0, 1], [math.nan, math.nan])
+    row = ScoredToken(3, math.nan, 1, [0, 1], [math.nan, math.nan])
     json.dumps(shapes.chat([row], 2, shapes.Speller(None)), allow_nan=False)

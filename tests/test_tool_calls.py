@@ -8,7 +8,7 @@ pytest.importorskip("fastapi")
 
 from http_helpers import served
 
-from minivllm.server.calls import Begun, Call, Ended, Forced, Named, Said, Written
+from minivllm.server.calls import Begun, Ended, Forced, Named, Said, ToolCall, Written
 from minivllm.server.reader import Reader
 from minivllm.server.tools import Hermes, Json, Tools
 
@@ -143,7 +143,7 @@ def test_pieces_of_forced_calls_name_each_call_once_and_say_when_it_is_whole():
     kinds = [type(one) for one in found if not isinstance(one, Written)]
     assert kinds == [Begun, Ended, Begun] and [one.name for one in found if isinstance(one, Begun)] == ["f", "g"]
     assert Ended() not in Named("f").feed('{"a":', True) and isinstance(Named("f").feed("", True)[0], Begun)
-    assert Call("f", "{}").id != Call("f", "{}").id
+    assert ToolCall("f", "{}").id != ToolCall("f", "{}").id
 
 
 # ---- over HTTP -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from minivllm.validation import Fault, faults, source_of, sourced
+from minivllm.validation import FieldFault, faults, source_of, sourced
 
 
 class Inner(BaseModel):
@@ -89,7 +89,7 @@ def test_a_fault_says_which_value_is_wrong_and_what_the_option_takes(values, tex
 def test_a_missing_value_is_told_with_what_it_would_be():
     with pytest.raises(ValidationError) as info:
         Model()
-    assert faults(info.value, Model, {}) == [Fault("needed", "needed is missing: want a whole number")]
+    assert faults(info.value, Model, {}) == [FieldFault("needed", "needed is missing: want a whole number")]
 
 
 def test_a_model_that_no_schema_describes_is_told_all_the_same():
@@ -111,5 +111,5 @@ def test_the_source_of_a_value_is_its_own_or_that_of_the_nearest():
     assert [source_of(origins, path) for path in ("a", "a.x", "b.c.0", "b.d", "b.z", "zz")] == [
         "f:1", "f:1", "--set", "VAR", "--set", "",
     ]  # fmt: skip
-    found = [Fault("a.x", "one"), Fault("k", "two"), Fault("zz", "three")]
+    found = [FieldFault("a.x", "one"), FieldFault("k", "two"), FieldFault("zz", "three")]
     assert sourced(found, origins) == ["f:1: one", "two", "three"]

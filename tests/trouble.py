@@ -13,7 +13,7 @@ from minivllm.core.engine import blocks, engine, waiting
 from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
 from minivllm.errors import RequestError
 from minivllm.registry import Catalog
-from minivllm.spec import Request as Asked
+from minivllm.spec import PluginQuery as Asked
 from minivllm.testing.session import builtins
 from minivllm.testing.sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
 

@@ -34,7 +34,7 @@ SAMPLING: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Refuses in one line.  ``read`` is what a command makes of its arguments before they are parsed."""
 
     read: Callable[[Sequence[str]], list[str]] | None = None
@@ -69,9 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
     sampling.add_argument("--regex", default=None, help="answer with a text that fits the regular expression")
     sampling.add_argument("--stop", action="append", default=None, metavar="TEXT", help="stop before this text")
 
-    parser = Parser(prog="minivllm", description="An LLM inference engine made of plug-ins.", parents=[common])
+    parser = CommandParser(prog="minivllm", description="An LLM inference engine made of plug-ins.", parents=[common])
     parser.add_argument("--version", action="version", version=f"minivllm {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     def command(name: str, run: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         own: Any = [common, *parents]

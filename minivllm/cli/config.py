@@ -14,7 +14,7 @@ from minivllm import files
 from minivllm.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
-    from minivllm.config.show import Leaf
+    from minivllm.config.show import ShownValue
     from minivllm.registry import Entry
 
 
@@ -45,7 +45,7 @@ def show(args: argparse.Namespace) -> int:
     comment = None
     if plugin_of is not None:
 
-        def comment(leaf: Leaf) -> str:
+        def comment(leaf: ShownValue) -> str:
             return ", ".join(filter(None, (leaf.origin, plugin_text(plugin_of(leaf)))))
 
     for file in loaded.files:
@@ -63,7 +63,7 @@ def installed(allow_targets: list[str]) -> Any:
     catalog = Catalog.discover().allow(allow_targets)
     kinds = {OPTION_OF.get(kind, kind): kind for kind in KINDS}
 
-    def plugin_of(leaf: Leaf) -> Entry | str | None:
+    def plugin_of(leaf: ShownValue) -> Entry | str | None:
         if leaf.path[0] not in kinds or leaf.path[-1] != "name" or len(leaf.path) > 3 or leaf.value == "auto":
             return None
         try:

@@ -19,12 +19,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from minivllm.config.base import Strict, refusal
 from minivllm.config.files import parse_value, read_chain
-from minivllm.config.layers import Layers, Shape, unalias
+from minivllm.config.layers import ConfigShape, Layers, unalias
 from minivllm.config.requires import check_requirements
 from minivllm.config.server import ServerConfig
 from minivllm.errors import ConfigError, RequestError, brief, shown, want_name
 from minivllm.loading.hf_config import IN_PACKAGE
-from minivllm.validation import Fault, begins, source_of, sourced
+from minivllm.validation import FieldFault, begins, source_of, sourced
 
 PROCESSORS = (  # what applies to a request that asks for it, in this order: masks may come anywhere, a divisor last
     "penalties", "logit_bias", "bad_words", "allowed_tokens", "no_repeat_ngram", "temperature_schedule",
@@ -36,7 +36,7 @@ ALIASES = {"quantization": "quantizer", "kv_cache_dtype": "kv_format"}
 DTYPE_NAMES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-class Choice(BaseModel):
+class PluginChoice(BaseModel):
     """Which plug-in fills a seam: ``name`` (``auto``, ``sdpa``, ``acme/flash``, ``module:Class``) and its options, or
     for ``auto`` a list of names to ``prefer``."""
 
@@ -62,7 +62,7 @@ def _choice(value: Any) -> Any:
     for name in names:
         if isinstance(name, type):
             raise ValueError(f"{name.__name__} is a class: {want_name(name)}")
-    if not isinstance(value, (str, Mapping, Choice)):
+    if not isinstance(value, (str, Mapping, PluginChoice)):
         raise ValueError(f"{shown(value)} is no plug-in: want a name, or a table with name and options")
     return {"name": value} if isinstance(value, str) else value
 
@@ -82,8 +82,8 @@ def _dtype(value: Any) -> Any:
     return DTYPE_NAMES.get(name, name)
 
 
-One = Annotated[Choice, BeforeValidator(_choice)]
-Several = Annotated[list[Choice], BeforeValidator(_choices)]
+One = Annotated[PluginChoice, BeforeValidator(_choice)]
+Several = Annotated[list[PluginChoice], BeforeValidator(_choices)]
 Path_ = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
 
 
@@ -133,18 +133,18 @@ class EngineConfig(Strict):
         "auto", description="auto: not at batch sizes at which it was measured to be slower than no drafts"
     )
     batch_invariant: bool = Field(False, description="results do not depend on the batch")
-    attention: One = Choice()
-    scheduler: One = Choice()
-    evictor: One = Choice()
-    sampler: One = Choice()
-    quantizer: One = Choice()
-    model_arch: One = Choice()
-    executor: One = Choice()
-    kv_format: One = Choice()
-    grammar: One = Choice()
-    drafter: One = Choice()
-    processors: Several = [Choice(name=name) for name in PROCESSORS]
-    strategies: Several = [Choice(name="single"), Choice(name="parallel"), Choice(name="beam")]
+    attention: One = PluginChoice()
+    scheduler: One = PluginChoice()
+    evictor: One = PluginChoice()
+    sampler: One = PluginChoice()
+    quantizer: One = PluginChoice()
+    model_arch: One = PluginChoice()
+    executor: One = PluginChoice()
+    kv_format: One = PluginChoice()
+    grammar: One = PluginChoice()
+    drafter: One = PluginChoice()
+    processors: Several = [PluginChoice(name=name) for name in PROCESSORS]
+    strategies: Several = [PluginChoice(name="single"), PluginChoice(name="parallel"), PluginChoice(name="beam")]
     hooks: Several = []
     grammar_compile_seconds: float = Field(0.8, gt=0, le=60, description="that compiling a client's grammar may take")
     grammar_compile_mb: int = Field(512, ge=16, description="memory that compiling a client's grammar may take")
@@ -156,24 +156,24 @@ class EngineConfig(Strict):
         super().__init__(**unalias(values, ALIASES, lambda _: ""))
         if self.num_kvcache_blocks == 0:
             what = "num_kvcache_blocks=0: want -1 (as many as fit) or a positive number"
-            raise refusal([Fault("num_kvcache_blocks", what)])
+            raise refusal([FieldFault("num_kvcache_blocks", what)])
         if self.max_num_batched_tokens < self.max_num_seqs:
             what = (
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "a decode step would not fit; raise the one or lower the other"
             )
             given = [n for n in ("max_num_batched_tokens", "max_num_seqs") if n in self.model_fields_set]
-            raise refusal([Fault(given[0] if given else "", what)])
+            raise refusal([FieldFault(given[0] if given else "", what)])
         for name in SEVERAL:
             names = [choice.name for choice in getattr(self, name)]
             for i, plugin in enumerate(names):
                 if plugin in names[:i]:
-                    raise refusal([Fault(f"{name}.{i}", f"{name}: {shown(plugin)} is there twice")])
+                    raise refusal([FieldFault(f"{name}.{i}", f"{name}: {shown(plugin)} is there twice")])
                 if plugin == "auto":
                     what = f"{name}: each needs a name; 'auto' is for seams that take one plug-in"
-                    raise refusal([Fault(f"{name}.{i}", what)])
+                    raise refusal([FieldFault(f"{name}.{i}", what)])
         if not self.strategies:
-            raise refusal([Fault("strategies", "strategies: want at least one")])
+            raise refusal([FieldFault("strategies", "strategies: want at least one")])
 
 
 class RunConfig(Strict):
@@ -192,15 +192,15 @@ class RequiresConfig(Strict):
     plugins: list[str] = Field([], description='packages with their versions, as pip has them: "acme-attn>=1.2"')
 
 
-SEAMS = tuple(name for name, f in EngineConfig.model_fields.items() if f.annotation is Choice)
-SEVERAL = tuple(name for name, f in EngineConfig.model_fields.items() if f.annotation == list[Choice])
+SEAMS = tuple(name for name, f in EngineConfig.model_fields.items() if f.annotation is PluginChoice)
+SEVERAL = tuple(name for name, f in EngineConfig.model_fields.items() if f.annotation == list[PluginChoice])
 TABLES = {
     "sampling": None, "run": tuple(RunConfig.model_fields), "requires": tuple(RequiresConfig.model_fields),
     "server": tuple(ServerConfig.model_fields),
 }  # fmt: skip
-SHAPE = Shape(
+SHAPE = ConfigShape(
     top=tuple(EngineConfig.model_fields), tables=TABLES, seams=SEAMS, several=SEVERAL,
-    choice=tuple(Choice.model_fields), aliases=ALIASES, version=CONFIG_VERSION,
+    choice=tuple(PluginChoice.model_fields), aliases=ALIASES, version=CONFIG_VERSION,
 )  # fmt: skip
 
 
@@ -303,7 +303,9 @@ def _checked(model: Any, values: Mapping[str, Any], origins: Mapping[str, str], 
     try:
         return model(**values)
     except ConfigError as exc:
-        found = [Fault(".".join(filter(None, (at, f.path))), f"{at}.{f.text}" if at else f.text) for f in exc.faults]
+        found = [
+            FieldFault(".".join(filter(None, (at, f.path))), f"{at}.{f.text}" if at else f.text) for f in exc.faults
+        ]
         raise ConfigError("; ".join(sourced(found, origins))) from exc
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from minivllm.errors import ConfigError
-from minivllm.validation import Fault, faults
+from minivllm.validation import FieldFault, faults
 
 
-def refusal(found: Sequence[Fault]) -> ConfigError:
+def refusal(found: Sequence[FieldFault]) -> ConfigError:
     """The error, which carries the faults, so that who knows where the values came from can say so."""
     error = ConfigError("; ".join(fault.text for fault in found))
     error.faults = tuple(found)

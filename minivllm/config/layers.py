@@ -18,7 +18,7 @@ Path = Sequence[str]
 
 
 @dataclass(frozen=True)
-class Shape:
+class ConfigShape:
     """The names that the layers know: all ``top`` keys, the ``tables`` with their keys (None: checked elsewhere), the
     ``seams`` that one plug-in fills, the lists of ``several``, and ``aliases``."""
 
@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass
 class Layers:
-    shape: Shape
+    shape: ConfigShape
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from minivllm.config.base import Strict, refusal
-from minivllm.validation import Fault
+from minivllm.validation import FieldFault
 
 _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[?[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}\]?")
 
@@ -81,14 +81,14 @@ class ServerConfig(Strict):
         super().__init__(**values)
         both = [name for name in ("host", "port") if name in self.model_fields_set]
         if self.uds is not None and both:
-            raise refusal([Fault("uds", f"uds beside server.{both[0]}: want a Unix socket or an address")])
+            raise refusal([FieldFault("uds", f"uds beside server.{both[0]}: want a Unix socket or an address")])
         if self.ssl_certfile is None:
             for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs"):
                 if getattr(self, name):
-                    raise refusal([Fault(name, f"{name} without server.ssl_certfile: want both")])
+                    raise refusal([FieldFault(name, f"{name} without server.ssl_certfile: want both")])
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             what = f"ssl_cert_reqs={self.ssl_cert_reqs}: want server.ssl_ca_certs too, who signs them"
-            raise refusal([Fault("ssl_cert_reqs", what)])
+            raise refusal([FieldFault("ssl_cert_reqs", what)])
         if self.ssl_ca_certs is not None and not self.ssl_cert_reqs:
             what = "ssl_ca_certs without server.ssl_cert_reqs: want 1 or 2; with 0 nobody is asked"
-            raise refusal([Fault("ssl_ca_certs", what)])
+            raise refusal([FieldFault("ssl_ca_certs", what)])

@@ -20,7 +20,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ShownValue:
     """One option: its path, its value and the source that set it (``default``: none did)."""
 
     path: tuple[str, ...]
@@ -32,7 +32,7 @@ class Leaf:
         return ".".join(self.path)
 
 
-def leaves(loaded: Loaded) -> list[Leaf]:
+def leaves(loaded: Loaded) -> list[ShownValue]:
     """Every option of a configuration, defaults included, in the order in which they are declared."""
     values = loaded.engine.model_dump()
     tables = {"sampling": dict(loaded.sampling), "run": loaded.run.model_dump()}
@@ -40,7 +40,7 @@ def leaves(loaded: Loaded) -> list[Leaf]:
         tables["server"] = loaded.server.model_dump()
     if loaded.requires:
         tables["requires"] = {"plugins": list(loaded.requires)}
-    return [Leaf(path, value, _origin(loaded.origins, path)) for path, value in _walk({**values, **tables})]
+    return [ShownValue(path, value, _origin(loaded.origins, path)) for path, value in _walk({**values, **tables})]
 
 
 def _walk(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -86,7 +86,7 @@ def _origin(origins: Mapping[str, str], path: tuple[str, ...]) -> str:
 # ---- TOML ------------------------------------------------------------------------------------------------------------
 
 
-def to_toml(found: list[Leaf], comment: Any = None) -> str:
+def to_toml(found: list[ShownValue], comment: Any = None) -> str:
     """The leaves as TOML.  ``comment(leaf)`` is written behind each; a value that TOML has no word for, or that no file
     may hold, becomes a comment."""
     from minivllm.config import SEVERAL, SHAPE

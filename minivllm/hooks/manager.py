@@ -50,7 +50,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Call:
+class HookCall:
     """One plug-in's method for one hook."""
 
     member: Member
@@ -85,10 +85,12 @@ class HookManager:
             except pluggy.PluginValidationError as exc:
                 raise PluginError(f"{member}: {_words(exc)}") from exc
         by_plugin = {id(m.plugin): m for m in self.members}
-        self._calls: dict[str, tuple[Call, ...]] = {}
+        self._calls: dict[str, tuple[HookCall, ...]] = {}
         for name in NAMES:
             found = reversed(getattr(manager.hook, name).get_hookimpls())
-            self._calls[name] = tuple(Call(by_plugin[id(i.plugin)], name, i.function, tuple(i.argnames)) for i in found)
+            self._calls[name] = tuple(
+                HookCall(by_plugin[id(i.plugin)], name, i.function, tuple(i.argnames)) for i in found
+            )
 
     @classmethod
     def make(cls, parts: Sequence[Part], only: str = "") -> HookManager:
@@ -117,7 +119,7 @@ class HookManager:
         for call in self._calls["minivllm_engine_started"]:
             self._strict(call, values)
 
-    def _strict(self, call: Call, values: Mapping[str, Any]) -> Any:
+    def _strict(self, call: HookCall, values: Mapping[str, Any]) -> Any:
         """A call whose error is that of who asked: PluginError, unless minivllm itself would raise it."""
         try:
             return call.function(*[values[a] for a in call.takes])
@@ -154,7 +156,7 @@ class HookManager:
             self._run(call, _send, generator, view)
         return result
 
-    def _run(self, call: Call, function: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, call: HookCall, function: Callable[..., Any], *args: Any) -> Any:
         """A call whose fault is written down and goes no further (None then)."""
         member = call.member
         try:

@@ -39,7 +39,7 @@ def apply(x: Tensor, index: Tensor, mask: Tensor) -> None:
         _apply[grid](x, x.stride(0), index, mask, mask.shape[1], width, BLOCK=BLOCK, num_warps=4, **pdl(x))
 
 
-class Masks:
+class DeviceMasks:
     """Those of one step on the device, where captures find them: memory for ``rows`` late rows.
 
     ``host`` i32 [rows, words] is pinned: masks that were written to its leading rows need no copy on the host.  It may

@@ -26,7 +26,7 @@ from .rotary import rotary_tables
 ALONE = Shard()
 
 
-class Parts:
+class ModelParts:
     """Makes modules and remembers them: ``modules`` by name for the loader, ``layers`` for the KV cache.
 
     ``batch_invariant``: what they give a row has the same bits whatever rows are beside it.

@@ -19,7 +19,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import ModelError, ResourceError, shown
 from minivllm.layers.embedding import Embedding
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.parts import Parts
+from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import rope_parameters
 
 from .weights import Header, Target, find_targets, rule_pattern
@@ -38,10 +38,10 @@ class _Plain:
         return None
 
 
-class Blueprint(Parts):
+class Blueprint(ModelParts):
     """Building blocks that have shapes and no memory."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ModelParts) -> None:
         super().__init__("meta", parts.dtype, _Plain(), parts.backend)  # type: ignore[arg-type]
         self.tables = 0  # bytes of the rotary embedding's
 
@@ -62,7 +62,7 @@ class Blueprint(Parts):
         return total
 
 
-def blueprint(arch: ModelArch, cfg: Any, parts: Parts) -> Blueprint | None:
+def blueprint(arch: ModelArch, cfg: Any, parts: ModelParts) -> Blueprint | None:
     """The whole model without memory.  None if the architecture computes with values while it is built: then each
     tensor is checked when it is loaded, and not before.  ModelError on a config value that is not implemented."""
     made = Blueprint(parts)
@@ -76,7 +76,7 @@ def blueprint(arch: ModelArch, cfg: Any, parts: Parts) -> Blueprint | None:
 
 
 def check(
-    folder: str, arch: ModelArch, cfg: Any, parts: Parts, headers: Mapping[str, Header], quantized: bool, free: int
+    folder: str, arch: ModelArch, cfg: Any, parts: ModelParts, headers: Mapping[str, Header], quantized: bool, free: int
 ) -> None:
     """ModelError naming the key of config.json that the checkpoint's tensors contradict (``headers``; none for random
     weights), ResourceError for weights that take more than the ``free`` bytes.  ``quantized``: they are made smaller

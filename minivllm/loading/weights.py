@@ -25,7 +25,7 @@ from minivllm.core.interfaces.model import Model, ModelArch, Rule
 from minivllm.errors import ModelError, shown, suggest
 from minivllm.layers.embedding import TiedLMHead
 from minivllm.layers.module import Module
-from minivllm.layers.parts import Parts
+from minivllm.layers.parts import ModelParts
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")  # older checkpoints carry tables that are computed here
@@ -53,13 +53,13 @@ class Target:
     shape: tuple[int, ...] | None  # full, before tensor-parallel slicing; None = the weight scheme checks it
 
 
-def build_model(arch: ModelArch, cfg: Any, parts: Parts) -> Model:
+def build_model(arch: ModelArch, cfg: Any, parts: ModelParts) -> Model:
     """The model with its memory taken and not yet filled.  ModelError on a config value that is not implemented."""
     return arch.build(cfg, parts)
 
 
 def load_weights(
-    model_dir: str | Path, arch: ModelArch, cfg: Any, parts: Parts, load_format: str = "auto", seed: int = 0
+    model_dir: str | Path, arch: ModelArch, cfg: Any, parts: ModelParts, load_format: str = "auto", seed: int = 0
 ) -> list[str]:
     """Fill every module that ``parts`` made.  ``load_format`` "auto" and "safetensors" read ``model_dir``, "dummy"
     draws random weights on the device from ``seed`` and reads no file.  Returns what the user should know of the
@@ -82,7 +82,7 @@ def load_weights(
 
 
 def tie(
-    folder: Path, arch: ModelArch, cfg: Any, parts: Parts, rules: Sequence[Rule]
+    folder: Path, arch: ModelArch, cfg: Any, parts: ModelParts, rules: Sequence[Rule]
 ) -> tuple[Sequence[Rule], list[str]]:
     """The rules for a model whose head was built to share the embedding's weight (``tie_word_embeddings``), by what the
     checkpoint has, as transformers 5 does it; and a note where that is not what config.json says.
@@ -126,13 +126,13 @@ def _same(name: str, mine: Header, other: str, theirs: Header, dtype: torch.dtyp
         return all(torch.equal(x.to(dtype), y.to(dtype)) for x, y in pieces)
 
 
-def weight_bytes(parts: Parts) -> int:
+def weight_bytes(parts: ModelParts) -> int:
     """Bytes of all parameters on this process's device, shared ones once."""
     tensors = {t.data_ptr(): t for m in parts.modules.values() for t in m.tensors.values()}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def find_targets(rules: Sequence[Rule], parts: Parts) -> dict[str, Target]:
+def find_targets(rules: Sequence[Rule], parts: ModelParts) -> dict[str, Target]:
     """Checkpoint name -> target, for every parameter of every module.  ModelError if no rule or two rules fill one."""
     targets: dict[str, Target] = {}
     wanted = {(m.name, *key): shape for m in parts.modules.values() for key, shape in m.wanted().items()}
@@ -195,7 +195,7 @@ def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rul
         )
 
 
-def dummy_tensors(targets: dict[str, Target], parts: Parts, seed: int) -> Iterator[tuple[str, Tensor]]:
+def dummy_tensors(targets: dict[str, Target], parts: ModelParts, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Normal weights of standard deviation 0.02, norms of one, biases of zero; each depends on (seed, name) alone, so
     it does not matter how many processes share the model."""
     generator = torch.Generator(parts.device)

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from .tasks import TASKS, Case, cases, fits_schema, plain_story, score, user
+from .tasks import TASKS, TaskCase, cases, fits_schema, plain_story, score, user
 
 MAX_TOKENS = {"needle": 16, "copy": 64, "sums": 24, "json": 128, "story": 320, "echo": 48}
 """Tokens that an answer of each task may have."""
@@ -21,12 +21,12 @@ Generate = Callable[[list[list[dict[str, str]]], int], list[str]]
 Row = tuple[str, int, float]
 
 
-def default_cases(n: int = 500, seed: int = 0, tasks: Sequence[str] = tuple(TASKS)) -> list[Case]:
+def default_cases(n: int = 500, seed: int = 0, tasks: Sequence[str] = tuple(TASKS)) -> list[TaskCase]:
     """`n` held-out cases of each task."""
     return [case for task in tasks for case in cases(task, n, seed)]
 
 
-def evaluate(generate: Generate, cases: list[Case], wrong: list | None = None) -> list[Row]:
+def evaluate(generate: Generate, cases: list[TaskCase], wrong: list | None = None) -> list[Row]:
     """Rows (task, number of cases, share right); wrong answers are added to `wrong` as (case, text).
 
     For JSON a second row says how many answers parse and fit their schema, whatever their values.
@@ -158,7 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.monotonic()
     model = Transformers(args.folder, args.batch)
-    wrong: list[tuple[Case, str]] = []
+    wrong: list[tuple[TaskCase, str]] = []
     rows = []
     for task in args.tasks:
         rows += evaluate(model.generate, cases(task, args.cases, args.seed), wrong)

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 
 @dataclass(frozen=True)
-class Shape:
+class NetShape:
     """The sizes of a model."""
 
     layers: int = 8
@@ -30,9 +30,9 @@ class Shape:
 
 
 SHAPES = {
-    "pocket": Shape(),
-    "draft": Shape(layers=1, hidden=128, heads=2, kv_heads=1, inner=384),
-    "tiny": Shape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, inner=64),
+    "pocket": NetShape(),
+    "draft": NetShape(layers=1, hidden=128, heads=2, kv_heads=1, inner=384),
+    "tiny": NetShape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, inner=64),
 }
 
 BLOCK = 128
@@ -101,7 +101,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 class Net(nn.Module):
     """The model; `forward` gives the logits of packed rows."""
 
-    def __init__(self, shape: Shape, seed: int = 0):
+    def __init__(self, shape: NetShape, seed: int = 0):
         super().__init__()
         self.shape = s = shape
         draw = torch.Generator().manual_seed(seed)
@@ -178,7 +178,7 @@ def from_hf(net: Net, state: dict[str, Tensor]) -> None:
                 stacked[i].copy_(state[f"model.layers.{i}.{HF_NAMES[name]}.weight"])
 
 
-def hf_config(shape: Shape, token_ids: dict[str, int]) -> dict:
+def hf_config(shape: NetShape, token_ids: dict[str, int]) -> dict:
     """config.json of a model of this shape; `token_ids` are those of the special tokens."""
     s = asdict(shape)
     return {

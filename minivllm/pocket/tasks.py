@@ -1,6 +1,6 @@
 """The tasks that put a number on pocket: needle, copy, sums, JSON, stories and echo.
 
-`draw(task, rng, held_out)` makes one `Case`, `cases(task, n)` a list of held-out ones, `score` says whether an
+`draw(task, rng, held_out)` makes one `TaskCase`, `cases(task, n)` a list of held-out ones, `score` says whether an
 answer is right.  Training and held-out cases are disjoint by construction: each case has a key, a checksum of the
 key says on which side it falls, and a generator throws away what falls on the other.
 """
@@ -39,7 +39,7 @@ WORDS = tuple(
 
 
 @dataclass
-class Case:
+class TaskCase:
     """One question to the model: the messages so far (the last is the user's) and the answer that is right."""
 
     task: str
@@ -71,7 +71,7 @@ def needle_question(color: str, container: str) -> str:
     return f"What did the {color} {container} hold?"
 
 
-def needle(rng: Random, pieces: tuple[int, int] = (2060, 2200), needles: tuple[int, int] = (24, 24)) -> Case:
+def needle(rng: Random, pieces: tuple[int, int] = (2060, 2200), needles: tuple[int, int] = (24, 24)) -> TaskCase:
     """Sentences about what boxes held, far apart in a row of stories, and a question about one of them.
 
     `pieces` bounds the words and signs of the user's message from below (and nearly from above), `needles` how many
@@ -102,7 +102,7 @@ def needle(rng: Random, pieces: tuple[int, int] = (2060, 2200), needles: tuple[i
     story = " ".join(text)
     depth, asked = rng.choice(places)
     content = f"{story}\n\n{needle_question(*facts[asked][:2])}"
-    return Case(
+    return TaskCase(
         "needle",
         user(content),
         needle_text(*facts[asked]),
@@ -113,14 +113,14 @@ def needle(rng: Random, pieces: tuple[int, int] = (2060, 2200), needles: tuple[i
 # ---------------------------------------------------------------- copy and sums
 
 
-def copy(rng: Random, words: tuple[int, int] = (12, 40), made_up: float = 0.0) -> Case:
+def copy(rng: Random, words: tuple[int, int] = (12, 40), made_up: float = 0.0) -> TaskCase:
     """A row of words to be written once more; a word may come twice, and a share of them may be made up."""
     row = (lex.coined(rng) if rng.random() < made_up else rng.choice(WORDS) for _ in range(rng.randint(*words)))
     text = " ".join(row)
-    return Case("copy", user(f"Copy these words:\n{text}"), text, {"key": text})
+    return TaskCase("copy", user(f"Copy these words:\n{text}"), text, {"key": text})
 
 
-def echo(rng: Random, words: tuple[int, int] = (20, 32), different: int = 4) -> Case:
+def echo(rng: Random, words: tuple[int, int] = (20, 32), different: int = 4) -> TaskCase:
     """A row of words to be written once more in which only a few words come, again and again.
 
     Training has no such rows.  The words before hardly tell where in the row one is, so the model is at the edge of
@@ -128,7 +128,7 @@ def echo(rng: Random, words: tuple[int, int] = (20, 32), different: int = 4) -> 
     """
     few = rng.sample(WORDS, different)
     text = " ".join(rng.choice(few) for _ in range(rng.randint(*words)))
-    return Case("echo", user(f"Copy these words:\n{text}"), text, {"key": text})
+    return TaskCase("echo", user(f"Copy these words:\n{text}"), text, {"key": text})
 
 
 def number(rng: Random) -> int:
@@ -137,11 +137,11 @@ def number(rng: Random) -> int:
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
-def sums(rng: Random) -> Case:
+def sums(rng: Random) -> TaskCase:
     """Two numbers of one to four digits to be added."""
     a, b = number(rng), number(rng)
     low, high = sorted((a, b))
-    return Case("sums", user(f"What is {a} + {b}?"), f"{a} + {b} = {a + b}", {"key": f"{low}+{high}"})
+    return TaskCase("sums", user(f"What is {a} + {b}?"), f"{a} + {b} = {a + b}", {"key": f"{low}+{high}"})
 
 
 # ---------------------------------------------------------------- JSON
@@ -198,14 +198,14 @@ def schema_for(values: dict) -> dict:
     return {"type": "object", "properties": kinds, "required": list(values), "additionalProperties": False}
 
 
-def json_task(rng: Random) -> Case:
+def json_task(rng: Random) -> TaskCase:
     """A short text and the keys to answer with; `meta["schema"]` is the JSON schema that the answer must fit."""
     sentences, values = (person if rng.random() < 0.6 else goods)(rng)
     asked = rng.sample(list(values), rng.randint(2, min(5, len(values))))
     values = {k: values[k] for k in asked}
     keys = ", ".join(f"{k} ({JSON_TYPES[type(v)]})" for k, v in values.items())
     content = f"{' '.join(sentences)}\n\nAnswer in JSON with these keys: {keys}."
-    return Case(
+    return TaskCase(
         "json", user(content), json.dumps(values), {"key": content, "schema": schema_for(values), "values": values}
     )
 
@@ -223,7 +223,7 @@ ASK = (
 )
 
 
-def story(rng: Random, made_up: bool = False) -> Case:
+def story(rng: Random, made_up: bool = False) -> TaskCase:
     """A wish for a story; `meta["words"]` are the words that it must contain.  The hero or the thing may be made up."""
     wish = Wish()
     form = rng.choice(("hero thing", "hero thing", "hero", "thing", "name", "two", "place", "named thing"))
@@ -245,12 +245,12 @@ def story(rng: Random, made_up: bool = False) -> Case:
     about += (" and " if about and last else "") + (lex.article(last) if last else "")
     told = Teller(rng).tell(wish)
     words = [w for w in (wish.hero, wish.name, wish.thing, wish.helper, wish.place) if w]
-    return Case("story", user(rng.choice(ASK).format(about)), told.text, {"key": "+".join(words), "words": words})
+    return TaskCase("story", user(rng.choice(ASK).format(about)), told.text, {"key": "+".join(words), "words": words})
 
 
 # ---------------------------------------------------------------- drawing and scoring
 
-TASKS: dict[str, Callable[..., Case]] = {
+TASKS: dict[str, Callable[..., TaskCase]] = {
     "needle": needle,
     "copy": copy,
     "sums": sums,
@@ -260,7 +260,7 @@ TASKS: dict[str, Callable[..., Case]] = {
 }
 
 
-def draw(task: str, rng: Random, held_out: bool = False, **options) -> Case:
+def draw(task: str, rng: Random, held_out: bool = False, **options) -> TaskCase:
     """One case of the task, from the training side or the held-out side."""
     while True:
         case = TASKS[task](rng, **options)
@@ -268,10 +268,10 @@ def draw(task: str, rng: Random, held_out: bool = False, **options) -> Case:
             return case
 
 
-def cases(task: str, n: int = 500, seed: int = 0, **options) -> list[Case]:
+def cases(task: str, n: int = 500, seed: int = 0, **options) -> list[TaskCase]:
     """`n` held-out cases of the task, all different."""
     rng = Random(f"held-out {task} {seed}")
-    found: dict[str, Case] = {}
+    found: dict[str, TaskCase] = {}
     while len(found) < n:
         case = draw(task, rng, held_out=True, **options)
         found.setdefault(json.dumps(case.messages), case)
@@ -301,12 +301,12 @@ def parsed(text: str) -> object:
         return None
 
 
-def fits_schema(case: Case, text: str) -> bool:
+def fits_schema(case: TaskCase, text: str) -> bool:
     """Whether a JSON answer parses and fits the schema of its case, whatever its values."""
     return fits(parsed(text), case.meta["schema"])
 
 
-def is_story(case: Case, text: str) -> bool:
+def is_story(case: TaskCase, text: str) -> bool:
     """Whether a text is a finished story that has all the words that were asked for and no sentence twice."""
     sentences = re.split(r"(?<=[.!?])\s+", text.strip())
     return (
@@ -317,7 +317,7 @@ def is_story(case: Case, text: str) -> bool:
     )
 
 
-def score(case: Case, text: str) -> bool:
+def score(case: TaskCase, text: str) -> bool:
     """Whether the text answers the case: exactly, or for JSON with equal values, or for a story as `is_story` says."""
     if case.task == "json":
         return fits_schema(case, text) and parsed(text) == case.meta["values"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .nodes import GROUPS, SEVERAL, Node, nodes, show
+from .nodes import GROUPS, SEVERAL, DiffNode, nodes, show
 
 NOTHING = "nothing that decides the tokens differs"
 PLURAL = ("prompts", *SEVERAL)
@@ -82,14 +82,14 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], results: bool = True) ->
     return Comparison(tuple(found), tokens, text, measured, tuple(_warnings(a, b)))
 
 
-def _differ(x: Node | None, y: Node | None) -> bool:
+def _differ(x: DiffNode | None, y: DiffNode | None) -> bool:
     if x is None or y is None:
         node = x or y
         return node is not None and not node.both
     return x.value != y.value
 
 
-def _causes(x: Node | None, y: Node | None, differing: set[str], pairs: Mapping[str, tuple]) -> tuple[str, ...]:
+def _causes(x: DiffNode | None, y: DiffNode | None, differing: set[str], pairs: Mapping[str, tuple]) -> tuple[str, ...]:
     """What a difference follows from; nothing if somebody asked for it."""
     if not _left_open(x, y):
         return ()
@@ -100,11 +100,11 @@ def _causes(x: Node | None, y: Node | None, differing: set[str], pairs: Mapping[
     return tuple(dict.fromkeys((pairs[n][0] or pairs[n][1]).label for n in causes))
 
 
-def _left_open(x: Node | None, y: Node | None) -> bool:
+def _left_open(x: DiffNode | None, y: DiffNode | None) -> bool:
     return x is not None and y is not None and x.asked == y.asked and x.open and y.open
 
 
-def _told_apart(x: Node | None, y: Node | None) -> tuple[str, str]:
+def _told_apart(x: DiffNode | None, y: DiffNode | None) -> tuple[str, str]:
     shown = ("not set" if x is None else x.text, "not set" if y is None else y.text)
     if shown[0] == shown[1] and x is not None and y is not None:  # what differs is in what is not shown, say, a version
         return show(x.value), show(y.value)

@@ -39,7 +39,7 @@ LOOK_ON = ("hooks",)  # they see frozen views and decide nothing; what they say 
 
 
 @dataclass(frozen=True)
-class Node:
+class DiffNode:
     """``value`` is what is compared; ``open`` says that the user left the choice to minivllm.  ``owner`` is the node
     that must be the same for this one to be compared (the options of another plug-in are no difference of their own),
     ``subject`` what the verdict calls it, ``counts`` whether it can decide the outcome, ``both`` that it is compared
@@ -78,7 +78,7 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def nodes(bill: Mapping[str, Any]) -> dict[str, Node]:
+def nodes(bill: Mapping[str, Any]) -> dict[str, DiffNode]:
     """Everything that can differ, by name, in the order in which it is shown."""
     made = [*_model(bill), *_parts(bill), *_options(bill), *_requests(bill), *_versions(bill), *_machine(bill)]
     return {node.name: node for node in made}
@@ -89,19 +89,19 @@ def fingerprint(bill: Mapping[str, Any]) -> str:
     return digest({n.name: n.value for n in nodes(bill).values() if n.counts and n.group in IDENTITY})
 
 
-def _model(bill: Mapping[str, Any]) -> Iterator[Node]:
+def _model(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
     model, asked = bill["model"], bill["config"]["values"]
     shown = f"{model['name']} ({model['hash'][:12]})"
-    yield Node("model", "model", model["hash"], asked["model"], False, shown=shown)
+    yield DiffNode("model", "model", model["hash"], asked["model"], False, shown=shown)
     tokenizer = model["tokenizer"]
     value = tokenizer["hash"] if tokenizer else None
     name = asked["tokenizer"] or "the model's"
     shown = f"{name} ({value[:12]})" if value else "none"
     given = [asked["tokenizer"], asked["skip_tokenizer_init"]]
-    yield Node("tokenizer", "model", value, given, asked["tokenizer"] is None, FOLLOWS["tokenizer"], shown=shown)
+    yield DiffNode("tokenizer", "model", value, given, asked["tokenizer"] is None, FOLLOWS["tokenizer"], shown=shown)
 
 
-def _options(bill: Mapping[str, Any]) -> Iterator[Node]:
+def _options(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
     """Options as they were used: a value that was left open is the one that was supplied."""
     asked, used = bill["config"]["values"], bill["resolved"]
     seams = {part["seam"].partition(".")[0] for part in bill["parts"]}
@@ -113,14 +113,14 @@ def _options(bill: Mapping[str, Any]) -> Iterator[Node]:
         value = used.get(name, want)
         given = [want, asked["enforce_eager"]] if name == "graph" else want
         left_open = want in (None, "auto")
-        yield Node(name, "options", value, given, left_open, FOLLOWS.get(name, ()), both=name == "run_ahead")
+        yield DiffNode(name, "options", value, given, left_open, FOLLOWS.get(name, ()), both=name == "run_ahead")
     if "kv_blocks" in used:
         # with -1 it is what memory was free at that moment: not a choice of anybody, so it is shown and not counted
-        yield Node("kv_blocks", "options", used["kv_blocks"], asked["num_kvcache_blocks"], counts=False, both=True)
+        yield DiffNode("kv_blocks", "options", used["kv_blocks"], asked["num_kvcache_blocks"], counts=False, both=True)
 
 
-def _parts(bill: Mapping[str, Any]) -> Iterator[Node]:
-    yield Node(
+def _parts(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
+    yield DiffNode(
         "minivllm", "parts", [bill["minivllm"]["version"], bill["minivllm"]["source"]["hash"]],
         shown=f"{bill['minivllm']['version']} ({bill['minivllm']['source']['hash'][:12]})",
     )  # fmt: skip
@@ -133,16 +133,16 @@ def _parts(bill: Mapping[str, Any]) -> Iterator[Node]:
             several[family].append(name)
         else:
             prefer = list((values.get(seam) or {}).get("prefer") or ())
-            yield Node(
+            yield DiffNode(
                 seam, "parts", name, [part["asked"], prefer], part["asked"] == "auto", FOLLOWS.get(seam, ()),
                 shown=_described(part),
             )  # fmt: skip
         yield from _implementation(part, seam if family not in several else f"{family}.{name}", family in several)
     for family, names in several.items():
-        yield Node(family, "parts", names, names, False, counts=family not in LOOK_ON)
+        yield DiffNode(family, "parts", names, names, False, counts=family not in LOOK_ON)
 
 
-def _implementation(part: Mapping[str, Any], subject: str, one_of_several: bool) -> Iterator[Node]:
+def _implementation(part: Mapping[str, Any], subject: str, one_of_several: bool) -> Iterator[DiffNode]:
     """The code and the options of one plug-in; compared only with the same plug-in."""
     name, owner = part["name"], "" if one_of_several else part["seam"]
     at, counts = f"{subject}@{name}", subject.partition(".")[0] not in LOOK_ON
@@ -150,10 +150,12 @@ def _implementation(part: Mapping[str, Any], subject: str, one_of_several: bool)
     version = None if builtin else part["version"]
     code = [version, part["source"]["hash"], part["needs"], part["requires"]]
     shown = _described(part)
-    yield Node(at, "parts", code, open=False, owner=owner, subject=subject, counts=counts, both=True, shown=shown)
+    yield DiffNode(at, "parts", code, open=False, owner=owner, subject=subject, counts=counts, both=True, shown=shown)
     for key, value in part["options"].items():
         option = f"{subject}.options.{key}"
-        yield Node(f"{at}.{key}", "parts", value, value, False, owner=owner, subject=option, counts=counts, both=True)
+        yield DiffNode(
+            f"{at}.{key}", "parts", value, value, False, owner=owner, subject=option, counts=counts, both=True
+        )
 
 
 def _described(part: Mapping[str, Any]) -> str:
@@ -162,11 +164,11 @@ def _described(part: Mapping[str, Any]) -> str:
     return f"{part['name']}{version} ({source})"
 
 
-def _requests(bill: Mapping[str, Any]) -> Iterator[Node]:
+def _requests(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
     config, results = bill["config"], bill.get("results") or {}
     run = config["run"]
     for name, value in config["sampling"].items():
-        yield Node(f"sampling.{name}", "requests", value, value, False)
+        yield DiffNode(f"sampling.{name}", "requests", value, value, False)
     table = [run["prompts"], run["chat"]] if run["prompts"] else None
     count = results.get("requests", len(run["prompts"]))
     if results:
@@ -174,23 +176,23 @@ def _requests(bill: Mapping[str, Any]) -> Iterator[Node]:
         for name, follows in (("prompts", FOLLOWS["prompts"]), ("sampling", asked)):
             found, given = results[f"{name}_hash"], digest(table) if table and name == "prompts" else None
             shown = f"{count} requests ({found[:12]})"
-            yield Node(name, "requests", found, given, follows=follows, both=True, shown=shown)
+            yield DiffNode(name, "requests", found, given, follows=follows, both=True, shown=shown)
     elif table:
-        yield Node("prompts", "requests", digest(table), digest(table), False, both=True, shown=f"{count} prompts")
+        yield DiffNode("prompts", "requests", digest(table), digest(table), False, both=True, shown=f"{count} prompts")
 
 
-def _versions(bill: Mapping[str, Any]) -> Iterator[Node]:
+def _versions(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
     for name, value in bill["versions"].items():
-        yield Node(f"versions.{name}", "versions", value, subject=name, counts=name in LIBRARIES)
+        yield DiffNode(f"versions.{name}", "versions", value, subject=name, counts=name in LIBRARIES)
     for where, state in bill["git"].items():
         if state is not None:
             text = state["commit"][:12] + (f" with {state['changed_files']} changed files" if state["dirty"] else "")
             commit = [state["commit"], state["dirty"]]
-            yield Node(f"git.{where}", "versions", commit, counts=False, both=True, shown=text)
+            yield DiffNode(f"git.{where}", "versions", commit, counts=False, both=True, shown=text)
 
 
-def _machine(bill: Mapping[str, Any]) -> Iterator[Node]:
+def _machine(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
     for name, value in bill["machine"].items():
-        yield Node(f"machine.{name}", "machine", value, subject="the machine", counts=name in MACHINE)
+        yield DiffNode(f"machine.{name}", "machine", value, subject="the machine", counts=name in MACHINE)
     for name, value in bill["environment"].items():
-        yield Node(f"environment.{name}", "machine", value, subject="the machine", counts=name not in CHOOSING)
+        yield DiffNode(f"environment.{name}", "machine", value, subject="the machine", counts=name not in CHOOSING)

@@ -6,14 +6,14 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from .tally import Tally
+from .tally import ResultTally
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
     from minivllm.wiring import Resolved
 
 
-class Recorder:
+class RunRecorder:
     """One for each front door.  ``path`` is where ``close`` writes, None for nowhere; ConfigError if that cannot be.
 
     Requests are counted always, in a few microseconds each.  With a path they are kept as well, so that the run can be
@@ -27,7 +27,7 @@ class Recorder:
         if path is not None:
             check_writable(path)
         self.loaded, self.path = loaded, path
-        self.tally = Tally(keep=path is not None and not loaded.run.prompts)
+        self.tally = ResultTally(keep=path is not None and not loaded.run.prompts)
         self._bill: dict[str, Any] | None = None
 
     def begin(self, resolved: Resolved, engine: Any) -> None:

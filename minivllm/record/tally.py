@@ -25,7 +25,7 @@ MOST_REQUESTS = 10_000  # requests that are kept whole, so that the run can be s
 _MODULUS = 2**256
 
 
-class Tally:
+class ResultTally:
     """Counts the requests of one front door; one thread at a time calls it.
 
     ``keep``: whole requests are kept in ``requests``, in the order in which they came, for ``replay``.

@@ -8,27 +8,27 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.config import Choice, EngineConfig, Loaded
+from minivllm.config import EngineConfig, Loaded, PluginChoice
 from minivllm.core.interfaces.executor import Part
 from minivllm.errors import ConfigError
 from minivllm.registry import Catalog, build_part
 from minivllm.wiring import DEFAULT_BLOCK, choose_seams
 
 from .blocks import CacheRun, run_cache, run_optimum
-from .serve import ServeRun, Sizes, serve
+from .serve import ServeRun, ServeSizes, serve
 from .trace import Trace
 
 OPTIMUM = "optimum"
 
 
 @dataclass(frozen=True)
-class Case:
+class ComparedCase:
     """One row of the table.  ``evictor`` None is Belady's optimum."""
 
     label: str
     evictor: Part | None
     scheduler: Part
-    sizes: Sizes
+    sizes: ServeSizes
 
     @property
     def names(self) -> tuple[str, str]:
@@ -42,10 +42,10 @@ def _short(label: str) -> str:
 def cases(
     trace: Trace, configs: Sequence[tuple[str, Loaded]], evictors: Sequence[str] = (), schedulers: Sequence[str] = (),
     blocks: str = "", alone: bool = False, optimum: bool = False,
-) -> list[Case]:  # fmt: skip
+) -> list[ComparedCase]:  # fmt: skip
     """Every configuration, with every evictor and scheduler that is named beside it.  ``blocks``: how many, or ``10%``
     of the trace's distinct ones.  ``alone``: the cache alone, which may count blocks as the trace does."""
-    found: list[Case] = []
+    found: list[ComparedCase] = []
     distinct: dict[int, int] = {}
     for label, loaded in configs:
         config, catalog = loaded.engine, Catalog.discover(allow_targets=loaded.engine.allow_targets)
@@ -53,10 +53,10 @@ def cases(
         swaps = [(e, s) for s in (schedulers or [""]) for e in (evictors or [""])]
         for evictor, scheduler in swaps:
             asked = {k: (v, getattr(config, k)) for k, v in (("evictor", evictor), ("scheduler", scheduler)) if v}
-            over = {k: own if own.name == v else Choice(name=v) for k, (v, own) in asked.items()}
+            over = {k: own if own.name == v else PluginChoice(name=v) for k, (v, own) in asked.items()}
             chosen = config.model_copy(update=over)
             parts = choose_seams(chosen, catalog, ("evictor", "scheduler"), loaded.origins)
-            found.append(Case(label, parts["evictor"], parts["scheduler"], sizes))
+            found.append(ComparedCase(label, parts["evictor"], parts["scheduler"], sizes))
         if optimum:
             names = dict.fromkeys(c.scheduler.name for c in found if c.label == label)
             first = {n: next(c for c in found if c.label == label and c.scheduler.name == n) for n in names}
@@ -64,9 +64,9 @@ def cases(
     return found
 
 
-def _sizes(trace: Trace, config: EngineConfig, blocks: str, alone: bool, distinct: dict[int, int]) -> Sizes:
+def _sizes(trace: Trace, config: EngineConfig, blocks: str, alone: bool, distinct: dict[int, int]) -> ServeSizes:
     block = config.kvcache_block_size or (trace.unit if alone and trace.unit else DEFAULT_BLOCK)
-    return Sizes(
+    return ServeSizes(
         config.max_num_seqs, config.max_num_batched_tokens,
         config.max_model_len or int((trace.prompt + trace.output).max()), block,
         _blocks(trace, config.num_kvcache_blocks, blocks, block, distinct), config.enable_prefix_caching,
@@ -96,7 +96,7 @@ def _blocks(trace: Trace, configured: int, asked: str, block: int, distinct: dic
     return count
 
 
-def run_alone(trace: Trace, found: Sequence[Case]) -> list[dict[str, Any]]:
+def run_alone(trace: Trace, found: Sequence[ComparedCase]) -> list[dict[str, Any]]:
     """The cache alone, for each case; figures in blocks."""
     chains: dict[int, list[list[int]]] = {}
     rows = []
@@ -118,7 +118,7 @@ def run_alone(trace: Trace, found: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def run_engine(
-    trace: Trace, found: Sequence[Case], seconds_per_step: float, told: Callable[[str], None] = lambda _: None
+    trace: Trace, found: Sequence[ComparedCase], seconds_per_step: float, told: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
     """The engine for each case; ``told`` hears of each before it runs."""
     rows = []
@@ -134,7 +134,7 @@ def _maker(seam: str, part: Part) -> Any:
     return lambda ctx: build_part(seam, part, ctx)
 
 
-def _head(case: Case) -> dict[str, Any]:
+def _head(case: ComparedCase) -> dict[str, Any]:
     evictor, scheduler = case.names
     return {"config": case.label, "evictor": evictor, "scheduler": scheduler, "blocks": case.sizes.blocks,
             "block_size": case.sizes.block}  # fmt: skip

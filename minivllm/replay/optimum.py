@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 from minivllm.core.interfaces.evictor import EvictorContext
-from minivllm.plugins.evictor.leaves import Block, Leaves, exact
+from minivllm.plugins.evictor.leaves import LeafBlock, Leaves, exact
 
 NEVER = 1 << 40
 
@@ -25,19 +25,19 @@ class Optimum(Leaves):
         super().__init__(None, ctx)
         self.uses, self.now = uses, now
 
-    def rank(self, block: Block) -> int:
+    def rank(self, block: LeafBlock) -> int:
         uses = self.uses.get(block.key, ())
         at = bisect_left(uses, self.now())
         return -(uses[at] if at < len(uses) else NEVER)
 
-    def next(self) -> Block | None:
+    def next(self) -> LeafBlock | None:
         while (block := self.queue.pop()) is not None:
             if self.rank(block) == block.mark:
                 return block
             self.enqueue(block)  # the use that it waited for has passed without it
         return None
 
-    def enqueue(self, block: Block) -> None:
+    def enqueue(self, block: LeafBlock) -> None:
         block.mark = self.rank(block)
         self.queue.push(block, exact(block.mark, block))
 

@@ -35,7 +35,7 @@ IDLE_TURNS = 100_000  # with requests there and nothing planned: the policy hold
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ServeSizes:
     """What of the engine's options a replay needs."""
 
     max_num_seqs: int
@@ -102,7 +102,7 @@ class Steps:
 class Counting(Executor):
     """Answers at once.  ``Join.seed`` is the number of the request in the trace."""
 
-    def __init__(self, trace: Trace, sizes: Sizes, steps: Steps) -> None:
+    def __init__(self, trace: Trace, sizes: ServeSizes, steps: Steps) -> None:
         self.trace, self.sizes, self.steps = trace, sizes, steps
         self.token = np.zeros(sizes.max_num_seqs, np.int32)  # what the row's answer holds
         self.end = np.zeros(sizes.max_num_seqs, np.int32)
@@ -179,7 +179,7 @@ class _Tally:
 
 def serve(
     trace: Trace,
-    sizes: Sizes,
+    sizes: ServeSizes,
     policy: Callable[[SchedulerContext], SchedulerPolicy],
     evictor: Callable[[EvictorContext], Evictor] | None,
     seconds_per_step: float = 0.05,
@@ -237,7 +237,7 @@ def serve(
     )  # fmt: skip
 
 
-def _engine(device: Counting, sizes: Sizes, policy: Any, evictor: Any, steps: Steps) -> Engine:
+def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, steps: Steps) -> Engine:
     wiring = Wiring(
         model_dir="", load_format="dummy", device="cpu", dtype="float32", block=sizes.block,
         max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens,

@@ -54,7 +54,7 @@ class Slices:
         return self.begin()
 
 
-class Leaf(Protocol):
+class WrittenInParts(Protocol):
     """A value whose JSON is made in parts."""
 
     def parts(self, shaper: Shaper) -> AsyncIterator[bytes]: ...
@@ -89,7 +89,7 @@ class Shaper:
         return np.minimum(found, shown).tolist()
 
 
-def shaped(kind: str, rows: Iterator[logprobs.Row], top: int, speller: Speller) -> list[bytes]:
+def shaped(kind: str, rows: Iterator[logprobs.ScoredToken], top: int, speller: Speller) -> list[bytes]:
     """JSON of a value a row, with commas and without brackets: one column of it, of completions three."""
     if kind == "completion":
         columns = logprobs.completion(rows, top, speller)
@@ -105,7 +105,7 @@ def places(tokenizer: Tokenizer | None, tokens: Sequence[int], skip: bool, begin
 
 
 @dataclass
-class Rows:
+class TokenScores:
     """A list with a value a token.  ``kind``: "chat" or "prompt"."""
 
     kind: str
@@ -132,7 +132,7 @@ class Stretch:
 
 
 @dataclass
-class Completion:
+class CompletionScores:
     """``logprobs`` of a choice of completions.  The column that is by far the largest comes first: the others are kept
     meanwhile."""
 

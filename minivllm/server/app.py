@@ -18,7 +18,7 @@ import minivllm
 
 from . import chat, completions, elsewhere, errors, operations, websocket
 from .auth import ADMIN as ADMIN_KEY
-from .auth import Keys, admin_token
+from .auth import ApiKeys, admin_token
 from .body import Refusal
 from .errors import ApiError
 from .guard import Guard, asked_path, contained
@@ -97,11 +97,11 @@ class Application:
                 path, probe, methods=["GET"], response_model=None, response_class=Response,
                 responses=_documented((JSON,), (503,)),
             )  # fmt: skip
-        app.add_api_websocket_route("/v1/ws", websocket.endpoint(lambda: self.service, Keys(keys)))
+        app.add_api_websocket_route("/v1/ws", websocket.endpoint(lambda: self.service, ApiKeys(keys)))
         app.add_exception_handler(HTTPException, _http_error)
         app.add_exception_handler(ApiError, _api_error)
         app.add_exception_handler(Exception, _api_error)  # the framework's own 500 is a word of plain text
-        self.guard = Guard(app, Keys(keys), server)
+        self.guard = Guard(app, ApiKeys(keys), server)
         self.asgi: Any = self.guard
         if server.allowed_origins:
             self.asgi = CORSMiddleware(
@@ -129,7 +129,7 @@ class Application:
         return await self.health(request)
 
     def _endpoint(self, route: Callable[..., Any], token: str | None) -> Callable[..., Any]:
-        held = Keys([] if token is None else [token])
+        held = ApiKeys([] if token is None else [token])
 
         async def endpoint(request: Request) -> Any:
             if held.tenant(dict(request.scope["headers"])) is None:

@@ -47,7 +47,7 @@ def admin_token(server: ServerConfig, keys: Sequence[str], given: str = "") -> s
     return given or secrets.token_urlsafe(24)
 
 
-class Keys:
+class ApiKeys:
     """The keys that are accepted; none: everybody is."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:

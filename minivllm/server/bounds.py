@@ -30,7 +30,7 @@ OPEN, SHUT = (ord("["), ord("{")), (ord("]"), ord("}"))
 
 
 @dataclass(frozen=True)
-class Shape:
+class JsonShape:
     """What a JSON text holds: objects and lists (``holders``), how deep they are nested, all values together."""
 
     holders: int
@@ -38,7 +38,7 @@ class Shape:
     values: int
 
 
-def shape_of(raw: bytes) -> Shape:
+def shape_of(raw: bytes) -> JsonShape:
     """Exact for valid JSON; for anything else it says nothing, but it takes no longer."""
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
     codes = np.frombuffer(plain, np.uint8)
@@ -50,7 +50,7 @@ def shape_of(raw: bytes) -> Shape:
     steps = steps[steps != 0]
     depth = int(np.cumsum(steps, dtype=np.int32).max(initial=0))
     holders = int(opened.sum())
-    return Shape(holders, depth, holders + int((codes == ord(",")).sum()) + 1)
+    return JsonShape(holders, depth, holders + int((codes == ord(",")).sum()) + 1)
 
 
 def check_shape(raw: bytes) -> None:

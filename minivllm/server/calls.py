@@ -3,7 +3,7 @@
     [{"name": "f", "arguments": {...}}, ...]
               └ Begun       └ Written, Written, ... └ Ended
 
-A call that comes in pieces is ``Begun`` once its name is known; a ``Call`` is whole at once.
+A call that comes in pieces is ``Begun`` once its name is known; a ``ToolCall`` is whole at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A whole call; ``arguments`` is JSON text.  ``id`` is ours."""
 
     name: str
@@ -178,7 +178,7 @@ def elements(text: str) -> Iterator[str]:
         raise ValueError("more than a list")
 
 
-def call_of(text: str) -> Call | None:
+def call_of(text: str) -> ToolCall | None:
     """A call from {"name", "arguments"} (or "parameters"); None if the text is not one."""
     try:
         parts = members(text)
@@ -189,12 +189,12 @@ def call_of(text: str) -> Call | None:
         return None
     if not isinstance(name, str) or not NAME.fullmatch(name) or not isinstance(value, (dict, str)):
         return None
-    return Call(name, value if isinstance(value, str) else raw)
+    return ToolCall(name, value if isinstance(value, str) else raw)
 
 
-def calls_of(text: str) -> tuple[list[Call], bool]:
+def calls_of(text: str) -> tuple[list[ToolCall], bool]:
     """The calls at the beginning of a text that is one or a list of them, and whether it is nothing but that."""
-    found: list[Call] = []
+    found: list[ToolCall] = []
     try:
         for one in elements(text):
             if (call := call_of(one)) is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from . import fields, logprobs, tools
-from .answers import Rows
+from .answers import TokenScores
 from .errors import ApiError
 from .generate import (
     SCORES,
@@ -33,7 +33,7 @@ from .reader import Reader
 if TYPE_CHECKING:
     from minivllm.tenant_cache import Salt
 
-    from .client import Piece
+    from .client import TextPiece
 
 MOST_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -116,7 +116,7 @@ class Chat:
         rest = {"logprobs": None, "finish_reason": None}
         return [{"index": i, "delta": delta, **rest} for delta in deltas for i in range(self.n)]
 
-    def choices(self, answer: Answer, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
+    def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[dict[str, Any]]:
         """The text at once, and its scores a few at a time."""
         reader, rows = self._readers[number], piece.logprobs
         delta = reader.deltas(piece.text, piece.finish_reason)
@@ -151,13 +151,13 @@ class Chat:
                 message["content"] = self.echoed + (message["content"] or "")
             choice: dict[str, Any] = {"index": number, "message": message, "logprobs": None}
             if self.body.logprobs and stream.scored is not None:
-                choice["logprobs"] = {"content": Rows("chat", stream.scored[sample], self.top), "refusal": None}
+                choice["logprobs"] = {"content": TokenScores("chat", stream.scored[sample], self.top), "refusal": None}
             choice.update(finish_reason=reader.reason(text.finish_reason), stop_reason=text.stop_reason)
             if self.body.return_token_ids:
                 choice["token_ids"] = text.token_ids
             choices.append(choice)
         if self.params.prompt_logprobs is not None:
-            answer.more["prompt_logprobs"] = Rows("prompt", stream.prompt_logprobs)
+            answer.more["prompt_logprobs"] = TokenScores("prompt", stream.prompt_logprobs)
         return choices
 
 

@@ -30,13 +30,13 @@ from minivllm.errors import EngineDeadError, PluginError, RequestError, shown
 from .engine_loop import ENDS, EngineLoop, describe, error_from
 from .frames import ROW, Frame
 from .scored import Columns
-from .streams import Piece, Stream
+from .streams import Stream, TextPiece
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
     from minivllm.text.tokenizer import Tokenizer
 
-__all__ = ["EngineClient", "EngineInfo", "LocalClient", "Piece", "Stream"]
+__all__ = ["EngineClient", "EngineInfo", "LocalClient", "Stream", "TextPiece"]
 ALIVE = 5.0  # seconds without a sign of life after which an engine is not healthy
 log = logging.getLogger("minivllm")
 

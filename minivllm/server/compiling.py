@@ -19,7 +19,7 @@ from .line import Line
 LOOK = 0.005  # seconds between looks while something is compiled and nothing else happens
 
 
-class _Job:
+class _CompileJob:
     """What is to be compiled, and for which requests."""
 
     __slots__ = ("begun", "key", "lives", "number", "params")
@@ -48,9 +48,9 @@ class Compiling:
         self._workers, self._most = workers, max(workers - 1, 1)
         self._pool = ThreadPoolExecutor(workers, "minivllm-compile")
         self._lock = threading.Lock()
-        self._line: Line[_Job] = Line()
-        self._jobs: dict[Hashable, _Job] = {}
-        self._of: dict[int, _Job | None] = {}  # by request; None: there is an answer, which ``ready`` is to give
+        self._line: Line[_CompileJob] = Line()
+        self._jobs: dict[Hashable, _CompileJob] = {}
+        self._of: dict[int, _CompileJob | None] = {}  # by request; None: there is an answer, which ``ready`` is to give
         self._busy: Counter[str] = Counter()  # jobs that run, by owner
         self._done: deque[tuple[int, Any, Any, BaseException | None]] = deque()
         self._closed = False
@@ -73,7 +73,7 @@ class Compiling:
             key = request.owner, request.params.salt, request.params.structured_outputs.source
             job = self._jobs.get(key)
             if job is None:
-                job = self._jobs[key] = _Job(number, key, request.params)
+                job = self._jobs[key] = _CompileJob(number, key, request.params)
                 self._line.push(request.owner, number, job)
             job.lives[number] = live
             self._of[number] = job
@@ -91,7 +91,7 @@ class Compiling:
             self._busy[owner] += 1
             self._pool.submit(self._run, owner, job)
 
-    def _run(self, owner: str, job: _Job) -> None:
+    def _run(self, owner: str, job: _CompileJob) -> None:
         made, error = None, None
         try:
             made = self._compile(job.params)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from . import answers, fields, logprobs
-from .answers import Rows, Stretch
+from .answers import Stretch, TokenScores
 from .errors import ApiError
 from .generate import (
     SCORES,
@@ -33,8 +33,8 @@ from .protocol.completion import CompletionBody
 from .tokens import Ids, read_prompts
 
 if TYPE_CHECKING:
-    from .client import Piece, Stream
-    from .scored import Row, Scored
+    from .client import Stream, TextPiece
+    from .scored import Scored, ScoredToken
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -140,7 +140,7 @@ class Completion:
         choice = {"index": number, "text": text, "logprobs": shaped, "finish_reason": reason}
         return {**choice, "stop_reason": stop} if reason is not None else choice
 
-    def _shape(self, rows: list[tuple[Row, int]]) -> dict[str, Any] | None:
+    def _shape(self, rows: list[tuple[ScoredToken, int]]) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
         found = logprobs.completion((row for row, _ in rows), self.top, self.speller)
@@ -163,7 +163,7 @@ class Completion:
         self._new = set(range(count)) if self.body.return_token_ids else set()
         return []
 
-    def choices(self, answer: Answer, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
+    def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[dict[str, Any]]:
         at = number // self.n
         more: dict[str, Any] = {"token_ids": []} if self.body.return_token_ids else {}
         if number in self._new:
@@ -220,7 +220,7 @@ class Completion:
                 if self.body.return_token_ids:
                     choice["token_ids"], choice["prompt_token_ids"] = token_ids, ids
                 if self.asks_scores:
-                    choice["prompt_logprobs"] = Rows("prompt", stream.prompt_logprobs)
+                    choice["prompt_logprobs"] = TokenScores("prompt", stream.prompt_logprobs)
                 choices.append(choice)
         return choices
 
@@ -233,4 +233,4 @@ class Completion:
             shown = begin + len(stream.texts[sample].text)
             found = stream.scored[sample]
             stretches.append(Stretch(found, self.params.skip_special_tokens, begin, None, shown))
-        return answers.Completion(stretches, self.top)
+        return answers.CompletionScores(stretches, self.top)

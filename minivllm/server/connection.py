@@ -35,7 +35,7 @@ async def _nobody(scope: Any, receive: Any, send: Any) -> None:
 _Connection: Any = object  # in fact one of uvicorn's classes; which, its Config decides
 
 
-class Watched(_Connection):
+class WatchedConnection(_Connection):
     """What uvicorn's connections lack; ``protocol`` puts it before one of uvicorn's classes.
 
     Invariant: ``_late`` is set while a request's headers are waited for after its first byte, or after the connection
@@ -126,7 +126,7 @@ class Watched(_Connection):
             self.transport.close()
 
 
-class Framed(Watched):
+class Framed(WatchedConnection):
     """For httptools, which gives bounds to nothing: what a request has beside its body (its line and headers, sizes and
     extensions of chunks, trailers) is bounded from its first byte to its last, and trailers are dropped.
 
@@ -182,4 +182,4 @@ def protocol(seconds: float, header_bytes: int, room: int) -> type[Any]:
     config.load()
     limits = {"header_seconds": seconds, "header_bytes": header_bytes, "room": room}
     kind: Any = config.http_protocol_class
-    return type("Connection", (Framed if hasattr(kind, "on_body") else Watched, kind), limits)
+    return type("Connection", (Framed if hasattr(kind, "on_body") else WatchedConnection, kind), limits)

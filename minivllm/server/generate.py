@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
     from minivllm.core.interfaces.params import SamplingParams
 
-    from .client import EngineClient, Piece, Stream
+    from .client import EngineClient, Stream, TextPiece
     from .limits import Door
     from .logprobs import Speller
     from .metrics import Metrics
@@ -74,7 +74,7 @@ class Service:
         return name
 
 
-class Work(Protocol):
+class ProtocolWork(Protocol):
     """What a protocol makes of one request."""
 
     async def prepare(self, held: AsyncExitStack) -> Answer: ...
@@ -84,12 +84,12 @@ class Work(Protocol):
 
     speller: Speller
 
-    def choices(self, answer: Answer, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
+    def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[dict[str, Any]]:
         """What a stream says of the choice ``number`` with a piece; it may be nothing.  Each is made when it is asked
         for, and has a bounded number of scores."""
 
     async def whole(self, answer: Answer) -> list[dict[str, Any]]:
-        """The choices of an answer in one piece; their log-probabilities are leaves (``answers.Leaf``)."""
+        """The choices of an answer in one piece; their log-probabilities are leaves (``answers.WrittenInParts``)."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in self.streams)},
         }  # fmt: skip
 
-    async def take(self) -> list[tuple[int, Piece]]:
+    async def take(self) -> list[tuple[int, TextPiece]]:
         """(number of the choice, piece) of all that is there, once something is; [] at the end.  ApiError (500) if the
         engine failed on a branch."""
         found = [(at * self.n + piece.sample, piece) for at, piece in await take(self.streams)]
@@ -134,7 +134,7 @@ class Answer:
                 raise ApiError(500, "the engine failed on this request; the server's log says why")
         return found
 
-    async def events(self, work: Work) -> AsyncIterator[bytes]:
+    async def events(self, work: ProtocolWork) -> AsyncIterator[bytes]:
         """Server-sent events.  What is there at once is sent at once: who is slow gets fewer, larger pieces."""
         before = encode({**self.head(), "choices": []})[: -len(b"]}\n\n")]  # the same for every chunk
         behind = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
@@ -159,7 +159,7 @@ class Answer:
             yield encode({**self.head(), "choices": [], "usage": self.usage()})
         yield DONE
 
-    async def chunks(self, work: Work) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, work: ProtocolWork) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream, one a choice that has something to say."""
         slices = self.service.slices
         for chunk in self._opening(work):
@@ -173,11 +173,11 @@ class Answer:
         if self.include_usage:
             yield {**self.head(), "choices": [], "usage": self.usage()}
 
-    def _opening(self, work: Work) -> Iterator[dict[str, Any]]:
+    def _opening(self, work: ProtocolWork) -> Iterator[dict[str, Any]]:
         for choice in work.opening(self):
             yield {**self._chunk(choice), **self.more}
 
-    def _chunks(self, work: Work, pieces: Sequence[tuple[int, Piece]]) -> Iterator[dict[str, Any]]:
+    def _chunks(self, work: ProtocolWork, pieces: Sequence[tuple[int, TextPiece]]) -> Iterator[dict[str, Any]]:
         for number, piece in pieces:
             self.told += len(piece.token_ids)
             for choice in work.choices(self, number, piece):
@@ -192,7 +192,7 @@ class Answer:
             chunk["usage"] = self.usage(self.told) if self.continuous else None
         return chunk
 
-    async def whole(self, work: Work, who: str) -> AsyncIterator[bytes]:
+    async def whole(self, work: ProtocolWork, who: str) -> AsyncIterator[bytes]:
         """The answer as JSON, in pieces; ``who`` asks."""
         choices = await work.whole(self)
         out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None, **self.more}
@@ -319,7 +319,7 @@ def warned(warnings: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {WARNINGS: ",".join(names)[:1024]} if names else {}
 
 
-async def respond(request: Request, service: Service, stream: bool, seconds: float, work: Work) -> Any:
+async def respond(request: Request, service: Service, stream: bool, seconds: float, work: ProtocolWork) -> Any:
     """The answer to a request within ``seconds``: a stream of events, or one JSON object."""
     state = request.scope["state"]
     end = time.monotonic() + seconds

@@ -15,7 +15,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from . import cross_site, errors, logs
-from .auth import Keys
+from .auth import ApiKeys
 from .connection import CROWDED
 from .errors import ApiError
 from .line import owner_of
@@ -34,7 +34,7 @@ class Guard:
     the client calls it), ``tenant``, ``owner`` (whose budget it is, see ``line``) and ``trace`` (W3C trace context); a
     route may add ``log``, values for the request's line in the log."""
 
-    def __init__(self, app: Any, keys: Keys, server: ServerConfig, metrics: Any = None) -> None:
+    def __init__(self, app: Any, keys: ApiKeys, server: ServerConfig, metrics: Any = None) -> None:
         self.app, self.keys, self.metrics = app, keys, metrics
         self.max_header_bytes, self.max_headers = server.max_header_bytes, server.max_headers
         self.hosts = cross_site.Hosts(server.allowed_hosts, server.host, bool(keys))

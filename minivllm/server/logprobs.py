@@ -16,7 +16,7 @@ from minivllm.text.detokenize import ALPHABET
 if TYPE_CHECKING:
     from minivllm.text.tokenizer import Tokenizer
 
-    from .scored import Row
+    from .scored import ScoredToken
 
 LEAST = -9999.0  # JSON has no infinity; vLLM's value for it
 Score = tuple[int, float]  # a token and its log-probability
@@ -26,7 +26,7 @@ def _score(value: float) -> float:
     return value if value > LEAST else LEAST
 
 
-def _all(row: Row) -> list[Score]:
+def _all(row: ScoredToken) -> list[Score]:
     """The token's own first, then the best that have any probability."""
     found = [(row.token, row.chosen)]
     for token, value in zip(row.top_ids, row.top, strict=True):
@@ -37,7 +37,7 @@ def _all(row: Row) -> list[Score]:
     return found
 
 
-def _best(row: Row, top: int) -> list[Score]:
+def _best(row: ScoredToken, top: int) -> list[Score]:
     """The ``top`` likeliest of a row, of equal ones the lower id first; not what has no probability."""
     return sorted((one for one in _all(row) if one[1] > -math.inf), key=_order)[:top]
 
@@ -105,7 +105,7 @@ class Speller:
         return "bytes:" + "".join(f"\\x{b:02x}" for b in self.bytes(token))
 
 
-def chat(rows: Iterable[Row], top: int, speller: Speller) -> list[dict[str, Any]]:
+def chat(rows: Iterable[ScoredToken], top: int, speller: Speller) -> list[dict[str, Any]]:
     """What ``content`` holds."""
 
     def one(token: int, value: float) -> dict[str, Any]:
@@ -117,13 +117,13 @@ def chat(rows: Iterable[Row], top: int, speller: Speller) -> list[dict[str, Any]
     ]
 
 
-def prompt(rows: Iterable[Row], speller: Speller) -> list[dict[str, Any] | None]:
+def prompt(rows: Iterable[ScoredToken], speller: Speller) -> list[dict[str, Any] | None]:
     """``prompt_logprobs`` in vLLM's shape: for each token null (the first) or token id -> score, the token's own
     first."""
     return [_prompt_row(row, speller) if row.rank else None for row in rows]
 
 
-def _prompt_row(row: Row, speller: Speller) -> dict[str, Any]:
+def _prompt_row(row: ScoredToken, speller: Speller) -> dict[str, Any]:
     text = speller.text(row.token)
     found = {str(row.token): {"logprob": _score(row.chosen), "rank": row.rank, "decoded_token": text}}
     rank, before = 0, math.nan
@@ -137,7 +137,7 @@ def _prompt_row(row: Row, speller: Speller) -> dict[str, Any]:
     return found
 
 
-def completion(rows: Iterable[Row], top: int, speller: Speller) -> dict[str, list[Any]]:
+def completion(rows: Iterable[ScoredToken], top: int, speller: Speller) -> dict[str, list[Any]]:
     """The shape of completions but for the places in the text.  The first of a prompt has no score: nothing came before
     it."""
     tokens: list[str] = []

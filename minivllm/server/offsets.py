@@ -15,7 +15,7 @@ from minivllm.text.detokenize import IncrementalDetokenizer
 if TYPE_CHECKING:
     from minivllm.text.tokenizer import Tokenizer
 
-    from .scored import Row
+    from .scored import ScoredToken
 
 PART = "\ufffd"  # what a part of a character is decoded to
 
@@ -70,9 +70,9 @@ class Placed:
 
     def __init__(self, places: Places, shown: int = 0) -> None:
         self._places, self._shown = places, shown
-        self._waiting: list[tuple[Row, int]] = []
+        self._waiting: list[tuple[ScoredToken, int]] = []
 
-    def take(self, rows: Iterable[Row], text: str, final: bool) -> list[tuple[Row, int]]:
+    def take(self, rows: Iterable[ScoredToken], text: str, final: bool) -> list[tuple[ScoredToken, int]]:
         """(row, place) of those that are settled by new ``text``; with ``final``, of all."""
         self._shown += len(text)
         found = self._waiting + [(row, self._places.next(row.token)) for row in rows]

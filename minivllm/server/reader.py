@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from . import tools
-from .calls import Begun, Call, Ended, Forced, Named, Said, Written
+from .calls import Begun, Ended, Forced, Named, Said, ToolCall, Written
 
 HELD: dict[str, Any] = {"none": lambda: None, "required": Forced}
 
@@ -22,7 +22,7 @@ class Reader:
         makers = {**HELD, "auto": parser, "named": lambda: Named(asked.function)}
         self._parser = makers[asked.choice]()
         self._said: list[str] = []
-        self._calls: list[Call | Begun] = []  # in order
+        self._calls: list[ToolCall | Begun] = []  # in order
         self._arguments: list[str] = []  # of the call that was begun last, as far as it came
         self._whole: dict[int, str] = {}  # place in ``_calls`` -> all its arguments
 
@@ -33,14 +33,14 @@ class Reader:
         for one in self._found(text, reason):
             if isinstance(one, Said):
                 said.append(one.text)
-            elif isinstance(one, Call) and self._only is not None and one.name not in self._only:
+            elif isinstance(one, ToolCall) and self._only is not None and one.name not in self._only:
                 # a function that the model was not shown: no call, so it is text
                 said.append(json.dumps({"name": one.name, "arguments": one.arguments}, ensure_ascii=False))
-            elif isinstance(one, (Call, Begun)):
+            elif isinstance(one, (ToolCall, Begun)):
                 number = len(self._calls)
                 self._calls.append(one)
                 self._arguments = []
-                if isinstance(one, Call):
+                if isinstance(one, ToolCall):
                     self._whole[number] = one.arguments
                 calls[number] = {"index": number, **_call(one, self._whole.get(number, ""))}
             elif isinstance(one, Written):
@@ -75,5 +75,5 @@ class Reader:
         return "tool_calls" if reason == "stop" and self._whole and self._choice != "named" else reason
 
 
-def _call(call: Call | Begun, arguments: str) -> dict[str, Any]:
+def _call(call: ToolCall | Begun, arguments: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -19,7 +19,7 @@ BYTES = 4  # of each entry of the columns but ``ends``
 Spell = Callable[[int], "str | None"]
 
 
-class Row(NamedTuple):
+class ScoredToken(NamedTuple):
     """A token's.  ``rank`` 0: it has no score, as the first of a prompt, which nothing came before."""
 
     token: int
@@ -60,11 +60,13 @@ class Scored(Sequence[dict[int, Logprob]]):
         part.ends = array("q", [end - a for end in self.ends[low : high + 1]])
         return part
 
-    def row(self, i: int) -> Row:
+    def row(self, i: int) -> ScoredToken:
         a, b = self.ends[i], self.ends[i + 1]
-        return Row(self.tokens[i], self.chosen[i], self.rank[i], self.top_ids[a:b].tolist(), self.top[a:b].tolist())
+        return ScoredToken(
+            self.tokens[i], self.chosen[i], self.rank[i], self.top_ids[a:b].tolist(), self.top[a:b].tolist()
+        )
 
-    def rows(self, low: int = 0, high: int | None = None) -> Iterator[Row]:
+    def rows(self, low: int = 0, high: int | None = None) -> Iterator[ScoredToken]:
         return map(self.row, range(low, len(self) if high is None else high))
 
     def weight(self, low: int = 0, high: int | None = None) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Piece:
+class TextPiece:
     """New text and tokens of one branch.  The last piece of a branch has ``finish_reason``: "stop", "length", "abort"
     or "error", then ``error`` says why.  ``logprobs``: a sequence of one dict per token, as in ``CompletionOutput``."""
 
@@ -36,7 +36,7 @@ class Piece:
     stop_reason: int | str | None = None
     error: str | None = None
 
-    def join(self, later: Piece) -> None:
+    def join(self, later: TextPiece) -> None:
         """Take in the piece that follows this one."""
         self.text += later.text
         self.token_ids += later.token_ids
@@ -48,7 +48,7 @@ class Piece:
 
 
 class Stream:
-    """An async iterator of ``Piece``; it ends when every branch has.  ``aclose``, leaving ``async with``, or
+    """An async iterator of ``TextPiece``; it ends when every branch has.  ``aclose``, leaving ``async with``, or
     losing the last reference to it aborts.
 
     Invariant: at most one piece of each branch waits to be read; what comes meanwhile is joined to it.  So what an
@@ -80,7 +80,7 @@ class Stream:
         self.scored = None if params.logprobs is None else [Scored(spell) for _ in range(branches)]  # of all tokens
         self.open = set(range(branches))  # branches whose last piece is still to come
         self._drop, self._cut, self._read = drop, cut, read
-        self._pending: dict[int, Piece] = {}
+        self._pending: dict[int, TextPiece] = {}
         self._fed: dict[int, float] = {}  # branch -> when its last tokens came
         self._error: Exception | None = None
         self._done = False  # nothing more will come
@@ -91,7 +91,7 @@ class Stream:
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> TextPiece:
         """EngineDeadError if the engine has ended before the request."""
         while not self._pending:
             if self._error is not None:
@@ -107,7 +107,7 @@ class Stream:
                 self._read.discard(self)
         return self._pending.pop(next(iter(self._pending)))
 
-    def taken(self) -> list[Piece]:
+    def taken(self) -> list[TextPiece]:
         """All that waits, without waiting.  EngineDeadError if nothing does and the engine has ended."""
         if self._pending:
             pieces = list(self._pending.values())
@@ -173,7 +173,7 @@ class Stream:
                 waiting.text += shown
                 waiting.token_ids += ids
             else:
-                self._pending[sample] = Piece(sample, shown, list(ids))
+                self._pending[sample] = TextPiece(sample, shown, list(ids))
                 self._rouse()
             return
         # what ends with "stop" here ended with a token: stop strings are found below
@@ -185,7 +185,7 @@ class Stream:
         elif not delta.used and not delta.text:
             return
         new = None if self.scored is None else self._keep(self.scored[sample], logprobs, delta.used)
-        piece = Piece(
+        piece = TextPiece(
             sample, delta.text, list(ids[: delta.used]), new, text.finish_reason, text.stop_reason,
             error if text.finish_reason == "error" else None,
         )  # fmt: skip
@@ -255,11 +255,11 @@ def _spelled(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.decode((token,), skip_special_tokens=False)
 
 
-async def take(streams: Sequence[Stream]) -> list[tuple[int, Piece]]:
+async def take(streams: Sequence[Stream]) -> list[tuple[int, TextPiece]]:
     """(position of the stream, piece) of all that waits in any of them, once something does; [] when all have ended.
     EngineDeadError if the engine has ended before one of them."""
     while True:
-        found: list[tuple[int, Piece]] = []
+        found: list[tuple[int, TextPiece]] = []
         done = True
         for at, stream in enumerate(streams):
             if stream._pending or stream._error is not None:

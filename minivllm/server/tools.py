@@ -23,7 +23,7 @@ from minivllm.errors import ConfigError, shown, suggest
 from minivllm.json_schema.closing import closed, schemas
 from minivllm.json_schema.references import pointer
 
-from .calls import NAME, Call, Said, begins_call, call_of, calls_of
+from .calls import NAME, Said, ToolCall, begins_call, call_of, calls_of
 from .errors import ApiError, printable
 
 MOST = 128  # tools of a request
@@ -34,10 +34,10 @@ INTRODUCTION = (
 )
 
 
-class Parser(Protocol):
+class CallParser(Protocol):
     """Finds calls in the text of one answer."""
 
-    def feed(self, text: str, final: bool) -> list[Said | Call]:
+    def feed(self, text: str, final: bool) -> list[Said | ToolCall]:
         """What new text has settled; with ``final``, all that is left.  Text that is no call is said, not lost.
 
         A parser may have ``cut() -> [Said | Call, ...]`` beside it: what is left of an answer that ended by its length,
@@ -59,9 +59,9 @@ class Hermes:
     def __init__(self) -> None:
         self._left, self._called = "", False
 
-    def feed(self, text: str, final: bool) -> list[Said | Call]:
+    def feed(self, text: str, final: bool) -> list[Said | ToolCall]:
         self._left += text
-        found: list[Said | Call] = []
+        found: list[Said | ToolCall] = []
         while True:
             start = self._left.find(self.OPEN)
             if start < 0:
@@ -83,14 +83,14 @@ class Hermes:
                 self._called = True
             self._left = self._left[after:]
 
-    def cut(self) -> list[Said | Call]:
+    def cut(self) -> list[Said | ToolCall]:
         inner = self._left.removeprefix(self.OPEN)
         if len(inner) < len(self._left) and inner.lstrip()[:1] in ("", "{"):
             call = call_of(inner[: len(inner) - _overlap(inner, self.CLOSE)])  # only its closing tag is missing
             return [] if call is None else [call]
         return self.feed("", True)
 
-    def _say(self, found: list[Said | Call], text: str) -> None:
+    def _say(self, found: list[Said | ToolCall], text: str) -> None:
         if text and not (self._called and not text.strip()):  # newlines between calls are not for the user
             found.append(Said(text))
 
@@ -101,7 +101,7 @@ class Json:
     def __init__(self) -> None:
         self._left, self._plain = "", False
 
-    def feed(self, text: str, final: bool) -> list[Said | Call]:
+    def feed(self, text: str, final: bool) -> list[Said | ToolCall]:
         self._left += text
         begins = self._left.lstrip()[:1]
         self._plain = self._plain or (begins != "" and begins not in "{[")
@@ -113,20 +113,20 @@ class Json:
             return [*calls]
         return [Said(said)] if said else []
 
-    def cut(self) -> list[Said | Call]:
+    def cut(self) -> list[Said | ToolCall]:
         calls, _ = ([], False) if self._plain else calls_of(self._left)
         return [*calls] if calls or (self._left and begins_call(self._left)) else self.feed("", True)
 
 
-PARSERS: dict[str, Callable[[], Parser]] = {"hermes": Hermes, "json": Json}
+PARSERS: dict[str, Callable[[], CallParser]] = {"hermes": Hermes, "json": Json}
 
 
-def register(name: str, make: Callable[[], Parser]) -> None:
+def register(name: str, make: Callable[[], CallParser]) -> None:
     """Add a parser under a name for ``[server] tool_parser``."""
     PARSERS[name] = make
 
 
-def parser_of(name: str) -> Callable[[], Parser]:
+def parser_of(name: str) -> Callable[[], CallParser]:
     """ConfigError if there is none of that name."""
     if name not in PARSERS:
         raise ConfigError(f"server.tool_parser={shown(name)}: there are {', '.join(PARSERS)}.{suggest(name, PARSERS)}")

@@ -33,7 +33,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from minivllm.plain import is_text
 
 from . import errors, logs
-from .auth import Keys
+from .auth import ApiKeys
 from .body import check_text, parse_object
 from .chat import Chat
 from .completions import Completion
@@ -83,7 +83,7 @@ class Connection:
     ``running`` has each id whose last word is not in the queue, ``ended`` the latest of those whose last word is.
     """
 
-    def __init__(self, socket: WebSocket, service: Service, keys: Keys) -> None:
+    def __init__(self, socket: WebSocket, service: Service, keys: ApiKeys) -> None:
         self.socket, self.service, self.keys = socket, service, keys
         self.server: ServerConfig = service.server
         self.running: dict[str, _Asked] = {}
@@ -299,7 +299,7 @@ async def _never() -> Any:
     await asyncio.Event().wait()
 
 
-def endpoint(get_service: Callable[[], Service | None], keys: Keys) -> Callable[[WebSocket], Any]:
+def endpoint(get_service: Callable[[], Service | None], keys: ApiKeys) -> Callable[[WebSocket], Any]:
     """The route.  Before the engine is there the handshake is refused."""
 
     async def serve(socket: WebSocket) -> None:

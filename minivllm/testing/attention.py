@@ -22,7 +22,7 @@ from minivllm.spec import allows
 
 from . import attention_graph
 from .attention_cases import Space, lives, room, rows_of, seen_in, settle
-from .attention_sizes import Sizes
+from .attention_sizes import AttentionSizes
 from .attention_world import Got, Setting, World
 from .attention_write import Writing
 from .base import Seen, find, since
@@ -33,7 +33,7 @@ LONGEST = 4300  # keys of a row
 ROWS = ((0, 5), (7, 1), (6, 4), (0, 1))  # (tokens in the cache, new tokens): prompt, decode, chunk, a prompt of one
 
 
-class AttentionConformance(Writing, Sizes, Lasting, SpecConformance):
+class AttentionConformance(Writing, AttentionSizes, Lasting, SpecConformance):
     """Override ``load`` if the back end's layout is not the KV format's, and ``formats`` to name KV formats that are
     not installed as plug-ins."""
 

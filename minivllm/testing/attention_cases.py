@@ -12,9 +12,9 @@ import torch
 from hypothesis import strategies as st
 
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.spec import ANY, Request
+from minivllm.spec import ANY, PluginQuery
 
-from .attention_world import Rows, Seq, Setting, World
+from .attention_world import Rows, Setting, World, WorldSeq
 
 if TYPE_CHECKING:
     from .attention import AttentionConformance
@@ -34,7 +34,7 @@ def _device(suite: AttentionConformance) -> str:
     return next(iter(suite.values("device", asked, "cuda", "cpu")), asked)
 
 
-def request(suite: AttentionConformance, setting: Setting) -> Request:
+def request(suite: AttentionConformance, setting: Setting) -> PluginQuery:
     """What the engine asks of a back end for these layers."""
     specs = setting.specs
     facts: dict[str, Any] = {
@@ -50,7 +50,7 @@ def request(suite: AttentionConformance, setting: Setting) -> Request:
         "window": any(s.window is not None for s in specs), "softcap": any(s.softcap is not None for s in specs),
         "sinks": any(s.sinks for s in specs), "v_in_k": any(s.v_in_k for s in specs),
     }  # fmt: skip
-    return Request(facts, frozenset(name for name, on in wanted.items() if on))
+    return PluginQuery(facts, frozenset(name for name, on in wanted.items() if on))
 
 
 class Space:
@@ -145,7 +145,7 @@ def room(setting: Setting) -> int:
 
 
 @dataclass(frozen=True)
-class Life:
+class RowLife:
     """A sequence of a test: tokens in the cache at first, and how many it brings in each step (0: it is not in it)."""
 
     past: int
@@ -156,7 +156,7 @@ class Life:
 
 
 @st.composite
-def lives(draw: Any, block: int, most: int) -> tuple[Life, ...]:
+def lives(draw: Any, block: int, most: int) -> tuple[RowLife, ...]:
     """One to five sequences through one to three steps, none of them empty; at most ``most`` tokens each."""
     steps = draw(st.integers(1, 3))
     sharing = 2 if 3 * block < most else int(block + 40 < most)  # blocks that may be shared, if there is room behind
@@ -178,26 +178,26 @@ def lives(draw: Any, block: int, most: int) -> tuple[Life, ...]:
             new = max(draw(many) if new is None else new, int(not i))  # the first sequence is in every step
             news.append(min(new, left - (steps - 1 - step)))
             left -= news[-1]
-        out.append(Life(start, tuple(news), shares, kind == "ended", kind == "null"))
+        out.append(RowLife(start, tuple(news), shares, kind == "ended", kind == "null"))
     return tuple(out)
 
 
-def settle(world: World, plan: Sequence[Life]) -> list[Seq]:
+def settle(world: World, plan: Sequence[RowLife]) -> list[WorldSeq]:
     """Bring the sequences of a plan into a world."""
-    seqs: list[Seq] = []
+    seqs: list[WorldSeq] = []
     for life in plan:
         like = seqs[0] if life.shares and seqs else None
         seqs.append(world.add_null() if life.null else world.add(life.past, like, life.ended))
     return seqs
 
 
-def rows_of(plan: Sequence[Life], seqs: Sequence[Seq], step: int) -> Rows:
+def rows_of(plan: Sequence[RowLife], seqs: Sequence[WorldSeq], step: int) -> Rows:
     """The rows of a step, in a changed order."""
     rows = [(seq, life.news[step]) for seq, life in zip(seqs, plan, strict=True) if life.news[step]]
     return rows[::-1] if step % 2 else rows
 
 
-def seen_in(rows: Rows, plan: Sequence[Life], block: int) -> Iterator[str]:
+def seen_in(rows: Rows, plan: Sequence[RowLife], block: int) -> Iterator[str]:
     """What a step is a case of."""
     live = [(seq, new) for seq, new in rows if seq.live]
     if any(new == 1 for _, new in live) and any(new > 1 for _, new in live):

@@ -21,7 +21,7 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, GraphKey
 
 from .attention_math import Place, attend, compare
-from .attention_world import Rows, Seq, Setting, World
+from .attention_world import Rows, Setting, World, WorldSeq
 
 if TYPE_CHECKING:
     from .attention import AttentionConformance
@@ -177,7 +177,7 @@ def _compare(world: World, layer: AttnLayer, rows: Rows, q: Tensor, out: Tensor)
         first += new
 
 
-def _compare_row(world: World, layer: AttnLayer, seq: Seq, place: Place, q: Tensor, out: Tensor) -> None:
+def _compare_row(world: World, layer: AttnLayer, seq: WorldSeq, place: Place, q: Tensor, out: Tensor) -> None:
     k, v = world.stored(layer, seq, seq.length)
     sinks = None if layer.sinks is None else layer.sinks.cpu()
     want = attend(q.double(), k, v, layer.spec, sinks)

@@ -12,7 +12,7 @@ from minivllm.core.interfaces.attention import AttnSpec, QKPre
 
 
 @dataclass(frozen=True)
-class Answer:
+class ExactAttention:
     """What attention gives for n queries of one sequence of L tokens."""
 
     out: Tensor  # [n, heads, dim_v]
@@ -21,7 +21,7 @@ class Answer:
     largest: float  # greatest absolute score among those that are seen
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None) -> Answer:
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None) -> ExactAttention:
     """Attention by its definition, in the dtype of its arguments.
 
     q [n, heads, dim_qk] are those of the last n tokens of k [L, kv_heads, dim_qk] and v [L, kv_heads, dim_v].
@@ -41,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None
         s = torch.cat([s, sinks.to(s)[:, None, None].expand(-1, len(q), 1)], dim=-1)
     p = s.softmax(-1)[..., : len(k)]
     out = p @ v[:, kv_head].transpose(0, 1)
-    return Answer(out.transpose(0, 1), s.logsumexp(-1).T, p.transpose(0, 1), largest)
+    return ExactAttention(out.transpose(0, 1), s.logsumexp(-1).T, p.transpose(0, 1), largest)
 
 
 def rotated(x: Tensor, norm: Tensor | None, pre: QKPre, position: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Place:
 
 
 def compare(
-    out: Tensor, lse: Tensor | None, scores: Tensor | None, want: Answer, naive: Answer, place: Place,
+    out: Tensor, lse: Tensor | None, scores: Tensor | None, want: ExactAttention, naive: ExactAttention, place: Place,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """One row's answers, which lie in those of a step ([T, ...]) as ``place`` says.

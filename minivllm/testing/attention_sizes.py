@@ -13,7 +13,7 @@ PROMPT, CONTEXT = 1100, 9000  # tokens
 WINDOWS = (33, 64, 100, 130)  # tokens
 
 
-class Sizes:
+class AttentionSizes:
     """Part of ``AttentionConformance``."""
 
     if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import NULL_BLOCK, AttnLayer, AttnMeta, AttnSpec, GraphKey
 from minivllm.core.interfaces.kvformat import KVFormat
 
-from .attention_math import Answer, Place, attend, compare
+from .attention_math import ExactAttention, Place, attend, compare
 
 if TYPE_CHECKING:
     from .attention import AttentionConformance
@@ -95,7 +95,7 @@ def keep_tensors(kept: dict[tuple[str, Any], Tensor], meta: AttnMeta, names: Col
 
 
 @dataclass
-class Seq:
+class WorldSeq:
     """One sequence: its slot, and for each layer q, k and v of all tokens it will ever have, exact in the model's
     dtype: [capacity, heads, dim] on the CPU."""
 
@@ -112,7 +112,7 @@ class Seq:
         return not (self.ended or self.null)
 
 
-Rows = Sequence[tuple[Seq, int]]  # a step: sequences and how many tokens each brings
+Rows = Sequence[tuple[WorldSeq, int]]  # a step: sequences and how many tokens each brings
 
 
 @dataclass
@@ -124,8 +124,8 @@ class Got:
     lse: Tensor | None
     scores: Tensor | None
     places: list[Place] = field(default_factory=list)  # of the live rows
-    want: list[Answer] = field(default_factory=list)  # one a live row, float64
-    naive: list[Answer] = field(default_factory=list)
+    want: list[ExactAttention] = field(default_factory=list)  # one a live row, float64
+    naive: list[ExactAttention] = field(default_factory=list)
 
 
 class World:
@@ -201,9 +201,9 @@ class World:
         q = torch.zeros(len(k), layer.spec.heads, layer.spec.dim_qk, dtype=self.dtype, device=self.device)
         self.backend.write(layer, q, k.to(self.device), v.to(self.device), meta, None)
 
-    def _tokens(self, slot: int, **more: bool) -> Seq:
+    def _tokens(self, slot: int, **more: bool) -> WorldSeq:
         """A sequence of random tokens, none of them in the cache yet."""
-        seq = Seq(slot, [], [], [], **more)
+        seq = WorldSeq(slot, [], [], [], **more)
         sizes = torch.linspace(1.0, self.slope, self.tokens)
         self.made += 1
         sizes = (sizes if self.made % 2 else sizes.flip(0))[:, None, None]
@@ -215,7 +215,7 @@ class World:
             seq.v.append(k[..., : spec.dim_v] if spec.v_in_k else v)
         return seq
 
-    def add(self, past: int = 0, like: Seq | None = None, ended: bool = False) -> Seq:
+    def add(self, past: int = 0, like: WorldSeq | None = None, ended: bool = False) -> WorldSeq:
         """A sequence with ``past`` tokens in the cache; it shares the whole blocks of its start with ``like``."""
         seq = self._tokens(self.slots.pop(), ended=ended)
         whole = 0 if like is None else min(past, like.length) // self.block
@@ -232,13 +232,13 @@ class World:
                 self._write(layer, k[whole * self.block : past], v[whole * self.block : past], meta)
         return seq
 
-    def add_null(self) -> Seq:
+    def add_null(self) -> WorldSeq:
         """What pads a step: a row without any block."""
         slot = self.slots.pop()
         self.table[:, slot] = 0
         return self._tokens(slot, null=True)
 
-    def stored(self, layer: AttnLayer, seq: Seq, length: int) -> tuple[Tensor, Tensor]:
+    def stored(self, layer: AttnLayer, seq: WorldSeq, length: int) -> tuple[Tensor, Tensor]:
         """k and v [length, kv_heads, dim] of a sequence as the cache should hold them, float64: of a plain format by
         casting, of any other as it decodes what the back end wrote."""
         if self.plain:
@@ -371,7 +371,7 @@ class World:
         x[GUARD:-GUARD] = torch.nan
         return x
 
-    def _answer(self, got: Got, seq: Seq, q: Tensor, length: int) -> None:
+    def _answer(self, got: Got, seq: WorldSeq, q: Tensor, length: int) -> None:
         k, v = self.stored(got.layer, seq, length)
         sinks = None if got.layer.sinks is None else got.layer.sinks.cpu()
         got.want.append(attend(q.double(), k, v, got.layer.spec, sinks))

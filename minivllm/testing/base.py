@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from minivllm.core.interfaces.executor import Part
 from minivllm.errors import PluginError, shown
 from minivllm.registry import Candidate, Catalog, Entry, Registry, build_part
-from minivllm.spec import KINDS, Kind, Request, Spec, version
+from minivllm.spec import KINDS, Kind, PluginQuery, Spec, version
 
 from .claims import claimed
 
@@ -128,7 +128,7 @@ class Conformance:
         if feature not in self.spec.features or self.spec.check is None:
             return feature in self.spec.features
         facts = {"device": self.place()}
-        plain, asked = (Request(facts=facts, features=frozenset(some)) for some in ((), (feature,)))
+        plain, asked = (PluginQuery(facts=facts, features=frozenset(some)) for some in ((), (feature,)))
         return len(list(self.spec.check(asked) or ())) <= len(list(self.spec.check(plain) or ()))
 
     def need(self, feature: str) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
-from minivllm.spec import ANY, AtLeast, AtMost, Kind, MultipleOf, Range, Request, Spec, allows
+from minivllm.spec import ANY, AtLeast, AtMost, Kind, MultipleOf, PluginQuery, Range, Spec, allows
 
 USUAL = {  # a value to take where a limit is ANY
     "architecture": "LlamaForCausalLM", "block": 16, "checkpoint": "none", "device": "cpu", "dim_qk": 64, "dim_v": 64,
@@ -63,10 +63,10 @@ def partly(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {name: frozenset({value, 2 * value}) if name in SIZES else value for name, value in left.items()}
 
 
-def served(spec: Spec, kind: Kind) -> Request:
+def served(spec: Spec, kind: Kind) -> PluginQuery:
     """A request that lies inside every limit of the spec and asks for all that it claims; of a fact for which the spec
     claims no value (a KV format that holds no dtype without loss) it does not speak."""
     limits = {} if spec.limits == ANY else spec.limits
     facts = {fact: limits.get(fact, ANY) for fact in kind.facts}
     claimed = {fact: limit for fact, limit in facts.items() if not isinstance(limit, Set) or limit}
-    return Request({fact: inside(limit, USUAL[fact]) for fact, limit in claimed.items()}, spec.features)
+    return PluginQuery({fact: inside(limit, USUAL[fact]) for fact, limit in claimed.items()}, spec.features)

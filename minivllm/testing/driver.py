@@ -105,8 +105,8 @@ class Driver:
         tally: bool = False, drawn: Sequence[int] = (), saved: int = -1, pile: int | None = None,
         blocks: int | None = None,
     ) -> None:  # fmt: skip
-        """``tally``: each token that it draws tells how many came before (``faulty.Tally``); ``blocks``: how many it
-        gets with its join, which without it are all that it will ever need."""
+        """``tally``: each token that it draws tells how many came before (``faulty.CountingProcessor``); ``blocks``:
+        how many it gets with its join, which without it are all that it will ever need."""
         extra = {"fault": fault} if fault else {}
         params = SamplingParams(temperature=0, extra={**extra, "tally": True} if tally else extra)
         self._joins.append(Joining(slot, list(prompt), out, stop, params, list(drawn), saved))

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
 
 from .base import Seen, since
-from .evictor_lives import HITS, Life, lives
+from .evictor_lives import HITS, EvictorLife, lives
 from .evictor_tree import Tree, key_of, keys
 from .kept import Lasting
 from .sim import VOCAB, answer, at_rest, outputs, request, run, sim_engine
@@ -237,7 +237,7 @@ class EvictorConformance(Lasting, SpecConformance):
         victim in between: all that is free is then given up, in the order that the spec declares.  What is tidied up
         now and then, after 21 rounds or after 1,000, loses nothing."""
         for what, turn, n in lives():
-            life = Life(Tree(), self.build(*self.context()), self.order, self.check_victims)
+            life = EvictorLife(Tree(), self.build(*self.context()), self.order, self.check_victims)
             try:
                 for _ in range(n):
                     turn(life)
@@ -250,7 +250,7 @@ class EvictorConformance(Lasting, SpecConformance):
         """A key that everybody's prompts begin with is looked up for weeks; it is there afterwards, and with ``order:
         lfu`` goes behind one that was looked up half as often."""
         for hits in (150, 300, *([HITS // 2, HITS] if self.order == "lfu" else [])):
-            life = Life(Tree(), self.build(*self.context()), self.order, self.check_victims)
+            life = EvictorLife(Tree(), self.build(*self.context()), self.order, self.check_victims)
             life.look_up_often([(0, hits), (1, 2 * hits)])
             life.give_up_all()
 

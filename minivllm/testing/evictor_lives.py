@@ -20,7 +20,7 @@ LONGEST = 1000  # rounds
 HITS = 40_000  # lookups of one key; of another one twice as many, more than a counter of 16 bits holds
 
 
-class Life:
+class EvictorLife:
     """An evictor and the tree that it must agree with: in the ``order`` of that name, if any, and by ``check``."""
 
     def __init__(
@@ -123,15 +123,16 @@ class Life:
             self.again()
 
 
-KINDS: dict[str, Callable[[Life], None]] = {
-    "a prompt that comes again": Life.again, "the same prompt again": Life.the_same_again,
-    "a prompt that comes again, and victims(0)": Life.in_vain, "a sequence that is dropped": Life.come_and_dropped,
-    "a sequence in the place of others": Life.for_another,
+KINDS: dict[str, Callable[[EvictorLife], None]] = {
+    "a prompt that comes again": EvictorLife.again, "the same prompt again": EvictorLife.the_same_again,
+    "a prompt that comes again, and victims(0)": EvictorLife.in_vain,
+    "a sequence that is dropped": EvictorLife.come_and_dropped,
+    "a sequence in the place of others": EvictorLife.for_another,
 }  # fmt: skip
 
 
-def lives() -> Iterator[tuple[str, Callable[[Life], None], int]]:
+def lives() -> Iterator[tuple[str, Callable[[EvictorLife], None], int]]:
     """(what happens in a round, the round, how many of them)."""
     for what, turn in KINDS.items():
-        for n in (*LENGTHS, 5 * LONGEST if turn is Life.the_same_again else LONGEST):
+        for n in (*LENGTHS, 5 * LONGEST if turn is EvictorLife.the_same_again else LONGEST):
             yield what, turn, n

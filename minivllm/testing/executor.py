@@ -74,7 +74,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorRows):
             model=str(tiny(seed).path), dtype="float32", device=self.place(), skip_tokenizer_init=True,
             max_num_seqs=SLOTS, max_num_batched_tokens=BUDGET, max_model_len=MAX_LEN, kvcache_block_size=BLOCK,
             num_kvcache_blocks=BLOCKS, tensor_parallel_size=self.sizes()[0],
-            processors=[f"{TARGETS}:Faulty", f"{TARGETS}:Tally"],
+            processors=[f"{TARGETS}:Faulty", f"{TARGETS}:CountingProcessor"],
             attention=f"{TARGETS}:FaultyAttention", allow_targets=[TARGETS, *own],
             executor={"name": self.plugin, "options": dict(self.options)},
         ) | values  # fmt: skip

@@ -25,7 +25,7 @@ VOCAB = 64  # bits of a mask's words: more than the tiny model has tokens
 
 
 def tally(n: int, first: int = 0) -> list[int]:
-    """What a row draws that counts its tokens (``faulty.Tally``)."""
+    """What a row draws that counts its tokens (``faulty.CountingProcessor``)."""
     return [FIRST_TALLY + i for i in range(first, first + n)]
 
 

@@ -40,7 +40,7 @@ class Faulty(Processor):
 FIRST_TALLY = 3  # the token of a row that has drawn none
 
 
-class Tally(Processor):
+class CountingProcessor(Processor):
     """Rows with ``params.extra["tally"]`` draw token 3, then 4, 5 ...: the count of those that it was told of.  The
     count is kept when a row is preempted, though ``commit`` hears of its tokens again."""
 

@@ -34,7 +34,7 @@ def vocabulary() -> list[bytes]:
 
 
 @dataclass(frozen=True)
-class Case:
+class GrammarCase:
     """A grammar and all the texts that fit it."""
 
     kind: str
@@ -50,9 +50,9 @@ class Case:
         return f"{self.kind} {self.text!r}"
 
 
-def _json(schema: Any, *fits: Any) -> Case:
+def _json(schema: Any, *fits: Any) -> GrammarCase:
     texts = tuple(json.dumps(v, separators=(",", ":")) for v in fits)
-    return Case("json", json.dumps(schema), texts, any_whitespace=False)
+    return GrammarCase("json", json.dumps(schema), texts, any_whitespace=False)
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -61,18 +61,19 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 CASES = (
-    Case("choice", '["ab", "abc", "bcab", "no"]', ("ab", "abc", "bcab", "no")),
-    Case("choice", '["a\\"b", "a\\\\b", "a\\nb", "\u00e9x", "\u4e2d"]', ('a"b', "a\\b", "a\nb", "\u00e9x", "\u4e2d")),
-    Case("choice", '["true"]', ("true",)),
-    Case("regex", "(ab|a)c{0,2}", ("ab", "abc", "abcc", "a", "ac", "acc")),
-    Case("regex", "[a-c]b?1|\u00e9x?", (*(f"{x}{b}1" for x in "abc" for b in ("", "b")), "\u00e9", "\u00e9x")),
-    Case("regex", r"a/b|\d{1}\.\w{1}c", ("a/b", *(f"{d}.{w}c" for d in "0123456789" for w in map(chr, range(128))
+    GrammarCase("choice", '["ab", "abc", "bcab", "no"]', ("ab", "abc", "bcab", "no")),
+    GrammarCase("choice", '["a\\"b", "a\\\\b", "a\\nb", "\u00e9x", "\u4e2d"]',
+        ('a"b', "a\\b", "a\nb", "\u00e9x", "\u4e2d")),
+    GrammarCase("choice", '["true"]', ("true",)),
+    GrammarCase("regex", "(ab|a)c{0,2}", ("ab", "abc", "abcc", "a", "ac", "acc")),
+    GrammarCase("regex", "[a-c]b?1|\u00e9x?", (*(f"{x}{b}1" for x in "abc" for b in ("", "b")), "\u00e9", "\u00e9x")),
+    GrammarCase("regex", r"a/b|\d{1}\.\w{1}c", ("a/b", *(f"{d}.{w}c" for d in "0123456789" for w in map(chr, range(128))
                                                    if re.fullmatch(r"\w", w)))),
     _json({"enum": ["ab", 12, True, None]}, "ab", 12, True, None),
     _json(_object(a={"type": "boolean"}, b={"const": "ab"}), {"a": True, "b": "ab"}, {"a": False, "b": "ab"}),
     _json({"type": "integer", "minimum": 3, "maximum": 12}, *range(3, 13)),
-    Case("grammar", 'start: "a" tail\ntail: "b" | "bc" | "12"', ("ab", "abc", "a12")),
-    Case("grammar", 'root ::= "a" tail\ntail ::= "b" | "bc" | [1-2]', ("ab", "abc", "a1", "a2")),
+    GrammarCase("grammar", 'start: "a" tail\ntail: "b" | "bc" | "12"', ("ab", "abc", "a12")),
+    GrammarCase("grammar", 'root ::= "a" tail\ntail ::= "b" | "bc" | [1-2]', ("ab", "abc", "a1", "a2")),
 )  # fmt: skip
 MALFORMED = {
     "regex": ("[", "(a", "a{2,1}", "a**)"),
@@ -82,9 +83,9 @@ MALFORMED = {
 LONG = "abctruebcno" * 15  # a text, of 165 bytes
 LISTED = tuple(f"{a}{b}{c}" for a in "abc" for b in "0123456789" for c in "abcdefghij")  # 300 texts
 LARGE = (
-    Case("choice", json.dumps([LONG, "ab"]), (LONG, "ab")), Case("choice", json.dumps(LISTED), LISTED),
-    Case("regex", f"{LONG}|ab", (LONG, "ab")), _json({"enum": [LONG, 12]}, LONG, 12),
-    Case("grammar", f'start: "{LONG}" | "ab"', (LONG, "ab")),
+    GrammarCase("choice", json.dumps([LONG, "ab"]), (LONG, "ab")), GrammarCase("choice", json.dumps(LISTED), LISTED),
+    GrammarCase("regex", f"{LONG}|ab", (LONG, "ab")), _json({"enum": [LONG, 12]}, LONG, 12),
+    GrammarCase("grammar", f'start: "{LONG}" | "ab"', (LONG, "ab")),
 )  # fmt: skip
 ENDLESS = {
     "regex": "(a+)+b?",
@@ -107,7 +108,7 @@ class GrammarConformance(Lasting, SpecConformance):
     def made(self) -> Grammar:
         return self.build(*self.context())
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[GrammarCase]:
         """Those of the forms that the plug-in claims."""
         found = [case for case in CASES if self.claims(case.kind)]
         assert found, "features names none of json, regex, choice and grammar: nobody could use it"
@@ -122,7 +123,7 @@ class GrammarConformance(Lasting, SpecConformance):
             masks.append(allowed(instance, matcher))
         return masks
 
-    def walks(self, n: int, *, seed: int = 0) -> Iterator[tuple[Case, list[int]]]:
+    def walks(self, n: int, *, seed: int = 0) -> Iterator[tuple[GrammarCase, list[int]]]:
         """Cases, each with ``n`` ways to spell texts of it in tokens."""
         rng = random.Random(seed)
         for case in self.cases():
@@ -380,7 +381,7 @@ class GrammarConformance(Lasting, SpecConformance):
 # ---- what is right, by listing --------------------------------------------------------------------------------------
 
 
-def viable(case: Case, text: bytes) -> list[int]:
+def viable(case: GrammarCase, text: bytes) -> list[int]:
     """Ids that may follow a text, in order."""
     rest = [f.encode()[len(text) :] for f in case.fits if f.encode().startswith(text)]
     found = [i for i, token in enumerate(vocabulary()) if token and any(r.startswith(token) for r in rest)]

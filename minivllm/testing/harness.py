@@ -13,7 +13,7 @@ import torch
 from minivllm.core.interfaces.attention import AttentionContext, GraphKey
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
-from minivllm.layers.parts import ALONE, Parts
+from minivllm.layers.parts import ALONE, ModelParts
 from minivllm.loading.weights import build_model, load_weights
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32
@@ -54,7 +54,7 @@ class Harness:
         self.block, self.device = block, device
         ctx = AttentionContext(device, dtype, fmt, block, slots, max_len, batch_invariant)
         self.backend = backend(None, ctx)
-        self.parts = Parts(
+        self.parts = ModelParts(
             device, dtype, quantizer or Unquantized(), self.backend, shard, group, batch_invariant=batch_invariant
         )
         self.model = build_model(arch, cfg, self.parts)

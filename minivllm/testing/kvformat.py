@@ -19,7 +19,7 @@ from minivllm.errors import MinivllmError
 
 from .base import Seen, since
 from .kept import Lasting
-from .kvformat_sizes import Sizes
+from .kvformat_sizes import KVFormatSizes
 from .spec import SpecConformance
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -28,7 +28,7 @@ Cache = dict[str, Tensor]
 LOSSY = "(a format that is meant to lose as much overrides allowed(fmt, x) in a test class: the error of each element)"
 
 
-class KVFormatConformance(Sizes, Lasting, SpecConformance):
+class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
     """Override ``allowed`` if the format is lossy in a way of its own, and the sizes ``kv_heads``, ``dims`` and
     ``blocks`` if it takes only some.  Sizes that its layout refuses with an error of minivllm's are left out."""
 

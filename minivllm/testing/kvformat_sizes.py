@@ -15,7 +15,7 @@ HEADS, DIMS, TOKENS, SLOTS = 40, (192, 256, 576), 700, 70_000
 MOST = 1 << 26  # elements of a cache
 
 
-class Sizes:
+class KVFormatSizes:
     """Part of ``KVFormatConformance``."""
 
     if TYPE_CHECKING:

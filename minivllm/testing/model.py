@@ -38,7 +38,7 @@ BY_LENGTH = ("rope dynamic", "rope longrope")
 
 
 @dataclass(frozen=True)
-class Case:
+class ModelCase:
     """A model as a directory, as transformers' object, and the logits [tokens, V] of ``PROMPT`` that it gives."""
 
     path: Path
@@ -97,25 +97,25 @@ class ModelConformance(SpecConformance):
         found = self.values("dtype", "float32", "bfloat16", "float16")
         return found[0] if found else pytest.skip("claims no floating dtype that is known here")
 
-    def case(self, cls: Any, path: Path, *, seed: int = 0, shard: str | None = None, **values: Any) -> Case:
+    def case(self, cls: Any, path: Path, *, seed: int = 0, shard: str | None = None, **values: Any) -> ModelCase:
         """A random model of a small config with some fields set; in several files with ``shard="20KB"``."""
         with quiet():
             hf = tiny_model(self.config(cls, **values), seed, cls)
             return self.case_of(save(hf, path, shard), hf)
 
-    def case_of(self, path: Path, hf: Any, tokens: Sequence[int] = PROMPT, dtype: str = "") -> Case:
+    def case_of(self, path: Path, hf: Any, tokens: Sequence[int] = PROMPT, dtype: str = "") -> ModelCase:
         want, dtype = logits(hf, tokens), dtype or self.dtype()
         room = max(1e-4, 2e-5 * float(want.abs().max()))
         if dtype != "float32":
             half = logits(self._reload(path, type(hf), dtype), tokens)
             room = 4 * float((half - want).abs().max()) + 1e-3
-        return Case(path, hf, want, room)
+        return ModelCase(path, hf, want, room)
 
     def _reload(self, path: Path, cls: Any, dtype: str = "float32") -> Any:
         with quiet():
             return cls.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
 
-    def difference(self, got: Tensor, case: Case) -> str:
+    def difference(self, got: Tensor, case: ModelCase) -> str:
         """What is wrong with logits; "" if nothing is."""
         if not got.isfinite().all():
             return f"logits of {int((~got.isfinite()).any(-1).sum())} of {len(got)} positions are not finite"

@@ -34,7 +34,7 @@ CLOSE = (  # (what differs, pairs of a young engine, pairs of an old one)
 )  # fmt: skip
 
 
-class Keys:
+class PolicyKeys:
     """The tests of ``key``."""
 
     if TYPE_CHECKING:

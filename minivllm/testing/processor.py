@@ -18,7 +18,7 @@ from .base import Seen, since
 from .sampling import SamplingConformance
 from .sampling_data import histories
 from .sampling_reference import standard_reference
-from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, Seq, Stage
+from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, SampledSeq, Stage
 from .sampling_sizes import ProcessorSizes
 
 TOLERANCE = 2e-6  # of the largest number in a row: some roundings of float32
@@ -47,10 +47,10 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
     def exercise(self, instance: Processor) -> Any:
         stage = Stage(self, 2)
         stage.host = stage._worker = instance
-        stage.join([1], [Seq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))])
+        stage.join([1], [SampledSeq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))])
         return super().exercise(instance), stage.apply([1], torch.linspace(-3, 3, self.vocab)[None]).tolist()
 
-    def check(self, got: Tensor, s: Seq, seen: Seen) -> None:
+    def check(self, got: Tensor, s: SampledSeq, seen: Seen) -> None:
         """Compare one row with the reference, or with what holds for all if there is none."""
         got, before = got.cpu().double(), s.logits.double()
         assert not got.isnan().any(), f"{s}: NaN at tokens {got.isnan().nonzero().flatten().tolist()[:8]}"
@@ -106,7 +106,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
             (s,) = self.sequences(data, 1)
             logits = torch.full((self.vocab,), -torch.inf)
             logits[token] = value
-            s = Seq(s.params, s.prompt, s.output, logits)
+            s = SampledSeq(s.params, s.prompt, s.output, logits)
             got = self.alone(s)
             self.check(got, s, Seen())
             if self.reference(s.params, logits.double(), list(s.prompt), list(s.output)) is None:
@@ -136,7 +136,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         logits = torch.tensor(rng.normal(0, 3, self.vocab), dtype=torch.float32)
         asked = [p for name in sorted(self.reads - set(self.unknown())) for p in self._tried(name)] or [{}]
         for at in (10, len(history) - 10):  # where the output begins
-            seqs = [Seq(SamplingParams.make(**p), history[:at], history[at:], logits) for p in asked]
+            seqs = [SampledSeq(SamplingParams.make(**p), history[:at], history[at:], logits) for p in asked]
             stage = Stage(self, len(seqs), max_len=len(history) + 8)
             stage.join(range(len(seqs)), seqs)
             for row, s in zip(stage.apply(range(len(seqs)), torch.stack([s.logits for s in seqs])), seqs, strict=True):
@@ -161,7 +161,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         @self.for_all(10, st.data())
         def holds(data: Any) -> None:
             (s,) = self.sequences(data, 1)
-            s = Seq(SamplingParams(), s.prompt, s.output, s.logits)
+            s = SampledSeq(SamplingParams(), s.prompt, s.output, s.logits)
             self._same(self.alone(s).cpu(), s.logits, s, "it is on and")
 
     @since(1, 0)
@@ -173,7 +173,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         for name in sorted(self.reads - set(self.unknown())):
             keywords = self._tried(name)
             assert any(
-                not torch.equal(self.alone(Seq(SamplingParams.make(**asked), prompt, output, x)).cpu(), x)
+                not torch.equal(self.alone(SampledSeq(SamplingParams.make(**asked), prompt, output, x)).cpu(), x)
                 for asked in keywords
                 for prompt, output in tried.values()
                 for x in (logits, torch.zeros(self.vocab))

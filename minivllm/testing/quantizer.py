@@ -27,7 +27,7 @@ from .base import Seen, since
 from .harness import Harness
 from .model import PROMPT, logits
 from .quantizer_memory import Memory
-from .quantizer_sizes import Sizes
+from .quantizer_sizes import QuantizerSizes
 from .spec import SpecConformance
 from .tiny import ARCHS, read_tensors, tiny_dir, write_tensors
 
@@ -38,7 +38,7 @@ STEPS = (
 GRID = " (a test class overrides grid(info) if these are not numbers of the format, or returns None)"
 
 
-class QuantizerConformance(Memory, Sizes, SpecConformance):
+class QuantizerConformance(Memory, QuantizerSizes, SpecConformance):
     """Override ``checkpoint`` and ``checkpoint_tensors`` if the weights come quantized, ``step`` and ``grid`` if the
     format is not one symmetric scale per output row, ``outs``, ``ins`` and ``sizes`` if it takes only some, and
     ``scale_bits`` if its scales take more; ``patterns`` names options, ``model`` sizes of the tiny model.

@@ -14,7 +14,7 @@ WIDE = (((3008, 1088), 64), ((16,), 9216))  # (rows of parts, inputs)
 TOKENS = (1, 1200)
 
 
-class Sizes:
+class QuantizerSizes:
     """Part of ``QuantizerConformance``."""
 
     if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from .chisquare import ALPHA, check_draws, detectable
 from .sampler_batch import Batches
 from .sampler_limits import LIMITS, NEAR, nearest, supports, surprising
 from .sampling import SamplingConformance
-from .sampling_rows import DRAWS, LARGE, MAX_LEN, Seq, Stage, Watched, unwritten
+from .sampling_rows import DRAWS, LARGE, MAX_LEN, SampledSeq, Stage, WatchedProcessor, unwritten
 from .sampling_sizes import SamplerSizes
 
 BATCH, CELLS = 1 << 15, 1 << 21  # rows and logits of a call at most
@@ -56,7 +56,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
     def exercise(self, instance: Sampler) -> Any:
         stage = Stage(self, 2)
         stage.host = stage._worker = instance
-        stage.join([1], [Seq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))])
+        stage.join([1], [SampledSeq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))])
         draws = []
         for seed in range(9):
             stage.seed[:] = seed
@@ -97,7 +97,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         return must, may
 
     def draws(
-        self, params: SamplingParams, logits: Tensor, keys: Tensor, others: Sequence[Seq] = (), most: int = BATCH
+        self, params: SamplingParams, logits: Tensor, keys: Tensor, others: Sequence[SampledSeq] = (), most: int = BATCH
     ) -> Tensor:
         """Tokens i64 [n] of one row of logits [V] for keys i64 [n, 3] (seed, position, sample), in few large steps, or
         ``most`` in each; sequences ``others`` are in each step too, ahead of the rest."""
@@ -107,7 +107,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         slots = np.arange(m + batch)[::-1].copy()
         if m:
             stage.join(slots[:m], others)
-        stage.join([slots[m]], [Seq(params, (0,), (), logits)])
+        stage.join([slots[m]], [SampledSeq(params, (0,), (), logits)])
         mine = slots[m:]
         stage.state.fork(np.repeat(mine[0], batch), mine)
         stage.tokens[mine.copy()] = stage.tokens[mine[0]].clone()
@@ -126,11 +126,13 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         i = torch.arange(n)
         return torch.stack([start + i // (MAX_LEN - 2), 1 + i % (MAX_LEN - 2), torch.zeros_like(i)], 1)
 
-    def check(self, params: SamplingParams, logits: Tensor, n: int, others: Sequence[Seq] = (), start: int = 0) -> bool:
+    def check(
+        self, params: SamplingParams, logits: Tensor, n: int, others: Sequence[SampledSeq] = (), start: int = 0
+    ) -> bool:
         """Draw n tokens and compare with the reference; returns whether the probabilities were compared too."""
         must, may, prob = self.must_and_may(params, logits)
         tokens = self.draws(params, logits, self.keys(n, start), others)
-        what = str(Seq(params, (0,), (), logits)) + f", {len(logits)} logits from {logits.min():.4g} to "
+        what = str(SampledSeq(params, (0,), (), logits)) + f", {len(logits)} logits from {logits.min():.4g} to "
         what += f"{logits.max():.4g}"
         count = torch.bincount(tokens.clamp(0, len(logits) - 1), minlength=len(logits))
         outside = ((count > 0) & ~may).nonzero().flatten().tolist()
@@ -211,7 +213,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         logits, beside = torch.linspace(0.6, 0.0, 12), SamplingParams(temperature=0)
         for asked in [{}, *(asked for asked in LIMITS if asked.keys() <= self.reads)]:
             params, stage = SamplingParams.make(**asked), Stage(self, 3, vocab=12)
-            stage.join([2, 0], [Seq(params, (0,), (), logits), Seq(beside, (0,), (), logits)])
+            stage.join([2, 0], [SampledSeq(params, (0,), (), logits), SampledSeq(beside, (0,), (), logits)])
             slots, given = np.array([2, 0]), logits.to(self.place()).repeat(2, 1)
             rows, before, columns = stage.rows(slots, stage.variant(slots)), given.clone(), stage.columns([0, 1, 2])
             with torch.inference_mode(), unwritten(rows, "drawn_from"):
@@ -314,9 +316,9 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             got = set(self.draws(params, ties, self.keys(512), others).tolist())
             assert len(got) == 1 and got < {4, 13, 50}, f"{asked}: drew {sorted(got)}; want one of 4, 13, 50, always"
 
-    def _others(self) -> tuple[Seq, ...]:
+    def _others(self) -> tuple[SampledSeq, ...]:
         logits = torch.linspace(-1, 1, 67)
-        return tuple(Seq(SamplingParams.make(**asked), (0,), (), logits) for asked in self._tried())
+        return tuple(SampledSeq(SamplingParams.make(**asked), (0,), (), logits) for asked in self._tried())
 
     @since(1, 0)
     def test_extreme_temperatures_and_logits(self) -> None:
@@ -340,7 +342,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         for asked in self._tried():
             params, logits = SamplingParams.make(**asked), torch.randn(5, self.vocab, generator=rng)
             stage, fine = Stage(self, 5), [0, 4]
-            stage.join(range(5), [Seq(params, (0,), (), row, seed=i) for i, row in enumerate(logits)])
+            stage.join(range(5), [SampledSeq(params, (0,), (), row, seed=i) for i, row in enumerate(logits)])
             want = stage.draw(range(5), logits)[fine].tolist()
             logits[1, 5], logits[2], logits[3, 7] = torch.nan, -torch.inf, torch.inf
             got = stage.draw(range(5), logits)[fine].tolist()
@@ -352,7 +354,9 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         rng = np.random.default_rng(5)
         logits = torch.tensor(rng.normal(0, 2, LARGE), dtype=torch.float32)
         tried = [*self._tried(), *({k: v} for k, v in (("top_k", 2000), ("top_p", 0.99)) if k in self.reads)]
-        seqs = [Seq(SamplingParams.make(**a), (0,), (), logits.roll(977 * i), seed=i) for i, a in enumerate(tried)]
+        seqs = [
+            SampledSeq(SamplingParams.make(**a), (0,), (), logits.roll(977 * i), seed=i) for i, a in enumerate(tried)
+        ]
         stage = Stage(self, len(seqs), vocab=LARGE)
         stage.join(range(len(seqs)), seqs)
         got = stage.draw(range(len(seqs)), torch.stack([s.logits for s in seqs])).cpu()
@@ -414,8 +418,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
     def _without_history(self) -> bool:
         """Whether a draw with default parameters leaves ``rows.tokens`` alone, so that a position may be any number."""
         stage = Stage(self, 2)
-        stage.join([0, 1], [Seq(SamplingParams(), (0,), (), torch.zeros(self.vocab))] * 2)
-        stage.tokens = tokens = stage.tokens.as_subclass(Watched)
+        stage.join([0, 1], [SampledSeq(SamplingParams(), (0,), (), torch.zeros(self.vocab))] * 2)
+        stage.tokens = tokens = stage.tokens.as_subclass(WatchedProcessor)
         stage.draw([0, 1], torch.zeros(2, self.vocab))
         return not tokens.used
 

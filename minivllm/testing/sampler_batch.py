@@ -14,7 +14,7 @@ from minivllm.core.interfaces.sampling import Sampler
 
 from .base import since
 from .sampling_data import unlike
-from .sampling_rows import Seq, Stage
+from .sampling_rows import SampledSeq, Stage
 
 MANY, FEW = 1 << 11, 24  # draws in one step, and draws in steps of their own
 SPREADS = (2.0, 6.0)  # of the row's logits: a tail that is often drawn, and one that is cut
@@ -57,16 +57,16 @@ class Batches:
                         f"in a step of {MANY} rows that are alike, such as {got[at[0]]}, not {want[at[0]]}"
                     )
 
-    def _crowd(self, row: Tensor) -> Iterator[Seq]:
+    def _crowd(self, row: Tensor) -> Iterator[SampledSeq]:
         """40 neighbours: each kind of logits with several parameters."""
         tried, kinds = self._tried(), unlike(row)
         for i in range(5 * len(kinds)):
             params = SamplingParams.make(**tried[(i + i // len(tried)) % len(tried)])
-            yield Seq(params, (0,), (), kinds[i % len(kinds)], seed=i)
+            yield SampledSeq(params, (0,), (), kinds[i % len(kinds)], seed=i)
 
-    def _says_the_same(self, params: SamplingParams, row: Tensor, crowd: Sequence[Seq]) -> None:
+    def _says_the_same(self, params: SamplingParams, row: Tensor, crowd: Sequence[SampledSeq]) -> None:
         """``drawn_from`` of a row alone and among others, first and last."""
-        mine, found = Seq(params, (0,), (), row), {}
+        mine, found = SampledSeq(params, (0,), (), row), {}
         for what, seqs in (
             ("alone", [mine]), ("before two others", [mine, *crowd[:2]]), ("after one other", [crowd[-1], mine]),
             (f"after {len(crowd)} others", [*crowd, mine]),

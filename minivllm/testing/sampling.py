@@ -26,7 +26,7 @@ from .sampling_rows import (
     MAX_LEN,
     SCHEDULES,
     STANDARD,
-    Seq,
+    SampledSeq,
     Stage,
     captured,
     check_row,
@@ -85,11 +85,11 @@ class SamplingConformance(SpecConformance):
             pytest.skip(f"no values known of {', '.join(self.unknown())}: override params()")
         return found
 
-    def sequences(self, data: Any, n: int, vocab: int = 0) -> list[Seq]:
+    def sequences(self, data: Any, n: int, vocab: int = 0) -> list[SampledSeq]:
         """n sequences with parameters that the plug-in reads, tokens that repeat, and some logits of -inf and 0."""
         return make_sequences(data, n, vocab or self.vocab, self.keywords)
 
-    def alone(self, s: Seq, vocab: int = 0, **how: Any) -> Tensor:
+    def alone(self, s: SampledSeq, vocab: int = 0, **how: Any) -> Tensor:
         """The output of one sequence in an engine of its own."""
         stage = Stage(self, 1, vocab=vocab, **how)
         stage.join([0], [s])
@@ -99,7 +99,7 @@ class SamplingConformance(SpecConformance):
         row = check_row_type(instance.bind(SamplingParams(), 3), "")
         return sorted(instance.reads), sorted(instance.columns()), None if row is None else (row.variant, str(row))
 
-    def _same(self, got: Tensor, want: Tensor, s: Seq, what: str) -> None:
+    def _same(self, got: Tensor, want: Tensor, s: SampledSeq, what: str) -> None:
         if not torch.equal(got, want):
             at = (got != want).nonzero().flatten().tolist()
             shown = f"at tokens {at[:8]}: {got[at[:8]].tolist()}, not {want[at[:8]].tolist()}" if got.ndim else ""
@@ -265,7 +265,7 @@ class SamplingConformance(SpecConformance):
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
-    def _life(self, seqs: Sequence[Seq], rng: np.random.Generator, **how: Any) -> list[Tensor]:
+    def _life(self, seqs: Sequence[SampledSeq], rng: np.random.Generator, **how: Any) -> list[Tensor]:
         """Outputs and columns over some steps."""
         stage, slots = Stage(self, len(seqs) + 1, **how), list(range(len(seqs), 0, -1))
         stage.join(slots, seqs)

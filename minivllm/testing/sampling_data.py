@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.params import SamplingParams
 
-from .sampling_rows import BANS, DRAWS, MAX_LEN, PENALTIES, Seq, values_of
+from .sampling_rows import BANS, DRAWS, MAX_LEN, PENALTIES, SampledSeq, values_of
 
 Keywords = st.SearchStrategy[dict[str, Any]]
 
@@ -81,7 +81,7 @@ def histories(vocab: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     }  # fmt: skip
 
 
-def make_sequences(data: Any, n: int, vocab: int, keywords: Callable[[int], Keywords]) -> list[Seq]:
+def make_sequences(data: Any, n: int, vocab: int, keywords: Callable[[int], Keywords]) -> list[SampledSeq]:
     """n sequences with such parameters, tokens that repeat, and some logits of -inf and 0."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     out = []
@@ -100,5 +100,5 @@ def make_sequences(data: Any, n: int, vocab: int, keywords: Callable[[int], Keyw
         logits[1:][rng.random(vocab - 1) < 0.1] = -np.inf
         ids = tuple(tokens.tolist())
         seed, sample = int(rng.integers(-(2**62), 2**62)), int(rng.integers(0, 4))
-        out.append(Seq(params, ids[:prompt], ids[prompt:], torch.tensor(logits), seed, sample))
+        out.append(SampledSeq(params, ids[:prompt], ids[prompt:], torch.tensor(logits), seed, sample))
     return out

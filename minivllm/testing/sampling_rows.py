@@ -81,7 +81,7 @@ def wrong_values(name: str, vocab: int) -> Sequence[Any]:
 
 
 @dataclass(frozen=True)
-class Seq:
+class SampledSeq:
     """One sequence in the middle of its life, and the logits of its next token."""
 
     params: SamplingParams
@@ -134,7 +134,7 @@ class Stage:
         for column in self.state.columns.values():
             column[list(slots)] = 1e30 if column.dtype in (torch.float32, torch.float64) else 100
 
-    def join(self, slots: Sequence[int], seqs: Sequence[Seq]) -> None:
+    def join(self, slots: Sequence[int], seqs: Sequence[SampledSeq]) -> None:
         """Sequences take slots; their outputs are accepted one token at a time."""
         at = np.asarray(slots)
         bound = [check_row_type(self.host.bind(s.params, len(s.prompt)), str(s.params.extra or "")) for s in seqs]
@@ -217,7 +217,7 @@ class Stage:
         return {name: column[list(slots)].clone() for name, column in self.state.columns.items()}
 
 
-class Watched(Tensor):
+class WatchedProcessor(Tensor):
     """Notes in ``used`` that anybody asked for more than its form."""
 
     used = False
@@ -225,7 +225,7 @@ class Watched(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (Tensor.device.__get__, Tensor.shape.__get__, Tensor.dtype.__get__):
-            for tensor in (a for a in args if isinstance(a, Watched)):
+            for tensor in (a for a in args if isinstance(a, WatchedProcessor)):
                 tensor.used = True
         return super().__torch_function__(func, types, args, kwargs or {})
 

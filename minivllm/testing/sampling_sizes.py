@@ -16,7 +16,7 @@ from minivllm.errors import RequestError
 from .base import Seen, since
 from .chisquare import ALPHA, check_draws
 from .kept import Lasting
-from .sampling_rows import Seq, Stage
+from .sampling_rows import SampledSeq, Stage
 
 ROWS = 150  # of a step
 WIDE = 2500  # tokens of a vocabulary in which limits keep many
@@ -26,7 +26,7 @@ HISTORY = 3000  # tokens
 FAR = (0, 1 << 8, 1 << 12, 1 << 15, 1 << 16, 1 << 17)  # tokens that a shortened lane takes for one
 
 
-class Sizes(Lasting):
+class SamplingSizes(Lasting):
     """What holds for both seams."""
 
     if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Sizes(Lasting):
         for i in range(ROWS):
             ids = tuple(rng.integers(0, 9, 7).tolist())
             logits = torch.tensor(rng.normal(0, 2, self.vocab), dtype=torch.float32)
-            seqs.append(Seq(asked[rng.integers(len(asked))], ids[:3], ids[3:], logits, seed=i))
+            seqs.append(SampledSeq(asked[rng.integers(len(asked))], ids[:3], ids[3:], logits, seed=i))
         stage = Stage(self, ROWS)  # type: ignore[arg-type]
         stage.join(range(ROWS), seqs)
         got = self.output(stage, range(ROWS), torch.stack([s.logits for s in seqs]))
@@ -60,7 +60,7 @@ class Sizes(Lasting):
             self._same(got[i], self.alone(seqs[i]), seqs[i], f"as row {i} of {ROWS} it")
 
 
-class ProcessorSizes(Sizes):
+class ProcessorSizes(SamplingSizes):
     """Part of ``ProcessorConformance``."""
 
     if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ProcessorSizes(Sizes):
             except RequestError as e:
                 assert e.param == name, f"RequestError names parameter {e.param!r}: want {name!r}"
                 continue
-            s, done = Seq(params, (1, 2), end, logits), done + 1
+            s, done = SampledSeq(params, (1, 2), end, logits), done + 1
             if self.reference(params, logits.double(), list(s.prompt), list(s.output)) is not None:
                 stage = Stage(self, 1, vocab=WIDE, max_len=len(end) + 9)  # type: ignore[arg-type]
                 stage.join([0], [s])
@@ -115,13 +115,13 @@ class ProcessorSizes(Sizes):
         prompt = (50, *rng.integers(0, 40, HISTORY).tolist(), 51)
         logits = torch.tensor(rng.normal(0, 3, self.vocab), dtype=torch.float32)
         for asked in self.tried_rows() or [{}]:
-            s = Seq(SamplingParams.make(**asked), prompt, (52, 3, 52), logits)
+            s = SampledSeq(SamplingParams.make(**asked), prompt, (52, 3, 52), logits)
             stage = Stage(self, 1, max_len=HISTORY + 9, history=HISTORY + 9)  # type: ignore[arg-type]
             stage.join([0], [s])
             self.check(self.output(stage, [0], logits[None])[0], s, Seen())
 
 
-class SamplerSizes(Sizes):
+class SamplerSizes(SamplingSizes):
     """Part of ``SamplerConformance``."""
 
     if TYPE_CHECKING:

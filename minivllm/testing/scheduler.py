@@ -25,7 +25,7 @@ from minivllm.errors import RequestError
 
 from .base import Seen, since
 from .kept import Lasting
-from .policy_keys import Keys
+from .policy_keys import PolicyKeys
 from .policy_watch import Watch, arrivals, frozen
 from .sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
 from .spec import SpecConformance
@@ -244,7 +244,7 @@ STREAMS: Mapping[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = 
 }
 
 
-class SchedulerConformance(Keys, Lasting, SpecConformance):
+class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
     """``patience``: seconds that a request may take, from arrival to end, under a steady stream of others, where a step
     takes a second; a policy that ages slowly, and says so, may raise it."""
 

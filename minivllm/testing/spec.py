@@ -14,7 +14,7 @@ import pytest
 from minivllm.core.interfaces.executor import Part
 from minivllm.errors import MinivllmError
 from minivllm.registry import check_base, import_target
-from minivllm.spec import ANY, Reason, Request
+from minivllm.spec import ANY, PluginQuery, Reason
 
 from .base import Conformance, since
 from .claims import allows, outside, partly, served
@@ -103,7 +103,7 @@ class SpecConformance(Conformance):
         reasons = replace(spec, needs=()).refuse(self.request(), kind)
         assert not reasons, f"refuses what it claims: {'; '.join(map(str, reasons))}"
 
-    def request(self) -> Request:
+    def request(self) -> PluginQuery:
         """A request inside every limit; override it if ``check`` refuses the combination that is taken here."""
         return served(self.spec, self.subject.kind)
 
@@ -131,7 +131,7 @@ class SpecConformance(Conformance):
             pytest.skip("no check function")
         facts = self.request().facts
         for asked in partly(facts):
-            request = Request(asked, self.spec.features)
+            request = PluginQuery(asked, self.spec.features)
             try:
                 reasons = list(self.spec.check(request))
             except Exception as e:

@@ -192,7 +192,7 @@ class RequestOutput(_Record):
         return self.metrics.cached_tokens
 
 
-class Delta(NamedTuple):
+class TextDelta(NamedTuple):
     """What one ``feed`` gave: new text, the stop string that ended the sequence if one did, and how many of the ids
     that were fed belong to the sequence."""
 
@@ -252,7 +252,7 @@ class SequenceText:
         *,
         stop_token: bool = False,
         logprobs: Sequence[TokenLogprobs] | None = None,
-    ) -> Delta:
+    ) -> TextDelta:
         """Take accepted token ids, ``logprobs`` one per id.  ``final``: no more will come, give out what was held back.
 
         ``stop_token`` (only with ``final``): the last id ended the sequence; it is kept in ``token_ids`` but, unless
@@ -260,7 +260,7 @@ class SequenceText:
         the ids behind it are left out; what is fed afterwards is ignored (the device may be ahead).
         """
         if self.finish_reason is not None:
-            return Delta("", None, 0)
+            return TextDelta("", None, 0)
         ids = list(ids)
         shown = ids[:-1] if stop_token and not self._params.include_stop_str_in_output else ids
         text, stopped, used = "", None, len(ids)
@@ -277,7 +277,7 @@ class SequenceText:
             self._pieces.append(text)
         if stopped is not None:
             self.finish_reason, self.stop_reason = "stop", stopped
-        return Delta(text, stopped, used)
+        return TextDelta(text, stopped, used)
 
     @property
     def plain(self) -> bool:

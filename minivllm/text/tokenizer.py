@@ -313,7 +313,7 @@ def compile_template(source: str) -> Any:
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """``{% generation %} ... {% endgeneration %}`` marks the assistant's text for training; here it is text."""
 
         tags = {"generation"}
@@ -334,7 +334,7 @@ def compile_template(source: str) -> Any:
     def strftime_now(form: str) -> str:
         return datetime.now().strftime(form)
 
-    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    extensions = [GenerationTag, "jinja2.ext.loopcontrols"]
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     env.filters["tojson"] = tojson
     env.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)

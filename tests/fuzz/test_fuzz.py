@@ -17,7 +17,7 @@ import torch
 from minivllm.core.engine import publisher
 from minivllm.core.engine.cache import KVCache
 from minivllm.core.engine.engine import Engine
-from minivllm.core.engine.masks import Masks
+from minivllm.core.engine.masks import RowMasks
 from minivllm.core.engine.request import Seq
 from minivllm.core.interfaces.plan import NAN
 from minivllm.frontend import Tracked
@@ -159,7 +159,7 @@ def open_mask(patch):
     def by_function(self, seq, row):
         row[:] = -1
 
-    patch.setattr(Masks, "_by_function", by_function)
+    patch.setattr(RowMasks, "_by_function", by_function)
 
 
 def deaf_bad_words(patch):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from minivllm.pocket import checkpoint, data, evaluate, plots, tasks, tokenizer, train
 from minivllm.pocket.muon import Optimizer
-from minivllm.pocket.net import SHAPES, Net, Shape, documents_mask
+from minivllm.pocket.net import SHAPES, Net, NetShape, documents_mask
 from minivllm.pocket.world import Teller, Wish
 
 POCKET = Path(tasks.__file__).parent
@@ -203,7 +203,7 @@ def test_the_block_mask_is_the_dense_mask():
 
 def test_the_net_is_what_transformers_runs(tok_folder, tmp_path):
     transformers = pytest.importorskip("transformers")
-    net = Net(Shape(layers=2, hidden=64, inner=96, vocab=1024), seed=1)
+    net = Net(NetShape(layers=2, hidden=64, inner=96, vocab=1024), seed=1)
     with torch.no_grad():
         for p in net.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(2)) * 0.1)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.model import ModelArch, Rule
 from minivllm.layers.activation import silu_mul
-from minivllm.plugins.model.llama import Block, Decoder, Llama
+from minivllm.plugins.model.llama import Decoder, DecoderBlock, Llama
 from minivllm.plugins.model.qwen2 import Qwen2
 from minivllm.plugins.model.spec import WINDOWS
 from minivllm.spec import ANY, Spec
@@ -190,7 +190,7 @@ class NormAfter(Llama):
         return model
 
 
-class _NormAfterBlock(Block):
+class _NormAfterBlock(DecoderBlock):
     def __call__(self, x, residual, step):
         x = x if residual is None else x + residual
         q, k, v = self.qkv(x).split(self.sizes, dim=-1)

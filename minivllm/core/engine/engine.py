@@ -30,7 +30,7 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown,
 
 from .blocks import BlockPool
 from .cache import KVCache
-from .masks import Masks, supply
+from .masks import RowMasks, supply
 from .planner import Planner
 from .prompt_scores import check_logprobs
 from .publisher import Flight, Publisher
@@ -84,7 +84,7 @@ class Engine:
         self.publisher = Publisher(self.slots, self.cache, self.planner, self.finish)
         self.grammars = parts.grammars
         memory = executor.mask_memory
-        self.masks = Masks(self.slots, capacity.vocab_size, parts.grammars, self.finish, self.clock.seams, memory)
+        self.masks = RowMasks(self.slots, capacity.vocab_size, parts.grammars, self.finish, self.clock.seams, memory)
         self.speculation = self.planner.speculation = self.publisher.speculation = Speculation.of(wiring)
         self.planner.fail = lambda seq, message: self.finish(seq, "error", error=message)
         self.columns = [dict(made.columns()) for _, made in self.processors]

@@ -108,7 +108,7 @@ class _Late:
         return behind, new
 
 
-class Masks:
+class RowMasks:
     """``grammars.plugin`` made the matchers' grammars; ``finish(seq, reason, error=...)`` is the engine's.
     ``memory(rows, words)`` is i32 host memory that the device reads without a copy (``Executor.mask_memory``)."""
 

@@ -36,7 +36,7 @@ LEAST = 32  # prompt tokens of a step that an owner's part has at least: prompts
 ASKED = 16  # owners for each of whom a policy is asked for an order, of those who wait: who has the fewest rows
 
 
-class Parts:
+class OwnerShares:
     """The prompt tokens of a step.  Invariant: ``left`` is the budget less what was spent of all parts."""
 
     def __init__(self, budget: int, parties: int) -> None:
@@ -77,7 +77,7 @@ def of_the_largest(slots: Slots, rows: np.ndarray) -> np.ndarray:
     return rows[party == numbers[np.argmax(counts)]]
 
 
-def in_turn(slots: Slots, lines: Iterable[Sequence[Seq]], parts: Parts | None) -> Iterator[Seq]:
+def in_turn(slots: Slots, lines: Iterable[Sequence[Seq]], parts: OwnerShares | None) -> Iterator[Seq]:
     """The sequences of these lines, one line an owner, owners in turn.  Whoever has spent its part of the step's tokens
     is left out.  The next is asked for when the one before has got its row."""
     left = {line[0].request.party: deque(line) for line in lines if line}
@@ -89,7 +89,7 @@ def in_turn(slots: Slots, lines: Iterable[Sequence[Seq]], parts: Parts | None) -
         rows[party] += 1 + len(seq.branches)
 
 
-def candidates(planner: Planner, now: float, parts: Parts | None) -> Iterator[Seq]:
+def candidates(planner: Planner, now: float, parts: OwnerShares | None) -> Iterator[Seq]:
     """The waiting sequences that may be admitted now, in the policy's order (its window only), owners in turn.  Usually
     few of them have room, so what the policy gave is looked at as far as it is needed."""
     p, queue = planner, planner.waiting

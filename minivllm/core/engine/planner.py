@@ -23,7 +23,7 @@ from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
 from minivllm.errors import told
 
 from .admission import delta_of, load_of, queue_view, row_of
-from .owners import Parts, candidates, make_way, of_the_largest, parties, who_is_stuck
+from .owners import OwnerShares, candidates, make_way, of_the_largest, parties, who_is_stuck
 from .prompt_scores import prompt_rows
 from .request import RUNNING, WAITING
 from .waiting import WaitingQueue
@@ -132,7 +132,7 @@ class Planner:
             decode = self._decode()
             used = len(decode)
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
-        parts = Parts(min(self.max_tokens - used, cap, self.most_prefill), self._parties() if self.shared else 1)
+        parts = OwnerShares(min(self.max_tokens - used, cap, self.most_prefill), self._parties() if self.shared else 1)
         decode = self._prefill(chunks, parts, decode)
         static = shape.kind == "static"
         admits = not self.wake_at and not (static and len(s.running))
@@ -245,7 +245,7 @@ class Planner:
         if seq.in_flight:
             self.departed[seq.serial] = seq
 
-    def _prefill(self, chunks: dict[int, int], parts: Parts, decode: np.ndarray) -> np.ndarray:
+    def _prefill(self, chunks: dict[int, int], parts: OwnerShares, decode: np.ndarray) -> np.ndarray:
         """Chunks for running rows that lack more than one token, or more of those that they have.  Only the oldest
         preempts for them; others wait.  Returns the rows that decode yet."""
         s = self.slots
@@ -291,7 +291,7 @@ class Planner:
 
     # ---- newcomers -----------------------------------------------------------------------------------------------
 
-    def _admit(self, chunks: dict[int, int], parts: Parts, now: float, static: bool = False) -> None:
+    def _admit(self, chunks: dict[int, int], parts: OwnerShares, now: float, static: bool = False) -> None:
         """Newcomers with their first chunks.  A ``static`` batch enters at once, whether its tokens fit or not.  Blocks
         for the chunks are promised to each and taken for all together."""
         s, new, promised, refused = self.slots, {}, 0, None
@@ -316,7 +316,7 @@ class Planner:
         if self.shared and self.n_waiting and self.stuck is None:
             self.stuck = who_is_stuck(self, refused)
 
-    def _newcomers(self, now: float, parts: Parts | None) -> Iterator[Seq]:
+    def _newcomers(self, now: float, parts: OwnerShares | None) -> Iterator[Seq]:
         """Who is to enter next, while there is a slot; the policy is asked again once all that it named are in."""
         s, entered = self.slots, True
         while entered and self.n_waiting and len(s.free) > self.reserved and self.cache.available:

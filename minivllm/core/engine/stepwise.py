@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 
-class Node(NamedTuple):
+class SearchNode(NamedTuple):
     """A generated token and those before it: lanes with a common beginning share its nodes."""
 
-    before: Node | None
+    before: SearchNode | None
     token: int
     logprobs: TokenLogprobs
 
@@ -51,7 +51,7 @@ class Node(NamedTuple):
 class Kept(NamedTuple):
     """A continuation that may be an output."""
 
-    last: Node | None
+    last: SearchNode | None
     score: float | None
     ended: tuple[str, int | str | None]
 
@@ -68,8 +68,8 @@ class Lanes:
     moves: Sequence[Pick] | None = None
 
     def __post_init__(self) -> None:
-        self.tail: list[Node | None] = [None] * self.width  # by lane
-        self._next: list[Node] = []  # of each move
+        self.tail: list[SearchNode | None] = [None] * self.width  # by lane
+        self._next: list[SearchNode] = []  # of each move
         self._got: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # live lane -> its candidates and their logarithms
         self.given = 0  # outputs, once it has ended
 
@@ -136,7 +136,7 @@ class Lanes:
                 return "stop", stopped
         return reason_of(flags, token) if flags else None
 
-    def _node(self, p: Pick, grown: Sequence[Grown]) -> Node:
+    def _node(self, p: Pick, grown: Sequence[Grown]) -> SearchNode:
         branch = checks.whole(p.branch, 0, len(self.live) - 1, "there is no branch")
         lane, token = self.live[branch], checks.whole(p.token, 0, 2**31 - 1, f"branch {branch} goes on with")
         if token not in grown[p.branch].tokens:
@@ -145,7 +145,7 @@ class Lanes:
         at, k = int(np.flatnonzero(ids == token)[0]), self.request.logprobs
         rank = 1 + int((values > values[at]).sum())
         entry = TokenLogprobs(float(values[at]), rank, ids[:k].tolist(), values[:k].tolist())
-        return Node(self.tail[lane], token, entry)
+        return SearchNode(self.tail[lane], token, entry)
 
     def outputs(self, cut: tuple[str, Any] | None) -> list[Kept]:
         """The answer, best first.  ``cut``: the reason if it ends early; live branches fill up then."""
@@ -251,7 +251,7 @@ class Lanes:
         return not any(seq.in_flight for seq in self.seqs)
 
 
-def unwind(last: Node | None) -> tuple[list[int], list[TokenLogprobs]]:
+def unwind(last: SearchNode | None) -> tuple[list[int], list[TokenLogprobs]]:
     """Tokens and log-probabilities up to a node, in order."""
     nodes = []
     while last is not None:

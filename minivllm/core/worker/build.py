@@ -16,7 +16,7 @@ from minivllm.core.interfaces.attention import AttentionContext, AttnMeta, Graph
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
 from minivllm.errors import ConfigError, ModelError, ResourceError
-from minivllm.layers.parts import Parts
+from minivllm.layers.parts import ModelParts
 from minivllm.loading import shapes
 from minivllm.loading.hf_config import open_checkpoint
 from minivllm.loading.weights import build_model, checkpoint_headers, load_weights, weight_bytes
@@ -58,7 +58,7 @@ class Draft:
 
     model: Any
     backend: AttentionBackend
-    parts: Parts
+    parts: ModelParts
 
 
 def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
@@ -109,7 +109,7 @@ def build_worker(wiring: Wiring) -> Worker:
 
 def _load(
     wiring: Wiring, folder: str, chosen: Mapping[str, Part], cfg: Any, fmt: Any, groups: Sequence[Sequence[int]]
-) -> tuple[Any, Parts, list[str]]:
+) -> tuple[Any, ModelParts, list[str]]:
     """A model with its weights, an attention back end of its own, and what the user should know of the weights."""
     rows = min(wiring.max_num_seqs * (1 + wiring.drafts), max(wiring.max_num_batched_tokens, wiring.max_num_seqs))
     ctx = AttentionContext(
@@ -119,7 +119,7 @@ def _load(
     backend = build_part("attention", wiring.parts["attention"], ctx)
     quantizer = build_part("quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None))
     arch = build_part("model", chosen["model"])
-    parts = Parts(
+    parts = ModelParts(
         wiring.device, wiring.dtype, quantizer, backend, groups=groups or None, fuse=fused(wiring),
         batch_invariant=wiring.batch_invariant,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def _load(
     return model, parts, notes
 
 
-def _take_cache(worker: Worker, wiring: Wiring, parts: Parts, fmt: Any) -> None:
+def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> None:
     layouts = [worker.backend.layout(layer.spec, fmt, wiring.block) for layer in parts.layers]
     worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
     if worker.draft is not None:
@@ -159,7 +159,7 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: Parts, fmt: Any) -> None:
         ) from e
 
 
-def _allocate(worker: Worker, parts: Parts, layouts: list, blocks: list[int]) -> None:
+def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int]) -> None:
     """Zeroed, so that a slot which nobody has written holds no NaN."""
     drafts = [] if worker.draft is None else worker.draft.parts.layers
     layers, n_layers = [*parts.layers, *drafts], len(parts.layers)
@@ -206,7 +206,7 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
     return blocks
 
 
-def _budget(worker: Worker, wiring: Wiring, parts: Parts, layouts: list) -> int:
+def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) -> int:
     """Bytes for the KV cache."""
     if worker.device.type == "cpu":
         return min(int(CPU_CACHE_SHARE * _free_ram()), CPU_CACHE_LIMIT)

@@ -30,7 +30,7 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Recorder:
+class GraphRecorder:
     """Records captures that share one memory, because they run one after another."""
 
     def __init__(self) -> None:

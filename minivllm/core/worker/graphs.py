@@ -32,12 +32,12 @@ from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Draw, Processor, Rows
 from minivllm.kernels import step
-from minivllm.kernels.mask import Masks
+from minivllm.kernels.mask import DeviceMasks
 from minivllm.kernels.mask import apply as apply_masks
 from minivllm.kernels.peaks import best_of_tiles
 
 from . import sampling
-from .capture import Recorder
+from .capture import GraphRecorder
 from .state import staged
 
 if TYPE_CHECKING:
@@ -127,13 +127,13 @@ class Graphs:
     samples: dict[tuple, Captured | None] = field(default_factory=dict)
     sights: dict[GraphKey, int] = field(default_factory=dict)  # of mixed steps that are not captured
     notes: list[str] = field(default_factory=list)
-    masks: Masks | None = None  # of late rows, from the first step that has some
+    masks: DeviceMasks | None = None  # of late rows, from the first step that has some
     refused: set[GraphKey] = field(default_factory=set)  # captures that failed: such steps run uncaptured
 
     def __post_init__(self) -> None:
         self.spare = self.runner.wiring.max_num_seqs
         self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
-        self.recorder = Recorder()
+        self.recorder = GraphRecorder()
 
     # ---- which capture -------------------------------------------------------------------------------------------
 
@@ -215,9 +215,9 @@ class Graphs:
             self.masks.read_now()
         return self.buffers[key.rows].out, captured.result
 
-    def late_masks(self) -> Masks:
+    def late_masks(self) -> DeviceMasks:
         if self.masks is None:
-            self.masks = Masks(self.sizes[-1], self.runner.worker.vocab_size, self.runner.device)
+            self.masks = DeviceMasks(self.sizes[-1], self.runner.worker.vocab_size, self.runner.device)
         return self.masks
 
     def warm(self) -> None:
@@ -382,7 +382,7 @@ class Graphs:
 
 
 def run_sample(
-    r: Runner, b: Buffers, asked: Sequence[Any], masks: Masks | None = None
+    r: Runner, b: Buffers, asked: Sequence[Any], masks: DeviceMasks | None = None
 ) -> tuple[torch.Tensor, ...] | None:
     """SAMPLE on the rows of ``b``: what ``Runner._sample`` does, without a look at the host.  Processors run on all
     rows if any row bound them: a graph-safe one does nothing where its columns hold their fill."""

@@ -33,7 +33,7 @@ UNKNOWN = "unknown"  # its launch is not in the profile
 CALL = re.compile(r"(cu|cuda|hip)[A-Z]")  # of the runtime or the driver: cudaLaunchKernel, cuLaunchKernelEx ...
 
 
-class Trace:
+class TorchTrace:
     """torch's profile of this process, from now to ``stop``."""
 
     def __init__(self, cuda: bool) -> None:

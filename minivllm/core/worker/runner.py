@@ -416,11 +416,11 @@ class Runner:
         running.hidden = None
 
     def profile_start(self) -> None:
-        from .profiling import Trace
+        from .profiling import TorchTrace
 
         if self._trace is not None:
             raise RequestError("a profile is running already; call stop_profile first")
-        self._trace = Trace(self.device.type == "cuda")
+        self._trace = TorchTrace(self.device.type == "cuda")
 
     def profile_stop(self, path: str) -> None:
         if self._trace is None:

@@ -54,7 +54,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Piece:
+class KVPiece:
     """Some queries of one prefill row: tokens [start, start + n) of the step at positions [pos, pos + n), which see
     keys from position ``first`` on."""
 
@@ -258,7 +258,7 @@ def slots_of(meta: AttnMeta, group: int, rows: Tensor, pos: Tensor) -> Tensor:
     return blocks.long() * meta.block + pos % meta.block
 
 
-def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool, pairs: int) -> list[Piece]:
+def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool, pairs: int) -> list[KVPiece]:
     """The rows behind the decode rows, cut where a row by itself has too many query-key pairs for one mask."""
     first_row = meta.decode_rows
     start, pieces = first_row, []
@@ -269,15 +269,15 @@ def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool,
         step = n if whole else max(1, pairs // max(kv, 1))
         for i in range(0, n, max(step, 1)):
             first = 0 if window is None else max(0, pos + i + 1 - window)
-            pieces.append(Piece(row, start + i, min(step, n - i), pos + i, first, whole))
+            pieces.append(KVPiece(row, start + i, min(step, n - i), pos + i, first, whole))
         start += n
     return pieces
 
 
-def join(pieces: list[Piece], price: int, pairs: int, tokens: int) -> list[list[Piece]]:
+def join(pieces: list[KVPiece], price: int, pairs: int, tokens: int) -> list[list[KVPiece]]:
     """Pieces of similar size together: padding must cost less than the ``price`` of one more batch, and a batch holds
     at most so many query-key ``pairs`` and gathered ``tokens``."""
-    groups: list[list[Piece]] = []
+    groups: list[list[KVPiece]] = []
     exact = queries = keys = 0
     for piece in sorted(pieces, key=lambda p: (p.n, p.keys), reverse=True):
         rows = len(groups[-1]) + 1 if groups else 0
@@ -293,7 +293,7 @@ def join(pieces: list[Piece], price: int, pairs: int, tokens: int) -> list[list[
 
 
 def prefill_batch(
-    meta: AttnMeta, group: int, window: int | None, pieces: list[Piece], dtype: torch.dtype | None
+    meta: AttnMeta, group: int, window: int | None, pieces: list[KVPiece], dtype: torch.dtype | None
 ) -> Batch:
     """Several tokens a row.  Without a ``dtype`` there is no mask: rows start at position 0 and are plain causal."""
     device = meta.table.device

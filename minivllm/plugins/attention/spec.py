@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from minivllm.spec import ANY, AtLeast, MultipleOf, Needs, Range, Reason, Request, Spec, plain
+from minivllm.spec import ANY, AtLeast, MultipleOf, Needs, PluginQuery, Range, Reason, Spec, plain
 
 
-def invariant_on_cpu(request: Request) -> Sequence[Reason]:
+def invariant_on_cpu(request: PluginQuery) -> Sequence[Reason]:
     """torch's kernels on a GPU are chosen by the size of the step."""
     device = request.facts.get("device", "cpu")
     if "batch_invariant" in request.features and device != "cpu":
@@ -60,7 +60,7 @@ TRITON = Spec(
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}  # dtype -> the KV format that stores it
 
 
-def plainly(request: Request) -> Sequence[Reason]:
+def plainly(request: PluginQuery) -> Sequence[Reason]:
     """What limits cannot say: keys, values and queries are of one size and one dtype."""
     facts, reasons = request.facts, []
     if "dim_qk" in facts and "dim_v" in facts and _set(facts["dim_qk"]) != _set(facts["dim_v"]):

@@ -14,7 +14,7 @@ from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, Attn
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
 from minivllm.errors import PluginError
 
-from .triton_decode import Work, deal, decode, in_float32
+from .triton_decode import DecodeWork, deal, decode, in_float32
 from .triton_prefill import make_tiles, prefill, tile_lines, tiles_on_device
 from .triton_write import fits, write
 
@@ -74,7 +74,7 @@ class Triton(AttentionBackend):
         if mixed or rows < len(meta.host_q_len):
             prefill(layer, q, meta, out, lse, self._tiles(meta, layer.spec, q))
 
-    def _work(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> tuple[Work, bool]:
+    def _work(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> tuple[DecodeWork, bool]:
         """The work of a layer's rows, and whether a layer before had the same."""
         spec = layer.spec
         key = ("work", layer.group, spec.window, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)

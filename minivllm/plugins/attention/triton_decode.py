@@ -283,7 +283,7 @@ def keys_a_tile(spec: AttnSpec, exact: bool) -> int:
     return 64 if spec.dim_qk <= 128 and not exact else 32
 
 
-class Work(NamedTuple):
+class DecodeWork(NamedTuple):
     """What a step's rows are cut into; its layers, which run one after another, share it."""
 
     entries: Tensor  # i32 [E, 4] row or -1, PART * part + parts, slot, length
@@ -295,7 +295,7 @@ class Work(NamedTuple):
 
 def deal(
     spec: AttnSpec, kv_len: Tensor, q_len: Tensor, slots: Tensor, rows: int, longest: int, mixed: bool, exact: bool
-) -> Work:
+) -> DecodeWork:
     """``kv_len``, ``q_len`` i32 and ``slots`` i64 [rows or more], on the device; no context is over ``longest``.
     ``mixed``: rows that do not have exactly one token get no part."""
     cut = rows * spec.kv_heads <= PROGRAMS or min(longest, spec.window or longest) > LONG
@@ -303,7 +303,7 @@ def deal(
     capacity = rows + (min(at_once, 31 * rows) if cut else 0)
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=kv_len.device)  # noqa: E731
     sums = capacity * spec.heads if cut else 1
-    work = Work(make(capacity, 4, dtype=torch.int32), make(rows, 2, dtype=torch.int32), cut,
+    work = DecodeWork(make(capacity, 4, dtype=torch.int32), make(rows, 2, dtype=torch.int32), cut,
                 make(sums, spec.dim_v), make(sums, 2))  # fmt: skip
     _deal[(rows,)](
         kv_len, q_len, slots, work.entries, work.first, rows, at_once, capacity, N=keys_a_tile(spec, exact),
@@ -314,7 +314,7 @@ def deal(
 
 
 def decode(
-    layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, work: Work, early: bool
+    layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, work: DecodeWork, early: bool
 ) -> None:
     """The rows of ``work``, whose queries are the first tokens of a step: q [T, heads, D] -> out [T, heads, DV].
     ``early``: another layer's decode kernel has had this ``work`` before."""

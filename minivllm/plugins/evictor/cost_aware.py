@@ -26,7 +26,7 @@ import numpy as np
 
 from minivllm.core.interfaces.evictor import EvictorContext
 
-from .leaves import Block, Ghosts, Leaves
+from .leaves import Ghosts, LeafBlock, Leaves
 
 CLASSES = 4
 PRIOR = 20.0  # rests of a class that are worth as much as what all classes together say
@@ -48,13 +48,13 @@ class CostAware(Leaves):
         every = (sum(self.reused) + 1) / (sum(self.rests) + 2)
         return min(1.0, max(LEAST, (self.reused[group] + PRIOR * every) / (self.rests[group] + PRIOR)))
 
-    def enqueue(self, block: Block) -> None:
+    def enqueue(self, block: LeafBlock) -> None:
         entry = block.stamp + self.fade * block.worth + self.bonus[block.mark]
         while entry in self.queue.block_of:  # hardly ever: an entry is one block's
             entry = math.nextafter(entry, math.inf)
         self.queue.push(block, entry)
 
-    def came(self, block: Block) -> None:
+    def came(self, block: LeafBlock) -> None:
         cost = block.cost - (block.parent.cost if block.parent is not None else 0.0)
         block.worth = math.log(max(cost, 1e-6) / max(block.size, 1))
         ghost = self.ghosts.pop(block.key)
@@ -82,9 +82,9 @@ class CostAware(Leaves):
         """What was counted until now counts for the ranks that are given in this call."""
         self.bonus = [self.fade * math.log(self.chance(group)) for group in range(CLASSES)]
 
-    def released(self, block: Block) -> None:
+    def released(self, block: LeafBlock) -> None:
         block.mark = min(block.hits.bit_length(), CLASSES - 1)
         self.rests[block.mark] += 1
 
-    def gone(self, block: Block) -> None:
+    def gone(self, block: LeafBlock) -> None:
         self.ghosts.put(block.key, block.hits * CLASSES + block.mark)

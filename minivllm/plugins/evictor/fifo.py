@@ -3,11 +3,11 @@ any policy which looks at hits has to beat."""
 
 from __future__ import annotations
 
-from .leaves import Block, Leaves
+from .leaves import LeafBlock, Leaves
 
 
 class Fifo(Leaves):
     """O(log n) a key: a queue would not do, because a block waits for its children and becomes ripe out of turn."""
 
-    def rank(self, block: Block) -> int:
+    def rank(self, block: LeafBlock) -> int:
         return block.age

@@ -19,7 +19,7 @@ from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
 STAMP_BITS = 40  # of a queue's entry, the low ones; more blocks than an engine releases in its life
 
 
-class Block:
+class LeafBlock:
     """A cached block.  (A plain class: a million of them are made, and a dataclass is slower to make.)"""
 
     __slots__ = (
@@ -38,7 +38,7 @@ class Block:
         "worth",
     )  # fmt: skip
 
-    def __init__(self, key: int, parent: Block | None, depth: int, size: int, cost: float, age: int) -> None:
+    def __init__(self, key: int, parent: LeafBlock | None, depth: int, size: int, cost: float, age: int) -> None:
         self.key, self.parent, self.depth = key, parent, depth
         self.size = size  # bytes
         self.cost = cost  # tokens to recompute if it is lost and all before it too
@@ -60,18 +60,18 @@ class RankQueue:
 
     def __init__(self) -> None:
         self.heap: list[float] = []
-        self.block_of: dict[float, Block] = {}
+        self.block_of: dict[float, LeafBlock] = {}
 
     def __len__(self) -> int:
         return len(self.block_of)
 
-    def push(self, block: Block, entry: float) -> None:
+    def push(self, block: LeafBlock, entry: float) -> None:
         """``entry`` must be no other block's: two blocks never have the same stamp (see ``exact``)."""
         block.entry = entry
         self.block_of[entry] = block
         heapq.heappush(self.heap, entry)
 
-    def discard(self, block: Block) -> None:
+    def discard(self, block: LeafBlock) -> None:
         if block.entry is None:
             return
         del self.block_of[block.entry]
@@ -80,7 +80,7 @@ class RankQueue:
             self.heap = list(self.block_of)
             heapq.heapify(self.heap)
 
-    def pop(self) -> Block | None:
+    def pop(self) -> LeafBlock | None:
         while self.heap:
             block = self.block_of.pop(heapq.heappop(self.heap), None)
             if block is not None:
@@ -89,7 +89,7 @@ class RankQueue:
         return None
 
 
-def exact(rank: int, block: Block) -> int:
+def exact(rank: int, block: LeafBlock) -> int:
     """The entry of a whole-numbered rank: of equal ranks the block that was released longest ago goes first."""
     return rank << STAMP_BITS | block.stamp
 
@@ -119,18 +119,18 @@ class Leaves(Evictor):
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, LeafBlock] = {}
         self.queue = RankQueue()
         self.arrivals = self.releases = 0
 
-    def rank(self, block: Block) -> int:
+    def rank(self, block: LeafBlock) -> int:
         """Smaller goes first."""
         raise NotImplementedError
 
-    def came(self, block: Block) -> None:
+    def came(self, block: LeafBlock) -> None:
         """A new block, held."""
 
-    def gone(self, block: Block) -> None:
+    def gone(self, block: LeafBlock) -> None:
         """It was given up."""
 
     # ---- the contract --------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Leaves(Evictor):
         columns = (keys, info.parent, info.depth, info.bytes, info.cost)
         for key, up, depth, size, cost in zip(*(c.tolist() for c in columns), strict=True):
             parent = self.blocks.get(up) if up else None
-            block = self.blocks[key] = Block(key, parent, depth, size, cost, self.arrivals)
+            block = self.blocks[key] = LeafBlock(key, parent, depth, size, cost, self.arrivals)
             self.arrivals += 1
             if parent is not None:
                 parent.children += 1
@@ -186,22 +186,22 @@ class Leaves(Evictor):
 
     # ---- for subclasses with more than one queue -----------------------------------------------------------------
 
-    def released(self, block: Block) -> None:
+    def released(self, block: LeafBlock) -> None:
         """Nobody holds it any longer; called before its rank is asked for."""
 
-    def enqueue(self, block: Block) -> None:
+    def enqueue(self, block: LeafBlock) -> None:
         """It has become ripe."""
         self.queue.push(block, exact(self.rank(block), block))
 
-    def unqueue(self, block: Block) -> None:
+    def unqueue(self, block: LeafBlock) -> None:
         """It is not ripe any longer, if it was."""
         self.queue.discard(block)
 
-    def next(self) -> Block | None:
+    def next(self) -> LeafBlock | None:
         """Take the ripe block that is to go."""
         return self.queue.pop()
 
-    def _cut(self, block: Block) -> None:
+    def _cut(self, block: LeafBlock) -> None:
         del self.blocks[block.key]
         parent = block.parent
         if parent is not None:

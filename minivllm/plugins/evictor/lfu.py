@@ -4,11 +4,11 @@ longest ago.  Counts are never forgotten, so blocks that were popular once stay:
 
 from __future__ import annotations
 
-from .leaves import Block, Leaves
+from .leaves import LeafBlock, Leaves
 
 
 class Lfu(Leaves):
     """O(log n) a key."""
 
-    def rank(self, block: Block) -> int:
+    def rank(self, block: LeafBlock) -> int:
         return block.hits

@@ -8,11 +8,11 @@ the other order.
 
 from __future__ import annotations
 
-from .leaves import Block, Leaves
+from .leaves import LeafBlock, Leaves
 
 
 class PrefixDepth(Leaves):
     """O(log n) a key."""
 
-    def rank(self, block: Block) -> int:
+    def rank(self, block: LeafBlock) -> int:
         return -(block.depth // self.options.band)

@@ -19,7 +19,7 @@ import numpy as np
 
 from minivllm.core.interfaces.evictor import EvictorContext
 
-from .leaves import Block, Ghosts, Leaves, RankQueue
+from .leaves import Ghosts, LeafBlock, Leaves, RankQueue
 
 MOST = 3  # a count takes two bits
 SMALL, MAIN = 0, 4  # added to the count in ``Block.mark``
@@ -38,7 +38,7 @@ class S3Fifo(Leaves):
         self.limit = options.small * ctx.capacity
         self.ghosts = Ghosts(ctx.capacity - int(self.limit))
 
-    def came(self, block: Block) -> None:
+    def came(self, block: LeafBlock) -> None:
         if self.ghosts.pop(block.key) is not None:
             block.mark = MAIN
         else:
@@ -50,17 +50,17 @@ class S3Fifo(Leaves):
             if block.mark % MAIN < MOST:
                 block.mark += 1
 
-    def enqueue(self, block: Block) -> None:
+    def enqueue(self, block: LeafBlock) -> None:
         (self.main if block.mark >= MAIN else self.queue).push(block, block.age)  # an age is one block's
 
-    def unqueue(self, block: Block) -> None:
+    def unqueue(self, block: LeafBlock) -> None:
         (self.main if block.mark >= MAIN else self.queue).discard(block)
 
     def drop(self, keys: np.ndarray) -> None:
         self.small -= sum(self.blocks[key].mark < MAIN for key in keys.tolist())
         super().drop(keys)
 
-    def next(self) -> Block | None:
+    def next(self) -> LeafBlock | None:
         while len(self.queue) or len(self.main):
             if len(self.queue) and (self.small > self.limit or not len(self.main)):
                 block = self.queue.pop()
@@ -78,7 +78,7 @@ class S3Fifo(Leaves):
             self.enqueue(block)
         return None
 
-    def gone(self, block: Block) -> None:
+    def gone(self, block: LeafBlock) -> None:
         if block.mark < MAIN:
             self.small -= 1
             self.ghosts.put(block.key, 0)

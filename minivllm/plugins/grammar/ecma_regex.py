@@ -52,7 +52,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Alternatives:
     parts: tuple[Node, ...]
 
 
@@ -63,7 +63,7 @@ class Repeat:
     most: int | None
 
 
-Node = Chars | Sequence | Choice | Repeat | _Anchor
+Node = Chars | Sequence | Alternatives | Repeat | _Anchor
 EMPTY = Sequence(())
 ANYTHING = Repeat(Chars(EVERYTHING), 0, None)
 
@@ -111,7 +111,7 @@ class _Reader:
         parts = [self._sequence()]
         while self._take("|"):
             parts.append(self._sequence())
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else Alternatives(tuple(parts))
 
     def _sequence(self) -> Node:
         parts: list[Node] = []
@@ -342,10 +342,10 @@ def _resolve(pattern: str, node: Node, around: Node) -> Node:
 
 
 def _bound(node: Node, left: bool, right: bool, around: Node) -> Node:
-    if isinstance(node, Choice):
-        return Choice(tuple(_bound(part, left, right, around) for part in node.parts))
+    if isinstance(node, Alternatives):
+        return Alternatives(tuple(_bound(part, left, right, around) for part in node.parts))
     parts: list[Node] = list(node.parts) if isinstance(node, Sequence) else [node]
-    if len(parts) == 1 and isinstance(parts[0], (Choice, Sequence)):
+    if len(parts) == 1 and isinstance(parts[0], (Alternatives, Sequence)):
         return _bound(parts[0], left, right, around)
     if left:
         parts = _edge(parts, START, around)
@@ -360,13 +360,13 @@ def _edge(parts: list[Node], anchor: _Anchor, around: Node) -> list[Node]:
         while parts and parts[0] is anchor:
             parts = parts[1:]
         return parts
-    if parts and isinstance(parts[0], (Choice, Sequence)) and _anchored(parts[0]):
+    if parts and isinstance(parts[0], (Alternatives, Sequence)) and _anchored(parts[0]):
         return [_bound(parts[0], anchor is START, anchor is END, around), *parts[1:]]
     return parts if around is EMPTY or (parts and parts[0] is around) else [around, *parts]
 
 
 def _anchored(node: Node) -> bool:
-    if isinstance(node, (Choice, Sequence)):
+    if isinstance(node, (Alternatives, Sequence)):
         return any(_anchored(part) for part in node.parts)
     return isinstance(node, _Anchor) or (isinstance(node, Repeat) and _anchored(node.part))
 
@@ -384,9 +384,9 @@ def within(node: Node, ranges: Ranges) -> Node | None:
         if part is None:
             return None if node.least else EMPTY
         return Repeat(part, node.least, node.most)
-    if isinstance(node, Choice):
+    if isinstance(node, Alternatives):
         parts = [found for part in node.parts if (found := within(part, ranges)) is not None]
-        return Choice(tuple(parts)) if parts else None
+        return Alternatives(tuple(parts)) if parts else None
     assert isinstance(node, Sequence)
     inner = [within(part, ranges) for part in node.parts]
     return None if None in inner else Sequence(tuple(part for part in inner if part is not None))
@@ -401,10 +401,10 @@ def spelled(node: Node) -> Node:
             *(((ord(SHORT[code]), ord(SHORT[code])),) for low, high in short for code in range(low, high + 1))
         )
         parts = [Chars(raw)] * bool(raw) + [Sequence((Chars(((92, 92),)), Chars(signs)))] * bool(signs)
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else Alternatives(tuple(parts))
     if isinstance(node, Repeat):
         return Repeat(spelled(node.part), node.least, node.most)
-    assert isinstance(node, (Choice, Sequence))
+    assert isinstance(node, (Alternatives, Sequence))
     return type(node)(tuple(map(spelled, node.parts)))
 
 
@@ -422,7 +422,7 @@ def write(node: Node) -> str:
             if (found := sets.get(node.ranges)) is None:
                 found = sets[node.ranges] = _write_set(node.ranges)
             return found
-        if isinstance(node, Choice):
+        if isinstance(node, Alternatives):
             return "(?:" + "|".join(map(part, node.parts)) + ")"
         if isinstance(node, Repeat):
             inner = part(node.part)

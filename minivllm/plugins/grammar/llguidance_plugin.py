@@ -36,7 +36,7 @@ ITEMS = 20_000  # of the Earley parser at one place: each option of a ``choice``
 BYTES, SOURCE_BYTES, LARK_BYTES = 64 << 10, 64, 8
 
 
-class _Matcher:
+class _LLGuidanceMatcher:
     """``ended``: an end-of-sequence token was taken, of which the library is not told."""
 
     __slots__ = ("ended", "ll")
@@ -76,10 +76,10 @@ class LLGuidance(Grammar):
             raise ValueError(_first(made.get_error()))
         return Compiled(made, BYTES + SOURCE_BYTES * len(source.text) + LARK_BYTES * len(text))
 
-    def start(self, compiled: Compiled) -> _Matcher:
-        return _Matcher(compiled.handle.deep_copy())
+    def start(self, compiled: Compiled) -> _LLGuidanceMatcher:
+        return _LLGuidanceMatcher(compiled.handle.deep_copy())
 
-    def accept(self, matchers: Sequence[_Matcher], tokens: Sequence[Sequence[int]]) -> Sequence[int]:
+    def accept(self, matchers: Sequence[_LLGuidanceMatcher], tokens: Sequence[Sequence[int]]) -> Sequence[int]:
         eos = self._eos
         pairs = [
             (m.ll, new[0]) for m, new in zip(matchers, tokens, strict=True)
@@ -89,7 +89,7 @@ class LLGuidance(Grammar):
             return self.threads.run("accept", len(pairs), lambda pool: _consume(pool, pairs))
         return [self._take(m, new) for m, new in zip(matchers, tokens, strict=True)]
 
-    def _take(self, matcher: _Matcher, tokens: Sequence[int]) -> int:
+    def _take(self, matcher: _LLGuidanceMatcher, tokens: Sequence[int]) -> int:
         for i, token in enumerate(tokens):
             if matcher.ended:
                 return i
@@ -101,7 +101,7 @@ class LLGuidance(Grammar):
                 return i
         return len(tokens)
 
-    def fill(self, matchers: Sequence[_Matcher], mask: np.ndarray, rows: Sequence[int]) -> Mapping[int, str]:
+    def fill(self, matchers: Sequence[_LLGuidanceMatcher], mask: np.ndarray, rows: Sequence[int]) -> Mapping[int, str]:
         if not matchers:
             return {}
         pairs = [(m.ll, row) for m, row in zip(matchers, rows, strict=True)]
@@ -114,14 +114,14 @@ class LLGuidance(Grammar):
                 failed[i] = _first(m.ll.get_error()) or NOTHING
         return failed
 
-    def rollback(self, matcher: _Matcher, count: int) -> None:
+    def rollback(self, matcher: _LLGuidanceMatcher, count: int) -> None:
         if matcher.ended and count:
             matcher.ended, count = False, count - 1
         if count and not matcher.ll.rollback(count):
             raise ValueError(_first(matcher.ll.get_error()))
 
-    def clone(self, matcher: _Matcher) -> _Matcher:
-        return _Matcher(matcher.ll.deep_copy(), matcher.ended)
+    def clone(self, matcher: _LLGuidanceMatcher) -> _LLGuidanceMatcher:
+        return _LLGuidanceMatcher(matcher.ll.deep_copy(), matcher.ended)
 
 
 def _consume(pool: Any, pairs: list[tuple[Any, int]]) -> list[int]:

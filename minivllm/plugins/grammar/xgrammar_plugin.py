@@ -26,7 +26,7 @@ SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 HALF = re.compile(rb"[\xa0-\xbf]")
 
 
-class _Matcher:
+class _XGrammarMatcher:
     """``taken``: its tokens, of which the last may end in the middle of a character."""
 
     __slots__ = ("json", "taken", "xg")
@@ -86,14 +86,14 @@ class XGrammar(Grammar):
             return c.compile_grammar(f"root ::= {options}\n")
         return c.compile_grammar(text) if "::=" in text else c.compile_lark(text)
 
-    def start(self, compiled: Compiled) -> _Matcher:
+    def start(self, compiled: Compiled) -> _XGrammarMatcher:
         made, is_json = compiled.handle
-        return _Matcher(xgrammar.GrammarMatcher(made), is_json, [])
+        return _XGrammarMatcher(xgrammar.GrammarMatcher(made), is_json, [])
 
     def accept(self, matchers: Sequence[Any], tokens: Sequence[Sequence[int]]) -> Sequence[int]:
         return [self._take(m, new) for m, new in zip(matchers, tokens, strict=True)]
 
-    def _take(self, matcher: _Matcher, tokens: Sequence[int]) -> int:
+    def _take(self, matcher: _XGrammarMatcher, tokens: Sequence[int]) -> int:
         for i, token in enumerate(tokens):
             if not matcher.xg.accept_token(int(token)):
                 return i
@@ -111,10 +111,10 @@ class XGrammar(Grammar):
                 mask[row] &= self._after_ed
         return failed
 
-    def rollback(self, matcher: _Matcher, count: int) -> None:
+    def rollback(self, matcher: _XGrammarMatcher, count: int) -> None:
         if count:
             matcher.xg.rollback(count)
             del matcher.taken[-count:]
 
-    def clone(self, matcher: _Matcher) -> _Matcher:
-        return _Matcher(matcher.xg.fork(), matcher.json, list(matcher.taken))
+    def clone(self, matcher: _XGrammarMatcher) -> _XGrammarMatcher:
+        return _XGrammarMatcher(matcher.xg.fork(), matcher.json, list(matcher.taken))

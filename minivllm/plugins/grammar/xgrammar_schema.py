@@ -13,7 +13,7 @@ from typing import Any
 
 from . import ecma_regex
 from .code_points import Ranges
-from .ecma_regex import Chars, Choice, Node, Repeat
+from .ecma_regex import Alternatives, Chars, Node, Repeat
 from .json_schema import unwritable
 
 NOTES = frozenset((
@@ -97,7 +97,7 @@ def rule(node: Node) -> str:
     """An expression in the notation of the library's grammars."""
     if isinstance(node, Chars):
         return _class(node.ranges)
-    if isinstance(node, Choice):
+    if isinstance(node, Alternatives):
         return "(" + " | ".join(map(rule, node.parts)) + ")"
     if isinstance(node, Repeat):
         return f"({rule(node.part)}){ecma_regex.quantifier(node)}"

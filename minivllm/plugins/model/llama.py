@@ -88,7 +88,7 @@ class Decoder:
         norms = [parts.norm(f"layers.{i}.norm1", hidden, eps) for i in range(len(specs))]
         norms.append(parts.norm("norm", hidden, eps))
         self.first = norms[0]
-        self.blocks = [Block(arch, cfg, parts, i, spec, norms[i + 1]) for i, spec in enumerate(specs)]
+        self.blocks = [DecoderBlock(arch, cfg, parts, i, spec, norms[i + 1]) for i, spec in enumerate(specs)]
         tied = self.embed if cfg.tie_word_embeddings else None
         self.logits = parts.lm_head("lm_head", cfg.hidden_size, cfg.vocab_size, tied)
 
@@ -100,7 +100,7 @@ class Decoder:
         return h.x
 
 
-class Block:
+class DecoderBlock:
     """Attention, then MLP: takes its first norm's result and gives that of the next layer's (``after``).
 
     The residual stream travels beside it.

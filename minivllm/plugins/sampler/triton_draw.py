@@ -131,7 +131,7 @@ def _pick(
 
 
 @dataclass
-class Work:
+class DrawWork:
     """What the kernels of one call hand on; N rows of V logits in ``tiles`` tiles."""
 
     peak: Tensor  # f32 [N, tiles] largest logit, inf where a NaN is
@@ -161,13 +161,13 @@ def group_size(width: int) -> int:
 
 def first(
     logits: Tensor, slots: Tensor, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...], tokens: Tensor, few: bool
-) -> Work:
+) -> DrawWork:
     """Write ``tokens`` i64 [N] of the rows without a limit, candidates of the others; ``logits`` [N, V] of any dtype.
     ``few``: some row has top-k."""
     n, width = logits.shape
     tiles, group = triton.cdiv(width, TILE), group_size(width)
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
-    w = Work(
+    w = DrawWork(
         make(n, tiles), make(n, tiles), make(n, tiles, dtype=torch.int32), make(n, 8), make(n, dtype=torch.int32),
         make(n, tiles * (TILE // group) if few else 1), group, rows, slots, columns,
     )  # fmt: skip
@@ -180,7 +180,7 @@ def first(
     return w
 
 
-def pick(logits: Tensor, w: Work, tokens: Tensor, first: bool) -> None:
+def pick(logits: Tensor, w: DrawWork, tokens: Tensor, first: bool) -> None:
     """The candidate of each row that is OPEN; ``first``: of all rows, whatever ``state`` holds."""
     _pick[(len(logits),)](
         logits, w.peak, w.score, w.index, w.known, tokens, w.state, w.slots, *w.columns, logits.stride(0),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minivllm.kernels.launch import kernel, pdl, wait
 
-from .triton_draw import DONE, OPEN, TILE, Work, load_row, mass_of, pick, scale_of
+from .triton_draw import DONE, OPEN, TILE, DrawWork, load_row, mass_of, pick, scale_of
 from .triton_noise import gumbel_noise, row_keys
 
 ROUNDS = 3
@@ -84,7 +84,7 @@ def _redraw(
                 tl.store(index + row * TILES + tile, tile * TILE + arg, mask=tile < TILES)
 
 
-def nucleus(logits: Tensor, w: Work, tokens: Tensor) -> None:
+def nucleus(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     """Check and redraw the candidates of ``first``; what is still OPEN has its next candidate."""
     n, width = logits.shape
     stripes = triton.cdiv(w.tiles, TILES_A_STRIPE)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minivllm.kernels.launch import kernel, pdl, wait
 
-from .triton_draw import DONE, OPEN, Work, load_row, mass_of, scale_of
+from .triton_draw import DONE, OPEN, DrawWork, load_row, mass_of, scale_of
 from .triton_noise import gumbel_noise, row_keys
 from .triton_topk import ordered, top_bit
 
@@ -125,7 +125,7 @@ def _search(
         tl.store(tokens + row, token.to(tl.int64))
 
 
-def search(logits: Tensor, w: Work, tokens: Tensor) -> None:
+def search(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     """Draw all rows that are not DONE; ``tokens`` holds the candidates of those that are OPEN."""
     n, width = logits.shape
     _search[(n,)](

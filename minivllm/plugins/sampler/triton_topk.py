@@ -22,7 +22,7 @@ from torch import Tensor
 from minivllm.kernels.launch import kernel, pdl, wait
 
 from .spec import SMALL_K as MOST
-from .triton_draw import DONE, TILE, WAITS, Work, mass_of, scale_of
+from .triton_draw import DONE, TILE, WAITS, DrawWork, mass_of, scale_of
 from .triton_noise import gumbel_noise, row_keys
 
 ROOM = 4096  # candidates of a row
@@ -130,7 +130,7 @@ def _few(
             tl.store(state + row, DONE)
 
 
-def few(logits: Tensor, w: Work, tokens: Tensor) -> None:
+def few(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     """Draw the rows whose top-k is at most MOST; a row whose candidates are too many stays WAITS."""
     n, width = logits.shape
     groups = w.tiles * (TILE // w.group)
