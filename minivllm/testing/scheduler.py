@@ -265,12 +265,13 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         """Four requests come, wait, run and end."""
         now = 10.0 * number
         view = frozen(arrivals(now + np.arange(4.0), id=4 * number + np.arange(4)))
-        none = view.take(np.arange(0))
+        none, three, last = (view.take(np.arange(*part)) for part in ((0, 0), (0, 3), (3, 4)))
         instance.key(view)
         instance.lane(view)
-        instance.order(view, none, now + 5)
         instance.shape(Load(4, 0, 0, 90, 100, BUDGET, 5.0), now + 5)
-        instance.order(none, view, now + 6)
+        instance.order(view, none, now + 5)
+        instance.shape(Load(1, 3, 0, 90, 100, BUDGET, 6.0), now + 6)
+        instance.order(last, three, now + 6)
         instance.victim(view, 1)
         instance.ended(view)
 
