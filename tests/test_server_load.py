@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,9 +100,12 @@ class Echo:
 
 
 def answer_of(streams, **more):
+    from minivllm.server.answers import Slices
     from minivllm.server.generate import Answer
 
-    return Answer(None, "cmpl-1", "text_completion", "m\ud800", streams, 1, created=1, **more)
+    return Answer(
+        SimpleNamespace(slices=Slices()), "cmpl-1", "text_completion", "m\ud800", streams, 1, created=1, **more
+    )
 
 
 def stream_of(number=0):

@@ -181,7 +181,10 @@ class Completion:
         if not self.only_scores:
             more |= {"token_ids": piece.token_ids} if self.body.return_token_ids else {}
             reason, stop = piece.finish_reason, piece.stop_reason
-            yield from self._told(number, piece.text, piece.logprobs, self._rows[number], (reason, stop), more)
+            if self.body.logprobs is None:
+                yield self._choice(number, piece.text, None, reason, stop) | more
+            else:
+                yield from self._told(number, piece.text, piece.logprobs, self._rows[number], (reason, stop), more)
 
     def _told(
         self, number: int, text: str, rows: Scored | None, placed: Placed | None, end: tuple[Any, Any],

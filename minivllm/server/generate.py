@@ -142,17 +142,15 @@ class Answer:
         if opening := [encode(chunk) for chunk in self._opening(work)]:
             yield b"".join(opening)
         while pieces := await self.take():
-            if self.warnings or self.continuous:
-                chunks = (encode(chunk) for chunk in self._chunks(work, pieces))
-            else:
-                choices = (choice for number, piece in pieces for choice in choice_of(self, number, piece))
-                chunks = (before + dump(choice) + behind for choice in choices)
+            plain = not (self.warnings or self.continuous)
             said, until = [], slices.begin()
-            for chunk in chunks:
-                said.append(chunk)
-                if time.perf_counter() > until:  # a slow reader's: much was waiting for it
-                    yield b"".join(said)
-                    said, until = [], await slices.next()
+            for number, piece in pieces:
+                self.told += len(piece.token_ids)
+                for choice in choice_of(self, number, piece):
+                    said.append(before + dump(choice) + behind if plain else encode(self._chunk(choice)))
+                    if time.perf_counter() > until:  # a slow reader's: much was waiting for it
+                        yield b"".join(said)
+                        said, until = [], await slices.next()
             if said:
                 yield b"".join(said)
         if self.include_usage:

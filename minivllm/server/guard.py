@@ -55,12 +55,12 @@ class Guard:
         state.update(request_id=request_id, echoed=echoed, tenant="", owner="", log={}, trace=trace_of(headers))
         start, status = time.monotonic(), 0
 
-        async def answer(message: Any) -> None:
+        def answer(message: Any) -> Any:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", echoed.encode())]
-            await send(message)
+            return send(message)  # to be awaited
 
         # who asks with HEAD is answered as with GET; uvicorn leaves the body out
         asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
@@ -154,9 +154,9 @@ class Answering:
     def __init__(self, send: Any) -> None:
         self._send, self.begun = send, False
 
-    async def __call__(self, message: Any) -> None:
+    def __call__(self, message: Any) -> Any:
         self.begun = True
-        await self._send(message)
+        return self._send(message)  # to be awaited
 
 
 async def contained(app: Any, scope: Any, receive: Any, send: Any) -> None:

@@ -65,12 +65,17 @@ class QuantizerSizes:
                         scheme.load(param, tensor, part)
                         assert torch.equal(tensor, before), f"load writes to {param} of part {part!r}, {dtype}"
                 scheme.finish()
-                held = weight.to(dtype).double()
                 if info.dtype == "float32":
-                    self._within(scheme, info, held, f"a checkpoint in {dtype}")
+                    held = weight.to(dtype) if self._plain(info) else weight  # who packs it had all of its bits
+                    self._within(scheme, info, held.double(), f"a checkpoint in {dtype}")
+
+    def _plain(self, info: Any) -> bool:
+        """Whether a checkpoint has the weight itself."""
+        part, rows = next(iter(data.by_part(torch.zeros(info.out_features, info.in_features), info).items()))
+        made = self.checkpoint_tensors(info, part, rows)
+        return set(made) == {"weight"} and made["weight"].is_floating_point()
 
     def _given(self, info: Any, part: str, rows: torch.Tensor, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
         """Tensors of a checkpoint, of which one that holds the weight itself has the dtype, and lies transposed."""
-        made = self.checkpoint_tensors(info, part, rows)
-        plain = set(made) == {"weight"} and made["weight"].is_floating_point()
+        made, plain = self.checkpoint_tensors(info, part, rows), self._plain(info)
         return {k: t.to(dtype).T.contiguous().T if plain else t for k, t in made.items()}
