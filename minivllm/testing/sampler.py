@@ -126,9 +126,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         i = torch.arange(n)
         return torch.stack([start + i // (MAX_LEN - 2), 1 + i % (MAX_LEN - 2), torch.zeros_like(i)], 1)
 
-    def check(
-        self, params: SamplingParams, logits: Tensor, n: int, others: Sequence[SampledSeq] = (), start: int = 0
-    ) -> bool:
+    def check(self, params: SamplingParams, logits: Tensor, n: int, others: Sequence = (), start: int = 0) -> bool:
         """Draw n tokens and compare with the reference; returns whether the probabilities were compared too."""
         must, may, prob = self.must_and_may(params, logits)
         tokens = self.draws(params, logits, self.keys(n, start), others)
@@ -354,9 +352,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         rng = np.random.default_rng(5)
         logits = torch.tensor(rng.normal(0, 2, LARGE), dtype=torch.float32)
         tried = [*self._tried(), *({k: v} for k, v in (("top_k", 2000), ("top_p", 0.99)) if k in self.reads)]
-        seqs = [
-            SampledSeq(SamplingParams.make(**a), (0,), (), logits.roll(977 * i), seed=i) for i, a in enumerate(tried)
-        ]
+        rolled = [(SamplingParams.make(**one), logits.roll(977 * i)) for i, one in enumerate(tried)]
+        seqs = [SampledSeq(params, (0,), (), row, seed=i) for i, (params, row) in enumerate(rolled)]
         stage = Stage(self, len(seqs), vocab=LARGE)
         stage.join(range(len(seqs)), seqs)
         got = stage.draw(range(len(seqs)), torch.stack([s.logits for s in seqs])).cpu()
