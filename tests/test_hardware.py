@@ -14,7 +14,18 @@ import torch
 
 from minivllm import hardware as platform
 from minivllm.errors import ConfigError, ResourceError
-from minivllm.hardware import Device, Matmul, choose_dtype, find_device, prepare_environment, probe, require_safe
+from minivllm.hardware import (
+    AGAIN,
+    Device,
+    Matmul,
+    _cpu_dtype,
+    choose_dtype,
+    find_device,
+    prepare_environment,
+    probe,
+    require_safe,
+    settled,
+)
 
 ROOT = Path(__file__).parents[1]
 CPU, GPU = Device("cpu", "c", 0, 1, ""), Device("cuda", "g", 90, 1, "")
@@ -144,6 +155,7 @@ def test_the_probe_works_beside_threads_and_after_multi_threaded_products():
 
 FAST = Matmul({"float32": (1.0, 1.0), "bfloat16": (0.5, 0.25)})
 SLOW = Matmul({"float32": (1.0, 1.0), "bfloat16": (1.25, 0.4)})
+FAST_BY_FAR = Matmul({"float32": (4.0, 4.0), "bfloat16": (1.0, 1.0)})
 DEADLY = Matmul({"float32": (1.0, 1.0), "float16": (1.0, 1.0)})
 
 
@@ -198,3 +210,19 @@ def test_the_device_is_what_torch_sees():
         with pytest.raises(ResourceError) as info:
             find_device("cuda")
         assert str(info.value) == "device='cuda': torch sees no CUDA device; use device='cpu' or 'auto'"
+
+
+@pytest.mark.parametrize(("true", "chosen"), [((1.0, 0.9), "float32"), ((1.0, 0.4), "bfloat16")])
+@pytest.mark.parametrize("disturbed", ["float32", "bfloat16"])
+def test_other_work_during_one_measurement_decides_nothing(true, chosen, disturbed):
+    """A dtype that took twice its time once: within the doubt it is measured again, and the least counts."""
+    quiet = {name: (time, time) for name, time in zip(("float32", "bfloat16"), true, strict=True)}
+    noisy = {**quiet, disturbed: tuple(2 * time for time in quiet[disturbed])}
+    left = [Matmul(noisy)] + [Matmul(quiet)] * AGAIN
+    assert _cpu_dtype(settled(lambda: left.pop(0)))[0] == chosen
+
+
+def test_what_is_beyond_doubt_is_measured_once():
+    for found in (Matmul({"float32": (1.0, 1.0), "bfloat16": (2.0, 2.0)}), FAST_BY_FAR, DEADLY):
+        left = [found]
+        assert settled(lambda left=left: left.pop()) == found
