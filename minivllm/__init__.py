@@ -22,21 +22,21 @@ from minivllm.errors import (
 )
 
 if TYPE_CHECKING:
-    from minivllm.async_llm import AsyncLLM
     from minivllm.config import EngineConfig
-    from minivllm.explaining import explain
-    from minivllm.llm import LLM
     from minivllm.text.outputs import RequestOutput
 
     from .core.interfaces.params import SamplingParams
     from .core.interfaces.structured import StructuredOutputsParams
+    from .explaining import explain
+    from .frontend.async_llm import AsyncLLM
+    from .frontend.llm import LLM
 
 __version__ = "0.1.0"  # the same as in pyproject.toml; a test compares them
 
 _LAZY = {
-    "AsyncLLM": "minivllm.async_llm",
+    "AsyncLLM": "minivllm.frontend.async_llm",
     "EngineConfig": "minivllm.config",
-    "LLM": "minivllm.llm",
+    "LLM": "minivllm.frontend.llm",
     "RequestOutput": "minivllm.text.outputs",
     "SamplingParams": "minivllm.core.interfaces.params",
     "StructuredOutputsParams": "minivllm.core.interfaces.structured",

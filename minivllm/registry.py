@@ -18,10 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from minivllm import discovery
-from minivllm.discovery import ENV, LOCAL, STRICT, BrokenEntry, Entry
 from minivllm.errors import MinivllmError, PluginError, shown, suggest, told
-from minivllm.importing import guarded_import, import_target
 from minivllm.spec import (
     ANY,
     KINDS,
@@ -38,6 +35,10 @@ from minivllm.spec import (
     check_seam,
 )  # fmt: skip
 from minivllm.validation import begins, faults, source_of, sourced
+
+from .registration import discovery
+from .registration.discovery import ENV, LOCAL, STRICT, BrokenEntry, Entry
+from .registration.importing import guarded_import, import_target
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part

@@ -19,12 +19,13 @@ from minivllm import __version__
 from minivllm.config import PluginChoice
 from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
 from minivllm.errors import ConfigError, ModelError, PluginError, ResourceError, shown
-from minivllm.explanation import Explanation
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, open_checkpoint
 from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selection, build_part
 from minivllm.spec import OPTION_OF, Needs, Spec
 from minivllm.validation import begins, source_of
+
+from .explanation import Explanation
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig

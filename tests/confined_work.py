@@ -1,4 +1,4 @@
-"""What tests have seats do: see ``minivllm.confined``."""
+"""What tests have seats do: see ``minivllm.processes.confined``."""
 
 import json
 import os

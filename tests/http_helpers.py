@@ -26,8 +26,8 @@ class Running:
     def __init__(self, keys: list[str] = (), engine: dict[str, Any] | None = None, **server: Any) -> None:
         from minivllm.config import load_config
         from minivllm.server.app import Application
-        from minivllm.server.client import LocalClient
-        from minivllm.server.listening import bind, release, tls, url_of
+        from minivllm.server.http.listening import bind, release, tls, url_of
+        from minivllm.server.link.client import LocalClient
         from minivllm.server.serve import Http, make_service
 
         options = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+NOBODY = ("", "")  # a salt
+
 # ---- tokenizers --------------------------------------------------------------------------------------------------
 
 

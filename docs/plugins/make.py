@@ -1,8 +1,8 @@
 """Write one page a seam, from its interface and the conformance kit: ``python docs/plugins/make.py``.
 
 A page is what an author must know: the contract as the source states it, with the bodies of methods left out, what a
-spec may say, and every rule that the kit holds a plug-in to.  ``tests/test_plugin_pages.py`` checks that they are up to
-date.
+spec may say, and every rule that the kit holds a plug-in to.  ``tests/docs/test_plugin_pages.py`` checks
+that they are up to date.
 """
 
 from __future__ import annotations

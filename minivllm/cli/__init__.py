@@ -151,7 +151,7 @@ def broken_metadata(exc: Exception) -> str:
     names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exc.__traceback__))
     if not any(name.startswith("importlib.metadata") for name in names):
         return ""
-    from minivllm.discovery import unreadable
+    from minivllm.registration.discovery import unreadable
 
     found = "; ".join(map(str, unreadable()))
     return f"{found}. Other libraries read that too, and fail: reinstall the package or remove it" if found else ""

@@ -72,7 +72,7 @@ def structured(args: argparse.Namespace) -> dict[str, str]:
 
 
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
-    from minivllm import LLM  # not minivllm.llm: this sets up the environment before torch is imported
+    from minivllm import LLM  # not minivllm.frontend.llm: this sets up the environment before torch is imported
 
     if logging.lastResort is not None:  # what hooks fail at is shown; the library leaves that to a program
         logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)

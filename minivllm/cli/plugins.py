@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.errors import PluginError, shown, suggest
 
 if TYPE_CHECKING:
-    from minivllm.discovery import Entry
+    from minivllm.registration.discovery import Entry
     from minivllm.registry import Catalog, Registry
 
 VERBS = {
@@ -169,8 +169,9 @@ def show(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Exit code 4 if a plug-in has a fault, or one that was named cannot be imported here."""
-    from minivllm.plugin_check import check as check_all
     from minivllm.registry import Catalog
+
+    from .plugin_check import check as check_all
 
     catalog = Catalog.discover()
     names = args.names

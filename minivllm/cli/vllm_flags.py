@@ -43,7 +43,7 @@ nothing is moved to it <- swap-space=0|0.0 cpu-offload-gb=0|0.0 kv-offloading-si
 # what to do instead <- flags of vLLM; * ends one that stands for all that begin so
 _REFUSED = """\
 the code of a model's directory is never run, and README.md names the models that are built in <- trust-remote-code
-minivllm.server.tools.register adds a parser, from Python <- tool-parser-plugin
+minivllm.server.openai.tools.register adds a parser, from Python <- tool-parser-plugin
 tools are the client's to run: leave it out <- tool-server
 answers are not divided into reasoning and content: leave it out <- reasoning-parser
 the log has no prompt and no answer; --log-format says text or json <- enable-log-requests enable-log-outputs \

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from minivllm.core.timing import SeamTimes
-from minivllm.discovery import BUILTIN, LOCAL
 from minivllm.errors import MinivllmError, PluginError, suggest, told
-from minivllm.importing import guarded_import
+from minivllm.registration.discovery import BUILTIN, LOCAL
+from minivllm.registration.importing import guarded_import
 from minivllm.registry import build_part
 
 from .contract import PROJECT, WRAPPERS, HookContracts, Hooks

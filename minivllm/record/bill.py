@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
-from minivllm.discovery import LOCAL
 from minivllm.errors import ConfigError
 from minivllm.loading.hf_config import IN_PACKAGE
+from minivllm.registration.discovery import LOCAL
 from minivllm.text.template import read_template
 
 from . import machine, sources

@@ -18,7 +18,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
-    from minivllm.frontend import Tracked
+    from minivllm.frontend.requests import Tracked
 
 MOST_DIGESTS = 10_000  # requests whose digests are kept one by one, so that a diff can say which of them differ
 MOST_REQUESTS = 10_000  # requests that are kept whole, so that the run can be started again

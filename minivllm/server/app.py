@@ -16,20 +16,22 @@ from starlette.responses import JSONResponse, Response
 
 import minivllm
 
-from . import chat, completions, elsewhere, errors, operations, websocket
-from .auth import ADMIN as ADMIN_KEY
-from .auth import ApiKeys, admin_token
-from .body import Refusal
+from . import errors, operations
 from .errors import ApiError
-from .guard import Guard, asked_path, contained
-from .protocol.chat import ChatBody
-from .protocol.completion import CompletionBody
-from .protocol.tokens import DetokenizeBody, TokenizeBody
+from .http import elsewhere
+from .http.auth import ADMIN as ADMIN_KEY
+from .http.auth import ApiKeys, admin_token
+from .http.body import Refusal
+from .http.guard import Guard, asked_path, contained
+from .openai import chat, completions, websocket
+from .openai.protocol.chat import ChatBody
+from .openai.protocol.completion import CompletionBody
+from .openai.protocol.tokens import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
 
-    from .generate import Service
+    from .openai.generate import Service
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 BODY_ERRORS = (400, 404, 408, 413, 415, 429, 499, 500, 503)

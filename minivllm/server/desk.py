@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.confined import Confined, Exceeded
+from minivllm.processes.confined import Confined, Exceeded
 
 from .errors import ApiError
 from .turns import Turns

@@ -1,4 +1,4 @@
-"""The other side of the desk: what a seat does with a job.  Imported in processes that ``minivllm.confined`` keeps."""
+"""The other side of the desk: what a seat does with a job, in processes that ``minivllm.processes.confined`` keeps."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.confined import Work, allow, prepare
 from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.errors import RequestError
+from minivllm.processes.confined import Work, allow, prepare
 from minivllm.text.tokenizer import Tokenizer
 
-from . import answers, bounds, tools
-from .body import load_object, parse_object
 from .errors import ApiError
-from .logprobs import Speller
-from .params import whole_form
-from .prompts import cut_at, marked
-from .scored import Scored
-from .tokens import too_long
+from .http import bounds
+from .http.body import load_object, parse_object
+from .link.scored import Scored
+from .openai import answers, tools
+from .openai.logprobs import Speller
+from .openai.params import whole_form
+from .openai.prompts import cut_at, marked
+from .openai.tokens import too_long
 
 WARM = 5  # times the limits of a chat, for what is made once: a second tokenizer, perhaps
 FEW = 256  # ids that may as well travel as JSON

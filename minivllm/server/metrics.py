@@ -14,7 +14,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from .client import EngineInfo, Stream
+    from .link.client import EngineInfo, Stream
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)

@@ -11,12 +11,15 @@ from starlette.responses import JSONResponse, Response
 
 import minivllm
 
-from . import chat, elsewhere, fields, metrics, state
+from . import metrics
 from .errors import ApiError
-from .generate import Service, read_body
-from .protocol.tokens import DetokenizeBody, TokenizeBody
-from .sse import dump
-from .tokens import MANY
+from .http import elsewhere
+from .http.sse import dump
+from .link import state
+from .openai import chat, fields
+from .openai.generate import Service, read_body
+from .openai.protocol.tokens import DetokenizeBody, TokenizeBody
+from .openai.tokens import MANY
 
 MOST_IDS = 1 << 20  # of /detokenize
 

@@ -28,26 +28,28 @@ from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.plain import is_text
 from minivllm.text.template import read_template
 
-from . import logs, state, tools
-from .accepting import BACKLOG, Acceptor, open_files, room_for
+from . import logs
 from .app import Application
-from .auth import ADMIN, ENVIRONMENT, read_keys
-from .connection import protocol
 from .desk import Desk
-from .generate import Service
-from .limits import Door
-from .listening import bind, release, tls, url_of
+from .http.accepting import BACKLOG, Acceptor, open_files, room_for
+from .http.auth import ADMIN, ENVIRONMENT, read_keys
+from .http.connection import protocol
+from .http.limits import Door
+from .http.listening import bind, release, tls, url_of
+from .http.socket_connection import socket_protocol
+from .http.sweep import Sweep
+from .link import state
+from .link.process_client import ProcessClient
 from .metrics import Metrics
-from .process_client import ProcessClient
-from .socket_connection import socket_protocol
-from .sweep import Sweep
-from .tokens import Tokens
+from .openai import tools
+from .openai.generate import Service
+from .openai.tokens import Tokens
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
     from minivllm.config.server import ServerConfig
 
-    from .client import EngineClient, EngineInfo
+    from .link.client import EngineClient, EngineInfo
 
 NOT_DRAINED = 6
 LAST = 3  # seconds for connections to close at the end

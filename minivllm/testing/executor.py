@@ -18,7 +18,7 @@ from minivllm.core.interfaces.attention import AttentionContext
 from minivllm.core.interfaces.executor import Executor
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_ID, LateInputs
 from minivllm.errors import ModelError, ResourceError
-from minivllm.llm import LLM
+from minivllm.frontend.llm import LLM
 from minivllm.registry import Catalog, build_part
 from minivllm.spec import ANY
 from minivllm.wiring import Resolved, resolve, wiring_from_json, wiring_to_json

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.llm import LLM
+from minivllm.frontend.llm import LLM
 
 from .base import Seen
 from .driver import NEAR, greedy, prompts

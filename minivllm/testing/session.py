@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from minivllm.discovery import BUILTIN
 from minivllm.errors import PluginError
+from minivllm.registration.discovery import BUILTIN
 from minivllm.registry import Catalog, import_target
 from minivllm.spec import KINDS, Spec
 

@@ -20,7 +20,7 @@ from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.masks import RowMasks
 from minivllm.core.engine.request import Seq
 from minivllm.core.interfaces.plan import NAN
-from minivllm.frontend import Tracked
+from minivllm.frontend.requests import Tracked
 from minivllm.plugins.processor.bad_words import BadWords
 
 from . import models, run

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm import EngineDeadError, RequestError, SamplingParams
-from minivllm.llm import load
-from minivllm.server.process_client import ProcessClient
+from minivllm.frontend.llm import load
+from minivllm.server.link.process_client import ProcessClient
 from minivllm.testing.faulty import TARGETS
 
 from .faulty_parts import VARIABLE

@@ -110,7 +110,7 @@ def p5(tools: Tools, rng: random.Random) -> Any:
 
 @line("P6", "a plug-in whose import takes for ever", "tools")
 def p6(tools: Tools, rng: random.Random) -> Any:
-    from minivllm import deadline
+    from minivllm.registration import deadline
 
     def standard() -> None:
         assert deadline.SECONDS == 30.0 and deadline.seconds() == 30.0

@@ -164,7 +164,7 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def want():
-    from minivllm.server.process_client import ProcessClient
+    from minivllm.server.link.process_client import ProcessClient
 
     async def main():
         client = ProcessClient(load(None, OPTIONS))
@@ -189,7 +189,7 @@ def test_a_fault_harms_nobody_else_and_leaves_nothing(fault, want, monkeypatch):
 
 
 def test_an_engine_without_a_client_is_an_error_with_a_reason():
-    from minivllm.server.process_client import ProcessClient
+    from minivllm.server.link.process_client import ProcessClient
 
     client = ProcessClient(load(None, OPTIONS))
     with pytest.raises(EngineDeadError, match="not been started"):

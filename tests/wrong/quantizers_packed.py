@@ -187,7 +187,7 @@ class _GroupsWeight(WeightScheme):
 
 
 class Prepacked(Int4):
-    """Right: reads a checkpoint of int8 weights and scales, ``tests/test_quantizers.py`` says what that looks like."""
+    """Right: reads a checkpoint of int8 weights and scales, ``tests/plugins/test_quantizers.py`` says how it looks."""
 
     spec = spec("Prepacked", 8, checkpoint="prepacked")
 

@@ -12,7 +12,7 @@ import numpy as np
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.errors import RequestError
-from minivllm.memory import HeapTrimmer, resident_bytes
+from minivllm.processes.memory import HeapTrimmer, resident_bytes
 
 
 class Local(Executor):

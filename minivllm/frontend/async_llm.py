@@ -1,0 +1,278 @@
+"""The asynchronous front door: many coroutines, one engine thread.
+
+event loop                      engine thread
+──────────                      ─────────────
+generate ──add──► inbox ──────► engine.add
+                                engine.step ... engine.step
+pieces ◄── queue ◄── call_soon_threadsafe ◄── publish
+cancel ──abort──► ends ───────► engine.abort   (before the inbox is looked at, and the next step is planned)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minivllm.core.foreign import refusal, refuse_within
+from minivllm.core.interfaces.params import SamplingParams
+from minivllm.errors import EngineDeadError, MinivllmError, told
+from minivllm.hardware import prepare_environment
+
+from .llm import load, render_chat
+
+if TYPE_CHECKING:
+    from .requests import StreamOutput
+
+log = logging.getLogger("minivllm")
+
+
+class _EngineJob(NamedTuple):
+    number: int  # jobs in the order in which they were sent
+    adds: str  # the id of the request that it adds
+    run: Callable[[], object]
+
+
+class AsyncLLM:
+    """``async for piece in llm.generate(prompt, params)``.  Options are those of ``LLM``.
+
+    Abandoning the iterator (or cancelling its task) aborts the request: its blocks are free within a step.
+    """
+
+    def __init__(
+        self, model: Any = None, *, config: Any = None, record: str | os.PathLike[str] | None = None, **options: Any
+    ) -> None:
+        if model is not None:
+            options["model"] = model
+        self._loaded = load(config, options)
+        prepare_environment()
+        from minivllm.record.recorder import RunRecorder
+
+        from .requests import build_engine
+
+        self.config = self._loaded.engine
+        self._recorder = RunRecorder(self._loaded, record)
+        self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
+        self._recorder.begin(self.resolved, self.engine)
+        self._inbox: deque[_EngineJob] = deque()
+        self._ends: deque[_EngineJob] = deque()  # what ends a request overtakes the inbox
+        self._numbers = itertools.count()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="minivllm-engine", daemon=True)
+        self._thread.start()
+
+    # ---- the event loop's side -----------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any = None, request_id: str | None = None
+    ) -> AsyncIterator[StreamOutput]:
+        """Pieces as they come; the last has ``finished`` and the whole ``output``.  RequestError if it is refused."""
+        from .requests import Tracked, params_for
+
+        self._refuse_within("generate")
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[StreamOutput | MinivllmError] = asyncio.Queue()
+        default = SamplingParams.make(**self._loaded.sampling) if sampling_params is None else sampling_params
+        params = params_for(default, 1)[0]
+        put = lambda piece: _post(loop, queue, piece)  # noqa: E731
+        tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put)
+
+        if params.structured_outputs is not None:
+            try:
+                await asyncio.to_thread(tracked.prepare, self.engine)
+            except KeyboardInterrupt as e:  # of a grammar plug-in, on that thread
+                raise refusal(e) from e
+
+        gone = False
+
+        def add() -> None:
+            if gone:
+                return
+            try:
+                self._recorder.tally.next_batch()
+                tracked.add_to(self.engine)
+                self._recorder.tally.watch(tracked)
+            except BaseException as e:
+                put(refusal(e))
+
+        def leave() -> None:
+            if self.engine.requests.get(tracked.request.id) is tracked.request:
+                self.engine.abort(tracked.request.id)
+
+        self._send(add, adds=tracked.request.id)
+        try:
+            while True:
+                piece = await queue.get()
+                if isinstance(piece, MinivllmError):
+                    raise piece
+                yield piece
+                if piece.finished:
+                    return
+        finally:
+            gone = True
+            if tracked.request.finished is None:
+                self._send(leave, ends=True)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        split_special_tokens: bool = True,
+    ) -> AsyncIterator[StreamOutput]:
+        """``generate`` through the chat template; ``split_special_tokens`` as in ``LLM.chat``."""
+        prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens)
+        return self.generate(prompt, sampling_params, request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored.  Any thread may call it, but for the engine's own."""
+        self._refuse_within("abort")
+        number = next(self._numbers)
+
+        def end() -> None:
+            if self.engine.abort(request_id):
+                return
+            with self._wake:  # it may not have been added yet: its stream is to end as any other does
+                found = next((job for job in self._inbox if job.adds == request_id and job.number < number), None)
+                if found is not None:
+                    self._inbox.remove(found)
+            if found is not None:
+                found.run()
+                self.engine.abort(request_id)
+
+        self._send(end, ends=True)
+
+    async def stats(self) -> dict[str, Any]:
+        """As ``LLM.stats``, taken between two steps."""
+        return await self._ask(self.engine.stats)
+
+    async def bill_of_materials(self) -> dict[str, Any]:
+        """As ``LLM.bill_of_materials``, with the results as they are between two steps."""
+        await asyncio.to_thread(self._recorder.prepare)  # reads files, asks git: not on the engine's thread
+        return await self._ask(self._recorder.bill_of_materials)
+
+    async def record(self, path: str | os.PathLike[str]) -> None:
+        """As ``LLM.record``."""
+        await asyncio.to_thread(self._recorder.write, path, await self.bill_of_materials())
+
+    async def start_profile(self) -> None:
+        await self._ask(lambda: self.engine.call("profile_start"))
+
+    async def stop_profile(self, path: str = "minivllm-profile.json") -> str:
+        await self._ask(lambda: self.engine.call("profile_stop", {"path": path}))
+        return path
+
+    async def _ask(self, question: Callable[[], Any]) -> Any:
+        """Run something on the engine's thread and bring the answer back."""
+        self._refuse_within("a question")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            try:
+                value, error = question(), None
+            except Exception as e:
+                value, error = None, e
+            except BaseException as e:  # a future takes it for its own end, or that of the event loop
+                value, error = None, refusal(e)
+            _call(loop, _settle, answer, value, error)
+
+        self._send(run)
+        return await answer
+
+    def _send(self, job: Callable[[], object], adds: str = "", ends: bool = False) -> None:
+        """Have the engine's thread do something.  ``ends``: it ends a request, so it goes before all that waits, and no
+        matter if the engine has stopped meanwhile."""
+        with self._wake:
+            if self._stopping and ends:
+                return
+            if self._stopping:
+                raise EngineDeadError(self.engine.dead or "the engine was stopped")
+            (self._ends if ends else self._inbox).append(_EngineJob(next(self._numbers), adds, job))
+            self._wake.notify()
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Abort what runs, end the thread, give the memory back; idempotent."""
+        self._refuse_within("close")
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise EngineDeadError(f"the engine's thread is still in a step after {timeout} s")
+        self.engine.stop()
+        self._recorder.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _refuse_within(self, what: str) -> None:
+        """RequestError on the engine's own thread, where only a function that the engine calls can ask for anything:
+        it would wait for itself."""
+        if threading.current_thread() is self._thread:
+            refuse_within(self.engine.within or "a step", what)
+
+    # ---- the engine's thread -------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        why = "the engine was stopped"
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as e:
+            why = f"the engine's thread ended: {told(e)}"
+            log.critical(why, exc_info=e)
+        with self._wake:  # from here on nothing is taken into the inbox
+            self._stopping = True
+        self.engine.fail_all(why)
+        self._do_jobs()  # what came last is refused, not forgotten
+
+    def _turn(self) -> None:
+        self._do_jobs()
+        worked = False
+        try:
+            worked = not self.engine.dead and self.engine.busy and self.engine.step()
+        except (Exception, KeyboardInterrupt):  # the engine has told its requests; the thread goes on
+            log.exception("the engine's thread met an error")
+        if not worked:
+            with self._wake:
+                if not self._inbox and not self._ends and not self._stopping:
+                    waits = self.engine.busy and not self.engine.dead
+                    self._wake.wait(self.engine.idle() if waits else None)
+
+    def _do_jobs(self) -> None:
+        while jobs := self._ends or self._inbox:
+            try:
+                jobs.popleft().run()
+            except (Exception, KeyboardInterrupt):
+                log.exception("the engine's thread met an error")
+
+
+def _post(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue, piece: Any) -> None:
+    _call(loop, queue.put_nowait, piece)
+
+
+def _call(loop: asyncio.AbstractEventLoop, *call: Any) -> None:
+    """Run something on an event loop that may have been closed meanwhile."""
+    try:
+        loop.call_soon_threadsafe(*call)
+    except RuntimeError:
+        log.debug("an event loop was closed before its answer came")
+
+
+def _settle(answer: asyncio.Future, value: Any, error: BaseException | None) -> None:
+    if answer.cancelled():
+        return
+    if error is None:
+        answer.set_result(value)
+    else:  # a future refuses to hold a StopIteration
+        answer.set_exception(RuntimeError(told(error)) if isinstance(error, StopIteration) else error)

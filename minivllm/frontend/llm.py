@@ -1,0 +1,326 @@
+"""The offline front door: prompts in, outputs back, the engine's loop run by the caller's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from minivllm.config import EngineConfig, Loaded, RunConfig, load_config
+from minivllm.core.foreign import refuse_within
+from minivllm.core.interfaces.params import SamplingParams
+from minivllm.errors import ConfigError, RequestError
+from minivllm.hardware import prepare_environment
+
+if TYPE_CHECKING:
+    from minivllm.registry import Selection
+    from minivllm.text.outputs import RequestOutput
+
+    from .requests import StreamOutput
+
+
+def load(config: Any, options: Mapping[str, Any]) -> Loaded:
+    """A config (a path or a list of them, a mapping, EngineConfig, Loaded or None) with options laid over it; what the
+    layers have to say, as that options of another plug-in were dropped, is a warning."""
+    if isinstance(config, Loaded):
+        if options:
+            raise ConfigError(f"options {sorted(options)} beside a loaded config; give them to load_config")
+        return config
+    if config is None or isinstance(config, Mapping):
+        loaded = load_config(keywords={**(config or {}), **options})
+    elif isinstance(config, EngineConfig):
+        loaded = load_config(keywords={**config.model_dump(exclude_unset=True), **options})
+    elif isinstance(config, (str, os.PathLike)):
+        loaded = load_config([config], keywords=options)
+    elif isinstance(config, (list, tuple)):
+        loaded = load_config(config, keywords=options)
+    else:
+        raise ConfigError(f"config of type {type(config).__name__}; want a path, a mapping or an EngineConfig")
+    for note in loaded.notes:
+        warnings.warn(note, stacklevel=3)
+    return replace(loaded, run=RunConfig())  # what runs is what the caller gives
+
+
+def render_chat(
+    tokenizer: Any, messages: Any, add_generation_prompt: bool = True, split_special_tokens: bool = True
+) -> dict[str, Any]:
+    """A conversation as a prompt, by the model's chat template.  RequestError if there is none, or on bad messages."""
+    if tokenizer is None:
+        raise RequestError("chat needs a tokenizer; drop skip_tokenizer_init", "messages")
+    if split_special_tokens:
+        prompt = tokenizer.chat_prompt(messages, add_generation_prompt)
+        return {"prompt": prompt.text, "prompt_token_ids": tokenizer.encode_chat(prompt)}
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt, tokenize=False)
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+class LLM:
+    """``LLM(model="pocket")``, ``LLM(config="exp.toml")``, ``LLM(model=..., attention="sdpa",
+    scheduler={"name": "fcfs", "options": {...}})``.  Options are the fields of ``EngineConfig``.
+
+    ``record``: a .json file that ``close`` writes, with the bill of materials, the results, and the requests, so that
+    ``minivllm run`` can run them again.  Use as a context manager or call ``close``; one thread at a time (``AsyncLLM``
+    serves many).
+    """
+
+    def __init__(
+        self, model: Any = None, *, config: Any = None, record: str | os.PathLike[str] | None = None, **options: Any
+    ) -> None:
+        if model is not None:
+            options["model"] = model
+        self._loaded = load(config, options)
+        prepare_environment()
+        from minivllm.record.recorder import RunRecorder
+
+        from .requests import build_engine
+
+        self.config = self._loaded.engine
+        self._recorder = RunRecorder(self._loaded, record)
+        self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
+        self._recorder.begin(self.resolved, self.engine)
+        self._left: deque[str] = deque()  # requests whose stream was forgotten in the middle of a step
+
+    # ---- generation ----------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Complete prompts: a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these; one
+        SamplingParams or one each.  Outputs come in the order of the prompts.  RequestError (and nothing is run) if one
+        is refused; a request that fails later has finish_reason "error" and says why in ``error``."""
+        from .requests import Tracked, is_one_prompt, params_for
+
+        if hasattr(prompts, "tolist"):  # a tensor or an array
+            prompts = prompts.tolist()
+        one = is_one_prompt(prompts)
+        if not one and not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts of {type(prompts).__name__}; want a string, token ids, or a list", "prompt")
+        items = [prompts] if one else list(prompts)
+        params = params_for(self._default(sampling_params), len(items))
+        bar = _bar(len(items), use_tqdm)
+        tracked = [
+            Tracked(p, sp, self.tokenizer, done=lambda t: bar.update(1)) for p, sp in zip(items, params, strict=True)
+        ]
+        with bar:
+            self._run(tracked)
+        return [t.output() for t in tracked]
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        split_special_tokens: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of them, through the chat template.
+
+        What a message spells like a special token stays text, so that none can end its turn; with
+        ``split_special_tokens=False`` it is the token, as with transformers' ``apply_chat_template``."""
+        many = bool(messages) and isinstance(messages, Sequence) and all(isinstance(m, (list, tuple)) for m in messages)
+        conversations = messages if many else [messages]
+        prompts = [render_chat(self.tokenizer, m, add_generation_prompt, split_special_tokens) for m in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Any, sampling_params: Any = None) -> OutputStream:
+        """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request."""
+        from .requests import Tracked, params_for
+
+        pieces: deque[StreamOutput] = deque()
+        params = params_for(self._default(sampling_params), 1)[0]
+        tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append)
+        refuse_within(self.engine.within, "stream")
+        self._recorder.tally.next_batch()
+        tracked.prepare(self.engine)
+        with uninterrupted():
+            tracked.add_to(self.engine)
+            self._recorder.tally.watch(tracked)
+            return OutputStream(self, tracked, pieces)
+
+    def chat_stream(
+        self, messages: Any, sampling_params: Any = None, split_special_tokens: bool = True
+    ) -> OutputStream:
+        """``stream`` through the chat template; ``split_special_tokens`` as in ``chat``."""
+        prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens)
+        return self.stream(prompt, sampling_params)
+
+    def _default(self, params: Any) -> Any:
+        """The ``[sampling]`` table of the config file where the call gives nothing."""
+        return SamplingParams.make(**self._loaded.sampling) if params is None else params
+
+    def _run(self, tracked: list[Any]) -> None:
+        refuse_within(self.engine.within, "generate")
+        added = []
+        self._recorder.tally.next_batch()
+        try:
+            for i, t in enumerate(tracked):
+                try:
+                    t.prepare(self.engine)
+                    added.append(t)  # before: an interrupt may come once it is there
+                    with uninterrupted():
+                        t.add_to(self.engine)
+                        self._recorder.tally.watch(t)
+                except RequestError as e:
+                    raise (
+                        e if len(tracked) == 1 else RequestError(f"prompt {i + 1} of {len(tracked)}: {e}", e.param)
+                    ) from e
+            while any(t.request.finished is None for t in tracked):
+                self._step()
+        except BaseException:  # refused, interrupted or dead: nothing of this call stays behind
+            with uninterrupted():
+                for t in added:
+                    self._forget(t.request)
+            raise
+
+    def _forget(self, request: Any) -> None:
+        """Abort a request of this call; unless it is another one's that has the same id, or another thread is in a
+        step, after which it is aborted."""
+        found = self.engine.requests.get(request.id)
+        if found is None or found is not request:
+            return
+        try:
+            self.engine.abort(request.id)
+        except RequestError:
+            self._left.append(request.id)
+
+    def _step(self) -> None:
+        """One turn of the engine, which no signal cuts in two."""
+        with uninterrupted():
+            while self._left:
+                self.engine.abort(self._left.popleft())
+            worked = self.engine.step()
+        if not worked:
+            time.sleep(self.engine.idle())
+
+    # ---- care ----------------------------------------------------------------------------------------------------
+
+    def explain(self, seam: str | None = None, all: bool = False) -> str:
+        """What was wired and why."""
+        return self.resolved.explain(seam, all)
+
+    @property
+    def selections(self) -> tuple[Selection, ...]:
+        """Each choice with its candidates and the reasons against them, in the order in which they were made."""
+        return self.resolved.selections
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of requests, tokens and blocks, and median milliseconds of each part of a step."""
+        return self.engine.stats()
+
+    def bill_of_materials(self) -> dict[str, Any]:
+        """What was wired, from which distribution, version and source, with which options, and why; the machine, the
+        versions, git, a fingerprint over what decides the tokens, and the results so far.  JSON: what ``record``
+        writes.  Takes some 100 ms the first time."""
+        return self._recorder.bill_of_materials()
+
+    def record(self, path: str | os.PathLike[str]) -> None:
+        """Write the bill of materials with the results so far; ``minivllm diff`` compares two of them."""
+        self._recorder.write(path)
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """The steps so far, part by part, as a Chrome trace."""
+        self.engine.clock.chrome_trace(os.fspath(path))
+
+    def check(self) -> None:
+        """Walk every block table and every KV block; AssertionError names what does not add up.  MINIVLLM_CHECK=1 does
+        it after every step."""
+        self.engine.check()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix that no running request uses; results do not change, the next prompts compute
+        all of their tokens."""
+        self.engine.reset_prefix_cache()
+
+    def start_profile(self) -> None:
+        """Begin a torch profiler trace of everything the executor runs."""
+        self.engine.call("profile_start")
+
+    def stop_profile(self, path: str | os.PathLike[str] = "minivllm-profile.json") -> str:
+        """End it and write a Chrome trace; returns the path."""
+        self.engine.call("profile_stop", {"path": os.fspath(path)})
+        return os.fspath(path)
+
+    def close(self) -> None:
+        """Give the memory back, and write the record if one was asked for; idempotent."""
+        self.engine.stop()
+        self._recorder.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class OutputStream:
+    """An iterator over the pieces of one request.  Several may be read in turns: each drives the same engine."""
+
+    def __init__(self, llm: LLM, tracked: Any, pieces: deque[StreamOutput]) -> None:
+        self._llm, self._tracked, self._pieces = llm, tracked, pieces
+
+    def __iter__(self) -> OutputStream:
+        return self
+
+    def __next__(self) -> StreamOutput:
+        while not self._pieces:
+            if self._tracked.request.finished is not None:
+                raise StopIteration
+            self._llm._step()
+        return self._pieces.popleft()
+
+    def close(self) -> None:
+        """Abort what still runs; idempotent."""
+        if self._tracked.request.finished is None:
+            with uninterrupted():
+                self._llm.engine.abort(self._tracked.request.id)
+            self._pieces.clear()
+
+    def __del__(self) -> None:
+        if self._llm.engine.within:  # it may be forgotten anywhere, in a step too
+            self._llm._left.append(self._tracked.request.id)
+        else:
+            self.close()
+
+
+# What applications handle in Python beside Ctrl-C: a polite end, an alarm by which a call is to end, and their own.
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Signals take effect at the end of the block: what their handlers raise, KeyboardInterrupt or any other exception,
+    would cut a step in two, and one that is half done leaves the engine in doubt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[Any, ...]] = []
+    before: dict[int, Any] = {n: handler for n in SIGNALS if callable(handler := signal.getsignal(n))}
+    hold = lambda *args: came.append(args)  # noqa: E731
+    try:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, hold)
+        for number in before.keys() - {signal.SIGINT}:
+            signal.signal(number, hold)
+        yield
+    finally:
+        with contextlib.ExitStack() as each:  # from the last to the first, all of them, whatever one raises
+            for args in reversed(came):
+                if callable(handler := before[args[0]]):
+                    each.callback(handler, *args)
+            for number, handler in before.items():
+                if number != signal.SIGINT:
+                    each.callback(signal.signal, number, handler)
+            if signal.SIGINT in before:
+                each.callback(signal.signal, signal.SIGINT, before[signal.SIGINT])
+
+
+def _bar(total: int, show: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="requests", dynamic_ncols=True, disable=not show)

@@ -1,0 +1,170 @@
+"""``POST /v1/chat/completions``: an answer to a conversation, whole or as a stream, with calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from minivllm.server.errors import ApiError
+
+from . import fields, logprobs, tools
+from .answers import TokenScores
+from .generate import (
+    SCORES,
+    Answer,
+    Service,
+    check_branches,
+    check_counts,
+    open_streams,
+    read_body,
+    respond,
+    seconds_of,
+    stream_options,
+)
+from .messages import plain
+from .params import asked_tokens, fit, limited, make_params, note_default, whole_form
+from .prompts import answer_role, begins_answer, last_content, truncated, truncation
+from .protocol.chat import ChatBody
+from .protocol.common import naming
+from .reader import Reader
+
+if TYPE_CHECKING:
+    from minivllm.server.link.client import TextPiece
+    from minivllm.tenant_cache import Salt
+
+MOST_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+async def chat_completions(request: Request, service: Service) -> Any:
+    body = await read_body(request, service, ChatBody)
+    work = Chat(service, body, request.scope["state"])
+    return await respond(request, service, bool(body.stream), seconds_of(service, body.timeout_s), work)
+
+
+def check_messages(messages: Any) -> list[Any]:
+    """ApiError (400) for what no template should see; the rest is checked where messages become a prompt."""
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, 'messages: want a list of {"role": ..., "content": ...} that is not empty', "messages")
+    if len(messages) > MOST_MESSAGES:
+        raise ApiError(400, f"messages: {len(messages)} of them; want at most {MOST_MESSAGES}", "messages")
+    checked = []
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            shown = str(role)[:40]
+            raise ApiError(400, f"messages[{number}].role={shown!r}: want one of {', '.join(ROLES)}", "messages")
+        message = plain(message, number)
+        checked.append({**message, "role": "system"} if role == "developer" else message)
+    return checked
+
+
+class Chat:
+    """One request; ``state`` has its ids, tenant and what is to be logged of it."""
+
+    @naming
+    def __init__(self, service: Service, body: ChatBody, state: dict[str, Any]) -> None:
+        self.service, self.body, self.state = service, body, state
+        self.passed, self.warnings = fields.check(body, service.client.info.reads)
+        self.model = service.check_model(body.model)
+        self.usage = stream_options(body)
+        self.n = 1 if body.n is None else body.n
+        check_counts(service, body.n)
+        self.messages = check_messages(body.messages)
+        self.role, self.echoed = answer_role(self.messages, body), last_content(self.messages, body)
+        self.tools = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError(400, "top_logprobs: want it only with logprobs=true", "top_logprobs")
+        self.asked = limited(asked_tokens(body), service.defaults, self.warnings)
+        self.default: int | None = service.defaults.get("max_tokens")
+        self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
+        self.top = body.top_logprobs or 0
+        form = whole_form(body, self.tools)
+        self.params = make_params(
+            body, self.passed, self.top if body.logprobs else None, form, self.state, service.client.info,
+            service.server, service.defaults,
+        )  # fmt: skip
+        check_branches(service, 1, self.params)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self.speller = logprobs.Speller(service.tokens.tokenizer, as_ids, self.params.detokenize)
+
+    async def prepare(self, held: AsyncExitStack) -> Answer:
+        service = self.service
+        held.enter_context(service.door.enter(1, self.state["owner"]))
+        ids = await render(service, self.messages, self.tools.shown, self.body, self.params.salt, self.state["owner"])
+        ids = truncated(ids, self.kept, self.body.truncation_side)
+        most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
+        asks = [(ids, self.params.ending_after(most))]
+        streams = await open_streams(service, held, self.state, asks, bool(self.body.stream))
+        object = "chat.completion.chunk" if self.body.stream else "chat.completion"
+        return Answer(
+            service, f"chatcmpl-{self.state['request_id']}", object, self.model, streams, self.n, *self.usage,
+            self.warnings, {"prompt_token_ids": ids} if self.body.return_token_ids else {},
+        )  # fmt: skip
+
+    def _reader(self) -> Reader:
+        return Reader(self.tools, tools.parser_of(self.service.server.tool_parser))
+
+    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+        self._readers = [self._reader() for _ in range(self.n)]
+        deltas = [{"role": self.role, "content": ""}]
+        if self.echoed:
+            deltas.append({"content": self.echoed})
+        rest = {"logprobs": None, "finish_reason": None}
+        return [{"index": i, "delta": delta, **rest} for delta in deltas for i in range(self.n)]
+
+    def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[dict[str, Any]]:
+        """The text at once, and its scores a few at a time."""
+        reader, rows = self._readers[number], piece.logprobs
+        delta = reader.deltas(piece.text, piece.finish_reason)
+        parts = list(rows.parts(SCORES)) if self.body.logprobs and rows is not None else []
+        for low, high in parts or [(0, 0)]:
+            choice: dict[str, Any] = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+            if self.body.logprobs:
+                found = [] if rows is None else logprobs.chat(rows.rows(low, high), self.top, self.speller)
+                choice["logprobs"] = {"content": found, "refusal": None}
+            if final := (not parts or high == parts[-1][1]):
+                choice["finish_reason"] = reader.reason(piece.finish_reason)
+                if piece.finish_reason is not None:
+                    choice["stop_reason"] = piece.stop_reason
+            final = final and piece.finish_reason is not None
+            if self.body.return_token_ids:
+                choice["token_ids"] = piece.token_ids if low == 0 else []
+            if final or delta or self.body.logprobs or self.body.return_token_ids:
+                yield choice
+            delta = {}
+
+    async def whole(self, answer: Answer) -> list[dict[str, Any]]:
+        while await answer.take():
+            pass
+        if self.asked is None:
+            note_default(answer, self.default)
+        choices, stream = [], answer.streams[0]
+        for number, sample in enumerate(stream.order or range(self.n)):
+            text, reader = stream.texts[sample], self._reader()
+            reader.deltas(text.text, text.finish_reason or "stop")
+            message = reader.message(self.role)
+            if self.echoed:
+                message["content"] = self.echoed + (message["content"] or "")
+            choice: dict[str, Any] = {"index": number, "message": message, "logprobs": None}
+            if self.body.logprobs and stream.scored is not None:
+                choice["logprobs"] = {"content": TokenScores("chat", stream.scored[sample], self.top), "refusal": None}
+            choice.update(finish_reason=reader.reason(text.finish_reason), stop_reason=text.stop_reason)
+            if self.body.return_token_ids:
+                choice["token_ids"] = text.token_ids
+            choices.append(choice)
+        if self.params.prompt_logprobs is not None:
+            answer.more["prompt_logprobs"] = TokenScores("prompt", stream.prompt_logprobs)
+        return choices
+
+
+async def render(service: Service, messages: Any, shown: Any, body: Any, salt: Salt, who: str) -> list[int]:
+    """The ids of a conversation, by the model's chat template; one that knows no tools is told of them in a message."""
+    begin, split = begins_answer(body), body.split_special_tokens is not False
+    goes_on, variables = bool(body.continue_final_message), body.chat_template_kwargs
+    ids = await service.tokens.chat(messages, shown, begin, variables, salt, split, goes_on, who)
+    before, behind = service.tokens.around if body.add_special_tokens else ([], [])
+    return [*before, *ids, *behind]

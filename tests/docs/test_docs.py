@@ -1,0 +1,269 @@
+"""What the documents and the examples show is run: commands, Python blocks, configuration files, tables.
+
+``python tests/docs/test_docs.py`` writes the tables of options, server settings and hooks into their pages again.
+How blocks are run and compared is in ``doc_runner``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+# as pytest does, for ``python tests/docs/test_docs.py``
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest
+import torch
+from doc_runner import Page, both, forget
+from doc_runner import blocks as doc_blocks
+
+from minivllm.cli import main
+from minivllm.config import SEAMS, EngineConfig, load_config
+from minivllm.config.server import ServerConfig
+from minivllm.core.interfaces.params import SamplingParams
+from minivllm.hooks.contract import WRAPPERS, HookContracts
+from minivllm.hooks.manager import NAMES
+from minivllm.registry import Catalog
+from minivllm.spec import KINDS
+from minivllm.testing.cli import main as conformance
+from minivllm.wiring import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder to run in, which is also on the import path; what is imported from it is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in (("DEVICE", "cpu"), ("DTYPE", "float32")):  # elsewhere ``auto`` may find others, with other sums
+        monkeypatch.setenv(f"MINIVLLM__{name}", value)
+    before, threads = set(sys.modules), torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are tiny
+    yield tmp_path
+    torch.set_num_threads(threads)
+    forget("acme", "deepest", "my_", known=before)
+    sys.path[:] = [path for path in sys.path if not path.startswith(str(tmp_path))]
+
+
+# page -> how many commands and Python blocks are run at least
+PAGES = {
+    "quickstart": 24, "configuration": 12, "structured": 2, "caching": 1, "reproducibility": 2, "speculative": 1,
+    "experiments": 8, "plugins": 8, "plugins/tutorial": 8, "eviction": 1, "scheduling": 0, "server": 3, "attention": 0,
+    "performance": 0, "architecture": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_shows_what_is_printed(name, here):
+    if name == "structured":
+        pytest.importorskip("llguidance")
+    assert Page(DOCS / f"{name}.md").run() >= PAGES[name]
+    if name == "quickstart":
+        assert json.loads((here / "steps.json").read_text())["traceEvents"]
+    if name == "experiments":
+        lru, deepest = (json.loads((here / file).read_text())["results"] for file in ("lru.json", "deepest.json"))
+        assert lru["tokens_hash"] == deepest["tokens_hash"] and deepest["prefix_hit_rate"] > 2 * lru["prefix_hit_rate"]
+        assert deepest["stats"]["evictions"] < lru["stats"]["evictions"]
+    if name == "plugins/tutorial":
+        assert conformance(["my-evictor", "-k", "spec or options"]) == 0
+
+
+def test_the_page_about_hooks_shows_what_is_printed(here):
+    pytest.importorskip("rich", reason='pip install "minivllm[live]"')
+    assert Page(DOCS / "hooks.md").run() >= 5
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_blocks_beside_the_pages_run_or_parse(name, here):
+    path = ROOT / name
+    if not path.is_file():
+        pytest.skip(f"no {name} in this checkout")
+    Page(path).run()
+
+
+def test_the_stories_of_the_readme_are_what_the_model_tells(here):
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    quotes = re.findall(r"^> \*(.+?)\* ((?:.*\n)(?:> .*\n)*)", page, re.M)
+    flags = re.search(r"`minivllm generate --chat \"\.\.\.\" (.*)`", page)[1].split()
+    assert len(quotes) == 3
+    for prompt, story in quotes:
+        with both() as out:
+            assert main(["generate", "--chat", prompt, *flags, "--max-tokens", "400"]) == 0
+        told = out.getvalue().rpartition("\n")[0].rpartition("\n")[0]  # without the line of figures
+        assert " ".join(told.split()) == " ".join(story.replace("\n> ", " ").split())
+
+
+def test_every_page_is_run():
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
+    generated = {page for page in pages if page.startswith("plugins/")} - {"plugins/tutorial"}  # test_plugin_pages
+    assert pages - generated == {*PAGES, "hooks"}
+
+
+def test_what_is_not_compared_has_a_reason():
+    marks = [block for path in (*DOCS.glob("*.md"), ROOT / "README.md") for block in doc_blocks(path) if block.mark]
+    assert marks and all(len(block.mark.partition(": ")[2]) > 10 for block in marks)
+    for block in marks:  # figures of a machine say which, and when
+        assert not block.mark.startswith("measured") or re.search(r"20\d\d-\d\d", block.mark), block
+
+
+def test_links_between_documents_lead_somewhere():
+    for path in [*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "contrib").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            target, _, anchor = link.partition("#")
+            if "://" in link:
+                continue
+            file = (path.parent / target).resolve() if target else path
+            assert file.exists(), f"{path.name} links to {link}"
+            if anchor:
+                heads = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+                slugs = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heads}
+                assert anchor in slugs, f"{path.name} links to {link}; there are {sorted(slugs)}"
+
+
+# ---- examples ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "examples").iterdir() if p.suffix != ".py"))
+def test_an_example_file_gives_a_line_for_each_prompt(name, here, capsys):
+    path = ROOT / "examples" / name
+    assert main(["run", str(path)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    wanted = load_config([path])
+    assert [line["prompt"] for line in lines] == list(wanted.run.prompts)
+    for line in lines:
+        assert len(line["outputs"]) == wanted.sampling.get("n", 1)
+        assert all(o["finish_reason"] in ("stop", "length") for o in line["outputs"])
+
+
+def test_the_stream_example_prints_a_story_and_the_times(here, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["stream.py", "Tell me a story about a hen."])
+    runpy.run_path(str(ROOT / "examples" / "stream.py"), run_name="__main__")
+    story, times = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert len(story.split()) > 10 and "plan_ms" in times
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def table(path: Path, name: str) -> list[str]:
+    found = re.search(rf"^<!-- table: {name} -->\n(.*?)^<!-- end -->$", path.read_text(encoding="utf-8"), re.M | re.S)
+    assert found, f"{path.name} has no table {name}"
+    return found[1].splitlines()
+
+
+LISTS = ("processors", "strategies", "hooks")  # options that take several plug-ins
+
+
+def options_table() -> list[str]:
+    rows = ["| option | values | default | meaning |", "|---|---|---|---|"]
+    for name, field in EngineConfig.model_fields.items():
+        default, meaning = field.default, field.description or ""
+        if name in SEAMS:
+            default, meaning = default.name, "which plug-in fills the seam"
+        elif name in LISTS:
+            default, meaning = [choice.name for choice in default], "plug-ins, in order"
+        rows.append(f"| `{name}` | {values_of(name, field)} | `{default}` | {meaning} |")
+    return rows
+
+
+def values_of(name: str, field) -> str:
+    """What a field takes, in words."""
+    kind = field.annotation
+    if name in SEAMS:
+        return "plug-in"
+    if name in LISTS:
+        return "plug-ins"
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(kind))
+    words = {"list[str]": "names", "str": "text", "int": "whole number", "float": "number", "bool": "true, false"}
+    text = next(word for name, word in words.items() if name in str(kind))
+    limits = [f"{word} {getattr(m, key)}" for m in field.metadata for key, word in BOUNDS if hasattr(m, key)]
+    return " ".join([text, ", ".join(limits)]).strip()
+
+
+BOUNDS = (("ge", "from"), ("gt", "above"), ("le", "to"))
+
+
+def test_the_table_of_engine_options_is_the_configuration():
+    shown = table(DOCS / "quickstart.md", "options")
+    assert shown == options_table(), "run `python tests/docs/test_docs.py`"
+
+
+def test_the_table_of_sampling_parameters_has_them_all_with_their_defaults():
+    def default(f):
+        return f.default_factory() if f.default is dataclasses.MISSING else f.default
+
+    rows = [row.split(" | ") for row in table(DOCS / "quickstart.md", "sampling")[2:]]
+    shown = [(row[0].strip("| `"), row[1].strip("`")) for row in rows]
+    assert shown == [(f.name, repr(default(f))) for f in dataclasses.fields(SamplingParams)]
+
+
+def test_the_table_of_claims_is_the_one_in_the_code():
+    shown = {row.split("|")[1].strip(" `"): row for row in table(DOCS / "plugins.md", "claims")[2:]}
+    assert set(shown) == {name for name, kind in KINDS.items() if kind.features or kind.traits}
+    for name, row in shown.items():
+        for claim, text in (*KINDS[name].features.items(), *KINDS[name].traits.items()):
+            assert f"`{claim}`: {text}" in row, (name, claim)
+
+
+def test_the_table_of_facts_names_what_each_seam_is_asked():
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table(DOCS / "plugins.md", "facts")[2:]]
+    facts = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in rows}
+    assert set(facts) == set(KINDS)
+    options = {"model": "pocket", "device": "cpu", "kvcache_block_size": 16, "hooks": ["step_log"]}
+    loaded = load_config(keywords=options)
+    for selection in resolve(loaded.engine, Catalog.discover(environ={}, entry_points=NoPoints())).selections:
+        gpu_only = {"sm"}
+        assert set(selection.request.facts) == facts[selection.kind] - gpu_only, selection.kind
+
+
+def hooks_table() -> list[str]:
+    rows = ["| hook | kind | is told | when |", "|---|---|---|---|"]
+    for name in NAMES:
+        contract = getattr(HookContracts, name)
+        first = contract.minivllm_spec["firstresult"]
+        kind = "first result" if first else "wrapper" if name in WRAPPERS else "observer"
+        told = [f"`{p.name}: {p.annotation}`" for p in inspect.signature(contract).parameters.values()][1:]
+        when = " ".join(contract.__doc__.split()).replace("``", "`")
+        rows.append(f"| `{name}` | {kind} | {', '.join(told).replace('| None', 'or None')} | {when} |")
+    return rows
+
+
+def test_the_table_of_hooks_is_the_contract():
+    assert table(DOCS / "hooks.md", "hooks") == hooks_table(), "run `python tests/docs/test_docs.py`"
+
+
+class NoPoints:
+    groups = ()
+
+
+def settings_table() -> list[str]:
+    rows = ["| name | default | what it is |", "|---|---|---|"]
+    for name, field in ServerConfig.model_fields.items():
+        rows.append(f"| `{name}` | `{field.default}` | {field.description} |")
+    return rows
+
+
+def test_the_table_of_server_settings_is_the_configuration():
+    assert table(DOCS / "server.md", "settings") == settings_table(), "run `python tests/docs/test_docs.py`"
+
+
+def write_tables() -> None:
+    made = (("quickstart.md", "options", options_table), ("hooks.md", "hooks", hooks_table))
+    for page, name, rows in (*made, ("server.md", "settings", settings_table)):
+        path = DOCS / page
+        text, now = path.read_text(encoding="utf-8"), "\n".join(rows())
+        begin = text.index(f"<!-- table: {name} -->\n") + len(f"<!-- table: {name} -->\n")
+        path.write_text(text[:begin] + now + text[text.index("\n<!-- end -->", begin) :], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_tables()

@@ -1,0 +1,68 @@
+"""The conformance kit under test: every planted fault is caught by the test that is meant for it, and what is right
+passes.  The first faults of each module run always, the others among the slow tests; ``python tests/kit/test_kit.py``
+prints which tests catch each fault."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+# as pytest does, for ``python tests/kit/test_kit.py``
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest
+import wrong
+
+from minivllm.testing import SUITES
+from minivllm.testing.session import run, suite
+
+MODULES = [importlib.import_module(f"wrong.{m.name}") for m in pkgutil.iter_modules(wrong.__path__)]
+PLANTED = [(m, name) for m in MODULES for name in m.FAULTS]
+RIGHT = [(m, name) for m in MODULES for name in m.RIGHT]
+ALWAYS = 2  # faults of a module
+
+
+def outcomes(module, name, tests=()):
+    how = {"device": getattr(module, "DEVICE", ""), "overrides": getattr(module, "SUITE", {}).get(name)}
+    return run([(module.SEAM, f"{module.__name__}:{name}")], **how, select=" or ".join(tests), shrink=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(m, name, id=f"{m.SEAM}-{name}", marks=[] if i < ALWAYS else [pytest.mark.slow])
+        for m in MODULES
+        for i, name in enumerate(m.FAULTS)
+    ],
+)
+def test_a_planted_fault_is_caught(module, name):
+    tests = module.FAULTS[name]
+    failed = {o.test.partition("[")[0] for o in outcomes(module, name, tests) if o.status == "failed"}
+    assert set(tests) <= failed, f"{name} passes {sorted(set(tests) - failed)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "name"), RIGHT, ids=[f"{m.SEAM}-{name}" for m, name in RIGHT])
+def test_what_is_right_passes(module, name):
+    wrong_ones = [(o.test, o.text) for o in outcomes(module, name) if o.status == "failed"]
+    assert not wrong_ones
+
+
+def test_at_least_24_faults_are_planted_over_all_seams():
+    assert len(PLANTED) >= 24
+    assert {m.SEAM for m in MODULES} == set(SUITES)
+
+
+@pytest.mark.parametrize("seam", SUITES)
+def test_every_test_of_a_suite_says_since_when_and_what(seam):
+    for name in dir(suite(seam)):
+        if name.startswith("test_"):
+            assert hasattr(getattr(suite(seam), name), "since"), f"{seam}: {name} lacks @since"
+
+
+if __name__ == "__main__":
+    for module, name in PLANTED:
+        caught = [o.test for o in outcomes(module, name) if o.status == "failed"]
+        print(f"{module.SEAM:10} {name:24} {', '.join(caught) or 'NOT CAUGHT'}", flush=True)

@@ -1,0 +1,113 @@
+"""A plug-in whose import ends the process is named, in every way of starting an engine; one that only fails, too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from plugin_helpers import install, spec_text
+
+from minivllm.errors import PluginError
+from minivllm.registration import importing
+from minivllm.registration.importing import ends_process, guarded_import
+from minivllm.registry import Catalog
+from minivllm.spec import PluginQuery
+
+ENDS = {
+    "os._exit(0)": "ended the process with exit code 0",
+    "os._exit(3)": "ended the process with exit code 3",
+    "os.kill(os.getpid(), 9)": "killed the process: SIGKILL",
+    "os.kill(os.getpid(), 15)": "killed the process: SIGTERM",
+    "os.killpg(0, 9)": "killed the process: SIGKILL",
+    "os.abort()": "killed the process: SIGABRT",
+    "import ctypes; ctypes.string_at(0)": "killed the process: SIGSEGV",
+    "os.execv('/bin/false', ['false'])": "ended the process with exit code 1",
+}
+GOES_ON = ["pass", "raise SystemExit(3)", "1 / 0", "print('x')", "import sys; sys.exit(0)", "os.close(1)"]
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    made = []
+
+    def write(text):
+        name = f"ends_{len(made)}_{os.getpid()}"
+        (tmp_path / f"{name}.py").write_text(f"import os\n{text}\nclass Made: pass\n")
+        made.append(name)
+        return f"{name}:Made"
+
+    yield write
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_an_import_that_ends_the_process_is_an_error_with_the_plugins_name(module, text):
+    target = module(text)
+    with pytest.raises(PluginError) as e:
+        guarded_import("evictor 'acme/bad' (acme 1.0)", target, "acme 1.0")
+    assert e.value.exit_code == 4
+    assert (
+        str(e.value)
+        == f"evictor 'acme/bad' (acme 1.0) could not be imported from {target!r}: importing it {ENDS[text]}"
+    )
+
+
+@pytest.mark.parametrize("text", GOES_ON)
+def test_an_import_that_does_not_end_the_process_is_tried_without_a_trace(module, capfd, text):
+    target = module(text)
+    assert ends_process(target) == "" and target.partition(":")[0] not in sys.modules
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_dies_only_of_having_been_forked_is_taken(module):
+    forked = "'pytest' in __import__('sys').modules and os.getpid() == os.getsid(0)"
+    target = module(f"if {forked}: os._exit(9)")
+    assert importing._forked(target) == 9 and ends_process(target) == ""
+    assert guarded_import("x", target, "acme 1.0").__name__ == "Made"
+
+
+def test_an_import_that_takes_long_is_not_waited_for_twice(module, monkeypatch):
+    monkeypatch.setattr(importing, "PATIENCE", 0.2)
+    begin = time.perf_counter()
+    assert ends_process(module("__import__('time').sleep(60)")) == "" and time.perf_counter() - begin < 5
+
+
+def test_built_ins_and_what_is_imported_already_are_not_tried(monkeypatch):
+    monkeypatch.setattr(importing, "_forked", lambda target: 1 / 0)
+    assert ends_process(f"{__name__}:module") == ""
+    guarded_import("x", "minivllm.plugins.evictor.fifo:Fifo", "minivllm 1.0")
+
+
+@pytest.mark.parametrize("spec", [True, False])
+def test_specs_and_implementations_that_end_the_process_are_named(tmp_path, monkeypatch, spec):
+    monkeypatch.syspath_prepend(tmp_path)
+    bad, good = "import os\nos._exit(3)\n", spec_text(impl="ends_impl:Bad")
+    install(
+        tmp_path, "acme", {"minivllm.evictor": {"bad": "ends_spec:S"}}, ends_spec=bad if spec else good, ends_impl=bad
+    )
+    registry = Catalog.discover(environ={})["evictor"]
+    with pytest.raises(PluginError, match=r"acme 1\.0.*ended the process with exit code 3"):
+        registry.load(registry.select(PluginQuery(), "acme/bad").require())
+
+
+COMMANDS = {
+    "generate": ["generate", "--max-tokens", "2", "x"],
+    "explain": ["explain", "evictor"],
+    "serve": ["serve", "--port", "0"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_end_with_4_and_name_it(tmp_path, command):
+    (tmp_path / "deadly.py").write_text("import os\nos._exit(0)\n")
+    argv = [sys.executable, "-m", "minivllm", *COMMANDS[command], "--set", "evictor.name=deadly:Evil"]
+    argv += ["--allow-target", "deadly"]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 4, (done.returncode, done.stdout[-500:], done.stderr[-1500:])
+    assert "deadly:Evil" in done.stderr and "ended the process with exit code 0" in done.stderr

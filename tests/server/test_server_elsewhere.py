@@ -1,0 +1,130 @@
+"""Who asks as another server would be asked is told what to ask here."""
+
+import re
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from http_helpers import served
+
+from minivllm.server.app import ROUTES
+from minivllm.server.http import elsewhere
+from minivllm.server.openai.fields import REFUSED
+
+server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+HERE = [path for path, *_ in ROUTES if "{" not in path] + ["/health", "/ready", "/openapi.json"]
+
+INSTEAD = {
+    "/v1/messages": CHAT, "/messages": CHAT, "/v1/messages/count_tokens": CHAT, "/v1/responses": CHAT,
+    "/v1/responses/resp_1": CHAT, "/v1/embeddings": "only text", "/v1/files/file-1": "nothing is kept",
+    "/chat/completions": "want /v1/chat/completions", "/v1/v1/chat/completions": "and /v1, once",
+    "/api/v1/chat/completions": "and /v1, once", "/v1/chat/completions/": "want /v1/chat/completions",
+    "//v1//models": "want /v1/models", "/v1/chat/completion": "did you mean /v1/chat/completions?",
+    "/v1/tokenize": "want /tokenize", "/models": "want /v1/models", "/v1/models/": "want /v1/models",
+    "/v1/engines/pocket/completions": "the model in the body",
+    "/openai/deployments/pocket/chat/completions": "the model in the body",
+    "/api/chat": CHAT, "/api/generate": COMPLETIONS, "/api/tags": "/v1/models", "/completion": COMPLETIONS,
+    "/generate": COMPLETIONS, "/props": "/tokenizer_info", "/ping": "/health", "/healthz": "/health",
+    "/docs": "/openapi.json", "/v1/ws": "WebSocket",
+    "/": CHAT, "/v1": CHAT, "/nothing/like/it": CHAT, "/v1/" + "x" * 4000: CHAT,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(INSTEAD), ids=lambda path: path[:40])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_route_that_is_elsewhere_is_answered_with_what_to_ask_here(server, path, method):
+    more = {"json": {}} if method == "POST" else {}
+    answer = server.client.request(method, server.url + path, **more)
+    error = answer.json()["error"]
+    if (method, path) == ("POST", "/v1/models/"):  # which the router takes for a model without a name
+        assert answer.status_code == 405 and "want GET" in error["message"]
+        return
+    assert (answer.status_code, error["code"]) == (404, 404) and error["type"] == "NotFoundError"
+    assert INSTEAD[path] in error["message"] and len(error["message"]) < 300, error
+
+
+def test_what_is_told_of_other_servers_is_a_route_that_is_here():
+    for form, why in elsewhere.OTHERS:
+        for named in re.findall(r"(?:GET|POST) (/[a-z0-9_/.]+)", why):
+            assert named in (*HERE, "/debug/state", "/reset_prefix_cache"), (form.pattern, why)
+        assert not any(form.fullmatch(path) for path in HERE), form.pattern
+
+
+def test_each_row_of_the_table_is_what_answers_its_path():
+    for form, why in elsewhere.OTHERS:
+        path = form.pattern.replace("(/.*)?", "").replace("[^/]+", "x").replace("\\", "")
+        told, named = str(elsewhere.missing(path, HERE)), re.findall(r"(?:GET|POST) (/[a-z0-9_/.]+)", why)
+        assert why in told or any(f"did you mean {one}?" in told for one in named), (path, told)
+
+
+def test_a_long_path_costs_no_more_than_a_short_one():
+    import time
+
+    begin = time.process_time()
+    for path in ("/" + "a/" * 60 + "b", "/v1" * 16_000, "/" * 30_000, "/v1/chat/completions" * 6, "\x00" * 100):
+        elsewhere.missing(path, HERE)
+    assert time.process_time() - begin < 0.5
+
+
+def test_the_wrong_method_is_told_the_right_one(server):
+    for method, path, want in (("GET", CHAT, "POST"), ("POST", "/v1/models", "GET"), ("DELETE", "/health", "GET")):
+        answer = server.client.request(method, path, **({"json": {}} if method != "GET" else {}))
+        assert answer.status_code == 405 and answer.headers["allow"] == want
+        assert answer.json()["error"]["message"] == f"the route {path} does not take {method}; want {want}"
+
+
+def test_head_is_get_without_a_body(server):
+    for path in ("/health", "/ready", "/v1/models", "/v1/models/pocket", "/version", "/metrics", "/v1/nowhere"):
+        head, get = server.client.head(path), server.client.get(path)
+        assert head.status_code == get.status_code and head.content == b""
+        assert head.headers["content-type"] == get.headers["content-type"]
+        assert "content-length" in head.headers
+    assert server.client.head(CHAT).status_code == 405
+    raw = server.raw(b"HEAD /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert raw.startswith(b"HTTP/1.1 200") and raw.endswith(b"\r\n\r\n")
+
+
+def test_an_unknown_model_is_told_those_that_are_served(server):
+    for path, body in ((CHAT, HI), (COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        error = server.post(path, {**body, "model": "gpt-4o"}).json()["error"]
+        assert error["code"] == 404 and "'pocket'" in error["message"] and "`gpt-4o` does not exist" in error["message"]
+
+
+def test_what_an_answer_would_lack_is_refused_and_empty_it_asks_for_nothing(server):
+    for name in REFUSED:
+        for path, body in ((CHAT, HI), (COMPLETIONS, {"prompt": "a", "max_tokens": 1})):
+            if name in body:
+                continue
+            answer = server.post(path, {**body, name: [1]})
+            assert answer.status_code == 400 and name in answer.json()["error"]["message"], (name, answer.text)
+            for nothing in (None, False, "", [], {}):
+                if nothing is None or name not in ("suffix",):
+                    assert server.post(path, {**body, name: nothing}).status_code == 200, (name, nothing)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (CHAT, {"prompt": "hi"}, "it belongs to /v1/completions"),
+        (CHAT, {"input": "hi"}, "send messages"),
+        (CHAT, {"prompt": [5] * 9000}, "it belongs to /v1/completions"),
+        (COMPLETIONS, {"messages": [{"role": "user", "content": "hi"}]}, "/v1/chat/completions"),
+        (COMPLETIONS, {"inputs": "hi", "parameters": {"max_new_tokens": 3}}, "a prompt"),
+        (COMPLETIONS, {"input_ids": [5]}, "token ids as the prompt"),
+    ],
+)
+def test_a_body_of_another_route_is_told_which(server, path, body, words):
+    error = server.post(path, body).json()["error"]
+    assert error["code"] == 400 and " is missing, and " in error["message"] and words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [("topK", "top_k"), ("maxTokens", "max_tokens"), ("stop-sequences", "stop_sequences"), ("Seed", "seed")],
+)
+def test_names_in_another_spelling_are_slips(server, name, like):
+    error = server.post(COMPLETIONS, {"prompt": "a", name: 1}).json()["error"]
+    assert error["code"] == 400 and f"Did you mean {like!r}?" in error["message"]

@@ -1,0 +1,244 @@
+"""Calls of tools in an answer: their arguments as the model wrote them, and what is left of one that is cut."""
+
+import json
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from http_helpers import served
+
+from minivllm.server.openai.calls import Begun, Ended, Forced, Named, Said, ToolCall, Written
+from minivllm.server.openai.reader import Reader
+from minivllm.server.openai.tools import Hermes, Json, Tools
+
+server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
+CHAT = "/v1/chat/completions"
+ASK = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
+
+
+def function(name, **properties):
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+LONG = function("fill", text={"type": "string", "minLength": 10, "maxLength": 16}, n={"enum": [1, 2]})
+ADD = function("add", a={"type": "integer", "minimum": 0, "maximum": 9}, b={"enum": [1, 2]})
+PAIR = function("pair", list={"type": "array", "items": {"enum": ["}", "]", '"', "\\"]}, "minItems": 3, "maxItems": 3})
+NAMED = {"type": "function", "function": {"name": "fill"}}
+
+
+def cut(text, size):
+    return [text[i : i + size] for i in range(0, len(text), size)] or [""]
+
+
+def read(choice, pieces, reason, parser=Hermes, **more):
+    """(the message, the deltas put together) of an answer that comes in pieces."""
+    asked = Tools([], choice, **more)
+    streamed, whole = Reader(asked, parser), Reader(asked, parser)
+    said, calls = "", {}
+    for number, piece in enumerate(pieces):
+        delta = streamed.deltas(piece, reason if number == len(pieces) - 1 else None)
+        said += delta.get("content", "")
+        for call in delta.get("tool_calls", ()):
+            name, arguments = call["function"].get("name"), call["function"]["arguments"]
+            assert ("id" in call) == (call["index"] not in calls) == (name is not None)
+            before = calls.setdefault(call["index"], [name, ""])
+            before[1] += arguments
+    whole.deltas("".join(pieces), reason)
+    message = whole.message()
+    told = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
+    kept = [[c["function"]["name"], c["function"]["arguments"]] for c in streamed.message().get("tool_calls", ())]
+    assert told == kept and whole.reason(reason) == streamed.reason(reason)
+    return (message["content"], told, whole.reason(reason)), (said, [calls[i] for i in sorted(calls)])
+
+
+WRITTEN = [
+    '{"x":[1,"}"]}',
+    '{ "a" : 1.0e2,\n "\\u00e9": "é\\ud83d" }',
+    "{}",
+    '{"q":"\\"}]\\\\"}',
+    '{"deep":[[{"a":[]}]]}',
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_arguments_are_given_as_they_were_written_however_the_text_is_cut(size):
+    want = [["f", text] for text in WRITTEN]
+    listed = "[" + ",".join(f'{{"name":"f","arguments":{text}}}' for text in WRITTEN) + "]"
+    for parser, choice, text in (
+        (None, "required", listed),
+        (None, "required", listed.replace('{"name":"f","arguments":', ' { "name" : "f" , "arguments" : ')),
+        (Json, "auto", listed),
+        (Hermes, "auto", "\n".join(f'<tool_call>\n{{"name": "f", "arguments": {t}}}\n</tool_call>' for t in WRITTEN)),
+    ):
+        whole, streamed = read(choice, cut(text, size), "stop", parser)
+        assert whole == (None, want, "tool_calls") and streamed == ("", want)
+    for text in WRITTEN:
+        whole, streamed = read("named", cut(text, size), "stop", function="f")
+        assert whole == (None, [["f", text]], "stop") and streamed == ("", [["f", text]])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_at_every_place_where_an_answer_may_be_cut_no_part_of_a_call_is_text(size):
+    """Whole calls are kept; a stream has besides what came of the last one."""
+    one, two = WRITTEN[0], WRITTEN[3]
+    calls = [f'{{"name":"f","arguments":{text}}}' for text in (one, two)]
+    tagged = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+    for choice, parser, text, ends in (
+        ("required", None, "[" + ",".join(calls) + "]", [1 + len(calls[0]), 2 + len(calls[0] + calls[1])]),
+        ("auto", Json, "[" + ",".join(calls) + "]", [1 + len(calls[0]), 2 + len(calls[0] + calls[1])]),
+        (
+            "auto",
+            Hermes,
+            "".join(tagged),
+            [len(tagged[0]) - 13, len("".join(tagged)) - 13],
+        ),
+        ("named", None, one, [len(one)]),
+    ):
+        for at in range(1, len(text) + 1):
+            whole, streamed = read(choice, cut(text[:at], size), "length", parser, function="f")
+            count = sum(at >= end for end in ends)
+            tag = parser is Hermes and any(0 < at - begin < len("<tool_call>") for begin in (0, len(tagged[0])))
+            assert whole[1:] == ([["f", one], ["f", two]][:count], "length"), text[:at]
+            if not tag:  # which may yet be a word like another
+                assert not whole[0] and streamed[0] == "", text[:at]
+            for name, arguments in streamed[1][count:]:
+                assert name == "f" and (two if count else one).startswith(arguments)
+
+
+def test_text_that_only_looks_like_a_call_is_kept_when_it_is_cut():
+    for parser, text in (
+        (Json, '{"name": "Anna", "age": 3'),
+        (Json, '["a", {"na'),
+        (Json, "plain { text"),
+        (Json, '{"answer": [1, 2'),
+        (Hermes, "a < b"),
+        (Hermes, "see <tool_call>no JSON at"),
+        (Hermes, '{"name": "f"'),
+        (None, '[{"name":'),
+    ):
+        choice = "none" if parser is None else "auto"
+        for size in (1, 100):
+            assert read(choice, cut(text, size), "length", parser)[0] == (text, [], "length")
+    before = 'I look.<tool_call>\n{"name": "f", "argu'
+    assert read("auto", cut(before, 4), "length")[0] == ("I look.", [], "length")
+
+
+def test_a_parser_without_a_word_on_cuts_is_told_of_the_end_as_before():
+    class Own:
+        def feed(self, text, final):
+            return [Said(f"{text}|{final}")]
+
+    assert read("auto", ["a", "b"], "length", Own)[1][0] == "a|Falseb|True"
+
+
+def test_pieces_of_forced_calls_name_each_call_once_and_say_when_it_is_whole():
+    parser = Forced()
+    found = [
+        one
+        for piece in cut('[{"name":"f","arguments":{"a":1}},{"name":"g","arguments":[', 2)
+        for one in parser.feed(piece, False)
+    ]
+    kinds = [type(one) for one in found if not isinstance(one, Written)]
+    assert kinds == [Begun, Ended, Begun] and [one.name for one in found if isinstance(one, Begun)] == ["f", "g"]
+    assert Ended() not in Named("f").feed('{"a":', True) and isinstance(Named("f").feed("", True)[0], Begun)
+    assert ToolCall("f", "{}").id != ToolCall("f", "{}").id
+
+
+# ---- over HTTP -------------------------------------------------------------------------------------------------------
+
+
+def streamed(server, body):
+    said, calls, reasons, pieces = "", {}, [], 0
+    for event in server.events(CHAT, body)[:-1]:
+        (choice,) = event["choices"]
+        said += choice["delta"].get("content") or ""
+        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+        for call in choice["delta"].get("tool_calls", ()):
+            pieces += 1
+            calls.setdefault(call["index"], [call["function"].get("name"), ""])[1] += call["function"]["arguments"]
+    return said, [calls[i] for i in sorted(calls)], reasons, pieces
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_forced_call_that_is_cut_has_no_half_of_it_in_the_message(server, choice):
+    pytest.importorskip("llguidance")
+    body = {**ASK, "tools": [LONG], "tool_choice": choice, "parallel_tool_calls": False}
+    whole = server.post(CHAT, {**body, "max_tokens": 60}).json()
+    total = whole["usage"]["completion_tokens"]
+    want = whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    said, calls, _, pieces = streamed(server, {**body, "max_tokens": 60})
+    assert (said, calls) == ("", [["fill", want]]) and pieces > 2 and set(json.loads(want)) == {"text", "n"}
+    for most in (1, total // 2, total - 3):
+        answer = server.post(CHAT, {**body, "max_tokens": most}).json()["choices"][0]
+        assert answer["finish_reason"] == "length"
+        assert not answer["message"]["content"] and "tool_calls" not in answer["message"]
+        said, calls, reasons, _ = streamed(server, {**body, "max_tokens": most})
+        assert said == "" and reasons == ["length"]
+        assert all(want.startswith(arguments) for _, arguments in calls)
+
+
+def test_whole_calls_of_a_list_that_is_cut_are_kept(server):
+    pytest.importorskip("llguidance")
+    body = {**ASK, "tools": [ADD, PAIR], "tool_choice": "required", "temperature": 1.3}
+    kept = 0
+    for seed in range(4):
+        answer = server.post(CHAT, {**body, "seed": seed, "max_tokens": 30}).json()["choices"][0]
+        calls = answer["message"].get("tool_calls", [])
+        told = [[c["function"]["name"], c["function"]["arguments"]] for c in calls]
+        said, got, reasons, _ = streamed(server, {**body, "seed": seed, "max_tokens": 30})
+        assert not answer["message"]["content"] and not said and reasons == [answer["finish_reason"]]
+        assert got[: len(told)] == told and len(got) <= len(told) + 1
+        for name, arguments in told:
+            assert set(json.loads(arguments)) == ({"a", "b"} if name == "add" else {"list"})
+        kept += answer["finish_reason"] == "length" and len(told) > 0
+        assert answer["finish_reason"] == "length" or (
+            len(got) == len(told) and answer["finish_reason"] == "tool_calls"
+        )
+    assert kept, "no answer was cut behind a whole call: nothing was tried"
+
+
+# ---- a part of the tools ---------------------------------------------------------------------------------------------
+
+
+def only(mode, *names):
+    inner = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in names]}
+    return {"type": "allowed_tools", "allowed_tools": inner}
+
+
+def test_allowed_tools_are_the_only_ones_that_are_shown_and_called(server):
+    pytest.importorskip("llguidance")
+    body = {**ASK, "tools": [ADD, LONG, PAIR], "max_tokens": 30}
+    spread = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "pair"}]}
+    for choice in (only("required", "pair"), spread):
+        for seed in range(2):
+            answer = server.post(CHAT, {**body, "tool_choice": choice, "seed": seed, "temperature": 1}).json()
+            calls = answer["choices"][0]["message"].get("tool_calls", [])
+            assert {call["function"]["name"] for call in calls} <= {"pair"}
+    count = {}
+    for name, choice in (("all", "auto"), ("two", only("auto", "add", "pair")), ("one", only("auto", "add"))):
+        asked = {**body, "tool_choice": choice, "max_tokens": 1}
+        count[name] = server.post(CHAT, asked).json()["usage"]["prompt_tokens"]
+    one = server.post(CHAT, {**body, "tools": [ADD], "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    assert count["all"] > count["two"] > count["one"] == one
+    hidden = '{"name": "fill", "arguments": {}}'
+    message, _ = read("auto", [hidden], "stop", Json, only=frozenset({"add"}))
+    assert message[1:] == ([], "stop") and "fill" in message[0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "word"),
+    [
+        (only("maybe", "add"), "mode"),
+        (only("auto"), "tools"),
+        (only("auto", "nobody"), "names no function"),
+        ({"type": "allowed_tools"}, "mode"),
+        ({"type": "allowed_tools", "allowed_tools": []}, "mode"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["add"]}}, "names no function"),
+    ],
+)
+def test_an_allowed_part_that_is_malformed_is_refused_by_name(server, choice, word):
+    answer = server.post(CHAT, {**ASK, "tools": [ADD], "tool_choice": choice})
+    assert answer.status_code == 400 and word in answer.json()["error"]["message"], answer.text
+    assert answer.json()["error"]["param"] == "tool_choice"

@@ -1,0 +1,268 @@
+"""Structured output: what can be asked for, its compilation under limits, vocabularies, and threads for masks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from minivllm import RequestError, StructuredOutputsParams
+from minivllm.core.interfaces.executor import Part
+from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
+from minivllm.structured.service import Grammars, NoGrammars
+
+TESTS = Path(__file__).parents[1]
+
+
+# ---- compilation under limits ----------------------------------------------------------------------------------------
+
+
+class Fake(Grammar):
+    """Compiles what it is told to do: "loop", "eat", "die", "refuse", "none", or a grammar of as many bytes."""
+
+    def compile(self, source):
+        text = source.text
+        if text == "loop":
+            while True:
+                pass
+        if text == "eat":
+            bytearray(3 << 30)[:] = b"x"
+        if text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if text == "refuse":
+            raise ValueError("not this one")
+        return Compiled(text, int(text) if text.isdigit() else 1)
+
+    def start(self, compiled):
+        return compiled.handle
+
+    def accept(self, matchers, tokens):
+        return [len(t) for t in tokens]
+
+    def fill(self, matchers, mask, rows):
+        mask[rows] = 0 if "none" in matchers else -1
+        return {}
+
+    def rollback(self, matcher, count):
+        pass
+
+    def clone(self, matcher):
+        return matcher
+
+
+class Threads(Fake):
+    """The same with a thread of its own, so that its process cannot be forked."""
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+@pytest.fixture
+def fake(monkeypatch, request):
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    monkeypatch.setenv("PYTHONPATH", path)
+    part = Part("test/fake", f"test_grammars:{getattr(request, 'param', 'Fake')}")
+    made = Grammars(part, lambda: GrammarContext((b"a", b""), 2, (1,)), 0.6, 512, 100)
+    yield made
+    made.close()
+
+
+def compiled(grammars, text, salt=("", "")):
+    return grammars.compile(StructuredOutputsParams(regex=text), salt)
+
+
+@pytest.mark.parametrize("fake", ["Fake", "Threads"], indirect=True)
+def test_a_hostile_grammar_costs_a_process_its_life_and_the_next_is_compiled(fake):
+    """A child of the helper; with a plug-in that has threads, which a fork would lack, the helper."""
+    assert compiled(fake, "1").handle == "1"
+    helper = fake.helpers.made[0]._process.pid
+    cases = [
+        ("loop", "structured_outputs.regex: it takes more than 0.6 s to compile"),
+        ("eat", "structured_outputs.regex: "),
+        ("die", "structured_outputs.regex: it takes more than 512 MB of memory to compile, or is more than"),
+        ("refuse", "structured_outputs.regex: not this one"),
+        ("none", "structured_outputs.regex: no text that this model's tokens can spell fits it"),
+    ]
+    forks = fake.part.target == "test_grammars:Fake"
+    for text, says in cases if forks else cases[::3]:
+        with pytest.raises(RequestError) as e:
+            compiled(fake, text)
+        assert says in str(e.value) and e.value.param == "structured_outputs"
+        assert compiled(fake, f"0{len(text)}").handle == f"0{len(text)}"
+    assert (fake.helpers.made[0]._process.pid == helper) == forks and len(fake.helpers.made) == 1
+
+
+@pytest.mark.parametrize("fake", ["Fake", "Threads"], indirect=True)
+@pytest.mark.parametrize("when", ["before it is tried out", "while it is"])
+def test_one_that_nobody_wants_any_more_ends_at_once_and_is_not_held_against_who_asks_again(fake, when):
+    """Long before its limit; another's is not touched, and the helper goes on where it forks."""
+    fake.helpers._make = lambda made=fake.helpers._make: patient(made())
+    assert compiled(fake, "1").handle == "1"
+    asked, found = StructuredOutputsParams(regex="loop"), []
+    fake.stop(asked, ("", ""))  # nothing is being made: without effect
+
+    def ask():
+        with pytest.raises(RequestError, match="nobody wants it any more") as e:
+            fake.compile(asked, ("", ""))
+        found.append(e.value.param)
+
+    begun, thread = time.monotonic(), threading.Thread(target=ask)
+    with fake.helpers.one() if when.startswith("before") else contextlib.nullcontext():
+        thread.start()
+        while (("", ""), asked.source) not in fake._making:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        fake.stop(StructuredOutputsParams(regex="other"), ("", ""))
+        fake.stop(asked, ("somebody", ""))
+        time.sleep(0.2)
+        assert thread.is_alive()
+        fake.stop(asked, ("", ""))
+    thread.join(30)
+    assert found == ["structured_outputs"] and time.monotonic() - begun < 20
+    assert not fake._making and not fake._stopped and not fake._trying
+    assert fake.find(asked, ("", "")) is None, "it was not refused: whoever asks again is not told so"
+    assert compiled(fake, "2").handle == "2"
+
+
+def patient(helper):
+    """One whose limits are far away."""
+    helper.seconds = 60.0
+    helper._hello = helper._hello.replace(b'"seconds": 0.6', b'"seconds": 60')
+    return helper
+
+
+def test_what_was_refused_is_refused_again_at_once(fake):
+    for _ in range(2):
+        start = time.perf_counter()
+        with pytest.raises(RequestError, match=r"more than 0\.6 s"):
+            compiled(fake, "loop")
+    assert time.perf_counter() - start < 0.5
+
+
+def test_compiled_grammars_are_kept_up_to_the_byte_limit_and_the_least_recently_used_go(fake):
+    first = compiled(fake, "40")
+    assert compiled(fake, "40") is first
+    compiled(fake, "50")
+    assert compiled(fake, "40") is first and fake.bytes == 90
+    compiled(fake, "30")
+    assert fake.bytes == 70 and compiled(fake, "40") is first
+    compiled(fake, "101")
+    assert fake.bytes == 70, "one that is larger than the limit is not kept, nor is room made for it in vain"
+
+
+def test_many_threads_compile_one_grammar_once(fake):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(compiled(fake, "7"))) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(found) == 8 and len(set(map(id, found))) == 1
+
+
+def test_the_bytes_of_a_grammar_are_those_of_what_is_compiled():
+    """A class of a few characters is thousands in the grammar."""
+    pytest.importorskip("llguidance")
+    from json_helpers import BYTES
+
+    from minivllm.plugins.grammar.llguidance_plugin import LLGuidance, lark
+
+    library = LLGuidance(None, BYTES)
+    letters = GrammarSource("regex", r"\p{L}\W" * 10)
+    nbytes = library.compile(letters).nbytes
+    assert len(lark(letters)) > 100_000 and 4 * len(lark(letters)) < nbytes < 16 * len(lark(letters))
+    assert nbytes > 10 * library.compile(GrammarSource("regex", "a" * len(letters.text))).nbytes
+
+
+def test_without_a_library_or_a_vocabulary_a_request_is_refused_with_what_to_do():
+    from minivllm.wiring import NO_GRAMMAR
+
+    with pytest.raises(RequestError, match="pip install llguidance"):
+        NoGrammars(NO_GRAMMAR).compile(StructuredOutputsParams(regex="a"), ("", ""))
+
+
+# ---- a vocabulary ----------------------------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_tokens_are_those_of_their_text():
+    from minivllm.loading.hf_config import open_checkpoint
+    from minivllm.text.tokenizer import load_tokenizer
+    from minivllm.text.vocabulary import token_bytes
+
+    tokenizer = load_tokenizer(open_checkpoint("pocket").folder)
+    tokens = token_bytes(tokenizer, 3000)
+    assert len(tokens) == 3000 and not any(tokens[2048:]) and not any(tokens[i] for i in tokenizer.eos_ids)
+    for text in ("The fox's box held 12 things.\n\tTab", "h\u00e9llo \u4f60\u597d \U0001f98a", ' {"a": [1, 2.5e3]}'):
+        assert b"".join(tokens[i] for i in tokenizer.encode(text, add_special_tokens=False)) == text.encode()
+
+
+def test_the_bytes_of_a_sentencepiece_vocabulary():
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    from minivllm.errors import ModelError
+    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.text.vocabulary import token_bytes
+
+    vocab = {"<unk>": 0, "\u2581the": 1, "<0x0A>": 2, "\u2581\u2581": 3, "</s>": 4}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<unk>", "</s>"])
+    tokenizer = Tokenizer(backend, None, {"eos_token": "</s>"}, None)
+    assert token_bytes(tokenizer, 6) == [b"", b" the", b"\n", b"  ", b"", b""]
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(ModelError, match="the decoder of this one is WordPiece"):
+        token_bytes(tokenizer, 6)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def calls(threads, cost, n=1000, rows=64):
+    """What n calls of so many rows took: the pools that they were made with."""
+    from minivllm.plugins.grammar import threads as module
+
+    clock, used = [0.0], []
+    module.perf_counter = lambda: clock[0]
+    try:
+        for _ in range(n):
+
+            def call(pool):
+                used.append(pool or 1)
+                clock[0] += cost(pool or 1)
+
+            threads.run("fill", rows, call)
+    finally:
+        module.perf_counter = time.perf_counter
+    return used
+
+
+def test_a_call_is_spread_over_the_threads_that_make_it_fastest():
+    from minivllm.plugins.grammar.threads import Threads
+
+    threads = Threads(14, lambda n: n)
+    assert threads.sizes == [1, 2, 4, 8, 14]
+    for cost, best in ((lambda n: 1 / n, 14), (lambda n: n, 1), (lambda n: abs(n - 8) + 1, 8), (lambda n: 1 / n, 14)):
+        used = calls(threads, cost, 8000)
+        assert used[-100:].count(best) >= 90 and threads.used() == {"fill 127": best}
+        assert len(set(used[-2000:])) > 1, "it goes on looking"
+    assert set(calls(threads, lambda n: 1.0, rows=1)) == {1}, "one row is for the caller's own thread"
+
+
+def test_on_few_cores_there_are_no_threads():
+    from minivllm.plugins.grammar.threads import Threads
+    from minivllm.structured.service import default_threads
+
+    assert set(
+        calls(Threads(default_threads() if len(os.sched_getaffinity(0)) < 4 else 1, broken_pool), lambda n: 1)
+    ) == {1}
+
+
+def broken_pool(n):
+    raise AssertionError(f"a pool of {n} threads was made")
