@@ -159,7 +159,8 @@ class Completion:
 
     def opening(self, answer: Answer) -> list[dict[str, Any]]:
         count = len(self.ids) * self.n
-        self._rows = [self._placed(number // self.n) for number in range(count)]
+        scored = range(count) if self.body.logprobs is not None else ()
+        self._rows = [self._placed(number // self.n) for number in scored]
         self._silent = set(range(count)) if self.body.echo or self.only_scores else set()
         self._new = set(range(count)) if self.body.return_token_ids else set()
         return []
