@@ -9,6 +9,7 @@ same one), beams, ``n = 4``, prompts that share long prefixes; a fifth of all le
 ended.  Samples every ``--every`` seconds the resident memory of both processes, what of the engine's is KV pages, the
 share of the KV cache's blocks in use, and what runs, waits and has ended.
 
+Before the load comes, prompts are tokenized until the server's cache of token ids is full, which takes an hour else.
 A page of the KV cache is taken when a token is first written to it, so the engine's memory grows until every block was
 used once.  That is no leak: ``kv_mib`` (what the engine says of its own pages) is told apart, and ``rest_mib`` is what
 has to be flat: the largest of the last quarter at most ``SLACK`` above the largest of the second (the first fills
@@ -207,6 +208,18 @@ async def client(
             count(counts, 0, e)
 
 
+async def fill(url: str, address: tuple[str, int]) -> None:
+    """Tokenize prompts like those of the load until the server keeps the ids of no more."""
+    rng, before, now = random.Random(0), -1, 0
+    while now > before:
+        for _ in range(500):
+            status, said = await post(address, "/tokenize", {"prompt": text(rng)})
+            if status != 200:
+                raise SystemExit(f"/tokenize: {status} {said[-300:]!r}")
+        state = json.loads(await asyncio.to_thread(fetch, f"{url}/debug/state"))
+        before, now = now, state["server"]["memory"]["token_cache_bytes"] >> 16
+
+
 def metric(text: str, name: str) -> float:
     return float(re.search(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.M)[1])
 
@@ -240,7 +253,8 @@ async def soak(url: str, args: argparse.Namespace) -> list[dict[str, float]]:
     start = time.monotonic()
     until = start + 60 * args.minutes
     counts: Counter[str] = Counter()
-    rows = [await asyncio.to_thread(sample, url, start, counts)]  # before anybody has come
+    await fill(url, address)
+    rows = [await asyncio.to_thread(sample, url, start, counts)]  # before anybody else has come
     randoms = [random.Random(i) for i in range(args.clients)]
     tasks = [asyncio.create_task(client(address, rng, until, counts, args.faults)) for rng in randoms]
     with open(args.csv, "w", newline="") as file:

@@ -78,4 +78,5 @@ async def of(service: Service, trim: bool) -> dict[str, Any]:
     told = await service.client.state(trim)
     tables = {**service.client.tables(), "inside": service.door.inside, "tasks": len(asyncio.all_tasks())}
     tables["body_bytes"] = sum(service.bodies.held.values())
-    return {"engine": told, "server": {"tables": tables, "process": process(trim)}}
+    memory = {"token_cache_bytes": service.tokens.cached_bytes}
+    return {"engine": told, "server": {"tables": tables, "memory": memory, "process": process(trim)}}

@@ -47,6 +47,11 @@ class Tokens:
         self.desk = Desk(tokenizer) if desk is None else desk
         self._kept: TenantCache[array[int]] = TenantCache(CACHED)
 
+    @property
+    def cached_bytes(self) -> int:
+        """Of the texts and their ids that are kept; at most ``CACHED``."""
+        return self._kept.bytes
+
     def need(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ApiError(400, NO_TEXT, "prompt")
