@@ -115,7 +115,8 @@ def test_what_is_not_compared_has_a_reason():
 
 
 def test_links_between_documents_lead_somewhere():
-    for path in [*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "contrib").rglob("*.md")]:
+    beside = [path for folder in ("contrib", "benchmarks", "minivllm") for path in (ROOT / folder).rglob("*.md")]
+    for path in [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *beside]:
         for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
             target, _, anchor = link.partition("#")
             if "://" in link:
