@@ -114,7 +114,7 @@ LIMIT = re.compile(r"up to (\d+)|(-?\d+) to (\d+)")
 
 def test_limits_of_sampling_parameters_are_those_that_are_refused_beyond():
     seen = set()
-    for name, _, meaning in rows("quickstart.md", "| name | default | meaning |"):
+    for name, _, meaning in rows("options.md", "| name | default | meaning |"):
         found = LIMIT.search(meaning)
         if found is None or name in ("logit_bias", "bad_words"):  # those are checked by their processors
             continue
@@ -150,7 +150,7 @@ def test_defaults_of_schedulers_are_those_of_their_options():
 
 
 def test_the_table_of_commands_has_all_of_them():
-    shown = {row[0].split(" ")[0] for row in rows("quickstart.md", "| command | what it does |")}
+    shown = {row[0].split(" ")[0] for row in rows("options.md", "| command | what it does |")}
     commands = next(a for a in make_parser()._actions if a.choices and "run" in a.choices).choices
     assert shown == set(commands)
     for name, parser in commands.items():  # what the page says of flags
@@ -160,7 +160,7 @@ def test_the_table_of_commands_has_all_of_them():
 
 
 def test_the_exit_codes_of_the_page_are_those_of_the_errors():
-    table = rows("quickstart.md", "| error | exit code | when |")
+    table = rows("options.md", "| error | exit code | when |")
     codes = {kind.__name__: kind.exit_code for kind in errors.MinivllmError.__subclasses__() if kind.exit_code > 1}
     assert {row[0]: int(row[1]) for row in table} == codes
 
@@ -172,6 +172,18 @@ def test_the_readme_names_every_built_in_plug_in():
     for kind in KINDS:
         for entry in catalog[kind].entries:
             assert f"`{entry.name}`" in table, (kind, entry.name)
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page_about_performance():
+    def figures(text):
+        return re.findall(r"\d[\d.,]*\d|\d", text)
+
+    measured = figures((DOCS / "performance.md").read_text(encoding="utf-8"))
+    table = (DOCS.parent / "README.md").read_text(encoding="utf-8").split("<!-- table: figures -->")[1]
+    lines = table.partition("<!-- end -->")[0].splitlines()[3:]
+    shown = [figure for line in lines for figure in figures(line.partition("|")[2].partition("|")[2])]
+    assert len(shown) >= 12
+    assert not (missing := [figure for figure in shown if figure not in measured]), missing
 
 
 def test_scripts_and_tests_that_pages_name_are_there():

@@ -55,10 +55,25 @@ def here(tmp_path, monkeypatch):
 
 # page -> how many commands and Python blocks are run at least
 PAGES = {
-    "quickstart": 24, "configuration": 12, "structured": 2, "caching": 1, "reproducibility": 2, "speculative": 1,
-    "experiments": 8, "plugins": 8, "plugins/tutorial": 8, "eviction": 1, "scheduling": 0, "server": 3, "attention": 0,
-    "performance": 0, "architecture": 1,
-}  # fmt: skip
+    "quickstart": 7,
+    "options": 4,
+    "sampling": 6,
+    "python": 7,
+    "configuration": 12,
+    "structured": 2,
+    "caching": 1,
+    "reproducibility": 2,
+    "speculative": 1,
+    "experiments": 8,
+    "plugins": 8,
+    "plugins/tutorial": 8,
+    "eviction": 1,
+    "scheduling": 0,
+    "server": 3,
+    "attention": 0,
+    "performance": 0,
+    "architecture": 1,
+}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -66,7 +81,7 @@ def test_a_page_shows_what_is_printed(name, here):
     if name == "structured":
         pytest.importorskip("llguidance")
     assert Page(DOCS / f"{name}.md").run() >= PAGES[name]
-    if name == "quickstart":
+    if name == "python":
         assert json.loads((here / "steps.json").read_text())["traceEvents"]
     if name == "experiments":
         lru, deepest = (json.loads((here / file).read_text())["results"] for file in ("lru.json", "deepest.json"))
@@ -194,7 +209,7 @@ BOUNDS = (("ge", "from"), ("gt", "above"), ("le", "to"))
 
 
 def test_the_table_of_engine_options_is_the_configuration():
-    shown = table(DOCS / "quickstart.md", "options")
+    shown = table(DOCS / "options.md", "options")
     assert shown == options_table(), "run `python tests/docs/test_docs.py`"
 
 
@@ -202,7 +217,7 @@ def test_the_table_of_sampling_parameters_has_them_all_with_their_defaults():
     def default(f):
         return f.default_factory() if f.default is dataclasses.MISSING else f.default
 
-    rows = [row.split(" | ") for row in table(DOCS / "quickstart.md", "sampling")[2:]]
+    rows = [row.split(" | ") for row in table(DOCS / "options.md", "sampling")[2:]]
     shown = [(row[0].strip("| `"), row[1].strip("`")) for row in rows]
     assert shown == [(f.name, repr(default(f))) for f in dataclasses.fields(SamplingParams)]
 
@@ -258,7 +273,7 @@ def test_the_table_of_server_settings_is_the_configuration():
 
 
 def write_tables() -> None:
-    made = (("quickstart.md", "options", options_table), ("hooks.md", "hooks", hooks_table))
+    made = (("options.md", "options", options_table), ("hooks.md", "hooks", hooks_table))
     for page, name, rows in (*made, ("server.md", "settings", settings_table)):
         path = DOCS / page
         text, now = path.read_text(encoding="utf-8"), "\n".join(rows())
