@@ -72,7 +72,13 @@ PAGES = {
     "server": 3,
     "attention": 0,
     "performance": 0,
-    "architecture": 1,
+    "architecture": 0,
+    "architecture/overview": 0,
+    "architecture/step": 1,
+    "architecture/scheduling": 0,
+    "architecture/cache": 0,
+    "architecture/device": 0,
+    "architecture/server": 0,
 }
 
 
