@@ -72,6 +72,7 @@ PAGES = {
     "server": 3,
     "attention": 0,
     "performance": 0,
+    "glossary": 0,
     "architecture": 0,
     "architecture/overview": 0,
     "architecture/step": 1,
