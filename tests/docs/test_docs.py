@@ -73,6 +73,7 @@ PAGES = {
     "attention": 0,
     "performance": 0,
     "glossary": 0,
+    "finding-your-way": 0,
     "architecture": 0,
     "architecture/overview": 0,
     "architecture/step": 1,

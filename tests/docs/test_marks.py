@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "minivllm"
 DOCS = ROOT / "docs"
 # pages in which each mark is looked up; in the others those that name something in a file
-STRICT = [DOCS / "glossary.md", *sorted((DOCS / "architecture").glob("*.md"))]
+STRICT = [DOCS / "glossary.md", DOCS / "finding-your-way.md", *sorted((DOCS / "architecture").glob("*.md"))]
 PAGES = [page for page in (*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md") if page not in STRICT]
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 CODE = re.compile(r"`([^`\n]+)`")
