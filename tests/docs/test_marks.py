@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,15 @@ def test_names_in_files_that_other_pages_give_are_there():
 def test_a_mark_that_names_nothing_is_seen(mark, says):
     why = wrong(mark, strict=True)
     assert says in why and bool(says) == bool(why)
+
+
+def test_the_picture_and_the_text_below_it_number_the_same_steps_and_its_packages_are_there():
+    page = (DOCS / "architecture" / "overview.md").read_text(encoding="utf-8")
+    picture = ET.parse(DOCS / "architecture" / "structure.svg").getroot()
+    svg = "{http://www.w3.org/2000/svg}"
+    words = [(e.text or "", e.get("font-weight")) for e in picture.iter() if e.tag in (f"{svg}text", f"{svg}tspan")]
+    shown = {int(text) for text, _ in words if text.isdigit()}
+    explained = {int(n) for n in re.findall(r"^(\d+)\. \*\*", page, re.M)}
+    assert shown == explained == set(range(1, len(explained) + 1)) and len(explained) > 5
+    packages = [text for text, weight in words if weight == "bold" and re.fullmatch(r"[a-z/]+", text)]
+    assert len(packages) >= 10 and not [name for name in packages if found(name) is None]
