@@ -13,9 +13,9 @@ from time import process_time
 
 import numpy as np
 
+from minivllm.config.resolve import choose_seams
 from minivllm.core.interfaces.evictor import BlockInfo, EvictorContext
 from minivllm.registry import Catalog, build_part
-from minivllm.wiring import choose_seams
 
 CHAIN = 64
 

@@ -17,12 +17,12 @@ import numpy as np
 from plan_step import VOCAB, engine
 
 from minivllm import LLM, SamplingParams
+from minivllm.config.resolve import make_part
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams as Params
 from minivllm.core.timing import SeamTimes
 from minivllm.registry import Catalog, build_part
 from minivllm.spec import PluginQuery as Asked
-from minivllm.wiring import make_part
 
 BATCH = 50
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from .core.interfaces.params import SamplingParams
     from .core.interfaces.structured import StructuredOutputsParams
-    from .explaining import explain
     from .frontend.async_llm import AsyncLLM
+    from .frontend.explaining import explain
     from .frontend.llm import LLM
 
 __version__ = "0.1.0"  # the same as in pyproject.toml; a test compares them
@@ -40,7 +40,7 @@ _LAZY = {
     "RequestOutput": "minivllm.text.outputs",
     "SamplingParams": "minivllm.core.interfaces.params",
     "StructuredOutputsParams": "minivllm.core.interfaces.structured",
-    "explain": "minivllm.explaining",
+    "explain": "minivllm.frontend.explaining",
 }
 
 __all__ = [

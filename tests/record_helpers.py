@@ -9,12 +9,12 @@ import torch
 
 from minivllm import SamplingParams
 from minivllm.config import load_config
+from minivllm.config.resolve import resolve
 from minivllm.record import bill, machine, sources
 from minivllm.record.diff import compare, report
 from minivllm.record.nodes import fingerprint
 from minivllm.registry import Catalog
 from minivllm.testing.tiny import tiny_dir
-from minivllm.wiring import resolve
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS = dict(

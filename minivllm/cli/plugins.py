@@ -204,7 +204,7 @@ def check(args: argparse.Namespace) -> int:
 def explain(args: argparse.Namespace) -> int:
     """What would be wired, and why.  Where a choice fails, the choices before it and the reasons are shown."""
     from minivllm.cli.commands import load
-    from minivllm.explaining import explain_loaded
+    from minivllm.frontend.explaining import explain_loaded
     from minivllm.hardware import prepare_environment
     from minivllm.spec import check_seam
 

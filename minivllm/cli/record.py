@@ -84,9 +84,9 @@ def check_recorded(record: Mapping[str, Any], loaded: Loaded, args: argparse.Nam
     from minivllm.hardware import prepare_environment
 
     prepare_environment()
+    from minivllm.config.resolve import resolve
     from minivllm.record import bill, replay
     from minivllm.registry import Catalog
-    from minivllm.wiring import resolve
 
     resolved = resolve(loaded.engine, Catalog.discover(), loaded.origins)
     for note in replay.check(record, bill.make(resolved, loaded), args.file, args.force):

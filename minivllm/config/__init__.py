@@ -244,7 +244,7 @@ def load_config(
 
 def _ask_hooks(layers: Layers, over: Callable[[Layers], None], path: str) -> Mapping[str, Any] | None:
     """The table in a file of another format, if a hook reads it that all that is there without the file enables."""
-    from minivllm.hooks.reader import read_by_hook
+    from .other_formats import read_by_hook
 
     there = copy.deepcopy(layers)
     over(there)

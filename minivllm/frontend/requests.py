@@ -20,12 +20,12 @@ from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutpu
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded
+    from minivllm.config.resolve import Resolved
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.request import Seq
     from minivllm.core.interfaces.executor import Part
     from minivllm.structured.service import Grammars, NoGrammars
     from minivllm.text.tokenizer import Tokenizer
-    from minivllm.wiring import Resolved
 
 MOST_WORDS = 1024  # in ``bad_words`` that are looked at here; more are refused by who reads them
 
@@ -46,6 +46,7 @@ class StreamOutput:
 
 def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     """Choose the parts, load the model, start the executor."""
+    from minivllm.config.resolve import resolve
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.parts import CacheOptions, EngineParts
     from minivllm.core.functions.host_rows import HostDraw
@@ -53,7 +54,6 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     from minivllm.hooks.bridge import make_hooks
     from minivllm.registry import Catalog, build_part
     from minivllm.text.tokenizer import configured_eos, load_tokenizer
-    from minivllm.wiring import resolve
 
     config = loaded.engine
     resolved = resolve(config, Catalog.discover(), loaded.origins)
@@ -102,9 +102,9 @@ def make_grammars(
     config: EngineConfig, part: Part | None, tokenizer: Tokenizer | None, eos_ids: Sequence[int], width: int
 ) -> Grammars | NoGrammars:
     """Who compiles for structured output, or says why nobody does."""
+    from minivllm.config.resolve import NO_GRAMMAR
     from minivllm.structured.service import Grammars, NoGrammars, default_threads
     from minivllm.text.vocabulary import token_bytes
-    from minivllm.wiring import NO_GRAMMAR
 
     eos = tuple(i for i in dict.fromkeys(eos_ids) if i < width)
     if part is None:

@@ -26,9 +26,9 @@ from . import machine, sources
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
+    from minivllm.config.resolve import Resolved
     from minivllm.core.interfaces.executor import Capacity, Part
     from minivllm.registry import Entry, Selection
-    from minivllm.wiring import Resolved
 
 FORMAT = "minivllm-run"
 FORMAT_VERSION = 1

@@ -10,7 +10,7 @@ from .tally import ResultTally
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
-    from minivllm.wiring import Resolved
+    from minivllm.config.resolve import Resolved
 
 
 class RunRecorder:

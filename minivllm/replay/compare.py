@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from minivllm.config import EngineConfig, Loaded, PluginChoice
+from minivllm.config.resolve import DEFAULT_BLOCK, choose_seams
 from minivllm.core.interfaces.executor import Part
 from minivllm.errors import ConfigError
 from minivllm.registry import Catalog, build_part
-from minivllm.wiring import DEFAULT_BLOCK, choose_seams
 
 from .blocks import CacheRun, run_cache, run_optimum
 from .serve import ServeRun, ServeSizes, serve

@@ -11,15 +11,15 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from minivllm.config import PROCESSORS, EngineConfig, load_config
+from minivllm.config.explanation import Explanation
+from minivllm.config.resolve import group_layers, resolve, wiring_from_json, wiring_to_json
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.errors import ConfigError, ModelError, PluginError
-from minivllm.explanation import Explanation
 from minivllm.hardware import Device
 from minivllm.loading.hf_config import find_model, open_checkpoint, read_config
 from minivllm.registry import Catalog, build_part
-from minivllm.wiring import group_layers, resolve, wiring_from_json, wiring_to_json
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -183,14 +183,14 @@ def test_batch_invariant_is_asked_of_model_quantizer_and_attention_and_closed_by
     (GPU, {"tensor_parallel_size": 2}, "batch_invariant=true with tensor_parallel_size=2: .* want tensor_parallel"),
 ])  # fmt: skip
 def test_batch_invariant_says_what_of_a_gpu_or_an_option_does_not_fit(model, monkeypatch, device, options, message):
-    monkeypatch.setattr("minivllm.wiring.find_device", lambda asked: device)
+    monkeypatch.setattr("minivllm.config.resolve.find_device", lambda asked: device)
     with pytest.raises(ConfigError, match=message):
         resolve(EngineConfig(model=model, batch_invariant=True, **options), CATALOG)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the mode is refused before: needs triton")
 def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
-    monkeypatch.setattr("minivllm.wiring.find_device", lambda asked: GPU)
+    monkeypatch.setattr("minivllm.config.resolve.find_device", lambda asked: GPU)
     with pytest.raises(PluginError, match=r"device with batch_invariant: want cuda, supports {cpu}"):
         resolve(EngineConfig(model=model, batch_invariant=True, attention="sdpa", dtype="float32"), CATALOG)
 

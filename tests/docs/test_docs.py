@@ -25,6 +25,7 @@ from doc_runner import blocks as doc_blocks
 
 from minivllm.cli import main
 from minivllm.config import SEAMS, EngineConfig, load_config
+from minivllm.config.resolve import resolve
 from minivllm.config.server import ServerConfig
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.hooks.contract import WRAPPERS, HookContracts
@@ -32,7 +33,6 @@ from minivllm.hooks.manager import NAMES
 from minivllm.registry import Catalog
 from minivllm.spec import KINDS
 from minivllm.testing.cli import main as conformance
-from minivllm.wiring import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

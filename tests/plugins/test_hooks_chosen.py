@@ -13,13 +13,13 @@ from plugin_helpers import discover, point, write_package
 
 from minivllm.cli import main
 from minivllm.config import load_config
+from minivllm.config.resolve import resolve
 from minivllm.errors import ConfigError, PluginError
 from minivllm.hooks import Hooks, hookimpl
 from minivllm.hooks.manager import NAMES, HookManager
 from minivllm.plugins.hooks.options import LiveOptions, StepLogOptions
 from minivllm.plugins.hooks.step_log import COLUMNS, StepLog
 from minivllm.testing.sim import run
-from minivllm.wiring import resolve
 
 package = pytest.fixture(write_package)
 

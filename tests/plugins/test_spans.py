@@ -13,9 +13,9 @@ import pytest
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import load_config
+from minivllm.config.resolve import resolve
 from minivllm.errors import PluginError
 from minivllm.registry import Catalog
-from minivllm.wiring import resolve
 
 OPTIONS = {"model": "pocket", "max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 128, "device": "cpu"}
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

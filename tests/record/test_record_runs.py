@@ -19,10 +19,10 @@ from record_helpers import EVICTOR, GREEDY, OPTIONS, bills, changed, one_thread,
 from minivllm import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from minivllm.cli import main
 from minivllm.config import load_config
+from minivllm.config.resolve import resolve
 from minivllm.record import bill, replay
 from minivllm.record.diff import NOTHING, compare
 from minivllm.registry import Catalog
-from minivllm.wiring import resolve
 
 write = pytest.fixture(write_package)
 model = pytest.fixture(scope="module")(tiny_model)

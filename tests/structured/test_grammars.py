@@ -181,7 +181,7 @@ def test_the_bytes_of_a_grammar_are_those_of_what_is_compiled():
 
 
 def test_without_a_library_or_a_vocabulary_a_request_is_refused_with_what_to_do():
-    from minivllm.wiring import NO_GRAMMAR
+    from minivllm.config.resolve import NO_GRAMMAR
 
     with pytest.raises(RequestError, match="pip install llguidance"):
         NoGrammars(NO_GRAMMAR).compile(StructuredOutputsParams(regex="a"), ("", ""))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import PluginError
-from .registry import Catalog, Selection
-from .spec import check_seam
+from minivllm.errors import PluginError
+from minivllm.registry import Catalog, Selection
+from minivllm.spec import check_seam
 
 
 @dataclass(frozen=True)

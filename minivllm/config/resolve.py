@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minivllm import __version__
-from minivllm.config import PluginChoice
 from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
 from minivllm.errors import ConfigError, ModelError, PluginError, ResourceError, shown
 from minivllm.hardware import Device, choose_dtype, find_device
@@ -25,11 +24,13 @@ from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selecti
 from minivllm.spec import OPTION_OF, Needs, Spec
 from minivllm.validation import begins, source_of
 
+from . import PluginChoice
 from .explanation import Explanation
 
 if TYPE_CHECKING:
-    from minivllm.config import EngineConfig
     from minivllm.core.interfaces.attention import AttnSpec
+
+    from . import EngineConfig
 
 log = logging.getLogger("minivllm")
 

@@ -11,11 +11,11 @@ def read_by_hook(path: str, enabled: Any, allow_targets: Any) -> Mapping[str, An
     does."""
     if not enabled:
         return None
-    from minivllm.config import EngineConfig
+    from minivllm.hooks.manager import ask_config
     from minivllm.registry import Catalog
-    from minivllm.wiring import choose_hooks
 
-    from .manager import ask_config
+    from . import EngineConfig
+    from .resolve import choose_hooks
 
     config = EngineConfig(hooks=enabled, allow_targets=allow_targets or [])
     found = ask_config(choose_hooks(config, Catalog.discover()), path)

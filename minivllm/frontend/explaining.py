@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import PluginError
-from .explanation import Explanation
-from .registry import Catalog
-from .wiring import resolve
+from minivllm.config.explanation import Explanation
+from minivllm.config.resolve import resolve
+from minivllm.errors import PluginError
+from minivllm.registry import Catalog
 
 if TYPE_CHECKING:
-    from .config import Loaded
+    from minivllm.config import Loaded
 
 
 def explain(model: Any = None, *, config: Any = None, **options: Any) -> Explanation:
@@ -19,8 +19,9 @@ def explain(model: Any = None, *, config: Any = None, **options: Any) -> Explana
     A configuration that nothing suits gives an explanation with an ``error``; one that is wrong raises, as ``LLM`` does
     (ConfigError, ModelError, or PluginError for a name that is unknown or a plug-in whose spec is broken).
     """
-    from .frontend.llm import load
-    from .hardware import prepare_environment
+    from minivllm.hardware import prepare_environment
+
+    from .llm import load
 
     prepare_environment()
     return explain_loaded(load(config, options if model is None else {**options, "model": model}))
