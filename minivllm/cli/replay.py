@@ -39,7 +39,7 @@ def add_commands(command: Any) -> None:
 
 def replay(args: argparse.Namespace) -> int:
     from minivllm.replay import compare
-    from minivllm.replay.trace import read_trace
+    from minivllm.replay.read import read_trace
 
     if not 0 <= args.step_ms <= 3.6e6:
         raise ConfigError(f"--step-ms {args.step_ms:g}: want 0 to 3600000")

@@ -18,7 +18,7 @@ from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.loading.hf_config import find_model, open_checkpoint
 from minivllm.loading.weights import checkpoint_headers
 from minivllm.record import bill
-from minivllm.replay.trace import read_trace
+from minivllm.replay.read import read_trace
 from minivllm.server.http.auth import read_keys
 from minivllm.testing.cli import _known as known_failures
 from minivllm.text.tokenizer import load_tokenizer
