@@ -17,21 +17,12 @@ from typing import Any, NoReturn
 from minivllm import __version__
 from minivllm.cli import bench, config, plugins, replay, serve
 from minivllm.cli import record as recording
+from minivllm.cli.common import SAMPLING
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
 from minivllm.plain import is_text
 
 MOST = 4000  # characters of a message: the candidates for a seam, each with its reasons, are some
 MOST_QUOTED = 600  # of one about the command line
-
-SAMPLING: tuple[tuple[str, Any, str], ...] = (
-    ("max_tokens", int, "tokens to generate at most"),
-    ("temperature", float, "0 is greedy"),
-    ("top_p", float, "share of the probability to draw from"),
-    ("top_k", int, "tokens to draw from"),
-    ("min_p", float, "least probability, as a share of the best token's"),
-    ("repetition_penalty", float, "above 1 repeats less"),
-    ("seed", int, "makes the draws repeatable"),
-)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm import files
+from minivllm.cli.common import load, open_llm
 from minivllm.errors import ConfigError, EngineDeadError
 
 
@@ -39,8 +40,6 @@ def _count(text: str) -> int:
 def profile(args: argparse.Namespace) -> int:
     """Prefill and decode apart, because they ask for different things."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own steps otherwise
-    from minivllm.cli.commands import load, open_llm
-
     loaded = load(args)
     if args.trace:
         files.check_output(args.trace)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import minivllm
 from minivllm import files
-from minivllm.cli import SAMPLING
 from minivllm.cli import record as recording
+from minivllm.cli.common import SAMPLING, load, open_llm
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError, shown, suggest
 from minivllm.plain import is_text
 
@@ -23,33 +22,6 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 MOST_HEARD = 1 << 24  # characters of standard input that are one prompt
-
-
-def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
-    """The configuration of a command; what it has to say goes to standard error."""
-    from minivllm.config import load_config
-
-    flags: dict[str, Any] = {"model": args.model} if args.model is not None else {}
-    if args.allow_target:
-        flags["allow_targets"] = args.allow_target
-    loaded = load_config([*files, *args.config], args.set, flags=flags)
-    for note in loaded.notes:
-        print(f"minivllm: {note}", file=sys.stderr)
-    show_warnings()
-    # the [run] table of a --config file is about `minivllm run`
-    return loaded if files else replace(loaded, run=type(loaded.run)())
-
-
-def show_warnings() -> None:
-    """What the engine's log warns of goes to standard error too."""
-    log = logging.getLogger("minivllm")
-    if not any(isinstance(handler, ToStderr) for handler in log.handlers):
-        log.addHandler(ToStderr(logging.WARNING))
-
-
-class ToStderr(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        print(f"minivllm: {self.format(record)}", file=sys.stderr)
 
 
 def with_flags(args: argparse.Namespace, loaded: Loaded) -> Loaded:
@@ -69,14 +41,6 @@ def structured(args: argparse.Namespace) -> dict[str, str]:
             raise ConfigError("--regex and --json-schema: want one of them")
         return {"regex": args.regex}
     return {"json": files.read_given(args.json_schema, name=f"--json-schema: {args.json_schema}")}
-
-
-def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
-    from minivllm import LLM  # not minivllm.frontend.llm: this sets up the environment before torch is imported
-
-    if logging.lastResort is not None:  # what hooks fail at is shown; the library leaves that to a program
-        logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)
-    return LLM(config=loaded, record=recording.record_path(args, loaded))
 
 
 def failure(message: str, engine: Any = None) -> MinivllmError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
+from minivllm.cli.common import load
 from minivllm.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
 
 
 def show(args: argparse.Namespace) -> int:
-    from minivllm.cli.commands import load
     from minivllm.config.show import leaves, to_json, to_toml
 
     loaded = load(args, args.files)

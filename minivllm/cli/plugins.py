@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from minivllm.cli.common import load
 from minivllm.errors import PluginError, shown, suggest
 
 if TYPE_CHECKING:
@@ -203,7 +204,6 @@ def check(args: argparse.Namespace) -> int:
 
 def explain(args: argparse.Namespace) -> int:
     """What would be wired, and why.  Where a choice fails, the choices before it and the reasons are shown."""
-    from minivllm.cli.commands import load
     from minivllm.frontend.explaining import explain_loaded
     from minivllm.hardware import prepare_environment
     from minivllm.spec import check_seam

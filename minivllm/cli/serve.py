@@ -7,6 +7,7 @@ import importlib.util
 import json
 from typing import TYPE_CHECKING, Any
 
+from minivllm.cli.common import show_warnings
 from minivllm.cli.vllm_flags import translate
 from minivllm.errors import ConfigError, shown
 
@@ -96,7 +97,6 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
 
 def load(args: argparse.Namespace) -> Loaded:
     """The configuration, flags laid over files."""
-    from minivllm.cli.commands import show_warnings
     from minivllm.config import load_config
 
     if args.positional is not None and args.model is not None:

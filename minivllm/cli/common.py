@@ -1,0 +1,64 @@
+"""What several commands do: read the configuration, show what is told of it, open an engine.
+
+Importing it imports nothing heavy: it is part of parsing the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from minivllm.cli import record as recording
+
+if TYPE_CHECKING:
+    from minivllm.config import Loaded
+
+SAMPLING: tuple[tuple[str, Any, str], ...] = (
+    ("max_tokens", int, "tokens to generate at most"),
+    ("temperature", float, "0 is greedy"),
+    ("top_p", float, "share of the probability to draw from"),
+    ("top_k", int, "tokens to draw from"),
+    ("min_p", float, "least probability, as a share of the best token's"),
+    ("repetition_penalty", float, "above 1 repeats less"),
+    ("seed", int, "makes the draws repeatable"),
+)
+
+
+def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
+    """The configuration of a command; what it has to say goes to standard error."""
+    from minivllm.config import load_config
+
+    flags: dict[str, Any] = {"model": args.model} if args.model is not None else {}
+    if args.allow_target:
+        flags["allow_targets"] = args.allow_target
+    loaded = load_config([*files, *args.config], args.set, flags=flags)
+    for note in loaded.notes:
+        print(f"minivllm: {note}", file=sys.stderr)
+    show_warnings()
+    # the [run] table of a --config file is about `minivllm run`
+    return loaded if files else replace(loaded, run=type(loaded.run)())
+
+
+def show_warnings() -> None:
+    """What the engine's log warns of goes to standard error too."""
+    log = logging.getLogger("minivllm")
+    if not any(isinstance(handler, ToStderr) for handler in log.handlers):
+        log.addHandler(ToStderr(logging.WARNING))
+
+
+class ToStderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"minivllm: {self.format(record)}", file=sys.stderr)
+
+
+def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
+    """The engine of a command, recorded where ``--record`` or the ``[run]`` table says so."""
+    from minivllm import LLM  # not minivllm.frontend.llm: this sets up the environment before torch is imported
+
+    if logging.lastResort is not None:  # what hooks fail at is shown; the library leaves that to a program
+        logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)
+    return LLM(config=loaded, record=recording.record_path(args, loaded))
