@@ -36,9 +36,10 @@ from minivllm.spec import (
 )  # fmt: skip
 from minivllm.validation import begins, faults, source_of, sourced
 
+from .processes.fresh import import_target
 from .registration import discovery
 from .registration.discovery import ENV, LOCAL, STRICT, BrokenEntry, Entry
-from .registration.importing import guarded_import, import_target
+from .registration.importing import guarded_import
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part

@@ -174,9 +174,7 @@ def main(target: str, fds: str, nices: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     links = [socket.socket(fileno=int(fd)) for fd in fds.split(",")]
     try:
-        from minivllm.registry import import_target
-
-        work: Work = import_target(target)(sys.stdin.buffer.read())
+        work: Work = fresh.import_target(target)(sys.stdin.buffer.read())
     except Exception as e:
         for link in links:
             _tell(link, {"broken": told(e)})

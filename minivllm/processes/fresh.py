@@ -1,17 +1,35 @@
-"""A fresh Python process that imports what this one would: for workers, and to look at plug-ins from a distance."""
+"""A fresh Python process that imports what this one would: for workers, and to look at plug-ins from a distance.
+
+A *target* is "module:name", the form in which specs, wirings and command lines name what is to be imported.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from typing import Any
+
+from minivllm.errors import shown
 
 # the path goes first: what is imported before it is set could be found elsewhere
 _CODE = """\
 import sys
 sys.path[:] = sys.argv[1].split("\\n")
-from minivllm.registry import import_target
+from minivllm.processes.fresh import import_target
 import_target(sys.argv[2])(*sys.argv[3:])
 """
+
+
+def import_target(target: str) -> Any:
+    """Import ``package.module:Name`` (or ``:Name.attribute``).  The exceptions of the import pass through."""
+    module, _, path = target.partition(":")
+    if not path or not module:
+        raise ImportError(f"{shown(target)} is not of the form 'package.module:Name'")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
 
 
 def command(target: str, *words: str) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import warnings
 from typing import Any
 
 from minivllm.errors import PluginError, shown, told
+from minivllm.processes.fresh import command, import_target
 
 from .deadline import deadline, seconds
 from .discovery import BUILTIN
@@ -27,17 +27,6 @@ from .discovery import BUILTIN
 CAME_THROUGH = 77  # the status of a process that had imported it, or had an exception of it
 PATIENCE = 10.0  # seconds; an import that takes longer is not tried out
 on = hasattr(os, "fork") and sys.platform == "linux"  # False in a process that was itself started to try one out
-
-
-def import_target(target: str) -> Any:
-    """Import ``package.module:Name`` (or ``:Name.attribute``).  The exceptions of the import pass through."""
-    module, _, path = target.partition(":")
-    if not path or not module:
-        raise ImportError(f"{shown(target)} is not of the form 'package.module:Name'")
-    found: Any = importlib.import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def guarded_import(who: str, target: str, source: str) -> Any:
@@ -125,8 +114,6 @@ def try_out(target: str) -> None:
 
 
 def _fresh(target: str) -> str:
-    from minivllm.processes.fresh import command
-
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         status = subprocess.run(command(f"{__name__}:try_out", target), timeout=4 * PATIENCE).returncode
         return "" if status == CAME_THROUGH else how_it_ended(status)
