@@ -14,8 +14,8 @@ def read_by_hook(path: str, enabled: Any, allow_targets: Any) -> Mapping[str, An
     from minivllm.hooks.manager import ask_config
     from minivllm.registry import Catalog
 
-    from . import EngineConfig
     from .resolve import choose_hooks
+    from .values import EngineConfig
 
     config = EngineConfig(hooks=enabled, allow_targets=allow_targets or [])
     found = ask_config(choose_hooks(config, Catalog.discover()), path)

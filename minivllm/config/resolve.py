@@ -8,29 +8,26 @@ The result is data: import targets and options as JSON, so that a worker process
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minivllm import __version__
 from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
-from minivllm.errors import ConfigError, ModelError, PluginError, ResourceError, shown
+from minivllm.errors import ConfigError, ModelError, PluginError, shown
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, open_checkpoint
 from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selection, build_part
 from minivllm.spec import OPTION_OF, Needs, Spec
 from minivllm.validation import begins, source_of
 
-from . import PluginChoice
 from .explanation import Explanation
+from .values import PluginChoice
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnSpec
 
-    from . import EngineConfig
+    from .values import EngineConfig
 
 log = logging.getLogger("minivllm")
 
@@ -401,25 +398,3 @@ def group_layers(specs: Sequence[AttnSpec]) -> tuple[tuple[int, ...], ...]:
         found.setdefault(spec.geometry, []).append(layer)
     groups = sorted(found.values(), key=lambda layers: (specs[layers[0]].window is not None, layers[0]))
     return tuple(tuple(layers) for layers in groups)
-
-
-def wiring_to_json(wiring: Wiring) -> str:
-    """Targets and options, and the version of minivllm that chose them."""
-    return json.dumps({**dataclasses.asdict(wiring), "minivllm": __version__})
-
-
-def wiring_from_json(text: str) -> Wiring:
-    """ResourceError if another version of minivllm made it."""
-    values = json.loads(text)
-    if (theirs := values.pop("minivllm", None)) != __version__:
-        raise ResourceError(
-            f"the wiring was made by minivllm {theirs}, and this process has {__version__}: install one version for all"
-        )
-    values["parts"] = {seam: Part(**part) for seam, part in values["parts"].items()}
-    values["processors"] = tuple(Part(**part) for part in values["processors"])
-    if (draft := values["draft_model"]) is not None:
-        draft["parts"] = {seam: Part(**part) for seam, part in draft["parts"].items()}
-        values["draft_model"] = DraftWiring(**draft)
-    values["groups"] = tuple(tuple(layers) for layers in values["groups"])
-    values["eos_ids"] = tuple(values["eos_ids"])
-    return Wiring(**values)

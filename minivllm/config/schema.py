@@ -13,7 +13,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from minivllm.config import (
+from minivllm.config.server import ServerConfig
+from minivllm.config.values import (
     ALIASES,
     DTYPE_NAMES,
     SEAMS,
@@ -23,7 +24,6 @@ from minivllm.config import (
     RequiresConfig,
     RunConfig,
 )  # fmt: skip
-from minivllm.config.server import ServerConfig
 from minivllm.errors import PluginError
 from minivllm.registry import Catalog, Entry, Registry
 from minivllm.spec import KINDS, OPTION_OF

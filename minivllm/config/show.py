@@ -89,7 +89,7 @@ def _origin(origins: Mapping[str, str], path: tuple[str, ...]) -> str:
 def to_toml(found: list[ShownValue], comment: Any = None) -> str:
     """The leaves as TOML.  ``comment(leaf)`` is written behind each; a value that TOML has no word for, or that no file
     may hold, becomes a comment."""
-    from minivllm.config import SEVERAL, SHAPE
+    from minivllm.config.values import SEVERAL, SHAPE
 
     lines, heading = [], ""
     for leaf in sorted(found, key=lambda leaf: len(leaf.path) > 1):  # a table would swallow what stands after it

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from minivllm.config import EngineConfig
-from minivllm.config.resolve import Resolved, resolve, wiring_from_json, wiring_to_json
+from minivllm.config.resolve import Resolved, resolve
 from minivllm.core.interfaces.attention import AttentionContext
 from minivllm.core.interfaces.executor import Executor
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_ID, LateInputs
@@ -22,6 +22,7 @@ from minivllm.errors import ModelError, ResourceError
 from minivllm.frontend.llm import LLM
 from minivllm.registry import Catalog, build_part
 from minivllm.spec import ANY
+from minivllm.wiring import wiring_from_json, wiring_to_json
 
 from .base import Seen, since
 from .driver import (

@@ -7,10 +7,8 @@ chat templates.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from minivllm import files
 from minivllm.errors import ModelError, RequestError, shown
 
 from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, without_spellings
-from .template import read_template
+from .template import compile_template, read_template
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
@@ -305,40 +303,6 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         check(isinstance(content, str) or without, f"messages[{i}].content: want a string")
         chat.append({**message, "role": role, "content": content})
     return chat
-
-
-def compile_template(source: str) -> Any:
-    """A jinja2 template with the conventions of transformers' chat templates, in a sandbox."""
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationTag(Extension):
-        """``{% generation %} ... {% endgeneration %}`` marks the assistant's text for training; here it is text."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        # jinja's own escapes HTML
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
-    extensions = [GenerationTag, "jinja2.ext.loopcontrols"]
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    env.filters["tojson"] = tojson
-    env.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    return env.from_string(source)
 
 
 def template_words(template: Any, source: str) -> tuple[list[str], set[str], set[str]]:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from minivllm.config import PROCESSORS, EngineConfig, load_config
 from minivllm.config.explanation import Explanation
-from minivllm.config.resolve import group_layers, resolve, wiring_from_json, wiring_to_json
+from minivllm.config.resolve import group_layers, resolve
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.scheduler import SchedulerContext
@@ -20,6 +20,7 @@ from minivllm.errors import ConfigError, ModelError, PluginError
 from minivllm.hardware import Device
 from minivllm.loading.hf_config import find_model, open_checkpoint, read_config
 from minivllm.registry import Catalog, build_part
+from minivllm.wiring import wiring_from_json, wiring_to_json
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -30,13 +30,8 @@ ROOMS = {
     "loading": {"core.interfaces", "layers"},
 }
 # what stands in a circle today; a package that leaves it is taken off, and none comes in
-PAIRS = {("config", "hooks"), ("hooks", "wiring"), ("core.interfaces", "layers")}
-CIRCLES = {
-    frozenset({"layers.rotary", "core.interfaces.attention"}),
-    frozenset({"replay.synthetic", "replay.trace"}),
-    frozenset({"hooks.reader", "text.tokenizer", "text.template", "record.bill", "config.files", "config", "wiring"}),
-    frozenset({"cli", "cli.bench", "cli.commands", "cli.config", "cli.plugins", "cli.serve"}),
-}
+PAIRS = {("core.interfaces", "layers")}
+CIRCLES = {frozenset({"layers.rotary", "core.interfaces.attention"})}
 
 
 def module_of(path: Path) -> str:

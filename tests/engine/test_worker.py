@@ -12,9 +12,10 @@ from plugin_helpers import install
 
 from minivllm import LLM, PluginError, ResourceError, SamplingParams
 from minivllm.config import EngineConfig
-from minivllm.config.resolve import resolve, wiring_from_json, wiring_to_json
+from minivllm.config.resolve import resolve
 from minivllm.processes.fresh import command
 from minivllm.registry import Catalog, build_part
+from minivllm.wiring import wiring_from_json, wiring_to_json
 
 POCKET = Path(__file__).parents[2] / "minivllm" / "pocket" / "model"
 pytestmark = pytest.mark.skipif(not POCKET.is_dir(), reason="the model is not in this tree")

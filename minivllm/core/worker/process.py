@@ -21,7 +21,7 @@ def build(text: str) -> Runner:
     """Load the model and take the memory.  ModelError, PluginError (names the package of a target that cannot be
     imported here) or ResourceError (also if another version of minivllm made the wiring)."""
     prepare_environment()  # before torch is imported
-    from minivllm.config.resolve import wiring_from_json
+    from minivllm.wiring import wiring_from_json
 
     from .runner import Runner
 

@@ -1,0 +1,37 @@
+"""The wiring as text: what ``config.resolve`` chose, for a worker process of another executor.
+
+    parent  wiring_to_json(resolved.wiring) ──► argv, a pipe, a socket ──► worker  wiring_from_json(text)
+
+Targets and options are data, so nothing of the parent is pickled; see ``core.interfaces.executor.Wiring``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from minivllm import __version__
+from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
+from minivllm.errors import ResourceError
+
+
+def wiring_to_json(wiring: Wiring) -> str:
+    """Targets and options, and the version of minivllm that chose them."""
+    return json.dumps({**dataclasses.asdict(wiring), "minivllm": __version__})
+
+
+def wiring_from_json(text: str) -> Wiring:
+    """ResourceError if another version of minivllm made it."""
+    values = json.loads(text)
+    if (theirs := values.pop("minivllm", None)) != __version__:
+        raise ResourceError(
+            f"the wiring was made by minivllm {theirs}, and this process has {__version__}: install one version for all"
+        )
+    values["parts"] = {seam: Part(**part) for seam, part in values["parts"].items()}
+    values["processors"] = tuple(Part(**part) for part in values["processors"])
+    if (draft := values["draft_model"]) is not None:
+        draft["parts"] = {seam: Part(**part) for seam, part in draft["parts"].items()}
+        values["draft_model"] = DraftWiring(**draft)
+    values["groups"] = tuple(tuple(layers) for layers in values["groups"])
+    values["eos_ids"] = tuple(values["eos_ids"])
+    return Wiring(**values)
