@@ -59,7 +59,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
     kind.name: kind
     for kind in (
         Kind(
-            "attention", _SEAMS + "attention:AttentionBackend",
+            "attention", _SEAMS + "attention:AttentionBackend", api=(1, 1),
             facts=("device", "sm", "dtype", "kv_format", "dim_qk", "dim_v", "queries_per_kv", "block"),
             features={
                 "window": "sliding windows",

@@ -24,6 +24,7 @@ from minivllm.kernels.peaks import best_of_tiles
 from minivllm.layers.activation import silu_mul
 from minivllm.layers.fused import Normed
 from minivllm.layers.norm import rms_norm
+from minivllm.layers.rotary import prepare_qk
 from minivllm.plugins.attention import triton_prefill
 from minivllm.plugins.attention.triton_backend import Triton
 from minivllm.plugins.kvformat.plain import Fp32
@@ -333,7 +334,7 @@ def test_a_token_outside_of_the_vocabulary_ends_its_row_and_is_never_indexed_by(
 def paged(window, kv_heads=1, heads=7, dim=16, block=4, blocks=40):
     """A layer of the Triton back end on the CPU, its cache zero, and the back end."""
     spec = AttnSpec(heads, kv_heads, dim, dim, window=window)
-    ctx = AttentionContext("cpu", "float32", Fp32(), block, 4, 64)
+    ctx = AttentionContext("cpu", "float32", Fp32(), block, 4, 64, prepare_qk)
     cache = {name: torch.zeros(blocks, block, kv_heads, dim) for name in "kv"}
     return AttnLayer(0, 0, spec, cache), Triton(None, ctx)
 

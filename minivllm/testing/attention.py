@@ -17,6 +17,7 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttentionBackend, AttentionContext, AttnLayer
 from minivllm.core.interfaces.kvformat import DTYPE_BYTES, KVFormat
 from minivllm.errors import MinivllmError
+from minivllm.layers.rotary import prepare_qk
 from minivllm.registry import Catalog, build_part
 from minivllm.spec import allows
 
@@ -73,7 +74,8 @@ class AttentionConformance(Writing, AttentionSizes, Lasting, SpecConformance):
 
     def attention_context(self, setting: Setting, rows: int, tokens: int, invariant: bool) -> AttentionContext:
         fmt = self.format(setting.kv_format)
-        return AttentionContext(self.place(), setting.dtype, fmt, setting.block, rows, tokens, invariant)
+        place, dtype = self.place(), setting.dtype
+        return AttentionContext(place, dtype, fmt, setting.block, rows, tokens, prepare_qk, invariant)
 
     def context(self) -> tuple[Any, ...]:
         return (self.attention_context(self.plain(), len(ROWS) + 2, 24, False),)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from minivllm.config import EngineConfig
 from minivllm.config.resolve import Resolved, resolve
-from minivllm.core.interfaces.attention import AttentionContext
 from minivllm.core.interfaces.executor import Executor
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_ID, LateInputs
+from minivllm.core.worker.build import attention_context
 from minivllm.errors import ModelError, ResourceError
 from minivllm.frontend.llm import LLM
 from minivllm.registry import Catalog, build_part
@@ -119,8 +119,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorRows):
         if found.config.tensor_parallel_size == 1:
             w = found.wiring
             fmt = build_part("kvformat", w.parts["kvformat"])
-            ctx = AttentionContext(w.device, w.dtype, fmt, w.block, w.max_num_seqs, w.max_model_len)
-            attention = build_part("attention", w.parts["attention"], ctx)
+            attention = build_part("attention", w.parts["attention"], attention_context(w, fmt))
             size = [attention.layout(spec, fmt, w.block).bytes for spec in found.attention]
             want = tuple(sum(size[i] for i in group) for group in found.groups)
             assert tuple(c.block_bytes) == want, f"block_bytes {c.block_bytes}, want {want}"

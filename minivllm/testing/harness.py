@@ -14,6 +14,7 @@ from minivllm.core.interfaces.attention import AttentionContext, GraphKey
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.layers.parts import ALONE, ModelParts
+from minivllm.layers.rotary import prepare_qk
 from minivllm.loading.weights import build_model, load_weights
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32
@@ -52,7 +53,7 @@ class Harness:
     ) -> None:
         fmt = FORMATS[kv or dtype]()
         self.block, self.device = block, device
-        ctx = AttentionContext(device, dtype, fmt, block, slots, max_len, batch_invariant)
+        ctx = AttentionContext(device, dtype, fmt, block, slots, max_len, prepare_qk, batch_invariant)
         self.backend = backend(None, ctx)
         self.parts = ModelParts(
             device, dtype, quantizer or Unquantized(), self.backend, shard, group, batch_invariant=batch_invariant

@@ -24,7 +24,7 @@ from minivllm.testing.tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir
 
 
 def parts(dtype="float32", **more) -> ModelParts:
-    backend = Sdpa(None, AttentionContext("cpu", dtype, Fp32(), 4, 4, 64))
+    backend = Sdpa(None, AttentionContext("cpu", dtype, Fp32(), 4, 4, 64, prepare_qk))
     return ModelParts("cpu", dtype, Unquantized(), backend, **more)
 
 

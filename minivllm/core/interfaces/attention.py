@@ -17,7 +17,7 @@ KV layer groups (G) are layers that share a geometry (KV heads, dimensions, wind
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .kvformat import KVFormat, KVLayout
 
-API = (1, 0)
+API = (1, 1)  # 1.1: AttentionContext.prepare_qk
 # Never handed to a sequence.  Padded, stopped and failed rows write there, so it may hold NaN; ``write`` may clear it.
 NULL_BLOCK = 0
 
@@ -123,7 +123,11 @@ class AttnLayer:
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What a back end is told when it is made."""
+    """What a back end is told when it is made.
+
+    ``prepare_qk(q, k, position, pre)`` gives q and k [T, heads, dim_qk] normalised and rotated as ``pre`` says, at
+    ``position`` i64 [T]: the engine's own operations, for a back end that has no kernel for them.
+    """
 
     device: str
     dtype: str
@@ -131,6 +135,7 @@ class AttentionContext:
     block: int
     max_rows: int
     max_len: int
+    prepare_qk: Callable[[Tensor, Tensor, Tensor, QKPre], tuple[Tensor, Tensor]]
     batch_invariant: bool = False
     fuse: bool = True  # False: no fused kernels, so that their share can be measured
 
@@ -158,9 +163,7 @@ class AttentionBackend(ABC):
         q [T, heads, dim_qk], k [T, kv_heads, dim_qk], v [T, kv_heads, dim_v].  This default is unfused.
         """
         if pre is not None:
-            from minivllm.layers.rotary import prepare_qk
-
-            q, k = prepare_qk(q, k, meta.position, pre)
+            q, k = self.ctx.prepare_qk(q, k, meta.position, pre)
         self.ctx.kv_format.store(layer.cache, k, v, meta.slot_map[layer.group])
         return q
 

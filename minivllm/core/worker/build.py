@@ -17,6 +17,7 @@ from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
 from minivllm.errors import ConfigError, ModelError, ResourceError
 from minivllm.layers.parts import ModelParts
+from minivllm.layers.rotary import prepare_qk
 from minivllm.loading import shapes
 from minivllm.loading.hf_config import open_checkpoint
 from minivllm.loading.weights import build_model, checkpoint_headers, load_weights, weight_bytes
@@ -27,6 +28,7 @@ from .capture import ALONE, synchronize
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttentionBackend
     from minivllm.core.interfaces.executor import Part, Wiring
+    from minivllm.core.interfaces.kvformat import KVFormat
     from minivllm.core.interfaces.sampling import Processor
 
 CPU_CACHE_SHARE = 0.25  # of the memory that is free; pages are only taken when they are written
@@ -107,16 +109,27 @@ def build_worker(wiring: Wiring) -> Worker:
     return worker
 
 
+def attention_context(wiring: Wiring, fmt: KVFormat) -> AttentionContext:
+    """What an attention back end of this wiring is told."""
+    rows = min(wiring.max_num_seqs * (1 + wiring.drafts), max(wiring.max_num_batched_tokens, wiring.max_num_seqs))
+    return AttentionContext(
+        device=wiring.device,
+        dtype=wiring.dtype,
+        kv_format=fmt,
+        block=wiring.block,
+        max_rows=rows,
+        max_len=wiring.max_model_len,
+        prepare_qk=prepare_qk,
+        batch_invariant=wiring.batch_invariant,
+        fuse=fused(wiring),
+    )
+
+
 def _load(
     wiring: Wiring, folder: str, chosen: Mapping[str, Part], cfg: Any, fmt: Any, groups: Sequence[Sequence[int]]
 ) -> tuple[Any, ModelParts, list[str]]:
     """A model with its weights, an attention back end of its own, and what the user should know of the weights."""
-    rows = min(wiring.max_num_seqs * (1 + wiring.drafts), max(wiring.max_num_batched_tokens, wiring.max_num_seqs))
-    ctx = AttentionContext(
-        wiring.device, wiring.dtype, fmt, wiring.block, rows, wiring.max_model_len, wiring.batch_invariant,
-        fused(wiring),
-    )  # fmt: skip
-    backend = build_part("attention", wiring.parts["attention"], ctx)
+    backend = build_part("attention", wiring.parts["attention"], attention_context(wiring, fmt))
     quantizer = build_part("quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None))
     arch = build_part("model", chosen["model"])
     parts = ModelParts(
