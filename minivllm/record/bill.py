@@ -1,6 +1,6 @@
 """The bill of materials as data: everything that decides a run, and where it came from.
 
-``make`` needs what ``wiring.resolve`` returned; ``finish`` adds what came out.  The fingerprint covers the values that
+``make`` needs what ``config.resolve`` returned; ``finish`` adds what came out.  The fingerprint covers the values that
 were used (not how they were asked for), the source of each chosen part and of minivllm, the model, the prompts and the
 sampling parameters: whatever ``diff`` counts but for library versions and the machine.  Times and paths are not in it.
 """

@@ -47,7 +47,7 @@ PROBE = """
 import json, os, sys, time
 
 def serve(text, prompt, report):
-    from minivllm import discovery
+    from minivllm.registration import discovery
     from minivllm.core.worker import process as worker
     runner = worker.build(text)
     named = [m for m in sys.modules if m.startswith(("minivllm.plugins.", "worker_", "acme"))]
