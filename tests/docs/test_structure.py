@@ -10,8 +10,9 @@
     │ record  text  core.engine                             the host: the engine's room needs no torch
     │ plugins  core.functions  core.worker                  the device
     │ loading  layers  kernels                              what models are built of
-    │ hooks  core  wiring  registry  registration
+    │ hooks  core  wiring
     │ core.interfaces                                       one file a seam
+    │ registry  registration                                finds plug-ins, chooses one
     │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec
     ▼ minivllm  hardware  files  plain  errors              what is imported from everywhere
 
@@ -39,7 +40,7 @@ BASE = ("minivllm", "files", "plain", "errors")  # any room that is not one of t
 # room -> what it may import beside itself and BASE, top to bottom as in the picture
 MAY_IMPORT = {
     "cli": (
-        "server.serve pocket replay frontend config record core.engine registry registration core.interfaces "
+        "server.serve pocket replay frontend config record core.engine core.interfaces registry registration "
         "server processes spec hardware"
     ),
     "server.serve": "server.app server.openai server.link server.http text server",
@@ -50,33 +51,33 @@ MAY_IMPORT = {
     "server.link": "frontend config record text core.engine core core.interfaces server processes hardware",
     "server.http": "server",
     "testing": (
-        "frontend config core.engine plugins core.worker loading layers hooks wiring registry registration "
-        "core.interfaces spec hardware"
+        "frontend config core.engine plugins core.worker loading layers hooks wiring core.interfaces registry "
+        "registration spec hardware"
     ),
     "scaffold": "config plugins.specs spec",
     "pocket": "core.interfaces",
-    "replay": "config core.engine plugins core registry core.interfaces",
+    "replay": "config core.engine plugins core core.interfaces registry",
     "frontend": (
-        "config structured record text core.engine core.functions core.worker hooks core registry core.interfaces "
+        "config structured record text core.engine core.functions core.worker hooks core core.interfaces registry "
         "hardware"
     ),
-    "config": "record text loading hooks registry core.interfaces validation spec hardware",
-    "structured": "registry core.interfaces tenant_cache",
+    "config": "record text loading hooks core.interfaces registry validation spec hardware",
+    "structured": "core.interfaces registry tenant_cache",
     "record": "text loading registration spec hardware",
     "text": "core.engine core.interfaces",
     "core.engine": "core core.interfaces",
     "plugins": "core.worker layers kernels hooks core.interfaces json_schema processes spec",
     "core.functions": "core.worker core core.interfaces",
-    "core.worker": "loading layers kernels core wiring registry core.interfaces hardware",
+    "core.worker": "loading layers kernels core wiring core.interfaces registry hardware",
     "loading": "layers core.interfaces",
     "layers": "kernels core.interfaces",
     "kernels": "core.interfaces",
     "hooks": "core registry registration",
     "core": "core.interfaces",
     "wiring": "core.interfaces",
+    "core.interfaces": "json_schema",
     "registry": "registration processes validation spec",
     "registration": "processes plugins.specs spec",
-    "core.interfaces": "json_schema",
     "server": "processes",
     "tenant_cache": "",
     "json_schema": "",
