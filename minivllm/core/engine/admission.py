@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
 DTYPES = {"id": np.int64, **dict.fromkeys(("arrival", "ttft_due", "tpot_due"), np.float64)}
 ROW = np.dtype([(f.name, DTYPES.get(f.name, np.int32)) for f in fields(QueueView)], align=True)
-COLUMNS = frozenset(ROW.names)
+COLUMNS = frozenset(f.name for f in fields(QueueView))
 
 
 class LazyView(QueueView):
     """A view of n sequences whose columns are made by ``column(name)``: a policy pays for what it reads.  (A policy
     that sorts a thousand rows by arrival would else wait for thirteen other columns of them.)"""
+
+    _n: int
+    _column: Callable[[str], np.ndarray]
 
     def __init__(self, n: int, column: Callable[[str], np.ndarray]) -> None:
         self.__dict__.update(_n=n, _column=column)

@@ -117,11 +117,11 @@ class BlockPool:
 
     # ---- a sequence's blocks -------------------------------------------------------------------------------------
 
-    def take(self, n: int) -> np.ndarray | None:
-        """n blocks with one reference each, or None if there are not so many (nothing is changed then)."""
+    def take(self, n: int) -> np.ndarray:
+        """n blocks i32 with one reference each.  ValueError if ``available`` is less: who asks has looked."""
         if n > self.free:
             if n > self.available:
-                return None
+                raise ValueError(f"{n} blocks are wanted of {self.available}")
             self._evict(n - self.free)
         self.free -= n
         self.held += n
@@ -201,7 +201,8 @@ class BlockPool:
     def partial(self, parent: int, tokens: np.ndarray) -> tuple[int, int]:
         """Of the cached blocks after ``parent`` (of the youngest ``SIBLINGS``) the one that begins with most of these
         tokens (one block of them at most), and with how many; (0, 0) if none shares the first."""
-        rows, b = [], self.youngest.get((parent, int(tokens[0])), 0)
+        rows: list[int] = []
+        b = self.youngest.get((parent, int(tokens[0])), 0)
         while b and len(rows) < SIBLINGS:
             rows.append(b)
             b = self.older[b]

@@ -14,7 +14,7 @@ into a block of the row's own (copy-on-write), and the row computes from there.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 
+Count = TypeVar("Count", int, np.ndarray)  # of tokens or blocks: one, or a column
 MAX_WATCHED = 8192  # keys that ``hints`` lets the pool watch, beside four for each sequence
 
 
@@ -53,7 +54,7 @@ class KVCache:
         """Blocks that the scarcest pool can give."""
         return min(p.available for p in self.pools)
 
-    def blocks_for(self, tokens: int | np.ndarray):
+    def blocks_for(self, tokens: Count) -> Count:
         return -(-tokens // self.block)
 
     def worst(self, group: int, prompt: int, end: int, n: int = 1) -> int:
@@ -160,7 +161,7 @@ class KVCache:
 
         The source is read when the next step's delta is applied, before anything is written, so it need not be kept
         until then: whoever gets it, by this very ``take`` or later, writes after that."""
-        seq, n = self.slots.seq[slot], int(self.slots.published[slot])
+        seq, n = self.slots.at(slot), int(self.slots.published[slot])
         wanted = seq.tokens[n * self.block : min((n + 1) * self.block, known - 1)]
         if not self.partial or not len(wanted) or not self.available:
             return 0
@@ -271,7 +272,7 @@ class KVCache:
     def publish(self, rows: list[tuple[int, int]]) -> None:
         """For each (slot, done): the first ``done`` tokens are computed and collected, so full blocks are findable."""
         for slot, done in rows:
-            self._publish_row(slot, self.slots.seq[slot], done // self.block)
+            self._publish_row(slot, self.slots.at(slot), done // self.block)
         for pool in self.pools:
             pool.announce()
 

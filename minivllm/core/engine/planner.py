@@ -127,7 +127,8 @@ class Planner:
             self._move()
         self._fork()
         self.cache.trim(s.running[~s.drafting[s.running]])
-        decode, chunks, used = no_rows(), {}, 0
+        decode, used = no_rows(), 0
+        chunks: dict[int, int] = {}  # slot -> tokens
         if shape.kind == "mix":
             decode = self._decode()
             used = len(decode)
@@ -205,7 +206,7 @@ class Planner:
     def preempt(self, slot: int) -> None:
         """Send a running row back to the queue: blocks freed, tokens kept (recompute).  It is queued again once its
         steps in flight have come back (see ``Publisher``)."""
-        seq = self.slots.seq[slot]
+        seq = self.slots.at(slot)
         self.preemptions += 1
         if seq.request.lanes is not None:
             seq.request.lanes.disband(self)
@@ -235,7 +236,7 @@ class Planner:
 
     def leave(self, slot: int) -> None:
         """A row's stay ends: its blocks are free for steps planned from now on (those in flight run before)."""
-        seq = self.slots.seq[slot]
+        seq = self.slots.at(slot)
         if self.slots.forking[slot]:
             self.reserved -= len(seq.branches)
         self.cache.release(slot)
@@ -401,8 +402,9 @@ class Planner:
 
     def _finish(self, decode: np.ndarray, chunks: dict[int, int], budget: int) -> StepPlan | None:
         """The step of these rows; drafts get what is left of the budget."""
-        s, ahead = self.slots, self.speculation is not None and self.speculation.on(len(decode))
-        n = self.speculation.drafts(s, self.cache, decode, budget) if ahead else no_rows()
+        s, spec = self.slots, self.speculation
+        ahead = spec is not None and spec.on(len(decode))
+        n = no_rows() if spec is None or not ahead else spec.drafts(s, self.cache, decode, budget)
         decode, n, draft = with_drafts(decode, n) if n.any() else (decode, no_rows(), no_rows())
         slots, q_len = decode, np.ones(len(decode), np.int32)
         if chunks:

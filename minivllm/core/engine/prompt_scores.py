@@ -59,7 +59,7 @@ def keep_prompt(s: Slots, plan: StepPlan, live: np.ndarray, got: LogProbs) -> No
         part, at, slot = slice(at, at + count), at + count, int(plan.slots[row])
         if not live[row] or s.prompt_topk[slot] < 0:
             continue
-        request, k, first = s.seq[slot].request, int(s.prompt_topk[slot]), int(plan.computed[row]) + 1
+        request, k, first = s.at(slot).request, int(s.prompt_topk[slot]), int(plan.computed[row]) + 1
         mine = LogProbs(got.chosen[part], got.rank[part], got.top_ids[part, :k], got.top[part, :k])
         request.prompt_parts.append((first, mine))
         if first + count == len(request.prompt):

@@ -82,10 +82,10 @@ class Publisher:
         s.collected[mine] = pos + 1
         s.ready[mine] = True
         self.tokens += int(ok.sum())
-        if len(plan.prompt):
+        if result.prompt is not None:
             keep_prompt(s, plan, live, result.prompt)
         if self.speculation is not None:
-            self._speculated(flight, live, result, now)
+            self._speculated(self.speculation, flight, live, result, now)
         self._publish_blocks(flight, live, result)
         if not live.all():
             self._departed(flight, result, live)
@@ -117,9 +117,9 @@ class Publisher:
 
     # ---- rows with drafts ----------------------------------------------------------------------------------------
 
-    def _speculated(self, flight: Flight, live: np.ndarray, result: StepResult, now: float) -> None:
+    def _speculated(self, spec: Speculation, flight: Flight, live: np.ndarray, result: StepResult, now: float) -> None:
         """Count what became of the drafts, and take back what was planned for those that were rejected."""
-        plan, spec = flight.plan, self.speculation
+        plan = flight.plan
         decodes = int((plan.q_len == 1).sum())
         if not len(plan.draft):
             spec.time(decodes, False, int(result.count.sum()), flight.begun, now, decodes == len(plan.slots))
@@ -262,7 +262,7 @@ class Publisher:
             slot = int(flight.plan.slots[r])
             if self.slots.serial[slot] != flight.serial[r]:
                 continue  # it has left, or failed a moment ago
-            seq = self.slots.seq[slot]
+            seq = self.slots.at(slot)
             seq.request.first_token = seq.request.first_token or self.now()
             if seq.request.lanes.take(seq.sample, result.logprobs, j):
                 self.branch(seq.request.lanes)
@@ -274,7 +274,7 @@ class Publisher:
             if not live[r] or int(result.flags[j]) & ENDED:
                 continue
             slot = int(plan.slots[r])
-            seq, n = s.seq[slot], int(s.known[slot])
+            seq, n = s.at(slot), int(s.known[slot])
             try:
                 token = call_foreign(_chosen, seq, result.logits[h], s.tokens[slot, :n].tolist())
             except Exception as e:  # the user's code: it ends its own request and nothing else

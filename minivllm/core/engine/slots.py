@@ -90,9 +90,15 @@ class Slots:
         self.running = np.concatenate((self.running, np.array((slot,), np.int32)))
         return slot
 
+    def at(self, slot: int) -> Seq:
+        """The sequence in a row that is taken."""
+        seq = self.seq[slot]
+        assert seq is not None, f"row {slot} is free"
+        return seq
+
     def leave(self, slot: int) -> None:
         """Take the row back; the caller has released its blocks.  The tokens that the host has seen go to the Seq."""
-        seq = self.seq[slot]
+        seq = self.at(slot)
         self.asking -= int(self.prompt_topk[slot] >= 0)
         n = int(self.collected[slot])
         seq.tokens, seq.known, seq.slot, seq.in_flight = self.tokens[slot, :n].copy(), n, -1, int(self.flying[slot])

@@ -136,7 +136,7 @@ class Speculation:
         fits = s.speculates[decode] & (s.collected[decode] == known) & (s.computed[decode] == known - 1)
         n[fits] = np.minimum(self.k, s.end[decode[fits]] - s.known[decode[fits]] - 1)
         if n.sum() > budget:
-            n = np.minimum(n, budget // max(1, np.count_nonzero(n))).astype(np.int32)
+            n = np.minimum(n, budget // max(1, int(np.count_nonzero(n)))).astype(np.int32)
         missing = cache.missing(decode, s.computed[decode] + 1 + n)
         if missing.any() and not cache.can_take(missing):
             lack = missing.any(axis=0)
