@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from minivllm.errors import PluginError, shown, suggest
+from minivllm.parameters import Param
 
 _SEAMS = "minivllm.core.interfaces."
 
@@ -100,7 +101,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
             features=_INVARIANT,
             traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
         ),
-        Kind("processor", _SEAMS + "sampling:Processor", api=(1, 1), facts=("device",), features=_SAMPLING),
+        Kind("processor", _SEAMS + "sampling:Processor", api=(1, 2), facts=("device",), features=_SAMPLING),
         Kind(
             "quantizer", _SEAMS + "quantizer:Quantizer", facts=("device", "sm", "dtype", "checkpoint"),
             features={
@@ -109,18 +110,19 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
             },
             traits={"bits": "bits of a quantized weight element, scales not counted"},
         ),
-        Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 1), facts=("device",), features=_SAMPLING),
+        Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 2), facts=("device",), features=_SAMPLING),
         Kind(
             "scheduler", _SEAMS + "scheduler:SchedulerPolicy",
             features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
         ),
-        Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 2)),
+        Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 3)),
     )
 })  # fmt: skip
 OPTION_OF = {  # kind -> its option in the configuration, where that is called otherwise
     "kvformat": "kv_format", "model": "model_arch", "processor": "processors", "strategy": "strategies",
 }  # fmt: skip
 RESERVED = ("kvstore", "trimmer")  # groups whose contract is not written yet
+ASKED = ("processor", "sampler", "strategy")  # kinds that may declare parameters of requests
 
 
 @dataclass(frozen=True)
@@ -300,7 +302,8 @@ class Spec:
     ``ANY``); a fact that is not listed is refused, and so is a feature that is not in ``features``.  ``limits=ANY``
     leaves the facts unchecked, as for a class without a spec that a user names by ``module:Class``.  ``prefer`` holds
     values for facts that the user left open (the KV block size).  ``traits`` are declarations that the engine reads
-    and nobody matches (``graph``: none, decode, mixed).  ``check`` says what limits cannot.
+    and nobody matches (``graph``: none, decode, mixed).  ``params`` are the parameters of requests that a processor,
+    sampler or strategy has of its own.  ``check`` says what limits cannot.
     """
 
     impl: str
@@ -313,6 +316,7 @@ class Spec:
     needs: tuple[Needs, ...] = ()
     prefer: Mapping[str, Any] = field(default_factory=dict)
     traits: Mapping[str, Any] = field(default_factory=dict)
+    params: tuple[Param, ...] = ()
     check: Callable[[PluginQuery], Sequence[Reason]] | None = None
 
     def __post_init__(self) -> None:
@@ -326,9 +330,10 @@ class Spec:
             ("priority", isinstance(self.priority, int), "a whole number"),
             ("limits", isinstance(limits, Mapping), "a dict of fact -> limit, or ANY"),
             ("features", isinstance(self.features, Set), "a frozenset of names"),
-            ("needs", isinstance(self.needs, tuple) and all(isinstance(n, Needs) for n in self.needs), "(Needs(...),)"),
+            ("needs", _tuple_of(self.needs, Needs), "(Needs(...),)"),
             ("prefer", isinstance(self.prefer, Mapping), "a dict of fact -> value"),
             ("traits", isinstance(self.traits, Mapping), "a dict"),
+            ("params", _tuple_of(self.params, Param), "(Param(...),)"),
             ("check", self.check is None or callable(self.check), "a function (Request) -> [Reason]"),
         ):
             if not well:
@@ -336,6 +341,11 @@ class Spec:
         for fact, limit in limits.items():
             if not isinstance(limit, Set) and not hasattr(limit, "allows"):
                 raise TypeError(f"Spec limits[{fact!r}]={limit!r}: want a set, AtLeast, AtMost, Range, MultipleOf, ANY")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the parameters that it declares, for the ``reads`` of its class."""
+        return frozenset(param.name for param in self.params)
 
     @property
     def plain_traits(self) -> dict[str, Any]:
@@ -364,6 +374,10 @@ class Spec:
 
 def _text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
+
+
+def _tuple_of(value: Any, kind: type) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, kind) for one in value)
 
 
 def _version(value: Any) -> bool:

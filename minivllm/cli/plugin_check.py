@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from minivllm import declared
 from minivllm.errors import PluginError, suggest
 from minivllm.processes.fresh import command
 from minivllm.registration import importing
@@ -164,6 +165,8 @@ class _Clock:
 
 def spec_faults(spec: Spec, kind: Kind) -> list[str]:
     """What a spec says that nobody would read, or that no engine of this version would accept."""
+    from minivllm.core.interfaces.params import is_own  # numpy with it, which counts against a spec that imports it
+
     faults = [str(r) for r in replace(spec, limits=ANY, needs=(), check=None).refuse(PluginQuery(), kind)]
     known: Mapping[str, Iterable[str]] = {
         "limits": kind.facts, "features": kind.features, "traits": kind.traits, "prefer": kind.open,
@@ -173,6 +176,11 @@ def spec_faults(spec: Spec, kind: Kind) -> list[str]:
         for word in sorted(set(said) - set(words)) if said != ANY else ():
             near = suggest(word, words) or f" There are: {', '.join(words) or 'none'}."
             faults.append(f"its spec's {name} name {word!r}, which {kind.name} does not know.{near}")
+    faults += [
+        f"its spec declares the parameter {param.name!r}{text}"
+        for param in spec.params
+        if (text := declared.fault(kind.name, param, is_own))
+    ]
     if spec.limits != ANY:
         faults += [
             f"its spec's limits do not speak of {fact!r}: a request that asks for it is refused"

@@ -158,6 +158,7 @@ def show(args: argparse.Namespace) -> int:
         ]
         lines += [("prefers", f"{fact}={value}") for fact, value in spec.prefer.items()]
         lines += [("declares", f"{name}={value}") for name, value in spec.traits.items()]
+        lines += [("requests", f"{p.name}: {p}: {p.summary}") for p in spec.params]
         if spec.options:
             fields = registry.options_model(entry, spec).model_fields
             lines += [

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from minivllm import declared
 from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
 from minivllm.errors import ConfigError, ModelError, PluginError, shown
 from minivllm.hardware import Device, choose_dtype, find_device
@@ -354,6 +355,10 @@ class _Fold:
 
     def _keep(self, selection: Selection, choice: PluginChoice, at: str = "") -> Part:
         chosen, registry = selection.require(), self.catalog[selection.kind]
+        if chosen.spec is not None and chosen.spec.params:
+            from minivllm.core.interfaces.params import is_own
+
+            declared.choose(selection.kind, chosen, is_own)
         self.selections.append(selection)
         part = make_part(registry, chosen, choice, at or OPTION_OF.get(selection.kind, selection.kind), self.origins)
         if not at:

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from minivllm import declared
 from minivllm.config.server import ServerConfig
 from minivllm.config.values import (
     ALIASES,
@@ -30,6 +31,9 @@ from minivllm.spec import KINDS, OPTION_OF
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 Schema = dict[str, Any]
+
+JSON_TYPES = {float: "number", int: "integer", bool: "boolean", str: "string", list: "array", dict: "object"}
+BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 TARGET: Schema = {
@@ -61,7 +65,7 @@ def config_schema(catalog: Catalog) -> Schema:
         "description": "a file, or files, that this one lies over; relative to this file",
         "oneOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}],
     }
-    properties["sampling"] = _sampling()
+    properties["sampling"] = _sampling(catalog)
     properties["run"] = _table(RunConfig, definitions)
     properties["server"] = _table(ServerConfig, definitions)
     properties["requires"] = _table(RequiresConfig, definitions)
@@ -184,8 +188,8 @@ def _renamed(node: Any, prefix: str) -> Any:
     }  # fmt: skip
 
 
-def _sampling() -> Schema:
-    """The sampling parameters that a file can hold: all but functions."""
+def _sampling(catalog: Catalog) -> Schema:
+    """The sampling parameters that a file can hold: all but functions, and those that plug-ins declare."""
     from pydantic import TypeAdapter
 
     from minivllm.core.interfaces.params import SamplingParams
@@ -196,7 +200,18 @@ def _sampling() -> Schema:
             properties[field.name] = TypeAdapter(hints[field.name]).json_schema()
             if isinstance(field.default, (bool, int, float, str)):
                 properties[field.name]["default"] = field.default
+    properties |= {name: _declared(one) for name, one in declared.offered(catalog).items()}
     return {
         "description": "how tokens are drawn, and when to stop", "type": "object", "properties": properties,
         "additionalProperties": False,
     }  # fmt: skip
+
+
+def _declared(one: declared.Declaration) -> Schema:
+    param = one.param
+    kind: Schema = {"type": JSON_TYPES[param.kind], **{BOUNDS[name]: getattr(param, name) for name in BOUNDS}}
+    kind = {key: value for key, value in kind.items() if value is not None}
+    if param.choices:
+        kind["enum"] = list(param.choices)
+    found = {"anyOf": [kind, {"type": "null"}]} if param.default is None else {**kind, "default": param.default}
+    return {**found, "description": f"{param.summary} ({', '.join(one.by)})".lstrip()}

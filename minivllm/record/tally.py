@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm import declared
+
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.frontend.requests import Tracked
@@ -145,7 +147,10 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
             found[f.name] = {str(k): _plain(v) for k, v in value.items()}
         else:
             found[f.name] = list(map(_plain, value)) if isinstance(value, (list, tuple)) else _plain(value)
-    return found
+    extra = found.pop("extra", {})  # what this package declares is a keyword wherever it is read
+    own = {name: value for name, value in extra.items() if name in declared.builtin()}
+    others = {name: value for name, value in extra.items() if name not in own}
+    return {**found, **own, **({"extra": others} if others else {})}
 
 
 def _given(value: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from minivllm import declared
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.plain import is_text
 from minivllm.text.template import read_template
@@ -77,6 +78,7 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
     name = Path(model).name if os.path.isdir(model) else model
     names = list(server.served_model_name) or [name]
     info = client.info
+    declared.installed()  # now, and not in a request: it imports the specs of other packages
     metrics = Metrics(names[0], info)
     client.on_gap = metrics.gaps.add
     desk = Desk(client.tokenizer, server.template_seconds, server.template_mb)

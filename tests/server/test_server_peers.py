@@ -16,6 +16,7 @@ pytest.importorskip("fastapi")
 
 from http_helpers import served
 
+from minivllm import declared
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import peers
@@ -114,7 +115,7 @@ def test_a_pattern_of_whitespace_goes_with_a_form_of_json():
 
 def test_every_mapped_field_is_tried_and_its_target_is_there():
     assert {one[0] for one in SAME} | {"guided_whitespace_pattern"} == set(peers.MAPPED)
-    ours = {*CompletionBody.model_fields, *SamplingParams().__dict__}
+    ours = {*CompletionBody.model_fields, *SamplingParams().__dict__, *declared.builtin()}
     assert {peer.to for peer in peers.MAPPED.values()} <= ours
     own = {*CompletionBody.model_fields, *ChatBody.model_fields} - {"echo"}
     assert not own & (set(peers.MAPPED) | set(peers.IDLE)) and not set(peers.MAPPED) & set(peers.IDLE)

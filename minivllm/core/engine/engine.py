@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from minivllm import declared
 from minivllm.core import checks
 from minivllm.core.foreign import alone, call_foreign
 from minivllm.core.interfaces.evictor import EvictorContext
@@ -43,6 +44,7 @@ from .strategies import answer, branches, own_names
 if TYPE_CHECKING:
     from minivllm.core.interfaces.evictor import Evictor
     from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
+    from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.plan import StepResult
     from minivllm.core.interfaces.sampling import Column, Processor, Row
 
@@ -129,10 +131,7 @@ class Engine:
             raise RequestError(
                 f"{len(request.stop_ids)} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
             )
-        known = own_names(self.strategies).union(*(made.reads for _, made in self.processors))
-        if unknown := [name for name in p.asked() if name not in known]:
-            what = f"{unknown[0]} is set, but no processor, sampler or strategy in the config reads it"
-            raise RequestError(f"{what}; add one that does.{suggest(unknown[0], sorted(known))}", unknown[0])
+        self._check_read(p)
         request.rows = tuple(
             self.clock.seams.run(seam, self._bind, name, made, columns, request)
             for seam, (name, made), columns in zip(self._bind_seams, self.processors, self.columns, strict=True)
@@ -161,6 +160,17 @@ class Engine:
         self.requests[request.id] = request
         if self.hooks is not None:
             self.hooks.request_added(request)
+
+    def _check_read(self, p: SamplingParams) -> None:
+        """RequestError for a parameter that nothing in this engine reads."""
+        if p.extra:
+            p.check_extra()
+        known = own_names(self.strategies).union(*(made.reads for _, made in self.processors))
+        for name in p.asked():
+            if name not in known:
+                what = f"{name} is set, but no processor, sampler or strategy in the config reads it"
+                does = f"add one that does{''.join(f', {who}' for who in declared.readers(name)[:4])}"
+                raise RequestError(f"{what}; {does}.{suggest(name, sorted(known))}", name)
 
     def _host_draw(self, seq: Seq) -> Any:
         """What draws the tokens of a row whose request brings functions of its own."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm import declared
 from minivllm.errors import RequestError, shown, suggest
+from minivllm.parameters import NUMBERS, Param, is_whole
 from minivllm.plain import flaw
 
 from .plan import STOP_IDS
@@ -20,35 +21,39 @@ MAX_N = 128
 MAX_STOPS = 16
 PROCESSED = frozenset((  # what processors and samplers do, not the engine
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "bad_words", "allowed_token_ids", "no_repeat_ngram_size", "temperature_schedule", "typical_p",
-    "mirostat_tau", "mirostat_eta",
+    "logit_bias", "bad_words", "allowed_token_ids",
 ))  # fmt: skip
-TEXTS = ("stop", "bad_words", "cache_salt", "tenant", "trace_headers", "extra")  # what may hold text that is none
-RANGES = (  # field, least, most, what to say of it; both ends are in the range unless said otherwise
-    ("temperature", 0, 2, "a number from 0 (greedy) to 2"), ("top_p", 1e-300, 1, "a number in (0, 1]"),
-    ("min_p", 0, 1, "a number in [0, 1]"), ("typical_p", 1e-300, 1, "a number in (0, 1]"),
-    ("repetition_penalty", 1e-6, 1e6, "a positive number, at most 1e6"),
-    ("presence_penalty", -2, 2, "a number from -2 to 2"), ("frequency_penalty", -2, 2, "a number from -2 to 2"),
-    ("mirostat_eta", 1e-6, 1, "a number in (0, 1]"),
-)  # fmt: skip
+TEXTS = ("stop", "bad_words", "cache_salt", "tenant", "trace_headers")  # what may hold text that is none
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+RANGED = (  # the fields that can be told right or wrong by themselves, in the order in which they are looked at
+    Param("include_stop_str_in_output", bool, False),
+    Param("ignore_eos", bool, False),
+    Param("detokenize", bool, True),
+    Param("skip_special_tokens", bool, True),
+    Param("temperature", float, 1.0, ge=0, le=2, wanted="a number from 0 (greedy) to 2"),
+    Param("top_p", float, 1.0, gt=0, le=1, wanted="a number in (0, 1]"),
+    Param("min_p", float, 0.0, ge=0, le=1, wanted="a number in [0, 1]"),
+    Param("repetition_penalty", float, 1.0, ge=1e-6, le=1e6, wanted="a positive number, at most 1e6"),
+    Param("presence_penalty", float, 0.0, ge=-2, le=2, wanted="a number from -2 to 2"),
+    Param("frequency_penalty", float, 0.0, ge=-2, le=2, wanted="a number from -2 to 2"),
+    Param("n", int, 1, ge=1, le=MAX_N, wanted=f"a whole number from 1 to {MAX_N}"),
+    Param("top_k", int, 0, ge=-1, wanted="-1 or 0 (all) or a positive whole number"),
+    Param("seed", int, ge=-INT64 - 1, le=INT64, wanted="a 64-bit whole number"),
+    Param("max_tokens", int, ge=1, le=INT32, wanted="a whole number >= 1"),
+    Param("min_tokens", int, 0, ge=0, wanted="a whole number >= 0"),
+    Param("logprobs", int, ge=-1, wanted="a whole number from 0, or -1 for the whole vocabulary"),
+    Param("prompt_logprobs", int, ge=-1, wanted="a whole number from 0, or -1 for the whole vocabulary"),
+    Param("length_penalty", float, 1.0, ge=-10, le=10, wanted="a number from -10 to 10"),
+    Param("priority", int, 0, ge=-INT32, le=INT32, wanted="a 32-bit whole number"),
+    Param("expected_tokens", int, ge=1, le=INT32, wanted="a whole number >= 1"),
+    Param("ttft_ms", float, gt=0, wanted="a positive number of milliseconds"),
+    Param("tpot_ms", float, gt=0, wanted="a positive number of milliseconds"),
+)
 
 
 def _check(ok: bool, field_name: str, value: Any, want: str) -> None:
     if not ok:
         raise RequestError(f"{field_name}={shown(value)}: want {want}", field_name)
-
-
-def _number(value: Any) -> bool:
-    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 @dataclass
@@ -66,7 +71,9 @@ class SamplingParams:
     ``bad_words``: words, or lists of token ids, whose last token is not drawn where the others came before it.
     ``structured_outputs``: what the text must fit, as in ``StructuredOutputsParams`` (an object of it or a mapping).
     ``trace_headers``: W3C trace context (``traceparent``, ``tracestate``) of the caller, for hooks that trace.
-    ``extra`` holds parameters of processors and samplers from other packages, by name.
+    ``extra`` holds the parameters that samplers, processors and strategies have of their own, by name.  Those that a
+    spec declares (``minivllm.parameters.Param``) are keywords and attributes too, are checked as fields are, and are in
+    ``extra`` only where they are not at their default; a keyword counts before the same name in ``extra``.
     """
 
     n: int = 1
@@ -84,11 +91,6 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str | Sequence[int]] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    no_repeat_ngram_size: int = 0
-    temperature_schedule: Mapping[str, Any] | None = None
-    typical_p: float = 1.0
-    mirostat_tau: float | None = None
-    mirostat_eta: float = 0.1
     seed: int | None = None
     max_tokens: int | None = 64
     min_tokens: int = 0
@@ -113,54 +115,66 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    if not TYPE_CHECKING:  # which sees the fields; what plug-ins declare is known at run time alone
+
+        def __init__(self, **values: Any) -> None:
+            own = {} if values.keys() <= NAMES else {k: values.pop(k) for k in values.keys() - NAMES}
+            for name in own:
+                if declared.find(name) is None:
+                    near = suggest(name, sorted({*NAMES, *declared.everything()}))
+                    raise RequestError(f"unknown sampling parameter {shown(name)}.{near}", name)
+            given = self.__dict__
+            given.update(DEFAULTS, extra={})
+            given.update(values)
+            self._take(own)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in NAMES:
+                self.__dict__[name] = value
+            elif name.startswith("_") or declared.known(name) is None:
+                raise AttributeError(f"{type(self).__name__} has no parameter {shown(name)}")
+            else:
+                self.__dict__["extra"] = _checked({**self.extra, name: value})
+
+    def __getattr__(self, name: str) -> Any:
+        """A parameter that a plug-in declares: as it was given, else its default."""
+        param = None if name.startswith("_") else declared.known(name)
+        if param is None:
+            raise AttributeError(f"{type(self).__name__} has no parameter {shown(name)}")
+        return self.extra.get(name, param.default)
+
     @classmethod
     def make(cls, **values: Any) -> SamplingParams:
-        """From keywords; an unknown one is refused with the nearest name."""
-        for name in values:
-            if name not in NAMES:
-                raise RequestError(f"unknown sampling parameter {shown(name)}.{suggest(name, sorted(NAMES))}", name)
+        """From keywords of which a type checker knows nothing, as those that plug-ins declare."""
         return cls(**values)
 
-    def __post_init__(self) -> None:
+    def _take(self, own: Mapping[str, Any]) -> None:
+        """Check all, and bring what comes in several forms into one.  ``own``: keywords that plug-ins declare."""
+        given = self.__dict__
         for name in TEXTS:
-            if (value := getattr(self, name)) and (what := flaw(value)):
+            if (value := given[name]) and (what := flaw(value)):
                 raise RequestError(f"{name}: {what}", name)
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
-            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        _check(isinstance(self.extra, Mapping), "extra", self.extra, "a mapping of names to values")
-        for name, least, highest, want in RANGES:
-            value = getattr(self, name)
-            _check(_number(value), name, value, f"a finite number: {want}")
-            _check(least <= value <= highest, name, value, want)
-        _check(_whole(self.n) and 1 <= self.n <= MAX_N, "n", self.n, f"a whole number from 1 to {MAX_N}")
-        _check(_whole(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (all) or a positive whole number")
+        for param in RANGED:
+            if (value := given[param.name]) is not param.default:
+                param.check(value)
         if isinstance(self.allowed_token_ids, (range, np.ndarray)):
             self.allowed_token_ids = list(self.allowed_token_ids)
-        tau, ngram = self.mirostat_tau, self.no_repeat_ngram_size
-        _check(tau is None or (_number(tau) and 0 < tau <= 64), "mirostat_tau", tau, "bits, above 0 and up to 64")
-        _check(_whole(ngram) and ngram >= 0, "no_repeat_ngram_size", ngram, "0 (off) or a positive whole number")
-        if self.seed is not None:
-            _check(_whole(self.seed) and -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit whole number")
-        most = self.max_tokens
-        _check(most is None or (_whole(most) and 1 <= most < 2**31), "max_tokens", most, "a whole number >= 1")
-        _check(_whole(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "a whole number >= 0")
-        if most is not None:
+        if self.extra != {} or own:
+            _check(isinstance(self.extra, Mapping), "extra", self.extra, "a mapping of names to values")
+            self.extra = _checked({**self.extra, **own} if own else self.extra)
+        if (most := self.max_tokens) is not None:
             _check(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={most}")
-        for name in ("logprobs", "prompt_logprobs"):
-            k, want = getattr(self, name), "a whole number from 0, or -1 for the whole vocabulary"
-            _check(k is None or (_whole(k) and k >= -1), name, k, want)
         self._check_branches()
         self._check_stops()
         self._check_service()
+        self._check_functions()
         self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
 
     def _check_branches(self) -> None:
         for name in ("best_of", "beam_width"):
             value, want = getattr(self, name), f"a whole number from n={self.n} to {MAX_N}"
-            _check(value is None or (_whole(value) and self.n <= value <= MAX_N), name, value, want)
+            _check(value is None or (is_whole(value) and self.n <= value <= MAX_N), name, value, want)
         _check(self.best_of is None or self.beam_width is None, "best_of", self.best_of, "it or beam_width, not both")
-        ok = _number(self.length_penalty) and abs(self.length_penalty) <= 10
-        _check(ok, "length_penalty", self.length_penalty, "a number from -10 to 10")
         ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _check(ok, "early_stopping", self.early_stopping, 'False, True or "never"')
         for name in ("choose_fn", "logits_processors") if self.best_of else ():
@@ -201,23 +215,19 @@ class SamplingParams:
         _check(listed, "stop_token_ids", ids, "a list of token ids")
         ids, most = () if ids is None else ids, STOP_IDS - 8
         _check(len(ids) <= most, "stop_token_ids", f"{len(ids)} ids", f"at most {most} ids")
-        _check(all(_whole(i) and i >= 0 for i in ids), "stop_token_ids", ids, "whole numbers >= 0")
+        _check(all(is_whole(i) and i >= 0 for i in ids), "stop_token_ids", ids, "whole numbers >= 0")
         self.stop, self.stop_token_ids = stops, tuple(int(i) for i in ids)
 
     def _check_service(self) -> None:
-        _check(_whole(self.priority) and abs(self.priority) < 2**31, "priority", self.priority, "a 32-bit whole number")
         ok = isinstance(self.tenant, str) and len(self.tenant) <= 256
         _check(ok, "tenant", self.tenant, "a name up to 256 characters")
-        want, value = "a whole number >= 1", self.expected_tokens
-        _check(value is None or (_whole(value) and 1 <= value < 2**31), "expected_tokens", value, want)
-        for name in ("ttft_ms", "tpot_ms"):
-            value = getattr(self, name)
-            _check(value is None or (_number(value) and value > 0), name, value, "a positive number of milliseconds")
         ok = self.cache_salt is None or (isinstance(self.cache_salt, str) and 0 < len(self.cache_salt.encode()) <= 256)
         _check(ok, "cache_salt", self.cache_salt, "a string of 1 to 256 bytes")
         trace = self.trace_headers
         ok = isinstance(trace, Mapping) and all(isinstance(text, str) for pair in trace.items() for text in pair)
         _check(ok or trace is None, "trace_headers", trace, "a mapping of texts, such as traceparent")
+
+    def _check_functions(self) -> None:
         own = self.logits_processors
         _check(own is None or isinstance(own, (list, tuple)), "logits_processors", own, "a list of callables")
         _check(all(map(callable, own or ())), "logits_processors", own, "a list of callables")
@@ -234,8 +244,13 @@ class SamplingParams:
 
     def asked(self) -> list[str]:
         """Names of the parameters that some processor or sampler has to honour: those that are not neutral."""
-        changed = [name for name, value in NEUTRAL.items() if (getattr(self, name) or value) != value]
+        given = self.__dict__
+        changed = [name for name, value in NEUTRAL.items() if (given.get(name) or value) != value]
         return changed + list(self.extra)
+
+    def check_extra(self) -> None:
+        """Again, for what was put into ``extra``, or declared, since it was made."""
+        self.extra = _checked(self.extra)
 
     def ending_after(self, most: int) -> SamplingParams:
         """The same with ``max_tokens=most``, at least ``min_tokens``, which is all that is checked: the rest was."""
@@ -250,4 +265,29 @@ class SamplingParams:
 
 
 NAMES = frozenset(f.name for f in fields(SamplingParams))
+DEFAULTS = {f.name: f.default for f in fields(SamplingParams) if f.name != "extra"}
 NEUTRAL = {f.name: f.default for f in fields(SamplingParams) if f.name in PROCESSED}
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is a field or a method of ``SamplingParams``, so that no plug-in can declare it."""
+    return name in NAMES or hasattr(SamplingParams, name)
+
+
+def _checked(extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``extra`` with declared parameters as their declarations want them, without those at their defaults; the same
+    object if nothing was to be done.  RequestError names the parameter that is wrong."""
+    found, same = {}, True
+    for name, given in extra.items():
+        value, param = given, declared.known(name)
+        if param is None or param.kind not in NUMBERS:
+            who = "extra" if param is None else name
+            if what := flaw({name: given} if param is None else given):
+                raise RequestError(f"{who}: {what}", who)
+        if param is not None:
+            value = param.check(given)
+            if value == param.default:
+                same = False
+                continue
+        found[name], same = value, same and value is given
+    return extra if same else found

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .params import SamplingParams
 
-API = (1, 1)  # 1.1: Column.kept
+API = (1, 2)  # 1.1: Column.kept; 1.2: Spec.params
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,9 @@ class SamplingContext:
 class Processor(ABC):
     """Changes logits in place.  Rows are independent: what happens to one never depends on which others are there."""
 
-    #: Sampling parameters that it honours, fields or names in ``extra``.  A request that sets one which nothing in the
-    #: config reads is refused, never served without it.
+    #: Sampling parameters that it honours: fields, and those that its spec declares (``Spec.params``), which are
+    #: attributes of ``params`` too.  A request that sets one which nothing in the config reads is refused, never served
+    #: without it.
     reads: frozenset[str] = frozenset()
 
     def __init__(self, options: Any, ctx: SamplingContext) -> None:

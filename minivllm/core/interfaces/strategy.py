@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .params import SamplingParams
 
-API = (1, 2)  # 1.2: names in ``reads``
+API = (1, 3)  # 1.2: names in ``reads``; 1.3: Spec.params
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class DecodingStrategy(ABC):
     """Stateless: one instance serves all requests."""
 
     mode: str = "free"  # or "stepwise"
-    #: Of ``best_of`` and ``beam_width`` those that it honours, and names of its own in ``SamplingParams.extra``: it is
-    #: not asked about a request that sets another one, and a name in ``extra`` that nothing reads is refused.
+    #: Of ``best_of`` and ``beam_width`` those that it honours, and the parameters that its spec declares: it is not
+    #: asked about a request that sets another one, and one that nothing reads is refused.
     reads: frozenset[str] = frozenset()
 
     def __init__(self, options: Any = None) -> None:

@@ -9,27 +9,24 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
-from minivllm.errors import RequestError, shown
+
+from .spec import NO_REPEAT_NGRAM
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
-
-MOST = 64
 
 
 class NoRepeatNgram(Processor):
     """A token becomes -inf if with the n - 1 tokens before it it would make n tokens that are in prompt and output
     already; n = 1 bans every token that came.  Cost: n - 1 comparisons of the history with itself."""
 
-    reads = frozenset(("no_repeat_ngram_size",))
+    reads = NO_REPEAT_NGRAM.reads
 
     def columns(self) -> Mapping[str, Column]:
         return {"size": Column(dtype="int32")}  # 0 = off
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
         n = params.no_repeat_ngram_size
-        if n > MOST:
-            raise RequestError(f"no_repeat_ngram_size={shown(n)}: want 0 (off) to {MOST}", "no_repeat_ngram_size")
         return Row({"size": n}, 1 << (n - 1).bit_length()) if n else None
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:

@@ -1,46 +1,68 @@
 """What the built-in processors say about themselves."""
 
+from minivllm.parameters import Param
 from minivllm.spec import ANY, Spec
+
+LONGEST = 64  # n-gram
 
 ALLOWED_TOKENS = Spec(
     impl="minivllm.plugins.processor.allowed_tokens:AllowedTokens",
-    api=(1, 1),
+    api=(1, 2),
     summary="only tokens of a list: allowed_token_ids",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
 )
 BAD_WORDS = Spec(
     impl="minivllm.plugins.processor.bad_words:BadWords",
-    api=(1, 1),
+    api=(1, 2),
     summary="sequences of tokens that must not come",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
 )
 LOGIT_BIAS = Spec(
     impl="minivllm.plugins.processor.logit_bias:LogitBias",
-    api=(1, 1),
+    api=(1, 2),
     summary="adds a number to the logits of chosen tokens",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
 )
 NO_REPEAT_NGRAM = Spec(
     impl="minivllm.plugins.processor.no_repeat_ngram:NoRepeatNgram",
-    api=(1, 1),
+    api=(1, 2),
     summary="no n tokens in a row come twice",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
+    params=(
+        Param(
+            "no_repeat_ngram_size",
+            int,
+            0,
+            ge=0,
+            le=LONGEST,
+            wanted=f"0 (off) to {LONGEST}",
+            summary="n: no n tokens in a row of prompt and output come again; 0: off",
+        ),
+    ),
 )
 PENALTIES = Spec(
     impl="minivllm.plugins.processor.penalties:Penalties",
-    api=(1, 1),
+    api=(1, 2),
     summary="repetition, presence and frequency penalties",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
 )
 TEMPERATURE_SCHEDULE = Spec(
     impl="minivllm.plugins.processor.temperature_schedule:TemperatureSchedule",
-    api=(1, 1),
+    api=(1, 2),
     summary="a temperature that changes with the position or the entropy",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
+    params=(
+        Param(
+            "temperature_schedule",
+            dict,
+            wanted="a mapping with a 'kind'",
+            summary="a temperature that changes from token to token",
+        ),
+    ),
 )

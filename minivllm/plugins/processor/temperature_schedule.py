@@ -12,6 +12,8 @@ from torch import Tensor
 from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
 from minivllm.errors import RequestError, shown
 
+from .spec import TEMPERATURE_SCHEDULE
+
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
@@ -34,7 +36,7 @@ class TemperatureSchedule(Processor):
     then start, end, tokens or low, high, exponent.
     """
 
-    reads = frozenset((FIELD,))
+    reads = TEMPERATURE_SCHEDULE.reads
 
     def columns(self) -> Mapping[str, Column]:
         return {"numbers": Column((4,))}
@@ -43,7 +45,6 @@ class TemperatureSchedule(Processor):
         given = params.temperature_schedule
         if given is None:
             return None
-        _check(isinstance(given, Mapping), f"{FIELD}={shown(given)}: want a mapping with a 'kind'")
         kind = given.get("kind")
         _check(isinstance(kind, str) and kind in KINDS, f"{FIELD}: kind={shown(kind)}: want {', '.join(KINDS)}")
         names = ("low", "high", "exponent") if kind == "entropy" else ("start", "end", "tokens")

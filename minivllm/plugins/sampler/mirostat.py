@@ -15,6 +15,7 @@ from minivllm.errors import RequestError
 
 from .default import MASS_SCALE, MIN_TEMPERATURE, DefaultSampler
 from .mass import masses
+from .spec import MIROSTAT as MIROSTAT_SPEC
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
@@ -33,7 +34,7 @@ class MirostatSampler(DefaultSampler):
     """
 
     keeps_logits = False
-    reads = DefaultSampler.reads | {"mirostat_tau", "mirostat_eta"}
+    reads = DefaultSampler.reads | MIROSTAT_SPEC.reads
 
     def columns(self) -> Mapping[str, Column]:
         return {
@@ -44,7 +45,7 @@ class MirostatSampler(DefaultSampler):
     def bind(self, params: SamplingParams, prompt_len: int) -> Row:
         row, tau, eta = super().bind(params, prompt_len), params.mirostat_tau, params.mirostat_eta
         if tau is None:
-            if eta != type(params).mirostat_eta:
+            if "mirostat_eta" in params.extra:
                 raise RequestError(f"mirostat_eta={eta}: want mirostat_tau too, which turns it on", "mirostat_eta")
             return row
         clash = [name for name in ("top_k", "top_p", "min_p") if name in params.asked()]

@@ -14,6 +14,7 @@ from minivllm.errors import RequestError
 
 from .default import CHUNK, MIN_TEMPERATURE, DefaultSampler
 from .mass import masses, mean
+from .spec import TYPICAL as TYPICAL_SPEC
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
@@ -31,7 +32,7 @@ class TypicalSampler(DefaultSampler):
     """
 
     keeps_logits = False
-    reads = DefaultSampler.reads | {"typical_p"}
+    reads = DefaultSampler.reads | TYPICAL_SPEC.reads
 
     def columns(self) -> Mapping[str, Column]:
         return {**super().columns(), "typical_p": Column(fill=1.0)}

@@ -36,6 +36,7 @@ from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.owners import parties
 from minivllm.core.engine.request import Request, Seq
 from minivllm.core.engine.scores import Scores
+from minivllm.core.engine.strategies import own_names
 from minivllm.core.foreign import refusal
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
@@ -417,6 +418,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
     import minivllm
 
     w, config = engine.wiring, resolved.config
+    reads = own_names(engine.strategies).union(*(made.reads for _, made in engine.processors))
     room = min(pool.total for pool in engine.cache.pools) - 1
     most = engine.capacity.vocab_size if w.max_logprobs < 0 else w.max_logprobs
     several = {"strategy": resolved.strategies, "hooks": resolved.hooks}
@@ -425,7 +427,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "kv_tokens": room * w.block, "max_num_seqs": w.max_num_seqs, "max_logprobs": most,
         "selections": {seam: part.name for seam, part in resolved.parts.items()}
         | {seam: [part.name for part in parts] for seam, parts in several.items() if parts},
-        "version": minivllm.__version__, "reads": sorted(set().union(*(made.reads for _, made in engine.processors))),
+        "version": minivllm.__version__, "reads": sorted(reads),
         "device": w.device, "dtype": w.dtype,
         "tokenizer": None if config.skip_tokenizer_init else config.tokenizer or w.model_dir,
     }  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
+from minivllm import declared
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.errors import ApiError
 
@@ -16,7 +17,10 @@ from .peers import IDLE, MAPPED
 
 MOST = 32  # warnings of an answer
 OF_BEAMS = ("length_penalty", "early_stopping")
-NEUTRAL = {field.name: field.default for field in fields(SamplingParams)}
+NEUTRAL = {
+    **{field.name: field.default for field in fields(SamplingParams)},
+    **{name: one.param.default for name, one in declared.builtin().items()},
+}
 LOOKED_AT = 8  # unknown names for which a near one is looked for: each takes a millisecond
 NEAR = 0.8  # of difflib: max_token is as near to max_tokens, user_data to nothing
 # what cannot be left out without a different answer
@@ -45,19 +49,18 @@ REFUSED = {
 # passed on to SamplingParams
 PASSED = {
     "allowed_token_ids", "bad_words", "prompt_logprobs", "best_of", "beam_width", "use_beam_search", "length_penalty",
-    "early_stopping", "no_repeat_ngram_size", "temperature_schedule", "typical_p",
-    "mirostat_tau", "mirostat_eta",
+    "early_stopping", *declared.builtin(),
 }  # fmt: skip
-
-
 # of those, what other servers' clients send without knowing the configuration: without effect where nothing reads it
 OPTIONAL = ("typical_p", "mirostat_tau", "mirostat_eta", "no_repeat_ngram_size")
 
 
 def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """What of a body's further fields is for SamplingParams, and the warnings.  ``reads``: parameters that a processor
-    or the sampler of this engine reads.  ApiError (400) for what is refused."""
+    """What of a body's further fields is for SamplingParams, and the warnings.  ``reads``: parameters that a processor,
+    the sampler or a strategy of this engine reads; those of other packages come in ``extra``.  ApiError (400) for what
+    is refused."""
     peers = getattr(body, "_peers", None)
+    own: dict[str, Any] = {}
     passed, warnings = {}, [*(peers.warnings if peers is not None else ())]
     looked_at = 0
     for name, value in (body.model_extra or {}).items():
@@ -69,6 +72,9 @@ def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[di
         elif name in IDLE:
             if value is not None:
                 warnings.append({"field": name, "message": f"{name} has no effect here"})
+        elif name in reads and name not in NEUTRAL:
+            if value is not None:
+                own[name] = value
         else:
             looked_at += 1
             near = _near(name, type(body), looked_at <= LOOKED_AT)
@@ -78,7 +84,7 @@ def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[di
     passed = {name: value for name, value in passed.items() if value is not None}
     if peers is not None:
         _drop(passed, warnings, reads, peers.sent)
-    return passed, warnings[:MOST]
+    return {**passed, **({"extra": own} if own else {})}, warnings[:MOST]
 
 
 @cache

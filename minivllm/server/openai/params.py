@@ -41,7 +41,7 @@ def make_params(
         values["logit_bias"] = _bias(body.logit_bias, info.vocab_size)
     if body.vllm_xargs is not None:
         _want(isinstance(body.vllm_xargs, dict), "vllm_xargs", "an object of names and values")
-        values["extra"] = body.vllm_xargs
+        values["extra"] = {**values.get("extra", {}), **body.vllm_xargs}
     if logprobs is not None:
         most = min(server.max_logprobs, info.max_logprobs)
         _want(0 <= logprobs <= most, "logprobs", f"0 to {most}, not {logprobs}")

@@ -210,8 +210,8 @@ class Translated:
 
 
 def translate(values: Mapping[str, Any], own: Collection[str]) -> Translated:
-    """A body in our names.  ``own``: the fields of its route.  ApiError (400) for values that mean nothing, or that
-    contradict each other; the message names the fields as they came."""
+    """A body in our names.  ``own``: the fields of its route, and what plug-ins declare.  ApiError (400) for values
+    that mean nothing, or that contradict each other; the message names the fields as they came."""
     made = Translated(dict(values))
     _flatten(made, own)
     for name in [name for name in made.values if name in IDLE and name not in own]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 
+from minivllm import declared
 from minivllm.errors import RequestError, suggest
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import fields, peers
@@ -93,7 +94,7 @@ def read(model: type[Any], values: Mapping[str, Any]) -> Any:
     first field that is wrong."""
     if not issubclass(model, Generation):
         return _read(model, values)
-    translated = peers.translate(values, model.model_fields)
+    translated = peers.translate(values, {*model.model_fields, *declared.names()})
     fields.misplaced(translated.values, model)
     with named(translated.sent):
         body = _read(model, translated.values)
