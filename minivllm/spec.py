@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from minivllm.errors import PluginError, shown, suggest
-from minivllm.parameters import Param
+from minivllm.parameters import Param as Param
 
 _SEAMS = "minivllm.core.interfaces."
 

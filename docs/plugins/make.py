@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from minivllm.scaffold import about  # noqa: E402
-from minivllm.spec import KINDS, OPTION_OF, Kind  # noqa: E402
+from minivllm.spec import ASKED, KINDS, OPTION_OF, Kind  # noqa: E402
 
 HERE = Path(__file__).parent
 TESTING = ROOT / "minivllm" / "testing"
@@ -122,6 +122,10 @@ def claims(kind: Kind) -> Iterator[str]:
     for title, names in (("`features`, promises that the kit tests", kind.features), ("`traits`", kind.traits)):
         if names:
             yield from (f"{title}:", "", *(f"- `{name}`: {meaning}" for name, meaning in names.items()), "")
+    if kind.name in ASKED:
+        yield "`params` declares the parameters of requests that are its own, each a `Param` with kind, default, range"
+        yield "and meaning ([what a spec says](../plugins.md#what-a-spec-says)); `reads = SPEC.reads` names them."
+        yield ""
 
 
 # ---- the kit -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ A suite's methods whose names do not start with ``test_`` may be overridden.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -23,7 +24,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from minivllm import declared
 from minivllm.core.interfaces.executor import Part
+from minivllm.core.interfaces.params import is_own
 from minivllm.errors import PluginError, shown
 from minivllm.registry import Candidate, Catalog, Entry, Registry, build_part
 from minivllm.spec import KINDS, Kind, PluginQuery, Spec, version
@@ -80,7 +83,10 @@ def find(kind: str, plugin: str) -> Subject:
     catalog = Catalog.discover(allow_targets=[plugin.partition(":")[0]] if ":" in plugin else ())
     registry = catalog[kind]
     entry = registry.find(plugin)
-    return Subject(KINDS[kind], entry, registry.spec(entry), registry)
+    spec = registry.spec(entry)
+    with contextlib.suppress(PluginError):  # a test of the spec says what is wrong
+        declared.choose(kind, Candidate(entry, spec), is_own)
+    return Subject(KINDS[kind], entry, spec, registry)
 
 
 class Seen(Counter):

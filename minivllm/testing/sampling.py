@@ -6,7 +6,7 @@ import difflib
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minivllm.core.interfaces.params import PROCESSED, SamplingParams
+from minivllm.core.interfaces.params import NAMES, PROCESSED, SamplingParams
 from minivllm.core.interfaces.sampling import Rows, SamplingContext
 from minivllm.errors import RequestError
 
 from .base import Seen, since
+from .declaring import DeclaringOnRows
 from .sampling_data import Noted, keywords_of, make_sequences, unlike
 from .sampling_rows import (
     GARBAGE,
@@ -40,14 +41,14 @@ MOST_ALONE = 5  # rows of a step that are compared with themselves alone
 MOST_COMMITTED = 12  # tokens that a row gets at once
 
 
-class SamplingConformance(SpecConformance):
+class SamplingConformance(DeclaringOnRows, SpecConformance):
     """The kit knows values and references of the standard sampling parameters; a plug-in that reads parameters of its
     own overrides ``params`` (what to try) and ``wrong_params`` (what must be refused)."""
 
     vocab = 67  # width of the logits: not a multiple of 32
 
     def params(self, vocab: int) -> Sequence[Mapping[str, Any]]:
-        """Keywords of SamplingParams that exercise the plug-in's own parameters: ``[{"extra": {"mine": 2}}]``."""
+        """Keywords of SamplingParams that exercise the plug-in's own parameters: ``[{"mine": 2}]``."""
         return []
 
     def wrong_params(self, vocab: int) -> Sequence[Mapping[str, Any]]:
@@ -112,11 +113,10 @@ class SamplingConformance(SpecConformance):
         """``reads`` names fields of SamplingParams that are for processors and samplers, or own names in ``extra``; a
         misspelt one means that no request reaches the plug-in."""
         assert isinstance(self.reads, (set, frozenset)), f"reads is {self.reads!r}: want a frozenset of names"
-        known = {f.name for f in fields(SamplingParams)}
         for name in sorted(self.reads):
             assert isinstance(name, str), f"reads has {name!r}: want names"
-            assert name in PROCESSED or name not in known, f"reads has {name!r}, which the engine itself serves"
-            near = difflib.get_close_matches(name, PROCESSED, 1, 0.85) if name not in known else []
+            assert name in PROCESSED or name not in NAMES, f"reads has {name!r}, which the engine itself serves"
+            near = difflib.get_close_matches(name, PROCESSED, 1, 0.85) if name not in NAMES | self.spec.reads else []
             assert not near, f"reads has {name!r}, which is no sampling parameter: did you mean {near[0]!r}?"
         if unknown := self.unknown():
             pytest.skip(f"no values known of {', '.join(unknown)}: override params()")
@@ -152,7 +152,7 @@ class SamplingConformance(SpecConformance):
         """``RequestError(message, parameter)``, so that a client learns which parameter is wrong; never another
         exception, never a row that does not fit its columns."""
         made = self.make(self.vocab)
-        wrong = [(n, {n: v}) for n in sorted(self.reads & PROCESSED) for v in wrong_values(n, self.vocab)]
+        wrong = [(n, {n: v}) for n in sorted(self.reads & set(STANDARD)) for v in wrong_values(n, self.vocab)]
         wrong += [(next(iter(p.get("extra") or p)), dict(p)) for p in self.wrong_params(self.vocab)]
         for name, asked in wrong:
             try:
@@ -193,8 +193,9 @@ class SamplingConformance(SpecConformance):
             assert same_rows(plain, row), (
                 f"bind({asked}) gave {plain}, and {row} with {sorted(other)} set, which `reads` does not name"
             )
-            looked = Noted(asked.get("extra", {}))
-            made.bind(replace(SamplingParams.make(**asked), extra=looked), 3)
+            params = SamplingParams.make(**asked)
+            looked = Noted(params.extra)
+            made.bind(replace(params, extra=looked), 3)
             hidden = sorted(looked.names - self.reads)
             assert not hidden, (
                 f"bind({asked}) looks for {', '.join(hidden)} in extra, which `reads` does not name: a request that "

@@ -15,6 +15,7 @@ from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrateg
 from minivllm.errors import RequestError
 
 from .base import Seen, since
+from .declaring import Declaring
 from .kept import Lasting
 from .sampling_data import Noted
 from .sim import answer, at_rest, outputs, request, run, sim_engine
@@ -39,7 +40,7 @@ def _named(change: Mapping[str, Any]) -> str:
     return "".join(f", {k}={v}" for k, v in change.items())
 
 
-class StrategyConformance(Lasting, StepwiseConformance):
+class StrategyConformance(Declaring, Lasting, StepwiseConformance):
     """Override ``params`` if the strategy takes only requests of a certain kind.  Of a stepwise strategy, which has no
     ``result`` of its own, the searches are tested."""
 
@@ -116,20 +117,36 @@ class StrategyConformance(Lasting, StepwiseConformance):
         served = [name for name in sorted(reads) if name in NAMES and name not in BRANCHING]
         assert not served, f"reads names {served}: of the fields of SamplingParams want {' or '.join(BRANCHING)}"
         for what, params in self.variants():
-            strategy, extra = self.build(), Noted(params.extra)
-            params = replace(params, extra=extra)
-            if strategy.takes(params):
-                branches = list(strategy.start(params))
-                strategy.topk(params)
-                if strategy.mode == "stepwise":
-                    strategy.search(params, 4)
-                else:
-                    strategy.result(params, [BranchEnd(b.sample, 3, -1.0, "stop") for b in branches])
+            extra = Noted(params.extra)
+            self._decide(replace(params, extra=extra))
             hidden = sorted((extra.names | params.extra.keys()) - reads)
             assert not hidden, (
                 f"{what}: it looks for {', '.join(hidden)} in extra, which `reads` does not name: a request that sets "
                 f"it is refused; say reads = frozenset({{{', '.join(map(repr, hidden))}}})"
             )
+
+    @since(1, 3)
+    def test_its_spec_declares_the_parameters_that_are_its_own(self) -> None:
+        """With kind, range and meaning; what is in ``reads`` beside ``best_of`` and ``beam_width`` is declared, and
+        what is declared is in ``reads``."""
+        self.check_declarations(self.build().reads)
+
+    @since(1, 3)
+    def test_it_looks_for_every_parameter_that_it_declares(self) -> None:
+        """A request that sets one reaches the strategy, which must not ignore it."""
+        self.check_looked_for([params for _, params in self.variants()], self._decide)
+
+    def _decide(self, params: SamplingParams) -> None:
+        """Ask a new strategy all that a request is asked."""
+        strategy = self.build()
+        if not strategy.takes(params):
+            return
+        branches = list(strategy.start(params))
+        strategy.topk(params)
+        if strategy.mode == "stepwise":
+            strategy.search(params, 4)
+        else:
+            strategy.result(params, [BranchEnd(b.sample, 3, -1.0, "stop") for b in branches])
 
     @since(1, 0)
     def test_takes_answers_for_any_request(self) -> None:

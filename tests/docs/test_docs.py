@@ -23,6 +23,7 @@ import torch
 from doc_runner import Page, both, forget
 from doc_runner import blocks as doc_blocks
 
+from minivllm import declared
 from minivllm.cli import main
 from minivllm.config import SEAMS, EngineConfig, load_config
 from minivllm.config.resolve import resolve
@@ -230,6 +231,18 @@ def test_the_table_of_sampling_parameters_has_them_all_with_their_defaults():
     assert shown == [(f.name, repr(default(f))) for f in dataclasses.fields(SamplingParams)]
 
 
+def declared_table() -> list[str]:
+    rows = ["| name | default | range | of | meaning |", "|---|---|---|---|---|"]
+    for name, one in declared.builtin().items():
+        by = ", ".join(re.sub(r"'(.*)'", r"`\1`", who) for who in one.by)
+        rows.append(f"| `{name}` | `{one.param.default}` | {one.param.wants} | {by} | {one.param.summary} |")
+    return rows
+
+
+def test_the_table_of_declared_parameters_is_what_the_specs_say():
+    assert table(DOCS / "options.md", "declared") == declared_table(), "run `python tests/docs/test_docs.py`"
+
+
 def test_the_table_of_claims_is_the_one_in_the_code():
     shown = {row.split("|")[1].strip(" `"): row for row in table(DOCS / "plugins.md", "claims")[2:]}
     assert set(shown) == {name for name, kind in KINDS.items() if kind.features or kind.traits}
@@ -282,7 +295,8 @@ def test_the_table_of_server_settings_is_the_configuration():
 
 def write_tables() -> None:
     made = (("options.md", "options", options_table), ("hooks.md", "hooks", hooks_table))
-    for page, name, rows in (*made, ("server.md", "settings", settings_table)):
+    more = ("options.md", "declared", declared_table)
+    for page, name, rows in (*made, more, ("server.md", "settings", settings_table)):
         path = DOCS / page
         text, now = path.read_text(encoding="utf-8"), "\n".join(rows())
         begin = text.index(f"<!-- table: {name} -->\n") + len(f"<!-- table: {name} -->\n")

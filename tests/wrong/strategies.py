@@ -7,6 +7,7 @@ from dataclasses import replace
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Moves, Pick, Search
 from minivllm.errors import RequestError
+from minivllm.parameters import Param
 from minivllm.plugins.strategy.beam import Beam
 from minivllm.plugins.strategy.parallel import Parallel
 from minivllm.plugins.strategy.single import Single
@@ -49,6 +50,8 @@ FAULTS = {
     "AsksUndeclared": (DECLARES,),
     "RanksByUndeclared": (DECLARES,),
     "DeclaresAField": (DECLARES,),
+    "NotInItsSpec": ("test_its_spec_declares_the_parameters_that_are_its_own",),
+    "NeverLooksForIt": ("test_it_looks_for_every_parameter_that_it_declares",),
 }
 RIGHT = ("BestFirst", "BestOnly", "UpToFour", "GreedyTree", "ByExtra")
 SUITE = {name: {"params": lambda self, n: SamplingParams(n=n, max_tokens=6, ignore_eos=True, extra={"rank": "sample"})}
@@ -268,6 +271,25 @@ class RanksByUndeclared(Parallel):
 class DeclaresAField(Parallel):
     spec = spec("DeclaresAField")
     reads = Parallel.reads | {"temperature"}
+
+
+class NotInItsSpec(Parallel):
+    """Its class reads a parameter that its spec says nothing of."""
+
+    spec = Spec(f"{__name__}:NotInItsSpec", (1, 3), "a planted fault")
+    reads = Parallel.reads | {"shuffled"}
+
+    def takes(self, params):
+        return not params.extra.get("shuffled")
+
+
+class NeverLooksForIt(Parallel):
+    """Requests that set its parameter are taken, and it is ignored."""
+
+    spec = Spec(
+        f"{__name__}:NeverLooksForIt", (1, 3), "a planted fault", params=(Param("worst", bool, False, summary="last"),)
+    )
+    reads = Parallel.reads | spec.reads
 
 
 class BestFirst(DecodingStrategy):

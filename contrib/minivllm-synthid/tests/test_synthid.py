@@ -20,10 +20,10 @@ class TestSynthId(SamplerConformance):
     options = {"remember": 64}  # the kit makes 32,768 slots at once; all else is the same
 
     def params(self, vocab):
-        return [{"extra": {"watermark": True}}, {"extra": {"watermark": True}, "temperature": 0.7, "top_p": 0.9}]
+        return [{"watermark": True}, {"watermark": True, "temperature": 0.7, "top_p": 0.9}]
 
     def wrong_params(self, vocab):
-        return [{"extra": {"watermark": value}} for value in (1, "yes", None)]
+        return [{"watermark": value} for value in (1, "yes", [])]
 
 
 def test_a_layer_is_the_formula_of_the_paper():
@@ -67,7 +67,7 @@ def test_g_values_are_fair_coins_in_each_layer_and_between_layers():
 
 def test_a_context_marks_once_in_a_sequence_and_again_in_another():
     sampler, vocab = SynthId(None, SamplingContext(50, 64, ())), 50
-    row = sampler.bind(SamplingParams(extra={"watermark": True}), 4)
+    row = sampler.bind(SamplingParams(watermark=True), 4)
     state = {
         name: torch.full((2, *column.shape), column.fill, dtype=getattr(torch, column.dtype))
         for name, column in sampler.columns().items()
@@ -112,7 +112,7 @@ def stories(**more):
     torch.set_num_threads(1)  # the model is small
     options = dict(model="pocket", dtype="float32", device="cpu", max_num_seqs=8, max_model_len=512)
     params = [
-        SamplingParams(max_tokens=150, temperature=2.0, seed=i, ignore_eos=True, extra={"watermark": i % 2 == 1})
+        SamplingParams(max_tokens=150, temperature=2.0, seed=i, ignore_eos=True, watermark=i % 2 == 1)
         for i in range(10)
     ]
     with LLM(**options, **more, sampler="minivllm-synthid/synthid") as llm:

@@ -118,7 +118,7 @@ class SamplingParams:
     if not TYPE_CHECKING:  # which sees the fields; what plug-ins declare is known at run time alone
 
         def __init__(self, **values: Any) -> None:
-            own = {} if values.keys() <= NAMES else {k: values.pop(k) for k in values.keys() - NAMES}
+            own = {} if values.keys() <= NAMES else {k: values.pop(k) for k in list(values) if k not in NAMES}
             for name in own:
                 if declared.find(name) is None:
                     near = suggest(name, sorted({*NAMES, *declared.everything()}))
@@ -131,14 +131,14 @@ class SamplingParams:
         def __setattr__(self, name: str, value: Any) -> None:
             if name in NAMES:
                 self.__dict__[name] = value
-            elif name.startswith("_") or declared.known(name) is None:
+            elif name.startswith("_") or declared.find(name) is None:
                 raise AttributeError(f"{type(self).__name__} has no parameter {shown(name)}")
             else:
                 self.__dict__["extra"] = _checked({**self.extra, name: value})
 
     def __getattr__(self, name: str) -> Any:
         """A parameter that a plug-in declares: as it was given, else its default."""
-        param = None if name.startswith("_") else declared.known(name)
+        param = None if name.startswith("_") else declared.find(name)
         if param is None:
             raise AttributeError(f"{type(self).__name__} has no parameter {shown(name)}")
         return self.extra.get(name, param.default)

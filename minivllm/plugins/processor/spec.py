@@ -1,7 +1,6 @@
 """What the built-in processors say about themselves."""
 
-from minivllm.parameters import Param
-from minivllm.spec import ANY, Spec
+from minivllm.spec import ANY, Param, Spec
 
 LONGEST = 64  # n-gram
 

@@ -1,7 +1,6 @@
 """What the built-in samplers say about themselves."""
 
-from minivllm.parameters import Param
-from minivllm.spec import ANY, Spec
+from minivllm.spec import ANY, Param, Spec
 
 SMALL_K = 1024  # up to here the k best are selected; above, or for top-p alone, the row is sorted (bisected by kernels)
 

@@ -69,12 +69,12 @@ def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[di
         elif name in REFUSED:
             if not _is_nothing(value):
                 raise ApiError(400, f"{name} is not supported: {REFUSED[name]}", name)
-        elif name in IDLE:
-            if value is not None:
-                warnings.append({"field": name, "message": f"{name} has no effect here"})
         elif name in reads and name not in NEUTRAL:
             if value is not None:
                 own[name] = value
+        elif name in IDLE:
+            if value is not None:
+                warnings.append({"field": name, "message": f"{name} has no effect here"})
         else:
             looked_at += 1
             near = _near(name, type(body), looked_at <= LOOKED_AT)

@@ -12,4 +12,4 @@ class SynthIdOptions(BaseModel):
     context: int = Field(4, ge=1, le=16, description="Tokens before the one that is drawn that choose its noise.")
     layers: int = Field(30, ge=1, le=32, description="Rounds of the tournament: more are easier to detect.")
     remember: int = Field(1024, ge=1, le=65536, description="Contexts of a sequence that do not mark again.")
-    always: bool = Field(False, description='Mark every request, not only those with extra={"watermark": true}.')
+    always: bool = Field(False, description="Mark every request, not only those with watermark=true.")

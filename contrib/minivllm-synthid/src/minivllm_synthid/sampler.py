@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p, and a watermark where a request asks for it: ``extra={"watermark": True}``.
+"""Temperature, top-k and top-p, and a watermark where a request asks for it: ``watermark=True``.
 
 Text repeats itself, and the same context would choose the same noise again, which readers could notice; so a context
 marks a token only the first time that it comes in a sequence (the paper's *repeated context masking*).  That is the
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler, SamplingContext
 from minivllm.core.worker.sampling import gumbel
-from minivllm.errors import RequestError
 
 from .options import SynthIdOptions
+from .spec import SYNTHID
 from .tournament import context_hash, tournament
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ COLD = 1e-5  # below this temperature 1 / T overflows: greedy
 
 
 class SynthId(Sampler):
-    """Reads ``temperature``, ``top_k``, ``top_p`` and ``extra["watermark"]``; greedy draws cannot carry a mark.
+    """Reads ``temperature``, ``top_k``, ``top_p`` and ``watermark``; greedy draws cannot carry a mark.
 
     Columns: ``seen`` i64 [remember + 1], the hashes of the contexts of accepted tokens as a ring, whose last place
     takes what is not kept and stays 0; and ``count``, how many they were.
     """
 
-    reads = frozenset({"temperature", "top_k", "top_p", "watermark"})
+    reads = SYNTHID.reads | {"temperature", "top_k", "top_p"}
     options: SynthIdOptions
 
     def __init__(self, options: SynthIdOptions | None, ctx: SamplingContext) -> None:
@@ -51,9 +51,7 @@ class SynthId(Sampler):
         }
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row:
-        wanted = params.extra.get("watermark", self.options.always)
-        if not isinstance(wanted, bool):
-            raise RequestError(f"watermark={wanted!r}: want True or False", "watermark")
+        wanted = self.options.always if params.watermark is None else params.watermark
         if params.temperature < COLD:
             return Row({"temperature": 0.0})
         k = max(params.top_k, 0)

@@ -7,13 +7,13 @@ class TestMyPlugin(ProcessorConformance):
 
     def params(self, vocab):
         """Values of the parameters of its own, without which the kit could not test them."""
-        return [{"extra": {"my_plugin": value}} for value in (0.5, 2, 50.0)]
+        return [{"my_plugin": value} for value in (0.5, 2, 50.0)]
 
     def wrong_params(self, vocab):
-        return [{"extra": {"my_plugin": value}} for value in (-1, "much", 1e9)]
+        return [{"my_plugin": value} for value in (-1, "much", 1e9)]
 
     def reference(self, params, logits, prompt, output):
         """What must become of the logits f64 [V] of one row, in the plainest way."""
         for token in set([*prompt, *output][-self.options["last"] :]):
-            logits[token] -= params.extra.get("my_plugin", 0)
+            logits[token] -= params.my_plugin
         return logits

@@ -8,15 +8,15 @@ class TestMyPlugin(SamplerConformance):
 
     def params(self, vocab):
         """Values of the parameters of its own, without which the kit could not test them."""
-        return [{"extra": {"my_plugin": 0.3}}, {"extra": {"my_plugin": 0.9}, "temperature": 0.7}]
+        return [{"my_plugin": 0.3}, {"my_plugin": 0.9, "temperature": 0.7}]
 
     def wrong_params(self, vocab):
-        return [{"extra": {"my_plugin": value}} for value in (-0.1, 1.5, "a")]
+        return [{"my_plugin": value} for value in (-0.1, 1.5, "a")]
 
     def probabilities(self, params, logits):
         """f64 [V] of one row, in the plainest way."""
-        a = params.extra.get("my_plugin")
-        if a is None or params.temperature == 0:
+        a = params.my_plugin
+        if a == 0 or params.temperature == 0:
             return None  # the kit knows temperature itself
         p = torch.softmax(logits / params.temperature, 0)
         limit = a * p.max() ** 2

@@ -1,8 +1,7 @@
-"""``extra={"my_plugin": x}`` takes x from the logit of each of the last ``last`` tokens."""
+"""``my_plugin=x`` takes x from the logit of each of the last ``last`` tokens."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows, SamplingContext
-from minivllm.errors import RequestError
 
 from .options import Options
+from .spec import MY_PLUGIN
 
 if TYPE_CHECKING:
     from minivllm import SamplingParams
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 class MyPlugin(Processor):
     """State would go into more columns, written in ``commit``; the tokens so far are in ``rows`` anyway."""
 
-    reads = frozenset({"my_plugin"})
+    reads = MY_PLUGIN.reads
     options: Options
 
     def __init__(self, options: Options | None, ctx: SamplingContext) -> None:
@@ -31,11 +30,7 @@ class MyPlugin(Processor):
         return {"penalty": Column()}  # float32 [S]
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
-        penalty = params.extra.get("my_plugin", 0)
-        number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
-        if not number or not 0 <= penalty < math.inf or penalty > 1e4:
-            raise RequestError(f"my_plugin={penalty!r}: want a number from 0 to 10000", "my_plugin")
-        return Row({"penalty": float(penalty)}) if penalty else None
+        return Row({"penalty": params.my_plugin}) if params.my_plugin else None
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
         back = torch.arange(1, self.options.last + 1, device=logits.device)

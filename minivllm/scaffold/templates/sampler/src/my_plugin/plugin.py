@@ -1,5 +1,4 @@
-"""Top-a: of the probabilities p after the temperature, tokens with p >= a * max(p) ** 2 stay, ``extra={"my_plugin":
-a}``.
+"""Top-a: of the probabilities p after the temperature, tokens with p >= a * max(p) ** 2 stay, ``my_plugin=a``.
 
 The surer the model is, the fewer tokens stay.
 """
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler
 from minivllm.core.worker.sampling import gumbel
-from minivllm.errors import RequestError
+
+from .spec import MY_PLUGIN
 
 if TYPE_CHECKING:
     from minivllm import SamplingParams
@@ -26,16 +26,13 @@ class MyPlugin(Sampler):
     """The draw is argmax(logits / T + gumbel noise).  top_p and others, which it does not name in
     ``reads``, are refused."""
 
-    reads = frozenset({"temperature", "my_plugin"})
+    reads = MY_PLUGIN.reads | {"temperature"}
 
     def columns(self) -> Mapping[str, Column]:
         return {"temperature": Column(), "a": Column()}  # float32 [S]; temperature 0 is greedy
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row:
-        a = params.extra.get("my_plugin", 0)
-        if not isinstance(a, (int, float)) or isinstance(a, bool) or not 0 <= a <= 1:
-            raise RequestError(f"my_plugin={a!r}: want a number from 0 to 1", "my_plugin")
-        return Row({"temperature": params.temperature if params.temperature >= COLD else 0.0, "a": float(a)})
+        return Row({"temperature": params.temperature if params.temperature >= COLD else 0.0, "a": params.my_plugin})
 
     def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
         best = logits.argmax(dim=1)

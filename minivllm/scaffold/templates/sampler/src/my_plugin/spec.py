@@ -1,11 +1,22 @@
 """What the sampler says about itself."""
 
-from minivllm.spec import ANY, Spec
+from minivllm.spec import ANY, Param, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 1),
+    api=(1, 2),
     summary="temperature and top-a",
     limits={"device": ANY},
     features=frozenset({"multi_position"}),
+    params=(
+        Param(
+            "my_plugin",
+            float,
+            0.0,
+            ge=0,
+            le=1,
+            wanted="a number from 0 to 1",
+            summary="a of top-a: tokens below a * max(p) ** 2 are left out",
+        ),
+    ),
 )
