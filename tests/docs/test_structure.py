@@ -12,8 +12,9 @@
     │ loading  layers  kernels                              what models are built of
     │ hooks  core  wiring
     │ core.interfaces                                       one file a seam
+    │ declared                                              what plug-ins read of a request
     │ registry  registration                                finds plug-ins, chooses one
-    │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec
+    │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec  parameters
     ▼ minivllm  hardware  files  plain  errors              what is imported from everywhere
 
 A room is a package or a file of its own name; what a package has no row for is in the room of the package, so
@@ -41,18 +42,18 @@ BASE = ("minivllm", "files", "plain", "errors")  # any room that is not one of t
 MAY_IMPORT = {
     "cli": (
         "server.serve pocket replay frontend config record core.engine core.interfaces registry registration "
-        "server processes spec hardware"
+        "server processes spec hardware declared"
     ),
-    "server.serve": "server.app server.openai server.link server.http text server",
+    "server.serve": "server.app server.openai server.link server.http text server declared",
     "server.app": "server.operations server.openai server.http server",
     "server.operations": "server.openai server.link server.http server",
     "server.desk_work": "server.openai server.link server.http text core.interfaces server processes",
-    "server.openai": "server.link server.http text core.interfaces server tenant_cache json_schema validation",
+    "server.openai": "server.link server.http text core.interfaces server tenant_cache json_schema validation declared",
     "server.link": "frontend config record text core.engine core core.interfaces server processes hardware",
     "server.http": "server",
     "testing": (
         "frontend config core.engine plugins core.worker loading layers hooks wiring core.interfaces registry "
-        "registration spec hardware"
+        "registration spec hardware declared parameters"
     ),
     "scaffold": "config plugins.specs spec",
     "pocket": "core.interfaces",
@@ -61,11 +62,11 @@ MAY_IMPORT = {
         "config structured record text core.engine core.functions core.worker hooks core core.interfaces registry "
         "hardware"
     ),
-    "config": "record text loading hooks core.interfaces registry validation spec hardware",
+    "config": "record text loading hooks core.interfaces registry validation spec hardware declared",
     "structured": "core.interfaces registry tenant_cache",
-    "record": "text loading registration spec hardware",
+    "record": "text loading registration spec hardware declared",
     "text": "core.engine core.interfaces",
-    "core.engine": "core core.interfaces",
+    "core.engine": "core core.interfaces declared",
     "plugins": "core.worker layers kernels hooks core.interfaces json_schema processes spec",
     "core.functions": "core.worker core core.interfaces",
     "core.worker": "loading layers kernels core wiring core.interfaces registry hardware",
@@ -75,7 +76,8 @@ MAY_IMPORT = {
     "hooks": "core registry registration",
     "core": "core.interfaces",
     "wiring": "core.interfaces",
-    "core.interfaces": "json_schema",
+    "core.interfaces": "json_schema declared parameters",
+    "declared": "registry plugins.specs parameters spec",
     "registry": "registration processes validation spec",
     "registration": "processes plugins.specs spec",
     "server": "processes",
@@ -84,7 +86,8 @@ MAY_IMPORT = {
     "processes": "",
     "plugins.specs": "",
     "validation": "",
-    "spec": "",
+    "spec": "parameters",
+    "parameters": "",
     "minivllm": "hardware errors",
     "hardware": "",
     "files": "plain errors",
