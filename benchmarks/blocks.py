@@ -18,6 +18,7 @@ import numpy as np
 
 from minivllm.core.engine.blocks import BlockPool
 from minivllm.core.engine.cache_walk import walk_pool
+from minivllm.core.engine.events import EngineEvents
 from minivllm.core.interfaces.evictor import EvictorContext
 from minivllm.core.timing import SeamTimes
 from minivllm.plugins.evictor.lru import Lru
@@ -26,7 +27,8 @@ BLOCK = 16
 
 
 def pool(total: int) -> BlockPool:
-    return BlockPool(total, BLOCK, Lru(None, EvictorContext(total - 1, BLOCK, "device")), 4096, SeamTimes())
+    evictor = Lru(None, EvictorContext(total - 1, BLOCK, "device"))
+    return BlockPool(total, BLOCK, evictor, 4096, SeamTimes(), EngineEvents())
 
 
 class Case:

@@ -77,9 +77,7 @@ def main() -> None:
     for name, plugin in plugins.items():
         engines[name] = made = engine(args.rows)
         if plugin is not None:
-            made.hooks = EngineHooks(HookManager([(f"bench/{name}", plugin)]), {})
-            made.hooks.attach(made)
-            made.hooks.started()
+            EngineHooks(HookManager([(f"bench/{name}", plugin)]), {}, made).started()
         rng = np.random.default_rng(0)
         for i in range(args.rows):
             prompt = rng.integers(0, VOCAB, 100).astype(np.int32)

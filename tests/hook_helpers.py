@@ -53,9 +53,9 @@ class Told(Hooks):
 def hooked(*plugins, **options):
     """A simulated engine that was started with plug-ins, named a, b, ..."""
     names = [f"acme/{'abcdef'[i]}" for i in range(len(plugins))]
-    hooks = EngineHooks(HookManager(zip(names, plugins, strict=True)), {})
-    engine = sim_engine(hooks=hooks, **options)
-    hooks.started()
+    manager = HookManager(zip(names, plugins, strict=True))
+    engine = sim_engine(**options)
+    EngineHooks(manager, {}, engine).started()
     return engine
 
 

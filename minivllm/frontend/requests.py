@@ -51,7 +51,8 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     from minivllm.core.engine.parts import CacheOptions, EngineParts
     from minivllm.core.functions.host_rows import HostDraw
     from minivllm.core.worker.build import make_processors
-    from minivllm.hooks.bridge import make_hooks
+    from minivllm.hooks.bridge import EngineHooks
+    from minivllm.hooks.manager import HookManager
     from minivllm.registry import Catalog, build_part
     from minivllm.text.tokenizer import configured_eos, load_tokenizer
 
@@ -63,7 +64,7 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     eos_ids = tuple(configured_eos(Path(model_dir))) if tokenizer is None else tokenizer.eos_ids
     wiring = replace(resolved.wiring, eos_ids=eos_ids)
     parts = resolved.parts
-    hooks = make_hooks(resolved.hooks, {seam: part.name for seam, part in parts.items()})
+    hooks = HookManager.make(resolved.hooks) if resolved.hooks else None  # a wrong one is refused before a model loads
     grammars: Any = None
     executor = build_part("executor", parts["executor"])
     try:
@@ -82,14 +83,13 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
                 strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
                 host_sampler=HostDraw,
                 grammars=grammars,
-                hooks=hooks,
             ),
             CacheOptions(resolved.windows, config.enable_prefix_caching, config.partial_prefix_hits),
         )
         if config.grammar.name != "auto":  # who names one means to use it
             grammars.warm()
         if hooks is not None:
-            hooks.started()
+            EngineHooks(hooks, {seam: part.name for seam, part in parts.items()}, engine).started()
     except BaseException:
         executor.stop()  # what it had taken is given back
         if grammars is not None:
@@ -143,11 +143,17 @@ class Tracked:
         # branches that may turn out to be no part of the answer: nothing is streamed before all have ended
         self.late = params.width > params.n or params.beam_width is not None
         self.engine: Engine | None = None
-        self.request = Request(request_id or uuid.uuid4().hex, ids, params, arrival=time.monotonic(), text=text)
-        self.request.watch = (stream is not None and not self.late) or bool(params.stop)
-        if params.beam_width is not None and params.stop:
-            self.request.completes = StopProbe(tokenizer, params)
-        self.request.sink, self.request.on_done = self._sink, self._done
+        self.request = Request(
+            request_id or uuid.uuid4().hex,
+            ids,
+            params,
+            arrival=time.monotonic(),
+            text=text,
+            watch=(stream is not None and not self.late) or bool(params.stop),
+            completes=StopProbe(tokenizer, params) if params.beam_width is not None and params.stop else None,
+            sink=self._sink,
+            on_done=self._done,
+        )
 
     def prepare(self, engine: Engine) -> None:
         """What takes time before the engine can have it, so not on the engine's thread: its grammar.  RequestError if

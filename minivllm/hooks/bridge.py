@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -18,38 +18,42 @@ if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.publisher import Flight
     from minivllm.core.engine.request import Request, Seq
-    from minivllm.core.interfaces.executor import Part
+    from minivllm.core.interfaces.evictor import BlockInfo
     from minivllm.core.interfaces.plan import StepPlan, StepResult
 
 STEPS = ("minivllm_plan_and_submit", "minivllm_publish", "minivllm_step_finished")
 
 
-def make_hooks(parts: Sequence[Part], seams: Mapping[str, str]) -> EngineHooks | None:
-    """The hooks of an engine, or None if there are none: then the engine does nothing for them."""
-    return EngineHooks(HookManager.make(parts), seams) if parts else None
-
-
 class EngineHooks:
-    """What the engine calls, on the thread that runs its loop.  ``parts``: seam -> plug-in, for the engine's view."""
+    """Listens to the events of an engine for its hooks: to those alone of which some hook asks to be told.  ``parts``:
+    seam -> plug-in, for the engine's view."""
 
-    def __init__(self, manager: HookManager, parts: Mapping[str, str]) -> None:
+    def __init__(self, manager: HookManager, parts: Mapping[str, str], engine: Engine) -> None:
         self.manager, self.parts = manager, MappingProxyType(dict(parts))
-        self.failures = manager.failures
+        self.engine, self.clock, self.failures = engine, engine.clock, manager.failures
+        manager.times = engine.clock.seams
         self._planned: dict[int, tuple[PlannedStep, int]] = {}  # steps in flight: their view, their row of the clock
         self._published: list[tuple[PlannedStep, int, StepResult]] = []  # in this turn
         self._running = False
-
-    def attach(self, engine: Engine) -> None:
-        """Listen to an engine; nothing is told of what nobody asks for."""
-        self.engine, self.clock = engine, engine.clock
-        self.manager.times = engine.clock.seams
-        listens = self.manager.listens
-        self._steps = listens(*STEPS)
+        events, listens = engine.events, manager.listens
+        events.stats_asked.subscribe(self._add_failures)
+        events.engine_stopped.subscribe(self.stopped)
+        if listens("minivllm_request_added"):
+            events.request_added.subscribe(self._request_added)
+        if listens("minivllm_request_finished"):
+            events.request_finished.subscribe(self._request_finished)
         if listens("minivllm_preempted"):
-            engine.planner.on_preempt = self.preempted
-        if listens("minivllm_stored", "minivllm_evicted", "minivllm_removed"):
-            for group, pool in enumerate(engine.cache.pools):
-                pool.on_change = self._blocks_of(group)
+            events.sequence_preempted.subscribe(self._preempted)
+        if listens(*STEPS):
+            events.planning.subscribe(self._launch)
+            events.publishing.subscribe(self._publish)
+            events.turn_ended.subscribe(self._turn_ended)
+        if listens("minivllm_stored"):
+            events.blocks_stored.subscribe(self._stored)
+        if listens("minivllm_evicted", "minivllm_removed"):
+            events.blocks_evicted.subscribe(self._evicted)
+        if listens("minivllm_removed"):
+            events.blocks_dropped.subscribe(self._dropped)
 
     # ---- the engine's life ---------------------------------------------------------------------------------------
 
@@ -71,15 +75,15 @@ class EngineHooks:
             self._running = False
             self.manager.tell("minivllm_engine_stopped", engine=self.view, error=error)
 
+    def _add_failures(self, stats: dict[str, Any]) -> None:
+        stats["hook_failures"] = self.failures()
+
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    def request_added(self, request: Request) -> None:
-        if self.manager.listens("minivllm_request_added"):
-            self.manager.tell("minivllm_request_added", request=view_of(request))
+    def _request_added(self, request: Request) -> None:
+        self.manager.tell("minivllm_request_added", request=view_of(request))
 
-    def request_finished(self, request: Request) -> None:
-        if not self.manager.listens("minivllm_request_finished"):
-            return
+    def _request_finished(self, request: Request) -> None:
         seqs = request.sequences
         assert request.finished is not None
         end = RequestEnd(
@@ -90,16 +94,14 @@ class EngineHooks:
         )  # fmt: skip
         self.manager.tell("minivllm_request_finished", request=view_of(request), end=end)
 
-    def preempted(self, seq: Seq) -> None:
+    def _preempted(self, seq: Seq) -> None:
         view = PreemptionView(seq.request.id, seq.id, seq.known, seq.preempted)
         self.manager.tell("minivllm_preempted", preemption=view)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def launch(self, launch: Callable[[], StepPlan | None]) -> StepPlan | None:
+    def _launch(self, launch: Callable[[], StepPlan | None]) -> StepPlan | None:
         """Plan and submit a step, with the wrappers round it."""
-        if not self._steps:
-            return launch()
         turn = self.clock.count
         return self.manager.wrap("minivllm_plan_and_submit", lambda: self._note(launch()), self._seen, turn=turn)
 
@@ -114,17 +116,14 @@ class EngineHooks:
     def _seen(self, plan: StepPlan | None) -> PlannedStep | None:
         return None if plan is None else self._planned[plan.id][0]
 
-    def publish(self, flight: Flight, result: StepResult, publish: Callable[..., None]) -> None:
+    def _publish(self, publish: Callable[[Flight, StepResult], None], flight: Flight, result: StepResult) -> None:
         """Publish the result of a step, with the wrappers round it."""
-        if not self._steps:
-            publish(flight, result)
-            return
         view, row = self._planned.pop(result.id)
         self.manager.wrap("minivllm_publish", lambda: publish(flight, result), lambda none: None, step=view)
         if self.manager.listens("minivllm_step_finished"):
             self._published.append((view, row, result))
 
-    def turn_ended(self) -> None:
+    def _turn_ended(self) -> None:
         """Tell of the steps that this turn of the loop has published."""
         if not self._published:
             return
@@ -154,30 +153,27 @@ class EngineHooks:
 
     # ---- the prefix cache ----------------------------------------------------------------------------------------
 
-    def _blocks_of(self, group: int) -> Callable[[str, tuple, Any], None]:
-        """What the pool of a group calls with each thing that it has told its evictor: all that comes and goes is
-        among it, in order."""
-        tell = self.manager.tell
+    def _stored(self, group: int, keys: np.ndarray, info: BlockInfo) -> None:
+        view = BlocksView(group, "device", "stored", frozen(keys), frozen(info.parent), frozen(info.depth))
+        self.manager.tell("minivllm_stored", blocks=view)
 
-        def changed(what: str, args: tuple, found: Any) -> None:
-            if what == "add":
-                keys, info = args
-                view = BlocksView(group, "device", "stored", frozen(keys), frozen(info.parent), frozen(info.depth))
-                tell("minivllm_stored", blocks=view)
-            elif what in ("drop", "victims"):
-                keys = found if what == "victims" else args[0]
-                if not len(keys):
-                    return
-                reason, gone = "evicted" if what == "victims" else "dropped", frozen(np.array(keys, np.uint64))
-                view = BlocksView(group, "device", reason, gone, gone[:0], frozen(NO_DEPTH))
-                if what == "victims":
-                    tell("minivllm_evicted", blocks=view)
-                tell("minivllm_removed", blocks=view)
+    def _evicted(self, group: int, keys: np.ndarray) -> None:
+        view = _gone(group, "evicted", keys)
+        self.manager.tell("minivllm_evicted", blocks=view)
+        self.manager.tell("minivllm_removed", blocks=view)
 
-        return changed
+    def _dropped(self, group: int, keys: np.ndarray) -> None:
+        if len(keys):
+            self.manager.tell("minivllm_removed", blocks=_gone(group, "dropped", keys))
 
 
 NO_DEPTH = np.empty(0, np.int32)
+
+
+def _gone(group: int, reason: str, keys: np.ndarray) -> BlocksView:
+    """A view of blocks that cannot be found any longer; the keys may be an array that the evictor keeps."""
+    gone = frozen(np.array(keys, np.uint64))
+    return BlocksView(group, "device", reason, gone, gone[:0], frozen(NO_DEPTH))
 
 
 def frozen(a: np.ndarray) -> np.ndarray:

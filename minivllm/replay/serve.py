@@ -244,7 +244,7 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, step
         max_model_len=sizes.max_model_len, num_blocks=sizes.blocks, memory_utilization=0.9, batch_invariant=False,
         seed=0, parts={"model": Part("minivllm/replay", "minivllm.replay.serve:Counting")},
     )  # fmt: skip
-    engine = Engine(
+    return Engine(
         wiring,
         device,
         device.start(wiring),
@@ -253,11 +253,10 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, step
             evictor,
             processors=[("replay/none", cast(Processor, NoSampler()))],
             strategies=[("minivllm/single", Single(None))],
+            now=lambda: steps.now,
         ),
         CacheOptions(prefix_caching=sizes.prefix, partial_hits=sizes.partial),
     )
-    engine.now = lambda: steps.now
-    return engine
 
 
 def _add(engine: Engine, trace: Trace, i: int, ended: Callable[[Request], None]) -> bool:

@@ -15,17 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.core.engine import engine as engine_module
-from minivllm.core.engine import publisher as publisher_module
+from minivllm.core.engine import parts as parts_module
 from minivllm.core.engine.engine import IDLE, Engine
-from minivllm.core.engine.parts import CacheOptions, EngineParts
+from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, LogProbs, StepError, StepResult
 from minivllm.core.interfaces.sampling import Row
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
-from minivllm.hooks.bridge import EngineHooks
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
 
@@ -267,12 +265,12 @@ class Clock:
         return self.now
 
     def __enter__(self) -> Clock:
-        self._real = engine_module.time, publisher_module.time
-        engine_module.time = publisher_module.time = self
+        self._real = parts_module.time
+        parts_module.time = self  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        engine_module.time, publisher_module.time = self._real
+        parts_module.time = self._real
 
     def turn(self, engine: Engine, seconds: float = 0.02) -> bool:
         """One turn of the loop, which takes ``seconds``, or the wait that follows a turn without work."""
@@ -309,12 +307,12 @@ def sim_engine(
     evictor=Lru,
     strategy: DecodingStrategy | None = None,
     reads: Iterable[str] = ("temperature",),
-    hooks: EngineHooks | None = None,
     drafts: int = 0,
+    now: Callable[[], float] = monotonic,
 ) -> Engine:
     """``policy`` and ``evictor`` are called with (None, context); ``blocks``: a number, or a list of one per window.
     ``reads``: names of parameters that requests may set although no processor here honours them.  ``drafts``: rows
-    bring so many to a step, whether it pays or not."""
+    bring so many to a step, whether it pays or not; ``now``: the engine's clock, seconds."""
     part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
     wiring = Wiring(
         model_dir="", load_format="dummy", device="cpu", dtype="float32", block=block, max_num_seqs=slots,
@@ -335,7 +333,7 @@ def sim_engine(
             evictor=lambda ctx: evictor(None, ctx),
             processors=[("sim/none", NoProcessor(reads))],
             strategies=[("sim/branches", strategy or _Strategy())],
-            hooks=hooks,
+            now=now,
         ),
         CacheOptions(windows, prefix, partial),
     )

@@ -238,8 +238,8 @@ def test_a_hook_that_raises_anything_ends_nothing(exc):
             yield
             raise exc
 
-    engine = sim_engine(hooks=EngineHooks(HookManager([("acme/bad", Bad())]), {}), depth=1)
-    engine.hooks.started()
+    engine = sim_engine(depth=1)
+    EngineHooks(HookManager([("acme/bad", Bad())]), {}, engine).started()
     made = [request(engine, f"r{i}", [i, 2], max_tokens=6, ignore_eos=True) for i in range(3)]
     interrupts = 0
     while engine.busy:

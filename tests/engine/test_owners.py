@@ -19,9 +19,7 @@ BUILT_IN = [name for name in POLICIES if name != "static"]  # which admits nobod
 
 
 def made_by(name, **sim):
-    engine = sim_engine(policy=policy(name), **sim)
-    engine.now = itertools.count(1.0, 1e-3).__next__
-    return engine
+    return sim_engine(policy=policy(name), now=itertools.count(1.0, 1e-3).__next__, **sim)
 
 
 def add(engine, name, owner, prompt, arrival, **params):

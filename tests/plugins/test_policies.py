@@ -42,7 +42,7 @@ def test_the_least_urgent_is_preempted():
     for i, p in enumerate((0, -3, 5, -3)):
         b.add(f"r{i}", [i], max_tokens=40, priority=p)
     gone = []
-    b.engine.planner.on_preempt = lambda seq: gone.append(seq.request.id)
+    b.engine.events.sequence_preempted.subscribe(lambda seq: gone.append(seq.request.id))
     b.run()
     assert gone[0] == "r2" and "r0" not in gone, "the oldest never goes"
 

@@ -170,8 +170,8 @@ def test_a_token_in_the_middle_of_an_answer_is_told_in_columns_and_arrives_as_th
     async def main():
         client = Wired(sim_engine(slots=6, depth=depth, blocks=blocks))
         publisher, by_column, by_row = client.engine.publisher, [], []
-        tell, flush = publisher.tell, publisher.flush
-        publisher.tell = lambda *columns: (by_column.extend(columns[0].tolist()), tell(*columns))
+        flush = publisher.flush
+        client.engine.events.tokens_streamed.subscribe(lambda stream, sample, token: by_column.extend(stream.tolist()))
         publisher.flush = lambda seq, ended=None: (by_row.append(seq.id), flush(seq, ended))[1]
         ask = dict(max_tokens=40, ignore_eos=True, n=2)
         streams = [await client.add(range(i, i + 9), f"r{i}", **ask) for i in range(3)]

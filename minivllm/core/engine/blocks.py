@@ -31,11 +31,12 @@ from minivllm.core.interfaces.evictor import BlockInfo
 from minivllm.errors import EngineDeadError, told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from minivllm.core.interfaces.evictor import Evictor
     from minivllm.core.timing import SeamTimes
 
+    from .events import EngineEvents
     from .request import Seq
 
 MAX_ROOTS = 65536  # salts beyond which those are forgotten that no cached block has
@@ -59,11 +60,18 @@ class BlockPool:
     """
 
     def __init__(
-        self, total: int, block: int, evictor: Evictor, block_bytes: int, seams: SeamTimes, hash_fn=chain_key
+        self,
+        total: int,
+        block: int,
+        evictor: Evictor,
+        block_bytes: int,
+        seams: SeamTimes,
+        events: EngineEvents,
+        group: int = 0,
+        hash_fn=chain_key,
     ) -> None:
         self.total, self.block, self.block_bytes, self.hash_fn = total, block, block_bytes, hash_fn
-        self.evictor, self.seams = evictor, seams
-        self.on_change: Callable[[str, tuple, Any], None] | None = None  # what the evictor was told, and its answer
+        self.evictor, self.seams, self.events, self.group = evictor, seams, events, group
         self.ref = np.zeros(total, np.int32)
         self.key = np.zeros(total, np.uint64)  # 0 = not published
         self.parent = np.full(total, -1, np.int64)  # parent block; below -1: a root, or a block of the leading group
@@ -111,9 +119,12 @@ class BlockPool:
         except Exception as e:
             name = type(self.evictor).__name__
             raise EngineDeadError(f"evictor {name} failed in {what}: {told(e)}") from e
-        if self.on_change is not None:
-            self.on_change(what, args, found)
         return found
+
+    def _drop(self, keys: np.ndarray) -> None:
+        """Tell of keys u64 that are about to be forgotten, though their room is not needed."""
+        self._tell("drop", keys)
+        self.events.blocks_dropped(self.group, keys)
 
     # ---- a sequence's blocks -------------------------------------------------------------------------------------
 
@@ -246,7 +257,7 @@ class BlockPool:
                 return twin
             if self.ref[twin] or twin in self.children:
                 return block  # a collision of keys: this block stays private
-            self._tell("drop", np.array([key], np.uint64))  # nobody uses it, or its leader is gone: the new one counts
+            self._drop(np.array([key], np.uint64))  # nobody uses it, or its leader is gone: the new one counts
             self._forget(key, twin)
         self.index[key] = block
         if key in self.watch:
@@ -276,7 +287,9 @@ class BlockPool:
             bytes=np.full(len(key), self.block_bytes, np.int64), cost=np.array(cost, np.float64),
             tenant=np.array(tenant, np.int32),
         )  # fmt: skip
-        self._tell("add", np.array(key, np.uint64), info)
+        keys = np.array(key, np.uint64)
+        self._tell("add", keys, info)
+        self.events.blocks_stored(self.group, keys, info)
 
     def published(self, block: int) -> bool:
         return bool(self.key[block])
@@ -295,6 +308,7 @@ class BlockPool:
                 raise EngineDeadError(f"evictor {type(self.evictor).__name__} gave up a block that is {why}")
             self._forget(key, block)
         self.evictions += n
+        self.events.blocks_evicted(self.group, keys)
 
     def void(self, key: int) -> None:
         """Who has counted on this key has to look again."""
@@ -325,7 +339,7 @@ class BlockPool:
     def reset(self) -> None:
         """Forget every cached block that nobody refers to; blocks in use stay cached."""
         idle = [(key, b) for key, b in self.index.items() if not self.ref[b]]
-        self._tell("drop", np.array([key for key, _ in idle], np.uint64))
+        self._drop(np.array([key for key, _ in idle], np.uint64))
         for key, block in idle:
             self._forget(key, block)
 

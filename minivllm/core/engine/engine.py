@@ -15,7 +15,6 @@ import itertools
 import logging
 import os
 import random
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -72,7 +71,8 @@ class Engine:
         parts: EngineParts,
         caching: CacheOptions,
     ) -> None:
-        self.wiring, self.executor, self.capacity, self.hooks = wiring, executor, capacity, parts.hooks
+        self.wiring, self.executor, self.capacity = wiring, executor, capacity
+        self.events, self.now = parts.events, parts.now
         self.within = ""  # the method that runs (see ``foreign.alone``)
         self.clock = StepClock()
         self.processors, self.strategies, self.host_sampler = parts.processors, parts.strategies, parts.host_sampler
@@ -82,13 +82,30 @@ class Engine:
         pools = [self._pool(g, parts.evictor) for g in range(len(windows))]
         self.cache = KVCache(pools, windows, self.slots, caching.prefix_caching, caching.partial_hits)
         policy = parts.policy(SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block))
-        self.planner = Planner(self.slots, self.cache, policy, wiring.max_num_batched_tokens, self.clock.seams)
-        self.publisher = Publisher(self.slots, self.cache, self.planner, self.finish)
+        self.speculation = Speculation.of(wiring)
+        self.planner = Planner(
+            self.slots,
+            self.cache,
+            policy,
+            wiring.max_num_batched_tokens,
+            self.clock.seams,
+            self.finish,
+            self.events,
+            self.speculation,
+        )
+        self.publisher = Publisher(
+            self.slots,
+            self.cache,
+            self.planner,
+            self.finish,
+            lambda lanes: branch(self, lanes),
+            self.events,
+            self.now,
+            self.speculation,
+        )
         self.grammars = parts.grammars
         memory = executor.mask_memory
         self.masks = RowMasks(self.slots, capacity.vocab_size, parts.grammars, self.finish, self.clock.seams, memory)
-        self.speculation = self.planner.speculation = self.publisher.speculation = Speculation.of(wiring)
-        self.planner.fail = lambda seq, message: self.finish(seq, "error", error=message)
         self.columns = [dict(made.columns()) for _, made in self.processors]
         self._bind_seams = processor_seams([name for name, _ in self.processors])
         self.requests: dict[str, Request] = {}
@@ -99,16 +116,13 @@ class Engine:
         self.dead: str | None = None
         self.checked = os.environ.get(CHECK, "") not in ("", "0")
         self._ids = itertools.count()
-        self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; a replay has its own
-        self.publisher.now, self.publisher.branch = lambda: self.now(), lambda lanes: branch(self, lanes)
         self._seeds = random.Random(wiring.seed)
-        if self.hooks is not None:
-            self.hooks.attach(self)
 
     def _pool(self, group: int, evictor: Any) -> BlockPool:
         total = self.capacity.blocks[group]
         made: Evictor = evictor(EvictorContext(capacity=total - 1, block=self.wiring.block, tier="device"))
-        return BlockPool(total, self.wiring.block, made, self.capacity.block_bytes[group], self.clock.seams)
+        size = self.capacity.block_bytes[group]
+        return BlockPool(total, self.wiring.block, made, size, self.clock.seams, self.events, group)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -158,8 +172,7 @@ class Engine:
             who = f"scheduler {type(self.planner.policy).__name__}"
             raise RequestError(f"{who} failed on this request: {told(e)}") from e
         self.requests[request.id] = request
-        if self.hooks is not None:
-            self.hooks.request_added(request)
+        self.events.request_added(request)
 
     def _check_read(self, p: SamplingParams) -> None:
         """RequestError for a parameter that nothing in this engine reads."""
@@ -261,8 +274,7 @@ class Engine:
             request.finished = self.now()
             self.finished += 1
             self.requests.pop(request.id, None)
-            if self.hooks is not None:
-                self.hooks.request_finished(request)
+            self.events.request_finished(request)
             if request.on_done is not None:
                 try:
                     call_foreign(request.on_done, request)
@@ -286,7 +298,7 @@ class Engine:
             raise EngineDeadError(self.dead)
         self.clock.begin()
         try:
-            plan = self._launch() if self.hooks is None else self.hooks.launch(self._launch)
+            plan = self.events.planning(self._launch)
             if self.dead or (plan is None and not self.in_flight):
                 return False
             if plan is not None and len(plan.late):
@@ -302,8 +314,7 @@ class Engine:
             plan = None
         self.clock.lap(PUBLISH)
         self.clock.end(0 if plan is None else len(plan.slots), 0 if plan is None else int(plan.q_len.sum()))
-        if self.hooks is not None:
-            self.hooks.turn_ended()
+        self.events.turn_ended()
         return True
 
     def _launch(self) -> StepPlan | None:
@@ -326,10 +337,7 @@ class Engine:
             flight = self.in_flight.popleft()
             self.clock.device_ms[self.clock.count % self.clock.size] += result.device_ms
             self.clock.seams.add(result.seams)
-            if self.hooks is None:
-                self.publisher.publish(flight, result)
-            else:
-                self.hooks.publish(flight, result, self.publisher.publish)
+            self.events.publishing(self.publisher.publish, flight, result)
             self._count_failures(result)
 
     def _results(self, found: Any) -> list[StepResult]:
@@ -421,7 +429,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         lead = self.cache.pools[0]
-        return {
+        stats = {
             "running": len(self.slots.running), "waiting": self.planner.n_waiting, "finished": self.finished,
             "generated_tokens": self.publisher.tokens, "overshoot_tokens": self.publisher.overshoot,
             "preemptions": self.planner.preemptions, "blocks_total": lead.total - 1, "blocks_free": lead.free,
@@ -429,8 +437,9 @@ class Engine:
             "prefix_hits_copied": self.cache.copied, "prefix_by_depth": self.cache.by_depth(), **self.clock.summary(),
             "evictions": sum(p.evictions for p in self.cache.pools),
             **({"speculation": self.speculation.summary()} if self.speculation else {}),
-            **({"hook_failures": self.hooks.failures()} if self.hooks else {}),
         }  # fmt: skip
+        self.events.stats_asked(stats)
+        return stats
 
     def fail_all(self, message: str) -> None:
         """End every request with an error and accept no more."""
@@ -445,5 +454,4 @@ class Engine:
         self.executor.stop()
         if self.grammars is not None:
             self.grammars.close()
-        if self.hooks is not None:
-            self.hooks.stopped(error)
+        self.events.engine_stopped(error)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from .events import EngineEvents
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.evictor import Evictor, EvictorContext
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     HostSampler = Callable[[Seq, Sequence[Callable[..., Any]], Sampler, Row | None], Any]
 
 
+def monotonic() -> float:
+    return time.monotonic()  # looked up in each call: a test puts a clock of its own in this module
+
+
 @dataclass(frozen=True)
 class EngineParts:
     """Plug-ins of the host, and what stands round the engine."""
@@ -28,7 +35,8 @@ class EngineParts:
     strategies: Sequence[tuple[str, DecodingStrategy]]  # the first that takes a request has it
     host_sampler: HostSampler | None = None  # for requests with ``logits_processors``; None: they are refused
     grammars: Any = None  # who compiled the requests' grammars (``structured.service.Grammars``)
-    hooks: Any = None  # who is told of what happens (``hooks.bridge.EngineHooks``)
+    events: EngineEvents = field(default_factory=EngineEvents)  # who listens may subscribe before there is an engine
+    now: Callable[[], float] = monotonic  # the engine's clock, seconds
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from minivllm.core.timing import SeamTimes
 
     from .cache import KVCache
+    from .events import EngineEvents
     from .request import Seq
     from .slots import Slots
     from .speculation import Speculation
@@ -45,21 +46,28 @@ NO_PROMPT = (no_rows(0, 2), 0)
 
 
 class Planner:
-    """Owns the queue of waiting sequences and decides each step."""
+    """Owns the queue of waiting sequences and decides each step.  ``finish(seq, reason, error=...)`` ends a sequence
+    wherever it is."""
 
     def __init__(
-        self, slots: Slots, cache: KVCache, policy: SchedulerPolicy, max_tokens: int, seams: SeamTimes
-    ) -> None:  # fmt: skip
+        self,
+        slots: Slots,
+        cache: KVCache,
+        policy: SchedulerPolicy,
+        max_tokens: int,
+        seams: SeamTimes,
+        finish: Callable[..., None],
+        events: EngineEvents,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.slots, self.cache, self.policy, self.max_tokens, self.seams = slots, cache, policy, max_tokens, seams
+        self.finish, self.events, self.speculation = finish, events, speculation
         self.waiting = WaitingQueue()
         self.step_id = 0
         self.most_prefill = max_tokens  # prompt tokens of a step; a server has fewer where a step would take too long
         self.reserved = 0  # slots kept for branches that will fork
         self.wake_at = 0.0  # clock before which a policy holds newcomers back; 0 = it does not
         self.preemptions = 0
-        self.fail: Callable[[Seq, str], None]  # set by the engine: ends a sequence with an error
-        self.on_preempt: Callable[[Seq], None] | None = None  # told of each preemption
-        self.speculation: Speculation | None = None  # set by the engine
         self.departed: dict[int, Seq] = {}  # by serial: sequences that left their slot with steps in flight
         self.left: list[int] = []  # slots left since the last plan
         self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
@@ -217,8 +225,7 @@ class Planner:
             seq.preempted += 1
             self.leave(slot)
             seq.status = WAITING
-        if self.on_preempt is not None:
-            self.on_preempt(seq)
+        self.events.sequence_preempted(seq)
         if not seq.in_flight:
             self.requeue(seq)
 
@@ -232,7 +239,7 @@ class Planner:
         try:
             self.add(seq)
         except Exception as e:
-            self.fail(seq, f"scheduler {type(self.policy).__name__} failed on it: {told(e)}")
+            self.finish(seq, "error", error=f"scheduler {type(self.policy).__name__} failed on it: {told(e)}")
 
     def leave(self, slot: int) -> None:
         """A row's stay ends: its blocks are free for steps planned from now on (those in flight run before)."""

@@ -7,7 +7,6 @@ noted when the step was planned, no longer matches the slot's, and the sequence 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .cache import KVCache
+    from .events import EngineEvents
     from .planner import Planner
     from .request import Seq
     from .slots import Slots
@@ -50,16 +50,23 @@ class Flight:
 
 
 class Publisher:
-    """``finish(seq, reason, stop_reason, error)`` is the engine's: it ends a sequence wherever it is."""
+    """``finish(seq, reason, stop_reason, error)`` is the engine's: it ends a sequence wherever it is.  ``now`` is the
+    engine's clock, seconds; ``branch`` is called with lanes that have all that their strategy asks for."""
 
-    def __init__(self, slots: Slots, cache: KVCache, planner: Planner, finish: Callable[..., None]) -> None:
-        self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
+    def __init__(
+        self,
+        slots: Slots,
+        cache: KVCache,
+        planner: Planner,
+        finish: Callable[..., None],
+        branch: Callable[[Lanes], None],
+        events: EngineEvents,
+        now: Callable[[], float],
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.slots, self.cache, self.planner, self.finish, self.branch = slots, cache, planner, finish, branch
+        self.events, self.now, self.speculation = events, now, speculation
         self.tokens = self.overshoot = 0
-        self.speculation: Speculation | None = None  # set by the engine
-        self.now: Callable[[], float] = lambda: time.monotonic()  # seconds; the engine sets it
-        # set by who asked for it with ``Request.stream``: (stream i64 [n], sample i32 [n], token i32 [n])
-        self.tell: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
-        self.branch: Callable[[Lanes], None]  # set by the engine: the lanes have all that their strategy asks for
 
     def publish(self, flight: Flight, result: StepResult) -> None:
         s, plan = self.slots, flight.plan
@@ -105,7 +112,7 @@ class Publisher:
             if column.any():
                 mine = slots[column]
                 s.told[mine] += 1
-                self.tell(s.stream[mine], s.sample[mine], result.tokens[column])
+                self.events.tokens_streamed(s.stream[mine], s.sample[mine], result.tokens[column])
             for j in np.flatnonzero(busy & ~column).tolist():
                 seq = s.seq[slots[j]]
                 if seq is not None and seq.serial == flight.serial[pick[j]]:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -104,7 +103,7 @@ class EngineLoop:
         )
         self._sent = 0.0
         self._told_dead = False
-        engine.publisher.tell = self._tell
+        engine.events.tokens_streamed.subscribe(self._tell)
         self.frames: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []  # of this turn, full
         self._clear()
 
@@ -198,11 +197,19 @@ class EngineLoop:
                 params = {**params, "logit_bias": {int(i): by for i, by in params["logit_bias"].items()}}
             made = SamplingParams.make(**params)
             _travels(made)
-            request = Request(id, np.asarray(prompt, np.int32), made, arrival, owner=owner)
+            live: _Live  # whom the request tells
+            request = Request(
+                id,
+                np.asarray(prompt, np.int32),
+                made,
+                arrival,
+                owner=owner,
+                watch=watch,
+                stream=number if made.logprobs is None else 0,
+                sink=lambda seq, ids, ended: self._sink(live, seq, ids, ended),
+                on_done=lambda request: self._done(live),
+            )
             live = _Live(number, request)
-            request.watch, request.sink = watch, self._sink(live)
-            request.stream = number if made.logprobs is None else 0
-            request.on_done = lambda r: self._done(live)
         except BaseException as e:
             self._refuse(number, e)
             return
@@ -295,29 +302,26 @@ class EngineLoop:
             self.parts.append((np.array(self.rows, np.int64).T, np.array(self.tokens, np.int32)))
             self.rows, self.tokens = [], []
 
-    def _sink(self, live: _Live) -> Callable[[Seq, list[int], tuple[str, Any] | None], None]:
-        def sink(seq: Seq, ids: list[int], ended: tuple[str, Any] | None) -> None:
-            if seq.sample in live.ended:
-                return
-            if not live.started and ids:
-                live.started = True
-                r = live.request
-                at = r.first_token or self.engine.now()
-                self.firsts.append((live.number, at, r.cached_tokens, r.scheduled or at))
-                self._scored_prompt(live)
-            end, stop_id = 0, -1
-            if ended is not None:
-                live.ended.add(seq.sample)
-                end = END[ended[0]]
-                stop_id = -1 if ended[1] is None else ended[1]
-            scored = live.request.params.logprobs is not None and bool(ids)
-            begin, each = seq.published - len(ids), FRAME // (TOKEN + live.request.logprobs * scored) or 1
-            while len(ids) > each:
-                self._row(live, seq, ids[:each], 0, -1, begin if scored else None)
-                ids, begin = ids[each:], begin + each
-            self._row(live, seq, ids, end, stop_id, begin if scored else None)
-
-        return sink
+    def _sink(self, live: _Live, seq: Seq, ids: list[int], ended: tuple[str, Any] | None) -> None:
+        if seq.sample in live.ended:
+            return
+        if not live.started and ids:
+            live.started = True
+            r = live.request
+            at = r.first_token or self.engine.now()
+            self.firsts.append((live.number, at, r.cached_tokens, r.scheduled or at))
+            self._scored_prompt(live)
+        end, stop_id = 0, -1
+        if ended is not None:
+            live.ended.add(seq.sample)
+            end = END[ended[0]]
+            stop_id = -1 if ended[1] is None else ended[1]
+        scored = live.request.params.logprobs is not None and bool(ids)
+        begin, each = seq.published - len(ids), FRAME // (TOKEN + live.request.logprobs * scored) or 1
+        while len(ids) > each:
+            self._row(live, seq, ids[:each], 0, -1, begin if scored else None)
+            ids, begin = ids[each:], begin + each
+        self._row(live, seq, ids, end, stop_id, begin if scored else None)
 
     def _row(self, live: _Live, seq: Seq, ids: list[int], end: int, stop_id: int, begin: int | None) -> None:
         """A part of an answer; the scores of its tokens begin at ``begin`` of the sequence's, None: it has none."""
