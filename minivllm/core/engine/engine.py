@@ -28,6 +28,7 @@ from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock, processor_seams
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, suggest, told
 
+from .beams import branch, finish_lanes
 from .blocks import BlockPool
 from .cache import KVCache
 from .masks import RowMasks, supply
@@ -37,7 +38,6 @@ from .publisher import Flight, Publisher
 from .request import FINISHED, Request, Seq
 from .slots import Slots
 from .speculation import Speculation
-from .stepwise import branch, finish_lanes
 from .strategies import answer, branches, own_names
 
 if TYPE_CHECKING:

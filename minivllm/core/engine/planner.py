@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
     from minivllm.core.timing import SeamTimes
 
+    from .beams import Lanes
     from .cache import KVCache
     from .events import EngineEvents
     from .request import Seq
     from .slots import Slots
     from .speculation import Speculation
-    from .stepwise import Lanes
 
 PROTECTED_AFTER = 8
 MIX = StepShape()

@@ -23,13 +23,13 @@ from .request import FINISHED, WAITING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .beams import Lanes
     from .cache import KVCache
     from .events import EngineEvents
     from .planner import Planner
     from .request import Seq
     from .slots import Slots
     from .speculation import Speculation
-    from .stepwise import Lanes
 
 SETTLE = 32  # tokens after which a row's log-probabilities are settled at the latest
 

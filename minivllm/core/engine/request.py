@@ -102,7 +102,7 @@ class Request:
     finished: float | None = None
     cached_tokens: int = 0
     strategy: Any = None  # the DecodingStrategy that made its sequences
-    lanes: Any = None  # stepwise.Lanes if that is asked after every step
+    lanes: Any = None  # beams.Lanes if that is asked after every step
     logprobs: int = 0  # best log-probabilities that the client is told
     prompt_topk: int = -1  # best log-probabilities of each prompt token; -1: none, or they are all there
     prompt_parts: list[tuple[int, Any]] = field(default_factory=list)  # (first position, plan.LogProbs) as they came

@@ -52,7 +52,7 @@ class Slots:
         self.forking = self._flags[0]
         self.ready = self._flags[1]  # False: sits out until its last token was collected (host rows)
         self.late, self.host = self._flags[2:4]
-        self.lane = self._flags[4]  # of a stepwise strategy: held after each step (see ``stepwise``)
+        self.lane = self._flags[4]  # of a stepwise strategy: held after each step (see ``beams``)
         self.speculates = self._flags[5]  # its steps may bring drafts
         self.drafting = self._flags[6]  # a step with drafts is in flight: known and computed are upper bounds
         self.watch = self._flags[7]  # somebody wants each token as it comes

@@ -11,7 +11,7 @@ from minivllm.core.interfaces.params import NAMES
 from minivllm.core.interfaces.strategy import BranchEnd
 from minivllm.errors import RequestError, told
 
-from .stepwise import Lanes
+from .beams import Lanes
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
