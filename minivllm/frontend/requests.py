@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.engine.request import Request
+from minivllm.core.interfaces.finish import Finish, FinishReason, eos_within
 from minivllm.core.interfaces.grammar import GrammarContext
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError, shown, told
@@ -39,7 +40,7 @@ class StreamOutput:
     index: int
     delta: str
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     finished: bool = False
     output: RequestOutput | None = None
 
@@ -106,7 +107,7 @@ def make_grammars(
     from minivllm.structured.service import Grammars, NoGrammars, default_threads
     from minivllm.text.vocabulary import token_bytes
 
-    eos = tuple(i for i in dict.fromkeys(eos_ids) if i < width)
+    eos = eos_within(eos_ids, width)
     if part is None:
         return NoGrammars(NO_GRAMMAR)
     if tokenizer is None:
@@ -168,10 +169,10 @@ class Tracked:
         self.prepare(engine)
         engine.add(self.request)
 
-    def _sink(self, seq: Seq, ids: list[int], ended: tuple[str, Any] | None) -> str | None:
+    def _sink(self, seq: Seq, ids: list[int], ended: Finish | None) -> str | None:
         text = self.texts[seq.sample]
         logprobs = seq.logprobs[len(text.token_ids) :] if self.request.params.logprobs is not None else None
-        stop_token = ended is not None and ended[0] == "stop" and not isinstance(ended[1], str)
+        stop_token = ended is not None and ended.by_token
         delta = text.feed(ids, ended is not None, stop_token=stop_token, logprobs=logprobs)
         if ended is not None:
             text.finish(*ended)

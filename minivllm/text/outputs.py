@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from minivllm.core.engine.scores import Scores, TokenLogprobs
+from minivllm.core.interfaces.finish import FinishReason
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError, shown
 
@@ -125,7 +126,7 @@ class CompletionOutput(_Record):
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     score: float | None = None
 
@@ -180,7 +181,7 @@ class RequestOutput(_Record):
         return self.outputs[0].token_ids if self.outputs else []
 
     @property
-    def finish_reason(self) -> str | None:
+    def finish_reason(self) -> FinishReason | None:
         return self.outputs[0].finish_reason if self.outputs else ("error" if self.error is not None else None)
 
     @property
@@ -230,7 +231,7 @@ class SequenceText:
             raise RequestError("stop: stop strings need a tokenizer; use stop_token_ids", "stop")
         self.index = index
         self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._scores: Scores | None = None if params.logprobs is None else Scores()
         self._entries: list[dict[int, Logprob]] = []  # of the first tokens, as far as somebody looked
@@ -352,7 +353,7 @@ class SequenceText:
             return None
         return self._tokenizer.decode((token_id,), skip_special_tokens=False)
 
-    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Set why it ended; a stop string that was found before is kept."""
         if self.finish_reason is None:
             self.finish_reason, self.stop_reason = reason, stop_reason

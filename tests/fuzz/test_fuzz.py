@@ -19,6 +19,7 @@ from minivllm.core.engine.cache import KVCache
 from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.masks import RowMasks
 from minivllm.core.engine.request import Seq
+from minivllm.core.interfaces.finish import Finish
 from minivllm.core.interfaces.plan import NAN
 from minivllm.frontend.requests import Tracked
 from minivllm.plugins.processor.bad_words import BadWords
@@ -223,11 +224,9 @@ def shifted_scores(patch):
 
 
 def cut_short(patch):
-    true = publisher.reason_of
-
     def publish(self, seq, ended):
         if ended is None and int(self.slots.known[seq.slot]) == len(seq.request.prompt) + 9:
-            ended = true(0, 0)
+            ended = Finish("length")
         return send(self, seq, ended)
 
     send = publisher.Publisher.send

@@ -274,7 +274,7 @@ def test_masks_are_those_of_fresh_matchers_whoever_comes_and_goes(llm, monkeypat
             plugin.accept([fresh], [drawn])
             assert not plugin.fill([fresh], want, [0])
             bits, out = want[0].copy(), p.ignore_eos or len(drawn) < p.min_tokens
-            for i in seq.request.stop_ids if len(drawn) < p.min_tokens else seq.request.eos_ids if out else ():
+            for i in seq.request.stops.ids if len(drawn) < p.min_tokens else engine.eos_ids if out else ():
                 bits[i // 32] &= ~np.int32(1 << i % 32)
             assert (row == (bits if bits.any() else want[0])).all()
             seen.append((seq.id, len(drawn)))

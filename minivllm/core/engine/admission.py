@@ -70,7 +70,7 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
     known = [seq.known for seq in seqs]
     stop_ids = np.full((len(seqs), STOP_IDS), -1, np.int32)
     for row, seq in zip(stop_ids, seqs, strict=True):
-        ids = seq.request.stop_ids
+        ids = seq.request.stops.ids
         row[: len(ids)] = ids
     return Join(
         slot=at,
@@ -80,9 +80,9 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
         end=slots.end[at],
         seed=np.array([seq.seed for seq in seqs], np.int64),
         sample=np.array([seq.sample for seq in seqs], np.int32),
-        min_end=np.array([len(s.request.prompt) + s.request.min_tokens for s in seqs], np.int32),
+        min_end=np.array([s.request.stops.min_end for s in seqs], np.int32),
         stop_ids=stop_ids,
-        n_eos=np.array([s.request.n_eos for s in seqs], np.int32),
+        n_eos=np.array([s.request.stops.n_eos for s in seqs], np.int32),
         tokens=np.concatenate([seq.tokens[: seq.known] for seq in seqs]).astype(np.int32),
         bound=tuple(
             {i: s.request.rows[p] for i, s in enumerate(seqs) if s.request.rows[p] is not None}

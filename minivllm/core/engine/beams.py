@@ -25,10 +25,10 @@ import numpy as np
 
 from minivllm.core import checks
 from minivllm.core.foreign import call_foreign
+from minivllm.core.interfaces.finish import Finish
 from minivllm.core.interfaces.strategy import Grown, Moves, Pick, Search
 from minivllm.errors import EngineDeadError, told
 
-from .publisher import reason_of, stop_flags
 from .request import RUNNING, WAITING, Request, Seq
 from .scores import TokenLogprobs
 
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
 
     last: SearchNode | None
     score: float | None
-    ended: tuple[str, int | str | None]
+    ended: Finish
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Lanes:
         grown = [self._grown(lane, slots) for lane in self.live]
         reasons: dict[tuple[int, int], Any] = {}
 
-        def ended(branch: int, token: int) -> tuple[str, int | str | None] | None:
+        def ended(branch: int, token: int) -> Finish | None:
             at = (branch, token)
             if at not in reasons:
                 reasons[at] = self._ended(self.live[branch], token, slots)
@@ -111,7 +111,7 @@ class Lanes:
                 raise ValueError(f"branch {p.branch} goes on with token {p.token}, which ends it")
         for p in moves.keep:
             score = checks.score(p.score)
-            self.kept.append(Kept(self._node(p, grown), score, ended(p.branch, p.token) or ("stop", None)))
+            self.kept.append(Kept(self._node(p, grown), score, ended(p.branch, p.token) or Finish("stop")))
         self._got.clear()
         self.moves, self._next = go_on, nodes
         return moves.done or not go_on
@@ -119,22 +119,19 @@ class Lanes:
     def _grown(self, lane: int, slots: Slots) -> Grown:
         ids, values = self._got[lane]
         length = int(slots.known[self.seqs[lane].slot]) - len(self.request.prompt)
-        may = np.isfinite(values)
-        if length < self.request.params.min_tokens:
-            may &= ~np.isin(ids, self.request.stop_ids)
+        may = np.isfinite(values) & self.request.stops.allowed(ids, length + len(self.request.prompt))
         return Grown(length, ids[may], values[may])
 
-    def _ended(self, lane: int, token: int, slots: Slots) -> tuple[str, int | str | None] | None:
+    def _ended(self, lane: int, token: int, slots: Slots) -> Finish | None:
         """Why the lane ends if it goes on with this token."""
         seq = self.seqs[lane]
         n = int(slots.known[seq.slot])
-        flags = stop_flags(seq, token, n + 1)
         if self.request.completes is not None:
             ids = [*slots.tokens[seq.slot, len(self.request.prompt) : n].tolist(), token]
             stopped = self.request.completes(ids)
             if stopped is not None:
-                return "stop", stopped
-        return reason_of(flags, token) if flags else None
+                return Finish("stop", stopped)
+        return self.request.stops.finish(token, n + 1)
 
     def _node(self, p: Pick, grown: Sequence[Grown]) -> SearchNode:
         branch = checks.whole(p.branch, 0, len(self.live) - 1, "there is no branch")
@@ -147,7 +144,7 @@ class Lanes:
         entry = TokenLogprobs(float(values[at]), rank, ids[:k].tolist(), values[:k].tolist())
         return SearchNode(self.tail[lane], token, entry)
 
-    def outputs(self, cut: tuple[str, Any] | None) -> list[Kept]:
+    def outputs(self, cut: Finish | None) -> list[Kept]:
         """The answer, best first.  ``cut``: the reason if it ends early; live branches fill up then."""
         n, last = self.request.params.n, len(self.kept) - 1
         order = dict.fromkeys(checks.whole(i, 0, last, "result() gave") for i in self.search.result())
@@ -270,7 +267,7 @@ def branch(engine: Engine, lanes: Lanes) -> None:
         ended = engine.clock.seams.run("strategy", lanes.advance, engine.slots)
     except Exception as e:  # a plug-in or the client's stop strings: it ends its own request and nothing else
         name = type(lanes.request.strategy).__name__
-        finish_lanes(engine, lanes.request, ("error", None), f"strategy {name}: {told(e)}")
+        finish_lanes(engine, lanes.request, Finish("error"), f"strategy {name}: {told(e)}")
         return
     engine.publisher.tokens += len(lanes.moves or ()) + len(lanes.kept) - before
     if ended:
@@ -279,7 +276,7 @@ def branch(engine: Engine, lanes: Lanes) -> None:
         engine.planner.moving.append(lanes)
 
 
-def finish_lanes(engine: Engine, request: Request, cut: tuple[str, Any] | None, error: str | None) -> None:
+def finish_lanes(engine: Engine, request: Request, cut: Finish | None, error: str | None) -> None:
     """End a stepwise request: its lanes leave, and the first sequences become the answer.  ``cut``: the reason if it
     ends before its strategy says so."""
     lanes = request.lanes
@@ -288,7 +285,8 @@ def finish_lanes(engine: Engine, request: Request, cut: tuple[str, Any] | None, 
     try:
         outputs = call_foreign(lanes.outputs, cut)
     except Exception as e:
-        outputs, cut = [Kept(None, None, ("error", None))], ("error", None)
+        cut = Finish("error")
+        outputs = [Kept(None, None, cut)]
         error = error or f"strategy {type(request.strategy).__name__}: {told(e)}"
     if lanes in engine.planner.moving:
         engine.planner.moving.remove(lanes)
@@ -312,4 +310,4 @@ def finish_lanes(engine: Engine, request: Request, cut: tuple[str, Any] | None, 
         except Exception as e:
             request.sink, error = None, f"what receives its tokens failed: {told(e)}"
     for seq, out in zip(lanes.seqs, outputs + outputs[-1:] * (lanes.width - len(outputs)), strict=True):
-        engine.close(seq, *(out.ended if error is None else ("error", None)), error)
+        engine.close(seq, *(out.ended if error is None else Finish("error")), error)

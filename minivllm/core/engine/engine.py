@@ -23,6 +23,7 @@ from minivllm import declared
 from minivllm.core import checks
 from minivllm.core.foreign import alone, call_foreign
 from minivllm.core.interfaces.evictor import EvictorContext
+from minivllm.core.interfaces.finish import Finish, FinishReason, eos_within
 from minivllm.core.interfaces.plan import STOP_IDS, StepPlan
 from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock, processor_seams
@@ -38,6 +39,7 @@ from .publisher import Flight, Publisher
 from .request import FINISHED, Request, Seq
 from .slots import Slots
 from .speculation import Speculation
+from .stops import StopRule
 from .strategies import answer, branches, own_names
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ class Engine:
         self.within = ""  # the method that runs (see ``foreign.alone``)
         self.clock = StepClock()
         self.processors, self.strategies, self.host_sampler = parts.processors, parts.strategies, parts.host_sampler
-        self.eos_ids = tuple(dict.fromkeys(i for i in wiring.eos_ids if i < capacity.vocab_size))
+        self.eos_ids = eos_within(wiring.eos_ids, capacity.vocab_size)
         windows = list(caching.windows)
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, len(windows), wiring.block)
         pools = [self._pool(g, parts.evictor) for g in range(len(windows))]
@@ -135,16 +137,12 @@ class Engine:
             raise RequestError(f"request id {shown(request.id)} is in use; want a new one", "request_id")
         p = request.params
         self._check_prompt(request)
-        request.eos_ids = tuple(self.eos_ids)
         if p.structured_outputs is not None and request.grammar is None:
             raise RequestError("structured_outputs: nobody has compiled them for this request", "structured_outputs")
-        eos = () if p.ignore_eos and request.grammar is None else request.eos_ids
-        request.n_eos, request.min_tokens = len(eos), p.min_tokens if request.grammar is None else 0
-        request.stop_ids = tuple(dict.fromkeys((*eos, *p.stop_token_ids)))
-        if len(request.stop_ids) > STOP_IDS:
-            raise RequestError(
-                f"{len(request.stop_ids)} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
-            )
+        constrained = request.grammar is not None
+        request.stops = StopRule.of(p, self.eos_ids, len(request.prompt), request.end, constrained)
+        if (n := len(request.stops.ids)) > STOP_IDS:
+            raise RequestError(f"{n} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids")
         self._check_read(p)
         request.rows = tuple(
             self.clock.seams.run(seam, self._bind, name, made, columns, request)
@@ -244,10 +242,12 @@ class Engine:
                 self.finish(seq, "abort")
         return True
 
-    def finish(self, seq: Seq, reason: str, stop_reason: int | str | None = None, error: str | None = None) -> None:
+    def finish(
+        self, seq: Seq, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None
+    ) -> None:
         """End a sequence wherever it is; the request ends with its last one.  Lanes end together."""
         if seq.request.lanes is not None:
-            finish_lanes(self, seq.request, (reason, stop_reason), error)
+            finish_lanes(self, seq.request, Finish(reason, stop_reason), error)
             return
         if reason in ("abort", "error"):
             self.publisher.flush(seq)  # what it has generated is not lost
@@ -262,7 +262,7 @@ class Engine:
             return
         self.close(seq, reason, stop_reason, error)
 
-    def close(self, seq: Seq, reason: str, stop_reason: int | str | None, error: str | None) -> None:
+    def close(self, seq: Seq, reason: FinishReason, stop_reason: int | str | None, error: str | None) -> None:
         """A sequence that has left its slot or the queue has ended; the last of its request is the request's end."""
         seq.status, seq.finish_reason, seq.stop_reason, seq.error = FINISHED, reason, stop_reason, error
         self.masks.forget(seq)
@@ -396,7 +396,7 @@ class Engine:
 
     def _tell_dead(self, request: Request, message: str) -> None:
         if request.lanes is not None:
-            finish_lanes(self, request, ("error", None), message)
+            finish_lanes(self, request, Finish("error"), message)
             return
         for seq in request.sequences:
             if seq.status != FINISHED:

@@ -77,9 +77,9 @@ class _Late:
         self.matchers: list[Any] = []  # theirs, from the first mask on
         self.matched = np.zeros(len(ruled), np.int64)  # ``Seq.matched`` of each
         requests = [seq.request for seq in self.seqs]
-        self.until = np.array([len(r.prompt) + r.params.min_tokens for r in requests], np.int64)
-        self.early = _Ends(self.at, [r.stop_ids if r.params.min_tokens else () for r in requests])
-        self.ignored = _Ends(self.at, [r.eos_ids if r.params.ignore_eos else () for r in requests])
+        self.min_length = np.array([r.stops.min_length for r in requests], np.int64)
+        self.before = _Ends(self.at, [r.stops.avoided_before for r in requests])
+        self.after = _Ends(self.at, [r.stops.avoided_after for r in requests])
 
     def same(self, slots: np.ndarray, stays: np.ndarray) -> bool:
         return np.array_equal(self.stays, stays) and np.array_equal(self.slots, slots)
@@ -173,9 +173,9 @@ class RowMasks:
             sound = False
             for seq in late.seqs:
                 self._fail(seq, f"{type(plugin).__name__} failed: {told(e)}")
-        early = known < late.until
-        late.early.leave_out(mask, early)
-        late.ignored.leave_out(mask, ~early)
+        early = known < late.min_length
+        late.before.leave_out(mask, early)
+        late.after.leave_out(mask, ~early)
         for j, seq in zip(late.at, late.seqs, strict=True) if not sound else ():
             if seq.slot < 0:
                 mask[j] = -1

@@ -14,7 +14,8 @@ import numpy as np
 
 from minivllm.core import checks
 from minivllm.core.foreign import call_foreign
-from minivllm.core.interfaces.plan import ENDED, EOS, FAILED, LENGTH, NAN, STOP_ID, StepPlan, StepResult, group_rows
+from minivllm.core.interfaces.finish import Finish, finish_of
+from minivllm.core.interfaces.plan import ENDED, FAILED, NAN, StepPlan, StepResult, group_rows
 from minivllm.errors import told
 
 from .prompt_scores import keep_prompt
@@ -170,16 +171,16 @@ class Publisher:
                 message += ", or its mask and its processors allow no token in common"
             self.finish(seq, "error", error=message)
             return
-        self.send(seq, reason_of(flags, int(result.tokens[j])) if flags & ENDED else None)
+        self.send(seq, finish_of(flags, int(result.tokens[j])))
 
-    def send(self, seq: Seq, ended: tuple[str, int | None] | None) -> None:
+    def send(self, seq: Seq, ended: Finish | None) -> None:
         """New tokens of a sequence to its sink; ends it if it has ended or its text now holds a stop string."""
         if (stopped := self.flush(seq, ended)) is not None:
-            ended = "stop", stopped
+            ended = Finish("stop", stopped)
         if ended is not None and seq.status != FINISHED:
             self.finish(seq, *ended)
 
-    def flush(self, seq: Seq, ended: tuple[str, int | None] | None = None) -> str | None:
+    def flush(self, seq: Seq, ended: Finish | None = None) -> str | None:
         """Tokens that the sink has not had yet; the stop string that they complete.  A sink that raises ends its own
         sequence."""
         seq.settle()
@@ -294,22 +295,8 @@ class Publisher:
             self.tokens += 1
             self.planner.chosen.append((slot, token))
             seq.request.first_token = seq.request.first_token or self.now()
-            flags = stop_flags(seq, token, n + 1)
-            self.send(seq, reason_of(flags, token) if flags else None)
+            self.send(seq, seq.request.stops.finish(token, n + 1))
 
 
 def _chosen(seq: Seq, logits: np.ndarray, ids: list[int]) -> int:
     return checks.chosen_token(seq.choose(logits, ids), len(logits))
-
-
-def stop_flags(seq: Seq, token: int, known: int) -> int:
-    """The device's stop rule for one sequence on the host: ``token`` is the last of ``known``."""
-    r = seq.request
-    flags = 0
-    if known - 1 >= len(r.prompt) + r.params.min_tokens and token in r.stop_ids:
-        flags = EOS if token in r.eos_ids and not r.params.ignore_eos else STOP_ID
-    return flags | (LENGTH if known >= r.end else 0)
-
-
-def reason_of(flags: int, token: int) -> tuple[str, int | None]:
-    return ("stop", None if flags & EOS else token) if flags & (EOS | STOP_ID) else ("length", None)

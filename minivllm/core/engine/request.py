@@ -18,8 +18,10 @@ import numpy as np
 from minivllm.core.interfaces.plan import LogProbs
 
 from .scores import Scores, TokenLogprobs
+from .stops import StopRule
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.finish import FinishReason
     from minivllm.core.interfaces.params import SamplingParams
 
 WAITING, RUNNING, FINISHED = 0, 1, 2
@@ -47,7 +49,7 @@ class Seq:
     saved: bool = False  # the device has put its kept columns aside (see ``plan.Delta.keep``), or is about to
     keys: list[int] = field(default_factory=list)  # hash chain of its full blocks, in the prefix index
     branches: list[Seq] = field(default_factory=list)  # sequences that fork from it once the prompt is computed
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
     logprobs: Sequence[TokenLogprobs] = field(default_factory=Scores)  # one per generated token that is settled
@@ -90,11 +92,8 @@ class Request:
     text: str | None = None
     owner: str = ""  # whose budget it is, if there are several; owners take turns (see ``core.engine.owners``)
     end: int = 0  # known length at which a sequence of it ends
-    eos_ids: tuple[int, ...] = ()
     rows: tuple[Any, ...] = ()  # per processor: Row or None, the sampler last
-    stop_ids: tuple[int, ...] = ()
-    n_eos: int = 0  # the first of ``stop_ids``
-    min_tokens: int = 0  # those that the device sees to; a grammar's mask sees to its own
+    stops: StopRule = field(default_factory=StopRule)
     grammar: Any = None  # interfaces.grammar.Compiled
     sequences: list[Seq] = field(default_factory=list)
     scheduled: float | None = None  # when its first sequence got a slot
@@ -116,7 +115,7 @@ class Request:
     accepted: int = 0  # and those that were right
     watch: bool = False  # somebody wants each token as it comes (a stream, a stop string)
     stream: int = 0  # not 0: a token in the middle of its answer goes to ``Publisher.tell``, with this number
-    sink: Any = None  # sink(seq, new token ids, ended or None) -> the stop string that they complete, or None
+    sink: Any = None  # sink(seq, new token ids, Finish or None) -> the stop string that they complete, or None
     answer: list[Seq] = field(default_factory=list)  # once it has finished: its sequences, best first
     on_done: Any = None  # on_done(request), once, when its last sequence has ended
 

@@ -27,8 +27,8 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.errors import EngineDeadError, PluginError, RequestError, shown
 
-from .engine_loop import ENDS, EngineLoop, describe, error_from
-from .frames import ROW, Frame
+from .engine_loop import EngineLoop, describe, error_from
+from .frames import ENDS, ROW, Frame
 from .scored import Columns
 from .streams import Stream, TextPiece
 

@@ -10,7 +10,7 @@ A turn sends one frame, or several where answers come with much to say: each is 
 something else between two.  A frame has a column entry for each branch that got tokens or ended in this turn, for all
 requests together (of these types once ``frames.encode`` has it):
 
-    stream i64 [R], sample i32 [R], count i32 [R], end u8 [R] (index into ENDS), stop_id i32 [R] (-1: none)
+    stream i64 [R], sample i32 [R], count i32 [R], end u8 [R] (frames.ENDS), stop_id i32 [R] (-1: none)
     tokens i32 [sum(count)]
     scored u8 [R]: the rows that come with log-probabilities; for each of their tokens, in order:
     chosen f32, rank i32, tops i32 (how many of the best follow), and for those top_ids i32, top f32
@@ -37,6 +37,7 @@ from minivllm.core.engine.request import Request, Seq
 from minivllm.core.engine.scores import Scores
 from minivllm.core.engine.strategies import own_names
 from minivllm.core.foreign import refusal
+from minivllm.core.interfaces.finish import Finish
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
@@ -44,10 +45,9 @@ from minivllm.server.line import Line
 
 from . import state
 from .compiling import LOOK, Compiling
-from .frames import ROW, Frame
+from .frames import ENDS, ROW, Frame
 from .pace import FIRST, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, Pace
 
-ENDS = (None, "stop", "length", "abort", "error")
 END = {reason: code for code, reason in enumerate(ENDS)}
 HEARTBEAT = 1.0  # seconds after which a frame is sent though there is nothing to say
 COMMANDS = frozenset(("add", "abort", "cut", "ask", "stop"))
@@ -302,7 +302,7 @@ class EngineLoop:
             self.parts.append((np.array(self.rows, np.int64).T, np.array(self.tokens, np.int32)))
             self.rows, self.tokens = [], []
 
-    def _sink(self, live: _Live, seq: Seq, ids: list[int], ended: tuple[str, Any] | None) -> None:
+    def _sink(self, live: _Live, seq: Seq, ids: list[int], ended: Finish | None) -> None:
         if seq.sample in live.ended:
             return
         if not live.started and ids:
@@ -314,8 +314,8 @@ class EngineLoop:
         end, stop_id = 0, -1
         if ended is not None:
             live.ended.add(seq.sample)
-            end = END[ended[0]]
-            stop_id = -1 if ended[1] is None else ended[1]
+            end = END[ended.reason]
+            stop_id = ended.stop if isinstance(ended.stop, int) else -1  # stop strings are found on the other side
         scored = live.request.params.logprobs is not None and bool(ids)
         begin, each = seq.published - len(ids), FRAME // (TOKEN + live.request.logprobs * scored) or 1
         while len(ids) > each:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minivllm.core.interfaces.finish import FINISH_REASONS
 from minivllm.errors import EngineDeadError
 
 VERSION = 1
@@ -29,6 +30,7 @@ COLUMNS = {
     "first_at": "<f8", "cached": "<i4", "done": "<i8", "done_at": "<f8", "prompts": "<i8", "prompt_chosen": "<f4",
     "prompt_rank": "<i4", "prompt_top_ids": "<i4", "prompt_top": "<f4", "entered": "<f8",
 }  # fmt: skip
+ENDS = (None, *FINISH_REASONS)  # what the numbers in the column "end" stand for; None: the branch goes on
 ROW = ("stream", "sample", "count", "end", "stop_id", "scored")  # the columns with an entry for each row of a step
 _NAMES = tuple(COLUMNS)
 _DTYPES = tuple(np.dtype(form) for form in COLUMNS.values())

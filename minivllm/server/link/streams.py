@@ -17,6 +17,7 @@ from minivllm.text.outputs import RequestMetrics, SequenceText
 from .scored import Scored
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.finish import FinishReason
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.text.tokenizer import Tokenizer
 
@@ -32,7 +33,7 @@ class TextPiece:
     text: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: Scored | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
 
@@ -157,7 +158,7 @@ class Stream:
     # ---- who fills it --------------------------------------------------------------------------------------------
 
     def feed(
-        self, sample: int, ids: Sequence[int], reason: str | None = None, stop_token: int | None = None,
+        self, sample: int, ids: Sequence[int], reason: FinishReason | None = None, stop_token: int | None = None,
         logprobs: Scored | None = None, error: str | None = None,
     ) -> None:  # fmt: skip
         """Accepted tokens of a branch, and why it has ended if it has; ``stop_token`` is the id that ended it where
