@@ -29,9 +29,9 @@ from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock, processor_seams
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, suggest, told
 
-from .beams import branch, finish_lanes
 from .blocks import BlockPool
 from .cache import KVCache
+from .forks import advance, finish_beams
 from .masks import RowMasks, supply
 from .planner import Planner
 from .prompt_scores import check_logprobs
@@ -100,7 +100,6 @@ class Engine:
             self.cache,
             self.planner,
             self.finish,
-            lambda lanes: branch(self, lanes),
             self.events,
             self.now,
             self.speculation,
@@ -163,7 +162,7 @@ class Engine:
             seq.choose = p.choose_fn or self._host_draw(seq)
             request.sequences.append(seq)
         first, *rest = request.sequences
-        first.branches = list(rest) if request.lanes is None else []
+        first.branches = list(rest) if request.beams is None else []
         try:
             self.planner.add(first)
         except Exception as e:
@@ -245,9 +244,9 @@ class Engine:
     def finish(
         self, seq: Seq, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None
     ) -> None:
-        """End a sequence wherever it is; the request ends with its last one.  Lanes end together."""
-        if seq.request.lanes is not None:
-            finish_lanes(self, seq.request, Finish(reason, stop_reason), error)
+        """End a sequence wherever it is; the request ends with its last one.  Beams end together."""
+        if seq.request.beams is not None:
+            finish_beams(self, seq.request, Finish(reason, stop_reason), error)
             return
         if reason in ("abort", "error"):
             self.publisher.flush(seq)  # what it has generated is not lost
@@ -337,8 +336,12 @@ class Engine:
             flight = self.in_flight.popleft()
             self.clock.device_ms[self.clock.count % self.clock.size] += result.device_ms
             self.clock.seams.add(result.seams)
-            self.events.publishing(self.publisher.publish, flight, result)
+            self.events.publishing(self._publish, flight, result)
             self._count_failures(result)
+
+    def _publish(self, flight: Flight, result: StepResult) -> None:
+        for beams in self.publisher.publish(flight, result):
+            advance(self, beams)
 
     def _results(self, found: Any) -> list[StepResult]:
         """What the executor collected, if that is what was due."""
@@ -395,8 +398,8 @@ class Engine:
                 log.exception("request %s could not be told", request.id)
 
     def _tell_dead(self, request: Request, message: str) -> None:
-        if request.lanes is not None:
-            finish_lanes(self, request, Finish("error"), message)
+        if request.beams is not None:
+            finish_beams(self, request, Finish("error"), message)
             return
         for seq in request.sequences:
             if seq.status != FINISHED:

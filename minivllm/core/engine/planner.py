@@ -23,6 +23,7 @@ from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
 from minivllm.errors import told
 
 from .admission import delta_of, load_of, queue_view, row_of
+from .forks import apply_pending, enter_beams, fork_ready, preempt_beams
 from .owners import OwnerShares, candidates, make_way, of_the_largest, parties, who_is_stuck
 from .prompt_scores import prompt_rows
 from .request import RUNNING, WAITING
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from minivllm.core.timing import SeamTimes
 
-    from .beams import Lanes
+    from .beams import Beams
     from .cache import KVCache
     from .events import EngineEvents
     from .request import Seq
@@ -75,7 +76,7 @@ class Planner:
         self.chosen: list[tuple[int, int]] = []  # (slot, token) chosen on the host since the last plan
         self.joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
         self.forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
-        self.moving: list[Lanes] = []  # whose moves are to be carried out
+        self.searches: list[Beams] = []  # that have decided something which is not applied yet
         self._ended: list[Seq] = []  # since the last plan, for a policy that wants to know
         self.shared = False  # requests say whose they are (see ``owners``)
         self.stuck: Seq | None = None  # of an owner without a row: there was no room for it in the last plan
@@ -131,9 +132,9 @@ class Planner:
         if self.stuck is not None:
             make_way(self)
         self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
-        if self.moving:
-            self._move()
-        self._fork()
+        if self.searches:
+            apply_pending(self)
+        fork_ready(self)
         self.cache.trim(s.running[~s.drafting[s.running]])
         decode, used = no_rows(), 0
         chunks: dict[int, int] = {}  # slot -> tokens
@@ -154,7 +155,7 @@ class Planner:
         if shape.kind != "mix" and not chunks:
             decode = self._decode()
         if not len(decode) and not chunks and s.forking[s.running].any():
-            self._fork()  # a newcomer whose prompt was cached, or is one token long, can fork at once
+            fork_ready(self)  # a newcomer whose prompt was cached, or is one token long, can fork at once
             decode = self._decode()
         return self._finish(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
 
@@ -175,14 +176,14 @@ class Planner:
         missing = self.cache.missing(rows, s.computed[rows] + 1)
         while missing.any() and not self.cache.can_take(missing):
             lacking = rows[missing.any(axis=0)]
-            gone = self._make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
-            keep = (rows != gone) & (s.serial[rows] >= 0)  # lanes go together
+            gone = self.make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
+            keep = (rows != gone) & (s.serial[rows] >= 0)  # beams go together
             rows, missing = rows[keep], missing[:, keep]
         if missing.any():
             self.cache.grow(rows, missing)
         return rows
 
-    def _make_room(self, requester: int, need: int) -> int:
+    def make_room(self, requester: int, need: int) -> int:
         """Preempt one row for ``need`` blocks.  Returns the slot that leaves the step: the victim, or the requester if
         it must go back, or (oldest or protected, with nobody left to preempt) only wait."""
         s, oldest = self.slots, self.slots.id[self.slots.running].min()
@@ -191,7 +192,7 @@ class Planner:
             victim = self.preempt_one_of(s.running, need, True)  # a sliding window's blocks cannot be reserved ahead
         if victim is not None:
             return victim
-        if s.id[requester] != oldest and (s.preempted[requester] < PROTECTED_AFTER or s.lane[requester]):
+        if s.id[requester] != oldest and (s.preempted[requester] < PROTECTED_AFTER or s.beam[requester]):
             self.preempt(requester)
         return requester
 
@@ -199,10 +200,10 @@ class Planner:
         """Preempt the one of these rows that the policy names, of the owner who has most of them; None if none of them
         may be.  ``protected``: those too that were preempted often."""
         s = self.slots
-        rows = rows[s.id[rows] != s.id[s.running].min()]  # lanes have one id
+        rows = rows[s.id[rows] != s.id[s.running].min()]  # beams have one id
         if not protected:
-            # One that waits to fork has reserved nothing for its branches yet, nor have lanes: they may be preempted.
-            rows = rows[(s.preempted[rows] < PROTECTED_AFTER) | s.forking[rows] | s.lane[rows]]
+            # One that waits to fork has reserved nothing for its branches yet, nor have beams: they may be preempted.
+            rows = rows[(s.preempted[rows] < PROTECTED_AFTER) | s.forking[rows] | s.beam[rows]]
         if not len(rows):
             return None
         rows = of_the_largest(s, rows) if self.shared else rows
@@ -216,8 +217,8 @@ class Planner:
         steps in flight have come back (see ``Publisher``)."""
         seq = self.slots.at(slot)
         self.preemptions += 1
-        if seq.request.lanes is not None:
-            seq.request.lanes.disband(self)
+        if seq.request.beams is not None:
+            preempt_beams(self, seq.request.beams)
         else:
             if all(other is not seq for *_, other in (*self.joins, *self.forks)):  # the device knows of this stay
                 self.keeps.append((slot, seq.id))
@@ -230,12 +231,12 @@ class Planner:
             self.requeue(seq)
 
     def requeue(self, seq: Seq) -> None:
-        """Queue a preempted sequence again; if the policy fails on it, it ends.  Lanes queue up as one."""
-        lanes = seq.request.lanes
-        if lanes is not None:
-            if not lanes.resting:
+        """Queue a preempted sequence again; if the policy fails on it, it ends.  Beams queue up as one."""
+        beams = seq.request.beams
+        if beams is not None:
+            if not beams.resting:
                 return
-            seq = lanes.seqs[0]
+            seq = beams.seqs[0]
         try:
             self.add(seq)
         except Exception as e:
@@ -271,7 +272,7 @@ class Planner:
                 continue  # preempted for the oldest a moment ago, or others have their part first
             chunk = self._take(slot, have + more)
             while not chunk and s.id[slot] == oldest:
-                if self._make_room(slot, 1) == slot:
+                if self.make_room(slot, 1) == slot:
                     break
                 decode = decode[s.serial[decode] >= 0]
                 for gone in [c for c in chunks if s.seq[c] is None]:
@@ -337,13 +338,13 @@ class Planner:
         """Give a waiting sequence a slot and its prefix hit if all that it knows has room beside what is ``promised``;
         False leaves it waiting."""
         s = self.slots
-        lanes = seq.request.lanes
-        if len(s.free) - self.reserved < (1 + len(seq.branches) if lanes is None else lanes.width):
+        beams = seq.request.beams
+        if len(s.free) - self.reserved < (1 + len(seq.branches) if beams is None else beams.width):
             return False
-        most = seq.known if lanes is None or len(lanes.live) == 1 else lanes.common() + 1
+        most = seq.known if beams is None or len(beams.live) == 1 else beams.common() + 1
         most = most if seq.request.prompt_topk < 0 else 1  # a cached prefix has no log-probabilities
         hit = self.cache.lookup(seq, most)
-        protected = seq.preempted >= PROTECTED_AFTER and lanes is None
+        protected = seq.preempted >= PROTECTED_AFTER and beams is None
         upto = seq.request.end if protected else seq.known
         spare = promised + (0 if protected or not len(s.running) else 1 + len(s.running) // 8)
         if not self.cache.has_room(hit, upto, spare):
@@ -360,50 +361,9 @@ class Planner:
         if seq.branches:
             self.reserved += len(seq.branches)
             s.forking[slot], s.goal[slot] = True, s.prompt[slot] - 1
-        if lanes is not None:
-            lanes.enter(self)
+        if beams is not None:
+            enter_beams(self, beams)
         return True
-
-    def _room_for(self, slot: int, copies: int) -> bool:
-        """Whether there are ``copies`` blocks for a fork of this row; the oldest preempts others for them."""
-        need = np.full((len(self.cache.pools), 1), copies)
-        while not self.cache.can_take(need):
-            if self.slots.id[slot] != self.slots.id[self.slots.running].min() or self._make_room(slot, 1) == slot:
-                return False
-        return True
-
-    def _move(self) -> None:
-        """Carry out what stepwise strategies have decided, as far as there are blocks for it."""
-        for lanes in list(self.moving):
-            if lanes.moves is not None and (
-                lanes.carry_out(self) or (self._room_for(lanes.seqs[0].slot, lanes.width - 1) and lanes.carry_out(self))
-            ):
-                self.moving.remove(lanes)
-
-    def _fork(self) -> None:
-        """Parents whose prompt is computed but for its last token get their branches, which share its blocks."""
-        s = self.slots
-        for slot in s.running[s.forking[s.running]].tolist():
-            seq = s.seq[slot]
-            if seq is None:
-                continue  # preempted a moment ago to make room for another's branches
-            at = int(s.computed[slot])
-            if at < s.goal[slot] or s.flying[slot]:
-                continue  # what the branches share must be there, not merely planned
-            lanes = seq.request.lanes
-            n = len(seq.branches) if lanes is None else len(lanes.live) - 1
-            if not self._room_for(slot, n * (at % s.block > 0)):
-                continue
-            if lanes is not None:
-                lanes.wake(self, slot, at)
-            self.reserved -= len(seq.branches)
-            for branch in seq.branches:
-                child = s.enter(branch)
-                branch.status = RUNNING
-                self.cache.fork(slot, child, at)
-                self.forks.append((slot, child, branch))
-            seq.branches = []
-            s.forking[slot], s.goal[slot] = False, s.known[slot]
 
     # ---- the plan ------------------------------------------------------------------------------------------------
 
@@ -442,11 +402,11 @@ class Planner:
             s.known[mine] = s.goal[mine] = after[draft > 0] + 1  # at most: see Publisher._take_back
             s.drafting[mine] = True
         chosen = np.flatnonzero(host).astype(np.int32)
-        lane = s.lane[drawn[chosen]]
+        beam = s.beam[drawn[chosen]]
         prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else NO_PROMPT
         self.step_id += 1
         return StepPlan(
             id=self.step_id, slots=slots, q_len=q_len, computed=computed, samples=samples.astype(np.int32),
             topk=int(s.topk.take(drawn).max(initial=-1)), late=np.flatnonzero(late & ~host).astype(np.int32),
-            host=chosen[~lane], held=chosen[lane], prompt=prompt, prompt_topk=most, draft=draft, delta=delta,
+            host=chosen[~beam], held=chosen[beam], prompt=prompt, prompt_topk=most, draft=draft, delta=delta,
         )  # fmt: skip

@@ -34,10 +34,10 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
     k = p.prompt_logprobs
     request.prompt_topk = -1 if k is None or len(request.prompt) == 1 else vocab if k < 0 else min(k, vocab)
     request.logprobs = vocab if (p.logprobs or 0) < 0 else p.logprobs or 0
-    asked = request.topk + len(request.stops.ids) if request.lanes is not None else request.topk
+    asked = request.topk + len(request.stops.ids) if request.beams is not None else request.topk
     request.topk = min(max(-1 if p.logprobs is None else request.logprobs, asked), vocab)
     raw = [name for name in p.asked() if name != "temperature" or not p.greedy]
-    if request.lanes is not None and raw and wiring.logprobs_mode == "raw_logprobs":
+    if request.beams is not None and raw and wiring.logprobs_mode == "raw_logprobs":
         raise RequestError(
             f"{raw[0]} has no part in the model's own log-probabilities, by which branches are ranked; leave it out, "
             "or set the engine's logprobs_mode to 'processed_logprobs'", raw[0],

@@ -24,7 +24,7 @@ from .request import FINISHED, WAITING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .beams import Lanes
+    from .beams import Beams
     from .cache import KVCache
     from .events import EngineEvents
     from .planner import Planner
@@ -52,7 +52,7 @@ class Flight:
 
 class Publisher:
     """``finish(seq, reason, stop_reason, error)`` is the engine's: it ends a sequence wherever it is.  ``now`` is the
-    engine's clock, seconds; ``branch`` is called with lanes that have all that their strategy asks for."""
+    engine's clock, seconds."""
 
     def __init__(
         self,
@@ -60,23 +60,23 @@ class Publisher:
         cache: KVCache,
         planner: Planner,
         finish: Callable[..., None],
-        branch: Callable[[Lanes], None],
         events: EngineEvents,
         now: Callable[[], float],
         speculation: Speculation | None = None,
     ) -> None:
-        self.slots, self.cache, self.planner, self.finish, self.branch = slots, cache, planner, finish, branch
+        self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
         self.events, self.now, self.speculation = events, now, speculation
         self.tokens = self.overshoot = 0
 
-    def publish(self, flight: Flight, result: StepResult) -> None:
+    def publish(self, flight: Flight, result: StepResult) -> list[Beams]:
+        """Returns the searches that have all candidates now, so that their strategy is to be asked."""
         s, plan = self.slots, flight.plan
         live = s.serial[plan.slots] == flight.serial
         s.flying[plan.slots[live]] -= 1
         step_error = result.failure
         if step_error is not None:
             self._fail_step(flight, live, step_error)
-            return
+            return []
         pick, slots = plan.samples, plan.slots[plan.samples]
         at = flight.after[pick]
         ok = live[pick] & (result.count > 0)
@@ -120,8 +120,7 @@ class Publisher:
                     self._deliver(seq, result, j)
         if len(plan.host):
             self._choose(flight, result, live)
-        if len(plan.held):
-            self._hold(flight, result)
+        return self._hold(flight, result) if len(plan.held) else []
 
     # ---- rows with drafts ----------------------------------------------------------------------------------------
 
@@ -263,8 +262,9 @@ class Publisher:
 
     # ---- rows whose token is chosen on the host ------------------------------------------------------------------
 
-    def _hold(self, flight: Flight, result: StepResult) -> None:
-        """Candidates of stepwise rows to their lanes."""
+    def _hold(self, flight: Flight, result: StepResult) -> list[Beams]:
+        """Candidates of held rows to their beams."""
+        complete = []
         for j in flight.plan.held.tolist():
             r = int(flight.plan.samples[j])
             slot = int(flight.plan.slots[r])
@@ -272,8 +272,9 @@ class Publisher:
                 continue  # it has left, or failed a moment ago
             seq = self.slots.at(slot)
             seq.request.first_token = seq.request.first_token or self.now()
-            if seq.request.lanes.take(seq.sample, result.logprobs, j):
-                self.branch(seq.request.lanes)
+            if seq.request.beams.take(seq.sample, result.logprobs, j):
+                complete.append(seq.request.beams)
+        return complete
 
     def _choose(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
         s, plan = self.slots, flight.plan

@@ -101,12 +101,12 @@ class Request:
     finished: float | None = None
     cached_tokens: int = 0
     strategy: Any = None  # the DecodingStrategy that made its sequences
-    lanes: Any = None  # beams.Lanes if that is asked after every step
+    beams: Any = None  # beams.Beams if its strategy is asked after every step
     logprobs: int = 0  # best log-probabilities that the client is told
     prompt_topk: int = -1  # best log-probabilities of each prompt token; -1: none, or they are all there
     prompt_parts: list[tuple[int, Any]] = field(default_factory=list)  # (first position, plan.LogProbs) as they came
     topk: int = -1  # log-probabilities that the device gives of each token, for client or strategy; -1 none
-    completes: Any = None  # completes(generated ids) -> the stop string that the last completes; for lanes
+    completes: Any = None  # completes(generated ids) -> the stop string that the last completes; for beams
     tenant: int = 0  # number of ``owner``, or of params.tenant
     party: int = 0  # number of ``owner``; 0: it names none
     salt: tuple[str, str] = ("", "")  # (tenant, cache_salt): the prefix cache keeps what differs in it apart

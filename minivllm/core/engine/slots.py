@@ -52,7 +52,7 @@ class Slots:
         self.forking = self._flags[0]
         self.ready = self._flags[1]  # False: sits out until its last token was collected (host rows)
         self.late, self.host = self._flags[2:4]
-        self.lane = self._flags[4]  # of a stepwise strategy: held after each step (see ``beams``)
+        self.beam = self._flags[4]  # of a stepwise strategy: held after each step (see ``beams``)
         self.speculates = self._flags[5]  # its steps may bring drafts
         self.drafting = self._flags[6]  # a step with drafts is in flight: known and computed are upper bounds
         self.watch = self._flags[7]  # somebody wants each token as it comes
@@ -72,8 +72,8 @@ class Slots:
         seq.slot, seq.serial = slot, self.next_serial
         self.next_serial += 1
         self.seq[slot], self.serial[slot], self.id[slot], self.stream[slot] = seq, seq.serial, seq.id, r.stream
-        n, at, lane = seq.known, r.arrival, r.lanes is not None
-        host, late = seq.choose is not None or lane, p.allowed_tokens_fn is not None or r.grammar is not None
+        n, at, beam = seq.known, r.arrival, r.beams is not None
+        host, late = seq.choose is not None or beam, p.allowed_tokens_fn is not None or r.grammar is not None
         due = np.inf if p.ttft_ms is None else at + p.ttft_ms / 1e3
         self._times[:, slot] = at, due, np.inf, np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
         self._ints[:, slot] = (
@@ -81,7 +81,7 @@ class Slots:
             len(r.prompt) + seq.published, seq.sample, r.party,
         )  # fmt: skip
         self._flags[:, slot] = (
-            False, True, late, host, lane, r.speculates and not host, False, bool(r.watch) or host, r.topk >= 0
+            False, True, late, host, beam, r.speculates and not host, False, bool(r.watch) or host, r.topk >= 0
         )  # fmt: skip
         self.tokens[slot, :n] = seq.tokens[:n]
         self.asking += r.prompt_topk >= 0

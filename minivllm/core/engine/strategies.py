@@ -11,7 +11,7 @@ from minivllm.core.interfaces.params import NAMES
 from minivllm.core.interfaces.strategy import BranchEnd
 from minivllm.errors import RequestError, told
 
-from .beams import Lanes
+from .beams import Beams
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
@@ -34,7 +34,7 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
         if made is not None:
             request.strategy = made
             if made.mode == "stepwise":
-                request.lanes = Lanes(request, call_foreign(made.search, p, request.end - len(request.prompt)))
+                request.beams = Beams(request, call_foreign(made.search, p, request.end - len(request.prompt)))
             request.topk = checks.whole(call_foreign(made.topk, p), -1, 2**31 - 1, "topk() gave")
             return call_foreign(lambda: checks.branches(made.start(p), p.width, made.mode == "stepwise"))
     except RequestError:
@@ -49,8 +49,8 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
 
 def answer(request: Request) -> list[Seq]:
     """The sequences of the answer, best first.  If the strategy fails they end with its error, in their own order."""
-    if request.lanes is not None:
-        return request.sequences[: request.lanes.given]
+    if request.beams is not None:
+        return request.sequences[: request.beams.given]
     ends = [
         BranchEnd(s.sample, s.known - len(request.prompt), s.cumulative_logprob, s.finish_reason or "")
         for s in request.sequences

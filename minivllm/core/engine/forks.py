@@ -1,0 +1,218 @@
+"""Rows that share what is computed: branches of a request, and beams, as the planner and the engine handle them.
+
+All changes that a search or a fork makes to slots, blocks and the next delta are made here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.core.foreign import call_foreign
+from minivllm.core.interfaces.finish import Finish
+from minivllm.errors import EngineDeadError, told
+
+from .beams import Kept, unwind
+from .request import RUNNING, WAITING
+
+if TYPE_CHECKING:
+    from .beams import Beams
+    from .engine import Engine
+    from .planner import Planner
+    from .request import Request, Seq
+
+
+# ---- while a step is planned -----------------------------------------------------------------------------------------
+
+
+def fork_ready(planner: Planner) -> None:
+    """Parents whose prompt is computed but for its last token get their branches, which share its blocks.  So do beams
+    that come back after a preemption, once the first of them has computed what all have in common."""
+    s = planner.slots
+    for slot in s.running[s.forking[s.running]].tolist():
+        seq = s.seq[slot]
+        if seq is None:
+            continue  # preempted a moment ago to make room for another's branches
+        at = int(s.computed[slot])
+        if at < s.goal[slot] or s.flying[slot]:
+            continue  # what the branches share must be there, not merely planned
+        beams = seq.request.beams
+        branches = seq.branches if beams is None else beams.seqs[1 : len(beams.live)]
+        if not room_for(planner, slot, len(branches) * (at % s.block > 0)):
+            continue
+        if beams is None:
+            planner.reserved -= len(branches)
+            for branch in branches:
+                child = s.enter(branch)
+                branch.status = RUNNING
+                planner.cache.fork(slot, child, at)
+                planner.forks.append((slot, child, branch))
+            seq.branches = []
+        else:
+            for beam in branches:
+                planner.cache.fork(slot, beam.slot, at)
+                s.ready[beam.slot] = True
+                planner.joins.append((beam.slot, beam))  # its tokens are its own, so it joins
+        s.forking[slot], s.goal[slot] = False, s.known[slot]
+
+
+def room_for(planner: Planner, slot: int, copies: int) -> bool:
+    """Whether there are ``copies`` blocks for a fork of this row; the oldest preempts others for them."""
+    s, cache = planner.slots, planner.cache
+    need = np.full((len(cache.pools), 1), copies)
+    while not cache.can_take(need):
+        if s.id[slot] != s.id[s.running].min() or planner.make_room(slot, 1) == slot:
+            return False
+    return True
+
+
+def enter_beams(planner: Planner, beams: Beams) -> None:
+    """The first beam has just taken a slot; the others take theirs, and idle."""
+    s, first = planner.slots, beams.seqs[0]
+    for seq in beams.seqs[1:]:
+        slot = s.enter(seq)
+        s.id[slot], s.ready[slot], seq.status = s.id[first.slot], False, RUNNING
+    if len(beams.live) > 1:
+        s.forking[first.slot], s.goal[first.slot] = True, beams.common()
+
+
+def apply_pending(planner: Planner) -> None:
+    """Apply what searches have decided, as far as there are blocks for it.  Blocks are short only at first, when idle
+    beams get theirs: later each takes the place of one that ends."""
+    for beams in list(planner.searches):
+        if beams.pending is None:
+            continue  # preempted a moment ago
+        drop_beams(planner, beams)
+        fits = _fits(planner, beams)
+        if not fits and room_for(planner, beams.seqs[0].slot, beams.width - 1):
+            fits = _fits(planner, beams)
+        if fits:
+            apply(planner, beams)
+            planner.searches.remove(beams)
+
+
+def drop_beams(planner: Planner, beams: Beams) -> None:
+    """Give back the blocks of beams from which nothing goes on."""
+    assert beams.pending is not None
+    s = planner.slots
+    for beam in beams.pending.drop:
+        slot = beams.seqs[beam].slot
+        planner.cache.release(slot)
+        s.table[:, slot, : int(s.blocks[:, slot].max())] = 0
+        s.blocks[:, slot], s.trimmed[:, slot], s.published[slot], s.computed[slot] = 0, 0, 0, 0
+        s.ready[slot] = False
+
+
+def _fits(planner: Planner, beams: Beams) -> bool:
+    """Whether there are blocks for the copies that the pending forks need."""
+    if beams.pending is None:
+        return False  # it was preempted itself
+    s, cache = planner.slots, planner.cache
+    partly = (len(beams.request.prompt) + beams.length) % s.block > 0
+    return cache.can_take(np.full((len(cache.pools), 1), len(beams.pending.fork) * partly))
+
+
+def apply(planner: Planner, beams: Beams) -> None:
+    """Forks and tokens of the pending step to slots, blocks and the next delta."""
+    s, step, seqs = planner.slots, beams.pending, beams.seqs
+    assert step is not None
+    n = len(beams.request.prompt) + beams.length
+    for fork in step.fork:
+        child, source = seqs[fork.beam], seqs[fork.parent]
+        planner.cache.fork(source.slot, child.slot, n)
+        s.tokens[child.slot, :n] = s.tokens[source.slot, :n]
+        child.keys = list(source.keys)
+        planner.forks.append((source.slot, child.slot, child))
+    for beam, node in step.append:
+        slot = seqs[beam].slot
+        s.tokens[slot, n] = node.token
+        s.known[slot] = s.goal[slot] = s.collected[slot] = n + 1
+        s.ready[slot] = True
+        planner.chosen.append((slot, node.token))
+    beams.applied()
+
+
+def preempt_beams(planner: Planner, beams: Beams) -> None:
+    """All beams leave their slots together; what is live is kept by the first ones."""
+    s, seqs = planner.slots, beams.seqs
+    if beams.pending is not None:
+        planner.searches.remove(beams)
+    tokens = []
+    for beam, token in beams.leave():
+        slot = seqs[beam].slot
+        ids = s.tokens[slot, : s.collected[slot]].copy()
+        tokens.append(ids if token is None else np.append(ids, np.int32(token)))
+    for seq in seqs:
+        seq.preempted += 1
+        planner.leave(seq.slot)
+        seq.status = WAITING
+    for seq, ids in zip(seqs, tokens, strict=False):
+        seq.tokens, seq.known, seq.keys, seq.hint = ids, len(ids), [], None
+
+
+# ---- once a step has been published ----------------------------------------------------------------------------------
+
+
+def advance(engine: Engine, beams: Beams) -> None:
+    """All live beams have their candidates: ask the strategy what becomes of them."""
+    s, request = engine.slots, beams.request
+
+    def generated(beam: int) -> list[int]:
+        slot = beams.seqs[beam].slot
+        return s.tokens[slot, len(request.prompt) : s.known[slot]].tolist()
+
+    try:
+        step = engine.clock.seams.run("strategy", beams.advance, generated)
+    except Exception as e:  # a plug-in or the client's stop strings: it ends its own request and nothing else
+        finish_beams(engine, request, Finish("error"), f"strategy {type(request.strategy).__name__}: {told(e)}")
+        return
+    engine.publisher.tokens += len(step.append) + step.outputs
+    if step.done:
+        finish_beams(engine, request, None, None)
+    else:
+        engine.planner.searches.append(beams)
+
+
+def finish_beams(engine: Engine, request: Request, cut: Finish | None, error: str | None) -> None:
+    """End a request that has beams: these leave, and the first sequences become the answer.  ``cut``: the reason if it
+    ends before its strategy says so."""
+    beams = request.beams
+    if request.done:
+        return
+    try:
+        outputs = call_foreign(beams.outputs, cut)
+    except Exception as e:
+        cut = Finish("error")
+        outputs = [Kept(None, None, cut)]
+        error = error or f"strategy {type(request.strategy).__name__}: {told(e)}"
+    if beams in engine.planner.searches:
+        engine.planner.searches.remove(beams)
+    try:
+        for seq in beams.seqs if not engine.dead else ():
+            engine.planner.end(seq)
+    except EngineDeadError as e:  # the evictor failed: blocks are in doubt
+        engine.fail_all(str(e))
+        return
+    beams.given = len(outputs)
+    if cut is not None:
+        outputs = [out._replace(finish=cut) for out in outputs]
+    for seq, out in zip(beams.seqs, outputs, strict=False):
+        error = _hand_over(request, seq, out) or error
+    for seq, out in zip(beams.seqs, outputs + outputs[-1:] * (beams.width - len(outputs)), strict=True):
+        engine.close(seq, *(out.finish if error is None else Finish("error")), error)
+
+
+def _hand_over(request: Request, seq: Seq, out: Kept) -> str | None:
+    """An output becomes a sequence of the answer, and goes to the sink; the error if that raises."""
+    ids, seq.logprobs = unwind(out.last)
+    seq.tokens = np.append(request.prompt, np.array(ids, np.int32))
+    seq.known, seq.published, seq.score = len(seq.tokens), len(ids), out.score
+    seq.cumulative_logprob = sum(lp.chosen for lp in seq.logprobs)
+    try:
+        if request.sink is not None:
+            call_foreign(request.sink, seq, ids, out.finish)
+    except Exception as e:
+        request.sink = None
+        return f"what receives its tokens failed: {told(e)}"
+    return None
