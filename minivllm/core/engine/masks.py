@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .engine import Engine
     from .publisher import Flight
-    from .request import Seq
+    from .request import FinishSequence, Seq
     from .slots import Slots
 
 
@@ -109,11 +109,11 @@ class _Late:
 
 
 class RowMasks:
-    """``grammars.plugin`` made the matchers' grammars; ``finish(seq, reason, error=...)`` is the engine's.
-    ``memory(rows, words)`` is i32 host memory that the device reads without a copy (``Executor.mask_memory``)."""
+    """``grammars.plugin`` made the matchers' grammars; ``memory(rows, words)`` is i32 host memory that the device reads
+    without a copy (``Executor.mask_memory``)."""
 
     def __init__(
-        self, slots: Slots, vocab: int, grammars: Any, finish: Callable[..., None], seams: SeamTimes,
+        self, slots: Slots, vocab: int, grammars: Any, finish: FinishSequence, seams: SeamTimes,
         memory: Callable[[int, int], np.ndarray],
     ) -> None:  # fmt: skip
         self.slots, self.vocab, self.grammars, self.finish, self.seams = slots, vocab, grammars, finish, seams

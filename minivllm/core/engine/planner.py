@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .beams import Beams
     from .cache import KVCache
     from .events import EngineEvents
-    from .request import Seq
+    from .request import FinishSequence, Seq
     from .slots import Slots
     from .speculation import Speculation
 
@@ -47,8 +47,7 @@ NO_PROMPT = (no_rows(0, 2), 0)
 
 
 class Planner:
-    """Owns the queue of waiting sequences and decides each step.  ``finish(seq, reason, error=...)`` ends a sequence
-    wherever it is."""
+    """Owns the queue of waiting sequences and decides each step."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Planner:
         policy: SchedulerPolicy,
         max_tokens: int,
         seams: SeamTimes,
-        finish: Callable[..., None],
+        finish: FinishSequence,
         events: EngineEvents,
         speculation: Speculation | None = None,
     ) -> None:

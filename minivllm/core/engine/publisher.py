@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
     from .events import EngineEvents
     from .planner import Planner
-    from .request import Seq
+    from .request import FinishSequence, Seq
     from .slots import Slots
     from .speculation import Speculation
 
@@ -51,15 +51,14 @@ class Flight:
 
 
 class Publisher:
-    """``finish(seq, reason, stop_reason, error)`` is the engine's: it ends a sequence wherever it is.  ``now`` is the
-    engine's clock, seconds."""
+    """``now`` is the engine's clock, seconds."""
 
     def __init__(
         self,
         slots: Slots,
         cache: KVCache,
         planner: Planner,
-        finish: Callable[..., None],
+        finish: FinishSequence,
         events: EngineEvents,
         now: Callable[[], float],
         speculation: Speculation | None = None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -128,3 +128,11 @@ class Request:
     @property
     def done(self) -> bool:
         return bool(self.sequences) and all(s.status == FINISHED for s in self.sequences)
+
+
+class FinishSequence(Protocol):
+    """``Engine.finish``, as the parts get it that may end a sequence: wherever it is, and its request with its last."""
+
+    def __call__(
+        self, seq: Seq, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None
+    ) -> None: ...
