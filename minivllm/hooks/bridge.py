@@ -87,7 +87,7 @@ class EngineHooks:
         seqs = request.sequences
         assert request.finished is not None
         end = RequestEnd(
-            reasons=tuple(s.finish_reason or "" for s in seqs), tokens=tuple(s.published for s in seqs),
+            reasons=tuple(s.finish_reason or "" for s in seqs), tokens=tuple(s.emitted for s in seqs),
             cached_tokens=request.cached_tokens, preempted=sum(s.preempted for s in seqs),
             scheduled=request.scheduled, first_token=request.first_token, finished=request.finished,
             error=next((s.error for s in seqs if s.error), None),

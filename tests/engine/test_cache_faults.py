@@ -106,7 +106,7 @@ def a_fork_shares_the_half_written_block(real, self, parent, child, computed):
     """fork: the block that both write next is not copied."""
     real(self, parent, child, -(-computed // self.block) * self.block)
     self.slots.computed[child] = computed
-    self.slots.published[child] = min(int(self.slots.published[child]), computed // self.block)
+    self.slots.prefix_published[child] = min(int(self.slots.prefix_published[child]), computed // self.block)
 
 
 @fault(KVCache)

@@ -105,7 +105,7 @@ def test_each_prompt_token_is_scored_once_however_the_prompt_is_cut(depth):
 
 def test_they_do_not_depend_on_when_they_are_settled_and_few_steps_results_are_kept(monkeypatch):
     def answers(settle, depth, blocks=200):
-        monkeypatch.setattr(publisher, "SETTLE", settle)
+        monkeypatch.setattr(publisher, "FLUSH_LOGPROBS", settle)
         sim = sim_engine(depth=depth, slots=6, blocks=blocks)
         made = [
             request(sim, f"r{i}", range(1 + 3 * i), logprobs=i % 3, max_tokens=40, n=1 + i % 2, ignore_eos=True)
@@ -114,7 +114,7 @@ def test_they_do_not_depend_on_when_they_are_settled_and_few_steps_results_are_k
         most = 0
         while sim.busy:
             sim.step()
-            most = max(most, *(len(s.unsettled) for r in made for s in r.sequences))
+            most = max(most, *(len(s.pending_logprobs) for r in made for s in r.sequences))
         assert blocks > 100 or sim.planner.preemptions
         return [(list(s.logprobs), s.cumulative_logprob) for r in made for s in r.sequences], most
 
@@ -131,8 +131,8 @@ def test_they_are_settled_in_time_where_rows_do_not_draw_in_every_step():
     most = 0
     while sim.busy:
         sim.step()
-        most = max(most, *(len(s.unsettled) for r in made for s in r.sequences))
-    assert most < 2 * publisher.SETTLE, most
+        most = max(most, *(len(s.pending_logprobs) for r in made for s in r.sequences))
+    assert most < 2 * publisher.FLUSH_LOGPROBS, most
 
 
 def test_they_leave_the_garbage_collector_no_object_a_token():

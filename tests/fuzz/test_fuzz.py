@@ -213,14 +213,14 @@ def lost_piece(patch):
 
 
 def shifted_scores(patch):
-    true = Seq.settle
+    true = Seq.flush_logprobs
 
-    def settle(self):
+    def flush_logprobs(self):
         true(self)
         if len(self.logprobs) > 3 and self.request.params.logprobs is not None:
             self.logprobs.chosen[1] = 0.25
 
-    patch.setattr(Seq, "settle", settle)
+    patch.setattr(Seq, "flush_logprobs", flush_logprobs)
 
 
 def cut_short(patch):

@@ -67,11 +67,11 @@ class BlockPool:
         block_bytes: int,
         seams: SeamTimes,
         events: EngineEvents,
-        group: int = 0,
+        kv_group: int = 0,
         hash_fn=chain_key,
     ) -> None:
         self.total, self.block, self.block_bytes, self.hash_fn = total, block, block_bytes, hash_fn
-        self.evictor, self.seams, self.events, self.group = evictor, seams, events, group
+        self.evictor, self.seams, self.events, self.kv_group = evictor, seams, events, kv_group
         self.ref = np.zeros(total, np.int32)
         self.key = np.zeros(total, np.uint64)  # 0 = not published
         self.parent = np.full(total, -1, np.int64)  # parent block; below -1: a root, or a block of the leading group
@@ -124,7 +124,7 @@ class BlockPool:
     def _drop(self, keys: np.ndarray) -> None:
         """Tell of keys u64 that are about to be forgotten, though their room is not needed."""
         self._tell("drop", keys)
-        self.events.blocks_dropped(self.group, keys)
+        self.events.blocks_dropped(self.kv_group, keys)
 
     # ---- a sequence's blocks -------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class BlockPool:
         )  # fmt: skip
         keys = np.array(key, np.uint64)
         self._tell("add", keys, info)
-        self.events.blocks_stored(self.group, keys, info)
+        self.events.blocks_stored(self.kv_group, keys, info)
 
     def published(self, block: int) -> bool:
         return bool(self.key[block])
@@ -308,7 +308,7 @@ class BlockPool:
                 raise EngineDeadError(f"evictor {type(self.evictor).__name__} gave up a block that is {why}")
             self._forget(key, block)
         self.evictions += n
-        self.events.blocks_evicted(self.group, keys)
+        self.events.blocks_evicted(self.kv_group, keys)
 
     def void(self, key: int) -> None:
         """Who has counted on this key has to look again."""

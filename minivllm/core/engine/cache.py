@@ -149,7 +149,7 @@ class KVCache:
             self._append(g, np.full(n, slot, np.int32), np.arange(n, dtype=np.int32), blocks)
             self.slots.blocks[g, slot] = n
             self.slots.trimmed[g, slot] = n - len(own)
-        self.slots.published[slot] = n
+        self.slots.prefix_published[slot] = n
         self.slots.computed[slot] = n * self.block + self._copy_partial(slot, int(hit[0][-1]) if n else None, known)
         if self.prefix:
             self.pools[0].queries += known
@@ -161,7 +161,7 @@ class KVCache:
 
         The source is read when the next step's delta is applied, before anything is written, so it need not be kept
         until then: whoever gets it, by this very ``take`` or later, writes after that."""
-        seq, n = self.slots.at(slot), int(self.slots.published[slot])
+        seq, n = self.slots.at(slot), int(self.slots.prefix_published[slot])
         wanted = seq.tokens[n * self.block : min((n + 1) * self.block, known - 1)]
         if not self.partial or not len(wanted) or not self.available:
             return 0
@@ -240,7 +240,7 @@ class KVCache:
                 self._append_copy(g, child, full, int(self.slots.table[g, parent, full]))
         self.slots.computed[child] = computed
         # A block that is full but not yet collected belongs to the parent to publish: the child starts after it.
-        self.slots.published[child] = min(int(self.slots.published[parent]), full)
+        self.slots.prefix_published[child] = min(int(self.slots.prefix_published[parent]), full)
 
     def trim(self, slots: np.ndarray) -> None:
         """Give back blocks that no later query of these rows can see."""
@@ -250,7 +250,8 @@ class KVCache:
             first = np.maximum(self.slots.computed[slots] - window + 1, 0) // self.block
             for i in np.flatnonzero(first > self.slots.trimmed[g, slots]).tolist():
                 slot, a, b = int(slots[i]), int(self.slots.trimmed[g, slots[i]]), int(first[i])
-                b = min(b, int(self.slots.published[slot])) if self.prefix else b  # a block is published before it goes
+                if self.prefix:  # a block is published before it goes
+                    b = min(b, int(self.slots.prefix_published[slot]))
                 if b <= a:
                     continue
                 self.pools[g].release(self.slots.table[g, slot, a:b].copy())
@@ -277,20 +278,20 @@ class KVCache:
             pool.announce()
 
     def _publish_row(self, slot: int, seq: Seq, last: int) -> None:
-        first, tokens, salt = int(self.slots.published[slot]), self.slots.tokens[slot], seq.request.salt
+        first, tokens, salt = int(self.slots.prefix_published[slot]), self.slots.tokens[slot], seq.request.salt
         if not self.prefix or last <= first:
             return
         self.pools[0].keys_of(tokens[: last * self.block], salt, seq.keys)
         for i in range(first, last):
             if not self._publish_index(slot, i, salt, seq.keys[i], tokens[i * self.block : (i + 1) * self.block]):
                 break  # its parent collided with another key: the rest of the chain stays private
-        self.slots.published[slot] = last
+        self.slots.prefix_published[slot] = last
 
     def publish_tail(self, slot: int, seq: Seq) -> None:
         """A sequence ends: what it has computed of its last block can be copied by whoever goes on from there."""
         done = int(self.slots.collected[slot]) - 1  # its last token was drawn and never read
         i, part = divmod(done, self.block)
-        if not self.partial or not part or done < seq.known or self.slots.published[slot] < i:
+        if not self.partial or not part or done < seq.known or self.slots.prefix_published[slot] < i:
             return
         salt, tokens = seq.request.salt, self.slots.tokens[slot, :done]
         lead = self.pools[0]

@@ -24,7 +24,7 @@ def walk(cache: KVCache) -> None:
     for slot in s.running.tolist():
         assert s.computed[slot] <= s.blocks[:, slot].min() * cache.block, f"slot {slot} lacks a block"
         before = lead.root(s.seq[slot].request.salt)[0]
-        for i, block in enumerate(s.table[0, slot, : s.published[slot]].tolist()):
+        for i, block in enumerate(s.table[0, slot, : s.prefix_published[slot]].tolist()):
             row = s.tokens[slot, i * cache.block : (i + 1) * cache.block]
             if not lead.published(block):
                 break  # a collision: private from here on

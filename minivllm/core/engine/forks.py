@@ -35,7 +35,7 @@ def fork_ready(planner: Planner) -> None:
         if seq is None:
             continue  # preempted a moment ago to make room for another's branches
         at = int(s.computed[slot])
-        if at < s.goal[slot] or s.flying[slot]:
+        if at < s.goal[slot] or s.in_flight[slot]:
             continue  # what the branches share must be there, not merely planned
         beams = seq.request.beams
         branches = seq.branches if beams is None else beams.seqs[1 : len(beams.live)]
@@ -100,7 +100,7 @@ def drop_beams(planner: Planner, beams: Beams) -> None:
         slot = beams.seqs[beam].slot
         planner.cache.release(slot)
         s.table[:, slot, : int(s.blocks[:, slot].max())] = 0
-        s.blocks[:, slot], s.trimmed[:, slot], s.published[slot], s.computed[slot] = 0, 0, 0, 0
+        s.blocks[:, slot], s.trimmed[:, slot], s.prefix_published[slot], s.computed[slot] = 0, 0, 0, 0
         s.ready[slot] = False
 
 
@@ -207,7 +207,7 @@ def _hand_over(request: Request, seq: Seq, out: Kept) -> str | None:
     """An output becomes a sequence of the answer, and goes to the sink; the error if that raises."""
     ids, seq.logprobs = unwind(out.last)
     seq.tokens = np.append(request.prompt, np.array(ids, np.int32))
-    seq.known, seq.published, seq.score = len(seq.tokens), len(ids), out.score
+    seq.known, seq.emitted, seq.score = len(seq.tokens), len(ids), out.score
     seq.cumulative_logprob = sum(lp.chosen for lp in seq.logprobs)
     try:
         if request.sink is not None:

@@ -156,7 +156,7 @@ class Planner:
         if not len(decode) and not chunks and s.forking[s.running].any():
             fork_ready(self)  # a newcomer whose prompt was cached, or is one token long, can fork at once
             decode = self._decode()
-        return self._finish(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
+        return self._make_plan(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
 
     def _parties(self) -> int:
         """How many owners want prompt tokens computed."""
@@ -366,7 +366,7 @@ class Planner:
 
     # ---- the plan ------------------------------------------------------------------------------------------------
 
-    def _finish(self, decode: np.ndarray, chunks: dict[int, int], budget: int) -> StepPlan | None:
+    def _make_plan(self, decode: np.ndarray, chunks: dict[int, int], budget: int) -> StepPlan | None:
         """The step of these rows; drafts get what is left of the budget."""
         s, spec = self.slots, self.speculation
         ahead = spec is not None and spec.on(len(decode))
@@ -387,7 +387,7 @@ class Planner:
         delta, at = delta_of(self), slots.astype(np.intp)  # numpy is twice as fast with the integers of the machine
         computed = s.computed.take(at) + (draft if len(draft) else 0)
         s.computed[at] = after = computed + q_len  # of a row with drafts the last one counts
-        s.flying[at] += 1
+        s.in_flight[at] += 1
         draws = after == s.known.take(at)
         if len(draft):
             draws |= draft > 0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .speculation import Speculation
 
-SETTLE = 32  # tokens after which a row's log-probabilities are settled at the latest
+FLUSH_LOGPROBS = 32  # tokens after which a row's log-probabilities become entries at the latest
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Publisher:
         """Returns the searches that have all candidates now, so that their strategy is to be asked."""
         s, plan = self.slots, flight.plan
         live = s.serial[plan.slots] == flight.serial
-        s.flying[plan.slots[live]] -= 1
+        s.in_flight[plan.slots[live]] -= 1
         step_error = result.failure
         if step_error is not None:
             self._fail_step(flight, live, step_error)
@@ -99,19 +99,19 @@ class Publisher:
         if result.logprobs is not None:
             for j in np.flatnonzero(ok & s.scored[slots]).tolist():
                 seq = s.seq[slots[j]]
-                seq.later(result.logprobs, j)
-                if (int(at[j]) + seq.slot) % SETTLE == 0:  # some rows in each step: all at their end take long
-                    seq.settle()
+                seq.defer_logprobs(result.logprobs, j)
+                if (int(at[j]) + seq.slot) % FLUSH_LOGPROBS == 0:  # some rows in each step: all at their end take long
+                    seq.flush_logprobs()
         ended = (result.flags & ENDED) != 0
         busy = live[pick] & (ended | (s.watch[slots] & ok))
         if len(plan.draft):  # a row is told of all its tokens at once, with what the last of them says
             follows = np.append(plan.draft[pick][1:] > 0, False)
             busy &= ~(follows & np.append((result.count | (ended * 1))[1:] > 0, False))
         if busy.any():
-            column = busy & ~ended & (s.stream[slots] > 0) & (at > s.prompt[slots]) & (s.told[slots] == at)
+            column = busy & ~ended & (s.stream[slots] > 0) & (at > s.prompt[slots]) & (s.emitted[slots] == at)
             if column.any():
                 mine = slots[column]
-                s.told[mine] += 1
+                s.emitted[mine] += 1
                 self.events.tokens_streamed(s.stream[mine], s.sample[mine], result.tokens[column])
             for j in np.flatnonzero(busy & ~column).tolist():
                 seq = s.seq[slots[j]]
@@ -181,15 +181,15 @@ class Publisher:
     def flush(self, seq: Seq, ended: Finish | None = None) -> str | None:
         """Tokens that the sink has not had yet; the stop string that they complete.  A sink that raises ends its own
         sequence."""
-        seq.settle()
+        seq.flush_logprobs()
         s, slot, prompt = self.slots, seq.slot, len(seq.request.prompt)
         if slot >= 0:
-            ids = s.tokens[slot, s.told[slot] : s.collected[slot]].tolist()
-            s.told[slot] += len(ids)
-            seq.published = int(s.told[slot]) - prompt
+            ids = s.tokens[slot, s.emitted[slot] : s.collected[slot]].tolist()
+            s.emitted[slot] += len(ids)
+            seq.emitted = int(s.emitted[slot]) - prompt
         else:
-            ids = seq.tokens[prompt + seq.published : seq.known].tolist()
-            seq.published += len(ids)
+            ids = seq.tokens[prompt + seq.emitted : seq.known].tolist()
+            seq.emitted += len(ids)
         if seq.request.sink is None or (not ids and ended is None):
             return None
         try:
@@ -204,7 +204,7 @@ class Publisher:
         if not self.cache.prefix:
             return
         s, slots = self.slots, flight.plan.slots
-        full = live & (flight.after // s.block > s.published[slots])
+        full = live & (flight.after // s.block > s.prefix_published[slots])
         wrong = flight.plan.samples[(result.flags & (NAN | FAILED)) != 0]
         full[np.isin(slots, slots[wrong]) if len(wrong) else wrong] = False
         if full.any():
@@ -235,7 +235,7 @@ class Publisher:
                     seq.known += 1
                     self.tokens += 1
                     if result.logprobs is not None and seq.request.topk >= 0:  # asked for, or a strategy ranks by them
-                        seq.later(result.logprobs, j)
+                        seq.defer_logprobs(result.logprobs, j)
                     self._deliver(seq, result, j)
             if not seq.in_flight:
                 del self.planner.departed[serial]

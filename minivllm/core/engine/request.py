@@ -52,12 +52,12 @@ class Seq:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    logprobs: Sequence[TokenLogprobs] = field(default_factory=Scores)  # one per generated token that is settled
+    logprobs: Sequence[TokenLogprobs] = field(default_factory=Scores)  # of the generated tokens, without pending ones
     cumulative_logprob: float = 0.0
-    unsettled: list[LogProbs] = field(default_factory=list)  # of the tokens after those, and the rows in them
-    unsettled_rows: list[int] = field(default_factory=list)
+    pending_logprobs: list[LogProbs] = field(default_factory=list)  # of the tokens after those; and rows in them
+    pending_rows: list[int] = field(default_factory=list)
     choose: Callable[[np.ndarray, Sequence[int]], int] | None = None  # a host row: its token, of logits and ids so far
-    published: int = 0  # output tokens handed to the text side, as of its last ``sink`` (in a slot: ``Slots.told``)
+    emitted: int = 0  # output tokens handed to the text side, as of its last ``sink`` (in a slot: ``Slots.emitted``)
     score: float | None = None  # that a stepwise strategy gave it
     matcher: Any = None  # its grammar's, from the first mask on: it has taken the tokens ``[prompt, matched)``
     matched: int = 0
@@ -66,19 +66,19 @@ class Seq:
     def masked(self) -> bool:
         return self.request.grammar is not None or self.request.params.allowed_tokens_fn is not None
 
-    def later(self, lp: LogProbs, row: int) -> None:
+    def defer_logprobs(self, lp: LogProbs, row: int) -> None:
         """Its newest token's log-probabilities are row ``row`` of a step's."""
-        self.unsettled.append(lp)
-        self.unsettled_rows.append(row)
+        self.pending_logprobs.append(lp)
+        self.pending_rows.append(row)
 
-    def settle(self) -> None:
+    def flush_logprobs(self) -> None:
         """Make entries of the log-probabilities that have come: not before somebody asks, a step has no time for it."""
-        if self.unsettled and isinstance(self.logprobs, Scores):
+        if self.pending_logprobs and isinstance(self.logprobs, Scores):
             before = len(self.logprobs)
-            self.logprobs.add_rows(self.unsettled, self.unsettled_rows, self.request.logprobs)
+            self.logprobs.add_rows(self.pending_logprobs, self.pending_rows, self.request.logprobs)
             self.cumulative_logprob = sum(self.logprobs.chosen[before:], self.cumulative_logprob)
-            self.unsettled.clear()
-            self.unsettled_rows.clear()
+            self.pending_logprobs.clear()
+            self.pending_rows.clear()
 
 
 @dataclass(eq=False)

@@ -43,11 +43,12 @@ class Slots:
         self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
         self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
         self.goal = self._ints[9]  # known length to compute up to: ``known``, or prompt - 1 while branches wait to fork
-        self.flying = self._ints[10]  # steps in flight that hold the row
+        self.in_flight = self._ints[10]  # steps in flight that hold the row
         self.topk = self._ints[11]
         self.prompt_topk = self._ints[12]  # -1, or its prompt's log-probabilities are still wanted
         self.party = self._ints[15]  # number of the request's owner, see ``owners``
-        self.told, self.sample = self._ints[13:15]  # told: tokens handed to the text side, the prompt's among them
+        self.emitted = self._ints[13]  # tokens handed to the text side, the prompt's among them
+        self.sample = self._ints[14]
         self._flags = np.zeros((9, size), bool)
         self.forking = self._flags[0]
         self.ready = self._flags[1]  # False: sits out until its last token was collected (host rows)
@@ -59,7 +60,7 @@ class Slots:
         self.scored = self._flags[8]  # it wants log-probabilities
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
         self.asking = 0  # rows with such
-        self.published = np.zeros(size, np.int32)  # blocks handed to the prefix index
+        self.prefix_published = np.zeros(size, np.int32)  # blocks handed to the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
         self.trimmed = np.zeros((groups, size), np.int32)  # leading blocks given back (sliding window)
         self.table = np.zeros((groups, size, -(-max_len // block) + 1), np.int32)
@@ -78,14 +79,14 @@ class Slots:
         self._times[:, slot] = at, due, np.inf, np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
         self._ints[:, slot] = (
             len(r.prompt), n, 0, n, r.end, p.priority, r.tenant, seq.preempted, r.expected, n, 0, r.topk, r.prompt_topk,
-            len(r.prompt) + seq.published, seq.sample, r.party,
+            len(r.prompt) + seq.emitted, seq.sample, r.party,
         )  # fmt: skip
         self._flags[:, slot] = (
             False, True, late, host, beam, r.speculates and not host, False, bool(r.watch) or host, r.topk >= 0
         )  # fmt: skip
         self.tokens[slot, :n] = seq.tokens[:n]
         self.asking += r.prompt_topk >= 0
-        self.published[slot] = 0
+        self.prefix_published[slot] = 0
         self.blocks[:, slot], self.trimmed[:, slot] = 0, 0
         self.running = np.concatenate((self.running, np.array((slot,), np.int32)))
         return slot
@@ -101,8 +102,8 @@ class Slots:
         seq = self.at(slot)
         self.asking -= int(self.prompt_topk[slot] >= 0)
         n = int(self.collected[slot])
-        seq.tokens, seq.known, seq.slot, seq.in_flight = self.tokens[slot, :n].copy(), n, -1, int(self.flying[slot])
-        seq.published = int(self.told[slot] - self.prompt[slot])
+        seq.tokens, seq.known, seq.slot, seq.in_flight = self.tokens[slot, :n].copy(), n, -1, int(self.in_flight[slot])
+        seq.emitted = int(self.emitted[slot] - self.prompt[slot])
         self.seq[slot], self.serial[slot] = None, -1
         self.table[:, slot, : int(self.blocks[:, slot].max(initial=0))] = 0
         self.blocks[:, slot] = 0

@@ -317,7 +317,7 @@ class EngineLoop:
             end = END[ended.reason]
             stop_id = ended.stop if isinstance(ended.stop, int) else -1  # stop strings are found on the other side
         scored = live.request.params.logprobs is not None and bool(ids)
-        begin, each = seq.published - len(ids), FRAME // (TOKEN + live.request.logprobs * scored) or 1
+        begin, each = seq.emitted - len(ids), FRAME // (TOKEN + live.request.logprobs * scored) or 1
         while len(ids) > each:
             self._row(live, seq, ids[:each], 0, -1, begin if scored else None)
             ids, begin = ids[each:], begin + each
