@@ -3,7 +3,7 @@
     begin:  slot ──► token id, position, KV length, cache slot of each row       grid (rows,)
     commit: token ──► history, length, stop flags, result of each row            grid (rows,)
 
-Reference: ``Runner._step`` and ``Runner._accept``.
+Reference: ``core.worker.step.read_rows`` and ``accept``.
 """
 
 from __future__ import annotations

@@ -217,20 +217,20 @@ class OvershootStores(Queued):
     spec = spec("OvershootStores")
 
     def run(self, plan):
-        step, state = self.runner._step, self.runner.state
+        read, state = self.runner.read, self.runner.state
 
         def stores(plan):
             ended, state.stopped = state.stopped, torch.zeros_like(state.stopped)
             try:
-                return step(plan)
+                return read(plan)
             finally:
                 state.stopped = ended
 
-        self.runner._step = stores
+        self.runner.read = stores
         try:
             super().run(plan)
         finally:
-            self.runner._step = step
+            self.runner.read = read
 
 
 # ---- captured sizes -------------------------------------------------------------------------------------------------

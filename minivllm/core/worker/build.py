@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.core.interfaces.attention import AttentionContext, AttnMeta, GraphKey
-from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.attention import AttentionContext, GraphKey
+from minivllm.core.interfaces.plan import StepPlan, no_rows
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
 from minivllm.errors import ConfigError, ModelError, ResourceError
 from minivllm.layers.parts import ModelParts
@@ -23,7 +23,9 @@ from minivllm.loading.hf_config import open_checkpoint
 from minivllm.loading.weights import build_model, checkpoint_headers, load_weights, weight_bytes
 from minivllm.registry import build_part
 
+from . import step
 from .capture import ALONE, synchronize
+from .state import DeviceState
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttentionBackend
@@ -239,22 +241,13 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
     """The largest step, on the null block: what it allocates beside weights and cache must stay free."""
     t = min(wiring.max_num_batched_tokens, wiring.max_num_seqs * wiring.max_model_len)
     rows = max(1, min(wiring.max_num_seqs, -(-t // wiring.max_model_len)))
-    q_len = np.full(rows, t // rows, np.int32)
-    t = int(q_len.sum())
-    device, g = worker.device, len(worker.groups)
-    long = lambda a: torch.from_numpy(np.asarray(a, np.int64)).to(device)  # noqa: E731
-    position = long(np.arange(t) % (t // rows))
-    table = torch.zeros((g, rows, -(-wiring.max_model_len // wiring.block) + 1), dtype=torch.int32, device=device)
-    meta = AttnMeta(
-        slots=long(np.arange(rows)), cu_q=long(np.arange(rows + 1) * (t // rows)).int(), q_len=long(q_len).int(),
-        kv_len=long(q_len).int().expand(g, rows), position=position, row=long(np.arange(t) // (t // rows)), table=table,
-        slot_map=torch.zeros((g, t), dtype=torch.int64, device=device), block=wiring.block, decode_rows=0,
-        host_q_len=q_len, host_kv_len=np.broadcast_to(q_len, (g, rows)),
-    )  # fmt: skip
+    plan = StepPlan(0, np.arange(rows), np.full(rows, t // rows, np.int32), np.zeros(rows, np.int32), no_rows())
+    host = step.host_lengths(plan, len(worker.groups))
+    state = DeviceState(rows, wiring.max_model_len, len(worker.groups), wiring.block, worker.device)
     with torch.inference_mode():
-        worker.backend.plan(meta, GraphKey())
-        hidden = worker.model(StepTensors(torch.zeros(t, dtype=torch.int64, device=device), position, meta))
-        n = min(wiring.max_num_seqs, t)
+        table = state.to(step.pack_rows(plan, rows, host.tokens, 0))
+        hidden = step.forward(worker.model, worker.backend, step.read_rows(state, table, host)[0], GraphKey())
+        n = min(wiring.max_num_seqs, host.tokens)
         logits = worker.model.logits(hidden[:n]).float()
         del hidden
         torch.softmax(logits, dim=-1).sort(dim=-1)  # what a sampler may need

@@ -1,4 +1,4 @@
-"""Speculation on the device: drafts into the history before FORWARD, and which of them hold after the draw.
+"""Speculation on the device: drafts into the history before FORWARD.  Which of them hold is found out by ``step``.
 
     row of a slot       newest    draft 1   draft 2        rows of one token, position after position
     token               x         d0        d1
@@ -23,6 +23,7 @@ from minivllm.errors import told
 from minivllm.registry import build_part
 
 from .own_model import OwnModel
+from .step import rows_of
 
 if TYPE_CHECKING:
     from .runner import Runner, Running
@@ -67,7 +68,7 @@ class Drafting:
     def _ask(self, running: Running, packed: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor] | None:
         slots, position = packed
         runner = self.runner
-        ask = replace(ask, rows=runner.rows_of(slots, position, int(ask.known.max())))
+        ask = replace(ask, rows=rows_of(runner.state, slots, position, int(ask.known.max())))
         try:
             tokens, count = runner.seams.run("drafter", self.drafter.propose, ask)
             return _checked(tokens, count, len(slots), ask.k, runner.worker.vocab_size)
@@ -132,35 +133,6 @@ def merged(plan: StepPlan) -> StepPlan:
     heads = np.flatnonzero(plan.draft == 0)
     q_len = np.add.reduceat(plan.q_len, heads)
     return replace(plan, slots=plan.slots[heads], q_len=q_len.astype(np.int32), computed=plan.computed[heads])
-
-
-def holds(plan: StepPlan, state, slots: torch.Tensor, position, tokens, ended) -> torch.Tensor:
-    """bool [N]: all drafts up to this row's token are what was drawn, and nothing before it has ended its row.
-
-    ``tokens`` i64 [N] were drawn for ``position`` i64 [N]; ``ended`` bool [N]: they end their row, or are none."""
-    draft = plan.draft[plan.samples]
-    back = state.to(np.arange(len(draft)) - (draft > 0))
-    fits = (tokens[back] == state.tokens[slots, position - 1]) & ~ended[back]
-    breaks = (~fits & state.to(draft > 0)).int().cumsum(0)
-    return breaks == breaks[state.to(np.arange(len(draft)) - draft)]
-
-
-def settle(plan: StepPlan, state, slots: torch.Tensor, position, accept, ended) -> None:
-    """Lengths and ends of slots that stand in several rows."""
-    length = torch.where(accept, position + 1, 0)
-    state.known.scatter_reduce_(0, slots, length, "amax")
-    state.stopped.view(torch.uint8).scatter_reduce_(0, slots, ended.to(torch.uint8), "amax")
-
-
-def by_row(plan: StepPlan, state, tokens, count) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-    """(which rows of N are the first of their slot; tokens i64 [n, W] and count i32 [n] of each)."""
-    draft = plan.draft[plan.samples]
-    heads = np.flatnonzero(draft == 0)
-    size = np.diff(np.append(heads, len(draft)))
-    at = state.to(heads[:, None] + np.minimum(np.arange(size.max()), size[:, None] - 1))
-    group = state.to(np.repeat(np.arange(len(heads)), size))
-    total = torch.zeros(len(heads), dtype=count.dtype, device=count.device).index_add_(0, group, count)
-    return heads, tokens[at], total
 
 
 def spread(result: StepResult, back: np.ndarray, plan: StepPlan) -> StepResult:

@@ -6,7 +6,7 @@
 
 A *decode* step (one token a row) reads token, length and block table of each slot from the device's own columns, and
 ``commit`` writes them, so step N + 1 can be launched before the host has seen the tokens of step N.  A *mixed* step
-(some rows bring several tokens) gets its rows and positions from the host in one copy.  Rows and tokens are filled up
+(some rows bring several tokens) gets its rows and positions from the host in one copy.  Rows and tokens are padded
 to the next captured size with the *spare slot*, the last one of the columns: it belongs to nobody, counts as ended, and
 what it computes is not kept (its cache slot is in the null block).
 
@@ -19,7 +19,7 @@ runs as separate launches instead; ``notes`` says why.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,17 +27,14 @@ import numpy as np
 import torch
 
 from minivllm.core.foreign import as_exception
-from minivllm.core.interfaces.attention import AttnMeta, GraphKey
-from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.core.interfaces.sampling import Draw, Processor, Rows
-from minivllm.kernels import step
+from minivllm.core.interfaces.sampling import Draw
 from minivllm.kernels.mask import DeviceMasks
-from minivllm.kernels.mask import apply as apply_masks
-from minivllm.kernels.peaks import best_of_tiles
 
-from . import sampling
+from . import step
 from .capture import GraphRecorder
+from .captured import Asked, Buffers, CapturedCalls, bounds, column_tensors, read_columns
 from .state import staged
 
 if TYPE_CHECKING:
@@ -56,18 +53,18 @@ SIGHTS = (
 
 
 def row_sizes(most: int) -> list[int]:
-    """Captured batch sizes up to ``most``: close together where a filled-up row costs the most, relatively."""
+    """Captured batch sizes up to ``most``: close together where a padded row costs the most, relatively."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 64)]
     return sorted({n for n in steps if n < most} | {min(most, 1024)})
 
 
 def coarse_sizes(most: int) -> list[int]:
-    """Rows of captured mixed steps: few, because a filled-up row costs little there."""
+    """Rows of captured mixed steps: few, because a padded row costs little there."""
     return sorted({n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most} | {min(most, 1024)})
 
 
 def token_size(tokens: int) -> int:
-    """Tokens of a captured mixed step: from 256 on at most a quarter is filled up, from 1,024 on an eighth."""
+    """Tokens of a captured mixed step: from 256 on at most a quarter is padding, from 1,024 on an eighth."""
     unit = 64 if tokens <= 512 else 128
     return -(-tokens // unit) * unit
 
@@ -99,20 +96,10 @@ def first_line(e: Exception) -> str:
 
 
 @dataclass
-class Buffers:
-    """What the captures of B rows share."""
-
-    slots: torch.Tensor  # i64 [B] of the rows that draw; the others are the spare slot
-    hidden: torch.Tensor  # [B, H] FORWARD's result
-    out: torch.Tensor  # i32 [3, B] tokens, counts, flags: SAMPLE's result
-    held: np.ndarray  # what ``slots`` holds, on the host
-
-
-@dataclass
 class Captured:
     graph: Any
     result: Any = None
-    rows: torch.Tensor | None = None  # i64, the packed row table of a mixed step (see ``_pack``)
+    rows: torch.Tensor | None = None  # i64, the packed row table of a mixed step (see ``step.pack_rows``)
     keep: Any = None  # tensors of the graph that were made outside of it: it knows their addresses only
 
 
@@ -124,7 +111,7 @@ class Graphs:
     mixed: bool  # the attention back end can be captured in mixed steps
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
-    samples: dict[tuple, Captured | None] = field(default_factory=dict)
+    samples: dict[tuple[int, Asked], Captured | None] = field(default_factory=dict)
     sights: dict[GraphKey, int] = field(default_factory=dict)  # of mixed steps that are not captured
     notes: list[str] = field(default_factory=list)
     masks: DeviceMasks | None = None  # of late rows, from the first step that has some
@@ -160,7 +147,7 @@ class Graphs:
     def _unless_refused(self, key: GraphKey) -> GraphKey | None:
         return None if key in self.refused else key
 
-    def asked(self, plan: StepPlan) -> tuple | None:
+    def asked(self, plan: StepPlan) -> Asked | None:
         """What the rows of a step ask of processors and sampler; None if that cannot be captured."""
         if not len(plan.samples) or len(plan.held) or len(plan.draft):
             return None
@@ -173,7 +160,8 @@ class Graphs:
             if active and not self.runner.graph_safe[i]:
                 return None
             variants.append(int(np.bitwise_or.reduce(held.variant[slots])) if active else -1)
-        return (*variants, bool(state.wants_min[slots].any()), plan.topk, len(plan.late) > 0)
+        wants_min = bool(state.wants_min[slots].any())
+        return Asked(tuple(variants), wants_min, plan.topk, len(plan.late) > 0)
 
     # ---- run -----------------------------------------------------------------------------------------------------
 
@@ -184,8 +172,8 @@ class Graphs:
             return None
         captured = self.forwards[key]
         if key.kind == "mixed":
-            r, table = self.runner, self._pack(key, plan)
-            captured.rows.copy_(staged(table, r.device), non_blocking=True)
+            table = step.pack_rows(plan, key.rows, key.tokens, self.spare)
+            captured.rows.copy_(staged(table, self.runner.device), non_blocking=True)
             slots = np.full(len(plan.slots), self.spare)
             slots[plan.samples] = plan.slots[plan.samples]
             b = self._take(key.rows, slots)
@@ -195,7 +183,7 @@ class Graphs:
         return b.hidden[: len(plan.slots)]
 
     def sample(
-        self, key: GraphKey, asked: tuple, plan: StepPlan | None = None, late: LateInputs | None = None
+        self, key: GraphKey, asked: Asked, plan: StepPlan | None = None, late: LateInputs | None = None
     ) -> tuple[torch.Tensor, Any] | None:
         """(i32 [3, B] tokens, counts and flags of the rows; their log-probabilities or None).  None if what is asked
         cannot be captured.  ``late`` with its ``plan``: the masks of late rows."""
@@ -229,7 +217,7 @@ class Graphs:
             if size in self.sizes:
                 self._capture_forward(GraphKey("decode", size, size, SHORT))
             for variant in variants:
-                self.sample(GraphKey("decode", size), (*none, variant, False, -1, False))
+                self.sample(GraphKey("decode", size), Asked((*none, variant), False, -1, False))
         keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= MEASURED_FROM}
         # kernels of other steps are compiled now, not in the middle of the first burst
         if self.mixed:
@@ -246,7 +234,7 @@ class Graphs:
         """A draw of the spare row over float32 logits, which is what steps that are not captured have."""
         r = self.runner
         slots = torch.full((1,), self.spare, dtype=torch.int64, device=r.device)
-        rows = r.rows_of(slots, torch.zeros_like(slots), 1)
+        rows = step.rows_of(r.state, slots, torch.zeros_like(slots), 1)
         rows.variant = variant
         logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
         try:
@@ -261,24 +249,6 @@ class Graphs:
             b.held[: len(slots)], b.held[len(slots) :] = slots, self.spare
             b.slots.copy_(torch.from_numpy(b.held.copy()), non_blocking=True)
         return b
-
-    def _pack(self, key: GraphKey, plan: StepPlan) -> np.ndarray:
-        """The row table of a mixed step, i64: slots B | cu_q B + 1 | q_len B | kv_len B | last token B | row T |
-        position T.  What fills up rows is the spare slot; tokens from cu_q[B] on go to the null block."""
-        size, room = key.rows, key.tokens
-        r, q_len = len(plan.slots), plan.q_len.astype(np.int64)
-        cu = np.cumsum(q_len)
-        t = int(cu[-1])
-        out = np.zeros(5 * size + 1 + 2 * room, np.int64)
-        slots, cu_q, q, kv, last, row, position = np.split(
-            out, np.cumsum([size, size + 1, size, size, size, room])
-        )  # fmt: skip
-        slots[:r], slots[r:] = plan.slots, self.spare
-        cu_q[1 : r + 1], cu_q[r + 1 :] = cu, t
-        q[:r], kv[:r], last[:r] = q_len, plan.computed + q_len, cu - 1
-        row[:t] = np.repeat(np.arange(r), q_len)
-        position[:t] = np.arange(t) - np.repeat(cu - q_len - plan.computed, q_len)
-        return out
 
     # ---- capture -------------------------------------------------------------------------------------------------
 
@@ -308,62 +278,41 @@ class Graphs:
         self.forwards[key] = self._decode(key, b) if key.kind == "decode" else self._mixed(key, b)
 
     def _decode(self, key: GraphKey, b: Buffers) -> Captured:
-        r, size, groups = self.runner, key.rows, len(self.runner.worker.groups)
-        make = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=r.device)  # noqa: E731
-        ids = make(size)
-        meta = AttnMeta(
-            slots=b.slots, cu_q=torch.arange(size + 1, dtype=torch.int32, device=r.device),
-            q_len=make(size, dtype=torch.int32) + 1, kv_len=make(groups, size, dtype=torch.int32), position=make(size),
-            row=torch.arange(size, device=r.device), table=r.state.table, slot_map=make(groups, size),
-            block=r.wiring.block, decode_rows=size, host_q_len=np.ones(size, np.int32),
-            host_kv_len=np.full((groups, size), key.span, np.int32),
-        )  # fmt: skip
+        r = self.runner
+        static = column_tensors(r.state, b.slots, bounds(key, len(r.worker.groups)))
 
         def run() -> None:
-            step.begin(b.slots, r.state, ids, meta.position, meta.kv_len, meta.slot_map)
-            r.backend.plan(meta, key)
-            b.hidden.copy_(r.model(StepTensors(ids, meta.position, meta)))
+            read = read_columns(r.state, static)
+            step.forward(r.model, r.backend, read, key, out=b.hidden)
 
         captured = self._capture(run)
-        captured.keep = (ids, meta)
+        captured.keep = static
         return captured
 
     def _mixed(self, key: GraphKey, b: Buffers) -> Captured:
-        r, size, room = self.runner, key.rows, key.tokens
-        groups, state = len(r.worker.groups), r.state
-        table = torch.zeros(5 * size + 1 + 2 * room, dtype=torch.int64, device=r.device)
-        table[:size] = self.spare
-        slots, cu_q, q_len, kv_len, last, row, position = table.split([size, size + 1, size, size, size, room, room])
+        r, size = self.runner, step.table_size(key.rows, key.tokens)
+        host = bounds(key, len(r.worker.groups))
+        table = torch.zeros(size, dtype=torch.int64, device=r.device)
+        table[: key.rows] = self.spare
 
         def run() -> None:
-            slot_of = slots[row]
-            ids = state.tokens[slot_of, position].long()
-            slot_map = state.table[:, slot_of, position // r.wiring.block].long() * r.wiring.block
-            nobody = state.stopped[slot_of] | (torch.arange(room, device=r.device) >= cu_q[-1])
-            slot_map = (slot_map + position % r.wiring.block).masked_fill(nobody, 0)
-            meta = AttnMeta(
-                slots=slots, cu_q=cu_q.int(), q_len=q_len.int(), kv_len=kv_len.int().expand(groups, size).contiguous(),
-                position=position, row=row, table=state.table, slot_map=slot_map, block=r.wiring.block,
-                decode_rows=size, host_q_len=np.full(size, room, np.int32),
-                host_kv_len=np.full((groups, size), key.span, np.int32),
-            )  # fmt: skip
-            r.backend.plan(meta, key)
-            hidden = r.model(StepTensors(ids, position, meta, last if r.picks else None))
-            if r.picks:
-                b.hidden.copy_(hidden)
-            else:
-                torch.index_select(hidden, 0, last, out=b.hidden)
+            read, last = step.read_rows(r.state, table, host, padded=True)
+            step.forward(r.model, r.backend, read, key, last, r.picks, b.hidden)
 
         captured = self._capture(run)
         captured.rows = table
         return captured
 
-    def _capture_sample(self, size: int, asked: tuple) -> Captured | None:
+    def _capture_sample(self, size: int, asked: Asked) -> Captured | None:
         b, r = self._buffers(size), self.runner
         held = b.slots.clone()
         b.slots.fill_(self.spare)
+
+        def run() -> tuple[torch.Tensor, ...] | None:
+            return step.sample(CapturedCalls(r, b, asked, self.masks), r.state, r.model, b.hidden)
+
         try:
-            return self._capture(lambda: run_sample(r, b, asked, self.masks))
+            return self._capture(run)
         except BaseException as e:  # a plug-in that cannot be captured runs uncaptured
             self._note(f"sampling is not captured, it runs as separate launches: {first_line(as_exception(e))}")
             return None
@@ -379,48 +328,3 @@ class Graphs:
     def _capture(self, run: Callable[[], Any]) -> Captured:
         """Record it on rows of the spare slot."""
         return Captured(*self.recorder.capture(run))
-
-
-def run_sample(
-    r: Runner, b: Buffers, asked: Sequence[Any], masks: DeviceMasks | None = None
-) -> tuple[torch.Tensor, ...] | None:
-    """SAMPLE on the rows of ``b``: what ``Runner._sample`` does, without a look at the host.  Processors run on all
-    rows if any row bound them: a graph-safe one does nothing where its columns hold their fill."""
-    state = r.state
-    *variants, wants_min, topk, late = asked
-    logits = r.model.logits(b.hidden)
-    active = [i for i, v in enumerate(variants[:-1]) if v >= 0]
-    x = logits
-    if active or wants_min or not r.sampler.any_dtype:
-        x = logits.float()
-    if topk >= 0 and x is logits and (active or wants_min or late or not r.sampler.keeps_logits):
-        x = logits.clone()  # the log-probabilities are those of the model's own logits
-    after, prompt, seed, sample = step.gather(b.slots, (state.known, state.prompt, state.seed, state.sample))
-    rows = Rows(b.slots, after, prompt, seed, sample, 0, state.tokens, state.tokens.shape[1] - 1)
-    if wants_min:
-        sampling.suppress_stops(x, after, state.min_end[b.slots], state.stop_ids[b.slots])
-    for i in active:
-        rows.variant = variants[i]
-        r.processors[i].apply(x, rows, state.processors[i].columns)
-    if late and masks is not None:
-        apply_masks(x, masks.index[: len(b.slots)], masks.mask)
-    peaks = None if r.sampler.keeps_logits else best_of_tiles(x)
-    scored = logits
-    if topk >= 0 and r.processed:
-        rows.variant = variants[-1]
-        scored = r.sampler.drawn_from(x, rows, state.processors[-1].columns)
-        if scored.shape != x.shape:
-            raise ValueError(f"drawn_from gave {list(scored.shape)}; want {list(x.shape)}")
-    drawn = Draw(torch.empty(len(b.slots), dtype=torch.int64, device=x.device))
-    rows.variant = variants[-1]
-    r.sampler.draw(x, rows, state.processors[-1].columns, drawn)
-    drawn.check(logits)
-    if peaks is None:
-        peaks = drawn.peaks if drawn.peaks is not None else best_of_tiles(x)
-    step.commit(b.slots, drawn.tokens, peaks, state, b.out, logits.shape[1])
-    for i, processor in enumerate(r.processors):
-        if variants[i] >= 0 and type(processor).commit is not Processor.commit:
-            processor.commit(drawn.tokens[:, None], b.out[1], rows, state.processors[i].columns)
-    if topk < 0:
-        return None
-    return sampling.logprobs_of(scored, drawn.tokens, topk, fuse=True, batch_invariant=r.wiring.batch_invariant)

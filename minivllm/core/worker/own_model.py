@@ -11,7 +11,8 @@ from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.drafter import Ask, DraftModel
 from minivllm.core.interfaces.plan import StepPlan, group_rows
 
-from . import sampling
+from . import step
+from .calls import BoundCalls
 
 if TYPE_CHECKING:
     from .runner import Runner
@@ -54,23 +55,24 @@ class OwnModel(DraftModel):
 
     def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
         """Read ``q_len`` tokens of each row behind ``computed``; logits [N, V] behind the last of each."""
+        runner, worker = self.runner, self.worker
         order = np.argsort(q_len > 1, kind="stable")
         rows = [slots[order], q_len[order], computed[order].astype(np.int32)]
-        meta, step = self.runner._step(StepPlan(0, *rows, np.arange(len(slots), dtype=np.int32)))
-        self.worker.backend.plan(meta, GraphKey())
-        hidden = self.worker.model(step)
-        if len(hidden) > len(slots):
-            back = np.argsort(order)
-            hidden = hidden[self.runner.state.to((np.cumsum(rows[1]) - 1)[back])]
-        return self.worker.model.logits(hidden).float()
+        read = runner.read(StepPlan(0, *rows, np.arange(len(slots), dtype=np.int32)))
+        wanted = None
+        if len(read.ids) > len(slots):
+            wanted = runner.state.to((np.cumsum(rows[1]) - 1)[np.argsort(order)])
+        hidden = step.forward(worker.model, worker.backend, read, GraphKey(), wanted)
+        return worker.model.logits(hidden).float()
 
     def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:
+        """As a step would draw from these logits, which may be overwritten; raises what a processor raises."""
         state = self.runner.state
         slots, position = ask.rows.slots, ask.rows.position + j
-        rows = self.runner.rows_of(slots, position, int(ask.known.max()) + j)
-        if state.wants_min[ask.slots].any():
-            sampling.suppress_stops(logits, position, state.min_end[slots], state.stop_ids[slots])
-        tokens = self.runner.draw_quietly(logits, rows, ask.slots.astype(np.int64))
+        rows = step.rows_of(state, slots, position, int(ask.known.max()) + j)
+        calls = BoundCalls(self.runner.chain, ask.slots.astype(np.int64))
+        step.restrict(calls, state, logits, rows)
+        tokens = calls.draw(logits, rows).tokens.clamp_(0, logits.shape[1] - 1)
         at = position.clamp(max=state.tokens.shape[1] - 1)
         state.tokens[slots, at] = tokens.int()
         return tokens

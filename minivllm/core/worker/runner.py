@@ -12,31 +12,34 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from minivllm.core.foreign import as_exception
-from minivllm.core.interfaces.attention import AttnMeta
 from minivllm.core.interfaces.executor import Capacity
-from minivllm.core.interfaces.model import StepTensors, picks
-from minivllm.core.interfaces.plan import FAILED, NAN, OVERSHOOT, LateInputs, StepError, StepPlan
-from minivllm.core.interfaces.sampling import Draw, Processor, Rows
-from minivllm.core.timing import SeamTimes, processor_seams
+from minivllm.core.interfaces.model import picks
+from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan
+from minivllm.core.timing import SeamTimes
 from minivllm.errors import RequestError
 
-from . import sampling
-from .build import build_worker, fused, has_kernels
+from . import step
+from .build import build_worker, has_kernels
+from .calls import GuardedCalls, ProcessorChain, SeparateCalls, as_error
 from .capture import ALONE, synchronize
-from .drafting import Drafting, by_row, holds, merged, settle
+from .drafting import Drafting, merged
 from .running import Running
 from .scoring import score_prompt
-from .state import DeviceState, ProcessorState
+from .state import DeviceState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
     from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.model import StepTensors
 
 
 class Runner:
@@ -49,13 +52,10 @@ class Runner:
         self.picks = picks(w.model)
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
         self.state = DeviceState(slots, wiring.max_model_len, len(w.groups), wiring.block, w.device)
-        self.names = [name for name, _ in w.processors]
-        self.processors: list[Processor] = [made for _, made in w.processors]
-        self.sampler = self.processors[-1]
+        self.seams = SeamTimes()
+        self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
+        self.names, self.processors, self.sampler = chain.names, chain.made, chain.sampler
         self.processed = wiring.logprobs_mode == "processed_logprobs"
-        self.state.processors = [ProcessorState(p, slots, w.device) for p in self.processors]
-        self._commits = [type(p).commit is not Processor.commit for p in self.processors]
-        self.seams, self._seam = SeamTimes(), processor_seams(self.names)
         self._poison: dict[int, StepError] = {}  # slots whose processors failed between steps
         self._trace: Any = None  # a profile that is running
         self.drafting = Drafting(self) if wiring.drafts else None
@@ -110,7 +110,7 @@ class Runner:
                     self.drafting.prepare(running)
                     plan = running.plan
                 key = self.graphs.key(plan) if self.graphs is not None else None
-                what = "forward"
+                what = "model"
                 hidden = self.graphs.forward(key, plan) if key is not None else None
                 if hidden is not None:
                     running.graph, running.hidden = key, hidden
@@ -118,53 +118,42 @@ class Runner:
                         running.hidden = hidden[self.state.to(plan.samples).long()] if len(plan.samples) else None
                     return running
                 what = "attention"
-                meta, step = self._step(plan)
-                self.seams.run("attention", self.backend.plan, meta, plan.graph)
-                what = "forward"
-                at = np.cumsum(plan.q_len)[plan.samples] - 1
-                if self.picks and not len(plan.prompt) and len(at) < len(step.ids):
-                    # one token where nobody draws: kernels are not launched for none
-                    step.wanted = self.state.to(at if len(at) else np.zeros(1, np.int64))
-                hidden = self.seams.run("model", self.model, step)
-                if len(plan.prompt):
-                    running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
-                if len(at):
-                    running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(at)]
+
+                def run(seam: str, call: Callable[..., Any], *args: Any) -> Any:
+                    nonlocal what
+                    what = seam
+                    return self.seams.run(seam, call, *args)
+
+                self._forward(running, plan, run)
         except BaseException as e:  # whatever a model or a back end raises is the step's error, never the loop's end
             self._fail(running, what, as_exception(e))
         return running
 
-    def _step(self, plan: StepPlan) -> tuple[AttnMeta, StepTensors]:
-        """The tensors of a step: one copy to the device, then gathers."""
+    def _forward(self, running: Running, plan: StepPlan, run: Callable[..., Any]) -> None:
+        """As separate launches."""
+        read = self.read(plan)
+        at, wanted = np.cumsum(plan.q_len)[plan.samples] - 1, None
+        if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or self.picks):
+            # one token where nobody draws: kernels are not launched for none
+            wanted = self.state.to(at if len(at) else np.zeros(1, np.int64))
+        hidden = step.forward(self.model, self.backend, read, plan.graph, wanted, self.picks, run=run)
+        if len(plan.prompt):
+            running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
+        if len(at):
+            running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(at)]
+
+    def read(self, plan: StepPlan) -> StepTensors:
+        """What a model is called with: one copy to the device, then gathers."""
         plan = merged(plan) if self.merges else plan
-        state, r, block = self.state, len(plan.slots), self.wiring.block
-        q_len = plan.q_len
-        cu = np.zeros(r + 1, np.int64)
-        np.cumsum(q_len, out=cu[1:])
-        t = int(cu[-1])
-        row = np.repeat(np.arange(r), q_len)
-        position = plan.computed[row] + np.arange(t) - cu[row]
-        packed = np.concatenate([plan.slots, cu, q_len, plan.computed + q_len, row, position]).astype(np.int64)
-        slots, cu_t, q, kv_len, row_t, pos = state.to(packed).split([r, r + 1, r, r, t, t])
-        slot_of = slots[row_t]
-        ids = state.tokens[slot_of, pos].long()
-        groups = len(self.worker.groups)
-        slot_map = state.table[:, slot_of, pos // block].long() * block + pos % block
-        # A row that met its end on the device while this step was on its way writes to the null block.
-        slot_map = slot_map.masked_fill(state.stopped[slot_of], 0)
-        decode_rows = int((q_len == 1).sum())
-        meta = AttnMeta(
-            slots=slots, cu_q=cu_t.int(), q_len=q.int(), kv_len=kv_len.int().expand(groups, r), position=pos, row=row_t,
-            table=state.table, slot_map=slot_map, block=block, decode_rows=decode_rows, host_q_len=q_len,
-            host_kv_len=np.broadcast_to(plan.computed + q_len, (groups, r)),
-        )  # fmt: skip
-        return meta, StepTensors(ids, pos, meta)
+        host = step.host_lengths(plan, len(self.worker.groups))
+        table = step.pack_rows(plan, len(plan.slots), host.tokens, self.wiring.max_num_seqs)
+        return step.read_rows(self.state, self.state.to(table), host)[0]
 
     def _recommit(self, plan: StepPlan) -> None:
         """Sequences that come back after a preemption: their columns start afresh, so the processors hear again of all
         the tokens that were accepted before."""
         join = plan.delta.join
-        back = np.flatnonzero(join.known > join.prompt) if join is not None and any(self._commits) else ()
+        back = np.flatnonzero(join.known > join.prompt) if join is not None and any(self.chain.commits) else ()
         if not len(back):
             return
         slots_np, prompt = join.slot[back].astype(np.int64), join.prompt[back].astype(np.int64)
@@ -172,10 +161,7 @@ class Runner:
         slots, first = self.state.to(np.stack([slots_np, prompt]))
         at = prompt[:, None] + np.minimum(np.arange(count.max()), count[:, None] - 1)
         tokens = self.state.tokens[slots[:, None], self.state.to(at)].long()
-        rows = self.rows_of(slots, first, self.wiring.max_model_len)
-        errors: list[StepError] = []
-        self._commit(rows, slots_np, tokens, self.state.to(count), errors)
-        self._poison.update({int(slots_np[r]): e for e in errors for r in e.rows})
+        self._tell(slots_np, slots, first, tokens, self.state.to(count))
 
     def _take_tokens(self, plan: StepPlan) -> None:
         """Tokens that the host chose: into the history, and to the processors as any accepted token."""
@@ -186,10 +172,14 @@ class Runner:
         position = self.state.known[slots]
         self.state.tokens[slots, position] = tokens.int()
         self.state.known[slots] = position + 1
-        rows = self.rows_of(slots, position, self.wiring.max_model_len)
-        errors: list[StepError] = []
-        self._commit(rows, slots_np, tokens[:, None], torch.ones_like(tokens), errors)
-        self._poison.update({int(slots_np[r]): e for e in errors for r in e.rows})
+        self._tell(slots_np, slots, position, tokens[:, None], torch.ones_like(tokens))
+
+    def _tell(self, slots_np: np.ndarray, slots: Tensor, first: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """Tell the processors of tokens that were accepted between steps; rows that fail at it end in their next."""
+        rows = step.rows_of(self.state, slots, first, self.wiring.max_model_len)
+        calls = GuardedCalls(self.chain, slots_np, [])
+        calls.commit(tokens, count, rows)
+        self._poison.update({int(slots_np[r]): e for e in calls.errors for r in e.rows})
 
     # ---- SAMPLE --------------------------------------------------------------------------------------------------
 
@@ -200,7 +190,9 @@ class Runner:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
                     if not self._sample_captured(running, late):
-                        self._sample(running, late)
+                        calls = SeparateCalls(self, running, late, self._poison)
+                        found = step.sample(calls, self.state, self.model, running.hidden)
+                        running.logprobs = found and tuple(self._host(t) for t in found)
             running.event = self._mark()
         except BaseException as e:
             self._fail(running, "sampling", as_exception(e))
@@ -219,168 +211,6 @@ class Runner:
         if done[1] is not None:
             running.logprobs = tuple(self._host(t) for t in done[1])
         return True
-
-    def _sample(self, running: Running, late: LateInputs | None) -> None:
-        plan, state = running.plan, self.state
-        slots_np = plan.slots[plan.samples].astype(np.int64)
-        position_np = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
-        slots, position = state.to(np.stack([slots_np, position_np]))
-        raw = self.model.logits(running.hidden)
-        logits = raw.float()
-        if plan.topk >= 0 and logits is raw and not self.processed:
-            raw = logits.clone()
-        rows = self.rows_of(slots, position, int(position_np.max()))
-        if state.wants_min[slots_np].any():
-            sampling.suppress_stops(logits, position, state.min_end[slots], state.stop_ids[slots])
-        failed = np.zeros(len(slots_np), bool)
-        for j in [j for j, slot in enumerate(slots_np.tolist()) if slot in self._poison] if self._poison else ():
-            e = self._poison[int(slots_np[j])]
-            running.errors.append(StepError(e.scope, e.plugin, e.message, (j,)))
-            failed[j] = True
-        for slot in slots_np[failed].tolist():
-            self._poison.pop(slot, None)
-        for p in range(len(self.processors) - 1):
-            self._apply(p, logits, rows, slots_np, failed, running)
-        if late is not None:
-            sampling.apply_mask(logits, state.to(late.mask), state.to(plan.late).long())
-        if len(plan.host):
-            running.logits = self._host(logits[state.to(plan.host).long()])
-        bad = sampling.bad_rows(logits)
-        if plan.topk >= 0 and self.processed:
-            raw = self._drawn_from(logits, rows, slots_np, failed, running)
-        drawn = self._draw(logits, rows, slots_np, failed, running)
-        tokens = drawn.clamp(0, logits.shape[1] - 1)
-        flags = sampling.stop_flags(
-            tokens, position, state.stop_ids[slots], state.n_eos[slots], state.min_end[slots], state.end[slots], bad
-        )
-        flags = torch.where((tokens != drawn) & ~bad, FAILED, flags.int())  # no token of the vocabulary
-        self._accept(running, slots_np, rows, tokens, flags, failed)
-        if plan.topk >= 0:
-            found = sampling.logprobs_of(raw, tokens, plan.topk, fused(self.wiring), self.wiring.batch_invariant)
-            running.logprobs = tuple(self._host(t) for t in found)
-
-    def _accept(self, running, slots_np, rows: Rows, tokens, flags, failed: np.ndarray) -> None:
-        """Write accepted tokens to the columns: not of rows that had ended, that failed, or that wait for the host."""
-        plan, state = running.plan, self.state
-        stopped = state.stopped[rows.slots]
-        accept = ~stopped
-        if failed.any():
-            flags = flags.masked_fill(state.to(failed), FAILED)
-        waits = np.concatenate([plan.host, plan.held])
-        if len(waits):  # only a fault ends a row that waits for the host
-            host = torch.zeros_like(stopped)
-            host[state.to(waits).long()] = True
-            flags = torch.where(host, flags & (FAILED | NAN), flags)
-            accept &= ~host
-        if len(plan.draft):  # what stands behind a draft that was rejected has no say
-            held = holds(plan, state, rows.slots, rows.position, tokens, (flags != 0) | stopped)
-            accept, flags = accept & held, torch.where(held, flags, 0)
-        accept &= (flags & (FAILED | NAN)) == 0
-        flags = torch.where(stopped, OVERSHOOT, flags)
-        count = accept.int()
-        old = state.tokens[rows.slots, rows.position]
-        state.tokens[rows.slots, rows.position] = torch.where(accept, tokens.int(), old)
-        if len(plan.draft):
-            settle(plan, state, rows.slots, rows.position, accept, stopped | (flags != 0))
-            heads, mine, total = by_row(plan, state, tokens, count)
-            errors: list[StepError] = []
-            for row in self._commit(rows.pick(state.to(heads)), slots_np[heads], mine, total, errors):
-                flags[heads[row]] = FAILED
-            running.errors += [replace(e, rows=tuple(heads[list(e.rows)].tolist())) for e in errors]
-        else:
-            state.known[rows.slots] = torch.where(accept, rows.position + 1, state.known[rows.slots])
-            state.stopped[rows.slots] = stopped | (flags != 0)
-            for row in self._commit(rows, slots_np, tokens[:, None], count, running.errors):
-                flags[row] = FAILED
-        running.packed = self._host(torch.stack([tokens.int(), count, flags]))
-
-    def _apply(self, p: int, logits, rows: Rows, slots_np, failed: np.ndarray, running: Running) -> None:
-        """Run one processor over the rows that bound it; if it raises they fail and their logits are made harmless."""
-        held = self.state.processors[p]
-        on = held.active[slots_np] & ~failed
-        if not on.any():
-            return
-        every = bool(on.all())
-        index = None if every else self.state.to(np.flatnonzero(on))
-        part, sub = (logits, rows) if every else (logits[index], rows.pick(index))
-        sub.variant = int(np.bitwise_or.reduce(held.variant[slots_np[on]]))
-        try:
-            self.seams.run(self._seam[p], self.processors[p].apply, part, sub, held.columns)
-        except Exception as e:
-            self._fail_rows(running, failed, np.flatnonzero(on), p, e)
-            part.zero_()
-        if not every:
-            logits[index] = part
-
-    def _drawn_from(self, logits, rows: Rows, slots_np, failed: np.ndarray, running: Running) -> torch.Tensor:
-        held = self.state.processors[-1]
-        rows.variant = int(np.bitwise_or.reduce(held.variant[slots_np]))
-        try:
-            found = self.seams.run("sampler", self.sampler.drawn_from, logits, rows, held.columns)
-            if found.shape != logits.shape:
-                raise ValueError(f"drawn_from gave {list(found.shape)}; want {list(logits.shape)}")
-            return found
-        except Exception as e:
-            self._fail_rows(running, failed, np.flatnonzero(~failed), len(self.processors) - 1, e)
-            return logits
-
-    def _draw(self, logits, rows: Rows, slots_np, failed: np.ndarray, running: Running) -> torch.Tensor:
-        """What the sampler drew, i64 [N]; it may be no token at all."""
-        held = self.state.processors[-1]
-        out = Draw(torch.full((len(slots_np),), -1, dtype=torch.int64, device=self.device))
-        rows.variant = int(np.bitwise_or.reduce(held.variant[slots_np]))
-        try:
-            self.seams.run("sampler", self.sampler.draw, logits, rows, held.columns, out)
-            out.check(logits)
-        except Exception as e:
-            self._fail_rows(running, failed, np.flatnonzero(~failed), len(self.processors) - 1, e)
-            out.tokens = torch.zeros(len(slots_np), dtype=torch.int64, device=self.device)
-        return out.tokens
-
-    def draw_quietly(self, logits: torch.Tensor, rows: Rows, slots_np: np.ndarray) -> torch.Tensor:
-        """Tokens i64 [N] as a step would draw them from these logits, which may be overwritten; changes no column.
-        Raises what a processor raises."""
-        for p, held in enumerate(self.state.processors):
-            on = held.active[slots_np]
-            if not on.any() and p < len(self.processors) - 1:
-                continue
-            index = None if on.all() else self.state.to(np.flatnonzero(on))
-            rows.variant = int(np.bitwise_or.reduce(held.variant[slots_np]))
-            if p == len(self.processors) - 1:
-                out = Draw(torch.zeros(len(slots_np), dtype=torch.int64, device=self.device))
-                self.sampler.draw(logits, rows, held.columns, out)
-            elif index is None:
-                self.processors[p].apply(logits, rows, held.columns)
-            else:
-                part, sub = logits[index], rows.pick(index)
-                self.processors[p].apply(part, sub, held.columns)
-                logits[index] = part
-        return out.tokens.clamp_(0, logits.shape[1] - 1)
-
-    def _commit(self, rows: Rows, slots_np, tokens, count, errors: list[StepError]) -> list[int]:
-        """Tell the processors of accepted tokens i64 [N, k], the first of them at ``rows.position``; returns the rows
-        that failed at it (and stops them)."""
-        failed: list[int] = []
-        for p, processor in enumerate(self.processors):
-            if not self._commits[p]:
-                continue
-            on = self.state.processors[p].active[slots_np]
-            if not on.any():
-                continue
-            held, index = self.state.processors[p], self.state.to(np.flatnonzero(on))
-            some = rows.pick(index)
-            some.variant = int(np.bitwise_or.reduce(held.variant[slots_np[on]]))
-            try:
-                self.seams.run(self._seam[p], processor.commit, tokens[index], count[index], some, held.columns)
-            except Exception as e:
-                errors.append(_error("rows", self.names[p], e, np.flatnonzero(on)))
-                self.state.stopped[rows.slots[index]] = True
-                failed += np.flatnonzero(on).tolist()
-        return failed
-
-    def rows_of(self, slots: torch.Tensor, position: torch.Tensor, longest: int) -> Rows:
-        s = self.state
-        return Rows(slots, position, s.prompt[slots], s.seed[slots], s.sample[slots], 0, s.tokens, longest)
 
     def _mark(self) -> Any:
         """An event behind everything enqueued so far; None on a CPU."""
@@ -405,14 +235,10 @@ class Runner:
         pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
         return pinned.copy_(t, non_blocking=True)
 
-    def _fail_rows(self, running: Running, failed: np.ndarray, rows: np.ndarray, p: int, e: Exception) -> None:
-        failed[rows] = True
-        running.errors.append(_error("rows", self.names[p], e, rows))
-
     def _fail(self, running: Running, what: str, e: Exception) -> None:
-        names = {"attention": self.wiring.parts["attention"].name, "forward": self.wiring.parts["model"].name}
+        names = {"attention": self.wiring.parts["attention"].name, "model": self.wiring.parts["model"].name}
         scope = "device" if what == "delta" else "step"
-        running.errors = [_error(scope, names.get(what, what), e, np.empty(0, int))]
+        running.errors = [as_error(scope, names.get(what, what), e, np.empty(0, int))]
         running.hidden = None
 
     def profile_start(self) -> None:
@@ -440,8 +266,3 @@ class Runner:
         if self.device.type == "cuda":
             with ALONE:
                 torch.cuda.empty_cache()
-
-
-def _error(scope: str, plugin: str, e: Exception, rows: np.ndarray) -> StepError:
-    text = f"{type(e).__name__}: {e}".splitlines()[0][:400]
-    return StepError(scope, plugin, text, tuple(rows.tolist()))

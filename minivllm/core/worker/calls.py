@@ -1,0 +1,239 @@
+"""Calls of processors and sampler on the logits of a step: each over the rows that bound it.
+
+    logits [N, V] ──rows that bound it──► [n, V] ─ apply ─► back to their rows
+
+A drafter's guesses are drawn by ``BoundCalls``: what a plug-in raises costs them all.  A step that runs as separate
+launches has ``GuardedCalls``: it ends the rows that bound it.  Those of a capture are in ``captured``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.plan import FAILED, StepError
+from minivllm.core.interfaces.sampling import Draw, Processor, Rows
+from minivllm.core.timing import SeamTimes, processor_seams
+
+from . import sampling, step
+from .build import fused
+from .state import DeviceState, ProcessorState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from minivllm.core.interfaces.plan import LateInputs
+
+    from .runner import Runner
+    from .running import Running
+
+
+class ProcessorChain:
+    """The processors of a config in order, the sampler last, and their columns."""
+
+    def __init__(self, made: Sequence[tuple[str, Processor]], state: DeviceState, slots: int, seams: SeamTimes) -> None:
+        self.names, self.made = [name for name, _ in made], [processor for _, processor in made]
+        self.sampler: Any = self.made[-1]
+        self.state, self.seams, self.seam_names = state, seams, processor_seams(self.names)
+        state.processors = [ProcessorState(p, slots, state.device) for p in self.made]
+        self.commits = [type(p).commit is not Processor.commit for p in self.made]
+
+
+class SampleCalls(ABC):
+    """What a plug-in raises goes to the caller, and its time is the caller's.  N rows, V tokens of the vocabulary."""
+
+    def __init__(self, chain: ProcessorChain, wants_min: bool) -> None:
+        self.chain, self.state, self.wants_min = chain, chain.state, wants_min
+
+    @abstractmethod
+    def bound(self, p: int) -> tuple[np.ndarray | None, int] | None:
+        """(rows i64 [n] that processor ``p`` runs on, None: all; their variant bits); None if no row bound it."""
+
+    @abstractmethod
+    def sampler_variant(self) -> int:
+        """The variant bits of all rows."""
+
+    @abstractmethod
+    def blank(self, logits: Tensor) -> Tensor:
+        """i64 [N] for the sampler to write tokens to."""
+
+    def run(self, p: int, call: Callable[..., Any], *args: Any) -> Any:
+        return call(*args)
+
+    def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
+        """Plug-in ``p`` raised for ``rows`` i64 [n], None: all."""
+        raise e
+
+    def apply(self, logits: Tensor, rows: Rows) -> None:
+        """The processors, in order, on ``logits`` [N, V] in place; of rows that fail they are made harmless."""
+        for p in range(len(self.chain.made) - 1):
+            if (found := self.bound(p)) is not None:
+                self._apply(p, logits, rows, *found)
+
+    def _apply(self, p: int, logits: Tensor, rows: Rows, some: np.ndarray | None, variant: int) -> None:
+        index = None if some is None else self.state.to(some)
+        part, its = (logits, rows) if index is None else (logits[index], rows.pick(index))
+        its.variant = variant
+        try:
+            self.run(p, self.chain.made[p].apply, part, its, self.state.processors[p].columns)
+        except Exception as e:
+            self.fail(p, e, some)
+            part.zero_()
+        if index is not None:
+            logits[index] = part
+
+    def drawn_from(self, logits: Tensor, rows: Rows) -> Tensor:
+        """The sampler's, f32 [N, V]."""
+        rows.variant = self.sampler_variant()
+        try:
+            found = self.run(-1, self.chain.sampler.drawn_from, logits, rows, self.state.processors[-1].columns)
+            if found.shape != logits.shape:
+                raise ValueError(f"drawn_from gave {list(found.shape)}; want {list(logits.shape)}")
+            return found
+        except Exception as e:
+            self.fail(-1, e)
+            return logits
+
+    def draw(self, logits: Tensor, rows: Rows) -> Draw:
+        """The sampler's tokens i64 [N], which may be outside of the vocabulary."""
+        rows.variant, out = self.sampler_variant(), Draw(self.blank(logits))
+        try:
+            self.run(-1, self.chain.sampler.draw, logits, rows, self.state.processors[-1].columns, out)
+            out.check(logits)
+        except Exception as e:
+            self.fail(-1, e)
+            out.tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        return out
+
+    def commit(self, tokens: Tensor, count: Tensor, rows: Rows) -> None:
+        """Processors hear of accepted tokens i64 [N, k] (``Processor.commit``); rows that fail at it are stopped."""
+        for p, processor in enumerate(self.chain.made):
+            if not self.chain.commits[p] or (found := self.bound(p)) is None:
+                continue
+            index = None if found[0] is None else self.state.to(found[0])
+            its = rows if index is None else rows.pick(index)
+            its.variant = found[1]
+            told = (tokens, count) if index is None else (tokens[index], count[index])
+            try:
+                self.run(p, processor.commit, *told, its, self.state.processors[p].columns)
+            except Exception as e:
+                self.fail(p, e, found[0])
+                self.state.stopped[its.slots] = True
+
+
+class BoundCalls(SampleCalls):
+    """Over rows of ``slots`` i64 [N], of which the host knows who bound what."""
+
+    def __init__(self, chain: ProcessorChain, slots: np.ndarray) -> None:
+        super().__init__(chain, bool(chain.state.wants_min[slots].any()))
+        self.slots, self.failed = slots, np.zeros(len(slots), bool)
+
+    def bound(self, p: int) -> tuple[np.ndarray | None, int] | None:
+        held = self.state.processors[p]
+        on = held.active[self.slots] & ~self.failed
+        if not on.any():
+            return None
+        return None if on.all() else np.flatnonzero(on), int(np.bitwise_or.reduce(held.variant[self.slots[on]]))
+
+    def sampler_variant(self) -> int:
+        return int(np.bitwise_or.reduce(self.state.processors[-1].variant[self.slots]))
+
+    def blank(self, logits: Tensor) -> Tensor:
+        """No token, so that it shows if none is written."""
+        return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
+
+
+class GuardedCalls(BoundCalls):
+    """What a plug-in raises is an error of these rows, in ``errors``; its time is counted."""
+
+    def __init__(self, chain: ProcessorChain, slots: np.ndarray, errors: list[StepError]) -> None:
+        super().__init__(chain, slots)
+        self.errors = errors
+
+    def run(self, p: int, call: Callable[..., Any], *args: Any) -> Any:
+        return self.chain.seams.run(self.chain.seam_names[p], call, *args)
+
+    def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
+        rows = np.flatnonzero(~self.failed) if rows is None else rows
+        self.failed[rows] = True
+        self.errors.append(as_error("rows", self.chain.names[p], e, rows))
+
+
+class SeparateCalls(GuardedCalls):
+    """Those of a step.  ``poison``: slots whose processors failed between steps, and how."""
+
+    float32, changes = True, True
+
+    def __init__(self, runner: Runner, running: Running, late: LateInputs | None, poison: dict[int, StepError]) -> None:
+        plan = running.plan
+        super().__init__(runner.chain, plan.slots[plan.samples].astype(np.int64), running.errors)
+        self.runner, self.running, self.plan, self.late = runner, running, plan, late
+        self.position = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
+        self.topk, self.processed = plan.topk, runner.processed
+        for j, slot in enumerate(self.slots.tolist()) if poison else ():
+            if slot in poison:
+                self.errors.append(replace(poison[slot], rows=(j,)))
+                self.failed[j] = True
+        for slot in self.slots[self.failed].tolist():
+            poison.pop(slot, None)
+
+    def rows(self) -> Rows:
+        slots, position = self.state.to(np.stack([self.slots, self.position]))
+        return step.rows_of(self.state, slots, position, int(self.position.max()))
+
+    def meet_host(self, logits: Tensor) -> None:
+        plan, to = self.plan, self.state.to
+        if self.late is not None:
+            sampling.apply_mask(logits, to(self.late.mask), to(plan.late).long())
+        if len(plan.host):
+            self.running.logits = self.runner._host(logits[to(plan.host).long()])
+
+    def peaks(self, logits: Tensor) -> Tensor:
+        """bool [N]: the rows that nothing can be drawn from."""
+        return sampling.bad_rows(logits)
+
+    def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Tensor) -> Tensor:
+        plan, to = self.plan, self.state.to
+        waits = np.concatenate([plan.host, plan.held])
+        draft = plan.draft[plan.samples] if len(plan.draft) else None
+        tokens, count, flags = step.accept(
+            self.state,
+            rows,
+            drawn.tokens,
+            peaks,
+            logits.shape[1],
+            failed=to(self.failed) if self.failed.any() else None,
+            waits=to(waits).long() if len(waits) else None,
+            draft=draft,
+        )
+        before = self.failed.copy()
+        if draft is None:
+            self.commit(tokens[:, None], count, rows)
+        else:
+            self._commit_slots(tokens, count, rows, draft)
+        for row in np.flatnonzero(self.failed & ~before).tolist():
+            flags[row] = FAILED
+        self.running.packed = self.runner._host(torch.stack([tokens.int(), count, flags]))
+        return tokens
+
+    def _commit_slots(self, tokens: Tensor, count: Tensor, rows: Rows, draft: np.ndarray) -> None:
+        """A slot that stands in several rows has several tokens; what fails is its first row."""
+        heads, tokens, count = step.by_slot(self.state, draft, tokens, count)
+        calls = GuardedCalls(self.chain, self.slots[heads], [])
+        calls.commit(tokens, count, rows.pick(self.state.to(heads)))
+        self.failed[heads[calls.failed]] = True
+        self.errors += [replace(e, rows=tuple(heads[list(e.rows)].tolist())) for e in calls.errors]
+
+    def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        wiring = self.runner.wiring
+        return sampling.logprobs_of(logits, tokens, self.topk, fused(wiring), wiring.batch_invariant)
+
+
+def as_error(scope: str, plugin: str, e: Exception, rows: np.ndarray) -> StepError:
+    text = f"{type(e).__name__}: {e}".splitlines()[0][:400]
+    return StepError(scope, plugin, text, tuple(rows.tolist()))
