@@ -1,7 +1,11 @@
-"""Which steps run as captures; the captures themselves are tested on a GPU (test_gpu.py)."""
+"""Which steps run as captures, and what they give; on a GPU they are tested in test_gpu.py."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,9 +13,11 @@ import pytest
 
 pytest.importorskip("triton")  # the kernels of a step are imported with the captures
 
+from minivllm import LLM
 from minivllm.core.interfaces.attention import GraphKey
-from minivllm.core.worker import graphs
+from minivllm.core.worker import build, graphs
 from minivllm.core.worker.graphs import CAPTURES, SIGHTS, Captured, Graphs, coarse_sizes, row_sizes, token_size
+from minivllm.testing.tiny import tiny_dir
 
 
 def captures(most: int = 64) -> Graphs:
@@ -66,3 +72,34 @@ def test_tokens_of_a_mixed_step_are_filled_up_by_little():
     assert all(n <= token_size(n) < n + 64 for n in range(1, 257))
     assert all(n <= token_size(n) <= n * 1.25 for n in range(256, 1025))
     assert all(n <= token_size(n) <= n * 1.125 for n in range(1024, graphs.MOST_TOKENS + 1))
+
+
+def test_the_trial_step_has_all_tokens_of_the_largest_and_writes_to_the_null_block_alone(tmp_path, monkeypatch):
+    tiny_dir(tmp_path, "qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1)
+    monkeypatch.setattr(build, "synchronize", lambda: None)
+    options = dict(dtype="float32", skip_tokenizer_init=True, num_kvcache_blocks=20, max_model_len=48, max_num_seqs=3)
+    with LLM(model=str(tmp_path), device="cpu", max_num_batched_tokens=100, **options) as llm:
+        runner, seen = llm.engine.executor.runner, []
+        model = runner.worker.model
+
+        class Looks:
+            logits = model.logits
+
+            def __call__(self, step):
+                seen.append((len(step.ids), len(step.meta.slots), int(step.position.max())))
+                return model(step)
+
+        runner.worker.model = Looks()
+        build._trial_step(runner.worker, runner.wiring)
+        assert seen == [(99, 3, 32)]
+        assert not any(x[1:].any() for group in runner.worker.caches for layer in group for x in layer.values())
+
+
+@pytest.mark.slow
+def test_captured_steps_give_what_separate_launches_give():
+    """In a process of its own, because Triton's interpreter is chosen when Triton is imported."""
+    here = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "captured_steps.py")]
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=here, env=environ, capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stdout[-4000:]

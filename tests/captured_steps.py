@@ -1,0 +1,226 @@
+"""Captured steps on a CPU against the same steps as separate launches; run by engine/test_graphs.py.
+
+The captures are recordings that run no Python when they are replayed (``cpu_captures``), the kernels of a step's ends
+run under Triton's interpreter: padded sizes, what is copied in and which capture a step takes are those of
+a GPU.  What only CUDA can show (streams, memory that captures share) is tested there, in engine/test_gpu.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from cpu_captures import CpuRecorder, cpu_captures
+from greedy import prompts
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.attention import GraphKey
+from minivllm.core.interfaces.plan import StepPlan
+from minivllm.core.interfaces.sampling import Processor, Row
+from minivllm.core.worker import captured, sampling, step
+from minivllm.core.worker.state import DeviceState
+from minivllm.kernels.peaks import best_of_tiles
+from minivllm.kernels.step import commit
+from minivllm.plugins.processor.spec import LOGIT_BIAS
+from minivllm.testing.tiny import tiny_dir
+
+torch.set_num_threads(1)
+SEQS = 5
+WINDOW = dict(num_hidden_layers=3, use_sliding_window=True, sliding_window=20, max_window_layers=1)
+
+
+class Waits(Processor):
+    """Asks the device, although it says that it can be captured."""
+
+    spec = replace(LOGIT_BIAS, impl=f"{__name__}:Waits")
+    reads = frozenset({"waits"})
+
+    def bind(self, params, prompt_len):
+        return Row() if "waits" in params.extra else None
+
+    def apply(self, logits, rows, state):
+        if logits[:, 0].sum().item() < 0:
+            logits[:, 3] += 1
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+    for name, family, more in (("qwen3", "qwen3", {}), ("windows", "qwen2", WINDOW)):
+        made[name] = tmp_path_factory.mktemp(name)
+        tiny_dir(made[name], family, **more)
+    return made
+
+
+def engine(folder, **options):
+    base = dict(
+        skip_tokenizer_init=True, dtype="float32", device="cpu", attention="cpu_captures:OnDevice", max_num_seqs=SEQS,
+        num_kvcache_blocks=60, kvcache_block_size=16, max_num_batched_tokens=64, max_model_len=96,
+        allow_targets=["cpu_captures", __name__],
+    )  # fmt: skip
+    return LLM(model=str(folder), **{**base, **options})
+
+
+def play(folder, params, captures, **options):
+    """(what each request got, the captures): prompts of many lengths, twice, so that the second time hits prefixes."""
+    items = prompts(61, [1 + 13 * i % 50 for i in range(len(params))])
+    with engine(folder, **options if captures else {**options, "graph": "off"}) as llm:
+        outs = [o for _ in range(2) for o in llm.generate(items, params, use_tqdm=False)]
+        llm.engine.cache.check()
+        assert [o.error for o in outs] == [None] * len(outs)
+        runner = llm.engine.executor.runner
+        if captures:
+            state, spare = runner.state, SEQS
+            assert state.stopped[spare] and not state.known[spare] and not state.tokens[spare].any()
+        return outs, runner.graphs
+
+
+def compare(folder, params, **options):
+    want, none = play(folder, params, False, **options)
+    with cpu_captures() as recorded:
+        got, graphs = play(folder, params, True, **options)
+    assert none is None and graphs.notes == [] and len(recorded) == len(graphs.forwards) + len(graphs.samples)
+    for a, b in zip(want, got, strict=True):
+        assert [(c.token_ids, c.finish_reason) for c in b.outputs] == [
+            (c.token_ids, c.finish_reason) for c in a.outputs
+        ]
+        for x, y in zip(a.outputs, b.outputs, strict=True):
+            for p, q in zip(x.logprobs or (), y.logprobs or (), strict=True):
+                assert {t: found.rank for t, found in p.items()} == {t: found.rank for t, found in q.items()}
+                assert [f.logprob for f in q.values()] == pytest.approx([f.logprob for f in p.values()], abs=1e-4)
+    return graphs
+
+
+def asked(*settings, **common):
+    return [SamplingParams(**{"seed": i, "max_tokens": 2 + 2 * i, **common, **s}) for i, s in enumerate(settings)]
+
+
+PLAIN = ({}, {"top_k": 5, "top_p": 0.9}, {"temperature": 0}, {"temperature": 0.5}, {"temperature": 0})
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("qwen3", {"run_ahead": 0}),
+        ("qwen3", {"run_ahead": 2}),
+        ("windows", {"run_ahead": 1, "num_kvcache_blocks": 9}),
+        ("qwen3", {"graph": "decode", "run_ahead": 1}),
+    ],
+)
+def test_rows_that_end_one_after_another_draw_the_same_in_every_captured_size(models, model, options):
+    graphs = compare(models[model], asked(*PLAIN, {}, ignore_eos=True), **options)
+    used = {(key.kind, key.rows) for key in graphs.forwards}
+    assert {("decode", n) for n in (1, 2, 4, SEQS)} <= used
+    assert (("mixed", SEQS) in used) == ("graph" not in options)
+
+
+SETTINGS = (
+    {"repetition_penalty": 1.3}, {"logprobs": 3}, {"logit_bias": {5: 3.0}, "min_tokens": 6, "stop_token_ids": [7, 9]},
+    {"n": 2, "logprobs": 0}, {"allowed_tokens_fn": lambda ids: range(10, 50)},
+    {"allowed_tokens_fn": lambda ids: range(5, 20), "logprobs": 2},
+)  # fmt: skip
+
+
+def test_processors_masks_stop_ids_and_log_probabilities_are_captured_as_they_are(models):
+    params = asked(*SETTINGS, max_tokens=7)
+    graphs = compare(models["qwen3"], params, run_ahead=1, processors=["logit_bias", "penalties"])
+    kinds = [kind for _, kind in graphs.samples]
+    assert any(kind.late for kind in kinds) and any(kind.wants_min for kind in kinds)
+    assert {kind.topk for kind in kinds} >= {-1, 3} and len({kind.variants[:-1] for kind in kinds}) > 1
+
+
+def test_log_probabilities_of_what_is_drawn_from_are_captured_too(models):
+    params = asked({"logprobs": 3, "top_k": 9}, {"logprobs": 1, "logit_bias": {5: 3.0}}, {"temperature": 0})
+    graphs = compare(models["qwen3"], params, logprobs_mode="processed_logprobs", processors=["logit_bias"])
+    assert any(kind.topk == 3 for _, kind in graphs.samples)
+
+
+@pytest.mark.parametrize("options", [{"sampler": "mirostat"}, {"drafter": "ngram", "speculate": "always"}])
+def test_a_sampler_with_state_and_rows_with_drafts_are_those_of_separate_launches(models, options):
+    graphs = compare(models["qwen3"], asked({"mirostat_tau": 3.0} if "sampler" in options else {}, *PLAIN), **options)
+    assert len(graphs.samples) > 4
+
+
+def test_a_step_that_waits_for_the_device_is_not_captured_and_it_is_said_once(models):
+    params = asked({"extra": {"waits": 1}}, *PLAIN)
+    want, _ = play(models["qwen3"], params, False, processors=[f"{__name__}:Waits"])
+    with cpu_captures():
+        got, graphs = play(models["qwen3"], params, True, processors=[f"{__name__}:Waits"])
+    assert [o.tokens for o in got] == [o.tokens for o in want]
+    assert len(graphs.notes) == 1 and "waits for the device" in graphs.notes[0]
+
+
+def test_a_replay_runs_no_python_and_reads_what_lies_at_its_addresses():
+    x, calls = torch.zeros(3), []
+
+    def run():
+        calls.append(len(calls))
+        x.add_(len(calls))
+        return (x[1:] * 2).view(1, 2)
+
+    graph, result = CpuRecorder().capture(run)
+    x.copy_(torch.tensor([5.0, 6.0, 7.0]))
+    graph.replay()
+    assert len(calls) == 2 and x.tolist() == [7, 8, 9] and result.tolist() == [[16, 18]]
+
+
+# ---- the two forms of each end of a step -----------------------------------------------------------------------------
+
+
+def columns(slots=7, groups=2, block=4, length=40, seed=0):
+    torch.manual_seed(seed)
+    state = DeviceState(slots, length, groups, block, torch.device("cpu"))
+    state.tokens.copy_(torch.randint(0, 50, state.tokens.shape))
+    state.known.copy_(torch.randint(1, length - 1, (slots,)))
+    state.table.copy_(torch.randint(1, 90, state.table.shape))
+    state.stopped.copy_(torch.rand(slots) < 0.3)
+    state.end.copy_(state.known + torch.randint(0, 3, (slots,)))
+    state.min_end.copy_(state.known + torch.randint(-2, 2, (slots,)))
+    state.stop_ids[:, :4] = torch.randint(0, 12, (slots, 4)).int()
+    state.n_eos.copy_(torch.randint(0, 4, (slots,)))
+    return state
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_one_token_are_read_alike_from_the_columns_and_from_a_table(seed):
+    state, slots = columns(seed=seed), np.array([5, 0, 3])
+    known = state.known.numpy()[slots]
+    plan = StepPlan(0, slots, np.ones(3, np.int32), known - 1, np.arange(3))
+    host = step.host_lengths(plan, 2)
+    want, last = step.read_rows(state, state.to(step.pack_rows(plan, 3, 3, 6)), host)
+    static = captured.column_tensors(state, torch.from_numpy(slots), captured.bounds(GraphKey("decode", 3, 3, 64), 2))
+    got = captured.read_columns(state, static)
+    assert last.tolist() == [0, 1, 2] and torch.equal(got.ids, want.ids) and torch.equal(got.position, want.position)
+    for name in ("slots", "cu_q", "q_len", "kv_len", "row", "slot_map"):
+        assert torch.equal(getattr(got.meta, name), getattr(want.meta, name)), name
+        assert getattr(got.meta, name).dtype == getattr(want.meta, name).dtype
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_pads_a_table_changes_no_row_and_writes_to_the_null_block(seed):
+    state, slots, q_len = columns(seed=seed), np.array([2, 4, 1]), np.array([1, 3, 6], np.int32)
+    plan = StepPlan(0, slots, q_len, np.array([9, 0, 5]), np.arange(3))
+    want, last = step.read_rows(state, state.to(step.pack_rows(plan, 3, 10, 6)), step.host_lengths(plan, 2))
+    table = state.to(step.pack_rows(plan, 5, 16, 6))
+    got, most = step.read_rows(state, table, captured.bounds(GraphKey("mixed", 5, 16, 64), 2), padded=True)
+    assert torch.equal(got.ids[:10], want.ids) and torch.equal(got.position[:10], want.position)
+    assert torch.equal(got.meta.slot_map[:, :10], want.meta.slot_map) and not got.meta.slot_map[:, 10:].any()
+    assert torch.equal(most[:3], last) and got.meta.slots.tolist() == [2, 4, 1, 6, 6]
+    assert got.meta.cu_q.tolist() == [0, 1, 4, 10, 10, 10] and got.meta.q_len.tolist() == [1, 3, 6, 0, 0]
+    assert torch.equal(got.meta.kv_len[:, :3], want.meta.kv_len) and got.meta.decode_rows == 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_kernel_accepts_what_the_definition_accepts(seed):
+    state, other, slots, width = columns(seed=seed), columns(seed=seed), torch.tensor([4, 1, 0, 6]), 12
+    drawn, logits = torch.randint(-2, width + 2, (4,)), torch.randn(4, width)
+    logits[seed % 4, 0] = (torch.nan, torch.inf, 0.0)[seed % 3]
+    rows = step.rows_of(state, slots, state.known[slots], 40)
+    want = step.accept(state, rows, drawn, sampling.bad_rows(logits), width)
+    given, out = drawn.clone(), torch.zeros(3, 4, dtype=torch.int32)
+    commit(slots, given, best_of_tiles(logits), other, out, width)
+    assert torch.equal(given, want[0]) and [x.tolist() for x in out] == [x.tolist() for x in want]
+    for name in ("tokens", "known", "stopped"):
+        assert torch.equal(getattr(state, name), getattr(other, name)), name
