@@ -53,7 +53,7 @@ class AsyncLLM:
         prepare_environment()
         from minivllm.record.recorder import RunRecorder
 
-        from .requests import build_engine
+        from .building import build_engine
 
         self.config = self._loaded.engine
         self._recorder = RunRecorder(self._loaded, record)
@@ -73,7 +73,8 @@ class AsyncLLM:
         self, prompt: Any, sampling_params: Any = None, request_id: str | None = None
     ) -> AsyncIterator[StreamOutput]:
         """Pieces as they come; the last has ``finished`` and the whole ``output``.  RequestError if it is refused."""
-        from .requests import Tracked, params_for
+        from .prompts import params_for
+        from .requests import Tracked
 
         self._refuse_within("generate")
         loop = asyncio.get_running_loop()

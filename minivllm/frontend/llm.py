@@ -79,7 +79,7 @@ class LLM:
         prepare_environment()
         from minivllm.record.recorder import RunRecorder
 
-        from .requests import build_engine
+        from .building import build_engine
 
         self.config = self._loaded.engine
         self._recorder = RunRecorder(self._loaded, record)
@@ -93,7 +93,8 @@ class LLM:
         """Complete prompts: a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these; one
         SamplingParams or one each.  Outputs come in the order of the prompts.  RequestError (and nothing is run) if one
         is refused; a request that fails later has finish_reason "error" and says why in ``error``."""
-        from .requests import Tracked, is_one_prompt, params_for
+        from .prompts import is_one_prompt, params_for
+        from .requests import Tracked
 
         if hasattr(prompts, "tolist"):  # a tensor or an array
             prompts = prompts.tolist()
@@ -129,7 +130,8 @@ class LLM:
 
     def stream(self, prompt: Any, sampling_params: Any = None) -> OutputStream:
         """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request."""
-        from .requests import Tracked, params_for
+        from .prompts import params_for
+        from .requests import Tracked
 
         pieces: deque[StreamOutput] = deque()
         params = params_for(self._default(sampling_params), 1)[0]

@@ -1,34 +1,26 @@
-"""Between a front door and the engine: prompts to requests, sequences to text, and the engine built from a config."""
+"""A request of ``LLM`` or ``AsyncLLM``: what the engine gets of it, and the text that its caller gets."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from minivllm.core.engine.request import Request
-from minivllm.core.interfaces.finish import Finish, FinishReason, eos_within
-from minivllm.core.interfaces.grammar import GrammarContext
-from minivllm.core.interfaces.params import SamplingParams
+from minivllm.core.interfaces.finish import Finish, FinishReason
 from minivllm.errors import RequestError, shown, told
 from minivllm.plain import flaw
 from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText, StopProbe
 
+from .prompts import read_prompt, with_token_ids
+
 if TYPE_CHECKING:
-    from minivllm.config import EngineConfig, Loaded
-    from minivllm.config.resolve import Resolved
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.request import Seq
-    from minivllm.core.interfaces.executor import Part
-    from minivllm.structured.service import Grammars, NoGrammars
+    from minivllm.core.interfaces.params import SamplingParams
     from minivllm.text.tokenizer import Tokenizer
-
-MOST_WORDS = 1024  # in ``bad_words`` that are looked at here; more are refused by who reads them
 
 
 @dataclass
@@ -43,89 +35,6 @@ class StreamOutput:
     finish_reason: FinishReason | None = None
     finished: bool = False
     output: RequestOutput | None = None
-
-
-def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
-    """Choose the parts, load the model, start the executor."""
-    from minivllm.config.resolve import resolve
-    from minivllm.core.engine.engine import Engine
-    from minivllm.core.engine.parts import CacheOptions, EngineParts
-    from minivllm.core.functions.host_rows import HostDraw
-    from minivllm.core.worker.build import make_processors
-    from minivllm.hooks.bridge import EngineHooks
-    from minivllm.hooks.manager import HookManager
-    from minivllm.registry import Catalog, build_part
-    from minivllm.text.tokenizer import configured_eos, load_tokenizer
-
-    config = loaded.engine
-    resolved = resolve(config, Catalog.discover(), loaded.origins)
-    model_dir = resolved.wiring.model_dir
-    folder = config.tokenizer or model_dir
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(folder, config.chat_template)
-    eos_ids = tuple(configured_eos(Path(model_dir))) if tokenizer is None else tokenizer.eos_ids
-    wiring = replace(resolved.wiring, eos_ids=eos_ids)
-    parts = resolved.parts
-    hooks = HookManager.make(resolved.hooks) if resolved.hooks else None  # a wrong one is refused before a model loads
-    grammars: Any = None
-    executor = build_part("executor", parts["executor"])
-    try:
-        capacity = executor.start(wiring)
-        notes = tuple(("capacity", note) for note in capacity.notes)
-        resolved = replace(resolved, wiring=wiring, notes=(*resolved.notes, *notes))
-        grammars = make_grammars(config, parts.get("grammar"), tokenizer, eos_ids, capacity.vocab_size)
-        engine = Engine(
-            wiring,
-            executor,
-            capacity,
-            EngineParts(
-                policy=lambda ctx: build_part("scheduler", parts["scheduler"], ctx),
-                evictor=lambda ctx: build_part("evictor", parts["evictor"], ctx),
-                processors=make_processors(wiring, capacity.vocab_size),
-                strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
-                host_sampler=HostDraw,
-                grammars=grammars,
-            ),
-            CacheOptions(resolved.windows, config.enable_prefix_caching, config.partial_prefix_hits),
-        )
-        if config.grammar.name != "auto":  # who names one means to use it
-            grammars.warm()
-        if hooks is not None:
-            EngineHooks(hooks, {seam: part.name for seam, part in parts.items()}, engine).started()
-    except BaseException:
-        executor.stop()  # what it had taken is given back
-        if grammars is not None:
-            grammars.close()
-        raise
-    return engine, resolved, tokenizer
-
-
-def make_grammars(
-    config: EngineConfig, part: Part | None, tokenizer: Tokenizer | None, eos_ids: Sequence[int], width: int
-) -> Grammars | NoGrammars:
-    """Who compiles for structured output, or says why nobody does."""
-    from minivllm.config.resolve import NO_GRAMMAR
-    from minivllm.structured.service import Grammars, NoGrammars, default_threads
-    from minivllm.text.vocabulary import token_bytes
-
-    eos = eos_within(eos_ids, width)
-    if part is None:
-        return NoGrammars(NO_GRAMMAR)
-    if tokenizer is None:
-        return NoGrammars("needs the vocabulary of the tokenizer; drop skip_tokenizer_init")
-    if not eos:
-        return NoGrammars("needs an end-of-sequence token, by which an answer ends, and the model names none")
-
-    def context() -> GrammarContext:
-        return GrammarContext(token_bytes(tokenizer, width), width, eos, default_threads())
-
-    return Grammars(
-        part,
-        context,
-        config.grammar_compile_seconds,
-        config.grammar_compile_mb,
-        config.grammar_cache_mb << 20,
-        config.grammar_workers,
-    )
 
 
 class Tracked:
@@ -231,83 +140,3 @@ class Tracked:
         if r.params.prompt_logprobs is not None:
             scores = self.texts[0].prompt_logprobs(r.prompt.tolist(), r.prompt_parts)
         return RequestOutput(r.id, r.text, r.prompt.tolist(), outputs, r.finished is not None, metrics, error, scores)
-
-
-def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[str | None, np.ndarray]:
-    """(text, ids i32) of a prompt: a string, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``."""
-    text = None
-    if isinstance(prompt, Mapping):
-        ids = prompt.get("prompt_token_ids")
-        if ids is not None:
-            text, prompt = prompt.get("prompt"), ids
-        elif "prompt" in prompt:
-            prompt = prompt["prompt"]
-        else:
-            raise RequestError(
-                f"a prompt with the keys {sorted(map(str, prompt))}; want 'prompt' or 'prompt_token_ids'", "prompt"
-            )
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise RequestError("a text prompt needs a tokenizer; pass token ids or drop skip_tokenizer_init", "prompt")
-        text, prompt = prompt, tokenizer.encode(prompt)
-    try:
-        array = np.asarray(prompt)
-    except ValueError:  # lists of unequal length
-        array = np.empty(1, object)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise RequestError(f"a prompt of {type(prompt).__name__}; want a string or a list of whole token ids", "prompt")
-    if array.size and (array.max() >= 2**31 or array.min() < -(2**31)):
-        raise RequestError("prompt: a token id does not fit 32 bits", "prompt")
-    return text, array.astype(np.int32)
-
-
-def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The parameters with token ids in place of the words in ``bad_words``: as they are spelt at the beginning of a
-    text and after a space, which most vocabularies tell apart."""
-    words = params.bad_words
-    if not isinstance(words, (list, tuple)) or not any(isinstance(word, str) for word in words[:MOST_WORDS]):
-        return params
-    if tokenizer is None:
-        raise RequestError(
-            "bad_words: words need a tokenizer; give token ids, or drop skip_tokenizer_init", "bad_words"
-        )
-    found: dict[tuple[Any, ...], None] = {}
-    for word in words[:MOST_WORDS]:
-        if not isinstance(word, str):
-            found[tuple(word) if isinstance(word, (list, tuple, np.ndarray)) else (word,)] = None
-            continue
-        if not word.strip() or len(word) > 256:
-            raise RequestError(f"bad_words: the word {shown(word)}: want text of at most 256 characters", "bad_words")
-        try:
-            for text in (word, " " + word.lstrip()):
-                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
-        except RequestError as e:
-            raise RequestError(f"bad_words: the word {shown(word)}: {e}", "bad_words") from e
-    return replace(params, bad_words=(*found, *words[MOST_WORDS:]))
-
-
-def is_one_prompt(prompts: Any) -> bool:
-    """A single prompt rather than a list of them."""
-    if isinstance(prompts, (str, Mapping)):
-        return True
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1
-    return bool(prompts) and isinstance(prompts, Sequence) and all(isinstance(p, (int, np.integer)) for p in prompts)
-
-
-def params_for(params: Any, n: int) -> list[SamplingParams]:
-    """One SamplingParams per prompt from one, a list of them, a mapping, or None."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, Mapping):
-        params = SamplingParams.make(**{str(name): value for name, value in params.items()})
-    if isinstance(params, SamplingParams):
-        return [params] * n
-    if isinstance(params, str) or not isinstance(params, Sequence):
-        raise RequestError(
-            f"sampling_params of {type(params).__name__}; want SamplingParams or a list", "sampling_params"
-        )
-    made = [p if isinstance(p, SamplingParams) else SamplingParams.make(**(p or {})) for p in params]
-    if len(made) != n:
-        raise RequestError(f"{len(made)} sampling_params for {n} prompts; want one, or one each", "sampling_params")
-    return made

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from minivllm import LLM, RequestError, SamplingParams
-from minivllm.frontend.requests import Tracked, params_for
+from minivllm.frontend.prompts import params_for
+from minivllm.frontend.requests import Tracked
 from minivllm.testing.tiny import tiny_dir
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other

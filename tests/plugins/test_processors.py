@@ -10,7 +10,7 @@ import minivllm
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import SamplingContext
 from minivllm.errors import RequestError
-from minivllm.frontend.requests import with_token_ids
+from minivllm.frontend.prompts import with_token_ids
 from minivllm.plugins.processor.logit_bias import MAX_ENTRIES, LogitBias
 from minivllm.plugins.processor.penalties import Penalties
 from minivllm.server.link.client import params_to_json

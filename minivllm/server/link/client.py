@@ -167,7 +167,7 @@ class FrameClient:
 
     def _written(self, params: SamplingParams) -> dict[str, Any]:
         """The parameters as the engine is told them, once for all prompts of a batch, which share them."""
-        from minivllm.frontend.requests import with_token_ids
+        from minivllm.frontend.prompts import with_token_ids
 
         if self._last_written is None or self._last_written[0] is not params:
             self._last_written = params, params_to_json(with_token_ids(params, self.tokenizer))
@@ -347,7 +347,7 @@ class LocalClient(FrameClient):
         self._thread: threading.Thread | None = None
 
     async def open(self) -> None:
-        from minivllm.frontend.requests import build_engine
+        from minivllm.frontend.building import build_engine
 
         self._loop = asyncio.get_running_loop()
         self._engine, resolved, self.tokenizer = await asyncio.to_thread(build_engine, self._loaded)
@@ -399,7 +399,7 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 
 def _prompt(prompt_ids: Any) -> np.ndarray:
-    from minivllm.frontend.requests import read_prompt
+    from minivllm.frontend.prompts import read_prompt
 
     return read_prompt({"prompt_token_ids": prompt_ids}, None)[1]
 

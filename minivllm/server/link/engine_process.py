@@ -114,7 +114,7 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
 
     logging.getLogger("minivllm").addHandler(logging.StreamHandler(sys.stderr))
     prepare_environment()  # before torch is imported
-    from minivllm.frontend.requests import build_engine
+    from minivllm.frontend.building import build_engine
 
     from . import state
     from .engine_loop import EngineLoop, describe

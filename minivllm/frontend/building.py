@@ -1,0 +1,102 @@
+"""The engine of a configuration: the parts are chosen, the model is loaded, the executor started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.interfaces.finish import eos_within
+from minivllm.core.interfaces.grammar import GrammarContext
+
+if TYPE_CHECKING:
+    from minivllm.config import EngineConfig, Loaded
+    from minivllm.config.resolve import Resolved
+    from minivllm.core.engine.engine import Engine
+    from minivllm.core.interfaces.executor import Part
+    from minivllm.structured.service import Grammars, NoGrammars
+    from minivllm.text.tokenizer import Tokenizer
+
+
+def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
+    """Choose the parts, load the model, start the executor."""
+    from minivllm.config.resolve import resolve
+    from minivllm.core.engine.engine import Engine
+    from minivllm.core.engine.parts import CacheOptions, EngineParts
+    from minivllm.core.functions.host_rows import HostDraw
+    from minivllm.core.worker.build import make_processors
+    from minivllm.hooks.bridge import EngineHooks
+    from minivllm.hooks.manager import HookManager
+    from minivllm.registry import Catalog, build_part
+    from minivllm.text.tokenizer import configured_eos, load_tokenizer
+
+    config = loaded.engine
+    resolved = resolve(config, Catalog.discover(), loaded.origins)
+    model_dir = resolved.wiring.model_dir
+    folder = config.tokenizer or model_dir
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(folder, config.chat_template)
+    eos_ids = tuple(configured_eos(Path(model_dir))) if tokenizer is None else tokenizer.eos_ids
+    wiring = replace(resolved.wiring, eos_ids=eos_ids)
+    parts = resolved.parts
+    hooks = HookManager.make(resolved.hooks) if resolved.hooks else None  # a wrong one is refused before a model loads
+    grammars: Any = None
+    executor = build_part("executor", parts["executor"])
+    try:
+        capacity = executor.start(wiring)
+        notes = tuple(("capacity", note) for note in capacity.notes)
+        resolved = replace(resolved, wiring=wiring, notes=(*resolved.notes, *notes))
+        grammars = make_grammars(config, parts.get("grammar"), tokenizer, eos_ids, capacity.vocab_size)
+        engine = Engine(
+            wiring,
+            executor,
+            capacity,
+            EngineParts(
+                policy=lambda ctx: build_part("scheduler", parts["scheduler"], ctx),
+                evictor=lambda ctx: build_part("evictor", parts["evictor"], ctx),
+                processors=make_processors(wiring, capacity.vocab_size),
+                strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
+                host_sampler=HostDraw,
+                grammars=grammars,
+            ),
+            CacheOptions(resolved.windows, config.enable_prefix_caching, config.partial_prefix_hits),
+        )
+        if config.grammar.name != "auto":  # who names one means to use it
+            grammars.warm()
+        if hooks is not None:
+            EngineHooks(hooks, {seam: part.name for seam, part in parts.items()}, engine).started()
+    except BaseException:
+        executor.stop()  # what it had taken is given back
+        if grammars is not None:
+            grammars.close()
+        raise
+    return engine, resolved, tokenizer
+
+
+def make_grammars(
+    config: EngineConfig, part: Part | None, tokenizer: Tokenizer | None, eos_ids: Sequence[int], width: int
+) -> Grammars | NoGrammars:
+    """Who compiles for structured output, or says why nobody does."""
+    from minivllm.config.resolve import NO_GRAMMAR
+    from minivllm.structured.service import Grammars, NoGrammars, default_threads
+    from minivllm.text.vocabulary import token_bytes
+
+    eos = eos_within(eos_ids, width)
+    if part is None:
+        return NoGrammars(NO_GRAMMAR)
+    if tokenizer is None:
+        return NoGrammars("needs the vocabulary of the tokenizer; drop skip_tokenizer_init")
+    if not eos:
+        return NoGrammars("needs an end-of-sequence token, by which an answer ends, and the model names none")
+
+    def context() -> GrammarContext:
+        return GrammarContext(token_bytes(tokenizer, width), width, eos, default_threads())
+
+    return Grammars(
+        part,
+        context,
+        config.grammar_compile_seconds,
+        config.grammar_compile_mb,
+        config.grammar_cache_mb << 20,
+        config.grammar_workers,
+    )

@@ -1,0 +1,97 @@
+"""What a caller gives, read: prompts to token ids, and one ``SamplingParams`` for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.core.interfaces.params import SamplingParams
+from minivllm.errors import RequestError, shown
+
+if TYPE_CHECKING:
+    from minivllm.text.tokenizer import Tokenizer
+
+MOST_WORDS = 1024  # in ``bad_words`` that are looked at here; more are refused by who reads them
+
+
+def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[str | None, np.ndarray]:
+    """(text, ids i32) of a prompt: a string, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``."""
+    text = None
+    if isinstance(prompt, Mapping):
+        ids = prompt.get("prompt_token_ids")
+        if ids is not None:
+            text, prompt = prompt.get("prompt"), ids
+        elif "prompt" in prompt:
+            prompt = prompt["prompt"]
+        else:
+            raise RequestError(
+                f"a prompt with the keys {sorted(map(str, prompt))}; want 'prompt' or 'prompt_token_ids'", "prompt"
+            )
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer; pass token ids or drop skip_tokenizer_init", "prompt")
+        text, prompt = prompt, tokenizer.encode(prompt)
+    try:
+        array = np.asarray(prompt)
+    except ValueError:  # lists of unequal length
+        array = np.empty(1, object)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise RequestError(f"a prompt of {type(prompt).__name__}; want a string or a list of whole token ids", "prompt")
+    if array.size and (array.max() >= 2**31 or array.min() < -(2**31)):
+        raise RequestError("prompt: a token id does not fit 32 bits", "prompt")
+    return text, array.astype(np.int32)
+
+
+def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The parameters with token ids in place of the words in ``bad_words``: as they are spelt at the beginning of a
+    text and after a space, which most vocabularies tell apart."""
+    words = params.bad_words
+    if not isinstance(words, (list, tuple)) or not any(isinstance(word, str) for word in words[:MOST_WORDS]):
+        return params
+    if tokenizer is None:
+        raise RequestError(
+            "bad_words: words need a tokenizer; give token ids, or drop skip_tokenizer_init", "bad_words"
+        )
+    found: dict[tuple[Any, ...], None] = {}
+    for word in words[:MOST_WORDS]:
+        if not isinstance(word, str):
+            found[tuple(word) if isinstance(word, (list, tuple, np.ndarray)) else (word,)] = None
+            continue
+        if not word.strip() or len(word) > 256:
+            raise RequestError(f"bad_words: the word {shown(word)}: want text of at most 256 characters", "bad_words")
+        try:
+            for text in (word, " " + word.lstrip()):
+                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+        except RequestError as e:
+            raise RequestError(f"bad_words: the word {shown(word)}: {e}", "bad_words") from e
+    return replace(params, bad_words=(*found, *words[MOST_WORDS:]))
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """A single prompt rather than a list of them."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
+    return bool(prompts) and isinstance(prompts, Sequence) and all(isinstance(p, (int, np.integer)) for p in prompts)
+
+
+def params_for(params: Any, n: int) -> list[SamplingParams]:
+    """One SamplingParams per prompt from one, a list of them, a mapping, or None."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, Mapping):
+        params = SamplingParams.make(**{str(name): value for name, value in params.items()})
+    if isinstance(params, SamplingParams):
+        return [params] * n
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        raise RequestError(
+            f"sampling_params of {type(params).__name__}; want SamplingParams or a list", "sampling_params"
+        )
+    made = [p if isinstance(p, SamplingParams) else SamplingParams.make(**(p or {})) for p in params]
+    if len(made) != n:
+        raise RequestError(f"{len(made)} sampling_params for {n} prompts; want one, or one each", "sampling_params")
+    return made
