@@ -12,9 +12,10 @@ from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.finish import Finish, FinishReason
 from minivllm.errors import RequestError, shown, told
 from minivllm.plain import flaw
-from minivllm.text.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceText, StopProbe
+from minivllm.text.outputs import RequestMetrics, RequestOutput, StopProbe
 
 from .prompts import read_prompt, with_token_ids
+from .text import RequestText
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
@@ -37,8 +38,9 @@ class StreamOutput:
     output: RequestOutput | None = None
 
 
-class Tracked:
-    """A request with its text side.  ``stream``: called with a StreamOutput for each piece as it comes."""
+class Tracked(RequestText):
+    """A request of an engine in this process, and its text.  ``stream``: called with a StreamOutput for each piece as
+    it comes; ``done``: called once it has ended."""
 
     def __init__(
         self, prompt: Any, params: SamplingParams, tokenizer: Tokenizer | None, request_id: str | None = None,
@@ -48,17 +50,16 @@ class Tracked:
             raise RequestError(f"request_id={shown(request_id)}: want Unicode text", "request_id")
         text, ids = read_prompt(prompt, tokenizer)
         params = with_token_ids(params, tokenizer)
+        super().__init__(params, tokenizer, params.width, time.monotonic())
         self.stream, self.done = stream, done
-        self.texts = [SequenceText(tokenizer, params, i) for i in range(params.width)]
         # branches that may turn out to be no part of the answer: nothing is streamed before all have ended
         self.late = params.width > params.n or params.beam_width is not None
-        self.engine: Engine | None = None
         self.request = Request(
             request_id or uuid.uuid4().hex,
             ids,
             params,
-            arrival=time.monotonic(),
-            text=text,
+            self.metrics.arrival_time,
+            text,
             watch=(stream is not None and not self.late) or bool(params.stop),
             completes=StopProbe(tokenizer, params) if params.beam_width is not None and params.stop else None,
             sink=self._sink,
@@ -74,20 +75,22 @@ class Tracked:
 
     def add_to(self, engine: Engine) -> None:
         """RequestError if the engine refuses it."""
-        self.engine = engine
         self.prepare(engine)
         engine.add(self.request)
 
     def _sink(self, seq: Seq, ids: list[int], ended: Finish | None) -> str | None:
-        text = self.texts[seq.sample]
-        logprobs = seq.logprobs[len(text.token_ids) :] if self.request.params.logprobs is not None else None
-        stop_token = ended is not None and ended.by_token
-        delta = text.feed(ids, ended is not None, stop_token=stop_token, logprobs=logprobs)
-        if ended is not None:
-            text.finish(*ended)
+        before = len(self.texts[seq.sample].token_ids)
+        logprobs = None if self.params.logprobs is None else seq.logprobs[before:]
+        return self._take(seq.sample, ids, ended, logprobs)
+
+    def _take(self, sample: int, ids: list[int], ended: Finish | None, logprobs: Any = None) -> str | None:
+        """``accept``, and a piece of the stream; the stop string that was found."""
+        delta = self.accept(sample, ids, ended, logprobs)
+        if delta is None:
+            return None
         if self.stream is not None and not self.late and (delta.used or delta.text):
-            new = ids[: delta.used]
-            self.stream(StreamOutput(self.request.id, seq.sample, delta.text, new, text.finish_reason))
+            new, reason = ids[: delta.used], self.texts[sample].finish_reason
+            self.stream(StreamOutput(self.request.id, sample, delta.text, new, reason))
         return delta.stopped
 
     def _done(self, request: Request) -> None:
@@ -101,15 +104,17 @@ class Tracked:
             raise
 
     def _finish(self, request: Request) -> None:
+        self.order = [seq.sample for seq in request.answer]
+        self.metrics = RequestMetrics(
+            request.arrival, request.first_token, request.finished, request.cached_tokens, request.drafted,
+            request.accepted, request.scheduled,
+        )  # fmt: skip
         for seq in request.sequences:
             text = self.texts[seq.sample]
             if seq.error is not None and text.finish_reason is not None:  # its strategy failed on all that had ended
                 text.finish_reason, text.stop_reason = "error", None
-            if text.finish_reason is None:  # aborted or failed: what was held back comes out
-                left = text.feed((), True)
-                text.finish(seq.finish_reason or "abort", seq.stop_reason)
-                if self.stream is not None and not self.late and left.text:
-                    self.stream(StreamOutput(request.id, seq.sample, left.text, [], text.finish_reason))
+            # aborted or failed if it is still open: what was held back comes out
+            self._take(seq.sample, [], Finish(seq.finish_reason or "abort", seq.stop_reason))
         if self.stream is not None:
             for out in self.output().outputs if self.late else ():
                 self.stream(StreamOutput(request.id, out.index, out.text, out.token_ids, out.finish_reason))
@@ -121,22 +126,15 @@ class Tracked:
     def output(self) -> RequestOutput:
         """The answer so far; complete once the request is done."""
         r = self.request
-        outputs: list[CompletionOutput]
-        if r.finished is not None and self.engine is not None:
-            answer = self.engine.answer(r)
-            outputs = [self.texts[s.sample].output() for s in answer]
-            if self.late:  # they were ranked
-                outputs = [
-                    replace(out, index=i, score=s.score, cumulative_logprob=s.cumulative_logprob)
-                    for i, (out, s) in enumerate(zip(outputs, answer, strict=True))
-                ]
-        else:
-            outputs = [t.output() for t in self.texts[: r.params.n]]
+        outputs = [text.output() for text in self.answer]
+        if self.late and self.order is not None:  # they were ranked
+            outputs = [
+                replace(out, index=i, score=s.score, cumulative_logprob=s.cumulative_logprob)
+                for i, (out, s) in enumerate(zip(outputs, r.answer, strict=True))
+            ]
         error = next((s.error for s in r.sequences if s.error), None)
-        metrics = RequestMetrics(
-            r.arrival, r.first_token, r.finished, r.cached_tokens, r.drafted, r.accepted, r.scheduled
-        )
         scores = None
         if r.params.prompt_logprobs is not None:
             scores = self.texts[0].prompt_logprobs(r.prompt.tolist(), r.prompt_parts)
-        return RequestOutput(r.id, r.text, r.prompt.tolist(), outputs, r.finished is not None, metrics, error, scores)
+        done = r.finished is not None
+        return RequestOutput(r.id, r.text, r.prompt.tolist(), outputs, done, self.metrics, error, scores)

@@ -222,20 +222,24 @@ def entry_of(
 class SequenceText:
     """Text, tokens and log-probabilities of one sequence as its tokens are accepted.
 
-    With ``detokenize=False``, or without a tokenizer, no text is made.  Invariant: the deltas joined are ``text``, and
-    after a final ``feed`` that is all the text there is.
+    With ``detokenize=False``, or without a tokenizer, no text is made.  ``scored=False``: log-probabilities are kept
+    elsewhere, whatever ``params`` asks for.  Invariant: the deltas joined are ``text``, and after a final ``feed`` that
+    is all the text there is.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, index: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, index: int = 0, scored: bool = True
+    ) -> None:
         if params.stop and tokenizer is None:
             raise RequestError("stop: stop strings need a tokenizer; use stop_token_ids", "stop")
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self._scores: Scores | None = None if params.logprobs is None else Scores()
+        scored = scored and params.logprobs is not None
+        self._scores: Scores | None = Scores() if scored else None
         self._entries: list[dict[int, Logprob]] = []  # of the first tokens, as far as somebody looked
-        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self.cumulative_logprob: float | None = 0.0 if scored else None
         self._most = None if params.logprobs == -1 else params.logprobs
         self._tokenizer, self._params = tokenizer, params
         self._pieces: list[str] = []
@@ -245,12 +249,13 @@ class SequenceText:
             self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
             if params.stop:
                 self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        # nothing but text is made of its tokens: ``extend`` will do for those in the middle of an answer
+        self.plain = self._stops is None and self._scores is None
 
     def feed(
         self,
         ids: Sequence[int],
         final: bool = False,
-        *,
         stop_token: bool = False,
         logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> TextDelta:
@@ -280,13 +285,8 @@ class SequenceText:
             self.finish_reason, self.stop_reason = "stop", stopped
         return TextDelta(text, stopped, used)
 
-    @property
-    def plain(self) -> bool:
-        """Nothing but text is made of its tokens: ``extend`` will do for those that are not the last."""
-        return self._stops is None and self._scores is None and self.finish_reason is None
-
     def extend(self, ids: Sequence[int]) -> str:
-        """The new text of ``feed(ids)``, if it is ``plain``."""
+        """The new text of ``feed(ids)``, if it is ``plain`` and has not ended."""
         self.token_ids += ids
         if self._detokenizer is None:
             return ""

@@ -312,7 +312,8 @@ class FrameClient:
             stop_token = None if stop_id < 0 else stop_id
             if on_gap is not None and count and (gap := stream.gap(sample, count, self._heard)) is not None:
                 on_gap(*gap)
-            stream.feed(sample, ids, reason, stop_token, logprobs, errors.get((number, sample)))
+            error = errors.get((number, sample)) if errors else None
+            stream.feed(sample, ids, reason, stop_token, logprobs, error)
 
     def _lost(self, why: str) -> None:
         """There is no engine any more: everybody is told at once."""

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from minivllm.core.interfaces.finish import Finish, FinishReason
 from minivllm.errors import EngineDeadError
-from minivllm.text.outputs import RequestMetrics, SequenceText
+from minivllm.frontend.text import RequestText
 
 from .scored import Scored
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.finish import FinishReason
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.text.tokenizer import Tokenizer
 
     from .client import EngineClient
 
 
-@dataclass
+@dataclass(slots=True)
 class TextPiece:
     """New text and tokens of one branch.  The last piece of a branch has ``finish_reason``: "stop", "length", "abort"
     or "error", then ``error`` says why.  ``logprobs``: a sequence of one dict per token, as in ``CompletionOutput``."""
@@ -37,25 +36,15 @@ class TextPiece:
     stop_reason: int | str | None = None
     error: str | None = None
 
-    def join(self, later: TextPiece) -> None:
-        """Take in the piece that follows this one."""
-        self.text += later.text
-        self.token_ids += later.token_ids
-        if self.logprobs is None:
-            self.logprobs = later.logprobs
-        elif later.logprobs is not None:
-            self.logprobs.extend(later.logprobs)
-        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
 
-
-class Stream:
+class Stream(RequestText):
     """An async iterator of ``TextPiece``; it ends when every branch has.  ``aclose``, leaving ``async with``, or
-    losing the last reference to it aborts.
+    losing the last reference to it aborts.  Log-probabilities are kept as columns (``scored``).
 
     Invariant: at most one piece of each branch waits to be read; what comes meanwhile is joined to it.  So what an
     unread stream holds is bounded by its own answer, and who fills it never waits.
 
-    One event loop's thread uses it.  ``order`` is known at the end: the samples of the answer, best first.
+    One event loop's thread uses it.
     """
 
     def __init__(
@@ -63,23 +52,15 @@ class Stream:
         drop: Callable[[Stream], None], cut: Callable[[Stream, int, str], None],
         read: set[Stream],
     ) -> None:  # fmt: skip
-        self.number, self.request_id, self.params = number, request_id, params
-        self.prompt_tokens, self.cached_tokens = prompt_tokens, 0
-        self.metrics = RequestMetrics(time.monotonic())
-        self.order: list[int] | None = None
+        branches = params.n if params.beam_width is not None else params.width  # beams come when they are chosen
+        super().__init__(params, tokenizer, branches, time.monotonic(), scored=False)
+        self.number, self.request_id, self.prompt_tokens = number, request_id, prompt_tokens
         self.prompt: Any = ()  # i32 [prompt_tokens]
         self._parts: list[tuple[int, Any]] = []  # (first position, plan.LogProbs) of the prompt
         self._prompt_scored: Scored | None = None
-        branches = params.n if params.beam_width is not None else params.width  # beams come when they are chosen
-        plain = params
-        if params.logprobs is not None:  # scores are kept here, as they come
-            plain = copy.copy(params)
-            plain.logprobs = None
-        self.texts = [SequenceText(tokenizer, plain, i) for i in range(branches)]
         spell = None if tokenizer is None or not params.detokenize else partial(_spelled, tokenizer)
         self._spell = spell
         self.scored = None if params.logprobs is None else [Scored(spell) for _ in range(branches)]  # of all tokens
-        self.open = set(range(branches))  # branches whose last piece is still to come
         self._drop, self._cut, self._read = drop, cut, read
         self._pending: dict[int, TextPiece] = {}
         self._fed: dict[int, float] = {}  # branch -> when its last tokens came
@@ -151,9 +132,9 @@ class Stream:
         return not self._done
 
     @property
-    def completion_tokens(self) -> int:
-        """Tokens of all branches so far; those behind a stop string are not counted."""
-        return sum(len(text.token_ids) for text in self.texts)
+    def cached_tokens(self) -> int:
+        """Of the prompt, found in the prefix cache; known with the first token."""
+        return self.metrics.cached_tokens
 
     # ---- who fills it --------------------------------------------------------------------------------------------
 
@@ -163,45 +144,33 @@ class Stream:
     ) -> None:  # fmt: skip
         """Accepted tokens of a branch, and why it has ended if it has; ``stop_token`` is the id that ended it where
         that is not an end-of-sequence token.  Ignored if the branch has ended."""
-        if sample not in self.open:
-            return
-        text = self.texts[sample]
-        if (
-            reason is None and ids and text.plain and logprobs is None
-        ):  # by far the most: a token or two in the middle of an answer
-            shown = text.extend(ids)
-            if (waiting := self._pending.get(sample)) is not None:
-                waiting.text += shown
-                waiting.token_ids += ids
-            else:
-                self._pending[sample] = TextPiece(sample, shown, list(ids))
-                self._rouse()
-            return
-        # what ends with "stop" here ended with a token: stop strings are found below
-        delta = text.feed(ids, reason is not None, stop_token=reason == "stop" and bool(ids))
-        if reason is not None:
-            text.finish(reason, stop_token)
-        if text.finish_reason is not None:
-            self.open.discard(sample)
-        elif not delta.used and not delta.text:
-            return
-        new = None if self.scored is None else self._keep(self.scored[sample], logprobs, delta.used)
-        piece = TextPiece(
-            sample, delta.text, list(ids[: delta.used]), new, text.finish_reason, text.stop_reason,
-            error if text.finish_reason == "error" else None,
-        )  # fmt: skip
-        if (waiting := self._pending.get(sample)) is not None:
-            waiting.join(piece)
+        if reason is None and sample in self.open and self.texts[sample].plain:
+            # by far the most: a token or two in the middle of an answer
+            new, stopped, used = self.texts[sample].extend(ids), None, len(ids)
+        elif (delta := self.accept(sample, ids, Finish(reason, stop_token) if reason else None)) is not None:
+            new, stopped, used = delta
         else:
-            self._pending[sample] = piece
-        if reason is None and delta.stopped is not None:
-            self._cut(self, sample, delta.stopped)
+            return
+        if (piece := self._pending.get(sample)) is None:
+            if not new and not used and sample in self.open:
+                return
+            piece = self._pending[sample] = TextPiece(sample, "", [])
+        piece.text += new
+        piece.token_ids += ids if used == len(ids) else ids[:used]
+        if self.scored is not None:
+            self._keep(piece, self.scored[sample], logprobs, used)
+        if sample not in self.open:
+            text = self.texts[sample]
+            piece.finish_reason, piece.stop_reason = text.finish_reason, text.stop_reason
+            piece.error = error if text.finish_reason == "error" else None
+            if reason is None and stopped is not None:
+                self._cut(self, sample, stopped)
         self._rouse()
 
     def started(self, at: float, cached_tokens: int, entered: float | None = None) -> None:
         """The first token came ``at`` seconds of ``time.monotonic``; it left the queue when it ``entered``."""
-        self.metrics.first_token_time, self.cached_tokens = at, cached_tokens
-        self.metrics.cached_tokens, self.metrics.scheduled_time = cached_tokens, entered
+        self.metrics.first_token_time, self.metrics.cached_tokens = at, cached_tokens
+        self.metrics.scheduled_time = entered
 
     def gap(self, sample: int, count: int, now: float) -> tuple[float, int] | None:
         """``count`` tokens of a branch have come: (seconds between them, how many such gaps); None for the first."""
@@ -211,12 +180,15 @@ class Stream:
             before, count = self.metrics.first_token_time, count - 1
         return None if before is None or not count else (max(now - before, 0.0) / count, count)
 
-    def _keep(self, all: Scored, new: Scored | None, used: int) -> Scored:
-        """The scores of as many new tokens as belong to the sequence."""
+    def _keep(self, piece: TextPiece, all: Scored, new: Scored | None, used: int) -> None:
+        """The scores of as many new tokens as belong to the sequence, in its next piece and among all of them."""
         new = Scored() if new is None else new if used == len(new) else new.cut(0, used)
         new.spell = self._spell
         all.extend(new)
-        return new
+        if piece.logprobs is None:
+            piece.logprobs = new
+        else:
+            piece.logprobs.extend(new)
 
     def score_prompt(self, parts: Sequence[tuple[int, Any]]) -> None:
         """(first position, plan.LogProbs) of the prompt: all of them are there with the first piece."""
