@@ -15,27 +15,23 @@ import itertools
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.core.foreign import refusal, refuse_within
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.errors import EngineDeadError, MinivllmError, told
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, told
 from minivllm.hardware import prepare_environment
 
 from .llm import load, render_chat
+from .loop import STOPPED, Inbox, TurnLoop
 
 if TYPE_CHECKING:
+    from minivllm.core.engine.engine import Engine
+
     from .requests import StreamOutput
 
 log = logging.getLogger("minivllm")
-
-
-class _EngineJob(NamedTuple):
-    number: int  # jobs in the order in which they were sent
-    adds: str  # the id of the request that it adds
-    run: Callable[[], object]
 
 
 class AsyncLLM:
@@ -59,13 +55,8 @@ class AsyncLLM:
         self._recorder = RunRecorder(self._loaded, record)
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
         self._recorder.begin(self.resolved, self.engine)
-        self._inbox: deque[_EngineJob] = deque()
-        self._ends: deque[_EngineJob] = deque()  # what ends a request overtakes the inbox
-        self._numbers = itertools.count()
-        self._wake = threading.Condition()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._loop, name="minivllm-engine", daemon=True)
-        self._thread.start()
+        self._loop = JobLoop(self.engine)
+        self._thread = self._loop.start()
 
     # ---- the event loop's side -----------------------------------------------------------------------------------
 
@@ -134,20 +125,7 @@ class AsyncLLM:
     def abort(self, request_id: str) -> None:
         """End a request; unknown ids are ignored.  Any thread may call it, but for the engine's own."""
         self._refuse_within("abort")
-        number = next(self._numbers)
-
-        def end() -> None:
-            if self.engine.abort(request_id):
-                return
-            with self._wake:  # it may not have been added yet: its stream is to end as any other does
-                found = next((job for job in self._inbox if job.adds == request_id and job.number < number), None)
-                if found is not None:
-                    self._inbox.remove(found)
-            if found is not None:
-                found.run()
-                self.engine.abort(request_id)
-
-        self._send(end, ends=True)
+        self._loop.abort(request_id)
 
     async def stats(self) -> dict[str, Any]:
         """As ``LLM.stats``, taken between two steps."""
@@ -187,23 +165,16 @@ class AsyncLLM:
         self._send(run)
         return await answer
 
-    def _send(self, job: Callable[[], object], adds: str = "", ends: bool = False) -> None:
+    def _send(self, run: Callable[[], object], adds: str = "", ends: bool = False) -> None:
         """Have the engine's thread do something.  ``ends``: it ends a request, so it goes before all that waits, and no
         matter if the engine has stopped meanwhile."""
-        with self._wake:
-            if self._stopping and ends:
-                return
-            if self._stopping:
-                raise EngineDeadError(self.engine.dead or "the engine was stopped")
-            (self._ends if ends else self._inbox).append(_EngineJob(next(self._numbers), adds, job))
-            self._wake.notify()
+        if not self._loop.send(run, adds, ends) and not ends:
+            raise EngineDeadError(self.engine.dead or STOPPED)
 
     def close(self, timeout: float = 10.0) -> None:
         """Abort what runs, end the thread, give the memory back; idempotent."""
         self._refuse_within("close")
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._loop.inbox.close()
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise EngineDeadError(f"the engine's thread is still in a step after {timeout} s")
@@ -222,38 +193,62 @@ class AsyncLLM:
         if threading.current_thread() is self._thread:
             refuse_within(self.engine.within or "a step", what)
 
+
+class _EngineJob(NamedTuple):
+    number: int  # jobs in the order in which they were sent
+    adds: str  # the id of the request that it adds
+    run: Callable[[], object]
+
+
+class JobLoop(TurnLoop):
+    """Runs an engine and what is sent to its thread.  A job that raises ends nothing but itself."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.inbox: Inbox[_EngineJob] = Inbox()
+        self._numbers = itertools.count()
+
+    def send(self, run: Callable[[], object], adds: str = "", ends: bool = False) -> bool:
+        """From any thread; False if the loop takes nothing more.  What ``ends`` a request overtakes the others."""
+        return self.inbox.put(_EngineJob(next(self._numbers), adds, run), urgent=ends)
+
+    def abort(self, request_id: str) -> bool:
+        """From any thread: end a request, also one that is still to be added, whose stream ends as any other does."""
+        number = next(self._numbers)
+
+        def end() -> None:
+            if self.engine.abort(request_id):
+                return
+            job = self.inbox.remove(lambda job: job.adds == request_id and job.number < number)
+            if job is not None:
+                job.run()
+                self.engine.abort(request_id)
+
+        return self.send(end, ends=True)
+
     # ---- the engine's thread -------------------------------------------------------------------------------------
 
-    def _loop(self) -> None:
-        why = "the engine was stopped"
-        try:
-            while not self._stopping:
-                self._turn()
-        except BaseException as e:
-            why = f"the engine's thread ended: {told(e)}"
-            log.critical(why, exc_info=e)
-        with self._wake:  # from here on nothing is taken into the inbox
-            self._stopping = True
-        self.engine.fail_all(why)
-        self._do_jobs()  # what came last is refused, not forgotten
+    @property
+    def over(self) -> bool:
+        return self.inbox.closed
 
-    def _turn(self) -> None:
-        self._do_jobs()
-        worked = False
+    def turn(self, wait: float | None) -> bool:
+        self.inbox.wait(wait)
+        self.do_jobs()
         try:
-            worked = not self.engine.dead and self.engine.busy and self.engine.step()
-        except (Exception, KeyboardInterrupt):  # the engine has told its requests; the thread goes on
+            return not self.engine.dead and self.engine.busy and self.engine.step()
+        except RequestError:  # another thread called the engine, whose turn it is not
             log.exception("the engine's thread met an error")
-        if not worked:
-            with self._wake:
-                if not self._inbox and not self._ends and not self._stopping:
-                    waits = self.engine.busy and not self.engine.dead
-                    self._wake.wait(self.engine.idle() if waits else None)
+            return False
 
-    def _do_jobs(self) -> None:
-        while jobs := self._ends or self._inbox:
+    def leave(self, error: BaseException | None) -> None:
+        self.inbox.close()
+        self.do_jobs()  # what came last is refused, not forgotten
+
+    def do_jobs(self) -> None:
+        while (job := self.inbox.take()) is not None:
             try:
-                jobs.popleft().run()
+                job.run()
             except (Exception, KeyboardInterrupt):
                 log.exception("the engine's thread met an error")
 

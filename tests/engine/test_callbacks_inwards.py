@@ -143,8 +143,8 @@ def test_a_thread_that_ends_ends_everyone_who_waits_with_the_reason(folder, monk
             elif where == "step":
                 monkeypatch.setattr(llm.engine.publisher, "publish", lambda *args: throw(SystemExit(3)))
             else:
-                dies = once(type(llm)._do_jobs, [SystemExit(3)])
-                monkeypatch.setattr(llm, "_do_jobs", dies.__get__(llm))
+                dies = once(type(llm._loop).do_jobs, [SystemExit(3)])
+                monkeypatch.setattr(llm._loop, "do_jobs", dies.__get__(llm._loop))
             asked = asyncio.create_task(llm.stats())
             waiting = asyncio.create_task(_last(llm, [3, 4], plain()))
             await asyncio.sleep(0)
@@ -251,9 +251,9 @@ def test_a_servers_loop_that_cannot_go_on_tells_everyone_why():
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     thread.join(10)
-    assert not thread.is_alive() and engine.dead == "SystemExit: 3"
-    assert link.done() == [1] and link.said("errors")[0][2] == "SystemExit: 3"
-    assert any(header.get("dead") == "SystemExit: 3" for header, _ in link.frames)
+    assert not thread.is_alive() and engine.dead == "the engine's thread ended: SystemExit: 3"
+    assert link.done() == [1] and link.said("errors")[0][2] == engine.dead
+    assert any(header.get("dead") == engine.dead for header, _ in link.frames)
 
 
 @pytest.mark.parametrize("exc", RAISED, ids=NAMED)

@@ -15,7 +15,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +25,7 @@ import numpy as np
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.errors import EngineDeadError, PluginError, RequestError, shown
+from minivllm.frontend.loop import Inbox
 
 from .engine_loop import EngineLoop, describe, error_from
 from .frames import ENDS, ROW, Frame
@@ -343,8 +343,7 @@ class LocalClient(FrameClient):
     def __init__(self, loaded: Loaded) -> None:
         super().__init__()
         self._loaded = loaded
-        self._inbox: deque[Frame] = deque()
-        self._came = threading.Condition()
+        self._inbox: Inbox[Frame] = Inbox()
         self._thread: threading.Thread | None = None
 
     async def open(self) -> None:
@@ -352,14 +351,11 @@ class LocalClient(FrameClient):
 
         self._loop = asyncio.get_running_loop()
         self._engine, resolved, self.tokenizer = await asyncio.to_thread(build_engine, self._loaded)
-        self._thread = threading.Thread(target=EngineLoop(self._engine, self).run, name="minivllm-engine", daemon=True)
         self._opened(describe(self._engine, resolved))
-        self._thread.start()
+        self._thread = EngineLoop(self._engine, self).start()
 
     def _send(self, kind: str, header: dict[str, Any], columns: dict[str, np.ndarray] | None = None) -> None:
-        with self._came:
-            self._inbox.append(Frame(kind, header, columns or {}))
-            self._came.notify()
+        self._inbox.put(Frame(kind, header, columns or {}))
 
     async def close(self, drain: float = 0.0) -> bool:
         whole = await self._drain(drain)
@@ -374,12 +370,8 @@ class LocalClient(FrameClient):
     # ---- the link, on the engine's thread ------------------------------------------------------------------------
 
     def receive(self, seconds: float) -> list[Frame]:
-        with self._came:
-            if not self._inbox and seconds > 0:
-                self._came.wait(seconds)
-            found = list(self._inbox)
-            self._inbox.clear()
-        return found
+        self._inbox.wait(seconds)
+        return list(iter(self._inbox.take, None))
 
     def send(self, header: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
         try:

@@ -41,6 +41,7 @@ from minivllm.core.interfaces.finish import Finish
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
+from minivllm.frontend.loop import TurnLoop
 from minivllm.server.line import Line
 
 from . import state
@@ -77,11 +78,14 @@ class _Live:
         self.started = False
 
 
-class EngineLoop:
+class EngineLoop(TurnLoop):
     """``run`` returns when the link says stop, is gone, or (``ends``) the engine is dead."""
 
+    longest = HEARTBEAT
+
     def __init__(self, engine: Engine, link: Link, ends: bool = False) -> None:
-        self.engine, self.link, self.ends = engine, link, ends
+        super().__init__(engine)
+        self.link, self.ends = link, ends
         self.live: dict[int, _Live] = {}
         self.stopping = False
         self.turned = time.monotonic()  # when the last turn began
@@ -107,33 +111,23 @@ class EngineLoop:
         self.frames: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []  # of this turn, full
         self._clear()
 
-    def run(self) -> None:
-        worked = False
-        while not self.stopping and not (self.ends and self._told_dead):
-            wait = 0.0
-            if not worked and not self.arriving:
-                wait = self.engine.idle() if self.engine.busy and not self.engine.dead else HEARTBEAT
-                wait = min(wait, LOOK) if self.compiling else wait
-            try:
-                worked = self.turn(wait)
-            except EngineDeadError as e:  # the link: nobody is there any more
-                self.engine.fail_all(str(e))
-                return
-            except KeyboardInterrupt:  # raised by a plug-in, whose request was told: Ctrl-C does not come here
-                log.exception("the engine's loop met an interrupt")
-            except BaseException as e:  # whatever it is, those who wait are told
-                log.exception("the engine's loop met an error")
-                if self.engine.dead:
-                    break
-                self.engine.fail_all(told(e))
-        self.compiling.close()
-        self.engine.fail_all("the engine was stopped")
-        self._flush()
+    @property
+    def over(self) -> bool:
+        return self.stopping or (self.ends and self._told_dead)
 
-    def turn(self, wait: float = 0.0) -> bool:
+    def leave(self, error: BaseException | None) -> None:
+        self.compiling.close()
+        if not isinstance(error, EngineDeadError):  # of the link, at whose other end nobody is
+            self._flush()
+
+    def patience(self) -> float:
+        wait = 0.0 if self.arriving else super().patience() or 0.0
+        return min(wait, LOOK) if self.compiling else wait
+
+    def turn(self, wait: float | None = 0.0) -> bool:
         """Commands, one step, one frame; False if the engine found nothing to do."""
         self.turned = time.monotonic()
-        came = self.link.receive(wait)
+        came = self.link.receive(wait or 0.0)
         begin = time.perf_counter()
         self._obey(came, begin + PATIENCE)
         for live, error in self.compiling.ready():
