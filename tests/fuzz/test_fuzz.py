@@ -151,7 +151,7 @@ def wrong_tokens(patch):
     def publish(self, flight, result):
         if crowded(flight.plan) and flight.plan.id % 5 == 0:
             result = replace(result, tokens=np.where(result.tokens > 5, result.tokens - 1, result.tokens))
-        true(self, flight, result)
+        return true(self, flight, result)
 
     patch.setattr(publisher.Publisher, "publish", publish)
 
@@ -185,7 +185,7 @@ def nothing_to_draw(patch):
             flags = result.flags.copy()
             flags[0] = NAN
             result = replace(result, flags=flags)
-        true(self, flight, result)
+        return true(self, flight, result)
 
     patch.setattr(publisher.Publisher, "publish", publish)
 
