@@ -17,9 +17,8 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from minivllm import declared
 from minivllm.core import checks
 from minivllm.core.foreign import alone, call_foreign
 from minivllm.core.interfaces.evictor import EvictorContext
@@ -27,11 +26,12 @@ from minivllm.core.interfaces.finish import Finish, FinishReason, eos_within
 from minivllm.core.interfaces.plan import STOP_IDS, StepPlan
 from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock, processor_seams
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, suggest, told
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
 
 from .blocks import BlockPool
 from .cache import KVCache
 from .forks import advance, finish_beams
+from .incoming import bind, check_prompt, check_read
 from .masks import RowMasks, supply
 from .planner import Planner
 from .prompt_scores import check_logprobs
@@ -40,14 +40,13 @@ from .request import FINISHED, Request, Seq
 from .slots import Slots
 from .speculation import Speculation
 from .stops import StopRule
-from .strategies import answer, branches, own_names
+from .strategies import answer, branches
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.evictor import Evictor
     from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
-    from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.plan import StepResult
-    from minivllm.core.interfaces.sampling import Column, Processor, Row
+    from minivllm.core.interfaces.sampling import Sampler
 
     from .parts import CacheOptions, EngineParts
 
@@ -135,16 +134,16 @@ class Engine:
         if request.id in self.requests:
             raise RequestError(f"request id {shown(request.id)} is in use; want a new one", "request_id")
         p = request.params
-        self._check_prompt(request)
+        check_prompt(request, self.wiring, self.capacity.vocab_size, self.cache)
         if p.structured_outputs is not None and request.grammar is None:
             raise RequestError("structured_outputs: nobody has compiled them for this request", "structured_outputs")
         constrained = request.grammar is not None
         request.stops = StopRule.of(p, self.eos_ids, len(request.prompt), request.end, constrained)
         if (n := len(request.stops.ids)) > STOP_IDS:
             raise RequestError(f"{n} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids")
-        self._check_read(p)
+        check_read(p, self.strategies, self.processors)
         request.rows = tuple(
-            self.clock.seams.run(seam, self._bind, name, made, columns, request)
+            self.clock.seams.run(seam, bind, name, made, columns, request)
             for seam, (name, made), columns in zip(self._bind_seams, self.processors, self.columns, strict=True)
         )
         request.speculates = self.speculation is not None and self.speculation.serves(request)
@@ -171,64 +170,14 @@ class Engine:
         self.requests[request.id] = request
         self.events.request_added(request)
 
-    def _check_read(self, p: SamplingParams) -> None:
-        """RequestError for a parameter that nothing in this engine reads."""
-        if p.extra:
-            p.check_extra()
-        known = own_names(self.strategies).union(*(made.reads for _, made in self.processors))
-        for name in p.asked():
-            if name not in known:
-                what = f"{name} is set, but no processor, sampler or strategy in the config reads it"
-                does = f"add one that does{''.join(f', {who}' for who in declared.readers(name)[:4])}"
-                raise RequestError(f"{what}; {does}.{suggest(name, sorted(known))}", name)
-
     def _host_draw(self, seq: Seq) -> Any:
         """What draws the tokens of a row whose request brings functions of its own."""
-        functions, sampler = seq.request.params.logits_processors, self.processors[-1][1]
+        functions, sampler = seq.request.params.logits_processors, cast("Sampler", self.processors[-1][1])
         if not functions:
             return None
         if self.host_sampler is None:
             raise RequestError("logits_processors: this engine has nothing that runs them", "logits_processors")
         return self.host_sampler(seq, functions, sampler, seq.request.rows[-1])
-
-    def _check_prompt(self, request: Request) -> None:
-        p, limit, vocab = request.params, self.wiring.max_model_len, self.capacity.vocab_size
-        n = len(request.prompt)
-        if not n:
-            raise RequestError("the prompt is empty; want at least one token", "prompt")
-        low, high = int(request.prompt.min()), int(request.prompt.max())
-        if low < 0 or high >= vocab:
-            raise RequestError(
-                f"prompt token id {low if low < 0 else high} is out of range; want 0 to {vocab - 1}", "prompt"
-            )
-        if n >= limit:
-            raise RequestError(
-                f"the prompt has {n} tokens; want at most {limit - 1} (max_model_len={limit} less one to generate)",
-                "prompt",
-            )
-        for i in p.stop_token_ids:
-            if i >= vocab:
-                raise RequestError(f"stop_token_ids: {i} is out of range; want 0 to {vocab - 1}", "stop_token_ids")
-        wide = next((name for name in ("beam_width", "best_of") if getattr(p, name) is not None), "n")
-        if p.width > self.wiring.max_num_seqs:
-            raise RequestError(f"{wide}={p.width} is more than max_num_seqs={self.wiring.max_num_seqs}", wide)
-        request.end = limit if p.max_tokens is None else min(n + p.max_tokens, limit)
-        if not self.cache.fits_alone(n, request.end, p.width):
-            room = (min(pool.total for pool in self.cache.pools) - 1) * self.wiring.block
-            raise RequestError(
-                f"the request needs the KV cache of up to {request.end} tokens for each of {wide}={p.width}, but the "
-                f"whole cache holds {room}; shorten it, lower max_tokens, or raise num_kvcache_blocks",
-                "max_tokens",
-            )
-
-    def _bind(self, name: str, made: Processor, columns: Mapping[str, Column], request: Request) -> Row | None:
-        """A processor's row for this request, checked against its columns: a plug-in's fault ends this request only."""
-        try:
-            return checks.bound(call_foreign(made.bind, request.params, len(request.prompt)), columns)
-        except RequestError:
-            raise
-        except Exception as e:
-            raise RequestError(f"{name} failed on this request: {told(e)}") from e
 
     @alone
     def abort(self, request_id: str) -> bool:

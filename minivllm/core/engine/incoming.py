@@ -1,0 +1,80 @@
+"""What a new request must satisfy: checked before anything has changed, each refusal a RequestError."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minivllm import declared
+from minivllm.core import checks
+from minivllm.core.foreign import call_foreign
+from minivllm.errors import RequestError, suggest, told
+
+from .strategies import own_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.core.interfaces.sampling import Column, Processor, Row
+    from minivllm.core.interfaces.strategy import DecodingStrategy
+
+    from .cache import KVCache
+    from .request import Request
+
+    Processors = Sequence[tuple[str, Processor]]
+    Strategies = Sequence[tuple[str, DecodingStrategy]]
+
+
+def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -> None:
+    """Prompt, stop ids and size of a request; sets its ``end``."""
+    p, limit = request.params, wiring.max_model_len
+    n = len(request.prompt)
+    if not n:
+        raise RequestError("the prompt is empty; want at least one token", "prompt")
+    low, high = int(request.prompt.min()), int(request.prompt.max())
+    if low < 0 or high >= vocab:
+        raise RequestError(
+            f"prompt token id {low if low < 0 else high} is out of range; want 0 to {vocab - 1}", "prompt"
+        )
+    if n >= limit:
+        raise RequestError(
+            f"the prompt has {n} tokens; want at most {limit - 1} (max_model_len={limit} less one to generate)",
+            "prompt",
+        )
+    for i in p.stop_token_ids or ():
+        if i >= vocab:
+            raise RequestError(f"stop_token_ids: {i} is out of range; want 0 to {vocab - 1}", "stop_token_ids")
+    wide = next((name for name in ("beam_width", "best_of") if getattr(p, name) is not None), "n")
+    if p.width > wiring.max_num_seqs:
+        raise RequestError(f"{wide}={p.width} is more than max_num_seqs={wiring.max_num_seqs}", wide)
+    request.end = limit if p.max_tokens is None else min(n + p.max_tokens, limit)
+    if not cache.fits_alone(n, request.end, p.width):
+        room = (min(pool.total for pool in cache.pools) - 1) * wiring.block
+        raise RequestError(
+            f"the request needs the KV cache of up to {request.end} tokens for each of {wide}={p.width}, but the "
+            f"whole cache holds {room}; shorten it, lower max_tokens, or raise num_kvcache_blocks",
+            "max_tokens",
+        )
+
+
+def check_read(p: SamplingParams, strategies: Strategies, processors: Processors) -> None:
+    """RequestError for a parameter that nothing in this engine reads."""
+    if p.extra:
+        p.check_extra()
+    known = own_names(strategies).union(*(made.reads for _, made in processors))
+    for name in p.asked():
+        if name not in known:
+            what = f"{name} is set, but no processor, sampler or strategy in the config reads it"
+            does = f"add one that does{''.join(f', {who}' for who in declared.readers(name)[:4])}"
+            raise RequestError(f"{what}; {does}.{suggest(name, sorted(known))}", name)
+
+
+def bind(name: str, made: Processor, columns: Mapping[str, Column], request: Request) -> Row | None:
+    """A processor's row for this request, checked against its columns: a plug-in's fault ends this request only."""
+    try:
+        return checks.bound(call_foreign(made.bind, request.params, len(request.prompt)), columns)
+    except RequestError:
+        raise
+    except Exception as e:
+        raise RequestError(f"{name} failed on this request: {told(e)}") from e
