@@ -31,7 +31,7 @@ from minivllm.core.interfaces.evictor import BlockInfo
 from minivllm.errors import EngineDeadError, told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from minivllm.core.interfaces.evictor import Evictor
     from minivllm.core.timing import SeamTimes
@@ -68,7 +68,7 @@ class BlockPool:
         seams: SeamTimes,
         events: EngineEvents,
         kv_group: int = 0,
-        hash_fn=chain_key,
+        hash_fn: Callable[[int, bytes], int] = chain_key,
     ) -> None:
         self.total, self.block, self.block_bytes, self.hash_fn = total, block, block_bytes, hash_fn
         self.evictor, self.seams, self.events, self.kv_group = evictor, seams, events, kv_group

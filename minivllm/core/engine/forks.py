@@ -200,7 +200,8 @@ def finish_beams(engine: Engine, request: Request, cut: Finish | None, error: st
     for seq, out in zip(beams.seqs, outputs, strict=False):
         error = _hand_over(request, seq, out) or error
     for seq, out in zip(beams.seqs, outputs + outputs[-1:] * (beams.width - len(outputs)), strict=True):
-        engine.close(seq, *(out.finish if error is None else Finish("error")), error)
+        finish = out.finish if error is None else Finish("error")
+        engine.close(seq, finish.reason, finish.stop, error)
 
 
 def _hand_over(request: Request, seq: Seq, out: Kept) -> str | None:

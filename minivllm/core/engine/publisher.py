@@ -15,7 +15,7 @@ import numpy as np
 from minivllm.core import checks
 from minivllm.core.foreign import call_foreign
 from minivllm.core.interfaces.finish import Finish, finish_of
-from minivllm.core.interfaces.plan import ENDED, FAILED, NAN, StepPlan, StepResult, group_rows
+from minivllm.core.interfaces.plan import ENDED, FAILED, NAN, StepError, StepPlan, StepResult, group_rows
 from minivllm.errors import told
 
 from .prompt_scores import keep_prompt
@@ -242,7 +242,7 @@ class Publisher:
                 if seq.status == WAITING:
                     self.planner.requeue(seq)
 
-    def _fail_step(self, flight: Flight, live: np.ndarray, error) -> None:
+    def _fail_step(self, flight: Flight, live: np.ndarray, error: StepError) -> None:
         """No row of the step has a result: all its sequences end with the error (blocks unpublished); if the device's
         columns are in doubt, so do all that run."""
         named = f"{error.plugin}: {error.message}" if error.plugin else error.message
@@ -276,7 +276,8 @@ class Publisher:
         return complete
 
     def _choose(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
-        s, plan = self.slots, flight.plan
+        s, plan, logits = self.slots, flight.plan, result.logits
+        assert logits is not None, "a step with host rows gives their logits"
         for h, j in enumerate(plan.host.tolist()):
             r = int(plan.samples[j])
             if not live[r] or int(result.flags[j]) & ENDED:
@@ -284,7 +285,7 @@ class Publisher:
             slot = int(plan.slots[r])
             seq, n = s.at(slot), int(s.known[slot])
             try:
-                token = call_foreign(_chosen, seq, result.logits[h], s.tokens[slot, :n].tolist())
+                token = call_foreign(_chosen, seq, logits[h], s.tokens[slot, :n].tolist())
             except Exception as e:  # the user's code: it ends its own request and nothing else
                 what = "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"
                 self.finish(seq, "error", error=f"{what}: {told(e)}")
@@ -299,4 +300,5 @@ class Publisher:
 
 
 def _chosen(seq: Seq, logits: np.ndarray, ids: list[int]) -> int:
+    assert seq.choose is not None
     return checks.chosen_token(seq.choose(logits, ids), len(logits))
