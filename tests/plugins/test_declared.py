@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from minivllm import LLM, RequestError, SamplingParams, declared
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.config.schema import config_schema
+from minivllm.config.server import ServerConfig
 from minivllm.core.interfaces.params import NAMES, is_own
 from minivllm.errors import ConfigError, PluginError
 from minivllm.parameters import Param
 from minivllm.record.tally import plain_params
 from minivllm.registry import Catalog
 from minivllm.server.openai.fields import check
+from minivllm.server.openai.params import make_params
 from minivllm.server.openai.protocol.common import read
 from minivllm.server.openai.protocol.completion import CompletionBody
 from minivllm.spec import ASKED, KINDS, Spec
@@ -135,6 +138,18 @@ def test_it_stands_in_files_in_bodies_and_in_what_is_shown(away, capsys):
     assert "xtc_probability: float, default 0.0, at least 0, at most 9: off its logit" in capsys.readouterr().out
     sampling = config_schema(Catalog.discover())["properties"]["sampling"]["properties"]
     assert (sampling["xtc_probability"]["maximum"], sampling["mirostat_tau"]["anyOf"][0]["maximum"]) == (9, 64)
+
+
+@pytest.mark.parametrize("name", ["mirostat_tau", "xtc_probability"])
+@pytest.mark.parametrize("how", [lambda asked: asked, lambda asked: {"vllm_xargs": asked}])
+def test_a_body_counts_before_the_defaults_of_a_server(away, name, how):
+    declared.installed()
+    info, state = SimpleNamespace(vocab_size=64, max_logprobs=5), {"tenant": "", "trace": None}
+    for asked, want in (({}, 0.5), ({name: 0.25}, 0.25)):
+        body = read(CompletionBody, {"prompt": "a", **how(asked)})
+        passed, _ = check(body, [name])
+        made = make_params(body, passed, None, None, state, info, ServerConfig(), {name: 0.5})
+        assert made.extra == {name: want}
 
 
 def test_a_name_is_not_looked_for_in_other_packages_while_requests_are_served(away, monkeypatch):

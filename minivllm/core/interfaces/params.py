@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -266,6 +267,11 @@ class SamplingParams:
 
 NAMES = frozenset(f.name for f in fields(SamplingParams))
 DEFAULTS = {f.name: f.default for f in fields(SamplingParams) if f.name != "extra"}
+_keywords = [
+    Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in {**DEFAULTS, "extra": {}}.items()
+]
+_signature = Signature([*_keywords, Parameter("declared", Parameter.VAR_KEYWORD)])
+SamplingParams.__signature__ = _signature  # type: ignore[attr-defined]  # for help() and notebooks
 NEUTRAL = {f.name: f.default for f in fields(SamplingParams) if f.name in PROCESSED}
 
 

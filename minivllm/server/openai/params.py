@@ -54,6 +54,8 @@ def make_params(
     if beams:  # vLLM's way to ask for as many beams as answers
         values.setdefault("beam_width", values.get("n", 1))
     who = {"tenant": state["tenant"], "trace_headers": state["trace"]}
+    # what stands in ``extra`` takes the place of a default too, which is a keyword and would count before it
+    defaults = {name: value for name, value in defaults.items() if name not in values.get("extra", ())}
     made = SamplingParams.make(**{**defaults, "max_tokens": None, **values, **who})
     _want(made.n <= server.max_n, "n", f"at most {server.max_n}")
     _want(made.width <= server.max_n, "best_of" if made.best_of else "beam_width", f"at most {server.max_n}")
