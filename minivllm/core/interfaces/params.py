@@ -266,7 +266,7 @@ class SamplingParams:
 
 
 NAMES = frozenset(f.name for f in fields(SamplingParams))
-DEFAULTS = {f.name: f.default for f in fields(SamplingParams) if f.name != "extra"}
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) if f.name != "extra"}
 _keywords = [
     Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in {**DEFAULTS, "extra": {}}.items()
 ]
