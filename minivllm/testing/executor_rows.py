@@ -46,6 +46,29 @@ class ExecutorRows(SpecConformance):
             assert after == greedy([*a, chosen], 1)[0], "the row goes on from the token that the host chose"
 
     @since(1, 0)
+    def test_a_host_row_gives_its_logits_and_takes_its_token_later(self) -> None:
+        """``logits`` f32 [len(host), V]; count 0 until the host's token comes with a delta."""
+        a, b = prompts(6, 11)
+        with self.started() as driver:
+            driver.join(0, a, 20)
+            driver.join(1, b, 20)
+            plan = driver.submit({0: 6, 1: 11}, host=(0,))
+            driver.submit({1: 1})
+            result, second = driver.executor.collect(0)
+            check_result(plan, result, driver.capacity.vocab_size)
+            shape = (1, driver.capacity.vocab_size)
+            assert np.shape(result.logits) == shape, f"logits {np.shape(result.logits)}: want {shape}"
+            worst = float(np.abs(result.logits[0] - logits_after(tuple(a)).numpy()).max())
+            assert worst < 1e-3, f"logits differ from transformers' by up to {worst:.2g}: allowed 1e-3"
+            count, flags = by_slot(result, "count")[0], by_slot(result, "flags")[0]
+            assert (count, flags) == (0, 0), f"the host has not chosen: count {count}, flags {flags}, want 0 and 0"
+            assert [by_slot(result)[1], by_slot(second)[1]] == greedy(b, 2), "the row beside it"
+            driver.token(0, chosen := int(result.logits[0].argsort()[-2]))  # the second best
+            driver.submit({0: 1, 1: 1})
+            after = by_slot(driver.executor.collect(0)[0])[0]
+            assert after == greedy([*a, chosen], 1)[0], "the row goes on from the token that the host chose"
+
+    @since(1, 0)
     def test_prompt_logprobs_come_with_the_chunks_that_compute_them(self) -> None:
         """``StepPlan.prompt``: of the tokens that follow the first ``count`` of a row, one row of the plan after the
         other, with their rank and the k best; None for steps that ask for none."""
