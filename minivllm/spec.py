@@ -84,7 +84,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
             traits={"drafts": "how many tokens it can draft for a row in a step, if there is a limit; 0: none"},
         ),
         Kind("evictor", _SEAMS + "evictor:Evictor", traits={"order": "the reference order it keeps: lru, fifo or lfu"}),
-        Kind("executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size")),
+        Kind(
+            "executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size"),
+            traits={"made_up": "it computes no model: target of a function (token ids, vocabulary) that gives the "
+                               "logits f32 [V] of the next token, which the conformance kit compares with instead"},
+        ),
         Kind(
             "grammar", _SEAMS + "grammar:Grammar",
             features={

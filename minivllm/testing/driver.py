@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -254,13 +254,18 @@ def check_result(plan: StepPlan, result: StepResult, vocab: int) -> None:
 
 
 def check_logprobs(
-    plans: Sequence[StepPlan], results: Sequence[StepResult], known: Sequence[list[int]], vocab: int
+    plans: Sequence[StepPlan],
+    results: Sequence[StepResult],
+    known: Sequence[list[int]],
+    vocab: int,
+    after: Callable[[Sequence[int]], torch.Tensor],
 ) -> None:
-    """Log-probabilities of greedy rows are those of transformers; ``known``: slot -> its tokens before the steps."""
+    """Log-probabilities of greedy rows are those of the logits ``after`` their tokens; ``known``: slot -> its tokens
+    before the steps."""
     for plan, result in zip(plans, results, strict=True):
         check_result(plan, result, vocab)
         for j, slot in enumerate(result.slots.tolist()):
-            want, token = logits_after(tuple(known[slot])).log_softmax(-1), int(result.tokens[j])
+            want, token = after(known[slot]).log_softmax(-1), int(result.tokens[j])
             known[slot].append(token)
             if (lp := result.logprobs) is None:
                 continue

@@ -17,9 +17,9 @@ import numpy as np
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 
 from .base import since
-from .driver import BLOCK, SLOTS, Driver, by_slot, check_logprobs, check_result, greedy, logits_after, prompts
+from .driver import BLOCK, SLOTS, Driver, by_slot, check_logprobs, check_result, prompts
+from .executor_reference import ExecutorReference
 from .faulty import FIRST_TALLY
-from .spec import SpecConformance
 
 VOCAB = 64  # bits of a mask's words: more than the tiny model has tokens
 
@@ -37,11 +37,6 @@ def masks(*allowed: Sequence[int]) -> np.ndarray:
     return np.packbits(bits, axis=1, bitorder="little").view("<i4")
 
 
-def likeliest(tokens: Sequence[int], allowed: Sequence[int]) -> int:
-    """transformers' next token among some."""
-    return max(allowed, key=logits_after(tuple(tokens)).tolist().__getitem__)
-
-
 def drawn(results: Sequence[StepResult]) -> dict[int, list[int]]:
     """slot -> the tokens that count, over steps without errors."""
     got: dict[int, list[int]] = {}
@@ -52,7 +47,7 @@ def drawn(results: Sequence[StepResult]) -> dict[int, list[int]]:
     return got
 
 
-class ExecutorDevice(SpecConformance):
+class ExecutorDevice(ExecutorReference):
     started: Callable[..., AbstractContextManager[Driver]]
 
     def drivers(self) -> Iterator[Driver]:
@@ -101,7 +96,7 @@ class ExecutorDevice(SpecConformance):
         """Rows drew the likeliest token, of their masks where they have one; ``known`` grows by them."""
         assert not result.errors, f"step {result.id} failed: {result.errors}"
         for slot, token in by_slot(result).items():
-            want = likeliest(known[slot], among[slot]) if slot in among else greedy(known[slot], 1)[0]
+            want = self.likeliest(known[slot], among[slot]) if slot in among else self.greedy(known[slot], 1)[0]
             what = f"under its mask {among[slot]}" if slot in among else "without a mask"
             assert token == want, f"step {result.id}, slot {slot}: drew {token}; the likeliest {what} is {want}"
             known[slot].append(token)
@@ -120,7 +115,7 @@ class ExecutorDevice(SpecConformance):
             for driver, plan, mask in zip((first, second), plans, lent, strict=True):
                 driver.executor.supply(plan.id, LateInputs(mask))
                 got.append(drawn(driver.executor.collect(0))[0])
-        assert got == [[likeliest(a, [7, 9])], [likeliest(b, [40, 41])]], "tokens of the two"
+        assert got == [[self.likeliest(a, [7, 9])], [self.likeliest(b, [40, 41])]], "tokens of the two"
 
     # ---- which rows, and where their keys lie ----------------------------------------------------------------------
 
@@ -129,7 +124,7 @@ class ExecutorDevice(SpecConformance):
         """Steps of every number of rows, with all slots taken: a step that is filled up to a size of its own must not
         draw, store or count for a row that waits, nor twice for one that is in it."""
         items = prompts(*range(3, 3 + SLOTS))
-        counting = (0, 4, SLOTS - 1)
+        counting = () if self.made_up else (0, 4, SLOTS - 1)
         for driver in self.drivers():
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 40, tally=slot in counting)
@@ -140,7 +135,7 @@ class ExecutorDevice(SpecConformance):
             got = drawn(driver.executor.collect(0))
             for slot, prompt in enumerate(items):
                 n = 1 + sum(slot in slots for slots in steps)
-                want = tally(n) if slot in counting else greedy(prompt, n)
+                want = tally(n) if slot in counting else self.greedy(prompt, n)
                 assert got[slot] == want, f"slot {slot}: drew {got[slot]}, want {want}"
 
     @since(1, 0)
@@ -165,7 +160,7 @@ class ExecutorDevice(SpecConformance):
             for _ in range(5):
                 driver.submit({0: 1, 1: 1})
             got = drawn(driver.executor.collect(0))
-            assert got == {0: greedy(old, 1) + greedy(a, 18), 1: greedy(b, 18)}, f"tokens by slot: {got}"
+            assert got == {0: self.greedy(old, 1) + self.greedy(a, 18), 1: self.greedy(b, 18)}, f"tokens by slot: {got}"
 
     @since(1, 0)
     def test_a_row_that_ended_stores_nothing_in_blocks_of_others(self) -> None:
@@ -182,8 +177,10 @@ class ExecutorDevice(SpecConformance):
             for _ in range(19):
                 driver.submit({0: 1, 1: 1})
             got = drawn(driver.executor.collect(0))
-            assert got[0] == greedy(old, 1) + greedy(a, 3), f"the row that ended has {got[0]}"
-            assert got[1] == greedy(b, 20), f"the row whose blocks were named has {got[1]}: want {greedy(b, 20)}"
+            assert got[0] == self.greedy(old, 1) + self.greedy(a, 3), f"the row that ended has {got[0]}"
+            assert got[1] == self.greedy(b, 20), (
+                f"the row whose blocks were named has {got[1]}: want {self.greedy(b, 20)}"
+            )
 
     # ---- columns -------------------------------------------------------------------------------------------------
 
@@ -192,13 +189,14 @@ class ExecutorDevice(SpecConformance):
         """``Delta.fork``: history, keys and the columns of processors are those at the fork, though the source leaves
         with the same delta, its slot has a new owner, and the branch runs for the first time long after."""
         a, b, c = prompts(6, 9, 11)
+        columns = not self.made_up
         for driver in self.drivers():
-            driver.join(0, a, 20, tally=True)
+            driver.join(0, a, 20, tally=columns)
             driver.join(1, b, 20)
             driver.submit({0: 6, 1: 9})
             driver.submit({0: 1, 1: 1})
-            driver.fork(0, 4, 1)
-            driver.fork(1, 5, 1)
+            driver.fork(0, 4, int(columns))  # made-up tokens of another sample would be others
+            driver.fork(1, 5, int(columns))
             driver.leave(0)
             driver.submit({1: 1})
             driver.join(0, c, 20)
@@ -206,13 +204,15 @@ class ExecutorDevice(SpecConformance):
             for _ in range(3):
                 driver.submit(dict.fromkeys((0, 1, 4, 5), 1))
             got = drawn(driver.executor.collect(0))
-            want = {0: tally(2) + greedy(c, 4), 1: greedy(b, 7), 4: tally(3, 2), 5: greedy(b, 5)[2:]}
+            first, branch = (tally(2), tally(3, 2)) if columns else (self.greedy(a, 2), self.greedy(a, 5)[2:])
+            want = {0: first + self.greedy(c, 4), 1: self.greedy(b, 7), 4: branch, 5: self.greedy(b, 5)[2:]}
             assert got == want, f"tokens by slot {got}: want {want}"
 
     @since(1, 0)
     def test_kept_columns_of_a_preempted_row_come_back_as_they_were(self) -> None:
         """``Delta.keep`` and ``Join.saved``: processors hear of its tokens again, and then have what was put aside; of
         two rows each its own, in other slots than before, one of which has a new owner at once."""
+        self.need_model()
         a, b, c = prompts(6, 9, 4)
         for driver in self.drivers():
             driver.join(0, a, 20, tally=True)
@@ -232,7 +232,7 @@ class ExecutorDevice(SpecConformance):
             driver.submit({0: 1, 1: 9, 3: 11})
             driver.submit({0: 1, 1: 1, 3: 1})
             got = drawn(driver.executor.collect(0))
-            want = {0: greedy(c, 3), 1: tally(2, 3), 3: tally(2, 2)}
+            want = {0: self.greedy(c, 3), 1: tally(2, 3), 3: tally(2, 2)}
             assert got == want, f"after they came back {got}: want {want}"
 
     # ---- results -------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class ExecutorDevice(SpecConformance):
                 del rows[(1, 3)[n % 2]]
                 plans.append(driver.submit(rows, topk=k))
             results = list(driver.executor.collect(0))
-            check_logprobs(plans, results, [list(p) for p in items], driver.capacity.vocab_size)
+            check_logprobs(plans, results, [list(p) for p in items], driver.capacity.vocab_size, self.logits_after)
             weak = not any(len(p.samples) and p.samples[0] > 0 and p.topk >= 0 for p in plans)
             assert not weak, "the test itself is too weak: no row that draws stands behind one that does not"
 

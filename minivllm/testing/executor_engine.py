@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,22 @@ def check_greedy(llm: LLM, what: str) -> None:
     out = llm.generate(prompts(FATAL_CHUNK)[0], params(), False)[0]
     assert out.finish_reason == "error" and "boom in plan" in out.error, out
     assert llm.generate(ITEMS[0], params(), False)[0].tokens == want[0], "after a step that failed"
+
+
+def check_made_up(llm: LLM, what: str, greedy: Callable[[list[int], int], list[int]]) -> None:
+    """The tokens of ``greedy``, which computes no model: also of rows whose token the host chooses or whose mask comes
+    late.  A row that binds a processor ends with an error that names it."""
+    want = [greedy(p, 20) for p in ITEMS]
+    params = lambda **more: SamplingParams(ignore_eos=True, max_tokens=20, **more)  # noqa: E731
+    late = {"allowed_tokens_fn": lambda ids: range(61)}
+    host = {"choose_fn": lambda logits, ids: int(np.argmax(logits))}
+    for kinds in ([{}] * 6, [{}, late, host, {}, {"temperature": 0}, {}]):
+        outs = llm.generate(ITEMS, [params(**more) for more in kinds], False)
+        for i, out in enumerate(outs):
+            assert out.tokens == want[i], f"{what}, request {i} ({kinds[i]}): {out.tokens}; want {want[i]}"
+    outs = llm.generate(ITEMS[:3], [params(extra={"tally": True}), params(), params()], False)
+    assert outs[0].finish_reason == "error" and "CountingProcessor" in outs[0].error, outs[0]
+    assert [o.tokens for o in outs[1:]] == want[1:3], "beside a row that fails"
 
 
 def random_requests() -> list[SamplingParams]:

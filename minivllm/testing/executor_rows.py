@@ -11,13 +11,13 @@ import numpy as np
 from minivllm.core.interfaces.plan import LENGTH, OVERSHOOT
 
 from .base import Seen, since
-from .driver import NEAR, Driver, by_slot, check_result, greedy, logits_after, prompts
-from .spec import SpecConformance
+from .driver import NEAR, Driver, by_slot, check_result, prompts
+from .executor_reference import ExecutorReference
 
 DRAFTS = 3
 
 
-class ExecutorRows(SpecConformance):
+class ExecutorRows(ExecutorReference):
     started: Callable[..., AbstractContextManager[Driver]]
 
     @since(1, 0)
@@ -25,7 +25,7 @@ class ExecutorRows(SpecConformance):
         """``StepPlan.held``: count 0, no flag, even if the best token is a stop id of the row, and the k best
         log-probabilities; it goes on from the token that the host chooses from them, which comes with a delta."""
         a, b = prompts(6, 11)
-        stop = (greedy(a, 1)[0],)
+        stop = (self.greedy(a, 1)[0],)
         with self.started() as driver:
             driver.join(0, a, 20, stop=stop)
             driver.join(1, b, 20)
@@ -35,15 +35,15 @@ class ExecutorRows(SpecConformance):
             check_result(plan, result, driver.capacity.vocab_size)
             count, flags = by_slot(result, "count")[0], by_slot(result, "flags")[0]
             assert (count, flags) == (0, 0), f"a held row has count {count}, flags {flags}: want 0 and 0"
-            want, row = logits_after(tuple(a)).log_softmax(-1).topk(3), result.slots.tolist().index(0)
+            want, row = self.logits_after(a).log_softmax(-1).topk(3), result.slots.tolist().index(0)
             ids, top = result.logprobs.top_ids[row, :3].tolist(), result.logprobs.top[row, :3]
             assert ids == want.indices.tolist(), f"the 3 best of a held row are {ids}: want {want.indices.tolist()}"
             assert np.allclose(top, want.values, atol=NEAR), f"log-probabilities {top}: want {want.values}"
-            assert [by_slot(result)[1], by_slot(second)[1]] == greedy(b, 2), "the row beside it"
+            assert [by_slot(result)[1], by_slot(second)[1]] == self.greedy(b, 2), "the row beside it"
             driver.token(0, chosen := ids[1])
             driver.submit({0: 1, 1: 1})
             after = by_slot(driver.executor.collect(0)[0])[0]
-            assert after == greedy([*a, chosen], 1)[0], "the row goes on from the token that the host chose"
+            assert after == self.greedy([*a, chosen], 1)[0], "the row goes on from the token that the host chose"
 
     @since(1, 0)
     def test_a_host_row_gives_its_logits_and_takes_its_token_later(self) -> None:
@@ -58,15 +58,15 @@ class ExecutorRows(SpecConformance):
             check_result(plan, result, driver.capacity.vocab_size)
             shape = (1, driver.capacity.vocab_size)
             assert np.shape(result.logits) == shape, f"logits {np.shape(result.logits)}: want {shape}"
-            worst = float(np.abs(result.logits[0] - logits_after(tuple(a)).numpy()).max())
+            worst = float(np.abs(result.logits[0] - self.logits_after(a).numpy()).max())
             assert worst < 1e-3, f"logits differ from transformers' by up to {worst:.2g}: allowed 1e-3"
             count, flags = by_slot(result, "count")[0], by_slot(result, "flags")[0]
             assert (count, flags) == (0, 0), f"the host has not chosen: count {count}, flags {flags}, want 0 and 0"
-            assert [by_slot(result)[1], by_slot(second)[1]] == greedy(b, 2), "the row beside it"
+            assert [by_slot(result)[1], by_slot(second)[1]] == self.greedy(b, 2), "the row beside it"
             driver.token(0, chosen := int(result.logits[0].argsort()[-2]))  # the second best
             driver.submit({0: 1, 1: 1})
             after = by_slot(driver.executor.collect(0)[0])[0]
-            assert after == greedy([*a, chosen], 1)[0], "the row goes on from the token that the host chose"
+            assert after == self.greedy([*a, chosen], 1)[0], "the row goes on from the token that the host chose"
 
     @since(1, 0)
     def test_prompt_logprobs_come_with_the_chunks_that_compute_them(self) -> None:
@@ -89,7 +89,7 @@ class ExecutorRows(SpecConformance):
             for row, count in plan.prompt.tolist():
                 prompt, first = items[plan.slots[row]], int(plan.computed[row]) + 1
                 for i in range(first, first + count):
-                    want, token = logits_after(tuple(prompt[:i])).log_softmax(-1), prompt[i]
+                    want, token = self.logits_after(prompt[:i]).log_softmax(-1), prompt[i]
                     where = f"step {plan.id}, slot {plan.slots[row]}, token {i} of the prompt"
                     assert lp is not None and abs(lp.chosen[at] - want[token]) < NEAR, f"{where}: {lp}; {want[token]}"
                     rank, best = 1 + int((want > want[token]).sum()), want.topk(k)
@@ -99,7 +99,7 @@ class ExecutorRows(SpecConformance):
                     at += 1
             assert lp is None or at == len(lp.chosen), f"step {plan.id}: {len(lp.chosen)} scores, want {at}"
         got = [by_slot(r)[2] for r in results]
-        assert got == greedy(items[2], 3), f"the row that is not scored has {got}"
+        assert got == self.greedy(items[2], 3), f"the row that is not scored has {got}"
 
     @since(1, 0)
     def test_steps_with_drafts_give_the_tokens_of_steps_without(self) -> None:
@@ -113,7 +113,7 @@ class ExecutorRows(SpecConformance):
                 driver.join(slot, prompt, 40 if slot else 30)
             driver.submit({0: len(loop), 1: len(other)})
             got = {s: [t] for s, t in by_slot(driver.executor.collect(0)[0]).items()}
-            due = {0: greedy(loop, 30), 1: greedy(other, 40)}
+            due = {0: self.greedy(loop, 30), 1: self.greedy(other, 40)}
             while len(got[0]) < 29:
                 k = min(DRAFTS, 29 - len(got[0]))  # the last of them may meet the end
                 plan = driver.submit({0: 1, 1: 1}, drafts={0: k})

@@ -31,6 +31,7 @@ from minivllm.config.server import ServerConfig
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.hooks.contract import WRAPPERS, HookContracts
 from minivllm.hooks.manager import NAMES
+from minivllm.plugins.executor.options import SimOptions
 from minivllm.registry import Catalog
 from minivllm.spec import KINDS
 from minivllm.testing.cli import main as conformance
@@ -293,10 +294,21 @@ def test_the_table_of_server_settings_is_the_configuration():
     assert table(DOCS / "server.md", "settings") == settings_table(), "run `python tests/docs/test_docs.py`"
 
 
+def sim_table() -> list[str]:
+    rows = ["| option of `sim` | values | default | |", "|---|---|---|---|"]
+    for name, field in SimOptions.model_fields.items():
+        rows.append(f"| `{name}` | {values_of(name, field)} | `{field.default}` | {field.description} |")
+    return rows
+
+
+def test_the_table_of_the_simulated_device_is_its_options():
+    assert table(DOCS / "scheduling.md", "sim") == sim_table(), "run `python tests/docs/test_docs.py`"
+
+
 def write_tables() -> None:
     made = (("options.md", "options", options_table), ("hooks.md", "hooks", hooks_table))
-    more = ("options.md", "declared", declared_table)
-    for page, name, rows in (*made, more, ("server.md", "settings", settings_table)):
+    more = (("options.md", "declared", declared_table), ("scheduling.md", "sim", sim_table))
+    for page, name, rows in (*made, *more, ("server.md", "settings", settings_table)):
         path = DOCS / page
         text, now = path.read_text(encoding="utf-8"), "\n".join(rows())
         begin = text.index(f"<!-- table: {name} -->\n") + len(f"<!-- table: {name} -->\n")

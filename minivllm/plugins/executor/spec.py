@@ -9,3 +9,12 @@ LOCAL = Spec(
     priority=10,
     limits={"device": ANY, "tensor_parallel_size": {1}},
 )
+SIM = Spec(
+    impl="minivllm.plugins.executor.sim:Sim",
+    api=(1, 0),
+    summary="computes no model: made-up tokens at a chosen pace, to measure and test what is round it",
+    options="minivllm.plugins.executor.options:SimOptions",
+    priority=-100,  # nobody gets made-up tokens who has not asked for them
+    limits={"device": ANY, "tensor_parallel_size": {1}},
+    traits={"made_up": "minivllm.plugins.executor.made_up:logits_after"},
+)

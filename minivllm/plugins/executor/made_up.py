@@ -1,0 +1,155 @@
+"""A language model of arithmetic: tokens, log-probabilities and logits that are functions of the history alone.
+
+    history ──► 64-bit hash, extended token by token ──► a, b, q ──► rank of token t = (a t + b) mod V
+                                                                     probability of rank r ~ q ** r
+
+Each history orders the vocabulary in its own way, so every token comes as often as any other, and everything about a
+row costs O(1), the k best O(k).  The first sample of a request is greedy, the others draw.  A history that the engine
+got wrong gives other tokens.
+
+Hashes are polynomials modulo 2**64 with an odd base, so the hashes of all prefixes of n tokens are one cumulative sum.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from minivllm.core.interfaces.plan import LogProbs
+
+BASE, START = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x2545F4914F6CDD1D)
+INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
+SAMPLE, LENGTH_LANE = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xA0761D6478BD642F)  # lanes of one hash's noise
+MULTIPLIERS = 16  # that order the vocabulary
+PROBED = 64  # best tokens that are looked at before all of a mask is
+
+
+def mixed(h: np.ndarray) -> np.ndarray:
+    """u64, of which every bit depends on every bit of ``h`` (the finalizer of MurmurHash3)."""
+    h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return h ^ (h >> np.uint64(33))
+
+
+def uniform(h: np.ndarray) -> np.ndarray:
+    """f64 in (0, 1) from mixed hashes."""
+    return ((h >> np.uint64(11)).astype(np.float64) + 0.5) / (1 << 53)
+
+
+class MadeUpModel:
+    """``vocab``: ids.  ``eos``: the id that ends an answer, after ``answer_tokens`` tokens in the mean; 0: it comes as
+    often as any other token."""
+
+    def __init__(self, vocab: int, eos: int = -1, answer_tokens: int = 0) -> None:
+        self.vocab, self.eos, self.answer_tokens = vocab, eos, answer_tokens if eos >= 0 else 0
+        start = max(1, int(vocab * 0.618))
+        found = [a for a in range(start, start + 64 * MULTIPLIERS) if math.gcd(a, vocab) == 1][:MULTIPLIERS]
+        self._a = np.array([a % vocab for a in found], np.int64)
+        self._inverse = np.array([pow(a, -1, vocab) if vocab > 1 else 0 for a in found], np.int64)
+
+    def _order(self, h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(which multiplier, the offset) of each history's order, i64."""
+        m = mixed(h)
+        return (m % np.uint64(len(self._a))).astype(np.int64), ((m >> np.uint64(8)) % np.uint64(self.vocab)).astype(
+            np.int64
+        )
+
+    def decay(self, h: np.ndarray) -> np.ndarray:
+        """f64, the ratio q of the probabilities of one rank and the one before it, from 0.3 to 0.9."""
+        return 0.3 + 0.6 * uniform(mixed(h ^ BASE))
+
+    def at_rank(self, h: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        """i64, the tokens of these ranks (0: the likeliest)."""
+        which, offset = self._order(h)
+        return (rank - offset) % self.vocab * self._inverse[which] % self.vocab
+
+    def rank_of(self, h: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """i64."""
+        which, offset = self._order(h)
+        return (self._a[which] * tokens + offset) % self.vocab
+
+    def log_prob(self, h: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        """f32, logarithms of the probabilities of tokens by their rank."""
+        q = self.decay(h)
+        return (rank * np.log(q) + np.log1p(-q) - np.log1p(-(q**self.vocab))).astype(np.float32)
+
+    def draw(self, h: np.ndarray, sample: np.ndarray) -> np.ndarray:
+        """i64 [N], the next token of each history, by the number of its sample: of 0 the likeliest one."""
+        noise = mixed(h ^ (sample.astype(np.uint64) * SAMPLE))
+        drawn = np.minimum(np.log(uniform(noise)) / np.log(self.decay(h)), self.vocab - 1).astype(np.int64)
+        tokens = self.at_rank(h, np.where(sample == 0, 0, drawn))
+        if self.answer_tokens:
+            ends = uniform(mixed(noise ^ LENGTH_LANE)) * self.answer_tokens < 1
+            tokens = np.where(ends, self.eos, tokens)
+        return tokens
+
+    def logits(self, h: np.ndarray) -> np.ndarray:
+        """f32 [N, V], log-probabilities of all tokens."""
+        if not len(h):
+            return np.empty((0, self.vocab), np.float32)
+        each = h[:, None]
+        return self.log_prob(each, self.rank_of(each, np.arange(self.vocab)[None]))
+
+    def scores(self, h: np.ndarray, tokens: np.ndarray, k: int) -> LogProbs:
+        """Of the tokens [N] that follow these histories, and the ``k`` best of each."""
+        rank, best = self.rank_of(h, tokens), np.arange(min(k, self.vocab))[None]
+        each = h[:, None]
+        ids = np.broadcast_to(self.at_rank(each, best), (len(h), best.shape[1])).astype(np.int32)
+        return LogProbs(self.log_prob(h, rank), (rank + 1).astype(np.int32), ids, self.log_prob(each, best))
+
+    def likeliest(self, h: np.uint64, words: np.ndarray) -> int:
+        """The best of the tokens that a mask allows: bit t % 32 of ``words[t // 32]``, i32 [ceil(V / 32)]."""
+        bits, one = words.view(np.uint32), np.array([h])
+        best = self.at_rank(one, np.arange(min(PROBED, self.vocab)))
+        allowed = bits[best >> 5] >> (best & 31).astype(np.uint32) & 1
+        if allowed.any():
+            return int(best[allowed.argmax()])
+        at = np.flatnonzero(bits)
+        there = np.unpackbits(bits[at].astype("<u4").view(np.uint8), bitorder="little").reshape(-1, 32)
+        tokens = (at[:, None] * 32 + np.arange(32))[there.astype(bool)]
+        tokens = tokens[tokens < self.vocab]
+        return int(tokens[self.rank_of(one, tokens).argmin()]) if len(tokens) else int(best[0])
+
+
+class Histories:
+    """The tokens of each slot and the hashes of all their prefixes."""
+
+    def __init__(self, slots: int, length: int) -> None:
+        self.tokens = np.zeros((slots, length + 1), np.int32)
+        self.prefix = np.zeros((slots, length + 2), np.uint64)  # [slot, n]: of the first n tokens
+        self.prefix[:, 0] = START
+        self._up, self._down = powers(BASE, length + 2), powers(INVERSE, length + 2)
+
+    def put(self, slot: int, tokens: np.ndarray) -> None:
+        """A history from its beginning."""
+        n = len(tokens)
+        self.tokens[slot, :n] = tokens
+        terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._down[1 : n + 1]
+        self.prefix[slot, 1 : n + 1] = (START + np.cumsum(terms, dtype=np.uint64)) * self._up[1 : n + 1]
+
+    def fork(self, source: int, slot: int, n: int) -> None:
+        self.tokens[slot, :n] = self.tokens[source, :n]
+        self.prefix[slot, : n + 1] = self.prefix[source, : n + 1]
+
+    def append(self, slots: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
+        """Token ``at`` of each slot; those behind it are no more."""
+        self.tokens[slots, at] = tokens
+        self.prefix[slots, at + 1] = self.prefix[slots, at] * BASE + tokens.astype(np.uint64) + np.uint64(1)
+
+
+def powers(base: np.uint64, n: int) -> np.ndarray:
+    """u64 [n]: base ** i modulo 2 ** 64."""
+    return np.concatenate([np.ones(1, np.uint64), np.cumprod(np.full(n - 1, base, np.uint64), dtype=np.uint64)])
+
+
+def hash_of(tokens: np.ndarray) -> np.ndarray:
+    """u64 [1], the hash of a whole history."""
+    found = Histories(1, len(tokens))
+    found.put(0, np.asarray(tokens, np.int64))
+    return found.prefix[0, len(tokens)][None]
+
+
+def logits_after(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    """f32 [V], logits of the token that follows ``tokens``: what the executor sim computes."""
+    return MadeUpModel(vocab).logits(hash_of(np.asarray(tokens)))[0]

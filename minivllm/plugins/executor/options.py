@@ -1,0 +1,35 @@
+"""Options of the built-in executors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SimOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    step_ms: float = Field(5.0, ge=0, le=60_000, description="milliseconds of a step, whatever is in it")
+    row_ms: float = Field(0.0, ge=0, le=60_000, description="and of each of its rows")
+    token_ms: float = Field(0.0, ge=0, le=60_000, description="and of each of its tokens")
+    sample_ms: float = Field(
+        0.0, ge=0, le=60_000, description="and of drawing, which begins when the masks of its rows are there"
+    )
+    clock: Literal["real", "virtual"] = Field(
+        "real",
+        description="`real`: a result comes when its time has passed; `virtual`: at once, and the time is what "
+        "`device_ms` says",
+    )
+    vocab_size: int = Field(0, ge=0, le=2**31 - 1, description="tokens there are; 0: as many as the model has")
+    answer_tokens: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="an end-of-sequence token comes after so many tokens in the mean; 0: as often as any other token",
+    )
+    drafts_accepted: float = Field(0.7, ge=0, le=1, description="share of a drafter's tokens that hold")
+    check: bool = Field(
+        False,
+        description="each KV slot that a row reads must hold what that row wrote there; a step takes longer for it",
+    )

@@ -1,0 +1,413 @@
+"""A device without a model: it takes the time of one, makes up tokens, and can check every KV slot that is read.
+
+    submit ──► behind ──► delta ─ FORWARD ─┬─ SAMPLE ──► running ──► collect
+                            the device's   │  when its masks are there
+                            clock goes on  └─ supply
+
+Scheduling, caching, HTTP and text are those of the real engine, so they can be measured and tested without a GPU and
+without weights.  Tokens are functions of the history (``made_up``): the same request has the same answer whatever
+happens to it.  Sampling parameters that shape a distribution change nothing, as if the model were sure of each token;
+processors do not run, so a request that binds one (``bad_words``, penalties, ``logit_bias`` ...) ends with an error.
+
+With ``check`` each KV slot holds a hash of the tokens up to it, and every row's step looks whether all that it reads is
+*its own* history: a wrong block, a missing copy, a block that is used again too early or a stale table entry raises
+AssertionError, which ends the engine, because its books are wrong.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minivllm import files
+from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
+from minivllm.core.interfaces.plan import (
+    EOS,
+    FAILED,
+    LENGTH,
+    OVERSHOOT,
+    STOP_ID,
+    STOP_IDS,
+    Delta,
+    Join,
+    LateInputs,
+    LogProbs,
+    StepError,
+    StepPlan,
+    StepResult,
+    no_rows,
+)
+from minivllm.errors import ModelError, ResourceError
+
+from .made_up import Histories, MadeUpModel, mixed, uniform
+from .options import SimOptions
+
+MOST_BLOCKS = 1 << 31  # their numbers have 32 bits
+DRAFT_LANE = np.uint64(0xE7037ED1A0B428DB)
+
+
+class RealClock:
+    """Seconds; waits are slept."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def until(self, when: float) -> None:
+        if (left := when - self.now()) > 0:
+            time.sleep(left)
+
+
+class VirtualClock(RealClock):
+    """Seconds in which waits are skipped: only what this process computes takes anybody's time."""
+
+    skipped = 0.0
+
+    def now(self) -> float:
+        return time.monotonic() + self.skipped
+
+    def until(self, when: float) -> None:
+        self.skipped += max(0.0, when - self.now())
+
+
+CLOCKS: dict[str, type[RealClock]] = {"real": RealClock, "virtual": VirtualClock}
+
+
+@dataclass
+class SimStep:
+    """A step after its FORWARD."""
+
+    plan: StepPlan
+    ms: float  # that it takes
+    result: StepResult | None = None  # None: its masks are still to come
+    done: float = 0.0  # seconds of the device's clock
+
+
+class Sim(Executor):
+    """Subclasses plant faults or say otherwise what a row draws (``_next``) and when it ends (``_commit``)."""
+
+    windows: tuple[int | None, ...] | None = None  # of each KV group; None: a table without an entry says where one is
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(SimOptions() if options is None else options)
+        self.clock: Any = CLOCKS[self.options.clock]()
+        # slot -> what its KV may be shared with; every slot that is read is checked to be of the same
+        self.space: Callable[[int], object] = lambda slot: ()
+        self._behind: deque[StepPlan] = deque()  # a step that waits for its masks
+        self._early: dict[int, LateInputs] = {}  # masks by the id of a step in ``_behind``
+        self._running: deque[SimStep] = deque()  # in order of submission; all but the last have drawn
+        self._free_at = 0.0  # when the device is done with all that it was given
+        self._started = False
+
+    def start(self, wiring: Wiring) -> Capacity:
+        vocab = self.options.vocab_size or _vocab_of(wiring.model_dir)
+        blocks = self._blocks(wiring)
+        s, length = wiring.max_num_seqs, wiring.max_model_len
+        eos = next((i for i in wiring.eos_ids if i < vocab), -1)
+        self.model = MadeUpModel(vocab, eos, self.options.answer_tokens)
+        self.text = self._histories(s, length)
+        self.known, self.end, self.min_end, self.sample = (np.zeros(s, np.int64) for _ in range(4))
+        self.stop_ids, self.n_eos = np.full((s, STOP_IDS), -1, np.int32), np.zeros(s, np.int32)
+        self.stopped = np.ones(s, bool)
+        self.refused: dict[int, str] = {}  # slot -> the processor that it binds
+        self.processors = [part.name for part in wiring.processors]
+        self.block = wiring.block
+        if self.options.check:
+            try:
+                self.kv = [np.zeros((n, wiring.block), np.uint64) for n in blocks]
+            except (MemoryError, ValueError) as e:
+                raise ResourceError(f"sim: its check of {max(blocks)} KV blocks does not fit into memory") from e
+            self.table = np.zeros((len(blocks), s, length // wiring.block + 2), np.int32)
+        self._started = True
+        depth = 1 if wiring.run_ahead is None else wiring.run_ahead
+        return Capacity(blocks, (1,) * len(blocks), vocab, 0, depth, ("tokens are made up: no model is computed",))
+
+    def _blocks(self, wiring: Wiring) -> tuple[int, ...]:
+        """Of each KV group, the null block included; left open: enough for all rows at their longest."""
+        n = wiring.num_blocks + 1
+        if wiring.num_blocks < 0:
+            n = wiring.max_num_seqs * (wiring.max_model_len // wiring.block + 1) + 1
+        if n >= MOST_BLOCKS:
+            raise ResourceError(f"num_kvcache_blocks={n - 1}: want fewer than {MOST_BLOCKS - 1}")
+        return (n,) * max(len(wiring.groups), 1)
+
+    def _histories(self, slots: int, length: int) -> Histories:
+        return Histories(slots, length)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def submit(self, plan: StepPlan) -> None:
+        self._behind.append(plan)
+        self._enqueue()
+
+    def _enqueue(self) -> None:
+        while self._behind and (not self._running or self._running[-1].result is not None):
+            plan = self._behind.popleft()
+            self._delta(plan.delta)
+            o = self.options
+            ms = o.step_ms + o.row_ms * len(plan.slots) + o.token_ms * int(plan.q_len.sum())
+            self._work(ms)
+            self._running.append(SimStep(plan, ms + o.sample_ms))
+            late = self._early.pop(plan.id, None)
+            if late is not None or not len(plan.late):
+                self._sample(self._running[-1], late)
+
+    def supply(self, step: int, late: LateInputs) -> None:
+        if any(plan.id == step for plan in self._behind):
+            self._early[step] = late
+            return
+        self._sample(next(r for r in self._running if r.plan.id == step), late)
+        self._enqueue()
+
+    def _work(self, ms: float) -> None:
+        """The device is busy for so long, from now or from when it is free."""
+        self._free_at = max(self.clock.now(), self._free_at) + ms / 1e3
+
+    def _sample(self, step: SimStep, late: LateInputs | None) -> None:
+        self._work(self.options.sample_ms)
+        step.done = self._free_at
+        step.result = self._run(step.plan, late, step.ms)
+
+    def collect(self, in_flight: int) -> Sequence[StepResult]:
+        out: list[StepResult] = []
+        while self._running and (step := self._running[0]).result is not None:
+            if len(self._running) + len(self._behind) <= in_flight and not self._finished(step):
+                break
+            self.clock.until(step.done)
+            self._running.popleft()
+            out.append(step.result)
+        return out
+
+    def _finished(self, step: SimStep) -> bool:
+        return step.done <= self.clock.now()
+
+    def alive(self) -> bool:
+        return self._started
+
+    def stop(self, deadline: float = 10.0) -> None:
+        for waiting in (self._running, self._behind, self._early):
+            waiting.clear()
+        self._started = False
+
+    # ---- columns -------------------------------------------------------------------------------------------------
+
+    def _delta(self, d: Delta) -> None:
+        self.stopped[d.leave] = True
+        if d.join is not None:
+            self._join(d.join)
+        for source, slot, sample in d.fork.tolist():
+            for column in (self.known, self.end, self.min_end, self.n_eos, self.stop_ids):
+                column[slot] = column[source]
+            self.text.fork(source, slot, int(self.known[source]))
+            self.sample[slot], self.stopped[slot] = sample, False
+            self._refuse(slot, self.refused.get(source))
+        for slot, token in d.token.tolist():
+            self._append(np.array([slot]), np.array([token]))
+        if self.options.check:
+            self._tables(d)
+
+    def _join(self, j: Join) -> None:
+        slots = j.slot
+        self.known[slots], self.end[slots], self.min_end[slots] = j.known, j.end, j.min_end
+        self.sample[slots], self.n_eos[slots], self.stop_ids[slots] = j.sample, j.n_eos, j.stop_ids
+        self.stopped[slots] = False
+        at = np.concatenate([[0], np.cumsum(j.known)]).tolist()
+        for i, slot in enumerate(slots.tolist()):
+            self.text.put(slot, j.tokens[at[i] : at[i + 1]])
+            self._refuse(slot, next((p for p, rows in zip(self.processors, j.bound, strict=False) if i in rows), None))
+
+    def _refuse(self, slot: int, processor: str | None) -> None:
+        if processor is not None:
+            self.refused[slot] = processor
+        else:
+            self.refused.pop(slot, None)
+
+    def _append(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        self.text.append(slots, self.known[slots], tokens)
+        self.known[slots] += 1
+
+    # ---- what rows draw ------------------------------------------------------------------------------------------
+
+    def _run(self, plan: StepPlan, late: LateInputs | None, ms: float) -> StepResult:
+        """The step's result; ``ms``: what it took on the device."""
+        if self.options.check:
+            self._check_plan(plan)
+        drafts = self._draft(plan) if len(plan.draft) else None
+        prompt = self._prompt_scores(plan) if len(plan.prompt) else None
+        if self.options.check:
+            for row in np.flatnonzero(~self.stopped[plan.slots]).tolist():
+                self._read_and_write(*(int(x[row]) for x in (plan.slots, plan.q_len, plan.computed)))
+        n, slots, asked = len(plan.samples), plan.slots[plan.samples], plan.topk >= 0
+        before = np.empty(0, np.uint64)  # hashes of the histories that are drawn after, if somebody asks for more
+        if asked or len(plan.host) or len(plan.late):
+            before = self.text.prefix[slots, (plan.computed + plan.q_len)[plan.samples]]
+        tokens, count = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        over = self.stopped[slots]
+        errors: tuple[StepError, ...] = ()
+        flags = over.astype(np.uint8) * np.uint8(OVERSHOOT)
+        if drafts is not None:
+            later = plan.draft[plan.samples] > 0
+            over, flags[later] = over | later, 0
+        rows = np.flatnonzero(~over)
+        if self.refused:
+            rows, errors = self._failed(slots, rows, flags)
+        tokens[rows] = self._next(slots[rows])
+        if late is not None:
+            self._mask(plan, late, before, tokens)
+        if len(plan.host) or len(plan.held):  # the host chooses for them
+            rows = np.setdiff1d(rows, np.concatenate([plan.host, plan.held]))
+        count[rows], flags[rows] = 1, self._commit(slots[rows], tokens[rows])
+        if drafts is not None:
+            self._accept(plan, drafts, tokens, count, flags)
+        return StepResult(
+            plan.id, slots, tokens, count, flags, self.model.scores(before, tokens, plan.topk) if asked else None,
+            prompt, self.model.logits(before[plan.host]), errors, ms, no_rows() if drafts is None else drafts[0],
+        )  # fmt: skip
+
+    def _next(self, slots: np.ndarray) -> np.ndarray:
+        """i64, the token that each of these rows draws; below ``min_tokens`` none that would end it."""
+        h = self.text.prefix[slots, self.known[slots]]
+        tokens = self.model.draw(h, self.sample[slots])
+        early = np.flatnonzero(self.known[slots] < self.min_end[slots])
+        for i in early[(self.stop_ids[slots[early]] == tokens[early][:, None]).any(1)].tolist():
+            ranked = self.model.at_rank(h[i : i + 1], np.arange(min(STOP_IDS + 1, self.model.vocab)))
+            tokens[i] = next((t for t in ranked.tolist() if t not in self.stop_ids[slots[i]]), tokens[i])
+        return tokens
+
+    def _mask(self, plan: StepPlan, late: LateInputs, before: np.ndarray, tokens: np.ndarray) -> None:
+        for j, i in enumerate(plan.late.tolist()):
+            words, token = late.mask[j], int(tokens[i])
+            if not words[token >> 5] >> (token & 31) & 1:
+                tokens[i] = self.model.likeliest(before[i], words)
+
+    def _commit(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """u8, the flags of rows that go on with these tokens."""
+        n = self.known[slots]
+        self._append(slots, tokens)
+        flags = np.where(n + 1 >= self.end[slots], LENGTH, 0).astype(np.uint8)
+        some = np.flatnonzero((self.stop_ids[slots, 0] >= 0) & (n >= self.min_end[slots]))
+        if len(some):
+            at = slots[some]
+            stop = self.stop_ids[at] == tokens[some][:, None]
+            eos = (stop & (np.arange(STOP_IDS) < self.n_eos[at][:, None])).any(1)
+            flags[some] |= np.where(eos, EOS, np.where(stop.any(1), STOP_ID, 0)).astype(np.uint8)
+        self.stopped[slots] = flags != 0
+        return flags
+
+    def _failed(
+        self, slots: np.ndarray, rows: np.ndarray, flags: np.ndarray
+    ) -> tuple[np.ndarray, tuple[StepError, ...]]:
+        """(rows that bind no processor, an error for those that do)."""
+        by: dict[str, list[int]] = {}
+        for i in rows.tolist():
+            if (name := self.refused.get(int(slots[i]))) is not None:
+                by.setdefault(name, []).append(i)
+        bad = [i for some in by.values() for i in some]
+        flags[bad], self.stopped[slots[bad]] = FAILED, True
+        said = "made-up tokens pass no processor; leave out what asks for it, or use another executor"
+        errors = tuple(StepError("rows", f"executor sim: {name}", said, tuple(some)) for name, some in by.items())
+        return rows[~np.isin(rows, bad)], errors
+
+    def _prompt_scores(self, plan: StepPlan) -> LogProbs:
+        rows = np.repeat(plan.prompt[:, 0], plan.prompt[:, 1])
+        at = np.concatenate([np.arange(1, count + 1) for _, count in plan.prompt.tolist()]) + plan.computed[rows]
+        slots = plan.slots[rows]
+        return self.model.scores(self.text.prefix[slots, at], self.text.tokens[slots, at], plan.prompt_topk)
+
+    def _draft(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Drafts into the histories, of which the share ``drafts_accepted`` is right: (how many each row has that
+        speculates i32, the token of each row of the plan that is a draft i64 [R])."""
+        tokens = np.zeros(len(plan.slots), np.int64)
+        for level in range(1, int(plan.draft.max()) + 1):
+            rows = np.flatnonzero(plan.draft == level)
+            slots, at = plan.slots[rows], plan.computed[rows]
+            h = self.text.prefix[slots, at]
+            wrong = uniform(mixed(h ^ DRAFT_LANE)) >= self.options.drafts_accepted
+            tokens[rows] = (self.model.draw(h, self.sample[slots]) + wrong) % self.model.vocab
+            self.text.append(slots, at, tokens[rows])
+        last = (plan.draft > 0) & (np.append(plan.draft[1:], 0) == 0)
+        return plan.draft[last], tokens
+
+    def _accept(
+        self, plan: StepPlan, drafts: tuple[np.ndarray, np.ndarray], tokens: np.ndarray, count: np.ndarray,
+        flags: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Rows of drafts, first all first ones: one draws if its draft is what was drawn before it, and so were those
+        before that."""
+        level = plan.draft[plan.samples]
+        for draft in range(1, int(level.max(initial=0)) + 1):
+            rows = np.flatnonzero(level == draft)
+            slots, at = plan.slots[plan.samples[rows]], plan.computed[plan.samples[rows]]
+            holds = ~self.stopped[slots] & (self.known[slots] == at + 1)
+            holds &= self.text.tokens[slots, at] == drafts[1][plan.samples[rows]]
+            rows, slots = rows[holds], slots[holds]
+            tokens[rows] = self._next(slots)
+            count[rows], flags[rows] = 1, self._commit(slots, tokens[rows])
+
+    # ---- check ---------------------------------------------------------------------------------------------------
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        first = plan.draft == 0 if len(plan.draft) else np.ones(len(plan.slots), bool)
+        slots = plan.slots[first]
+        assert len(set(slots.tolist())) == len(slots), "a slot twice in a step, and not for a draft"
+        assert (plan.q_len > 0).all() and (np.diff(plan.q_len > 1).clip(-1, 1) >= 0).all(), "one-token rows come first"
+        rows = plan.samples[first[plan.samples]]
+        known, due = self.known[plan.slots[rows]], (plan.computed + plan.q_len)[rows]
+        off = ~self.stopped[plan.slots[rows]] & (known != due)
+        assert not off.any(), f"rows {rows[off]} draw after {due[off]} tokens, and have {known[off]}"
+        for r in np.flatnonzero(plan.draft == 1) - 1:
+            slot, n = int(plan.slots[r]), int((plan.slots == plan.slots[r]).sum()) - 1
+            assert r >= 0 and plan.draft[r : r + n + 1].tolist() == list(range(n + 1)), "drafts of a row stand apart"
+            at = plan.computed[r : r + n + 1]
+            assert (at == at[0] + np.arange(n + 1)).all(), f"drafts of slot {slot} for positions {at + 1}"
+
+    def _tables(self, d: Delta) -> None:
+        where = d.table[:, :3]
+        assert len(np.unique(where, axis=0)) == len(where), "a table entry is named twice in one delta"
+        self.table[tuple(where.T)] = d.table[:, 3]
+        for g, slot, first, count in d.trim.tolist():
+            self.table[g, slot, first : first + count] = 0
+        for g, kv in enumerate(self.kv):
+            copy = d.copy[d.copy[:, 0] == g]
+            assert len(set(copy[:, 2].tolist())) == len(copy), "two copies to one block in one delta"
+            kv[copy[:, 2]] = kv[copy[:, 1]]  # all are read before one is written
+
+    def _read_and_write(self, slot: int, q: int, computed: int) -> None:
+        """What a row's step does to the KV cache, in all groups."""
+        own = self.text.prefix[slot, 1 : computed + q + 1] ^ np.uint64(zlib.crc32(repr(self.space(slot)).encode()))
+        at = np.arange(computed + q)
+        for g, kv in enumerate(self.kv):
+            blocks, inside = self.table[g, slot, at // self.block], at % self.block
+            reads = np.arange(computed)
+            if self.windows is not None:
+                window = self.windows[g]
+                reads = reads[0 if window is None else max(0, computed - window + 1) :]
+            else:
+                reads = reads[blocks[:computed] > 0]
+            for p in reads[blocks[reads] <= 0][:1]:
+                raise AssertionError(f"group {g} slot {slot}: position {p} has no block")
+            for p in reads[kv[blocks[reads], inside[reads]] != own[reads]][:1]:
+                raise AssertionError(f"group {g}: foreign KV at {p} of slot {slot}")
+            for p in at[computed:][blocks[computed:] <= 0][:1]:
+                raise AssertionError(f"group {g} slot {slot}: position {p}, which is written, has no block")
+            kv[blocks[computed:], inside[computed:]] = own[computed:]
+
+
+def _vocab_of(model_dir: str) -> int:
+    """As config.json says.  ModelError."""
+    path = Path(model_dir) / "config.json"
+    if not files.is_there(path):
+        raise ModelError(
+            f"{model_dir}: holds no config.json; want a model directory, or vocab_size of the executor sim"
+        )
+    raw: Any = files.read_json(path, files.PART, ModelError)
+    found = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
+    if not isinstance(found, int) or found < 1:
+        raise ModelError(f"{path}: names no vocab_size; give it as an option of the executor sim")
+    return found
