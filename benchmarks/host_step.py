@@ -4,10 +4,9 @@
     python benchmarks/host_step.py masks --rows 64    structured output (llguidance, 151,936 ids), and plain
 
 Runs ``LLM.generate`` in front of a device that is only a clock: FORWARD takes ``--forward`` milliseconds and ``--row``
-for each row, SAMPLE ``--sample``, one after the other, and results are made in no time (of a row with a mask any token
-that this allows).  What launches cost the host on a GPU is given too: ``--submit`` and, for masks, ``--supply``.  Time
-is this thread's CPU time and what it would have waited for the device, so what else runs on the machine counts little.
-Needs numpy 2.
+for each row, SAMPLE ``--sample``, one after the other, and results are made in no time (tokens are made up).  What
+launches cost the host on a GPU is given too: ``--submit`` and, for masks, ``--supply``.  Time is this thread's CPU time
+and what it would have waited for the device, so what else runs on the machine counts little.
 
 A line a case, medians of ``--rounds`` runs in turns: tokens a second as a share of plain, then milliseconds: of a step,
 of it those in which the device was *idle*, of its parts (medians), of all the *host*'s work (mean), of the grammar
@@ -24,14 +23,14 @@ import random
 import statistics
 import tempfile
 import time
-from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from minivllm.core import timing
-from minivllm.core.interfaces.executor import Capacity, Executor
-from minivllm.core.interfaces.plan import LENGTH, OVERSHOOT, LogProbs, StepResult
+from minivllm.plugins.executor.sim import Sim
+from minivllm.plugins.executor.spec import SIM
 
 VOCAB, EOS = 151_936, 151_643
 
@@ -64,88 +63,39 @@ MS = {  # a shape of 0.6B parameters on one H200: `nano` of nano-vllm; 64 rows o
 }
 
 
-def any_of(words: np.ndarray, rng: np.random.Generator) -> int:
-    """The index of one of the bits that are set, each as likely; leaves the host's caches alone."""
-    upto = np.cumsum(np.bitwise_count(words), dtype=np.int32)
-    k = int(rng.integers(upto[-1]))
-    at = int(np.searchsorted(upto, k, "right"))
-    bits = np.flatnonzero(words[at] >> np.arange(64, dtype=np.uint64) & np.uint64(1))
-    return at * 64 + int(bits[k - (int(upto[at - 1]) if at else 0)])
+class Device(Sim):
+    """One stream of which each launch costs the host, on that clock; what it makes up costs nobody time."""
 
+    spec = replace(SIM, impl=f"{__name__}:Device")
+    launch_ms = {"submit": 0.0, "supply": 0.0}
 
-class Device(Executor):
-    """One stream: a step's FORWARD follows the SAMPLE of the step before it.  Rows end at their length."""
-
-    ms = MS["logprobs"]
-
-    def start(self, wiring):
-        vocab = json.loads((Path(wiring.model_dir) / "config.json").read_text())["vocab_size"]
-        self.rng = np.random.default_rng(1)
-        self.limit = np.zeros(wiring.max_num_seqs, np.int64)
-        self.ended = np.ones(wiring.max_num_seqs, bool)
-        self.tokens = self.rng.integers(10, min(vocab, EOS), 1 << 16).astype(np.int32)
-        self.free_at, self.idle = 0.0, 0.0  # when it is done with all it was given; seconds without work
-        self.running: deque[list] = deque()  # [plan, when FORWARD ends or SAMPLE has ended, result or None]
-        blocks = wiring.max_num_seqs * (wiring.max_model_len // wiring.block + 1) + 1
-        groups = max(len(wiring.groups), 1)
-        return Capacity((blocks,) * groups, (1,) * groups, vocab, 0, 1)
-
-    def _run(self, ms):
-        start = max(CLOCK.now(), self.free_at)
-        self.idle += start - self.free_at
-        self.free_at = start + ms / 1e3
+    def __init__(self, options=None):
+        super().__init__(options)
+        self.clock, self.idle = CLOCK, 0.0  # idle: seconds without work
 
     def submit(self, plan):
-        CLOCK.skipped += self.ms["submit"] / 1e3
-        with CLOCK.free():
-            if plan.delta.join is not None:
-                self.limit[plan.delta.join.slot] = plan.delta.join.end
-                self.ended[plan.delta.join.slot] = False
-        self._run(self.ms["forward"] + self.ms["row"] * len(plan.slots))
-        self.running.append([plan, 0.0, None])
-        if not len(plan.late):
-            self._sample(self.running[-1], None)
+        CLOCK.skipped += self.launch_ms["submit"] / 1e3
+        super().submit(plan)
 
     def supply(self, step, late):
-        CLOCK.skipped += self.ms["supply"] / 1e3
-        self._sample(next(r for r in self.running if r[0].id == step), late)
+        CLOCK.skipped += self.launch_ms["supply"] / 1e3
+        super().supply(step, late)
 
-    def _sample(self, running, late):
-        self._run(self.ms["sample"])
-        running[1] = self.free_at
+    def _work(self, ms):
+        self.idle += max(0.0, CLOCK.now() - self._free_at)
+        super()._work(ms)
+
+    def _delta(self, d):
         with CLOCK.free():
-            plan = running[0]
-            slots, n = plan.slots[plan.samples], len(plan.samples)
-            over = self.ended[slots]
-            last = ~over & ((plan.computed + plan.q_len)[plan.samples] + 1 >= self.limit[slots])
-            self.ended[slots[last]] = True
-            at = int(self.rng.integers(len(self.tokens) - n))
-            tokens = self.tokens[at : at + n].copy()
-            for j, row in zip(plan.late.tolist(), () if late is None else late.mask, strict=True):
-                tokens[j] = any_of(row.view(np.uint64), self.rng)
-            flags = np.where(over, OVERSHOOT, np.where(last, LENGTH, 0)).astype(np.uint8)
-            scores = None
-            if plan.topk >= 0:
-                chosen, top = -self.rng.random(n, np.float32), -self.rng.random((n, plan.topk), np.float32)
-                ids = self.rng.integers(0, VOCAB, top.shape, np.int32)
-                scores = LogProbs(chosen, np.ones(n, np.int32), ids, top)
-            running[2] = StepResult(plan.id, slots, tokens, (~over).astype(np.int32), flags, logprobs=scores)
+            super()._delta(d)
 
-    def collect(self, in_flight):
-        out = []
-        while self.running and (len(self.running) > in_flight or self.running[0][1] <= CLOCK.now()):
-            if self.running[0][2] is None:
-                break  # its masks are still to come
-            _, done, result = self.running.popleft()
-            CLOCK.until(done)
-            out.append(result)
-        return out
+    def _run(self, plan, late, ms):
+        with CLOCK.free():
+            return super()._run(plan, late, ms)
 
-    def alive(self):
-        return True
-
-    def stop(self, deadline=10.0):
-        self.running.clear()
+    def rest(self):
+        """Begin to count."""
+        self._free_at, self.idle = CLOCK.now(), 0.0
 
 
 # ---- a model that is a vocabulary ------------------------------------------------------------------------------------
@@ -206,7 +156,7 @@ def run(llm, prompts, params) -> dict[str, float]:
 
     gc.callbacks.append(collecting)
     before, begun = clock.count, CLOCK.now()
-    device.free_at, device.idle = begun, 0.0
+    device.rest()
     try:
         outs = llm.generate(prompts, params, use_tqdm=False)
     finally:
@@ -273,7 +223,9 @@ def main() -> None:
     for name in MS["masks"]:
         parser.add_argument(f"--{name}", type=float, metavar="MS")
     args = parser.parse_args()
-    Device.ms = {name: ms if getattr(args, name) is None else getattr(args, name) for name, ms in MS[args.what].items()}
+    ms = {name: ms if getattr(args, name) is None else getattr(args, name) for name, ms in MS[args.what].items()}
+    Device.launch_ms = {name: ms[name] for name in ("submit", "supply")}
+    pace = {"step_ms": ms["forward"], "row_ms": ms["row"], "sample_ms": ms["sample"]}
     from minivllm import LLM, SamplingParams
 
     timing.perf_counter, rng = CLOCK.now, random.Random(0)
@@ -291,7 +243,8 @@ def main() -> None:
         write_model(Path(tmp), rng)
         with LLM(
             model=tmp, load_format="dummy", device="cpu", max_num_seqs=rows, max_model_len=4096, seed=0,
-            executor=f"{__name__}:Device", allow_targets=[__name__], skip_tokenizer_init=not masks,
+            executor={"name": f"{__name__}:Device", "options": pace}, allow_targets=[__name__],
+            skip_tokenizer_init=not masks,
         ) as llm:  # fmt: skip
             table(llm, cases, args.rounds)
 

@@ -27,11 +27,13 @@ import numpy as np
 from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.parts import CacheOptions, EngineParts
 from minivllm.core.engine.request import Request
-from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
+from minivllm.core.interfaces.executor import Part, Wiring
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.core.interfaces.plan import LENGTH, StepResult
+from minivllm.core.interfaces.plan import LENGTH
 from minivllm.core.interfaces.sampling import Row
 from minivllm.plugins.evictor.lru import Lru
+from minivllm.plugins.executor.options import SimOptions
+from minivllm.plugins.executor.sim import Sim
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.plugins.strategy.parallel import Parallel
 from minivllm.registry import Catalog
@@ -41,38 +43,19 @@ from minivllm.testing.session import builtins
 VOCAB, BLOCK = 50_000, 16
 
 
-class Instant(Executor):
-    """Every row draws token 7 and ends at its length; if ``end`` is set, everybody does at once; in each step ``some``
-    rows, chosen at random, end beside."""
+class Instant(Sim):
+    """Answers at once; if ``all_end`` is set, every row ends with its next token; in each step ``some`` rows, chosen at
+    random, end beside."""
 
-    end, some = False, 0
+    all_end, some = False, 0
     rng = np.random.default_rng(1)
 
-    def start(self, wiring):
-        self.limit = np.zeros(wiring.max_num_seqs, np.int32)
-        return Capacity((wiring.num_blocks,), (1,), VOCAB, 0, 0)
-
-    def submit(self, plan):
-        n = len(plan.samples)
-        if plan.delta.join is not None:
-            self.limit[plan.delta.join.slot] = plan.delta.join.end
-        known = (plan.computed + plan.q_len)[plan.samples] + 1
-        ended = (known >= self.limit[plan.slots[plan.samples]]) | self.end
-        ended[self.rng.permutation(n)[: self.some]] = True
-        tokens, ones, flags = np.full(n, 7, np.int32), np.ones(n, np.int32), (LENGTH * ended).astype(np.uint8)
-        self.result = StepResult(plan.id, plan.slots[plan.samples], tokens, ones, flags)
-
-    def supply(self, step, late):
-        raise AssertionError("no late rows here")
-
-    def collect(self, in_flight):
-        return [self.result]
-
-    def alive(self):
-        return True
-
-    def stop(self, deadline=10.0):
-        pass
+    def _commit(self, slots, tokens):
+        flags = super()._commit(slots, tokens)
+        chosen = slice(None) if self.all_end else self.rng.permutation(len(slots))[: self.some]
+        flags[chosen] |= LENGTH
+        self.stopped[slots[chosen]] = True
+        return flags
 
 
 class Nothing:
@@ -91,9 +74,9 @@ def engine(rows: int, max_len: int = 4096, policy=Fcfs) -> Engine:
     wiring = Wiring(
         model_dir="", load_format="dummy", device="cpu", dtype="float32", block=BLOCK, max_num_seqs=rows,
         max_num_batched_tokens=16384, max_model_len=max_len, num_blocks=blocks, memory_utilization=0.9,
-        batch_invariant=False, seed=0, parts={"model": part},
+        batch_invariant=False, seed=0, parts={"model": part}, run_ahead=0,
     )  # fmt: skip
-    executor = Instant()
+    executor = Instant(SimOptions(step_ms=0, vocab_size=VOCAB))
     return Engine(
         wiring,
         executor,
@@ -118,10 +101,10 @@ def measure(rows: int, waiting: int, finished: int, steps: int = 400) -> tuple[f
 
     for i in range(finished):
         add(f"f{i}", max_tokens=1)
-    e.executor.end = True
+    e.executor.all_end = True
     while e.busy:
         e.step()
-    e.executor.end = False
+    e.executor.all_end = False
     for i in range(rows + waiting):
         add(i, max_tokens=3000, ignore_eos=True)
     for _ in range(10):

@@ -26,7 +26,6 @@ from pathlib import Path
 
 from load import Found, measure
 
-HERE = Path(__file__).resolve().parent
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -145,12 +144,10 @@ def main() -> None:
     process, url, pid = None, args.url, args.pid
     if url is None:
         more = [part for one in args.set for part in ("--set", one)]
-        env = {}
         if args.paced is not None:
-            more += ["--set", "executor=paced:Paced", "--allow-target", "paced", "--set", "max_num_seqs=256"]
-            path = os.pathsep.join(filter(None, (str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH"))))
-            env = {"PACED_MS": str(args.paced), "PYTHONPATH": path}
-        process, url = start_server(args.model, more, env)
+            more += ["--set", "executor=sim", "--set", f"executor.options.step_ms={args.paced}", "--set", "run_ahead=2"]
+            more += ["--set", "max_num_seqs=256"]
+        process, url = start_server(args.model, more)
         pid = process.pid
     wrong = []
     try:

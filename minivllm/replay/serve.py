@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter, process_time
 from typing import Any, cast
 
@@ -18,13 +18,16 @@ from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.parts import CacheOptions, EngineParts
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.evictor import Evictor, EvictorContext
-from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
+from minivllm.core.interfaces.executor import Capacity, Part, Wiring
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.core.interfaces.plan import LENGTH, StepPlan, StepResult
+from minivllm.core.interfaces.plan import LENGTH, Join, StepPlan
 from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
 from minivllm.core.timing import PARTS, StepClock
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
+from minivllm.plugins.executor.made_up import Histories
+from minivllm.plugins.executor.options import SimOptions
+from minivllm.plugins.executor.sim import Sim
 from minivllm.plugins.strategy.single import Single
 
 from .optimum import Optimum, uses_of
@@ -99,52 +102,57 @@ class Steps:
         return np.ceil(when / self.seconds).astype(np.int64)
 
 
-class Counting(Executor):
-    """Answers at once.  ``Join.seed`` is the number of the request in the trace."""
+class NoHistories(Histories):
+    """What rows draw is known by their request, so nothing is remembered; there are no branches."""
+
+    def __init__(self) -> None:
+        """Takes no memory."""
+
+    def put(self, slot: int, tokens: np.ndarray) -> None:
+        pass
+
+
+class Counting(Sim):
+    """Answers at once, with the trace's tokens.  ``Join.seed`` is the number of the request in the trace."""
 
     def __init__(self, trace: Trace, sizes: ServeSizes, steps: Steps) -> None:
+        super().__init__(SimOptions(step_ms=0, vocab_size=VOCAB))
         self.trace, self.sizes, self.steps = trace, sizes, steps
         self.token = np.zeros(sizes.max_num_seqs, np.int32)  # what the row's answer holds
-        self.end = np.zeros(sizes.max_num_seqs, np.int32)
         self.request = np.zeros(sizes.max_num_seqs, np.int64)  # whose row it is
         # steps, -1 = not yet: the place in a batch, the first token, the last
         self.joined, self.first, self.done = (np.full(len(trace), -1, np.int64) for _ in range(3))
         self.computed = 0
         self.plan: StepPlan | None = None
-        self.results: list[StepResult] = []
 
     def start(self, wiring: Wiring) -> Capacity:
-        return Capacity((self.sizes.blocks + 1,), (self.sizes.block,), VOCAB, 0, 0)
+        return replace(super().start(wiring), block_bytes=(self.sizes.block,))
+
+    def _histories(self, slots: int, length: int) -> Histories:
+        return NoHistories()
 
     def submit(self, plan: StepPlan) -> None:
         self.plan = plan
-        if (join := plan.delta.join) is not None:
-            self.token[join.slot], self.end[join.slot] = self.trace.answer[join.seed], join.end
-            self.request[join.slot] = join.seed
-            new = join.seed[self.joined[join.seed] < 0]
-            self.joined[new] = self.steps.step
         self.computed += int(plan.q_len.sum())
-        slots = plan.slots[plan.samples]
-        known = plan.computed[plan.samples] + plan.q_len[plan.samples] + 1
-        ends = known >= self.end[slots]
-        flags = np.where(ends, LENGTH, 0).astype(np.uint8)
-        self.done[self.request[slots[ends]]] = self.steps.step
+        super().submit(plan)
+
+    def _join(self, j: Join) -> None:
+        super()._join(j)
+        self.token[j.slot], self.request[j.slot] = self.trace.answer[j.seed], j.seed
+        self.joined[j.seed[self.joined[j.seed] < 0]] = self.steps.step
+
+    def _next(self, slots: np.ndarray) -> np.ndarray:
+        return self.token[slots]
+
+    def _commit(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Rows end at their length alone."""
+        self.known[slots] += 1
+        flags = np.where(self.known[slots] >= self.end[slots], LENGTH, 0).astype(np.uint8)
+        self.stopped[slots] = flags != 0
         asked = self.request[slots]
         self.first[asked[self.first[asked] < 0]] = self.steps.step  # it drew, so its prompt is computed
-        self.results.append(StepResult(plan.id, slots, self.token[slots], np.ones(len(slots), np.int32), flags))
-
-    def supply(self, step: int, late: Any) -> None:
-        raise AssertionError("no request of a trace has a mask")
-
-    def collect(self, in_flight: int) -> list[StepResult]:
-        out, self.results = self.results, []
-        return out
-
-    def alive(self) -> bool:
-        return True
-
-    def stop(self, deadline: float = 10.0) -> None:
-        self.results.clear()
+        self.done[asked[flags != 0]] = self.steps.step
+        return flags
 
 
 class NoSampler:
@@ -242,7 +250,7 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, step
         model_dir="", load_format="dummy", device="cpu", dtype="float32", block=sizes.block,
         max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_model_len=sizes.max_model_len, num_blocks=sizes.blocks, memory_utilization=0.9, batch_invariant=False,
-        seed=0, parts={"model": Part("minivllm/replay", "minivllm.replay.serve:Counting")},
+        seed=0, parts={"model": Part("minivllm/replay", "minivllm.replay.serve:Counting")}, run_ahead=0,
     )  # fmt: skip
     return Engine(
         wiring,

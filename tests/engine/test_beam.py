@@ -10,10 +10,11 @@ import torch
 from beam_rules import beam_search
 
 from minivllm import LLM, RequestError, SamplingParams
+from minivllm.core.interfaces.plan import LogProbs
 from minivllm.core.interfaces.strategy import Moves, Pick
+from minivllm.plugins.executor.made_up import MadeUpModel
 from minivllm.plugins.strategy.beam import Beam
 from minivllm.plugins.strategy.parallel import Parallel
-from minivllm.testing import sim
 from minivllm.testing.sim import EOS_ID, answer, at_rest, logprobs_after, outputs, request, run, sim_engine
 from minivllm.testing.tiny import quiet, tiny_dir
 
@@ -62,8 +63,17 @@ def test_outputs_and_scores_are_those_of_the_rules(depth, width):
 
 @pytest.mark.parametrize("width", [1, 3, 8])
 def test_of_equal_sums_the_earlier_beam_goes_on_and_in_it_the_lower_id(width, monkeypatch):
-    rough = lambda ids: np.round(logprobs_after(ids) / 2) * 2  # noqa: E731  a few values, so most sums tie
-    monkeypatch.setattr(sim, "logprobs_after", rough)
+    few = lambda logits: np.round(logits / 8) * 8  # noqa: E731  few values, so most sums tie
+    rough = lambda ids: few(logprobs_after(ids))  # noqa: E731
+
+    def scores(self, h, tokens, k):
+        values = few(self.logits(h))
+        ids = np.argsort(-values, axis=1, kind="stable")[:, :k].astype(np.int32)
+        chosen = values[np.arange(len(h)), tokens]
+        rank = (values > chosen[:, None]).sum(axis=1).astype(np.int32) + 1
+        return LogProbs(chosen, rank, ids, np.take_along_axis(values, ids, 1))
+
+    monkeypatch.setattr(MadeUpModel, "scores", scores)
     engine = sim_engine(strategy=Beam(), slots=30, blocks=400)
     ask = dict(beam_width=width, n=width, max_tokens=6)
     made = [request(engine, f"r{i}", [i, 3, 5 + i], logprobs=16, **ask) for i in range(3)]

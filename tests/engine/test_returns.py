@@ -291,7 +291,8 @@ def _columns(r):
 def test_a_wrong_result_ends_the_engine_by_the_executors_name_and_everyone_is_told(depth, name):
     engine = sim_engine(depth=depth)
     made = [request(engine, f"r{i}", [i, 2], max_tokens=20, ignore_eos=True, logprobs=3) for i in range(3)]
-    made.append(request(engine, "host", [5], max_tokens=20, choose_fn=lambda logits, ids: int(np.argmax(logits))))
+    choose = lambda logits, ids: int(np.argmax(logits))  # noqa: E731
+    made.append(request(engine, "host", [5], max_tokens=20, ignore_eos=True, choose_fn=choose))
     collect, wrong = engine.executor.collect, WRONG_RESULTS[name]
     for _ in range(4):
         engine.step()

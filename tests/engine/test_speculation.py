@@ -36,7 +36,7 @@ def test_no_token_and_no_block_is_lost_whatever_is_rejected(seed):
         windows=rng.choice([(None,), (None, 8)]), depth=rng.choice([0, 0, 1, 2]), budget=rng.choice([8, 16, 64]),
         drafts=rng.choice([1, 3, 5]), max_len=40,
     )  # fmt: skip
-    engine.executor.luck = rng.choice([0, 0.5, 0.9, 1])
+    engine.executor.options.drafts_accepted = rng.choice([0, 0.5, 0.9, 1])
     made = []
     for i in range(12):
         prompt = [rng.randrange(5) for _ in range(rng.randrange(1, 20))]
@@ -59,7 +59,7 @@ def test_no_token_and_no_block_is_lost_whatever_is_rejected(seed):
 @pytest.mark.parametrize("luck", [0, 1])
 def test_a_step_gives_a_row_one_token_and_one_for_each_right_draft(luck):
     engine = sim_engine(drafts=3)
-    engine.executor.luck = luck
+    engine.executor.options.drafts_accepted = luck
     r = request(engine, "a", [1, 2, 3], max_tokens=17, ignore_eos=True)
     run(engine)
     steps = 1 + (16 if not luck else 4)
