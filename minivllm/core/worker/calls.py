@@ -201,22 +201,16 @@ class SeparateCalls(GuardedCalls):
         plan, to = self.plan, self.state.to
         waits = np.concatenate([plan.host, plan.held])
         draft = plan.draft[plan.samples] if len(plan.draft) else None
-        tokens, count, flags = step.accept(
-            self.state,
-            rows,
-            drawn.tokens,
-            peaks,
-            logits.shape[1],
-            failed=to(self.failed) if self.failed.any() else None,
-            waits=to(waits).long() if len(waits) else None,
-            draft=draft,
-        )
-        before = self.failed.copy()
+        failed = to(self.failed) if self.failed.any() else None
+        waiting = to(waits).long() if len(waits) else None
+        width = logits.shape[1]
+        tokens, count, flags = step.accept(self.state, rows, drawn.tokens, peaks, width, failed, waiting, draft)
+        before = len(self.errors)
         if draft is None:
             self.commit(tokens[:, None], count, rows)
         else:
             self._commit_slots(tokens, count, rows, draft)
-        for row in np.flatnonzero(self.failed & ~before).tolist():
+        for row in (row for e in self.errors[before:] for row in e.rows):
             flags[row] = FAILED
         self.running.packed = self.runner._host(torch.stack([tokens.int(), count, flags]))
         return tokens
@@ -226,7 +220,6 @@ class SeparateCalls(GuardedCalls):
         heads, tokens, count = step.by_slot(self.state, draft, tokens, count)
         calls = GuardedCalls(self.chain, self.slots[heads], [])
         calls.commit(tokens, count, rows.pick(self.state.to(heads)))
-        self.failed[heads[calls.failed]] = True
         self.errors += [replace(e, rows=tuple(heads[list(e.rows)].tolist())) for e in calls.errors]
 
     def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:

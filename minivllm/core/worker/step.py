@@ -60,16 +60,20 @@ def pack_rows(plan: StepPlan, rows: int, tokens: int, spare: int) -> np.ndarray:
 
     ``rows`` R and ``tokens`` T may be more than the plan's: what pads the rows is the slot ``spare``, and tokens from
     cu_q[R] on are nobody's."""
-    r, q_len = len(plan.slots), plan.q_len.astype(np.int64)
-    cu, t = np.cumsum(q_len), int(q_len.sum())
     out = np.zeros(table_size(rows, tokens), np.int64)
-    ends = np.cumsum([rows, rows + 1, rows, rows, rows, tokens])
-    slots, cu_q, q, kv, last, row, position = np.split(out, ends)
-    slots[:r], slots[r:] = plan.slots, spare
-    cu_q[1 : r + 1], cu_q[r + 1 :] = cu, t
-    q[:r], kv[:r], last[:r] = q_len, plan.computed + q_len, cu - 1
-    row[:t] = np.repeat(np.arange(r), q_len)
-    position[:t] = np.arange(t) - np.repeat(cu - q_len - plan.computed, q_len)
+    r, ends, kv_len = len(plan.slots), plan.q_len.cumsum(), plan.computed + plan.q_len
+    t = int(ends[-1]) if r else 0
+    out[:r] = plan.slots
+    cu_q, q_len = rows + 1, 2 * rows + 1
+    out[cu_q : cu_q + r] = ends
+    if r < rows:
+        out[r:rows] = spare
+        out[cu_q + r : q_len] = t
+    for i, column in enumerate((plan.q_len, kv_len, ends - 1)):
+        out[q_len + i * rows : q_len + i * rows + r] = column
+    row, position = 5 * rows + 1, 5 * rows + 1 + tokens
+    out[row : row + t] = at = np.arange(r).repeat(plan.q_len)
+    out[position : position + t] = np.arange(t) + (kv_len - ends)[at]
     return out
 
 
@@ -194,7 +198,6 @@ def accept(
     drawn: Tensor,
     bad: Tensor,
     width: int,
-    *,
     failed: Tensor | None = None,
     waits: Tensor | None = None,
     draft: np.ndarray | None = None,
