@@ -9,6 +9,7 @@ too.  Tokens a line: NAME, NUMBER, OP and STRING tokens over the lines that have
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -19,18 +20,23 @@ ROOT = Path(__file__).resolve().parents[1]
 TREES = ("minivllm", "contrib", "benchmarks", "tests", "docs", ".ci")
 FILE, FUNCTION = 450, 60  # lines; a function's are those of the package, not of tests or Triton kernels
 CORE, CORE_DENSITY = 9000, 12.0  # lines of minivllm/core; its tokens a line
+SKIPS_LEFT = {"minivllm/core": 23}  # ``fmt: skip`` elsewhere than in tables and kernels, by package; they go
+DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.Tuple)
+DATA = (*DISPLAYS, ast.Constant, ast.Name, ast.Subscript, ast.UnaryOp)
+TABLE = 6  # elements of a table within a function, at least
 COUNTED = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING)
 
 
 @dataclass
 class Figures:
-    """Of a package.  ``skips``: places that the formatter leaves alone."""
+    """Of a package.  ``skips``: places that the formatter leaves alone; ``unfree``: those that it should not."""
 
     files: int = 0
     lines: int = 0
     code_lines: int = 0
     tokens: int = 0
     skips: int = 0
+    unfree: list[str] = field(default_factory=list)
     longest: int = 0
     over: list[str] = field(default_factory=list)
 
@@ -53,7 +59,33 @@ def docstrings(tree: ast.Module) -> set[int]:
 
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("triton" in ast.unparse(mark) for mark in node.decorator_list)
+    return any(re.search(r"triton|\bkernel\(", ast.unparse(mark)) for mark in node.decorator_list)
+
+
+def is_table(value: ast.expr | None) -> bool:
+    """A display, or a call that is given one."""
+    given = value.args if isinstance(value, ast.Call) else [value]
+    return any(isinstance(one, DISPLAYS) for one in given)
+
+
+def is_long_table(value: ast.expr | None) -> bool:
+    elements = value.values if isinstance(value, ast.Dict) else getattr(value, "elts", [])
+    return len(elements) >= TABLE and all(isinstance(one, DATA) for one in elements)
+
+
+def unformatted(tree: ast.Module) -> set[int]:
+    """The lines that the formatter may leave alone: of Triton kernels, of tables of data, of a test's parameters."""
+    found: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and is_kernel(node):
+            found.append(node)
+        if isinstance(node, (ast.Module, ast.ClassDef)):
+            found += (one for one in node.body if is_table(getattr(one, "value", None)))
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Return)) and is_long_table(node.value):
+            found.append(node)
+        marks = getattr(node, "decorator_list", [])
+        found += (mark for mark in marks if "parametrize" in ast.unparse(mark)[:60])
+    return {line for node in found for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
 def functions_over(path: str, tree: ast.Module) -> Iterator[str]:
@@ -75,7 +107,13 @@ def measure(path: Path, into: Figures) -> None:
     into.files, into.lines, into.longest = into.files + 1, into.lines + lines, max(into.longest, lines)
     into.tokens += len(counted)
     into.code_lines += len({t.start[0] for t in counted})
-    into.skips += sum(t.type == tokenize.COMMENT and "fmt: skip" in t.string for t in tokens)
+    skips = [t.start[0] for t in tokens if t.type == tokenize.COMMENT and "fmt: skip" in t.string]
+    into.skips += len(skips)
+    if skips:
+        free = unformatted(tree)
+        into.unfree += (
+            f"{name}:{line} fmt: skip is for tables of data and kernels" for line in skips if line not in free
+        )
     if lines > FILE:
         into.over.append(f"{name} has {lines} lines; at most {FILE}")
     if name.startswith("minivllm"):
@@ -98,6 +136,8 @@ def main() -> None:
     for name, f in found.items():
         print(f"{name:24} {f.files:5} {f.lines:6} {f.longest:7} {f.density:13.1f} {f.skips:9}")
     over = [line for f in found.values() for line in f.over]
+    for name, f in found.items():
+        over += f.unfree if len(f.unfree) > SKIPS_LEFT.get(name, 0) else ()
     core = found["minivllm/core"]
     if core.lines > CORE:
         over.append(f"minivllm/core has {core.lines} lines; at most {CORE}")

@@ -216,7 +216,7 @@ def play(address: tuple[str, int], name: str, connections: int, seconds: float) 
         f"max {1e3 * max(health):7.1f} ms   golden p50 {percentile(golden, 0.5):6.1f}  max {1e3 * max(golden):7.1f} ms"
         f"   {found}",
         flush=True,
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager

@@ -70,9 +70,14 @@ def main() -> None:
     args = parser.parse_args()
     log = StepLog(StepLogOptions(path=os.path.join(tempfile.mkdtemp(), "steps.jsonl")))
     plugins = {
-        "none": None, "a hook elsewhere": Quiet(), "step_finished": Observer(), "both wrappers": Wrapper(),
-        "stored": Stored(), "step_log": log, "live": live(),
-    }  # fmt: skip
+        "none": None,
+        "a hook elsewhere": Quiet(),
+        "step_finished": Observer(),
+        "both wrappers": Wrapper(),
+        "stored": Stored(),
+        "step_log": log,
+        "live": live(),
+    }
     engines = {}
     for name, plugin in plugins.items():
         engines[name] = made = engine(args.rows)

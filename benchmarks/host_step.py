@@ -123,11 +123,25 @@ def vocabulary(rng: random.Random) -> list[bytes]:
 
 def write_model(folder: Path, rng: random.Random) -> None:
     cfg = dict(
-        architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=1024, intermediate_size=3072,
-        num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=VOCAB,
-        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000, tie_word_embeddings=True,
-        hidden_act="silu", torch_dtype="bfloat16", eos_token_id=EOS, bos_token_id=None, attention_bias=False,
-    )  # fmt: skip
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=VOCAB,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000,
+        tie_word_embeddings=True,
+        hidden_act="silu",
+        torch_dtype="bfloat16",
+        eos_token_id=EOS,
+        bos_token_id=None,
+        attention_bias=False,
+    )
     (folder / "config.json").write_text(json.dumps(cfg))
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -169,13 +183,16 @@ def run(llm, prompts, params) -> dict[str, float]:
     rows = np.arange(max(before, clock.count - clock.size), clock.count) % clock.size
     part = clock.part[rows] * 1e3
     return {
-        "tok/s": tokens / seconds, "steps": steps, "step": seconds * 1e3 / steps, "idle": device.idle * 1e3 / steps,
+        "tok/s": tokens / seconds,
+        "steps": steps,
+        "step": seconds * 1e3 / steps,
+        "idle": device.idle * 1e3 / steps,
         **{name: float(np.median(part[:, i])) for i, name in enumerate(timing.PARTS)},
         "host": float(part[:, [timing.PLAN, timing.SUBMIT, timing.PUBLISH]].sum(axis=1).mean()),
         "grammar": float(clock.seam["grammar"][rows].mean()) * 1e3 if "grammar" in clock.seam else 0.0,
         "gc": sum(pauses) * 1e3 / steps,
         **{f"gc{g}": s["collections"] - collections[g] for g, s in enumerate(gc.get_stats())},
-    }  # fmt: skip
+    }
 
 
 def table(llm, cases, rounds: int) -> None:
@@ -242,10 +259,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as tmp:
         write_model(Path(tmp), rng)
         with LLM(
-            model=tmp, load_format="dummy", device="cpu", max_num_seqs=rows, max_model_len=4096, seed=0,
-            executor={"name": f"{__name__}:Device", "options": pace}, allow_targets=[__name__],
+            model=tmp,
+            load_format="dummy",
+            device="cpu",
+            max_num_seqs=rows,
+            max_model_len=4096,
+            seed=0,
+            executor={"name": f"{__name__}:Device", "options": pace},
+            allow_targets=[__name__],
             skip_tokenizer_init=not masks,
-        ) as llm:  # fmt: skip
+        ) as llm:
             table(llm, cases, args.rounds)
 
 

@@ -72,10 +72,21 @@ def engine(rows: int, max_len: int = 4096, policy=Fcfs) -> Engine:
     blocks = rows * (max_len // BLOCK + 1) + 1
     part = Part("bench/none", "none:None")
     wiring = Wiring(
-        model_dir="", load_format="dummy", device="cpu", dtype="float32", block=BLOCK, max_num_seqs=rows,
-        max_num_batched_tokens=16384, max_model_len=max_len, num_blocks=blocks, memory_utilization=0.9,
-        batch_invariant=False, seed=0, parts={"model": part}, run_ahead=0,
-    )  # fmt: skip
+        model_dir="",
+        load_format="dummy",
+        device="cpu",
+        dtype="float32",
+        block=BLOCK,
+        max_num_seqs=rows,
+        max_num_batched_tokens=16384,
+        max_model_len=max_len,
+        num_blocks=blocks,
+        memory_utilization=0.9,
+        batch_invariant=False,
+        seed=0,
+        parts={"model": part},
+        run_ahead=0,
+    )
     executor = Instant(SimOptions(step_ms=0, vocab_size=VOCAB))
     return Engine(
         wiring,

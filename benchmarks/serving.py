@@ -33,12 +33,17 @@ def bodies(streams: int, rounds: int, prompt: int, tokens: int, vocab: int, seed
     rng = random.Random(seed)
     return [
         [
-            {"prompt": [rng.randrange(vocab) for _ in range(prompt)], "max_tokens": tokens, "ignore_eos": True,
-             "temperature": 0.6, "seed": rng.getrandbits(31)}
+            {
+                "prompt": [rng.randrange(vocab) for _ in range(prompt)],
+                "max_tokens": tokens,
+                "ignore_eos": True,
+                "temperature": 0.6,
+                "seed": rng.getrandbits(31),
+            }
             for _ in range(rounds)
         ]
         for _ in range(streams)
-    ]  # fmt: skip
+    ]
 
 
 def percentile(values: list[float], share: float) -> float:

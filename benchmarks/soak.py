@@ -88,8 +88,10 @@ KINDS: dict[str, Callable[[random.Random], dict]] = {
 def body(rng: random.Random) -> dict:
     """Some request; prompts differ, and many begin alike."""
     more = {
-        "max_tokens": rng.randint(4, 96), "ignore_eos": rng.random() < 0.5, "temperature": rng.choice([0, 0.8]),
-    }  # fmt: skip
+        "max_tokens": rng.randint(4, 96),
+        "ignore_eos": rng.random() < 0.5,
+        "temperature": rng.choice([0, 0.8]),
+    }
     made = {**more, **KINDS[rng.choice(list(KINDS))](rng)}
     if "structured_outputs" in made:
         made["ignore_eos"] = False
@@ -241,10 +243,14 @@ def sample(url: str, start: float, counts: Counter[str]) -> dict[str, float]:
     return {
         "seconds": round(time.monotonic() - start, 1),
         **{f"{name}_mib": round(size / 2**20, 1) for name, size in sizes.items()},
-        "kv_in_use": metric(text, "vllm:kv_cache_usage_perc"), "running": metric(text, "vllm:num_requests_running"),
-        "waiting": metric(text, "vllm:num_requests_waiting"), "http_fds": server["fds"],
-        "engine_fds": state["engine"]["process"]["fds"], "held": held, **{name: counts[name] for name in ENDS},
-    }  # fmt: skip
+        "kv_in_use": metric(text, "vllm:kv_cache_usage_perc"),
+        "running": metric(text, "vllm:num_requests_running"),
+        "waiting": metric(text, "vllm:num_requests_waiting"),
+        "http_fds": server["fds"],
+        "engine_fds": state["engine"]["process"]["fds"],
+        "held": held,
+        **{name: counts[name] for name in ENDS},
+    }
 
 
 async def soak(url: str, args: argparse.Namespace) -> list[dict[str, float]]:

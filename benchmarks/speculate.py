@@ -27,10 +27,16 @@ def prompts(kind: str, n: int) -> list[list[dict[str, str]]]:
 
 def make(args: argparse.Namespace, drafter: Any, k: int) -> LLM:
     return LLM(
-        args.model, device=args.device, dtype=args.dtype, drafter=drafter, num_speculative_tokens=k,
-        speculate="auto" if args.auto else "always", max_num_seqs=max(args.batches), enable_prefix_caching=False,
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        drafter=drafter,
+        num_speculative_tokens=k,
+        speculate="auto" if args.auto else "always",
+        max_num_seqs=max(args.batches),
+        enable_prefix_caching=False,
         num_kvcache_blocks=max(args.batches) * 64,
-    )  # fmt: skip
+    )
 
 
 def timed(llm: LLM, chats: list, params: SamplingParams) -> tuple[float, list]:
@@ -75,8 +81,10 @@ def cost_ratio(args: argparse.Namespace) -> None:
     for name in (args.model, args.draft):
         with LLM(name, device=args.device, dtype=args.dtype, max_num_seqs=1, num_kvcache_blocks=64) as llm:
             ms[name] = min(timed(llm, chats, params)[0] for _ in range(args.turns + 1)) * 10
-    print(f"a step of {args.model}: {ms[args.model]:.2f} ms, of {args.draft}: {ms[args.draft]:.2f} ms, cost ratio "
-          f"{ms[args.draft] / ms[args.model]:.3f}")  # fmt: skip
+    print(
+        f"a step of {args.model}: {ms[args.model]:.2f} ms, of {args.draft}: {ms[args.draft]:.2f} ms, cost ratio "
+        f"{ms[args.draft] / ms[args.model]:.3f}"
+    )
 
 
 def main() -> None:

@@ -33,11 +33,12 @@ from minivllm.spec import (
     Reason,
     Spec,
     check_seam,
-)  # fmt: skip
+)
 from minivllm.validation import begins, faults, source_of, sourced
 
 from .processes.fresh import import_target
 from .registration import discovery
+from .registration.candidate import Candidate
 from .registration.discovery import ENV, LOCAL, STRICT, BrokenEntry, Entry
 from .registration.importing import guarded_import
 
@@ -65,31 +66,6 @@ __all__ = [
     "build_part",
     "import_target",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An entry that was looked at; it can serve if there is no reason against it."""
-
-    entry: Entry
-    spec: Spec | None = None
-    reasons: tuple[Reason, ...] = ()
-
-    @property
-    def suitable(self) -> bool:
-        return self.spec is not None and not self.reasons
-
-    @property
-    def rank(self) -> tuple[int, str]:
-        return (-(self.spec.priority if self.spec else 0), self.entry.label)
-
-    def as_dict(self) -> dict[str, Any]:
-        spec, reasons = self.spec, [{**vars(r), "text": str(r)} for r in self.reasons]
-        return {
-            "name": self.entry.label, "dist": self.entry.dist, "version": self.entry.version,
-            "target": self.entry.target, "impl": spec.impl if spec else None, "priority": spec.priority if spec else 0,
-            "suitable": self.suitable, "reasons": reasons,
-        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,11 +108,16 @@ class Selection:
         """All of it as JSON: what was asked, what was chosen, and the reasons against the others."""
         facts = {fact: sorted(v) if isinstance(v, (set, frozenset)) else v for fact, v in self.request.facts.items()}
         return {
-            "seam": self.kind, "asked": self.asked, "preferred": list(self.preferred),
-            "facts": facts, "features": sorted(self.request.features),
-            "chosen": self.chosen.entry.label if self.chosen is not None else None, "supplied": self.supplied,
-            "candidates": [c.as_dict() for c in self.candidates], "skipped": [e.label for e in self.skipped],
-        }  # fmt: skip
+            "seam": self.kind,
+            "asked": self.asked,
+            "preferred": list(self.preferred),
+            "facts": facts,
+            "features": sorted(self.request.features),
+            "chosen": self.chosen.entry.label if self.chosen is not None else None,
+            "supplied": self.supplied,
+            "candidates": [c.as_dict() for c in self.candidates],
+            "skipped": [e.label for e in self.skipped],
+        }
 
     def widen(self, registry: Registry) -> Selection:
         """The same choice with all other plug-ins looked at too."""
@@ -146,9 +127,7 @@ class Selection:
 
     def without(self, error: PluginError) -> Selection:
         """The same with the chosen plug-in refused after all: its implementation is broken."""
-        broken = tuple(
-            replace(c, reasons=(Reason(str(error)),)) if c is self.chosen else c for c in self.candidates
-        )  # fmt: skip
+        broken = tuple(replace(c, reasons=(Reason(str(error)),)) if c is self.chosen else c for c in self.candidates)
         return replace(self, chosen=None, candidates=broken)
 
     def require(self) -> Candidate:
@@ -360,9 +339,12 @@ class Catalog(Mapping[str, Registry]):
     """One registry per kind.  Made once from package metadata, never changed, handed to whoever chooses."""
 
     def __init__(
-        self, entries: Iterable[Entry], allow_targets: Sequence[str] = (), faults: Iterable[BrokenEntry] = (),
+        self,
+        entries: Iterable[Entry],
+        allow_targets: Sequence[str] = (),
+        faults: Iterable[BrokenEntry] = (),
         strict: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.entries, self.allow_targets = tuple(entries), tuple(allow_targets)
         self.faults, self.strict = tuple(faults), strict
         self._registries = {

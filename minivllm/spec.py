@@ -56,72 +56,95 @@ _SAMPLING = {
     "graph_safe": "can be captured in a CUDA graph and replayed on new data",
     "multi_position": "serves several positions of one row in a step, so that rows which bind it can speculate",
 }
-KINDS: Mapping[str, Kind] = MappingProxyType({
-    kind.name: kind
-    for kind in (
-        Kind(
-            "attention", _SEAMS + "attention:AttentionBackend", api=(1, 1),
-            facts=("device", "sm", "dtype", "kv_format", "dim_qk", "dim_v", "queries_per_kv", "block"),
-            features={
-                "window": "sliding windows",
-                "sinks": "a learned logit per head that takes probability and gives no value",
-                "softcap": "scores s become softcap * tanh(s / softcap)",
-                "v_in_k": "values are the first dim_v elements of the key (multi-head latent attention)",
-                "lse": "gives the logarithm of the softmax's denominator",
-                "scores": "gives the attention probabilities",
-                "repeatable": "the same step gives the same bits",
-                **_INVARIANT,
-            },
-            traits={"graph": "steps that can be captured in a CUDA graph: none, decode or mixed",
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            Kind(
+                "attention",
+                _SEAMS + "attention:AttentionBackend",
+                api=(1, 1),
+                facts=("device", "sm", "dtype", "kv_format", "dim_qk", "dim_v", "queries_per_kv", "block"),
+                features={
+                    "window": "sliding windows",
+                    "sinks": "a learned logit per head that takes probability and gives no value",
+                    "softcap": "scores s become softcap * tanh(s / softcap)",
+                    "v_in_k": "values are the first dim_v elements of the key (multi-head latent attention)",
+                    "lse": "gives the logarithm of the softmax's denominator",
+                    "scores": "gives the attention probabilities",
+                    "repeatable": "the same step gives the same bits",
+                    **_INVARIANT,
+                },
+                traits={
+                    "graph": "steps that can be captured in a CUDA graph: none, decode or mixed",
                     "plan": "where plan() works: host or device",
                     "drafts": "how a row's drafts come: `apart`, as decode rows (the default), or `merged`, as tokens "
-                              "of one row, which is for those that read a few tokens as fast as one"},
-            open=("block",),
-        ),
-        Kind(
-            "drafter", _SEAMS + "drafter:Drafter", facts=("device",),
-            features={"draft_model": "works with a model of its own, which its option `model` names"},
-            traits={"drafts": "how many tokens it can draft for a row in a step, if there is a limit; 0: none"},
-        ),
-        Kind("evictor", _SEAMS + "evictor:Evictor", traits={"order": "the reference order it keeps: lru, fifo or lfu"}),
-        Kind(
-            "executor", _SEAMS + "executor:Executor", facts=("device", "tensor_parallel_size"),
-            traits={"made_up": "it computes no model: target of a function (token ids, vocabulary) that gives the "
-                               "logits f32 [V] of the next token, which the conformance kit compares with instead"},
-        ),
-        Kind(
-            "grammar", _SEAMS + "grammar:Grammar",
-            features={
-                "json": "compiles JSON schemas",
-                "regex": "compiles regular expressions, with ASCII classes",
-                "choice": "compiles lists of texts",
-                "grammar": "compiles grammars in Lark's notation and in GBNF",
-            },
-        ),
-        Kind("hooks", "minivllm.hooks:Hooks", api=(1, 1)),
-        Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
-        Kind(
-            "model", _SEAMS + "model:ModelArch", api=(1, 1), facts=("device", "dtype", "architecture", "model_type"),
-            features=_INVARIANT,
-            traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
-        ),
-        Kind("processor", _SEAMS + "sampling:Processor", api=(1, 2), facts=("device",), features=_SAMPLING),
-        Kind(
-            "quantizer", _SEAMS + "quantizer:Quantizer", facts=("device", "sm", "dtype", "checkpoint"),
-            features={
-                **_INVARIANT,
-                "sliceable": "slicing a full tensor and quantizing the slice is quantizing and slicing",
-            },
-            traits={"bits": "bits of a quantized weight element, scales not counted"},
-        ),
-        Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 2), facts=("device",), features=_SAMPLING),
-        Kind(
-            "scheduler", _SEAMS + "scheduler:SchedulerPolicy",
-            features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
-        ),
-        Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 3)),
-    )
-})  # fmt: skip
+                    "of one row, which is for those that read a few tokens as fast as one",
+                },
+                open=("block",),
+            ),
+            Kind(
+                "drafter",
+                _SEAMS + "drafter:Drafter",
+                facts=("device",),
+                features={"draft_model": "works with a model of its own, which its option `model` names"},
+                traits={"drafts": "how many tokens it can draft for a row in a step, if there is a limit; 0: none"},
+            ),
+            Kind(
+                "evictor",
+                _SEAMS + "evictor:Evictor",
+                traits={"order": "the reference order it keeps: lru, fifo or lfu"},
+            ),
+            Kind(
+                "executor",
+                _SEAMS + "executor:Executor",
+                facts=("device", "tensor_parallel_size"),
+                traits={
+                    "made_up": "it computes no model: target of a function (token ids, vocabulary) that gives the "
+                    "logits f32 [V] of the next token, which the conformance kit compares with instead"
+                },
+            ),
+            Kind(
+                "grammar",
+                _SEAMS + "grammar:Grammar",
+                features={
+                    "json": "compiles JSON schemas",
+                    "regex": "compiles regular expressions, with ASCII classes",
+                    "choice": "compiles lists of texts",
+                    "grammar": "compiles grammars in Lark's notation and in GBNF",
+                },
+            ),
+            Kind("hooks", "minivllm.hooks:Hooks", api=(1, 1)),
+            Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
+            Kind(
+                "model",
+                _SEAMS + "model:ModelArch",
+                api=(1, 1),
+                facts=("device", "dtype", "architecture", "model_type"),
+                features=_INVARIANT,
+                traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
+            ),
+            Kind("processor", _SEAMS + "sampling:Processor", api=(1, 2), facts=("device",), features=_SAMPLING),
+            Kind(
+                "quantizer",
+                _SEAMS + "quantizer:Quantizer",
+                facts=("device", "sm", "dtype", "checkpoint"),
+                features={
+                    **_INVARIANT,
+                    "sliceable": "slicing a full tensor and quantizing the slice is quantizing and slicing",
+                },
+                traits={"bits": "bits of a quantized weight element, scales not counted"},
+            ),
+            Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 2), facts=("device",), features=_SAMPLING),
+            Kind(
+                "scheduler",
+                _SEAMS + "scheduler:SchedulerPolicy",
+                features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
+            ),
+            Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 3)),
+        )
+    }
+)
 OPTION_OF = {  # kind -> its option in the configuration, where that is called otherwise
     "kvformat": "kv_format", "model": "model_arch", "processor": "processors", "strategy": "strategies",
 }  # fmt: skip

@@ -96,9 +96,16 @@ def drive(examples: int, steps: int = 30, shrink: bool = True) -> Seen:
     machine = type("Machine", (CacheMachine,), {"policies": [Fcfs], "seen": seen})
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     how = settings(
-        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck),
-        phases=phases, derandomize=True, database=None, print_blob=False, report_multiple_bugs=False,
-    )  # fmt: skip
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=phases,
+        derandomize=True,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+    )
     run_state_machine_as_test(machine, settings=how)
     return seen
 

@@ -56,10 +56,17 @@ def models(tmp_path_factory):
 
 def engine(folder, **options):
     base = dict(
-        skip_tokenizer_init=True, dtype="float32", device="cpu", attention="cpu_captures:OnDevice", max_num_seqs=SEQS,
-        num_kvcache_blocks=60, kvcache_block_size=16, max_num_batched_tokens=64, max_model_len=96,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        device="cpu",
+        attention="cpu_captures:OnDevice",
+        max_num_seqs=SEQS,
+        num_kvcache_blocks=60,
+        kvcache_block_size=16,
+        max_num_batched_tokens=64,
+        max_model_len=96,
         allow_targets=["cpu_captures", __name__],
-    )  # fmt: skip
+    )
     return LLM(model=str(folder), **{**base, **options})
 
 

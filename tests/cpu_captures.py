@@ -39,9 +39,12 @@ class OnDevice(AttentionBackend):
     """Attention over all that a row's table has, which asks the host for nothing."""
 
     spec = replace(
-        SDPA, impl=f"{__name__}:OnDevice", features=frozenset({"window"}), traits={"graph": "mixed", "plan": "device"},
+        SDPA,
+        impl=f"{__name__}:OnDevice",
+        features=frozenset({"window"}),
+        traits={"graph": "mixed", "plan": "device"},
         check=SDPA.check,
-    )  # fmt: skip
+    )
 
     def forward(
         self,

@@ -33,8 +33,9 @@ from minivllm.testing import base
 from minivllm.testing.cli import main as conformance
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"(?:^<!-- (?P<mark>(?:not compared|measured): [^>]*) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
-                   re.M | re.S)  # fmt: skip
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>(?:not compared|measured): [^>]*) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
 FILE = re.compile(r"# ([\w/.-]+\.\w+)\n")
 EXPECTED = re.compile(r"^\s*print\(.*\)  # → (.*)$|^# → (.*)$", re.M)
 MASKS = (

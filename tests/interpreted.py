@@ -284,11 +284,16 @@ def columns(slots=5, length=40, groups=2, block=4):
     stop = torch.full((slots, STOP_IDS), -1, dtype=torch.int32)
     stop[:, 0], stop[:, 1] = 7, 9
     return SimpleNamespace(
-        tokens=torch.arange(slots * length, dtype=torch.int32).view(slots, length), known=long(17, 1, 8, 30, 1),
-        stopped=torch.tensor([False, False, True, False, True]), end=long(39, 39, 39, 31, 39), block=block,
-        min_end=long(0, 5, 0, 0, 0), stop_ids=stop, n_eos=torch.ones(slots, dtype=torch.int64),
+        tokens=torch.arange(slots * length, dtype=torch.int32).view(slots, length),
+        known=long(17, 1, 8, 30, 1),
+        stopped=torch.tensor([False, False, True, False, True]),
+        end=long(39, 39, 39, 31, 39),
+        block=block,
+        min_end=long(0, 5, 0, 0, 0),
+        stop_ids=stop,
+        n_eos=torch.ones(slots, dtype=torch.int64),
         table=torch.arange(groups * slots * 10, dtype=torch.int32).view(groups, slots, 10),
-    )  # fmt: skip
+    )
 
 
 def test_begin_reads_token_position_and_slot_of_each_row():

@@ -109,10 +109,16 @@ class Maker:
         return self.number(depth, "integer")
 
     def string(self, depth):
-        return {"type": "string", **self.some(
-            0.35, pattern=lambda: self.rng.choice(PATTERNS), format=lambda: self.rng.choice(sorted(formats.FORMATS)),
-            minLength=lambda: self.rng.randrange(4), maxLength=lambda: self.rng.randrange(6),
-        )}  # fmt: skip
+        return {
+            "type": "string",
+            **self.some(
+                0.35,
+                pattern=lambda: self.rng.choice(PATTERNS),
+                format=lambda: self.rng.choice(sorted(formats.FORMATS)),
+                minLength=lambda: self.rng.randrange(4),
+                maxLength=lambda: self.rng.randrange(6),
+            ),
+        }
 
     def values(self, depth):
         found = [self.rng.choice(VALUES) for _ in range(self.rng.randrange(1, 4))]
@@ -120,15 +126,29 @@ class Maker:
         return {**self.rng.choice([{"enum": found}, {"const": found[0]}]), **self.some(0.3, type=kind)}
 
     def any(self, depth):
-        return self.rng.choice([{}, {"type": ["string", "null"]}, {"type": "object"}, {"type": "array"},
-                                {"type": ["integer", "boolean"], "minimum": 3}, {"pattern": "^a"}])  # fmt: skip
+        return self.rng.choice(
+            [
+                {},
+                {"type": ["string", "null"]},
+                {"type": "object"},
+                {"type": "array"},
+                {"type": ["integer", "boolean"], "minimum": 3},
+                {"pattern": "^a"},
+            ]
+        )
 
     def array(self, depth):
         one = lambda: self.schema(depth + 1)  # noqa: E731
-        return {"type": "array", **self.some(
-            0.5, items=one, prefixItems=lambda: [one()], minItems=lambda: self.rng.randrange(3),
-            maxItems=lambda: self.rng.randrange(4),
-        )}  # fmt: skip
+        return {
+            "type": "array",
+            **self.some(
+                0.5,
+                items=one,
+                prefixItems=lambda: [one()],
+                minItems=lambda: self.rng.randrange(3),
+                maxItems=lambda: self.rng.randrange(4),
+            ),
+        }
 
     def object(self, depth):
         self.objects += 1

@@ -18,9 +18,13 @@ from minivllm.testing.tiny import tiny_dir
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS = dict(
-    skip_tokenizer_init=True, dtype="float32", device="cpu", num_kvcache_blocks=40, max_num_seqs=4,
+    skip_tokenizer_init=True,
+    dtype="float32",
+    device="cpu",
+    num_kvcache_blocks=40,
+    max_num_seqs=4,
     max_num_batched_tokens=64,
-)  # fmt: skip
+)
 EVICTOR = "from minivllm.plugins.evictor.lru import Lru\nclass Mine(Lru):\n    'another one'\n"
 
 
@@ -70,7 +74,17 @@ def changed(record, **parts):
 
 def results(**values):
     base = dict(
-        requests=2, unfinished=0, prompt_tokens=9, cached_prompt_tokens=0, output_tokens=12, seconds=1.0, error=None,
-        prompts_hash="p", sampling_hash="s", tokens_hash="t", outputs=["1", "2"], stats={"evictions": 4},
-    )  # fmt: skip
+        requests=2,
+        unfinished=0,
+        prompt_tokens=9,
+        cached_prompt_tokens=0,
+        output_tokens=12,
+        seconds=1.0,
+        error=None,
+        prompts_hash="p",
+        sampling_hash="s",
+        tokens_hash="t",
+        outputs=["1", "2"],
+        stats={"evictions": 4},
+    )
     return {**base, **values}

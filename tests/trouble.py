@@ -85,11 +85,18 @@ class Trouble:
         policy = anything(rng) if rng.random() < 0.6 else rng.choice(list(all_of("scheduler")))
         self.slots, self.clock = rng.randint(1, 6), Clock()
         self.engine = sim_engine(
-            slots=self.slots, max_len=MAX_LEN, blocks=[rng.randint(4, 30) for _ in windows],
-            block=rng.choice([1, 2, 4]), windows=windows,
-            depth=rng.randint(0, 3), budget=rng.randint(1, 40), prefix=rng.random() < 0.9,
-            partial=rng.random() < 0.8, policy=policy, evictor=rng.choice(list(all_of("evictor"))),
-        )  # fmt: skip
+            slots=self.slots,
+            max_len=MAX_LEN,
+            blocks=[rng.randint(4, 30) for _ in windows],
+            block=rng.choice([1, 2, 4]),
+            windows=windows,
+            depth=rng.randint(0, 3),
+            budget=rng.randint(1, 40),
+            prefix=rng.random() < 0.9,
+            partial=rng.random() < 0.8,
+            policy=policy,
+            evictor=rng.choice(list(all_of("evictor"))),
+        )
         for pool in self.engine.cache.pools if rng.random() < 0.2 else ():
             pool.hash_fn = lambda parent, tokens: 1 + tokens[0] % 5
         self.families = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
@@ -142,11 +149,16 @@ class Trouble:
             r = rng.choice(before)
             prompt = [*r.prompt.tolist(), *outputs(r)[0][0], rng.randrange(3)]
         params = dict(
-            n=rng.choice([1, 1, 1, 2, 3, self.slots]), max_tokens=rng.randint(1, 20), ignore_eos=rng.random() < 0.7,
-            tenant=rng.choice(["", "", "a", "b", "c"]), cache_salt=rng.choice([None, None, "x", "y"]),
-            priority=rng.randint(-2, 2), ttft_ms=rng.choice([None, 1.0, 1e6]), tpot_ms=rng.choice([None, 1.0, 50.0]),
+            n=rng.choice([1, 1, 1, 2, 3, self.slots]),
+            max_tokens=rng.randint(1, 20),
+            ignore_eos=rng.random() < 0.7,
+            tenant=rng.choice(["", "", "a", "b", "c"]),
+            cache_salt=rng.choice([None, None, "x", "y"]),
+            priority=rng.randint(-2, 2),
+            ttft_ms=rng.choice([None, 1.0, 1e6]),
+            tpot_ms=rng.choice([None, 1.0, 50.0]),
             expected_tokens=rng.choice([None, 1, 5]),
-        )  # fmt: skip
+        )
         if rng.random() < 0.2:
             params["allowed_tokens_fn"] = lambda ids: range(VOCAB)
         elif rng.random() < 0.2:

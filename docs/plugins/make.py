@@ -46,17 +46,34 @@ def page(kind: Kind) -> str:
     source = file.read_text(encoding="utf-8")
     name, option = kind.name, OPTION_OF.get(kind.name, kind.name)
     lines = [
-        f"# The seam `{name}`: contract {kind.api[0]}.{kind.api[1]}", "",
-        f"<!-- written by docs/plugins/make.py from {file.relative_to(ROOT)}: do not edit -->", "",
+        f"# The seam `{name}`: contract {kind.api[0]}.{kind.api[1]}",
+        "",
+        f"<!-- written by docs/plugins/make.py from {file.relative_to(ROOT)}: do not edit -->",
+        "",
         f"A plug-in is a subclass of `{module}.{base}`, offered by the entry-point group",
         f"`{kind.group}` and chosen with the option `{option}`. [The overview](../plugins.md) says what a spec is and",
-        "how a name is resolved, [the tutorial](tutorial.md) goes from nothing to a package.", "",
-        f"A package that works, to start from ({about(name)['summary']}):", "",
-        "```bash", f"minivllm plugins new my-{name} --seam {name}", "```", "",
-        "## The contract", "", *text(ast.get_docstring(ast.parse(source)) or ""), "",
-        "```python", *stubs(source, base), "```", "", *claims(kind), "## What the conformance kit demands", "",
-        *suite(name), "",
-    ]  # fmt: skip
+        "how a name is resolved, [the tutorial](tutorial.md) goes from nothing to a package.",
+        "",
+        f"A package that works, to start from ({about(name)['summary']}):",
+        "",
+        "```bash",
+        f"minivllm plugins new my-{name} --seam {name}",
+        "```",
+        "",
+        "## The contract",
+        "",
+        *text(ast.get_docstring(ast.parse(source)) or ""),
+        "",
+        "```python",
+        *stubs(source, base),
+        "```",
+        "",
+        *claims(kind),
+        "## What the conformance kit demands",
+        "",
+        *suite(name),
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -74,9 +74,15 @@ def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> d
             raise EngineDeadError(llm.engine.dead)
     parts = {seam: part.name for seam, part in llm.resolved.parts.items()}
     return {
-        "model": llm.config.model, "device": w.device, "dtype": w.dtype, "batch_size": batch, "input_len": length,
-        "parts": parts, **found, "host_ms": llm.stats()["seam_ms"],
-    }  # fmt: skip
+        "model": llm.config.model,
+        "device": w.device,
+        "dtype": w.dtype,
+        "batch_size": batch,
+        "input_len": length,
+        "parts": parts,
+        **found,
+        "host_ms": llm.stats()["seam_ms"],
+    }
 
 
 WARM = 2  # decode steps before those that are profiled

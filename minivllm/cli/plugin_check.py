@@ -169,8 +169,11 @@ def spec_faults(spec: Spec, kind: Kind) -> list[str]:
 
     faults = [str(r) for r in replace(spec, limits=ANY, needs=(), check=None).refuse(PluginQuery(), kind)]
     known: Mapping[str, Iterable[str]] = {
-        "limits": kind.facts, "features": kind.features, "traits": kind.traits, "prefer": kind.open,
-    }  # fmt: skip
+        "limits": kind.facts,
+        "features": kind.features,
+        "traits": kind.traits,
+        "prefer": kind.open,
+    }
     for name, words in known.items():
         said = getattr(spec, name)
         for word in sorted(set(said) - set(words)) if said != ANY else ():

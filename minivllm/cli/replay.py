@@ -30,9 +30,12 @@ def add_commands(command: Any) -> None:
     sub.add_argument("--cache-only", action="store_true", help="no scheduler: requests one after the other, in blocks")
     sub.add_argument("--optimum", action="store_true", help="Belady's offline optimum beside the evictors")
     sub.add_argument(
-        "--step-ms", type=float, default=50.0, metavar="MS",
+        "--step-ms",
+        type=float,
+        default=50.0,
+        metavar="MS",
         help="what a step counts for between arrivals (default 50); 0: all requests are there at once",
-    )  # fmt: skip
+    )
     sub.add_argument("--requests", default="", metavar="A:B", help="only requests A to B-1, by arrival")
     sub.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -60,14 +63,19 @@ def replay(args: argparse.Namespace) -> int:
         told = lambda text: print(f"minivllm: {text}", file=sys.stderr)  # noqa: E731
         rows = compare.run_engine(trace, found, args.step_ms / 1e3, told)
     about = {
-        "trace": trace.name, "requests": len(trace), "prompt_tokens": int(trace.prompt.sum()),
-        "output_tokens": int(trace.output.sum()), "seconds": float(trace.arrival[-1]),
-    }  # fmt: skip
+        "trace": trace.name,
+        "requests": len(trace),
+        "prompt_tokens": int(trace.prompt.sum()),
+        "output_tokens": int(trace.output.sum()),
+        "seconds": float(trace.arrival[-1]),
+    }
     if args.json:
         print(json.dumps({**about, "step_ms": None if args.cache_only else args.step_ms, "runs": rows}))
         return 0
-    print(f"{trace.name}: {len(trace)} requests in {about['seconds']:.0f} s, {about['prompt_tokens']} prompt and "
-          f"{about['output_tokens']} output tokens")  # fmt: skip
+    print(
+        f"{trace.name}: {len(trace)} requests in {about['seconds']:.0f} s, {about['prompt_tokens']} prompt and "
+        f"{about['output_tokens']} output tokens"
+    )
     print(compare.table(rows))
     return 0
 

@@ -86,9 +86,12 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     text = """sampling parameters where a request has none: '{"temperature": 0.5}'"""
     sub.add_argument("--override-generation-config", metavar="JSON", default=None, help=text)
     sub.add_argument(
-        "--api-key", action="append", default=None, metavar="KEY",
+        "--api-key",
+        action="append",
+        default=None,
+        metavar="KEY",
         help="a key that requests must have; again for more; MINIVLLM_API_KEY does the same and is not seen in ps",
-    )  # fmt: skip
+    )
     notes: list[str] = []
     sub.set_defaults(notes=notes)
     known = [flag for action in sub._actions for flag in action.option_strings if flag[:2] == "--"]

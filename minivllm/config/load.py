@@ -72,9 +72,12 @@ def _ask_hooks(layers: Layers, over: Callable[[Layers], None], path: str) -> Map
 
 
 def _lay_over(
-    sets: Sequence[str], flags: Mapping[str, Any], keywords: Mapping[str, Any], environ: Mapping[str, str] | None,
+    sets: Sequence[str],
+    flags: Mapping[str, Any],
+    keywords: Mapping[str, Any],
+    environ: Mapping[str, str] | None,
     layers: Layers,
-) -> None:  # fmt: skip
+) -> None:
     """What counts more than files."""
     environ = os.environ if environ is None else environ
     given: dict[tuple[str, ...], str] = {}

@@ -23,6 +23,7 @@ from minivllm.spec import OPTION_OF, Needs, Spec
 from minivllm.validation import begins, source_of
 
 from .explanation import Explanation
+from .kv_groups import group_layers
 from .values import PluginChoice
 
 if TYPE_CHECKING:
@@ -136,22 +137,61 @@ class _Fold:
         strategies = tuple(self._several("strategy", config.strategies, ()))
         self._grammar()
         groups = group_layers(specs)
-        wiring = Wiring(
-            model_dir=str(checkpoint.folder), load_format=config.load_format, device=device.kind, dtype=dtype,
-            block=block, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_len, num_blocks=config.num_kvcache_blocks, batch_invariant=config.batch_invariant,
-            memory_utilization=config.gpu_memory_utilization, seed=config.seed,
-            parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")},
-            processors=processors, groups=groups,
-            run_ahead=config.run_ahead, graph="off" if config.enforce_eager else config.graph, fuse=config.fuse,
-            logprobs_mode=config.logprobs_mode, max_logprobs=config.max_logprobs,
-            drafts=drafts, speculate_always=config.speculate == "always", draft_model=draft_model,
-        )  # fmt: skip
+        wiring = self._wiring(checkpoint, device, dtype, block, max_len, processors, groups, drafts, draft_model)
         return Resolved(
-            config=config, wiring=wiring, hf_config=hf_config, device=device, attention=specs, groups=groups,
-            parts=self.parts, strategies=strategies, hooks=hooks, selections=tuple(self.selections), facts=self.facts,
-            notes=tuple(self.notes), catalog=self.catalog,
-        )  # fmt: skip
+            config=config,
+            wiring=wiring,
+            hf_config=hf_config,
+            device=device,
+            attention=specs,
+            groups=groups,
+            parts=self.parts,
+            strategies=strategies,
+            hooks=hooks,
+            selections=tuple(self.selections),
+            facts=self.facts,
+            notes=tuple(self.notes),
+            catalog=self.catalog,
+        )
+
+    def _wiring(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        dtype: str,
+        block: int,
+        max_len: int,
+        processors: tuple[Part, ...],
+        groups: tuple[tuple[int, ...], ...],
+        drafts: int,
+        draft_model: DraftWiring | None,
+    ) -> Wiring:
+        config = self.config
+        return Wiring(
+            model_dir=str(checkpoint.folder),
+            load_format=config.load_format,
+            device=device.kind,
+            dtype=dtype,
+            block=block,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_len,
+            num_blocks=config.num_kvcache_blocks,
+            batch_invariant=config.batch_invariant,
+            memory_utilization=config.gpu_memory_utilization,
+            seed=config.seed,
+            parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")},
+            processors=processors,
+            groups=groups,
+            run_ahead=config.run_ahead,
+            graph="off" if config.enforce_eager else config.graph,
+            fuse=config.fuse,
+            logprobs_mode=config.logprobs_mode,
+            max_logprobs=config.max_logprobs,
+            drafts=drafts,
+            speculate_always=config.speculate == "always",
+            draft_model=draft_model,
+        )
 
     def _learn(self, name: str, value: Any, sentence: str) -> None:
         self.facts[name] = value
@@ -327,9 +367,14 @@ class _Fold:
         return block
 
     def _select(
-        self, kind: str, choice: PluginChoice, known: Sequence[str] = (), more: Mapping[str, Any] | None = None,
-        features: frozenset[str] = frozenset(), at: str = "",
-    ) -> Selection:  # fmt: skip
+        self,
+        kind: str,
+        choice: PluginChoice,
+        known: Sequence[str] = (),
+        more: Mapping[str, Any] | None = None,
+        features: frozenset[str] = frozenset(),
+        at: str = "",
+    ) -> Selection:
         facts = {k: self.facts[k] for k in known if k in self.facts}
         registry, path = self.catalog[kind], at or OPTION_OF.get(kind, kind)
         try:
@@ -345,9 +390,13 @@ class _Fold:
         return selection
 
     def _pick(
-        self, kind: str, choice: PluginChoice, known: Sequence[str] = (), more: Mapping[str, Any] | None = None,
+        self,
+        kind: str,
+        choice: PluginChoice,
+        known: Sequence[str] = (),
+        more: Mapping[str, Any] | None = None,
         features: frozenset[str] = frozenset(),
-    ) -> Candidate:  # fmt: skip
+    ) -> Candidate:
         selection = self._select(kind, choice, known, more, features)
         chosen = selection.require()
         self._keep(selection, choice)
@@ -386,20 +435,16 @@ def make_part(registry: Registry, chosen: Candidate, choice: PluginChoice, at: s
     values = {} if options is None else options.model_dump(mode="json")
     spec = chosen.spec
     return Part(
-        chosen.entry.label, spec.impl, values, spec.options, tuple(sorted(spec.features)), spec.plain_traits,
+        chosen.entry.label,
+        spec.impl,
+        values,
+        spec.options,
+        tuple(sorted(spec.features)),
+        spec.plain_traits,
         chosen.entry.source,
-    )  # fmt: skip
+    )
 
 
 def _architectures(spec: Spec) -> Sequence[str]:
     limit = spec.limits.get("architecture") if isinstance(spec.limits, Mapping) else None
     return sorted(limit) if isinstance(limit, (set, frozenset)) else ()
-
-
-def group_layers(specs: Sequence[AttnSpec]) -> tuple[tuple[int, ...], ...]:
-    """Layers of equal geometry, groups of full attention before those with a window, otherwise by first layer."""
-    found: dict[tuple, list[int]] = {}
-    for layer, spec in enumerate(specs):
-        found.setdefault(spec.geometry, []).append(layer)
-    groups = sorted(found.values(), key=lambda layers: (specs[layers[0]].window is not None, layers[0]))
-    return tuple(tuple(layers) for layers in groups)

@@ -24,7 +24,7 @@ from minivllm.config.values import (
     EngineConfig,
     RequiresConfig,
     RunConfig,
-)  # fmt: skip
+)
 from minivllm.errors import PluginError
 from minivllm.registry import Catalog, Entry, Registry
 from minivllm.spec import KINDS, OPTION_OF
@@ -124,26 +124,36 @@ def _plugin_table(names: list[str], summary: str, options: Schema | None) -> Sch
 def _auto_tables(names: list[str]) -> list[Schema]:
     """``name = "auto"`` with an order, and what a file gives that lies over another with the name in it."""
     prefer = {
-        "type": "array", "description": "take the first of these that can serve",
+        "type": "array",
+        "description": "take the first of these that can serve",
         "items": {"anyOf": [{"type": "string", "enum": names}, ABSENT, TARGET]},
-    }  # fmt: skip
+    }
     return [
         {
-            "title": "auto", "type": "object", "required": ["name"], "additionalProperties": False,
+            "title": "auto",
+            "type": "object",
+            "required": ["name"],
+            "additionalProperties": False,
             "properties": {"name": {"const": "auto", "description": "the best that can serve"}, "prefer": prefer},
         },
         {
-            "title": "over another file", "type": "object", "maxProperties": 1, "additionalProperties": False,
+            "title": "over another file",
+            "type": "object",
+            "maxProperties": 1,
+            "additionalProperties": False,
             "properties": {"prefer": prefer, "options": {"type": "object"}},
         },
-    ]  # fmt: skip
+    ]
 
 
 def _target_table() -> Schema:
     return {
-        "title": "module:Class", "type": "object", "required": ["name"], "additionalProperties": False,
+        "title": "module:Class",
+        "type": "object",
+        "required": ["name"],
+        "additionalProperties": False,
         "properties": {"name": TARGET, "options": {"type": "object"}},
-    }  # fmt: skip
+    }
 
 
 def _options(registry: Registry, entry: Entry, spec: Any, definitions: Schema) -> Schema | None:
@@ -181,11 +191,14 @@ def _renamed(node: Any, prefix: str) -> Any:
     if "$ref" in node:
         return {"$ref": f"#/definitions/{prefix}.{node['$ref'].rpartition('/')[2]}"}  # draft 7 knows nothing beside it
     return {
-        key: {name: _renamed(inner, prefix) for name, inner in value.items()} if key == "properties"
-        else value if key in ("default", "enum", "const", "examples") else _renamed(value, prefix)
+        key: {name: _renamed(inner, prefix) for name, inner in value.items()}
+        if key == "properties"
+        else value
+        if key in ("default", "enum", "const", "examples")
+        else _renamed(value, prefix)
         for key, value in node.items()
         if key != "title" or not isinstance(value, str)
-    }  # fmt: skip
+    }
 
 
 def _sampling(catalog: Catalog) -> Schema:
@@ -202,9 +215,11 @@ def _sampling(catalog: Catalog) -> Schema:
                 properties[field.name]["default"] = field.default
     properties |= {name: _declared(one) for name, one in declared.offered(catalog).items()}
     return {
-        "description": "how tokens are drawn, and when to stop", "type": "object", "properties": properties,
+        "description": "how tokens are drawn, and when to stop",
+        "type": "object",
+        "properties": properties,
         "additionalProperties": False,
-    }  # fmt: skip
+    }
 
 
 def _declared(one: declared.Declaration) -> Schema:

@@ -185,6 +185,11 @@ TABLES = {
     "server": tuple(ServerConfig.model_fields),
 }  # fmt: skip
 SHAPE = ConfigShape(
-    top=tuple(EngineConfig.model_fields), tables=TABLES, seams=SEAMS, several=SEVERAL,
-    choice=tuple(PluginChoice.model_fields), aliases=ALIASES, version=CONFIG_VERSION,
-)  # fmt: skip
+    top=tuple(EngineConfig.model_fields),
+    tables=TABLES,
+    seams=SEAMS,
+    several=SEVERAL,
+    choice=tuple(PluginChoice.model_fields),
+    aliases=ALIASES,
+    version=CONFIG_VERSION,
+)

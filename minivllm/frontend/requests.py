@@ -43,9 +43,14 @@ class Tracked(RequestText):
     it comes; ``done``: called once it has ended."""
 
     def __init__(
-        self, prompt: Any, params: SamplingParams, tokenizer: Tokenizer | None, request_id: str | None = None,
-        stream: Callable[[StreamOutput], None] | None = None, done: Callable[[Tracked], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        request_id: str | None = None,
+        stream: Callable[[StreamOutput], None] | None = None,
+        done: Callable[[Tracked], None] | None = None,
+    ) -> None:
         if request_id is not None and flaw(request_id):
             raise RequestError(f"request_id={shown(request_id)}: want Unicode text", "request_id")
         text, ids = read_prompt(prompt, tokenizer)
@@ -106,9 +111,14 @@ class Tracked(RequestText):
     def _finish(self, request: Request) -> None:
         self.order = [seq.sample for seq in request.answer]
         self.metrics = RequestMetrics(
-            request.arrival, request.first_token, request.finished, request.cached_tokens, request.drafted,
-            request.accepted, request.scheduled,
-        )  # fmt: skip
+            request.arrival,
+            request.first_token,
+            request.finished,
+            request.cached_tokens,
+            request.drafted,
+            request.accepted,
+            request.scheduled,
+        )
         for seq in request.sequences:
             text = self.texts[seq.sample]
             if seq.error is not None and text.finish_reason is not None:  # its strategy failed on all that had ended

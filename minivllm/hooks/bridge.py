@@ -60,9 +60,16 @@ class EngineHooks:
     def started(self) -> None:
         w, blocks = self.engine.wiring, tuple(p.total - 1 for p in self.engine.cache.pools)
         self.view = EngineView(
-            w.model_dir, w.device, w.dtype, w.block, blocks, w.max_num_seqs, w.max_num_batched_tokens, w.max_model_len,
+            w.model_dir,
+            w.device,
+            w.dtype,
+            w.block,
+            blocks,
+            w.max_num_seqs,
+            w.max_num_batched_tokens,
+            w.max_model_len,
             self.parts,
-        )  # fmt: skip
+        )
         self._running = True
         try:
             self.manager.start(engine=self.view)
@@ -87,11 +94,15 @@ class EngineHooks:
         seqs = request.sequences
         assert request.finished is not None
         end = RequestEnd(
-            reasons=tuple(s.finish_reason or "" for s in seqs), tokens=tuple(s.emitted for s in seqs),
-            cached_tokens=request.cached_tokens, preempted=sum(s.preempted for s in seqs),
-            scheduled=request.scheduled, first_token=request.first_token, finished=request.finished,
+            reasons=tuple(s.finish_reason or "" for s in seqs),
+            tokens=tuple(s.emitted for s in seqs),
+            cached_tokens=request.cached_tokens,
+            preempted=sum(s.preempted for s in seqs),
+            scheduled=request.scheduled,
+            first_token=request.first_token,
+            finished=request.finished,
             error=next((s.error for s in seqs if s.error), None),
-        )  # fmt: skip
+        )
         self.manager.tell("minivllm_request_finished", request=view_of(request), end=end)
 
     def _preempted(self, seq: Seq) -> None:
@@ -132,24 +143,40 @@ class EngineHooks:
         here, figures = (clock.count - 1) % clock.size, self._figures()
         for view, row, result in published:
             step = FinishedStep(
-                view.id, view.sequence, view.q_len, view.computed, view.drawn,
-                token=frozen(result.tokens), count=frozen(result.count), flags=frozen(result.flags),
-                error=next((f"{e.plugin}: {e.message}" for e in result.errors), None), time=time.monotonic(),
-                plan_ms=1e3 * float(part[row, PLAN]), submit_ms=1e3 * float(part[row, SUBMIT]),
-                wait_ms=1e3 * float(part[here, WAIT]), publish_ms=1e3 * float(part[here, PUBLISH]),
-                device_ms=result.device_ms, **figures,
-            )  # fmt: skip
+                view.id,
+                view.sequence,
+                view.q_len,
+                view.computed,
+                view.drawn,
+                token=frozen(result.tokens),
+                count=frozen(result.count),
+                flags=frozen(result.flags),
+                error=next((f"{e.plugin}: {e.message}" for e in result.errors), None),
+                time=time.monotonic(),
+                plan_ms=1e3 * float(part[row, PLAN]),
+                submit_ms=1e3 * float(part[row, SUBMIT]),
+                wait_ms=1e3 * float(part[here, WAIT]),
+                publish_ms=1e3 * float(part[here, PUBLISH]),
+                device_ms=result.device_ms,
+                **figures,
+            )
             self.manager.tell("minivllm_step_finished", step=step)
 
     def _figures(self) -> dict[str, int]:
         e, lead = self.engine, self.engine.cache.pools[0]
         return {
-            "running": len(e.slots.running), "waiting": e.planner.n_waiting, "blocks_total": lead.total - 1,
-            "blocks_free": lead.free, "blocks_cached": lead.idle, "finished": e.finished,
-            "generated": e.publisher.tokens, "preemptions": e.planner.preemptions,
-            "evictions": sum(p.evictions for p in e.cache.pools), "prefix_queries": lead.queries,
+            "running": len(e.slots.running),
+            "waiting": e.planner.n_waiting,
+            "blocks_total": lead.total - 1,
+            "blocks_free": lead.free,
+            "blocks_cached": lead.idle,
+            "finished": e.finished,
+            "generated": e.publisher.tokens,
+            "preemptions": e.planner.preemptions,
+            "evictions": sum(p.evictions for p in e.cache.pools),
+            "prefix_queries": lead.queries,
             "prefix_hits": lead.hits,
-        }  # fmt: skip
+        }
 
     # ---- the prefix cache ----------------------------------------------------------------------------------------
 
@@ -185,9 +212,12 @@ def frozen(a: np.ndarray) -> np.ndarray:
 
 def view_of(request: Request) -> RequestView:
     return RequestView(
-        request.id, tuple(s.id for s in request.sequences), frozen(request.prompt),
-        _sealed(vars(request.params)), request.arrival,
-    )  # fmt: skip
+        request.id,
+        tuple(s.id for s in request.sequences),
+        frozen(request.prompt),
+        _sealed(vars(request.params)),
+        request.arrival,
+    )
 
 
 def _sealed(value: Any) -> Any:

@@ -44,7 +44,16 @@ def silu_mul(x: Tensor, squares: Tensor | None = None, dim: int = 1, eps: float 
     parts = 0 if squares is None else squares.shape[1]
     if tokens:
         _silu_mul[(tokens, triton.cdiv(inner, BLOCK))](
-            x, y, x if squares is None else squares, eps, INNER=inner, DIM=dim, PARTS=parts,
-            PARTS_P=triton.next_power_of_2(max(parts, 1)), BLOCK=BLOCK, num_warps=8, **pdl(x),
-        )  # fmt: skip
+            x,
+            y,
+            x if squares is None else squares,
+            eps,
+            INNER=inner,
+            DIM=dim,
+            PARTS=parts,
+            PARTS_P=triton.next_power_of_2(max(parts, 1)),
+            BLOCK=BLOCK,
+            num_warps=8,
+            **pdl(x),
+        )
     return y

@@ -114,21 +114,57 @@ def logprobs_of(
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
     part, top, total, value, rank = make(n, tiles, 3), make(n, groups), make(n), make(n), make(n, dtype=torch.int32)
     _parts[(n, tiles)](
-        logits, chosen, part, top, logits.stride(0), width, few,
-        TILE=TILE, TILES=tiles, GROUP=group, num_warps=8, **pdl(logits),
-    )  # fmt: skip
+        logits,
+        chosen,
+        part,
+        top,
+        logits.stride(0),
+        width,
+        few,
+        TILE=TILE,
+        TILES=tiles,
+        GROUP=group,
+        num_warps=8,
+        **pdl(logits),
+    )
     _total[(n,)](
-        logits, chosen, part, total, value, rank, logits.stride(0),
-        TILES=tiles, P=triton.next_power_of_2(tiles), num_warps=1, **pdl(logits),
-    )  # fmt: skip
+        logits,
+        chosen,
+        part,
+        total,
+        value,
+        rank,
+        logits.stride(0),
+        TILES=tiles,
+        P=triton.next_power_of_2(tiles),
+        num_warps=1,
+        **pdl(logits),
+    )
     if k > MOST:
         best, found = best_of(logits, k)
         return value, rank, found.to(torch.int32), best - total[:, None]
     ids, best = make(n, k, dtype=torch.int32), make(n, k)
     if k:
-        _best[(n,)](
-            logits, top, total, ids, best, logits.stride(0), width, k,
-            GROUP=group, GROUPS=groups, G=triton.next_power_of_2(groups), K=triton.next_power_of_2(k),
-            num_warps=8, **pdl(logits),
-        )  # fmt: skip
+        _launch_best(logits, top, total, ids, best, group)
     return value, rank, ids, best
+
+
+def _launch_best(logits: Tensor, top: Tensor, total: Tensor, ids: Tensor, best: Tensor, group: int) -> None:
+    """The kernel ``_best``; ``top`` f32 [N, groups] has the largest logit of each ``group`` columns."""
+    (n, width), k, groups = logits.shape, ids.shape[1], top.shape[1]
+    _best[(n,)](
+        logits,
+        top,
+        total,
+        ids,
+        best,
+        logits.stride(0),
+        width,
+        k,
+        GROUP=group,
+        GROUPS=groups,
+        G=triton.next_power_of_2(groups),
+        K=triton.next_power_of_2(k),
+        num_warps=8,
+        **pdl(logits),
+    )

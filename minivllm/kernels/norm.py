@@ -40,8 +40,16 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     y = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
     if tokens:
         _add_rms_norm[(tokens,)](
-            x, x if residual is None else residual, weight, y, x.stride(0), eps, DIM=dim,
-            P=triton.next_power_of_2(dim), ADD=residual is not None, num_warps=4 if dim <= 2048 else 16,
+            x,
+            x if residual is None else residual,
+            weight,
+            y,
+            x.stride(0),
+            eps,
+            DIM=dim,
+            P=triton.next_power_of_2(dim),
+            ADD=residual is not None,
+            num_warps=4 if dim <= 2048 else 16,
             **pdl(x),
-        )  # fmt: skip
+        )
     return y, x if residual is None else residual

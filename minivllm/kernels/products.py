@@ -198,9 +198,13 @@ class Product:
         return 0 < x.shape[0] <= self.rows and alike and x.is_contiguous() and self.weight.is_contiguous()
 
     def __call__(
-        self, x: Tensor, squares: Tensor | None = None, eps: float = 0.0,
-        residual: Tensor | None = None, norm: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        x: Tensor,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """x [M, K] -> y [M, N], and in mode ADDED the sums of squares [M, tiles] of the new ``residual`` [M, N], which
         is changed in place.  ``squares`` [M, P]: those of the stream that x is, with its norm's ``eps``."""
         m, n, k = x.shape[0], self.n, self.k
@@ -210,10 +214,23 @@ class Product:
         if self.mode == ADDED:
             out = torch.empty((m, tiles), dtype=torch.float32, device=x.device)
         parts = squares.shape[1] if squares is not None else 0
-        tensors = (y, y if self.bias is None else self.bias, y if residual is None else residual,
-                   y if norm is None else norm, y if squares is None else squares, out)  # fmt: skip
-        sizes = dict(N=n, K=k, DIM=k, PARTS=parts, PARTS_P=triton.next_power_of_2(max(parts, 1)), MODE=self.mode,
-                     BIAS=self.bias is not None)  # fmt: skip
+        tensors = (
+            y,
+            y if self.bias is None else self.bias,
+            y if residual is None else residual,
+            y if norm is None else norm,
+            y if squares is None else squares,
+            out,
+        )
+        sizes = dict(
+            N=n,
+            K=k,
+            DIM=k,
+            PARTS=parts,
+            PARTS_P=triton.next_power_of_2(max(parts, 1)),
+            MODE=self.mode,
+            BIAS=self.bias is not None,
+        )
         if m == 1:
             _matvec[(tiles,)](x, self.weight, *tensors, eps, **sizes, **tile, **pdl(x))
         else:
@@ -222,9 +239,17 @@ class Product:
             scratch = torch.empty(size, dtype=torch.float32, device=x.device) if size else y
             _gemm[(rows, tiles, sk)](
                 TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
-                TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]), *tensors, scratch, self.arrived,
-                eps, m, IEEE=x.dtype == torch.float32, **sizes, **tile, **pdl(x),
-            )  # fmt: skip
+                TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]),
+                *tensors,
+                scratch,
+                self.arrived,
+                eps,
+                m,
+                IEEE=x.dtype == torch.float32,
+                **sizes,
+                **tile,
+                **pdl(x),
+            )
         return y, out if self.mode == ADDED else None
 
 
@@ -248,8 +273,26 @@ class FixedProduct:
             tile = dict(BM=64, BN=bn, BK=bk, SK=1, STAGES=min(5, STAGE_BYTES // ((64 + bn) * 256)), num_warps=4)
             _gemm[(triton.cdiv(m, tile["BM"]), triton.cdiv(n, tile["BN"]), 1)](
                 TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
-                TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]), y, y, y, y, y, y, y, y, 0.0, m,
-                N=n, K=k, DIM=k, PARTS=0, PARTS_P=1, MODE=PLAIN, BIAS=False, IEEE=x.dtype == torch.float32, **tile,
+                TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]),
+                y,
+                y,
+                y,
+                y,
+                y,
+                y,
+                y,
+                y,
+                0.0,
+                m,
+                N=n,
+                K=k,
+                DIM=k,
+                PARTS=0,
+                PARTS_P=1,
+                MODE=PLAIN,
+                BIAS=False,
+                IEEE=x.dtype == torch.float32,
+                **tile,
                 **pdl(x),
-            )  # fmt: skip
+            )
         return y

@@ -45,10 +45,24 @@ def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, s
     [G, R].  What an ended row computes goes to the null block."""
     groups, size, _ = state.table.shape
     _begin[(len(slots),)](
-        slots, state.tokens, state.known, state.stopped.view(torch.uint8), state.table, ids, position, kv_len, slot_map,
-        state.tokens.stride(0), state.table.stride(1), len(slots), BLOCK=state.block, GROUPS=groups, SLOTS=size,
-        num_warps=1, **pdl(ids),
-    )  # fmt: skip
+        slots,
+        state.tokens,
+        state.known,
+        state.stopped.view(torch.uint8),
+        state.table,
+        ids,
+        position,
+        kv_len,
+        slot_map,
+        state.tokens.stride(0),
+        state.table.stride(1),
+        len(slots),
+        BLOCK=state.block,
+        GROUPS=groups,
+        SLOTS=size,
+        num_warps=1,
+        **pdl(ids),
+    )
 
 
 @kernel("slots", "out", "rows")
@@ -112,7 +126,23 @@ def commit(slots: Tensor, drawn: Tensor, best: Tensor, state, out: Tensor, width
     """
     best, tiles = best.float().contiguous(), best.shape[1]
     _commit[(len(slots),)](
-        slots, drawn, best, state.tokens, state.known, state.stopped.view(torch.uint8), state.end, state.min_end,
-        state.stop_ids, state.n_eos, out, state.tokens.stride(0), width, len(slots),
-        TILES=tiles, P=triton.next_power_of_2(tiles), IDS=STOP_IDS, num_warps=1, **pdl(out),
-    )  # fmt: skip
+        slots,
+        drawn,
+        best,
+        state.tokens,
+        state.known,
+        state.stopped.view(torch.uint8),
+        state.end,
+        state.min_end,
+        state.stop_ids,
+        state.n_eos,
+        out,
+        state.tokens.stride(0),
+        width,
+        len(slots),
+        TILES=tiles,
+        P=triton.next_power_of_2(tiles),
+        IDS=STOP_IDS,
+        num_warps=1,
+        **pdl(out),
+    )

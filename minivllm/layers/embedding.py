@@ -37,7 +37,7 @@ class TiedLMHead(Module):
 
     def __init__(
         self, info: ModuleInfo, tied: Embedding, scheme: WeightScheme | None, fuse: bool = False, invariant=False
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(info.name)
         self.info, self.tied, self.scheme, self.part = info, tied, scheme, info.parts[0][0]
         self.fuse, self.invariant = fuse, invariant

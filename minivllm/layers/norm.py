@@ -16,9 +16,7 @@ class RMSNorm(Module):
     passed in belongs to the norm from then on: the fused kernel adds in place.
     """
 
-    def __init__(
-        self, name: str, dim: int, eps: float, dtype: torch.dtype, device: str, fuse: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, dim: int, eps: float, dtype: torch.dtype, device: str, fuse: bool = False) -> None:
         super().__init__(name)
         self.eps, self.fused = eps, None
         if fuse:

@@ -67,8 +67,9 @@ class Confined:
             self._starting = asyncio.create_task(self._start())
         return self._starting
 
-    async def ask(self, seat: int, job: dict[str, Any], parts: Sequence[bytes] = (), *,
-                  seconds: float, megabytes: int) -> tuple[dict[str, Any], list[bytes]]:  # fmt: skip
+    async def ask(
+        self, seat: int, job: dict[str, Any], parts: Sequence[bytes] = (), *, seconds: float, megabytes: int
+    ) -> tuple[dict[str, Any], list[bytes]]:
         """The answer of a seat that nobody else asks meanwhile: what the work returned, its first part as JSON.
         Exceeded; ResourceError if there is no process that could do it; RuntimeError if the work fails."""
         asked = json.dumps({**job, "seconds": seconds, "megabytes": megabytes}).encode()

@@ -59,9 +59,11 @@ class HeapTrimmer:
     """
 
     def __init__(
-        self, trim: Callable[[], None] | None = None, rss: Callable[[], int | None] = rss_bytes,
+        self,
+        trim: Callable[[], None] | None = None,
+        rss: Callable[[], int | None] = rss_bytes,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._trim, self._rss, self._clock = trim or find_trim(), rss, clock
         self._next = clock() + SETTLE
         self._level: int | None = None

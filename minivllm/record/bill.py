@@ -90,9 +90,10 @@ def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
     from minivllm.spec import OPTION_OF
 
     several = {
-        "processor": iter(resolved.wiring.processors), "strategy": iter(resolved.strategies),
+        "processor": iter(resolved.wiring.processors),
+        "strategy": iter(resolved.strategies),
         "hooks": iter(resolved.hooks),
-    }  # fmt: skip
+    }
     for selection in resolved.selections:
         option = OPTION_OF.get(selection.kind, selection.kind)
         if selection.kind in several:
@@ -110,11 +111,17 @@ def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
     if source.missing:
         found["missing"] = source.missing
     return {
-        "seam": seam, "name": part.name, "asked": selection.asked, "distribution": entry.dist,
-        "version": entry.version, "target": part.target, "options": dict(part.options), "source": found,
+        "seam": seam,
+        "name": part.name,
+        "asked": selection.asked,
+        "distribution": entry.dist,
+        "version": entry.version,
+        "target": part.target,
+        "options": dict(part.options),
+        "source": found,
         "needs": {need.module: need.installed_version() for need in (spec.needs if spec else ())},
         "requires": _requires(entry),
-    }  # fmt: skip
+    }
 
 
 def _requires(entry: Entry) -> dict[str, str]:
@@ -149,23 +156,32 @@ def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
     if run["output"]:
         run["output"] = os.path.abspath(run["output"])
     return {
-        "values": values, "sampling": dict(loaded.sampling), "run": run, "requires": list(loaded.requires),
+        "values": values,
+        "sampling": dict(loaded.sampling),
+        "run": run,
+        "requires": list(loaded.requires),
         "origins": dict(loaded.origins),
-    }  # fmt: skip
+    }
 
 
 def _facts(resolved: Resolved, capacity: Capacity | None) -> dict[str, Any]:
     """The values that were used where the configuration left them open."""
     wiring = resolved.wiring
     facts: dict[str, Any] = {
-        "device": wiring.device, "dtype": wiring.dtype, "max_model_len": wiring.max_model_len,
-        "kvcache_block_size": wiring.block, "graph": wiring.graph, "kv_groups": len(wiring.groups),
-    }  # fmt: skip
+        "device": wiring.device,
+        "dtype": wiring.dtype,
+        "max_model_len": wiring.max_model_len,
+        "kvcache_block_size": wiring.block,
+        "graph": wiring.graph,
+        "kv_groups": len(wiring.groups),
+    }
     if capacity is not None:
         facts |= {
-            "run_ahead": capacity.depth, "kv_blocks": list(capacity.blocks),
-            "kv_block_bytes": list(capacity.block_bytes), "weight_bytes": capacity.weight_bytes,
-        }  # fmt: skip
+            "run_ahead": capacity.depth,
+            "kv_blocks": list(capacity.blocks),
+            "kv_block_bytes": list(capacity.block_bytes),
+            "weight_bytes": capacity.weight_bytes,
+        }
     return facts
 
 
@@ -174,8 +190,11 @@ def _model(resolved: Resolved) -> dict[str, Any]:
     folder = Path(wiring.model_dir)
     weights = sources.model_identity(folder, weights=wiring.load_format != "dummy")
     found: dict[str, Any] = {
-        "name": config.model, "folder": str(folder), "hash": weights.hash, "files": dict(weights.files),
-    }  # fmt: skip
+        "name": config.model,
+        "folder": str(folder),
+        "hash": weights.hash,
+        "files": dict(weights.files),
+    }
     if config.skip_tokenizer_init:
         return {**found, "tokenizer": None}
     tokenizer = sources.tokenizer_identity(_tokenizer_folder(config.tokenizer or wiring.model_dir))
@@ -191,7 +210,9 @@ def _tokenizer_folder(name: str) -> Path:
 def _reasons(selection: Selection) -> dict[str, Any]:
     chosen = selection.chosen
     return {
-        "kind": selection.kind, "asked": selection.asked, "prefer": list(selection.preferred),
+        "kind": selection.kind,
+        "asked": selection.asked,
+        "prefer": list(selection.preferred),
         "facts": {k: _plain(v) for k, v in selection.request.facts.items()},
         "features": sorted(selection.request.features),
         "chosen": chosen.entry.label if chosen else None,
@@ -200,7 +221,7 @@ def _reasons(selection: Selection) -> dict[str, Any]:
             for c in selection.candidates
         ],
         "not_looked_at": [e.label for e in selection.skipped],
-    }  # fmt: skip
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -56,10 +56,13 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "verdict": self.verdict, "subjects": list(self.subjects), "tokens": self.tokens,
+            "verdict": self.verdict,
+            "subjects": list(self.subjects),
+            "tokens": self.tokens,
             "differences": [asdict(d) for d in self.differences],
-            "results": {name: {"a": a, "b": b} for name, a, b in self.results}, "warnings": list(self.warnings),
-        }  # fmt: skip
+            "results": {name: {"a": a, "b": b} for name, a, b in self.results},
+            "warnings": list(self.warnings),
+        }
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any], results: bool = True) -> Comparison:

@@ -121,9 +121,11 @@ def _options(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
 
 def _parts(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
     yield DiffNode(
-        "minivllm", "parts", [bill["minivllm"]["version"], bill["minivllm"]["source"]["hash"]],
+        "minivllm",
+        "parts",
+        [bill["minivllm"]["version"], bill["minivllm"]["source"]["hash"]],
         shown=f"{bill['minivllm']['version']} ({bill['minivllm']['source']['hash'][:12]})",
-    )  # fmt: skip
+    )
     values = bill["config"]["values"]
     several: dict[str, list[str]] = {name: [] for name in SEVERAL}
     for part in bill["parts"]:
@@ -134,9 +136,14 @@ def _parts(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
         else:
             prefer = list((values.get(seam) or {}).get("prefer") or ())
             yield DiffNode(
-                seam, "parts", name, [part["asked"], prefer], part["asked"] == "auto", FOLLOWS.get(seam, ()),
+                seam,
+                "parts",
+                name,
+                [part["asked"], prefer],
+                part["asked"] == "auto",
+                FOLLOWS.get(seam, ()),
                 shown=_described(part),
-            )  # fmt: skip
+            )
         yield from _implementation(part, seam if family not in several else f"{family}.{name}", family in several)
     for family, names in several.items():
         yield DiffNode(family, "parts", names, names, False, counts=family not in LOOK_ON)

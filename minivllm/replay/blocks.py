@@ -99,9 +99,12 @@ def _info(chain: Sequence[int], start: int, stop: int, block: int) -> BlockInfo:
     depth = np.arange(start, stop, dtype=np.int32)
     before = [chain[start - 1] if start else 0, *chain[start : stop - 1]]
     return BlockInfo(
-        parent=np.array(before[:n], np.uint64), depth=depth, bytes=np.full(n, block, np.int64),
-        cost=(depth + 1.0) * block, tenant=np.zeros(n, np.int32),
-    )  # fmt: skip
+        parent=np.array(before[:n], np.uint64),
+        depth=depth,
+        bytes=np.full(n, block, np.int64),
+        cost=(depth + 1.0) * block,
+        tenant=np.zeros(n, np.int32),
+    )
 
 
 def _check(

@@ -40,9 +40,14 @@ def _short(label: str) -> str:
 
 
 def cases(
-    trace: Trace, configs: Sequence[tuple[str, Loaded]], evictors: Sequence[str] = (), schedulers: Sequence[str] = (),
-    blocks: str = "", alone: bool = False, optimum: bool = False,
-) -> list[ComparedCase]:  # fmt: skip
+    trace: Trace,
+    configs: Sequence[tuple[str, Loaded]],
+    evictors: Sequence[str] = (),
+    schedulers: Sequence[str] = (),
+    blocks: str = "",
+    alone: bool = False,
+    optimum: bool = False,
+) -> list[ComparedCase]:
     """Every configuration, with every evictor and scheduler that is named beside it.  ``blocks``: how many, or ``10%``
     of the trace's distinct ones.  ``alone``: the cache alone, which may count blocks as the trace does."""
     found: list[ComparedCase] = []
@@ -67,11 +72,14 @@ def cases(
 def _sizes(trace: Trace, config: EngineConfig, blocks: str, alone: bool, distinct: dict[int, int]) -> ServeSizes:
     block = config.kvcache_block_size or (trace.unit if alone and trace.unit else DEFAULT_BLOCK)
     return ServeSizes(
-        config.max_num_seqs, config.max_num_batched_tokens,
-        config.max_model_len or int((trace.prompt + trace.output).max()), block,
-        _blocks(trace, config.num_kvcache_blocks, blocks, block, distinct), config.enable_prefix_caching,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_model_len or int((trace.prompt + trace.output).max()),
+        block,
+        _blocks(trace, config.num_kvcache_blocks, blocks, block, distinct),
+        config.enable_prefix_caching,
         config.partial_prefix_hits,
-    )  # fmt: skip
+    )
 
 
 def _blocks(trace: Trace, configured: int, asked: str, block: int, distinct: dict[int, int]) -> int:
@@ -109,11 +117,17 @@ def run_alone(trace: Trace, found: Sequence[ComparedCase]) -> list[dict[str, Any
             run = run_optimum(chains[block], case.sizes.blocks, block)
         else:
             run = run_cache(chains[block], case.sizes.blocks, block, _maker("evictor", case.evictor))
-        rows.append({
-            **_head(case), "scheduler": "-", "hit_rate": run.rate,
-            "hit_blocks": int(run.hits.sum()), "asked_blocks": int(run.asked.sum()),
-            "evictions": run.evictions, "evictor_us_per_block": 1e6 * run.seconds / max(1, int(run.asked.sum())),
-        })  # fmt: skip
+        rows.append(
+            {
+                **_head(case),
+                "scheduler": "-",
+                "hit_rate": run.rate,
+                "hit_blocks": int(run.hits.sum()),
+                "asked_blocks": int(run.asked.sum()),
+                "evictions": run.evictions,
+                "evictor_us_per_block": 1e6 * run.seconds / max(1, int(run.asked.sum())),
+            }
+        )
     return _of_optimum(rows)
 
 
@@ -136,8 +150,13 @@ def _maker(seam: str, part: Part) -> Any:
 
 def _head(case: ComparedCase) -> dict[str, Any]:
     evictor, scheduler = case.names
-    return {"config": case.label, "evictor": evictor, "scheduler": scheduler, "blocks": case.sizes.blocks,
-            "block_size": case.sizes.block}  # fmt: skip
+    return {
+        "config": case.label,
+        "evictor": evictor,
+        "scheduler": scheduler,
+        "blocks": case.sizes.blocks,
+        "block_size": case.sizes.block,
+    }
 
 
 def figures(run: ServeRun) -> dict[str, Any]:
@@ -145,14 +164,21 @@ def figures(run: ServeRun) -> dict[str, Any]:
     served = run.queued >= 0
     us = lambda seconds: 1e6 * seconds / max(1, run.steps)  # noqa: E731
     return {
-        "requests": int(served.sum()), "refused": run.refused, "steps": run.steps, "hit_rate": run.hit_rate,
-        "computed_tokens": run.computed, "evictions": run.evictions, "preemptions": run.preemptions,
-        "queue_steps": _spread(run.queued[served]), "first_token_steps": _spread(run.first[served]),
+        "requests": int(served.sum()),
+        "refused": run.refused,
+        "steps": run.steps,
+        "hit_rate": run.hit_rate,
+        "computed_tokens": run.computed,
+        "evictions": run.evictions,
+        "preemptions": run.preemptions,
+        "queue_steps": _spread(run.queued[served]),
+        "first_token_steps": _spread(run.first[served]),
         "last_token_steps": _spread(run.done[served]),
         "host_us_per_step": {name: us(s) for name, s in run.part_s.items() if name != "wait"},
         "seam_us_per_step": {name: us(s) for name, s in sorted(run.seam_s.items())},
-        "seconds": run.seconds, "cpu_seconds": run.cpu_s,
-    }  # fmt: skip
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_s,
+    }
 
 
 def _spread(steps: np.ndarray) -> dict[str, float]:
@@ -175,16 +201,20 @@ def _of_optimum(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text; what every row has in common is not left out, so that a line can be quoted alone."""
     columns: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
-        ("config", lambda r: r["config"]), ("scheduler", lambda r: r["scheduler"]), ("evictor", lambda r: r["evictor"]),
-        ("blocks", lambda r: f"{r['blocks']} x {r['block_size']}"), ("hits", lambda r: f"{100 * r['hit_rate']:.2f} %"),
-    ]  # fmt: skip
+        ("config", lambda r: r["config"]),
+        ("scheduler", lambda r: r["scheduler"]),
+        ("evictor", lambda r: r["evictor"]),
+        ("blocks", lambda r: f"{r['blocks']} x {r['block_size']}"),
+        ("hits", lambda r: f"{100 * r['hit_rate']:.2f} %"),
+    ]
     if any("of_optimum" in r for r in rows):
         columns.append(("of optimum", lambda r: f"{100 * r['of_optimum']:.1f} %" if "of_optimum" in r else "-"))
     columns.append(("evicted", lambda r: str(r["evictions"])))
     if "steps" in rows[0]:
         pair = lambda d: f"{d['p50']:.0f} {d['p99']:.0f} {d['max']:.0f}" if d else "-"  # noqa: E731
         columns += [
-            ("preempted", lambda r: str(r["preemptions"])), ("steps", lambda r: str(r["steps"])),
+            ("preempted", lambda r: str(r["preemptions"])),
+            ("steps", lambda r: str(r["steps"])),
             ("queued p50 p99 max", lambda r: pair(r["queue_steps"])),
             ("first token", lambda r: pair(r["first_token_steps"])),
             ("plan us", lambda r: f"{r['host_us_per_step']['plan']:.0f}"),
@@ -192,7 +222,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             ("scheduler us", lambda r: f"{r['seam_us_per_step'].get('scheduler', 0):.1f}"),
             ("evictor us", lambda r: f"{r['seam_us_per_step'].get('evictor', 0):.1f}"),
             ("cpu s", lambda r: f"{r['cpu_seconds']:.1f}"),
-        ]  # fmt: skip
+        ]
         if any(r["refused"] for r in rows):
             columns.append(("refused", lambda r: str(r["refused"])))
     else:

@@ -233,25 +233,58 @@ def serve(
             steps.skip_to(float(trace.arrival[sent]))
     tally.add()
     seconds, cpu = perf_counter() - start, process_time() - start_cpu
+    return _result(engine, device, trace, due, cached, tally, (seconds, cpu), refused)
+
+
+def _result(
+    engine: Engine,
+    device: Counting,
+    trace: Trace,
+    due: np.ndarray,
+    cached: np.ndarray,
+    tally: _Tally,
+    times: tuple[float, float],
+    refused: int,
+) -> ServeRun:
+    """``due``: the step in which each request comes; ``times``: seconds of the run, by the clock and of CPU time."""
     at = np.where(device.joined >= 0, due, 0)
     gone = device.joined < 0
     since = lambda column: np.where(gone, -1, column.astype(np.int64) - at)  # noqa: E731
     pools = engine.cache.pools
     return ServeRun(
-        engine.clock.count, since(device.joined), since(device.first), since(device.done), cached, trace.prompt,
+        engine.clock.count,
+        since(device.joined),
+        since(device.first),
+        since(device.done),
+        cached,
+        trace.prompt,
         device.computed,
-        sum(p.evictions for p in pools), engine.planner.preemptions, dict(zip(PARTS, tally.part.tolist(), strict=True)),
-        tally.seam, seconds, cpu, refused,
-    )  # fmt: skip
+        sum(p.evictions for p in pools),
+        engine.planner.preemptions,
+        dict(zip(PARTS, tally.part.tolist(), strict=True)),
+        tally.seam,
+        *times,
+        refused,
+    )
 
 
 def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, steps: Steps) -> Engine:
     wiring = Wiring(
-        model_dir="", load_format="dummy", device="cpu", dtype="float32", block=sizes.block,
-        max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens,
-        max_model_len=sizes.max_model_len, num_blocks=sizes.blocks, memory_utilization=0.9, batch_invariant=False,
-        seed=0, parts={"model": Part("minivllm/replay", "minivllm.replay.serve:Counting")}, run_ahead=0,
-    )  # fmt: skip
+        model_dir="",
+        load_format="dummy",
+        device="cpu",
+        dtype="float32",
+        block=sizes.block,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        num_blocks=sizes.blocks,
+        memory_utilization=0.9,
+        batch_invariant=False,
+        seed=0,
+        parts={"model": Part("minivllm/replay", "minivllm.replay.serve:Counting")},
+        run_ahead=0,
+    )
     return Engine(
         wiring,
         device,

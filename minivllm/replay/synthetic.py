@@ -57,8 +57,9 @@ def parse(text: str) -> Synthetic:
     for item in filter(None, text.split(",")):
         name, sign, value = item.partition("=")
         if name not in kinds:
-            raise ConfigError(f"synthetic: {shown(name)} is no parameter.{suggest(name, sorted(kinds))} There are: "
-                              f"{', '.join(kinds)}")  # fmt: skip
+            raise ConfigError(
+                f"synthetic: {shown(name)} is no parameter.{suggest(name, sorted(kinds))} There are: {', '.join(kinds)}"
+            )
         try:
             values[name] = int(value) if kinds[name] == "int" else float(value)
         except ValueError:

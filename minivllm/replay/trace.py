@@ -81,10 +81,15 @@ def build(name: str, arrival: Any, prompt: Any, output: Any, answer: Any, runs: 
     counts = np.array([len(runs[i]) for i in order.tolist()], np.int64)
     arrival = np.asarray(arrival, np.float64)[order]
     trace = Trace(
-        name, arrival - (arrival[0] if len(arrival) else 0.0), np.asarray(prompt, np.int32)[order],
-        np.asarray(output, np.int32)[order], np.asarray(answer, np.int32)[order],
-        np.concatenate(([0], np.cumsum(counts))), np.array(flat, np.int32).reshape(-1, 2), unit,
-    )  # fmt: skip
+        name,
+        arrival - (arrival[0] if len(arrival) else 0.0),
+        np.asarray(prompt, np.int32)[order],
+        np.asarray(output, np.int32)[order],
+        np.asarray(answer, np.int32)[order],
+        np.concatenate(([0], np.cumsum(counts))),
+        np.array(flat, np.int32).reshape(-1, 2),
+        unit,
+    )
     if not len(trace):
         raise ConfigError(f"{name}: no request in it")
     short = np.flatnonzero((trace.prompt < 1) | (trace.output < 1))

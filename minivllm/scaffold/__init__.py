@@ -89,10 +89,14 @@ def files(name: str, seam: str) -> Iterator[tuple[str, str]]:
     names, said = Names(name), about(seam)
     major, minor = __version__.split(".")[:2]
     words = {
-        "SEAM": seam, "SUMMARY": said["summary"], "USE": said["use"].strip(), "MORE": said.get("more", ""),
-        "BASE": KINDS[seam].base.rpartition(":")[2], "SINCE": f"{major}.{minor}",
+        "SEAM": seam,
+        "SUMMARY": said["summary"],
+        "USE": said["use"].strip(),
+        "MORE": said.get("more", ""),
+        "BASE": KINDS[seam].base.rpartition(":")[2],
+        "SINCE": f"{major}.{minor}",
         "BEFORE": f"{major}.{int(minor) + 1}" if major == "0" else str(int(major) + 1),
-    }  # fmt: skip
+    }
 
     def common(file: str) -> str:
         text = (TEMPLATES / "common" / file).read_text(encoding="utf-8")

@@ -84,21 +84,34 @@ class Application:
         self.told_token = None if self.admin_token == admin_key else self.admin_token  # which nobody knows yet
         keys += [self.admin_token] if keys and self.admin_token is not None else []
         app = FastAPI(
-            title="minivllm", version=minivllm.__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
+            title="minivllm",
+            version=minivllm.__version__,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
             openapi_url="/openapi.json",
-        )  # fmt: skip
+        )
         for path, route, method, body, kinds, codes in (*ROUTES, *(ADMIN if server.admin else ())):
             wanted = self.admin_token if route in OPERATORS else None
             app.add_api_route(
-                path, self._endpoint(route, wanted), methods=[method], response_model=None, name=route.__name__,
-                response_class=Response, responses=_documented(kinds, codes),
+                path,
+                self._endpoint(route, wanted),
+                methods=[method],
+                response_model=None,
+                name=route.__name__,
+                response_class=Response,
+                responses=_documented(kinds, codes),
                 openapi_extra=_documented_input(path, body),
-            )  # fmt: skip
+            )
         for path, probe in (("/health", self.health), ("/ready", self.ready)):
             app.add_api_route(
-                path, probe, methods=["GET"], response_model=None, response_class=Response,
+                path,
+                probe,
+                methods=["GET"],
+                response_model=None,
+                response_class=Response,
                 responses=_documented((JSON,), (503,)),
-            )  # fmt: skip
+            )
         app.add_api_websocket_route("/v1/ws", websocket.endpoint(lambda: self.service, ApiKeys(keys)))
         app.add_exception_handler(HTTPException, _http_error)
         app.add_exception_handler(ApiError, _api_error)
@@ -107,9 +120,12 @@ class Application:
         self.asgi: Any = self.guard
         if server.allowed_origins:
             self.asgi = CORSMiddleware(
-                self.guard, allow_origins=server.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+                self.guard,
+                allow_origins=server.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
                 expose_headers=["x-request-id", "x-warnings"],
-            )  # fmt: skip
+            )
         self.api = app
 
     def open(self, service: Service) -> None:

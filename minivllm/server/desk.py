@@ -131,10 +131,16 @@ class Desk:
         return np.frombuffer(parts[0], np.int64)
 
     async def _ask(
-        self, who: str, job: dict[str, Any], parts: Sequence[bytes], seconds: float, megabytes: int,
-        param: str | None = None, what: str = "reading this takes more {} than it may ({}); send less",
+        self,
+        who: str,
+        job: dict[str, Any],
+        parts: Sequence[bytes],
+        seconds: float,
+        megabytes: int,
+        param: str | None = None,
+        what: str = "reading this takes more {} than it may ({}); send less",
         answers: bool = False,
-    ) -> Parts:  # fmt: skip
+    ) -> Parts:
         """``answers``: a part of an answer, whose request was let in: it is bulk, and waits as long as it has to."""
         turns = self._turns[answers or sum(map(len, parts)) > LARGE]
         seat = await turns.take(who, refuses=not answers)

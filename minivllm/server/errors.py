@@ -33,10 +33,12 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {
             "error": {
-                "message": printable(str(self)), "type": TYPES.get(self.status, "APIError"),
-                "param": None if self.param is None else printable(self.param), "code": self.status,
+                "message": printable(str(self)),
+                "type": TYPES.get(self.status, "APIError"),
+                "param": None if self.param is None else printable(self.param),
+                "code": self.status,
             }
-        }  # fmt: skip
+        }
 
 
 def printable(text: str, most: int = MOST) -> str:

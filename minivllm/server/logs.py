@@ -20,8 +20,10 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         row: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z",
-            "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage(),
-        }  # fmt: skip
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
         row.update(getattr(record, "event", {}))
         if record.exc_info:
             row["traceback"] = self.formatException(record.exc_info)

@@ -171,10 +171,16 @@ def times_of(stream: Stream) -> dict[str, float]:
     """Seconds of the parts of a request, as far as it came."""
     about = stream.metrics
     arrival, entered, first, end = (
-        about.arrival_time, about.scheduled_time, about.first_token_time, about.finished_time,
-    )  # fmt: skip
+        about.arrival_time,
+        about.scheduled_time,
+        about.first_token_time,
+        about.finished_time,
+    )
     spans = {
-        "queue": (arrival, entered), "prefill": (entered, first), "decode": (first, end), "inference": (entered, end),
+        "queue": (arrival, entered),
+        "prefill": (entered, first),
+        "decode": (first, end),
+        "inference": (entered, end),
         "ttft": (arrival, first),
-    }  # fmt: skip
+    }
     return {part: max(b - a, 0.0) for part, (a, b) in spans.items() if a is not None and b is not None}

@@ -36,9 +36,15 @@ async def model(request: Request, service: Service) -> Any:
 
 def _card(service: Service, name: str) -> dict[str, Any]:
     return {
-        "id": name, "object": "model", "created": service.created, "owned_by": "minivllm", "root": service.names[0],
-        "parent": None, "max_model_len": service.client.info.max_model_len, "permission": [],
-    }  # fmt: skip
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "minivllm",
+        "root": service.names[0],
+        "parent": None,
+        "max_model_len": service.client.info.max_model_len,
+        "permission": [],
+    }
 
 
 async def version(request: Request, service: Service) -> Any:
@@ -91,10 +97,15 @@ async def tokenizer_info(request: Request, service: Service) -> Any:
     special = {"bos_token": None, "eos_token": None, "pad_token": None, "unk_token": None, **tokenizer.special_tokens}
     if special["eos_token"] is None and tokenizer.eos_ids:
         special["eos_token"] = tokenizer.token(tokenizer.eos_ids[0])
-    return JSONResponse({
-        **special, "eos_token_ids": list(tokenizer.eos_ids), "vocab_size": tokenizer.vocab_size,
-        "model_max_length": service.client.info.max_model_len, "chat_template": tokenizer.chat_template,
-    })  # fmt: skip
+    return JSONResponse(
+        {
+            **special,
+            "eos_token_ids": list(tokenizer.eos_ids),
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": service.client.info.max_model_len,
+            "chat_template": tokenizer.chat_template,
+        }
+    )
 
 
 async def prometheus(request: Request, service: Service) -> Any:

@@ -222,15 +222,25 @@ class Http(uvicorn.Server):
         self.room = room_for(open_files())
         super().__init__(
             uvicorn.Config(
-                app, lifespan="off", log_config=None, access_log=False, ws=socket_protocol(server.body_timeout),
-                server_header=False, ws_max_size=server.max_body_bytes, ws_per_message_deflate=False,
-                ws_ping_interval=server.ping_interval, ws_ping_timeout=server.ping_interval,
-                proxy_headers=False, root_path=server.root_path, timeout_graceful_shutdown=LAST,
-                timeout_keep_alive=max(1, round(server.idle_timeout)), backlog=BACKLOG,
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                ws=socket_protocol(server.body_timeout),
+                server_header=False,
+                ws_max_size=server.max_body_bytes,
+                ws_per_message_deflate=False,
+                ws_ping_interval=server.ping_interval,
+                ws_ping_timeout=server.ping_interval,
+                proxy_headers=False,
+                root_path=server.root_path,
+                timeout_graceful_shutdown=LAST,
+                timeout_keep_alive=max(1, round(server.idle_timeout)),
+                backlog=BACKLOG,
                 http=protocol(server.header_timeout, server.max_header_bytes, self.room),
                 ssl_context_factory=None if context is None else lambda config, default: context,
             )
-        )  # fmt: skip
+        )
 
         self._sweep = Sweep(server.write_timeout)
         self._handshake = server.header_timeout

@@ -52,9 +52,13 @@ class Helper:
         self.name, self.seconds, self.megabytes = part.name, seconds, megabytes
         tokens = [token.decode("latin-1") for token in ctx.tokens]
         hello = {
-            "part": dataclasses.asdict(part), "tokens": tokens, "vocab_size": ctx.vocab_size,
-            "eos_ids": list(ctx.eos_ids), "seconds": seconds, "megabytes": megabytes,
-        }  # fmt: skip
+            "part": dataclasses.asdict(part),
+            "tokens": tokens,
+            "vocab_size": ctx.vocab_size,
+            "eos_ids": list(ctx.eos_ids),
+            "seconds": seconds,
+            "megabytes": megabytes,
+        }
         self._hello = json.dumps(hello).encode() + b"\n"
         self._process: subprocess.Popen | None = None
         self._ready = self._forks = self._stopped = False
@@ -73,9 +77,12 @@ class Helper:
         self.close()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "minivllm.structured.helper"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
             start_new_session=True,  # a signal to its group is for it and its child
-        )  # fmt: skip
+        )
         self._ready = False
         self._rest = b""
 

@@ -119,8 +119,18 @@ class AttentionConformance(Writing, AttentionSizes, Lasting, SpecConformance):
                 seen.update(seen_in(rows, plan, setting.block))
                 world.check(rows, fused=fused, lse=self.claims("lse"), scores=self.claims("scores"))
 
-        seen.require(**{"decode": 30, "prompt": 5, "chunk": 20, "mixed": 15, "mid-block": 10, "border": 15,
-                        "shared": 5, "padded": 10})  # fmt: skip
+        seen.require(
+            **{
+                "decode": 30,
+                "prompt": 5,
+                "chunk": 20,
+                "mixed": 15,
+                "mid-block": 10,
+                "border": 15,
+                "shared": 5,
+                "padded": 10,
+            }
+        )
 
     @since(1, 0)
     def test_rows_end_at_either_side_of_a_block_border(self) -> None:
@@ -156,8 +166,11 @@ class AttentionConformance(Writing, AttentionSizes, Lasting, SpecConformance):
         """Heads of 64 and 128 elements in blocks of 32 and 64 tokens, for which fast paths are written: prompts, chunks
         and decode rows over many keys, of each dtype."""
         sizes = ((32, 64), (64, 128))
-        found = [self.space.plain(dtype=dtype, block=block, dim_qk=dim, dim_v=dim)
-                 for dtype in self.space.facts["dtype"] for block, dim in sizes]  # fmt: skip
+        found = [
+            self.space.plain(dtype=dtype, block=block, dim_qk=dim, dim_v=dim)
+            for dtype in self.space.facts["dtype"]
+            for block, dim in sizes
+        ]
         if not any(found):
             pytest.skip(f"no setting with {' or '.join(f'heads of {d} in blocks of {b}' for b, d in sizes)} is claimed")
         for setting in filter(None, found):

@@ -38,18 +38,23 @@ def request(suite: AttentionConformance, setting: Setting) -> PluginQuery:
     """What the engine asks of a back end for these layers."""
     specs = setting.specs
     facts: dict[str, Any] = {
-        "device": _device(suite), "dtype": setting.dtype, "kv_format": setting.kv_format,
-        "block": setting.block, "dim_qk": frozenset(s.dim_qk for s in specs),
+        "device": _device(suite),
+        "dtype": setting.dtype,
+        "kv_format": setting.kv_format,
+        "block": setting.block,
+        "dim_qk": frozenset(s.dim_qk for s in specs),
         "dim_v": frozenset(s.dim_v for s in specs),
         "queries_per_kv": frozenset(s.heads // s.kv_heads for s in specs),
-    }  # fmt: skip
+    }
     if suite.place().startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(suite.place())
         facts["sm"] = 10 * major + minor
     wanted = {
-        "window": any(s.window is not None for s in specs), "softcap": any(s.softcap is not None for s in specs),
-        "sinks": any(s.sinks for s in specs), "v_in_k": any(s.v_in_k for s in specs),
-    }  # fmt: skip
+        "window": any(s.window is not None for s in specs),
+        "softcap": any(s.softcap is not None for s in specs),
+        "sinks": any(s.sinks for s in specs),
+        "v_in_k": any(s.v_in_k for s in specs),
+    }
     return PluginQuery(facts, frozenset(name for name, on in wanted.items() if on))
 
 

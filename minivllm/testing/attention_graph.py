@@ -172,8 +172,14 @@ def _compare(world: World, layer: AttnLayer, rows: Rows, q: Tensor, out: Tensor)
     first = 0
     for i, (seq, new) in enumerate(rows):
         if seq.live:
-            _compare_row(world, layer, seq, Place(i, first, new, seq.length, world.block, f"replayed; {world.setting}"),
-                         q[first : first + new], out)  # fmt: skip
+            _compare_row(
+                world,
+                layer,
+                seq,
+                Place(i, first, new, seq.length, world.block, f"replayed; {world.setting}"),
+                q[first : first + new],
+                out,
+            )
         first += new
 
 

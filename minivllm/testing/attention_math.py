@@ -77,9 +77,14 @@ class Place:
 
 
 def compare(
-    out: Tensor, lse: Tensor | None, scores: Tensor | None, want: ExactAttention, naive: ExactAttention, place: Place,
+    out: Tensor,
+    lse: Tensor | None,
+    scores: Tensor | None,
+    want: ExactAttention,
+    naive: ExactAttention,
+    place: Place,
     dtype: torch.dtype,
-) -> None:  # fmt: skip
+) -> None:
     """One row's answers, which lie in those of a step ([T, ...]) as ``place`` says.
 
     Beside twice the naive error a little is allowed: that of rounding the result, for a naive way that was lucky, and

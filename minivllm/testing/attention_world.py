@@ -141,10 +141,21 @@ class World:
     """
 
     def __init__(
-        self, suite: AttentionConformance, setting: Setting, rows: int, tokens: int, *, seed: int = 0,
-        poison: float = 1e4, q_size: float = 1.0, batch_invariant: bool = False, backend: Any = None,
-        null_nan: bool = False, slope: float = 1.0, static: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        suite: AttentionConformance,
+        setting: Setting,
+        rows: int,
+        tokens: int,
+        *,
+        seed: int = 0,
+        poison: float = 1e4,
+        q_size: float = 1.0,
+        batch_invariant: bool = False,
+        backend: Any = None,
+        null_nan: bool = False,
+        slope: float = 1.0,
+        static: bool = False,
+    ) -> None:
         self.slope, self.static, self.made = slope, static, 0
         self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> its tensor
         self.suite, self.setting, self.block = suite, setting, setting.block

@@ -69,9 +69,7 @@ class Subject:
         options = self.registry.options(self.candidate, values)
         plain = {} if options is None else options.model_dump(mode="json")
         spec = self.spec
-        return Part(
-            self.entry.label, spec.impl, plain, spec.options, tuple(sorted(spec.features)), spec.plain_traits
-        )  # fmt: skip
+        return Part(self.entry.label, spec.impl, plain, spec.options, tuple(sorted(spec.features)), spec.plain_traits)
 
 
 @lru_cache(maxsize=64)
@@ -169,10 +167,16 @@ class Conformance:
         set."""
         phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if os.environ.get(SHRINK) != "0" else [])]
         return settings(
-            max_examples=n * LONG if self.long else n, stateful_step_count=steps, deadline=None, database=None,
-            derandomize=SEED not in os.environ, phases=phases, suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False, print_blob=False,
-        )  # fmt: skip
+            max_examples=n * LONG if self.long else n,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            derandomize=SEED not in os.environ,
+            phases=phases,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            print_blob=False,
+        )
 
     def for_all(self, n: int, *strategies: Any, **named: Any) -> Callable[[Callable[..., None]], None]:
         """Decorator that runs a property at once, over ``n`` examples (in the fast profile) drawn from strategies."""

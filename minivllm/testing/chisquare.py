@@ -93,5 +93,6 @@ def check_draws(tokens: Tensor, probs: Tensor, what: str, alpha: float = ALPHA) 
         pytest.fail(
             f"{what}: {n} draws have chi-square {float(terms.sum()):.1f} with {k - 1} degrees of freedom, p = "
             f"{p_value:.1g} < {alpha:g}; worst is token {worst}: drawn {int(count[worst])} times, want "
-            f"{float(probs[worst]) * n:.1f}", pytrace=False,
-        )  # fmt: skip
+            f"{float(probs[worst]) * n:.1f}",
+            pytrace=False,
+        )

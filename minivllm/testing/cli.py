@@ -46,9 +46,11 @@ one process.
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="python -m minivllm.testing", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m minivllm.testing",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Test plug-ins against the contract of their seam, over all that their specs claim.",
-    )  # fmt: skip
+    )
     p.add_argument("plugin", nargs="*", help="name, dist/name or module:Class")
     p.add_argument("--seam", choices=sorted(KINDS), help="needed if the name is there in several seams")
     p.add_argument("--builtins", action="store_true", help="test every plug-in of this package")
@@ -110,7 +112,7 @@ def _done(
     """Each plug-in with the outcomes of its suite, which have been told; its headline stands before them."""
     how: dict[str, Any] = dict(
         device=args.device, profile=args.profile, seed=args.seed, select=args.select, known=known
-    )  # fmt: skip
+    )
     if args.processes > 1:
         from .parallel import run_parallel
 
@@ -197,9 +199,7 @@ def _count(outcomes: Sequence[Outcome]) -> str:
     return f"{text} ({', '.join(f'{k} {v}' for k, v in why.items())})" if why else text
 
 
-def _write(
-    args: argparse.Namespace, outcomes: Sequence[Outcome], verdicts: Mapping[tuple[str, str], str]
-) -> None:  # fmt: skip
+def _write(args: argparse.Namespace, outcomes: Sequence[Outcome], verdicts: Mapping[tuple[str, str], str]) -> None:
     import platform
 
     import torch
@@ -207,9 +207,13 @@ def _write(
     import minivllm
 
     report: dict[str, Any] = {
-        "minivllm": minivllm.__version__, "torch": torch.__version__, "python": platform.python_version(),
+        "minivllm": minivllm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
-        "profile": args.profile, "seed": args.seed, "outcomes": [asdict(o) for o in outcomes],
+        "profile": args.profile,
+        "seed": args.seed,
+        "outcomes": [asdict(o) for o in outcomes],
         "verdicts": {f"{seam} {plugin}": found for (seam, plugin), found in verdicts.items()},
-    }  # fmt: skip
+    }
     Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

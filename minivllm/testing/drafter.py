@@ -80,7 +80,7 @@ class DrafterConformance(Lasting, SpecConformance):
         column = put([0] * len(rows))
         device = Rows(
             put(at), put(known), column + 1, column, column, 0, tokens.to(self.place()), int(known.max()) + spare
-        )  # fmt: skip
+        )
         return Ask(device, k, np.array(at, np.int32), known)
 
     def drafts(self, instance: Drafter, rows: Sequence[Sequence[int]], k: int, **more: Any) -> list[list[int]]:
@@ -211,10 +211,18 @@ class DrafterConformance(Lasting, SpecConformance):
                 options["model"] = str(tiny_dir(Path(folder) / "draft", num_hidden_layers=1)[0])
             named = {"name": self.plugin, "options": options} if drafts else "none"
             llm = LLM(
-                str(path), device="cpu", dtype="float32", skip_tokenizer_init=True, batch_invariant=True,
-                num_kvcache_blocks=40, max_num_seqs=4, max_num_batched_tokens=48, drafter=named, speculate="always",
+                str(path),
+                device="cpu",
+                dtype="float32",
+                skip_tokenizer_init=True,
+                batch_invariant=True,
+                num_kvcache_blocks=40,
+                max_num_seqs=4,
+                max_num_batched_tokens=48,
+                drafter=named,
+                speculate="always",
                 allow_targets=[self.plugin.partition(":")[0]] if ":" in self.plugin else [],
-            )  # fmt: skip
+            )
             with llm:
                 outs = llm.generate(list(prompts), [SamplingParams(**p) for p in params], use_tqdm=False)
             assert not any(o.error for o in outs), [o.error for o in outs]

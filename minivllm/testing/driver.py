@@ -101,10 +101,19 @@ class Driver:
         self._keep: list[tuple[int, int]] = []
 
     def join(
-        self, slot: int, prompt: Sequence[int], out: int, stop: tuple[int, ...] = (), fault: str = "", *,
-        tally: bool = False, drawn: Sequence[int] = (), saved: int = -1, pile: int | None = None,
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        out: int,
+        stop: tuple[int, ...] = (),
+        fault: str = "",
+        *,
+        tally: bool = False,
+        drawn: Sequence[int] = (),
+        saved: int = -1,
+        pile: int | None = None,
         blocks: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``tally``: each token that it draws tells how many came before (``faulty.CountingProcessor``); ``blocks``:
         how many it gets with its join, which without it are all that it will ever need."""
         extra = {"fault": fault} if fault else {}
@@ -148,10 +157,16 @@ class Driver:
         self.known[slot] += 1
 
     def plan(
-        self, rows: Mapping[int, int], late: Sequence[int] = (), host: Sequence[int] = (), topk: int = -1,
-        held: Sequence[int] = (), prompt: Mapping[int, int] | None = None, prompt_topk: int = 0,
+        self,
+        rows: Mapping[int, int],
+        late: Sequence[int] = (),
+        host: Sequence[int] = (),
+        topk: int = -1,
+        held: Sequence[int] = (),
+        prompt: Mapping[int, int] | None = None,
+        prompt_topk: int = 0,
         drafts: Mapping[int, int] | None = None,
-    ) -> StepPlan:  # fmt: skip
+    ) -> StepPlan:
         """``rows``: slot -> tokens; ``late``, ``host`` and ``held``: slots; ``prompt``: slot -> tokens that are scored;
         ``drafts``: slot -> drafts behind its newest token.  A row that reaches what is known draws."""
         drafts = drafts or {}
@@ -169,9 +184,20 @@ class Driver:
         self.steps += 1
         scored = [(i, prompt[s]) for i, s in enumerate(slots.tolist()) if prompt and s in prompt]
         return StepPlan(
-            self.steps, slots, q_len, computed.astype(np.int32), samples, topk, at(late), at(host), at(held),
-            np.array(scored, np.int32).reshape(-1, 2), prompt_topk, draft, delta=self._delta(),
-        )  # fmt: skip
+            self.steps,
+            slots,
+            q_len,
+            computed.astype(np.int32),
+            samples,
+            topk,
+            at(late),
+            at(host),
+            at(held),
+            np.array(scored, np.int32).reshape(-1, 2),
+            prompt_topk,
+            draft,
+            delta=self._delta(),
+        )
 
     def drafted(self, slot: int, result: StepResult) -> int:
         """How many tokens a row with drafts got, which from now on are known."""
@@ -188,10 +214,14 @@ class Driver:
     def _delta(self) -> Delta:
         i32 = lambda values, *shape: np.array(values, np.int32).reshape(*shape or (-1,))  # noqa: E731
         delta = Delta(
-            join=self._join() if self._joins else None, leave=i32(self._leave), fork=i32(self._forks, -1, 3),
-            table=i32(self._table, -1, 4), copy=i32(self._copy, -1, 3), token=i32(self._tokens, -1, 2),
+            join=self._join() if self._joins else None,
+            leave=i32(self._leave),
+            fork=i32(self._forks, -1, 3),
+            table=i32(self._table, -1, 4),
+            copy=i32(self._copy, -1, 3),
+            token=i32(self._tokens, -1, 2),
             keep=np.array(self._keep, np.int64).reshape(-1, 2),
-        )  # fmt: skip
+        )
         self._forget()
         return delta
 
@@ -204,13 +234,20 @@ class Driver:
             row[: len(j.stop)] = j.stop
         bound = [{i: p.bind(j.params, len(j.prompt)) for i, j in enumerate(joins)} for p in self.processors]
         return Join(
-            slot=i32(j.slot for j in joins), known=i32(len(j.tokens) for j in joins), computed=np.zeros(n, np.int32),
-            prompt=prompt, end=prompt + i32(j.out for j in joins), seed=np.zeros(n, np.int64),
-            sample=np.zeros(n, np.int32), min_end=prompt, stop_ids=stop_ids, n_eos=np.zeros(n, np.int32),
+            slot=i32(j.slot for j in joins),
+            known=i32(len(j.tokens) for j in joins),
+            computed=np.zeros(n, np.int32),
+            prompt=prompt,
+            end=prompt + i32(j.out for j in joins),
+            seed=np.zeros(n, np.int64),
+            sample=np.zeros(n, np.int32),
+            min_end=prompt,
+            stop_ids=stop_ids,
+            n_eos=np.zeros(n, np.int32),
             tokens=i32(t for j in joins for t in j.tokens),
             bound=tuple({i: row for i, row in rows.items() if row is not None} for rows in bound),
             saved=np.array([j.saved for j in joins], np.int64),
-        )  # fmt: skip
+        )
 
     def generate(self, items: Sequence[Sequence[int]], n: int, ahead: int = 0, chunk: int = 7) -> list[list[int]]:
         """n greedy tokens for each prompt, in slots 0, 1 ..., with ``ahead`` steps in flight beside the newest."""

@@ -190,8 +190,18 @@ class EvictorConformance(Lasting, SpecConformance):
         seen = Seen()
         machine = type("Machine", (_Machine,), {"suite": self, "seen": seen})
         self.run_machine(machine, 150, steps=40)
-        seen.require(**{"held again": 5, "shared": 50, "evicted": 30, "dropped": 10, "parents left": 8,
-                        "evicted beside held ones": 10, "came back": 8, "without a parent": 50})  # fmt: skip
+        seen.require(
+            **{
+                "held again": 5,
+                "shared": 50,
+                "evicted": 30,
+                "dropped": 10,
+                "parents left": 8,
+                "evicted beside held ones": 10,
+                "came back": 8,
+                "without a parent": 50,
+            }
+        )
 
     @since(1, 0)
     def test_the_engine_runs_on_it(self) -> None:
@@ -204,9 +214,14 @@ class EvictorConformance(Lasting, SpecConformance):
             rng = random.Random(seed)
             windows = rng.choice([(None, 5), (None, 5), (None, 3, 9), (None,), (4,)])
             engine = sim_engine(
-                slots=4, max_len=40, blocks=[rng.randint(15, 20) for _ in windows], windows=windows,
-                depth=rng.randint(0, 2), budget=rng.randint(6, 40), evictor=self.make,
-            )  # fmt: skip
+                slots=4,
+                max_len=40,
+                blocks=[rng.randint(15, 20) for _ in windows],
+                windows=windows,
+                depth=rng.randint(0, 2),
+                budget=rng.randint(6, 40),
+                evictor=self.make,
+            )
             made = []
             for i in range(25):
                 prompt = [7 * j % VOCAB for j in range(rng.randint(0, 20))] + [rng.randrange(3)] * rng.randint(1, 9)

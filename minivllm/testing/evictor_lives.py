@@ -23,9 +23,7 @@ HITS = 40_000  # lookups of one key; of another one twice as many, more than a c
 class EvictorLife:
     """An evictor and the tree that it must agree with: in the ``order`` of that name, if any, and by ``check``."""
 
-    def __init__(
-        self, tree: Tree, evictor: Evictor, order: str, check: Callable[[Tree, list[int], int], None]
-    ) -> None:  # fmt: skip
+    def __init__(self, tree: Tree, evictor: Evictor, order: str, check: Callable[[Tree, list[int], int], None]) -> None:
         self.tree, self.evictor, self.order, self.check = tree, evictor, order, check
         self.random = random.Random(5)
         self.fresh = 1000  # number of the next sequence that nobody had

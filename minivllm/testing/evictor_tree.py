@@ -62,9 +62,12 @@ class Tree:
             self.children[parent] += 1
         column = lambda x, t: np.array([x], t)  # noqa: E731
         return BlockInfo(
-            column(parent, np.uint64), column(depth, np.int32), column(4096, np.int64),
-            column((depth + 1) * 16.0, np.float64), column(depth % 3, np.int32),
-        )  # fmt: skip
+            column(parent, np.uint64),
+            column(depth, np.int32),
+            column(4096, np.int64),
+            column((depth + 1) * 16.0, np.float64),
+            column(depth % 3, np.int32),
+        )
 
     def take(self, path: Sequence[int]) -> list[int]:
         """One more user of each; returns those that nobody held."""

@@ -69,14 +69,25 @@ class ExecutorConformance(ExecutorDevice, ExecutorRows):
     def engine_options(self, seed: int = 0, **values: Any) -> dict[str, Any]:
         """The options of an engine with the tiny model and this executor."""
         own = [self.plugin.partition(":")[0]] if ":" in self.plugin else []
-        return dict(
-            model=str(tiny(seed).path), dtype="float32", device=self.place(), skip_tokenizer_init=True,
-            max_num_seqs=SLOTS, max_num_batched_tokens=BUDGET, max_model_len=MAX_LEN, kvcache_block_size=BLOCK,
-            num_kvcache_blocks=BLOCKS, tensor_parallel_size=self.sizes()[0],
-            processors=[f"{TARGETS}:Faulty", f"{TARGETS}:CountingProcessor"],
-            attention=f"{TARGETS}:FaultyAttention", allow_targets=[TARGETS, *own],
-            executor={"name": self.plugin, "options": dict(self.options)},
-        ) | values  # fmt: skip
+        return (
+            dict(
+                model=str(tiny(seed).path),
+                dtype="float32",
+                device=self.place(),
+                skip_tokenizer_init=True,
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=BUDGET,
+                max_model_len=MAX_LEN,
+                kvcache_block_size=BLOCK,
+                num_kvcache_blocks=BLOCKS,
+                tensor_parallel_size=self.sizes()[0],
+                processors=[f"{TARGETS}:Faulty", f"{TARGETS}:CountingProcessor"],
+                attention=f"{TARGETS}:FaultyAttention",
+                allow_targets=[TARGETS, *own],
+                executor={"name": self.plugin, "options": dict(self.options)},
+            )
+            | values
+        )
 
     def resolve(self, **values: Any) -> Resolved:
         return resolve(EngineConfig(**self.engine_options(**{"run_ahead": 2, **values})), Catalog.discover())

@@ -75,8 +75,13 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             f"layout refuses all of kv_heads {list(self.kv_heads)}, dims {list(self.dims)} and blocks "
             f"{list(self.blocks)}: set kv_heads, dims and blocks in a test class to what the format takes"
         )
-        return dict(zip(("kv_heads", "dims", "blocks"), (sorted(set(column)) for column in zip(*taken, strict=True)),
-                        strict=True))  # fmt: skip
+        return dict(
+            zip(
+                ("kv_heads", "dims", "blocks"),
+                (sorted(set(column)) for column in zip(*taken, strict=True)),
+                strict=True,
+            )
+        )
 
     def spec_of(self, heads: int = 2, small: bool = False, in_k: bool = False) -> AttnSpec:
         """Sizes that the format takes: the heads if it does, the largest keys, values as large or the smallest
@@ -166,9 +171,13 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         named and over whatever was there; other slots keep what they held, and blocks that are not named every bit."""
         seen, dtypes = Seen(), self.dtypes()
         case = st.tuples(
-            self.specs(), st.sampled_from(self.sizes["blocks"]), st.sampled_from(dtypes), st.sampled_from(KINDS),
-            st.integers(0, 40), st.integers(0, 1 << 20),
-        )  # fmt: skip
+            self.specs(),
+            st.sampled_from(self.sizes["blocks"]),
+            st.sampled_from(dtypes),
+            st.sampled_from(KINDS),
+            st.integers(0, 40),
+            st.integers(0, 1 << 20),
+        )
 
         @self.for_all(300, case)
         def _(drawn: tuple) -> None:

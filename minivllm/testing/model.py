@@ -199,8 +199,10 @@ class ModelConformance(SpecConformance):
 
     def _mix(self, cls: Any, tmp_path: Path) -> None:
         found, seen = self.verdicts(cls, tmp_path), Seen()
-        axes = [[{}, *(v for k, v in axis.items() if found[k][0] == "equal" and k not in BY_LENGTH)]
-                for axis in self.variants().values()]  # fmt: skip
+        axes = [
+            [{}, *(v for k, v in axis.items() if found[k][0] == "equal" and k not in BY_LENGTH)]
+            for axis in self.variants().values()
+        ]
 
         @self.for_all(40, st.tuples(*map(st.sampled_from, axes)), st.sets(st.integers(1, len(PROMPT) - 1)))
         def _(chosen: tuple, cuts: set) -> None:
@@ -258,9 +260,11 @@ class ModelConformance(SpecConformance):
             harness, ones = self.harness(case.path, batch_invariant=bits), range(1, len(PROMPT))
             ways = {"whole": harness.step({0: PROMPT})[0], "token by token": harness.chunked(1, PROMPT, ones)}
             strangers = (
-                {2: PROMPT[:5], 3: [9] * 11, 4: [3]}, {2: PROMPT[5:6], 3: [4], 4: [7]},
-                {2: PROMPT[6:12], 3: [8], 4: [6, 6], 5: [11, 12, 13]}, {2: PROMPT[12:], 4: [1] * 7, 5: [2]},
-            )  # fmt: skip
+                {2: PROMPT[:5], 3: [9] * 11, 4: [3]},
+                {2: PROMPT[5:6], 3: [4], 4: [7]},
+                {2: PROMPT[6:12], 3: [8], 4: [6, 6], 5: [11, 12, 13]},
+                {2: PROMPT[12:], 4: [1] * 7, 5: [2]},
+            )
             ways["among strangers"] = torch.cat([harness.step(feed)[2] for feed in strangers])
             for way, got in ways.items():
                 assert not (wrong := self.difference(got, case)), f"{name}, {way}: {wrong}"
@@ -393,8 +397,12 @@ class ModelConformance(SpecConformance):
             plain, seen, i = {k: v for k, v in vars(self.config(cls)).items() if k not in UNCHANGED}, Seen(), 0
             ropes = [v for k, v in self.variants().get("rope", {}).items() if k not in BY_LENGTH]
             changes = [{k: new} for k, v in plain.items() for new in others(v)]
-            changes += [{**v, "rope_parameters": {**v["rope_parameters"], k: new}} for v in ropes
-                        for k, old in v.get("rope_parameters", {}).items() for new in others(old)]  # fmt: skip
+            changes += [
+                {**v, "rope_parameters": {**v["rope_parameters"], k: new}}
+                for v in ropes
+                for k, old in v.get("rope_parameters", {}).items()
+                for new in others(old)
+            ]
             windows = self.variants().get("window", {}).values()
             changes += [{**v, k: new} for v in windows for k, old in v.items() for new in others(old)]
             for values in changes:

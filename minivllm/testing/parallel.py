@@ -22,9 +22,15 @@ def tests_of(seam: str) -> list[str]:
 
 
 def run_parallel(
-    plugins: Sequence[tuple[str, str]], processes: int, *, device: str = "", profile: str = "", seed: int | None = None,
-    select: str = "", known: Mapping[str, str] | None = None,
-) -> Iterator[tuple[tuple[str, str], list[Outcome]]]:  # fmt: skip
+    plugins: Sequence[tuple[str, str]],
+    processes: int,
+    *,
+    device: str = "",
+    profile: str = "",
+    seed: int | None = None,
+    select: str = "",
+    known: Mapping[str, str] | None = None,
+) -> Iterator[tuple[tuple[str, str], list[Outcome]]]:
     """Each plug-in, in their order, with what ``session.run`` gives for it.  A test that ends its process has failed;
     the next one gets a new process, and so it does after a fault of the GPU, behind which nothing works any more."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes are enough for the cores

@@ -56,10 +56,16 @@ class PolicyKeys:
             prompt, out = pick(np.int32, 1, 7, 10**6), pick(np.int32, 1, 64, 10**6)
             arrival = pick(np.float64, 0.0, 12.5, 1e7)
             view = arrivals(
-                arrival, prompt=prompt, known=prompt, predicted_out=out, max_out=out, priority=pick(np.int32, -9, 0, 9),
-                tenant=pick(np.int32, 0, 1, 70000), ttft_due=arrival + pick(np.float64, 1e-3, np.inf),
+                arrival,
+                prompt=prompt,
+                known=prompt,
+                predicted_out=out,
+                max_out=out,
+                priority=pick(np.int32, -9, 0, 9),
+                tenant=pick(np.int32, 0, 1, 70000),
+                ttft_due=arrival + pick(np.float64, 1e-3, np.inf),
                 preempted=pick(np.int32, 0, 1, 8),
-            )  # fmt: skip
+            )
             check_key(self.build(*self.context()).key(frozen(view)), frozen(view))
 
     @since(1, 0)

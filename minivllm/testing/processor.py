@@ -73,8 +73,9 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
             pytest.fail(
                 f"{s}: the logit of token {t} (in the prompt {s.prompt.count(t)} times, in the output "
                 f"{s.output.count(t)} times) was {before[t]:.7g}, became {got[t]:.7g}; want {want[t]:.7g} within "
-                f"{allowed:.2g}; {int(wrong.sum())} of {len(want)} tokens are wrong", pytrace=False,
-            )  # fmt: skip
+                f"{allowed:.2g}; {int(wrong.sum())} of {len(want)} tokens are wrong",
+                pytrace=False,
+            )
 
     @since(1, 0)
     def test_logits_are_those_of_the_float64_reference(self) -> None:

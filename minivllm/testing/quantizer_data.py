@@ -49,8 +49,9 @@ def compare(held: Tensor, want: Tensor, room: Tensor, info: ModuleInfo, what: st
         limit = float(room.expand_as(off)[row, column])
         pytest.fail(
             f"{what}: {int(bad.sum())} of {bad.numel()} elements are off; output row {row} (part {part!r}), input "
-            f"{column}: holds {held[row, column]:.6g}, want {want[row, column]:.6g} within {limit:.2g}", pytrace=False
-        )  # fmt: skip
+            f"{column}: holds {held[row, column]:.6g}, want {want[row, column]:.6g} within {limit:.2g}",
+            pytrace=False,
+        )
 
 
 def inputs(tokens: int, info: ModuleInfo) -> Iterator[tuple[str, Tensor]]:

@@ -130,17 +130,17 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         """Draw n tokens and compare with the reference; returns whether the probabilities were compared too."""
         must, may, prob = self.must_and_may(params, logits)
         tokens = self.draws(params, logits, self.keys(n, start), others)
-        what = str(SampledSeq(params, (0,), (), logits)) + f", {len(logits)} logits from {logits.min():.4g} to "
-        what += f"{logits.max():.4g}"
+        seq, ends = SampledSeq(params, (0,), (), logits), (logits.min(), logits.max())
+        what = f"{seq}, {len(logits)} logits from {ends[0]:.4g} to {ends[1]:.4g}"
         count = torch.bincount(tokens.clamp(0, len(logits) - 1), minlength=len(logits))
-        outside = ((count > 0) & ~may).nonzero().flatten().tolist()
-        if outside:
+        if outside := ((count > 0) & ~may).nonzero().flatten().tolist():
             rank = 1 + int((logits > logits[outside[0]]).sum())
             pytest.fail(
                 f"{what}: drew token {outside[0]} (logit {logits[outside[0]]:.5g}, the {rank}. best) "
                 f"{int(count[outside[0]])} times of {n}, which the parameters exclude; {int(may.sum())} tokens may be "
-                f"drawn, the last of them with logit {logits[may].min():.5g}", pytrace=False,
-            )  # fmt: skip
+                f"drawn, the last of them with logit {logits[may].min():.5g}",
+                pytrace=False,
+            )
         if prob is not None:
             check_draws(tokens, prob, what, ALPHA / 1000)
             return True

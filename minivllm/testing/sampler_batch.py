@@ -46,9 +46,11 @@ class Batches:
                 keys = self.keys(MANY)
                 want = self.draws(params, row, keys)
                 ways = [
-                    (f"beside {len(crowd)} others", MANY, crowd, MANY), ("alone in a step", FEW, [], 1),
-                    ("beside 2 others", FEW, crowd[:2], 1), (f"alone beside {len(crowd)} others", FEW // 4, crowd, 1),
-                ]  # fmt: skip
+                    (f"beside {len(crowd)} others", MANY, crowd, MANY),
+                    ("alone in a step", FEW, [], 1),
+                    ("beside 2 others", FEW, crowd[:2], 1),
+                    (f"alone beside {len(crowd)} others", FEW // 4, crowd, 1),
+                ]
                 for what, n, others, at_once in ways if spread == SPREADS[0] else ways[:1]:
                     got = self.draws(params, row, keys[:n], others, at_once)
                     at = (got != want[:n]).nonzero().flatten().tolist()
@@ -68,9 +70,11 @@ class Batches:
         """``drawn_from`` of a row alone and among others, first and last."""
         mine, found = SampledSeq(params, (0,), (), row), {}
         for what, seqs in (
-            ("alone", [mine]), ("before two others", [mine, *crowd[:2]]), ("after one other", [crowd[-1], mine]),
+            ("alone", [mine]),
+            ("before two others", [mine, *crowd[:2]]),
+            ("after one other", [crowd[-1], mine]),
             (f"after {len(crowd)} others", [*crowd, mine]),
-        ):  # fmt: skip
+        ):
             stage, slots = Stage(self, len(seqs)), np.arange(len(seqs))
             stage.join(slots, seqs)
             logits = torch.stack([s.logits for s in seqs]).to(stage.device)

@@ -34,7 +34,7 @@ from .sampling_rows import (
     check_row_type,
     same_rows,
     wrong_values,
-)  # fmt: skip
+)
 from .spec import SpecConformance
 
 MOST_ALONE = 5  # rows of a step that are compared with themselves alone

@@ -54,13 +54,21 @@ def values_of(name: str, vocab: int) -> st.SearchStrategy[Any]:
         return st.lists(st.lists(token, min_size=1, max_size=3), min_size=1, max_size=8)
     if name == "allowed_token_ids":
         return st.lists(token, min_size=1, max_size=12)
-    return st.sampled_from({
-        "repetition_penalty": (1.3, 0.8, 1.0001, 5.0), "presence_penalty": (0.3, -1.5, 2.0, -2.0),
-        "frequency_penalty": (0.3, -1.5, 2.0, -2.0), "temperature": (0.0, 0.31, 0.9, 1.9),
-        "top_k": (1, 2, 5, 17, 40, 1000), "top_p": (0.913579, 0.5012345, 0.0123), "min_p": (0.0519, 0.3, 0.7071),
-        "no_repeat_ngram_size": (1, 2, 3, 5), "temperature_schedule": SCHEDULES,
-        "typical_p": (0.913579, 0.5012345, 0.2123), "mirostat_tau": (0.5, 1.7, 3.0),
-    }[name])  # fmt: skip
+    return st.sampled_from(
+        {
+            "repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
+            "presence_penalty": (0.3, -1.5, 2.0, -2.0),
+            "frequency_penalty": (0.3, -1.5, 2.0, -2.0),
+            "temperature": (0.0, 0.31, 0.9, 1.9),
+            "top_k": (1, 2, 5, 17, 40, 1000),
+            "top_p": (0.913579, 0.5012345, 0.0123),
+            "min_p": (0.0519, 0.3, 0.7071),
+            "no_repeat_ngram_size": (1, 2, 3, 5),
+            "temperature_schedule": SCHEDULES,
+            "typical_p": (0.913579, 0.5012345, 0.2123),
+            "mirostat_tau": (0.5, 1.7, 3.0),
+        }[name]
+    )
 
 
 def wrong_values(name: str, vocab: int) -> Sequence[Any]:
@@ -69,15 +77,34 @@ def wrong_values(name: str, vocab: int) -> Sequence[Any]:
     linear = {"kind": "linear", "start": 1.0, "end": 0.5, "tokens": 9}
     return {
         "logit_bias": (
-            {vocab: 1.0}, {-1: 1.0}, {"x": 1.0}, {1.5: 1.0}, {1: nan}, {1: inf}, {1: "a"}, {1: None}, [1], 5, "x",
+            {vocab: 1.0},
+            {-1: 1.0},
+            {"x": 1.0},
+            {1.5: 1.0},
+            {1: nan},
+            {1: inf},
+            {1: "a"},
+            {1: None},
+            [1],
+            5,
+            "x",
         ),
         "bad_words": ([[vocab]], [[-1]], [[]], [[1.5]], [["x"]], [[1], [2, vocab]], [None], 5, {1: 2}),
         "allowed_token_ids": ([vocab], [-1], [], [1.5], ["x"], [[1, 2]], [True, 3], 5, "x", {1: 2}),
         "temperature_schedule": (
-            5, "linear", {}, {"kind": "x"}, {"kind": "linear"}, {**linear, "start": nan}, {**linear, "end": 0},
-            {**linear, "tokens": -1}, {**linear, "more": 1}, {**linear, "start": "1"}, {**linear, "start": inf},
+            5,
+            "linear",
+            {},
+            {"kind": "x"},
+            {"kind": "linear"},
+            {**linear, "start": nan},
+            {**linear, "end": 0},
+            {**linear, "tokens": -1},
+            {**linear, "more": 1},
+            {**linear, "start": "1"},
+            {**linear, "start": inf},
         ),
-    }.get(name, ())  # fmt: skip
+    }.get(name, ())
 
 
 @dataclass(frozen=True)
@@ -107,9 +134,17 @@ class Stage:
     """
 
     def __init__(
-        self, suite: SamplingConformance, slots: int, *, vocab: int = 0, fresh: bool = False, fused: bool = False,
-        garbage: int = 0, max_len: int = MAX_LEN, history: int = LONGEST,
-    ) -> None:  # fmt: skip
+        self,
+        suite: SamplingConformance,
+        slots: int,
+        *,
+        vocab: int = 0,
+        fresh: bool = False,
+        fused: bool = False,
+        garbage: int = 0,
+        max_len: int = MAX_LEN,
+        history: int = LONGEST,
+    ) -> None:
         self.suite, self.vocab, self.fresh, self.max_len = suite, vocab or suite.vocab, fresh, max_len
         self.device = torch.device(suite.place())
         self.host = suite.make(self.vocab, max_len)
@@ -173,9 +208,15 @@ class Stage:
         to = lambda array: torch.tensor(array[slots], device=self.device)  # noqa: E731
         at = self.position[slots] + self.ahead
         return Rows(
-            torch.tensor(slots, device=self.device), torch.tensor(at, device=self.device), to(self.prompt),
-            to(self.seed), to(self.sample), variant, self.tokens, max_position or int(at.max()),
-        )  # fmt: skip
+            torch.tensor(slots, device=self.device),
+            torch.tensor(at, device=self.device),
+            to(self.prompt),
+            to(self.seed),
+            to(self.sample),
+            variant,
+            self.tokens,
+            max_position or int(at.max()),
+        )
 
     def variant(self, slots: np.ndarray) -> int:
         return int(np.bitwise_or.reduce(self.state.variant[slots]))

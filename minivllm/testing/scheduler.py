@@ -103,13 +103,15 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, None, "x"]),
         ignore=st.booleans(),
         fn=st.sampled_from([None, None, "host", "late"]),
-        service=st.fixed_dictionaries({
-            "priority": st.integers(-2, 2),
-            "tenant": st.sampled_from(["", "a", "b"]),
-            "ttft_ms": st.sampled_from([None, 1.0, 100.0, 1e6]),
-            "tpot_ms": st.sampled_from([None, 1.0, 50.0]),
-        }),
-    )  # fmt: skip
+        service=st.fixed_dictionaries(
+            {
+                "priority": st.integers(-2, 2),
+                "tenant": st.sampled_from(["", "a", "b"]),
+                "ttft_ms": st.sampled_from([None, 1.0, 100.0, 1e6]),
+                "tpot_ms": st.sampled_from([None, 1.0, 50.0]),
+            }
+        ),
+    )
     def add(self, shared, own, n, out, salt, ignore, fn, service):
         prompt = [7 * i % VOCAB for i in range(shared)] + own
         self.admit(prompt, fn, n=n, max_tokens=out, cache_salt=salt, ignore_eos=ignore, **service)

@@ -140,9 +140,16 @@ def run(
     for i, (seam, plugin) in enumerate(plugins):
         find(seam, plugin)
         name = f"Test{i}"
-        _pending[name] = type(name, (suite(seam),), {
-            "plugin": plugin, "device": device, "known_failures": dict(known or {}), **(overrides or {}),
-        })  # fmt: skip
+        _pending[name] = type(
+            name,
+            (suite(seam),),
+            {
+                "plugin": plugin,
+                "device": device,
+                "known_failures": dict(known or {}),
+                **(overrides or {}),
+            },
+        )
         classes[name] = (seam, plugin)
     reporter = _Reporter(classes, tell, only=only)
     environ = {PROFILE: profile or None, SEED: None if seed is None else str(seed), SHRINK: None if shrink else "0"}

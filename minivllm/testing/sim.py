@@ -122,6 +122,30 @@ class NoProcessor:
         return Row()
 
 
+def _wiring(slots: int, max_len: int, block: int, depth: int, budget: int, drafts: int, groups: int) -> Wiring:
+    part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
+    return Wiring(
+        model_dir="",
+        load_format="dummy",
+        device="cpu",
+        dtype="float32",
+        block=block,
+        max_num_seqs=slots,
+        max_num_batched_tokens=budget,
+        max_model_len=max_len,
+        num_blocks=-1,
+        memory_utilization=0.9,
+        batch_invariant=False,
+        seed=0,
+        parts={"model": part, "sampler": part, "drafter": part},
+        drafts=drafts,
+        speculate_always=True,
+        eos_ids=(EOS_ID,),
+        groups=tuple((i,) for i in range(groups)),
+        run_ahead=depth,
+    )
+
+
 def sim_engine(
     *,
     slots=8,
@@ -143,13 +167,7 @@ def sim_engine(
     """``policy`` and ``evictor`` are called with (None, context); ``blocks``: a number, or a list of one per window.
     ``reads``: names of parameters that requests may set although no processor here honours them.  ``drafts``: rows
     bring so many to a step, whether it pays or not; ``now``: the engine's clock, seconds."""
-    part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
-    wiring = Wiring(
-        model_dir="", load_format="dummy", device="cpu", dtype="float32", block=block, max_num_seqs=slots,
-        max_num_batched_tokens=budget, max_model_len=max_len, num_blocks=-1, memory_utilization=0.9,
-        batch_invariant=False, seed=0, parts={"model": part, "sampler": part, "drafter": part}, drafts=drafts,
-        speculate_always=True, eos_ids=(EOS_ID,), groups=tuple((i,) for i in range(len(windows))), run_ahead=depth,
-    )  # fmt: skip
+    wiring = _wiring(slots, max_len, block, depth, budget, drafts, len(windows))
     options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
     executor = SimExecutor(options, blocks if isinstance(blocks, list) else [blocks] * len(windows), windows)
     capacity = executor.start(wiring)

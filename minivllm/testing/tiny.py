@@ -42,8 +42,13 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
 
 def _window(types: list[str], **values: Any) -> dict[str, Any]:
     layers = {"num_hidden_layers": len(types)} if types else {}
-    return {"use_sliding_window": True, "sliding_window": 6, **({"layer_types": types} if types else {}), **layers,
-            **values}  # fmt: skip
+    return {
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        **({"layer_types": types} if types else {}),
+        **layers,
+        **values,
+    }
 
 
 FULL, NEAR = "full_attention", "sliding_attention"

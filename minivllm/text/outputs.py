@@ -368,9 +368,14 @@ class SequenceText:
         """A snapshot, independent of what is fed later."""
         scores: Any = None if self._scores is None else partial(self._shown, len(self._scores))
         return CompletionOutput(
-            self.index, self.text, list(self.token_ids), self.cumulative_logprob, scores, self.finish_reason,
+            self.index,
+            self.text,
+            list(self.token_ids),
+            self.cumulative_logprob,
+            scores,
+            self.finish_reason,
             self.stop_reason,
-        )  # fmt: skip
+        )
 
 
 class StopProbe:

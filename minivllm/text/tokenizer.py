@@ -73,9 +73,11 @@ class Tokenizer:
         if self.backend is None:
             return {"folder": str(self._folder), "template": self.chat_template}
         return {
-            "backend": self.backend.to_str(), "special": self.special_tokens, "template": self.chat_template,
+            "backend": self.backend.to_str(),
+            "special": self.special_tokens,
+            "template": self.chat_template,
             "eos": list(self.eos_ids),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Tokenizer:

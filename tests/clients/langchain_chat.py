@@ -12,9 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 print("version langchain-openai", version("langchain-openai"))
 llm = ChatOpenAI(
-    base_url=os.environ["BASE_URL"] + "/v1", api_key=os.environ["API_KEY"], model=os.environ["MODEL"], temperature=0,
+    base_url=os.environ["BASE_URL"] + "/v1",
+    api_key=os.environ["API_KEY"],
+    model=os.environ["MODEL"],
+    temperature=0,
     max_tokens=100,
-)  # fmt: skip
+)
 
 
 class Sum(BaseModel):

@@ -65,8 +65,19 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "minivllm", "serve", "pocket", "--host", "127.0.0.1", "--port", str(self.port),
-                   "--api-key", KEY]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "minivllm",
+            "serve",
+            "pocket",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--api-key",
+            KEY,
+        ]
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         until = time.monotonic() + 120

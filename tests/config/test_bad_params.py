@@ -132,9 +132,11 @@ def test_ids_are_those_of_the_model_and_not_of_the_tokenizer(llm):
     whether a tokenizer has a token for it or not; the next is not."""
     last = VOCAB - 1
     for asked in (
-        dict(allowed_token_ids=[last]), dict(bad_words=[[last]]), dict(logit_bias={last: 100}),
+        dict(allowed_token_ids=[last]),
+        dict(bad_words=[[last]]),
+        dict(logit_bias={last: 100}),
         dict(stop_token_ids=[last]),
-    ):  # fmt: skip
+    ):
         out = llm.generate([last, 1], SamplingParams(temperature=0, max_tokens=2, **asked), use_tqdm=False)[0]
         assert out.error is None
     with pytest.raises(RequestError, match=f"{VOCAB}.*0 to {last}"):
@@ -145,12 +147,20 @@ def test_large_values_that_can_be_served_are_answered(llm):
     """As many as the limits allow, numpy numbers, ranges."""
     start = time.thread_time()
     for asked in (
-        dict(allowed_token_ids=range(VOCAB)), dict(allowed_token_ids=np.arange(VOCAB)),
+        dict(allowed_token_ids=range(VOCAB)),
+        dict(allowed_token_ids=np.arange(VOCAB)),
         dict(bad_words=[[1] * 16] * 256),
-        dict(logit_bias=dict.fromkeys(range(VOCAB), 1.0)), dict(top_k=10**18), dict(top_p=np.float32(0.5)),
-        dict(temperature=np.float64(2)), dict(seed=np.int64(-(2**63))), dict(top_p=1e-300), dict(temperature=1e-300),
-        dict(no_repeat_ngram_size=64), dict(stop_token_ids=np.arange(20)), dict(repetition_penalty=1e6),
-    ):  # fmt: skip
+        dict(logit_bias=dict.fromkeys(range(VOCAB), 1.0)),
+        dict(top_k=10**18),
+        dict(top_p=np.float32(0.5)),
+        dict(temperature=np.float64(2)),
+        dict(seed=np.int64(-(2**63))),
+        dict(top_p=1e-300),
+        dict(temperature=1e-300),
+        dict(no_repeat_ngram_size=64),
+        dict(stop_token_ids=np.arange(20)),
+        dict(repetition_penalty=1e6),
+    ):
         out = llm.generate([1, 2, 3], SamplingParams(max_tokens=2, **asked), use_tqdm=False)[0]
         assert out.error is None and len(out.tokens) >= 1, asked
     assert time.thread_time() - start < 13 * 2

@@ -131,10 +131,12 @@ def test_a_plugin_error_of_several_lines_is_folded_into_one(capsys):
     if not POCKET.is_dir():
         pytest.skip("the model is not in this tree")
     assert said(capsys, "explain", "--set", "scheduler=fcf") == (
-        4, "", "minivllm: error: --set: No scheduler is called 'fcf'. Did you mean 'fcfs'? Installed: deadline, fair, "
+        4,
+        "",
+        "minivllm: error: --set: No scheduler is called 'fcf'. Did you mean 'fcfs'? Installed: deadline, fair, "
         "fcfs, prefill-first, prefix-aware, priority, shortest-job, static; A package adds one with the entry-point "
         "group 'minivllm.scheduler'; an experiment can say 'module:Class'.\n",
-    )  # fmt: skip
+    )
     assert one_line("a:\n   b  c\n\n  d.\ne") == "a: b c; d. e"
 
 
@@ -169,8 +171,14 @@ def test_a_broken_plugin_is_a_line_of_the_list(capsys, tmp_path, monkeypatch):
     code, out, err = said(capsys, "plugins", "--specs")
     rows = [re.split(r" {2,}", line) for line in out.splitlines()]
     assert (code, err) == (0, "")
-    assert ["attention", "x", "acme", "2.0", "broken: attention 'acme/x' (acme 2.0, entry point 'no_such_module:S') "
-            "could not be imported: ModuleNotFoundError: No module named 'no_such_module'"] in rows  # fmt: skip
+    assert [
+        "attention",
+        "x",
+        "acme",
+        "2.0",
+        "broken: attention 'acme/x' (acme 2.0, entry point 'no_such_module:S') "
+        "could not be imported: ModuleNotFoundError: No module named 'no_such_module'",
+    ] in rows
     assert ["kvstore", "disk", "acme", "2.0", "reserved: not used by this version"] in rows
 
 
@@ -186,9 +194,18 @@ def test_explain_says_what_would_be_wired(capsys):
 @pocket
 def test_explain_of_what_cannot_be_wired_shows_the_reasons_and_ends_with_4(capsys):
     code, out, err = said(
-        capsys, "explain", "quantizer", "--set", "dtype=float32", "--set", "device=cpu",
-        "--set", "batch_invariant=true", "--set", "quantizer=int8",
-    )  # fmt: skip
+        capsys,
+        "explain",
+        "quantizer",
+        "--set",
+        "dtype=float32",
+        "--set",
+        "device=cpu",
+        "--set",
+        "batch_invariant=true",
+        "--set",
+        "quantizer=int8",
+    )
     assert (code, err) == (4, "") and out.startswith("quantizer -> nothing suitable   (asked: int8)\n")
     assert "x minivllm/int8  feature 'batch_invariant' not declared\n" in out
 

@@ -58,9 +58,13 @@ def test_each_layer_wins_over_the_one_before_and_its_origin_is_kept(write):
     assert (config.seed, config.max_model_len, config.dtype) == (1, 2, "float16")
     assert (config.model, config.max_num_seqs) == ("g/h", 5)
     assert loaded.origins == {
-        "seed": f"{first}:1", "max_model_len": f"{second}:2", "dtype": "MINIVLLM__DTYPE", "model": "--set",
-        "max_num_seqs": "keyword", "scheduler.name": f"{first}:7",
-    }  # fmt: skip
+        "seed": f"{first}:1",
+        "max_model_len": f"{second}:2",
+        "dtype": "MINIVLLM__DTYPE",
+        "model": "--set",
+        "max_num_seqs": "keyword",
+        "scheduler.name": f"{first}:7",
+    }
 
 
 def test_a_seam_takes_a_name_or_a_table_from_every_layer(write):

@@ -66,15 +66,33 @@ when = 1979-05-27 07:32:00
 def test_every_value_of_a_toml_file_has_its_line():
     lines = toml_lines(TOML)
     assert lines == {
-        ("lists",): 6, ("seed",): 2, ("quoted key",): 3, ("quoted key", "a.b"): 3, ("lists", 0): 7, ("lists", 1): 8,
-        ("lists", 1, "x"): 8, ("lists", 1, "y"): 8, ("lists", 2): 9, ("lists", 2, 0): 9, ("lists", 2, 1): 10,
-        ("scheduler",): 11, ("scheduler", "options"): 12, ("scheduler", "options", "window"): 12,
-        ("sampling", "extra"): 13, ("sampling", "extra", "z"): 14, ("processors",): 15, ("processors", 0): 15,
-        ("processors", 0, "name"): 16, ("processors", 1): 17, ("processors", 1, "name"): 18,
-        ("processors", 1, "options"): 19, ("processors", 1, "options", "w"): 20,
-        ("processors", 1, "options", "deep"): 21, ("processors", 1, "options", "deep", 0): 21,
+        ("lists",): 6,
+        ("seed",): 2,
+        ("quoted key",): 3,
+        ("quoted key", "a.b"): 3,
+        ("lists", 0): 7,
+        ("lists", 1): 8,
+        ("lists", 1, "x"): 8,
+        ("lists", 1, "y"): 8,
+        ("lists", 2): 9,
+        ("lists", 2, 0): 9,
+        ("lists", 2, 1): 10,
+        ("scheduler",): 11,
+        ("scheduler", "options"): 12,
+        ("scheduler", "options", "window"): 12,
+        ("sampling", "extra"): 13,
+        ("sampling", "extra", "z"): 14,
+        ("processors",): 15,
+        ("processors", 0): 15,
+        ("processors", 0, "name"): 16,
+        ("processors", 1): 17,
+        ("processors", 1, "name"): 18,
+        ("processors", 1, "options"): 19,
+        ("processors", 1, "options", "w"): 20,
+        ("processors", 1, "options", "deep"): 21,
+        ("processors", 1, "options", "deep", 0): 21,
         ("processors", 1, "options", "deep", 0, "when"): 22,
-    }  # fmt: skip
+    }
     assert toml_lines(TOML.replace("\n", "\r\n")) == lines
 
 
@@ -118,9 +136,11 @@ def places(value):
 def test_a_list_of_plugins_keeps_the_line_of_each_option(write):
     name = write("a.toml", "[[processors]]\nname = 'x'\n[[processors]]\nname = 'y'\noptions.k = 1\n")
     assert load_config([name], environ={}).origins == {
-        "processors": "a.toml:1", "processors.0.name": "a.toml:2", "processors.1.name": "a.toml:4",
+        "processors": "a.toml:1",
+        "processors.0.name": "a.toml:2",
+        "processors.1.name": "a.toml:4",
         "processors.1.options.k": "a.toml:5",
-    }  # fmt: skip
+    }
     write("a.toml", "strategies = ['single']\nprocessors = [\n  'x',\n  { nam = 'y' },\n]\n")
     assert refusal(name) == ("a.toml:4: unknown option 'processors.1.nam'. Did you mean 'name'?")
 
@@ -191,9 +211,13 @@ def test_a_file_lies_over_the_one_that_it_extends_and_origins_name_both(write):
     assert loaded.sampling == {"top_k": 7, "top_p": 0.5}
     assert loaded.engine.model.endswith("base/m")
     assert loaded.origins == {
-        "max_num_seqs": "base/gpu.yaml:1", "model": "base/gpu.yaml:3", "seed": "base/all.toml:2",
-        "dtype": "exp/a.toml:2", "sampling.top_p": "base/all.toml:6", "sampling.top_k": "exp/a.toml:4",
-    }  # fmt: skip
+        "max_num_seqs": "base/gpu.yaml:1",
+        "model": "base/gpu.yaml:3",
+        "seed": "base/all.toml:2",
+        "dtype": "exp/a.toml:2",
+        "sampling.top_p": "base/all.toml:6",
+        "sampling.top_k": "exp/a.toml:4",
+    }
 
 
 def test_of_several_bases_the_later_wins_and_one_may_come_by_two_ways(write):

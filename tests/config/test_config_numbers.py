@@ -27,9 +27,15 @@ IDS = ["bos_token_id", "eos_token_id"]
 REALS = ["rms_norm_eps", "rope_theta", "partial_rotary_factor"]
 
 never = st.one_of(  # no number of a model is any of these
-    st.booleans(), st.text(max_size=5), st.just([True]), st.just({}), st.sampled_from([math.nan, math.inf, -math.inf]),
-    st.floats(max_value=-1e-9, allow_nan=False), st.integers(max_value=-2), st.integers(min_value=2**128),
-)  # fmt: skip
+    st.booleans(),
+    st.text(max_size=5),
+    st.just([True]),
+    st.just({}),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+    st.floats(max_value=-1e-9, allow_nan=False),
+    st.integers(max_value=-2),
+    st.integers(min_value=2**128),
+)
 no_count = never | st.floats() | st.just(0) | st.integers(min_value=2**31) | st.lists(st.integers(0, 9))
 no_real = never | st.just(0) | st.just(0.0) | st.just(5e-324) | st.lists(st.floats())
 no_id = (

@@ -69,13 +69,21 @@ def test_each_value_is_shown_with_its_origin_and_a_plugin_with_its_version(here,
     _, out, _ = said(capsys, "config", "show", "a.yaml", "--origin", "--set", "evictor=lru", "--model", "pocket")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     for line in (
-        "# base.toml", "# a.yaml", "model = \"pocket\" # command line", "seed = 7 # base.toml:1",
+        "# base.toml",
+        "# a.yaml",
+        'model = "pocket" # command line',
+        "seed = 7 # base.toml:1",
         "name = \"acme/quota\" # base.toml:3, No scheduler is called 'acme/quota'",
-        "options.window = 4 # base.toml:4", "options.weights.a = 1.5 # base.toml:4",
-        f'name = "lru" # --set, minivllm {__version__}', f'name = "penalties" # a.yaml:3, minivllm {__version__}',
-        "options.k = [1, { y = \"ä\\\"\" }] # a.yaml:4", "fuse = true # default", "# max_model_len: not set # default",
-        f'name = "single" # default, minivllm {__version__}', "stop = [\"\\n\", \"\\u007f\"] # a.yaml:5",
-    ):  # fmt: skip
+        "options.window = 4 # base.toml:4",
+        "options.weights.a = 1.5 # base.toml:4",
+        f'name = "lru" # --set, minivllm {__version__}',
+        f'name = "penalties" # a.yaml:3, minivllm {__version__}',
+        'options.k = [1, { y = "ä\\"" }] # a.yaml:4',
+        "fuse = true # default",
+        "# max_model_len: not set # default",
+        f'name = "single" # default, minivllm {__version__}',
+        'stop = ["\\n", "\\u007f"] # a.yaml:5',
+    ):
         assert line in lines, (line, out)
 
 
@@ -88,8 +96,10 @@ def test_as_json_there_are_plain_values_or_an_object_for_each_option(here, capsy
     args = ("--config", "base.toml", "--format", "json", "--origin", "--set", "attention=sdpa")
     rows = json.loads(said(capsys, "config", "show", *args)[1])
     assert rows["attention.name"] == {
-        "value": "sdpa", "origin": "--set", "plugin": {"dist": "minivllm", "version": __version__},
-    }  # fmt: skip
+        "value": "sdpa",
+        "origin": "--set",
+        "plugin": {"dist": "minivllm", "version": __version__},
+    }
     assert rows["scheduler.name"]["plugin"] == {"missing": "No scheduler is called 'acme/quota'"}
     assert rows["seed"] == {"value": 7, "origin": "base.toml:1"} and rows["dtype"]["origin"] == "default"
 
@@ -128,8 +138,9 @@ def test_in_python_what_the_layers_say_is_a_warning(here):
 words = st.text("abAZ09_-.\"'\\ \n\t#=[]{}ä\x7f\x00", max_size=6)
 value = st.recursive(
     st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), words),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3), max_leaves=8,
-)  # fmt: skip
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=8,
+)
 
 
 @given(st.dictionaries(words.filter(bool), value, max_size=4))
@@ -169,8 +180,10 @@ V = Spec(impl="acme:Four", api=(1, 0), summary="no model", limits=ANY, options="
 @pytest.fixture
 def schema(package):
     package("acme_spec", OPTIONS)
-    points = [point("acme", name, f"acme_spec:{target}") for name, target in
-              (("flash", "S"), ("pathed", "T"), ("odd", "U"), ("four", "V"), ("gone", "X"))]  # fmt: skip
+    points = [
+        point("acme", name, f"acme_spec:{target}")
+        for name, target in (("flash", "S"), ("pathed", "T"), ("odd", "U"), ("four", "V"), ("gone", "X"))
+    ]
     points += [
         point("acme", "both", "acme_spec:S"),
         point("zz", "both", "acme_spec:S"),
@@ -290,12 +303,16 @@ def test_the_schema_is_written_to_a_file_or_to_standard_output(here, capsys):
     code, out, err = said(capsys, "schema")
     assert (code, err) == (0, "") and json.loads(out)["$schema"] == "http://json-schema.org/draft-07/schema#"
     assert said(capsys, "schema", "-o", "s.json") == (
-        0, "", "written; the first line of a TOML file beside it names it: #:schema ./s.json\n",
-    )  # fmt: skip
+        0,
+        "",
+        "written; the first line of a TOML file beside it names it: #:schema ./s.json\n",
+    )
     assert json.loads((here / "s.json").read_text()) == json.loads(out)
     assert said(capsys, "schema", "-o", "no/s.json") == (
-        2, "", "minivllm: error: no/s.json: No such file or directory\n",
-    )  # fmt: skip
+        2,
+        "",
+        "minivllm: error: no/s.json: No such file or directory\n",
+    )
 
 
 # ---------------------------------------------------------------- targets

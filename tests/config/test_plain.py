@@ -81,8 +81,14 @@ def test_a_key_that_nobody_has_is_refused(key):
 
 
 def test_dotted_keys_of_toml_are_bounded_before_they_are_read(tmp_path):
-    for text in (f"{DOTS} = 1", f"[{DOTS}]", f"[[{DOTS}]]", f"a = {{ {DOTS} = 1 }}", f"sampling.{DOTS} = 1",
-                 ".".join(["'a b'"] * 100_000) + " = 1"):  # fmt: skip
+    for text in (
+        f"{DOTS} = 1",
+        f"[{DOTS}]",
+        f"[[{DOTS}]]",
+        f"a = {{ {DOTS} = 1 }}",
+        f"sampling.{DOTS} = 1",
+        ".".join(["'a b'"] * 100_000) + " = 1",
+    ):
         (tmp_path / "a.toml").write_text(text)
         assert "more than 128 parts" in said([tmp_path / "a.toml"])
 
@@ -183,8 +189,17 @@ def test_halves_are_found_as_json_pairs_them():
 
 
 def test_what_is_quoted_is_short_and_printable():
-    for value in ("x" * 10**6, "\n" * 1000, [["y" * 1000] * 1000] * 1000, {"k" * 999: "v" * 999}, 10**4000, 1 << 20000,
-                  b"z" * 9999, "\ud800" * 500, {i: dict.fromkeys(range(99), "w" * 99) for i in range(99)}):  # fmt: skip
+    for value in (
+        "x" * 10**6,
+        "\n" * 1000,
+        [["y" * 1000] * 1000] * 1000,
+        {"k" * 999: "v" * 999},
+        10**4000,
+        1 << 20000,
+        b"z" * 9999,
+        "\ud800" * 500,
+        {i: dict.fromkeys(range(99), "w" * 99) for i in range(99)},
+    ):
         text = shown(value)
         assert 0 < len(text) <= 300 and text.isprintable()
     assert shown("it's") == repr("it's") and shown([1, "a"]) == repr([1, "a"]) and brief("name") == "name"

@@ -109,7 +109,12 @@ def test_a_model_that_no_schema_describes_is_told_all_the_same():
 def test_the_source_of_a_value_is_its_own_or_that_of_the_nearest():
     origins = {"a": "f:1", "b.c": "--set", "b.d.e": "VAR", "k": "keyword"}
     assert [source_of(origins, path) for path in ("a", "a.x", "b.c.0", "b.d", "b.z", "zz")] == [
-        "f:1", "f:1", "--set", "VAR", "--set", "",
-    ]  # fmt: skip
+        "f:1",
+        "f:1",
+        "--set",
+        "VAR",
+        "--set",
+        "",
+    ]
     found = [FieldFault("a.x", "one"), FieldFault("k", "two"), FieldFault("zz", "three")]
     assert sourced(found, origins) == ["f:1: one", "two", "three"]

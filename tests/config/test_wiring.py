@@ -12,7 +12,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from minivllm.config import PROCESSORS, EngineConfig, load_config
 from minivllm.config.explanation import Explanation
-from minivllm.config.resolve import group_layers, resolve
+from minivllm.config.kv_groups import group_layers
+from minivllm.config.resolve import resolve
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.scheduler import SchedulerContext
@@ -51,9 +52,21 @@ def wire(model, catalog=CATALOG, **options):
 def test_every_seam_is_filled_in_the_order_of_the_design(model):
     found = wire(model)
     assert [s.kind for s in found.selections] == [
-        "executor", "model", "drafter", "quantizer", "kvformat", "attention", "evictor", "scheduler",
-        *["processor"] * len(PROCESSORS), "sampler", "strategy", "strategy", "strategy", "grammar",
-    ]  # fmt: skip
+        "executor",
+        "model",
+        "drafter",
+        "quantizer",
+        "kvformat",
+        "attention",
+        "evictor",
+        "scheduler",
+        *["processor"] * len(PROCESSORS),
+        "sampler",
+        "strategy",
+        "strategy",
+        "strategy",
+        "grammar",
+    ]
     w = found.wiring
     assert {seam: part.target for seam, part in w.parts.items()} == {
         "model": "minivllm.plugins.model.qwen3:Qwen3",
@@ -78,10 +91,20 @@ def test_the_architecture_in_the_file_chooses_the_model(tmp_path, family):
 
 def test_options_of_the_user_reach_the_wiring(model):
     w = wire(
-        model, dtype="float32", kvcache_block_size=32, max_model_len=100, max_num_seqs=3, seed=7, run_ahead=2,
-        num_kvcache_blocks=9, gpu_memory_utilization=0.5, load_format="dummy", kv_format="bf16", processors=[],
+        model,
+        dtype="float32",
+        kvcache_block_size=32,
+        max_model_len=100,
+        max_num_seqs=3,
+        seed=7,
+        run_ahead=2,
+        num_kvcache_blocks=9,
+        gpu_memory_utilization=0.5,
+        load_format="dummy",
+        kv_format="bf16",
+        processors=[],
         quantization={"name": "int8", "options": {"skip": ["layers.0.*"]}},
-    ).wiring  # fmt: skip
+    ).wiring
     assert (w.block, w.max_model_len, w.max_num_seqs, w.seed, w.run_ahead, w.num_blocks) == (32, 100, 3, 7, 2, 9)
     assert (w.memory_utilization, w.load_format, w.processors) == (0.5, "dummy", ())
     assert w.parts["kvformat"].name == "minivllm/bf16"
@@ -293,9 +316,12 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path, monkeypatch):
         ("./no", "./no: no such directory"),
         ("a/b/c", "a/b/c: no such directory"),
         (f"{tmp_path}/file", f"{tmp_path}/file: is a file; want a model directory"),
-        ("some/model", "some/model: no such directory, not in the Hugging Face cache, and the hub cannot be reached; "
-         "give a directory, or try `--model pocket`"),
-    ):  # fmt: skip
+        (
+            "some/model",
+            "some/model: no such directory, not in the Hugging Face cache, and the hub cannot be reached; "
+            "give a directory, or try `--model pocket`",
+        ),
+    ):
         with pytest.raises(ModelError) as info:
             find_model(name)
         assert str(info.value) == message

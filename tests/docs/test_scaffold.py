@@ -34,9 +34,14 @@ def test_a_package_is_complete_and_names_nothing_of_the_template(seam, tmp_path)
             ast.parse(text)
     have = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     assert have >= {
-        "pyproject.toml", "README.md", ".gitignore", "src/acme_part/__init__.py", "src/acme_part/spec.py",
-        "src/acme_part/plugin.py", "tests/test_conformance.py",
-    }  # fmt: skip
+        "pyproject.toml",
+        "README.md",
+        ".gitignore",
+        "src/acme_part/__init__.py",
+        "src/acme_part/spec.py",
+        "src/acme_part/plugin.py",
+        "tests/test_conformance.py",
+    }
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     assert project["entry-points"][f"minivllm.{seam}"] == {"acme-part": "acme_part.spec:ACME_PART"}
     major, minor = map(int, __version__.split(".")[:2])
@@ -79,9 +84,13 @@ def test_pip_installs_it_and_the_command_finds_it(tmp_path):
     subprocess.run(list(map(str, pip)), check=True, timeout=300)
     env = environment([], site) | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "minivllm.testing", "acme-evictor-part"], env=env, cwd=tmp_path, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-m", "minivllm.testing", "acme-evictor-part"],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0 and "conforms" in done.stdout, done.stdout + done.stderr
 
 

@@ -31,15 +31,28 @@ class Condition:
 
     def __init__(self, count: int, length: int, dtype: str, batch_invariant: bool) -> None:
         self.prompts, self.length = prompts(count), length
-        self.options = dict(model="pocket", device="cpu", dtype=dtype, batch_invariant=batch_invariant, seed=0,
-                            max_model_len=512, num_kvcache_blocks=2048)  # fmt: skip
+        self.options = dict(
+            model="pocket",
+            device="cpu",
+            dtype=dtype,
+            batch_invariant=batch_invariant,
+            seed=0,
+            max_model_len=512,
+            num_kvcache_blocks=2048,
+        )
 
     def params(self, i: int, n: int = 1) -> SamplingParams:
         """Every other request is greedy; the others have a seed."""
         return SamplingParams(
-            temperature=0.0 if i % 2 else 0.9, seed=100 + i, n=n, max_tokens=self.length, ignore_eos=True, logprobs=2,
-            detokenize=False, top_p=0.95 if i % 4 == 2 else 1.0,
-        )  # fmt: skip
+            temperature=0.0 if i % 2 else 0.9,
+            seed=100 + i,
+            n=n,
+            max_tokens=self.length,
+            ignore_eos=True,
+            logprobs=2,
+            detokenize=False,
+            top_p=0.95 if i % 4 == 2 else 1.0,
+        )
 
     def run(self, llm: LLM, which, n: int = 1) -> dict[int, list]:
         asked = [{"prompt_token_ids": self.prompts[i]} for i in which]

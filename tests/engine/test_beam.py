@@ -30,9 +30,16 @@ def wanted(r, max_len=256):
     most = min(p.max_tokens, max_len - len(r.prompt))
     eos = {*p.stop_token_ids} | (set() if p.ignore_eos else {EOS_ID})
     return beam_search(
-        logprobs_after, r.prompt.tolist(), p.beam_width, most, n=p.n, penalty=p.length_penalty,
-        early=p.early_stopping, eos=eos, min_tokens=p.min_tokens,
-    )  # fmt: skip
+        logprobs_after,
+        r.prompt.tolist(),
+        p.beam_width,
+        most,
+        n=p.n,
+        penalty=p.length_penalty,
+        early=p.early_stopping,
+        eos=eos,
+        min_tokens=p.min_tokens,
+    )
 
 
 def assert_equal(got, want):
@@ -50,11 +57,19 @@ def test_outputs_and_scores_are_those_of_the_rules(depth, width):
         engine = sim_engine(depth=depth, strategy=Beam(), slots=20, blocks=300)
         made = [
             request(
-                engine, f"r{i}", [i, 3, 5] * (1 + i), beam_width=width, n=max(1, width - 1), max_tokens=12,
-                early_stopping=early, length_penalty=penalty, min_tokens=i, stop_token_ids=[7] * (i % 2),
+                engine,
+                f"r{i}",
+                [i, 3, 5] * (1 + i),
+                beam_width=width,
+                n=max(1, width - 1),
+                max_tokens=12,
+                early_stopping=early,
+                length_penalty=penalty,
+                min_tokens=i,
+                stop_token_ids=[7] * (i % 2),
             )
             for i, penalty in enumerate((1.0, 0.0, 2.0, -0.5))
-        ]  # fmt: skip
+        ]
         run(engine, check=True)
         for r in made:
             assert_equal(found(engine, r), wanted(r))
@@ -104,9 +119,14 @@ def test_a_prefix_is_computed_once_and_its_blocks_are_held_once():
 def test_memory_chunks_neighbours_and_aborts_change_nothing(seed):
     rng = random.Random(seed)
     engine = sim_engine(
-        depth=seed % 3, windows=((None,), (None, 6), (5,))[seed % 3], blocks=24, slots=10, budget=12, max_len=64,
+        depth=seed % 3,
+        windows=((None,), (None, 6), (5,))[seed % 3],
+        blocks=24,
+        slots=10,
+        budget=12,
+        max_len=64,
         prefix=seed != 5,
-    )  # fmt: skip
+    )
     engine.strategies = [("parallel", Parallel()), ("beam", Beam())]
     made = []
     for i in range(24):
@@ -226,9 +246,16 @@ def generate(model, prompt, width, **params):
     ids = torch.tensor([prompt])
     with torch.no_grad(), quiet():
         got = model.generate(
-            ids, attention_mask=torch.ones_like(ids), num_beams=width, num_return_sequences=params.pop("n"),
-            do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_scores=True, **params,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=width,
+            num_return_sequences=params.pop("n"),
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **params,
+        )
     rows = [row[: [*(t in eos for t in row), True].index(True) + 1] for row in got.sequences[:, len(prompt) :].tolist()]
     return list(zip(got.sequences_scores.tolist(), rows, strict=True))
 
@@ -251,15 +278,26 @@ def test_sequences_and_scores_are_those_of_transformers(family, seed):
     for reachable in (True, False):
         stop = list(range(3, 61, 9)) if reachable else []
         params = SamplingParams(
-            beam_width=width, n=width - seed % 2, length_penalty=penalty, early_stopping=early, max_tokens=10,
-            ignore_eos=True, stop_token_ids=stop,
-        )  # fmt: skip
+            beam_width=width,
+            n=width - seed % 2,
+            length_penalty=penalty,
+            early_stopping=early,
+            max_tokens=10,
+            ignore_eos=True,
+            stop_token_ids=stop,
+        )
         together = llm.generate(items, params, use_tqdm=False)
         for prompt, out in zip(items, together, strict=True):
             want = generate(
-                model, prompt, width, n=params.n, length_penalty=penalty, early_stopping=early, max_new_tokens=10,
+                model,
+                prompt,
+                width,
+                n=params.n,
+                length_penalty=penalty,
+                early_stopping=early,
+                max_new_tokens=10,
                 eos_token_id=stop or None,
-            )  # fmt: skip
+            )
             got = [(o.score, o.token_ids) for o in out.outputs]
             assert_equal(got, want)
             ended += sum(o.finish_reason == "stop" for o in out.outputs)

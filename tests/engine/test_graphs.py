@@ -32,9 +32,14 @@ def captures(most: int = 64) -> Graphs:
 def plan(*q_len: int, computed: int = 10) -> SimpleNamespace:
     rows, none = np.arange(len(q_len)), np.zeros(0, np.int64)
     return SimpleNamespace(
-        slots=rows, q_len=np.array(q_len), computed=np.full(len(q_len), computed), samples=rows,
-        host=none, prompt=none, draft=none,
-    )  # fmt: skip
+        slots=rows,
+        q_len=np.array(q_len),
+        computed=np.full(len(q_len), computed),
+        samples=rows,
+        host=none,
+        prompt=none,
+        draft=none,
+    )
 
 
 def test_a_decode_step_runs_in_the_next_size_and_a_mixed_one_once_it_was_seen_often():

@@ -104,9 +104,13 @@ def test_one_owner_alone_is_served_step_by_step_as_without_owners(name, depth):
 def test_answers_are_right_and_all_is_given_back_whatever_owners_come_and_go(seed):
     rng = random.Random(seed)
     engine = made_by(
-        rng.choice(POLICIES), slots=rng.choice([2, 5, 8]), blocks=rng.choice([70, 120]), budget=rng.choice([4, 16, 64]),
-        depth=rng.choice([0, 2]), windows=rng.choice([(None,), (None, 8)]),
-    )  # fmt: skip
+        rng.choice(POLICIES),
+        slots=rng.choice([2, 5, 8]),
+        blocks=rng.choice([70, 120]),
+        budget=rng.choice([4, 16, 64]),
+        depth=rng.choice([0, 2]),
+        windows=rng.choice([(None,), (None, 8)]),
+    )
     made, gone = [], set()
     for i in range(80):
         owner = rng.choice(["a", "a", "a", "b", "c", ""])

@@ -174,9 +174,11 @@ def test_wrong_drafts_cost_the_drafts_and_no_request_anything(folder, llm, name)
 
             patch.setattr(propose, "propose", wrong)
             params = [
-                plain(), plain(choose_fn=lambda logits, ids: int(logits.argmax())), plain(logprobs=2),
+                plain(),
+                plain(choose_fn=lambda logits, ids: int(logits.argmax())),
+                plain(logprobs=2),
                 SamplingParams(beam_width=2, max_tokens=6, ignore_eos=True, temperature=0),
-            ]  # fmt: skip
+            ]
             items = [*PROMPTS, PROMPTS[0]]
             outs = drafting.generate(items, params, use_tqdm=False)
             want = [o.tokens for o in llm.generate(items, params, use_tqdm=False)]

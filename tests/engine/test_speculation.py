@@ -32,10 +32,15 @@ def test_no_token_and_no_block_is_lost_whatever_is_rejected(seed):
     device checks every KV slot that it reads."""
     rng = random.Random(seed)
     engine = sim_engine(
-        slots=rng.choice([2, 4, 8]), blocks=rng.choice([34, 40, 64]), block=rng.choice([2, 4]),
-        windows=rng.choice([(None,), (None, 8)]), depth=rng.choice([0, 0, 1, 2]), budget=rng.choice([8, 16, 64]),
-        drafts=rng.choice([1, 3, 5]), max_len=40,
-    )  # fmt: skip
+        slots=rng.choice([2, 4, 8]),
+        blocks=rng.choice([34, 40, 64]),
+        block=rng.choice([2, 4]),
+        windows=rng.choice([(None,), (None, 8)]),
+        depth=rng.choice([0, 0, 1, 2]),
+        budget=rng.choice([8, 16, 64]),
+        drafts=rng.choice([1, 3, 5]),
+        max_len=40,
+    )
     engine.executor.options.drafts_accepted = rng.choice([0, 0.5, 0.9, 1])
     made = []
     for i in range(12):
@@ -202,9 +207,16 @@ OPTIONS = "minivllm.plugins.drafter.options:NGramOptions"
 def llm(pair, drafter, **options):
     named = {"name": "model", "options": {"model": str(pair[1])}} if drafter == "model" else drafter
     base = dict(
-        device="cpu", dtype="float32", skip_tokenizer_init=True, num_kvcache_blocks=60, max_num_seqs=8,
-        max_num_batched_tokens=40, kvcache_block_size=4, speculate="always", batch_invariant=True,
-    )  # fmt: skip
+        device="cpu",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        num_kvcache_blocks=60,
+        max_num_seqs=8,
+        max_num_batched_tokens=40,
+        kvcache_block_size=4,
+        speculate="always",
+        batch_invariant=True,
+    )
     return LLM(str(pair[0]), drafter=named, **{**base, **options})
 
 
@@ -400,8 +412,16 @@ def test_stop_strings_end_a_text_inside_a_step_with_several_tokens():
     chat = [{"role": "user", "content": "Tell me a story about a fox."}]
     found = []
     for drafter in ("none", "model"):
-        with LLM("pocket", device="cpu", dtype="float32", drafter=drafter, speculate="always", max_num_seqs=2,
-                 num_kvcache_blocks=40, num_speculative_tokens=6) as engine:  # fmt: skip
+        with LLM(
+            "pocket",
+            device="cpu",
+            dtype="float32",
+            drafter=drafter,
+            speculate="always",
+            max_num_seqs=2,
+            num_kvcache_blocks=40,
+            num_speculative_tokens=6,
+        ) as engine:
             params = SamplingParams(temperature=0, max_tokens=60, stop=[" the ", "fox "], logprobs=1)
             (out,) = engine.chat(chat, params, use_tqdm=False)
             pieces = list(engine.chat_stream(chat, params))

@@ -33,9 +33,15 @@ class Storm(RuleBasedStateMachine):
         pool = max(need // 10, -(-(3 + self.out) // BLOCK)) + 1
         self.clock, self.made, self.gone = Clock(), [], set()
         self.engine = sim_engine(
-            slots=self.streams, max_len=self.out + 8, blocks=pool, block=BLOCK, depth=depth, prefix=prefix,
-            policy=policy(name.draw(st.sampled_from(self.policies))), budget=2 * self.streams,
-        )  # fmt: skip
+            slots=self.streams,
+            max_len=self.out + 8,
+            blocks=pool,
+            block=BLOCK,
+            depth=depth,
+            prefix=prefix,
+            policy=policy(name.draw(st.sampled_from(self.policies))),
+            budget=2 * self.streams,
+        )
         leave = self.engine.planner.preempt
 
         def preempt(slot):

@@ -134,10 +134,15 @@ def tied(request, tmp_path_factory):
         tensors["lm_head.weight"] = head[torch.arange(1000) % 250].contiguous()
     write_tensors(folder, tensors)
     return dict(
-        model=str(folder), skip_tokenizer_init=True, num_kvcache_blocks=600, max_num_seqs=40, max_logprobs=-1,
-        dtype="bfloat16" if request.param == "bfloat16" else "float32", batch_invariant=True,
+        model=str(folder),
+        skip_tokenizer_init=True,
+        num_kvcache_blocks=600,
+        max_num_seqs=40,
+        max_logprobs=-1,
+        dtype="bfloat16" if request.param == "bfloat16" else "float32",
+        batch_invariant=True,
         enable_prefix_caching=False,
-    )  # fmt: skip
+    )
 
 
 def exact(entries):
@@ -196,9 +201,9 @@ def test_lists_are_ordered_and_ranks_shared_by_equals_wherever_they_come_from(ti
 
 @pytest.mark.parametrize("restrict", [{"top_k": 3}, {"allowed_token_ids": [7, 5, 900]}, {"min_p": 1.0}])
 def test_of_processed_log_probabilities_only_tokens_that_could_come_are_listed(tied, restrict):
-    params = [
-        SamplingParams(max_tokens=6, seed=3, logprobs=k, temperature=1.0, **restrict) for k in (0, 1, 2, 20)
-    ] + [SamplingParams(max_tokens=6, seed=5, temperature=1.0, logprobs=300)]  # fmt: skip
+    params = [SamplingParams(max_tokens=6, seed=3, logprobs=k, temperature=1.0, **restrict) for k in (0, 1, 2, 20)] + [
+        SamplingParams(max_tokens=6, seed=5, temperature=1.0, logprobs=300)
+    ]
     with LLM(**{**tied, "logprobs_mode": "processed_logprobs"}) as llm:
         outs = [out.outputs[0] for out in llm.generate([[3, 4, 5]] * len(params), params, use_tqdm=False)]
         beams = SamplingParams(max_tokens=6, beam_width=4, n=4, logprobs=20, allowed_token_ids=[7, 5, 900])

@@ -303,8 +303,18 @@ def test_special_tokens_are_found_leftmost_and_longest_in_little_time():
     tokens = ["<", "<|", "<|a|>", "<|a|>b", *("<|" + "x" * n + "|>" for n in range(1, 200)), "word"]
     spellings = Spellings(tokens, ["word", "<|a|>b"])
     assert spellings.split("<|a|>b<|a|>bc<|xx|>a<|y word words") == [
-        "", "<|a|>b", "", "<|a|>", "bc", "<|xx|>", "a", "<|", "y ", "word", " words",
-    ]  # fmt: skip
+        "",
+        "<|a|>b",
+        "",
+        "<|a|>",
+        "bc",
+        "<|xx|>",
+        "a",
+        "<|",
+        "y ",
+        "word",
+        " words",
+    ]
     begin = time.thread_time()
     assert len(Spellings(tokens[2:]).split("<" * 100_000)) == 1
     assert time.thread_time() - begin < 1  # a slice for each length took 5 s

@@ -241,10 +241,12 @@ def test_entries_of_log_probabilities_are_made_when_they_are_looked_at_and_are_t
 entries = st.lists(
     st.builds(
         lambda chosen, rank, top: TokenLogprobs(chosen, rank, [t for t, _ in top], [v for _, v in top]),
-        st.floats(-50, 0), st.integers(1, 99), st.lists(st.tuples(st.integers(0, 999), st.floats(-50, 0)), max_size=4),
+        st.floats(-50, 0),
+        st.integers(1, 99),
+        st.lists(st.tuples(st.integers(0, 999), st.floats(-50, 0)), max_size=4),
     ),
     max_size=6,
-)  # fmt: skip
+)
 
 
 @given(entries, entries, st.slices(12))

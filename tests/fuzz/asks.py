@@ -146,11 +146,13 @@ def _temperature(rng: random.Random, params: Params, kind: str, sampler: str) ->
         if rng.random() < 0.2:
             params["min_p"] = rng.choice([0.02, 0.2])
     if rng.random() < 0.1:
-        params["temperature_schedule"] = rng.choice([
-            {"kind": "linear", "start": 0.5, "end": 1.5, "tokens": 10},
-            {"kind": "cosine", "start": 1.5, "end": 0.3, "tokens": 20},
-            {"kind": "entropy", "low": 0.4, "high": 1.4},
-        ])  # fmt: skip
+        params["temperature_schedule"] = rng.choice(
+            [
+                {"kind": "linear", "start": 0.5, "end": 1.5, "tokens": 10},
+                {"kind": "cosine", "start": 1.5, "end": 0.3, "tokens": 20},
+                {"kind": "entropy", "low": 0.4, "high": 1.4},
+            ]
+        )
 
 
 def _processed(rng: random.Random, params: Params, model: str) -> None:

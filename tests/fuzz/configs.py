@@ -95,7 +95,16 @@ def plain_of(options: dict[str, Any], device: str) -> dict[str, Any]:
     kept = ("model", "fuse", "sampler", "logprobs_mode", "quantizer", "max_model_len")
     return {
         **{name: options[name] for name in kept},
-        "batch_invariant": invariant, "graph": "off", "run_ahead": 0, "scheduler": "fcfs", "evictor": "lru",
-        "drafter": "none", "enable_prefix_caching": False, "partial_prefix_hits": False, "max_num_seqs": 8,
-        "max_num_batched_tokens": 1024, "kvcache_block_size": 32, "num_kvcache_blocks": 200,
-    }  # fmt: skip
+        "batch_invariant": invariant,
+        "graph": "off",
+        "run_ahead": 0,
+        "scheduler": "fcfs",
+        "evictor": "lru",
+        "drafter": "none",
+        "enable_prefix_caching": False,
+        "partial_prefix_hits": False,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+        "kvcache_block_size": 32,
+        "num_kvcache_blocks": 200,
+    }

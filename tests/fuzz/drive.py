@@ -54,10 +54,18 @@ class Answer:
         """The whole answer as ``RequestOutput`` has it."""
         self.ended, self.error = True, output.error
         self.outputs = [
-            Output(o.index, list(o.token_ids), o.text, o.finish_reason, o.stop_reason, o.cumulative_logprob, o.score,
-                   None if o.logprobs is None else [_entries(step) for step in o.logprobs])
+            Output(
+                o.index,
+                list(o.token_ids),
+                o.text,
+                o.finish_reason,
+                o.stop_reason,
+                o.cumulative_logprob,
+                o.score,
+                None if o.logprobs is None else [_entries(step) for step in o.logprobs],
+            )
             for o in output.outputs
-        ]  # fmt: skip
+        ]
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = [None if step is None else _entries(step) for step in output.prompt_logprobs]
         m = output.metrics
@@ -258,10 +266,12 @@ class Run:
             return
         self.stats.append(engine.stats())
         said = {
-            "requests": len(engine.requests), "steps in flight": len(engine.in_flight),
-            "running": len(engine.slots.running), "waiting": engine.planner.n_waiting,
+            "requests": len(engine.requests),
+            "steps in flight": len(engine.in_flight),
+            "running": len(engine.slots.running),
+            "waiting": engine.planner.n_waiting,
             "departed": len(engine.planner.departed),
-        }  # fmt: skip
+        }
         left = {name: n for name, n in said.items() if n}
         for g, pool in enumerate(engine.cache.pools):
             if pool.held or pool.free + pool.idle != pool.total - 1:

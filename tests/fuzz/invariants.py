@@ -51,9 +51,11 @@ def check(params: dict[str, Any], model: str, prompt: list[int], most: int, mode
         found.append(("count", f"{len(answer.outputs)} outputs, want {want}"))
     for out in answer.outputs:
         rules = [
-            *_length(params, model, prompt, most, out), *_masks(params, model, prompt, out.tokens),
-            *_form(params, out), *_numbers(params, mode, out),
-        ]  # fmt: skip
+            *_length(params, model, prompt, most, out),
+            *_masks(params, model, prompt, out.tokens),
+            *_form(params, out),
+            *_numbers(params, mode, out),
+        ]
         found += [(kind, f"output {out.index}: {message}") for kind, message in rules]
     found += _prompt_scores(params, prompt, answer)
     return found

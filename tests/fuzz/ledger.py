@@ -41,8 +41,16 @@ class Ledger:
         if self.failed.get((seed, dtype), "") != kind:
             self.failed[seed, dtype] = kind
             outcome = "fault" if kind else "passed"
-            self.add({"seed": seed, "dtype": dtype, "outcome": outcome, "kind": kind, "message": message[:300],
-                      "requests": requests})  # fmt: skip
+            self.add(
+                {
+                    "seed": seed,
+                    "dtype": dtype,
+                    "outcome": outcome,
+                    "kind": kind,
+                    "message": message[:300],
+                    "requests": requests,
+                }
+            )
 
     def add(self, line: dict[str, Any]) -> None:
         """Append to the first file."""

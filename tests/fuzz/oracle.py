@@ -152,8 +152,13 @@ def _beginnings(got: Answer, want: Answer, tie: Tie | None) -> list[tuple[str, s
         if tie is not None and at < len(alone.tokens):
             continue  # it was not asked for to its end, so there is nothing to compare logits with
         kind = "wrong token" if at < len(alone.tokens) else "count"
-        found.append((kind, f"left after {len(tokens)} tokens of output {index}: token {at} is "
-                            f"{tokens[at : at + 1]}, alone {alone.tokens[at : at + 1]}"))  # fmt: skip
+        found.append(
+            (
+                kind,
+                f"left after {len(tokens)} tokens of output {index}: token {at} is "
+                f"{tokens[at : at + 1]}, alone {alone.tokens[at : at + 1]}",
+            )
+        )
     return found
 
 

@@ -64,9 +64,12 @@ class Pool:
     slowest: float = 1.0  # seconds of a case, roughly the longest of late
 
     def run(
-        self, cases: Iterator[Case], done: Callable[[Case, Result], bool | None],
-        tick: Callable[[], None] = lambda: None, keep: bool = False,
-    ) -> int:  # fmt: skip
+        self,
+        cases: Iterator[Case],
+        done: Callable[[Case, Result], bool | None],
+        tick: Callable[[], None] = lambda: None,
+        keep: bool = False,
+    ) -> int:
         """Play cases until there are no more, time is up or ``done(case, result)`` returns True; returns how many were
         cut off.  ``tick()``: called a few times a second.  ``keep``: idle workers stay for the next call."""
         left: Iterator[Case] | None = cases
@@ -119,8 +122,12 @@ class Pool:
         with open(log, "wb") as file:
             process = subprocess.Popen(
                 [sys.executable, str(self.program), str(self.folder), str(shared)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, env=env, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=env,
+                start_new_session=True,
+            )
         os.set_blocking(process.stdout.fileno(), False)  # type: ignore[union-attr]
         return Worker(process, log, heard=time.monotonic())
 
@@ -194,9 +201,15 @@ class Pool:
         case = worker.case
         assert case is not None
         return {
-            "seed": case.seed, "dtype": case.dtype, "requests": len(case.asks), "tokens": 0, "met": {},
-            "faults": [[kind, message, None]], "replace": True, "seconds": time.monotonic() - worker.begun,
-        }  # fmt: skip
+            "seed": case.seed,
+            "dtype": case.dtype,
+            "requests": len(case.asks),
+            "tokens": 0,
+            "met": {},
+            "faults": [[kind, message, None]],
+            "replace": True,
+            "seconds": time.monotonic() - worker.begun,
+        }
 
 
 def _kill(worker: Worker) -> None:

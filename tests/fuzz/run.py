@@ -71,17 +71,23 @@ class Tally:
     def tick(self) -> None:
         if time.monotonic() - self.said > PROGRESS:
             self.said = time.monotonic()
-            print(f"{self.said - STARTED:6.0f} s: {self.configs} configurations, {self.requests} requests, "
-                  f"{sum(self.faults.values())} failed", flush=True)  # fmt: skip
+            print(
+                f"{self.said - STARTED:6.0f} s: {self.configs} configurations, {self.requests} requests, "
+                f"{sum(self.faults.values())} failed",
+                flush=True,
+            )
 
     def table(self, cut: int) -> None:
         """The end of every run."""
         print(f"\n== {self.device}, generator {VERSION}")
         rows: dict[str, Any] = {
-            "configurations": self.configs, "requests": self.requests, "tokens compared": self.tokens,
-            "failed configurations": sum(self.faults.values()), "cut off by the end": cut,
+            "configurations": self.configs,
+            "requests": self.requests,
+            "tokens compared": self.tokens,
+            "failed configurations": sum(self.faults.values()),
+            "cut off by the end": cut,
             "seconds": round(time.monotonic() - STARTED, 1),
-        }  # fmt: skip
+        }
         for name, value in rows.items():
             print(f"{name:24} {value}")
         for kind, count in self.faults.most_common():
@@ -124,9 +130,17 @@ def fuzz(args: argparse.Namespace, folder: Path) -> int:
     try:
         cut = pool.run(cases(ledger, args), done, tally.tick)
     finally:
-        run = {"last_seed": args.last_seed, "configurations": tally.configs, "requests": tally.requests,
-               "tokens": tally.tokens, "faults": dict(tally.faults), "dtypes": args.dtypes, "ignored": args.ignore,
-               "cut": cut, "seconds": round(time.monotonic() - STARTED)}  # fmt: skip
+        run = {
+            "last_seed": args.last_seed,
+            "configurations": tally.configs,
+            "requests": tally.requests,
+            "tokens": tally.tokens,
+            "faults": dict(tally.faults),
+            "dtypes": args.dtypes,
+            "ignored": args.ignore,
+            "cut": cut,
+            "seconds": round(time.monotonic() - STARTED),
+        }
         if tally.configs:
             ledger.add({"run": run})
         tally.table(cut)
@@ -140,8 +154,10 @@ def replay(args: argparse.Namespace, folder: Path) -> int:
     for options in case.engines:
         print(f"engine {options}")
     for i, ask in enumerate(case.asks):
-        print(f"request {i}: engine {ask.engine}, wave {ask.wave}, after {ask.after}, leave {ask.leave}, delay "
-              f"{ask.delay}, {len(ask.prompt)} tokens, {ask.params}")  # fmt: skip
+        print(
+            f"request {i}: engine {ask.engine}, wave {ask.wave}, after {ask.after}, leave {ask.leave}, delay "
+            f"{ask.delay}, {len(ask.prompt)} tokens, {ask.params}"
+        )
     tally = Tally(args.device, args.ignore)
 
     def done(case: Case, result: Result) -> None:

@@ -79,12 +79,16 @@ class Player:
         played.met["configurations"] += 1
         self.stage("idle")
         return {
-            "seed": case.seed, "dtype": case.dtype, "requests": len(case.asks), "tokens": played.tokens,
+            "seed": case.seed,
+            "dtype": case.dtype,
+            "requests": len(case.asks),
+            "tokens": played.tokens,
             "met": dict(played.met),
             "faults": [[f.kind, f.message[:600], f.ask] for f in sorted(faults, key=_gravity)[:MOST_FAULTS]],
-            "replace": doubt or _memory(case.device) > MOST_MEMORY, "seconds": time.monotonic() - begun,
+            "replace": doubt or _memory(case.device) > MOST_MEMORY,
+            "seconds": time.monotonic() - begun,
             "spent": dict(self.seconds),
-        }  # fmt: skip
+        }
 
 
 class Play:
@@ -116,8 +120,10 @@ class Play:
             self.prompt_of(i)
         with delays.planted(self.case.late, self.case.seed, self.case.device):
             self.driven.play()
-        self.faults += [Fault(kind_of(said) if kind == "dead" and kind_of(said) != "exception" else kind, said)
-                        for kind, said in self.driven.broken]  # fmt: skip
+        self.faults += [
+            Fault(kind_of(said) if kind == "dead" and kind_of(said) != "exception" else kind, said)
+            for kind, said in self.driven.broken
+        ]
         for i, answer in enumerate(self.driven.answers):
             self.stage(f"request {i} is compared")
             self.faults += [Fault(kind, f"request {i}: {said}", i) for kind, said in self.judge(i, answer)]

@@ -36,8 +36,9 @@ def test_a_failure_shows_rule_values_and_place_and_the_report_has_every_outcome(
     assert "minivllm/testing/evictor.py:" in out and "does not conform" in out
     report = json.loads((tmp_path / "r.json").read_text())
     assert {o["test"]: o["status"] for o in report["outcomes"]} == {
-        HELD: "failed", "test_two_instances_share_no_state": "passed",
-    }  # fmt: skip
+        HELD: "failed",
+        "test_two_instances_share_no_state": "passed",
+    }
 
 
 def test_several_processes_give_the_outcomes_of_one(capsys, tmp_path):

@@ -32,14 +32,19 @@ def test_kernels_start_early_from_the_second_layer_of_the_same_work_on(monkeypat
     """Before that nobody has waited for the step's positions and slots, nor for the dealing of a group's work."""
     deal, decode, write, others = Launches(), Launches(), Launches(), Launches()
     for module, name, kernel in (
-        (triton_decode, "_deal", deal), (triton_decode, "_decode", decode), (triton_decode, "_merge", others),
-        (triton_write, "_write", write), (triton_prefill, "_prefill", others),
-    ):  # fmt: skip
+        (triton_decode, "_deal", deal),
+        (triton_decode, "_decode", decode),
+        (triton_decode, "_merge", others),
+        (triton_write, "_write", write),
+        (triton_prefill, "_prefill", others),
+    ):
         monkeypatch.setattr(module, name, kernel)
     backend = triton_backend.Triton.__new__(triton_backend.Triton)
     backend.ctx = SimpleNamespace(batch_invariant=False)
-    layers = [AttnLayer(i, group, AttnSpec(4, 2, 64, 64, window=window))
-              for i, (group, window) in enumerate([(0, None), (1, 8), (0, None), (1, 8)])]  # fmt: skip
+    layers = [
+        AttnLayer(i, group, AttnSpec(4, 2, 64, 64, window=window))
+        for i, (group, window) in enumerate([(0, None), (1, 8), (0, None), (1, 8)])
+    ]
     for layer in layers:
         layer.cache = {name: torch.zeros(8, 16, 2, 64) for name in "kv"}
     table = np.ones((2, 4, 64), np.int32)

@@ -119,10 +119,15 @@ def test_the_document_shows_what_each_back_end_claims():
         spec = registry.spec(entry)
         assert spec.limits["dim_qk"] == spec.limits["dim_v"]
         sizes = "8, 16 ... 256" if spec.limits["dim_qk"] == DIMS else describe(spec.limits["dim_qk"])
-        cells = [f"`{entry.name}`", *(describe(spec.limits[fact]) for fact in ("sm", "dtype")), sizes,
-                 describe(spec.limits["queries_per_kv"]),
-                 f"{describe(spec.limits['block'])}, default {spec.prefer['block']}",
-                 ", ".join(sorted(spec.features)), spec.traits["graph"]]  # fmt: skip
+        cells = [
+            f"`{entry.name}`",
+            *(describe(spec.limits[fact]) for fact in ("sm", "dtype")),
+            sizes,
+            describe(spec.limits["queries_per_kv"]),
+            f"{describe(spec.limits['block'])}, default {spec.prefer['block']}",
+            ", ".join(sorted(spec.features)),
+            spec.traits["graph"],
+        ]
         rows.append(f"| {' | '.join(cells)} |")
     assert table == rows
 

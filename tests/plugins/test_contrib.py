@@ -36,11 +36,15 @@ def test_a_package_imports_nothing_of_minivllm_but_public_modules(package):
 
 
 def test_a_private_import_is_found(tmp_path):
-    for i, line in enumerate((
-        "import minivllm.core.engine.engine", "from minivllm.core.engine import planner",
-        "from minivllm.registry import Catalog",
-        "def f():\n    from minivllm.plugins.evictor.lru import Lru", "from minivllm import llm",
-    )):  # fmt: skip
+    for i, line in enumerate(
+        (
+            "import minivllm.core.engine.engine",
+            "from minivllm.core.engine import planner",
+            "from minivllm.registry import Catalog",
+            "def f():\n    from minivllm.plugins.evictor.lru import Lru",
+            "from minivllm import llm",
+        )
+    ):
         (tmp_path / "a.py").write_text(line)
         assert len(public_imports(tmp_path)) == 1, (i, line)
     fine = ("import minivllm", "from minivllm import LLM", "from minivllm.core.interfaces import plan", "import torch")

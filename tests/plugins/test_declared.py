@@ -131,8 +131,9 @@ def test_it_stands_in_files_in_bodies_and_in_what_is_shown(away, capsys):
     declared.installed()
     body = read(CompletionBody, {"prompt": "a", "xtc_probability": 0.5, "options": {"away_token": 4}})
     assert check(body, ["xtc_probability", "away_token"]) == (
-        {"extra": {"xtc_probability": 0.5, "away_token": 4}}, [],
-    )  # fmt: skip
+        {"extra": {"xtc_probability": 0.5, "away_token": 4}},
+        [],
+    )
     assert [w["field"] for w in check(body, ["temperature"])[1]] == ["xtc_probability", "away_token"]
     assert main(["plugins", "show", "acme/away"]) == 0
     assert "xtc_probability: float, default 0.0, at least 0, at most 9: off its logit" in capsys.readouterr().out

@@ -236,8 +236,11 @@ def test_a_hook_cannot_change_the_parameters_of_a_request():
     given = SamplingParams(logit_bias={3: 1.0}, stop_token_ids=[7], extra={"deep": {"a": [1]}})
     made = Request("r", np.arange(5, dtype=np.int32), given, arrival=0.0)
     params = view_of(made).params
-    for change in (lambda: params["logit_bias"].clear(), lambda: params["extra"]["deep"].update(a=0),
-                   lambda: params["stop_token_ids"].clear()):  # fmt: skip
+    for change in (
+        lambda: params["logit_bias"].clear(),
+        lambda: params["extra"]["deep"].update(a=0),
+        lambda: params["stop_token_ids"].clear(),
+    ):
         with pytest.raises(AttributeError):
             change()
     assert params["extra"] == {"deep": {"a": (1,)}} and made.params.logit_bias == {3: 1.0}
@@ -374,9 +377,14 @@ def test_a_real_engine_counts_the_time_of_each_plug_in():
         stats = llm.stats()
     seams = stats["seam_ms"]
     assert set(seams) == {
-        "attention", "evictor", "model", "sampler", "scheduler", "strategy",
+        "attention",
+        "evictor",
+        "model",
+        "sampler",
+        "scheduler",
+        "strategy",
         *(f"processor:minivllm/{name}" for name in PROCESSORS),
-    }  # fmt: skip
+    }
     assert seams["model"] > 0 and seams["processor:minivllm/penalties"] > 0 and seams["sampler"] > 0
     whole = sum(stats[f"{part}_ms"] for part in ("plan", "submit", "wait", "publish"))
     assert seams["model"] < 20 * whole  # means beside medians: the first step is slow

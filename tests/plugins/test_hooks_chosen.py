@@ -106,8 +106,10 @@ def test_a_hook_that_is_newer_may_be_optional(package):
 
 def test_the_first_hook_that_knows_a_model_is_believed_and_explain_says_so(package):
     body = "return 'pocket' if model == 'alias' else None"
-    package("acme_hooks", PACKAGE.format(api=(1, 0), base="Hooks", mark="", name="minivllm_resolve_model",
-                                         args=", model", body=body))  # fmt: skip
+    package(
+        "acme_hooks",
+        PACKAGE.format(api=(1, 0), base="Hooks", mark="", name="minivllm_resolve_model", args=", model", body=body),
+    )
     catalog = discover(point("acme", "mine", "acme_hooks:SPEC", "hooks", "2.1"))
     want = load_config(keywords={**POCKET, "model": "alias", "device": "cpu", "hooks": ["mine"]}, environ={}).engine
     resolved = resolve(want, catalog)
@@ -200,8 +202,11 @@ def test_the_live_view_shows_queue_batch_cache_and_rate():
 
 
 def test_the_command_line_runs_hooks_and_shows_their_failures(tmp_path, package, capsys, monkeypatch):
-    package("acme_fails", "from minivllm.hooks import *\nclass F(Hooks):\n    @hookimpl\n"
-            "    def minivllm_step_finished(self):\n        raise OSError('no disk')\n")  # fmt: skip
+    package(
+        "acme_fails",
+        "from minivllm.hooks import *\nclass F(Hooks):\n    @hookimpl\n"
+        "    def minivllm_step_finished(self):\n        raise OSError('no disk')\n",
+    )
     monkeypatch.chdir(tmp_path)
     options = ["--set", "hooks=['step_log', 'acme_fails:F']", "--allow-target", "acme_fails"]
     assert main(["generate", "One day", "--max-tokens", "5", *options]) == 0

@@ -94,8 +94,10 @@ def test_check_tells_what_discovery_found_and_what_the_package_requires(evictors
     assert main(["plugins", "check", "--json"]) == 4
     found = json.loads(capsys.readouterr().out)
     assert found["reports"][0]["faults"][0].startswith("acme 1.0 requires minivllm>=7, and this is ")
-    assert found["faults"] == ["other 1.0: 'x' is in the entry-point group 'minivllm.evictors', and there is no such "
-                               "seam. Did you mean 'minivllm.evictor'?"]  # fmt: skip
+    assert found["faults"] == [
+        "other 1.0: 'x' is in the entry-point group 'minivllm.evictors', and there is no such "
+        "seam. Did you mean 'minivllm.evictor'?"
+    ]
 
 
 def test_a_plugin_that_is_not_there_is_told(capsys):

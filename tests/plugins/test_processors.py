@@ -132,9 +132,13 @@ def test_words_are_banned_as_they_begin_a_text_and_after_a_space():
 
 def test_bans_and_schedules_reach_an_engine_elsewhere_and_functions_are_refused():
     asked = dict(
-        bad_words=[[5, 6], (7,)], allowed_token_ids=range(9), no_repeat_ngram_size=3, typical_p=0.5, mirostat_eta=0.2,
+        bad_words=[[5, 6], (7,)],
+        allowed_token_ids=range(9),
+        no_repeat_ngram_size=3,
+        typical_p=0.5,
+        mirostat_eta=0.2,
         temperature_schedule=dict(kind="linear", start=1.5, end=0.5, tokens=9),
-    )  # fmt: skip
+    )
     wire = json.loads(json.dumps(params_to_json(SamplingParams(**asked))))
     assert wire == {**asked, "bad_words": [[5, 6], [7]], "allowed_token_ids": list(range(9))}
     assert params_to_json(SamplingParams.make(**wire)) == wire

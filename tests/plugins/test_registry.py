@@ -20,7 +20,7 @@ from minivllm.registry import (
     Catalog,
     PluginQuery,
     import_target,
-)  # fmt: skip
+)
 from minivllm.spec import check_seam
 
 package = pytest.fixture(write_package)

@@ -26,7 +26,7 @@ from minivllm.registry import (
     Reason,
     Registry,
     Spec,
-)  # fmt: skip
+)
 from minivllm.spec import allows
 
 # ---------------------------------------------------------------- limits
@@ -90,9 +90,12 @@ def registry_of(package, *specs):
 
 def test_auto_takes_the_best_builtin_and_leaves_third_parties_unimported(package):
     registry = registry_of(
-        package, ("minivllm", "low", 0, ["f"]), ("minivllm", "top", 10, ["f"]), ("minivllm", "new", 99, []),
+        package,
+        ("minivllm", "low", 0, ["f"]),
+        ("minivllm", "top", 10, ["f"]),
+        ("minivllm", "new", 99, []),
         ("zz", "fast", 999, ["f"]),
-    )  # fmt: skip
+    )
     selection = registry.select(PluginQuery({"dtype": "bfloat16", "block": 16}, frozenset({"f"})))
     assert selection.explain() == (
         "attention -> minivllm/top   (asked: auto)\n"
@@ -340,9 +343,10 @@ def test_a_plugin_without_options_takes_none():
 def test_a_misspelt_name_in_a_list_to_prefer_is_told_and_one_that_is_not_installed_is_passed_over():
     registry = discover(point("acme", "flash", "acme_spec:S"))["attention"]
     for name, hint in (
-        ("trition", " Did you mean 'triton'?"), ("minivllm/zebra", ""),
+        ("trition", " Did you mean 'triton'?"),
+        ("minivllm/zebra", ""),
         ("acme/flsh", " Did you mean 'acme/flash'?"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(PluginError) as info:
             registry.select(PluginQuery(), prefer=(name, "sdpa"))
         assert str(info.value).startswith(f"No attention is called {name!r}.{hint}\n  Installed: flash_attn, ")

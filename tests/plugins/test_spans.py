@@ -116,8 +116,10 @@ class Collector(http.server.BaseHTTPRequestHandler):
         got = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
         self.server.got += [
             ({a.key: a.value.string_value for a in rs.resource.attributes}, span)
-            for rs in got.resource_spans for scope in rs.scope_spans for span in scope.spans
-        ]  # fmt: skip
+            for rs in got.resource_spans
+            for scope in rs.scope_spans
+            for span in scope.spans
+        ]
         self.send_response(200)
         self.end_headers()
 

@@ -39,9 +39,11 @@ def test_a_hash_covers_what_a_plug_in_imports_of_its_package_and_imports_nothing
     package.mkdir(parents=True)
     monkeypatch.syspath_prepend(package.parent)
     texts = {
-        "__init__.py": "", "fast.py": "import json\ndef f():\n    from . import kernels\nclass Fast: pass\n",
-        "kernels.py": "import acme_record.deep.er\n", "other.py": "class Other: pass\n",
-    }  # fmt: skip
+        "__init__.py": "",
+        "fast.py": "import json\ndef f():\n    from . import kernels\nclass Fast: pass\n",
+        "kernels.py": "import acme_record.deep.er\n",
+        "other.py": "class Other: pass\n",
+    }
     (package / "deep").mkdir()
     for name, text in {**texts, "deep/__init__.py": "", "deep/er.py": "x = 1\n"}.items():
         (package / name).write_text(text)
@@ -360,8 +362,15 @@ def test_found_memory_is_shown_and_not_counted(made):
 
 def test_many_differences_are_counted_in_the_line(made):
     base = made()
-    options = dict(max_num_seqs=3, seed=1, max_num_batched_tokens=65, num_kvcache_blocks=41, fuse=False,
-                   enable_prefix_caching=False, gpu_memory_utilization=0.5)  # fmt: skip
+    options = dict(
+        max_num_seqs=3,
+        seed=1,
+        max_num_batched_tokens=65,
+        num_kvcache_blocks=41,
+        fuse=False,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.5,
+    )
     assert compare(base, made(**options)).verdict.endswith(" and 2 more differ")
 
 

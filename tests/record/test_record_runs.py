@@ -143,8 +143,20 @@ def experiment(model, tmp_path, monkeypatch):
     """A folder with an experiment file that has been run and recorded as a.json."""
     monkeypatch.chdir(tmp_path)
     rows = [f"{key} = {json.dumps(value)}" for key, value in OPTIONS.items() if key != "skip_tokenizer_init"]
-    text = "\n".join(['model = "pocket"', *rows, 'evictor = "lru"', "[sampling]", "max_tokens = 4", "seed = 5",
-                      "[run]", 'prompts_file = "p.txt"', 'record = "a.json"', ""])  # fmt: skip
+    text = "\n".join(
+        [
+            'model = "pocket"',
+            *rows,
+            'evictor = "lru"',
+            "[sampling]",
+            "max_tokens = 4",
+            "seed = 5",
+            "[run]",
+            'prompts_file = "p.txt"',
+            'record = "a.json"',
+            "",
+        ]
+    )
     (tmp_path / "exp.toml").write_text(text)
     (tmp_path / "p.txt").write_text("Once\nThen\n")
     assert main(["run", "exp.toml"]) == 0

@@ -63,9 +63,12 @@ def test_an_azure_trace_is_read(tmp_path):
 def test_a_mooncake_trace_is_read_with_its_shared_prefixes(tmp_path):
     file = tmp_path / "m.jsonl"
     rows = [(0, 1000, [0, 1]), (2500, 1100, [0, 1, 2]), (1000, 600, [0, 3])]
-    file.write_text("".join(
-        json.dumps({"timestamp": t, "input_length": n, "output_length": 7, "hash_ids": i}) + "\n" for t, n, i in rows
-    ))  # fmt: skip
+    file.write_text(
+        "".join(
+            json.dumps({"timestamp": t, "input_length": n, "output_length": 7, "hash_ids": i}) + "\n"
+            for t, n, i in rows
+        )
+    )
     t = read_trace(str(file))
     assert t.prompt.tolist() == [1000, 600, 1100] and t.arrival.tolist() == [0, 1, 2.5]
     first, second, third = (t.chain(i, 512) for i in range(3))

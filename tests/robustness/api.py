@@ -156,14 +156,32 @@ def table_line(id: str, what: str) -> None:
 
 
 for id_, what_ in {
-    "A6": "no prompt, no messages", "A7": "unknown model", "A10": "nearly a field", "A13": "max_tokens",
-    "A14": "max_tokens far too many", "A15": "a prompt that is too long", "A16": "prompt and answer too long",
-    "A17": "fits the model, not the cache", "A18": "n", "A19": "best_of", "A20": "numbers out of range",
-    "A22": "seed", "A23": "logprobs", "A24": "logit_bias", "A25": "token ids", "A26": "an empty prompt",
-    "A27": "a batch of 100,000", "A28": "stop", "A29": "a prompt of mixed things", "A32": "messages",
-    "A33": "a chat template", "A34": "variables of the template", "A37": "prompt_embeds", "A41": "cache_salt",
+    "A6": "no prompt, no messages",
+    "A7": "unknown model",
+    "A10": "nearly a field",
+    "A13": "max_tokens",
+    "A14": "max_tokens far too many",
+    "A15": "a prompt that is too long",
+    "A16": "prompt and answer too long",
+    "A17": "fits the model, not the cache",
+    "A18": "n",
+    "A19": "best_of",
+    "A20": "numbers out of range",
+    "A22": "seed",
+    "A23": "logprobs",
+    "A24": "logit_bias",
+    "A25": "token ids",
+    "A26": "an empty prompt",
+    "A27": "a batch of 100,000",
+    "A28": "stop",
+    "A29": "a prompt of mixed things",
+    "A32": "messages",
+    "A33": "a chat template",
+    "A34": "variables of the template",
+    "A37": "prompt_embeds",
+    "A41": "cache_salt",
     "A43": "stream_options",
-}.items():  # fmt: skip
+}.items():
     table_line(id_, what_)
 
 
@@ -177,9 +195,10 @@ def beside(ground: Ground, rng: random.Random) -> Any:
         body = {"prompt": "Once", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
         alone = ground.post(COMPLETIONS, body).json()["choices"][0]["text"]
         texts: list[str] = []
-        two = [threading.Thread(target=lambda: texts.append(ground.post(COMPLETIONS,
-        body).json()["choices"][0]["text"]))
-               for _ in range(2)]  # fmt: skip
+        two = [
+            threading.Thread(target=lambda: texts.append(ground.post(COMPLETIONS, body).json()["choices"][0]["text"]))
+            for _ in range(2)
+        ]
         for thread in two:
             thread.start()
         for _ in range(10):
@@ -197,12 +216,38 @@ def beside(ground: Ground, rng: random.Random) -> Any:
 @line("S1", "fuzz: requests with changed, swapped and nested values harm nobody")
 def s1(ground: Ground, rng: random.Random) -> Any:
     values: list[Any] = [
-        None, True, 0, -1, 1.5, 2**31, 2**63, 10**30, 1e308, "", "a", "\x00", "\ud83d\ude00", "a" * 3000, [], [1],
-        [[1]], ["a"], {}, {"a": 1},
-        {"type": "json_object"}, {"type": "function"}, [{"role": "user", "content": "a"}], [{}], "auto", "required",
-    ]  # fmt: skip
-    names = sorted(ground.client.get("/openapi.json").json()["paths"][CHAT]["post"]["requestBody"]["content"]
-                   ["application/json"]["schema"]["properties"])  # fmt: skip
+        None,
+        True,
+        0,
+        -1,
+        1.5,
+        2**31,
+        2**63,
+        10**30,
+        1e308,
+        "",
+        "a",
+        "\x00",
+        "\ud83d\ude00",
+        "a" * 3000,
+        [],
+        [1],
+        [[1]],
+        ["a"],
+        {},
+        {"a": 1},
+        {"type": "json_object"},
+        {"type": "function"},
+        [{"role": "user", "content": "a"}],
+        [{}],
+        "auto",
+        "required",
+    ]
+    names = sorted(
+        ground.client.get("/openapi.json").json()["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"][
+            "schema"
+        ]["properties"]
+    )
 
     def check() -> None:
         for _ in range(8):

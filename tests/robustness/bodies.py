@@ -116,12 +116,25 @@ def a21(ground: Ground, rng: random.Random) -> Any:
 def a30(ground: Ground, rng: random.Random) -> Any:
     deep = rng.randrange(2000, 30_000)
     for text in (
-        "(a+)+b", "(a*)*" * 5 + "b", "(" * deep, "(" * deep + ")" * deep, "[" * deep, "(?<=a)b", "(?!a)b", r"\1",
-        "*", "a{2,1}", "[z-a]",
-        f"(a{{1,{rng.randrange(200, 2000)}}}){{1,{rng.randrange(200, 2000)}}}", "a" * rng.randrange(10**4, 10**5),
-        "\ud800", "\x00",
-        r"\p{NoSuch}", "(?P<a>b)(?P=a)", "(|" * 400 + "a" + ")" * 400,
-    ):  # fmt: skip
+        "(a+)+b",
+        "(a*)*" * 5 + "b",
+        "(" * deep,
+        "(" * deep + ")" * deep,
+        "[" * deep,
+        "(?<=a)b",
+        "(?!a)b",
+        r"\1",
+        "*",
+        "a{2,1}",
+        "[z-a]",
+        f"(a{{1,{rng.randrange(200, 2000)}}}){{1,{rng.randrange(200, 2000)}}}",
+        "a" * rng.randrange(10**4, 10**5),
+        "\ud800",
+        "\x00",
+        r"\p{NoSuch}",
+        "(?P<a>b)(?P=a)",
+        "(|" * 400 + "a" + ")" * 400,
+    ):
         yield repr(text[:20]), lambda text=text: bounded(ground, {"structured_outputs": {"regex": text}})
 
 
@@ -224,9 +237,10 @@ def a36(ground: Ground, rng: random.Random) -> Any:
 
         def check() -> None:
             for content in (
-                [{"type": "image_url", "image_url": {"url": url}}], [{"type": "image_url", "image_url": url}],
+                [{"type": "image_url", "image_url": {"url": url}}],
+                [{"type": "image_url", "image_url": url}],
                 [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": url}}],
-            ):  # fmt: skip
+            ):
                 refused(ground.post(CHAT, {"messages": [{"role": "user", "content": content}]}), 400)
             answer = ground.post(CHAT, {"messages": [{"role": "user", "content": f"![a]({url})"}], "max_tokens": 2})
             assert answer.status_code == 200

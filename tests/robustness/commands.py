@@ -19,10 +19,18 @@ POCKET = ROOT / "minivllm" / "pocket" / "draft"
 @line("K1", "unknown flags and commands", "tools")
 def k1(tools: Tools, rng: random.Random) -> Any:
     word = "".join(rng.choice("abcdefgh") for _ in range(6))
-    for argv in (["serve", f"--{word}x"], [f"{word}x"], ["serve", "pocket", "extra"], ["--prot", "5"], ["serve",
-        "--port"], ["bench", word],
-                 ["serve", "--set"], ["generate", "--max-tokens", "x"], ["serve", "--model", "a", "pocket"],
-                 ["serve", "--set", "noequals"]):  # fmt: skip
+    for argv in (
+        ["serve", f"--{word}x"],
+        [f"{word}x"],
+        ["serve", "pocket", "extra"],
+        ["--prot", "5"],
+        ["serve", "--port"],
+        ["bench", word],
+        ["serve", "--set"],
+        ["generate", "--max-tokens", "x"],
+        ["serve", "--model", "a", "pocket"],
+        ["serve", "--set", "noequals"],
+    ):
         yield " ".join(argv), lambda argv=argv: tools.run(*argv).ended(CONFIG)
 
 
@@ -43,12 +51,24 @@ def k2(tools: Tools, rng: random.Random) -> Any:
 
 @line("K3", "values of flags", "tools")
 def k3(tools: Tools, rng: random.Random) -> Any:
-    for argv in (["--port", "abc"], ["--port", "70000"], ["--port", "-1"], ["--port", "1.5"], ["--max-model-len",
-        "0"], ["--max-num-seqs", "-3"],
-                 ["--log-format", "xml"], ["--tool-parser", "hermse"], ["--dtype", "float7"], ["--drain-timeout",
-                 "-1"], ["--max-queue", "x"],
-                 ["--drain-timeout", "nan"], ["--host", ""], ["--api-key", ""], ["--tensor-parallel-size", "0"],
-                 ["--device", "tpu9"]):  # fmt: skip
+    for argv in (
+        ["--port", "abc"],
+        ["--port", "70000"],
+        ["--port", "-1"],
+        ["--port", "1.5"],
+        ["--max-model-len", "0"],
+        ["--max-num-seqs", "-3"],
+        ["--log-format", "xml"],
+        ["--tool-parser", "hermse"],
+        ["--dtype", "float7"],
+        ["--drain-timeout", "-1"],
+        ["--max-queue", "x"],
+        ["--drain-timeout", "nan"],
+        ["--host", ""],
+        ["--api-key", ""],
+        ["--tensor-parallel-size", "0"],
+        ["--device", "tpu9"],
+    ):
 
         def check(argv: list[str] = argv) -> None:
             done = (
@@ -64,9 +84,11 @@ def k3(tools: Tools, rng: random.Random) -> Any:
 
 @line("K4", "help answers at once, without torch", "tools")
 def k4(tools: Tools, rng: random.Random) -> Any:
-    code = "import sys\nfrom minivllm.cli import main\ntry:\n    main(sys.argv[1:])\n" \
-           "except SystemExit as e:\n    assert not e.code\n" \
-           "print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules], file=sys.stderr)"  # fmt: skip
+    code = (
+        "import sys\nfrom minivllm.cli import main\ntry:\n    main(sys.argv[1:])\n"
+        "except SystemExit as e:\n    assert not e.code\n"
+        "print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules], file=sys.stderr)"
+    )
     for argv in (
         ["--help"],
         ["serve", "--help"],

@@ -41,13 +41,20 @@ def c1(tools: Tools, rng: random.Random) -> Any:
 @line("C2", "YAML and TOML that cannot be read", "tools")
 def c2(tools: Tools, rng: random.Random) -> Any:
     for text, name in (
-        ("seed: [1\n", "x.yaml"), ("a: b: c\n", "x.yaml"), ("\tseed: 1\n", "x.yaml"), ("seed = \n", "x.toml"),
+        ("seed: [1\n", "x.yaml"),
+        ("a: b: c\n", "x.yaml"),
+        ("\tseed: 1\n", "x.yaml"),
+        ("seed = \n", "x.toml"),
         ("[a\nb = 1", "x.toml"),
-        ("seed: &a *a\n", "x.yaml"), ("%YAML 9\n---\nseed: 1", "x.yaml"), ("seed = '''", "x.toml"), ("{" * 5000,
-        "x.yaml"), ("[" * 5000, "x.yaml"),
-        ("seed = " + "[" * 5000, "x.toml"), ("? " * 3000, "x.yaml"), ("a: &a [x]\nb: &b [*a,*a]\nc: [*b,*b,*c]\n",
-        "x.yaml"),
-    ):  # fmt: skip
+        ("seed: &a *a\n", "x.yaml"),
+        ("%YAML 9\n---\nseed: 1", "x.yaml"),
+        ("seed = '''", "x.toml"),
+        ("{" * 5000, "x.yaml"),
+        ("[" * 5000, "x.yaml"),
+        ("seed = " + "[" * 5000, "x.toml"),
+        ("? " * 3000, "x.yaml"),
+        ("a: &a [x]\nb: &b [*a,*a]\nc: [*b,*b,*c]\n", "x.yaml"),
+    ):
         deep = len(text) > 1000
         words = [] if deep else ["x."]
         yield repr(text[:20]), lambda text=text, name=name, words=words: config(tools, rng, text, *words, name=name)
@@ -110,15 +117,26 @@ def c4(tools: Tools, rng: random.Random) -> Any:
 @line("C5", "values out of range", "tools")
 def c5(tools: Tools, rng: random.Random) -> Any:
     for field, value in (
-        ("kvcache_block_size", 0), ("kvcache_block_size", -rng.randrange(1, 999)), ("tensor_parallel_size", 0),
+        ("kvcache_block_size", 0),
+        ("kvcache_block_size", -rng.randrange(1, 999)),
+        ("tensor_parallel_size", 0),
         ("gpu_memory_utilization", 1.5),
-        ("gpu_memory_utilization", 0), ("server.port", 70000), ("server.port", -1), ("max_num_seqs", 0),
+        ("gpu_memory_utilization", 0),
+        ("server.port", 70000),
+        ("server.port", -1),
+        ("max_num_seqs", 0),
         ("max_num_seqs", -1),
-        ("max_model_len", 0), ("num_kvcache_blocks", 0), ("server.max_body_bytes", 0), ("server.header_timeout", 0),
-        ("server.header_timeout", -1.0), ("server.max_n", 10**6), ("gpu_memory_utilization", float("nan")),
+        ("max_model_len", 0),
+        ("num_kvcache_blocks", 0),
+        ("server.max_body_bytes", 0),
+        ("server.header_timeout", 0),
+        ("server.header_timeout", -1.0),
+        ("server.max_n", 10**6),
+        ("gpu_memory_utilization", float("nan")),
         ("server.body_timeout", float("inf")),
-        ("max_num_seqs", -(10**30)), ("kvcache_block_size", 2**63),
-    ):  # fmt: skip
+        ("max_num_seqs", -(10**30)),
+        ("kvcache_block_size", 2**63),
+    ):
         table, _, key = field.rpartition(".")
         shown = ".nan" if value != value else ".inf" if value == float("inf") else json.dumps(value)
         text = f"{table}: {{{key}: {shown}}}" if table else f"{key}: {shown}"
@@ -140,22 +158,28 @@ def c6(tools: Tools, rng: random.Random) -> Any:
 def c7(tools: Tools, rng: random.Random) -> Any:
     touch = f"touch {tools.canary}"
     for text in (
-        f"a: !!python/object/apply:os.system ['{touch}']", f"!!python/object/apply:os.system ['{touch}']",
+        f"a: !!python/object/apply:os.system ['{touch}']",
+        f"!!python/object/apply:os.system ['{touch}']",
         "a: !!python/name:os.system",
-        f"seed: !!python/object/new:os.system ['{touch}']", "a: !!python/module:os",
+        f"seed: !!python/object/new:os.system ['{touch}']",
+        "a: !!python/module:os",
         f"model: !ruby/object:Gem {{a: '{touch}'}}",
-        f"? !!python/object/apply:subprocess.call [['sh', '-c', '{touch}']]\n: 1", "a: !!python/tuple [1]",
+        f"? !!python/object/apply:subprocess.call [['sh', '-c', '{touch}']]\n: 1",
+        "a: !!python/tuple [1]",
         "a: !!set {x}",
-    ):  # fmt: skip
+    ):
         yield text[:40], lambda text=text: config(tools, rng, text)
 
 
 @line("C8", "one key twice", "tools")
 def c8(tools: Tools, rng: random.Random) -> Any:
-    for text, name in (("seed: 1\nseed: 2\n", "x.yaml"), ("scheduler:\n  name: fcfs\n  name: sjf\n", "x.yaml"),
+    for text, name in (
+        ("seed: 1\nseed: 2\n", "x.yaml"),
+        ("scheduler:\n  name: fcfs\n  name: sjf\n", "x.yaml"),
         ("seed = 1\nseed = 2\n", "x.toml"),
-                       ("[server]\nport = 1\n[server]\nport = 2\n", "x.toml"), ('"seed": 1\nseed: 1\n',
-                       "x.yaml")):  # fmt: skip
+        ("[server]\nport = 1\n[server]\nport = 2\n", "x.toml"),
+        ('"seed": 1\nseed: 1\n', "x.yaml"),
+    ):
         yield repr(text[:20]), lambda text=text, name=name: config(tools, rng, text, name=name)
 
 
@@ -169,10 +193,12 @@ def c9(tools: Tools, rng: random.Random) -> Any:
 def c10(tools: Tools, rng: random.Random) -> Any:
     few = rng.randrange(2, 64)
     for words in (
-        [f"max_num_batched_tokens={few}", f"max_num_seqs={few + 1}"], ["tensor_parallel_size=3"],
-
-        ["max_model_len=100000000"], ["scheduler.options.a=1"], ["seed.x=1"],
-    ):  # fmt: skip
+        [f"max_num_batched_tokens={few}", f"max_num_seqs={few + 1}"],
+        ["tensor_parallel_size=3"],
+        ["max_model_len=100000000"],
+        ["scheduler.options.a=1"],
+        ["seed.x=1"],
+    ):
         sets = [part for word in words for part in ("--set", word)]
 
         def check(sets: list[str] = sets) -> None:
@@ -185,10 +211,16 @@ def c10(tools: Tools, rng: random.Random) -> Any:
 
 @line("C11", "files that are no text, or cannot be read", "tools")
 def c11(tools: Tools, rng: random.Random) -> Any:
-    for name, data in (("x.toml", b"seed = '\xff'"), ("x.yaml", b"seed: \xff\xfe"), ("x.yaml", b"\x00\x01\x02"),
+    for name, data in (
+        ("x.toml", b"seed = '\xff'"),
+        ("x.yaml", b"seed: \xff\xfe"),
+        ("x.yaml", b"\x00\x01\x02"),
         ("x.toml", b"\x00"),
-                       ("x.yaml", os.urandom(rng.randrange(100, 5000))), ("x.json", b"{}"), ("x.ini", b"[a]"), ("x",
-                       b"seed: 1")):  # fmt: skip
+        ("x.yaml", os.urandom(rng.randrange(100, 5000))),
+        ("x.json", b"{}"),
+        ("x.ini", b"[a]"),
+        ("x", b"seed: 1"),
+    ):
         yield f"{name} {data[:6]!r}", lambda name=name, data=data: config(tools, rng, data, name=name)
 
     def special(path: Path) -> None:

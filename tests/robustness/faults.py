@@ -23,9 +23,14 @@ from .faulty_parts import VARIABLE
 
 HERE = f"{__package__}.faulty_parts"
 OPTIONS: dict[str, Any] = dict(
-    model="pocket", max_num_seqs=16, num_kvcache_blocks=400, dtype="float32", batch_invariant=True,
-    max_model_len=1024, allow_targets=[HERE, TARGETS],
-)  # fmt: skip
+    model="pocket",
+    max_num_seqs=16,
+    num_kvcache_blocks=400,
+    dtype="float32",
+    batch_invariant=True,
+    max_model_len=1024,
+    allow_targets=[HERE, TARGETS],
+)
 GOLDEN = SamplingParams(temperature=0, max_tokens=32, logprobs=1, ignore_eos=True)
 
 

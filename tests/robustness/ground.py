@@ -153,9 +153,12 @@ class Served(Ground):
     def __init__(self, *words: str, key: str = KEY, admin: bool = True, wait: bool = True) -> None:
         more = [*(["--api-key", key] if key else []), *(["--admin"] if admin else [])]
         self.process = subprocess.Popen(
-            command("serve", "pocket", "--port", "0", *OPTIONS, *more, *words), cwd="/", env=environment(),
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            command("serve", "pocket", "--port", "0", *OPTIONS, *more, *words),
+            cwd="/",
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
         self.log: list[str] = []
         self._bad = 0  # lines of the log that have been looked at
         self._url: str | None = None

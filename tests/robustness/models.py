@@ -107,21 +107,51 @@ def m3(tools: Tools, rng: random.Random) -> Any:
         yield f"{keep} bytes of it", lambda keep=keep: model(tools, cut("config.json", keep), "config.json")
     nan, inf = float("nan"), float("inf")
     for more in (
-        {"vocab_size": 0}, {"vocab_size": -5}, {"hidden_size": "256"}, {"num_hidden_layers": 10**9},
-        {"vocab_size": 2**32}, {"vocab_size": True}, {"hidden_size": 128.0}, {"hidden_size": inf},
-        {"intermediate_size": 2**31}, {"intermediate_size": nan}, {"head_dim": 1 << 20}, {"head_dim": 4096},
-        {"text_config": 5}, {"text_config": {"head_dim": 0}},
+        {"vocab_size": 0},
+        {"vocab_size": -5},
+        {"hidden_size": "256"},
+        {"num_hidden_layers": 10**9},
+        {"vocab_size": 2**32},
+        {"vocab_size": True},
+        {"hidden_size": 128.0},
+        {"hidden_size": inf},
+        {"intermediate_size": 2**31},
+        {"intermediate_size": nan},
+        {"head_dim": 1 << 20},
+        {"head_dim": 4096},
+        {"text_config": 5},
+        {"text_config": {"head_dim": 0}},
         {"quantization_config": "fp8"},
-        {"max_position_embeddings": 10**300}, {"max_position_embeddings": 0}, {"sliding_window": 0},
-        {"num_attention_heads": 0}, {"num_attention_heads": 4}, {"num_attention_heads": -inf},
-        {"num_key_value_heads": 3}, {"num_key_value_heads": 0}, {"head_dim": -1}, {"rms_norm_eps": "x"},
-        {"rms_norm_eps": 0}, {"rms_norm_eps": nan}, {"rms_norm_eps": 1e300}, {"intermediate_size": None},
-        {"rope_theta": "a"}, {"rope_theta": inf}, {"rope_theta": -1}, {"rope_theta": 0}, {"rope_theta": True},
+        {"max_position_embeddings": 10**300},
+        {"max_position_embeddings": 0},
+        {"sliding_window": 0},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 4},
+        {"num_attention_heads": -inf},
+        {"num_key_value_heads": 3},
+        {"num_key_value_heads": 0},
+        {"head_dim": -1},
+        {"rms_norm_eps": "x"},
+        {"rms_norm_eps": 0},
+        {"rms_norm_eps": nan},
+        {"rms_norm_eps": 1e300},
+        {"intermediate_size": None},
+        {"rope_theta": "a"},
+        {"rope_theta": inf},
+        {"rope_theta": -1},
+        {"rope_theta": 0},
+        {"rope_theta": True},
         {"rope_scaling": {"rope_type": "linear", "factor": 0}},
         {"rope_scaling": {"rope_type": "linear", "factor": inf}},
-        {"torch_dtype": "float7"}, {"torch_dtype": 5}, {"num_hidden_layers": 1.5}, {"max_position_embeddings": -1},
-        {"eos_token_id": "a"}, {"eos_token_id": -3}, {"eos_token_id": [1, 2.5]}, {"bos_token_id": True},
-    ):  # fmt: skip
+        {"torch_dtype": "float7"},
+        {"torch_dtype": 5},
+        {"num_hidden_layers": 1.5},
+        {"max_position_embeddings": -1},
+        {"eos_token_id": "a"},
+        {"eos_token_id": -3},
+        {"eos_token_id": [1, 2.5]},
+        {"bos_token_id": True},
+    ):
         key = next(iter(more))
         yield str(more), lambda more=more, key=key: model(tools, changed(**more), "config.json", key)
 
@@ -162,9 +192,12 @@ def m5(tools: Tools, rng: random.Random) -> Any:
         yield f"{keep}", lambda keep=keep: model(tools, cut("model.safetensors", keep), "model.safetensors")
     data = (POCKET / "model.safetensors").read_bytes()
     for name, bad in (
-        ("bytes behind", data + b"x" * rng.randrange(1, 99)), ("a header of 2^63", struct.pack("<Q", 2**63) + data[8:]),
-        ("a header of 0", struct.pack("<Q", 0) + data[8:]), ("noise", os.urandom(5000)), ("zeros", bytes(5000)),
-    ):  # fmt: skip
+        ("bytes behind", data + b"x" * rng.randrange(1, 99)),
+        ("a header of 2^63", struct.pack("<Q", 2**63) + data[8:]),
+        ("a header of 0", struct.pack("<Q", 0) + data[8:]),
+        ("noise", os.urandom(5000)),
+        ("zeros", bytes(5000)),
+    ):
         yield name, lambda bad=bad: model(tools, write("model.safetensors", bad), "model.safetensors")
     yield "serve", lambda: model(tools, cut("model.safetensors", -8), "model.safetensors", real=True)
 

@@ -28,10 +28,15 @@ class Bad(Good):
 
 
 def plugin(
-    tools: Tools, spec: str, *words: str, impl: str = IMPL, name: str = "acme/x", seconds: float = 0.0,
+    tools: Tools,
+    spec: str,
+    *words: str,
+    impl: str = IMPL,
+    name: str = "acme/x",
+    seconds: float = 0.0,
     real: bool = False,
     others: Any = (),
-) -> None:  # fmt: skip
+) -> None:
     """A package with an evictor ``x``, which a configuration names."""
     folder = tools.folder()
     for dist in ("acme", *others):
@@ -54,10 +59,18 @@ def fine(cls: str = "Good", **more: Any) -> str:
 
 @line("P1", "a plug-in whose import raises", "tools")
 def p1(tools: Tools, rng: random.Random) -> Any:
-    for text in ("raise ValueError('planned')", "import no_such_module", "1/0", "def (", "\x00",
-        "raise BaseException('planned')", "assert False",
-                 "class E(BaseException): pass\nraise E", "raise GeneratorExit",
-                 "import minivllm.no_such"):  # fmt: skip
+    for text in (
+        "raise ValueError('planned')",
+        "import no_such_module",
+        "1/0",
+        "def (",
+        "\x00",
+        "raise BaseException('planned')",
+        "assert False",
+        "class E(BaseException): pass\nraise E",
+        "raise GeneratorExit",
+        "import minivllm.no_such",
+    ):
         where = rng.choice(["spec", "impl"])
         yield (
             f"{where}: {text[:20]!r}",
@@ -115,17 +128,26 @@ def p6(tools: Tools, rng: random.Random) -> Any:
     def standard() -> None:
         assert deadline.SECONDS == 30.0 and deadline.seconds() == 30.0
 
-    wait = ["import time\ntime.sleep(120)", "while True: pass", "import threading\nthreading.Event().wait(120)",
-            "import time\nwhile True:\n    try:\n        time.sleep(120)\n    except Exception:\n        pass",
-            "import socket\na, b = socket.socketpair()\na.recv(1)"]  # fmt: skip
+    wait = [
+        "import time\ntime.sleep(120)",
+        "while True: pass",
+        "import threading\nthreading.Event().wait(120)",
+        "import time\nwhile True:\n    try:\n        time.sleep(120)\n    except Exception:\n        pass",
+        "import socket\na, b = socket.socketpair()\na.recv(1)",
+    ]
     yield "30 s", standard
     for text in rng.sample(wait, 3):
         where = rng.choice(["spec", "impl"])
-        yield f"{where}: {text[:30]!r}", lambda text=text, where=where: plugin(
-            tools, text if where == "spec" else fine(), "had not ended after 1 s",
-            impl=text if where == "impl" else IMPL,
-            seconds=1.0,
-        )  # fmt: skip
+        yield (
+            f"{where}: {text[:30]!r}",
+            lambda text=text, where=where: plugin(
+                tools,
+                text if where == "spec" else fine(),
+                "had not ended after 1 s",
+                impl=text if where == "impl" else IMPL,
+                seconds=1.0,
+            ),
+        )
     yield (
         "serve",
         lambda: plugin(

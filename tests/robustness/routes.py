@@ -43,10 +43,16 @@ def a11(ground: Ground, rng: random.Random) -> Any:
     at = rng.randrange(len(KEY))
     near = [KEY[:-1], KEY + "x", KEY[:at] + "_" + KEY[at + 1 :], KEY.upper(), f" {KEY} x", "", "é", "\x00", "a" * 5000]
     for word in [None, *near]:
-        forms = [{}] if word is None else [
-            {"Authorization": f"Bearer {word}"}, {"x-api-key": word}, {"Authorization": word},
-            {"Authorization": f"Basic {word}"},
-        ]  # fmt: skip
+        forms = (
+            [{}]
+            if word is None
+            else [
+                {"Authorization": f"Bearer {word}"},
+                {"x-api-key": word},
+                {"Authorization": word},
+                {"Authorization": f"Basic {word}"},
+            ]
+        )
         for headers in forms:
             raw = [(k.encode(), v.encode("latin-1")) for k, v in headers.items()]
 
@@ -63,14 +69,23 @@ def a11(ground: Ground, rng: random.Random) -> Any:
 @line("A12", "paths and hosts that look like others open nothing")
 def a12(ground: Ground, rng: random.Random) -> Any:
     for target, host in (
-        ("/v1/models", "x/?"), ("/v1/models", "x/health?"), ("//v1/models", "localhost"),
-        ("/%2fv1/models", "localhost"), ("/V1/models", "localhost"),
-        ("/v1/models;a", "localhost"), ("/v1/models/../../health", "localhost"), ("/health/../v1/models", "localhost"),
+        ("/v1/models", "x/?"),
+        ("/v1/models", "x/health?"),
+        ("//v1/models", "localhost"),
+        ("/%2fv1/models", "localhost"),
+        ("/V1/models", "localhost"),
+        ("/v1/models;a", "localhost"),
+        ("/v1/models/../../health", "localhost"),
+        ("/health/../v1/models", "localhost"),
         ("/health/%2e%2e/v1/models", "localhost"),
-        ("/health?/v1/models", "localhost"), ("http://x/v1/models", "localhost"), ("http://health/v1/models", "health"),
+        ("/health?/v1/models", "localhost"),
+        ("http://x/v1/models", "localhost"),
+        ("http://health/v1/models", "health"),
         ("/health%00/v1/models", "localhost"),
-        ("/v1/models#/health", "localhost"), ("*", "localhost"), ("/health;/v1/models", "localhost"),
-    ):  # fmt: skip
+        ("/v1/models#/health", "localhost"),
+        ("*", "localhost"),
+        ("/health;/v1/models", "localhost"),
+    ):
 
         def check(target: str = target, host: str = host) -> None:
             got = ground.raw(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
@@ -107,10 +122,12 @@ def either_of(rng: random.Random, model: Any) -> tuple[str, dict[str, Any]]:
 def a39(ground: Ground, rng: random.Random) -> Any:
     size, many = rng.randrange(40 << 10, 200 << 10), rng.randrange(101, 2000)
     for name, lines, wanted in (
-        ("large", ["X-Big: " + "a" * size], (431,)), ("many", [f"X-{i}: a" for i in range(many)], (431,)),
-        ("a long name", ["a" * size + ": a"], (431,)), ("1 MiB", ["X-Big: " + "a" * (1 << 20)], (431, 400, 0)),
+        ("large", ["X-Big: " + "a" * size], (431,)),
+        ("many", [f"X-{i}: a" for i in range(many)], (431,)),
+        ("a long name", ["a" * size + ": a"], (431,)),
+        ("1 MiB", ["X-Big: " + "a" * (1 << 20)], (431, 400, 0)),
         ("20,000", [f"X-{i}: a" for i in range(20_000)], (431, 400, 0)),
-    ):  # fmt: skip
+    ):
 
         def check(lines: list[str] = lines, wanted: tuple[int, ...] = wanted) -> None:
             got = ground.raw(ground.head("/version", *lines, "Connection: close", method="GET") + b"\r\n")
@@ -176,9 +193,22 @@ def a42(ground: Ground, rng: random.Random) -> Any:
 
 @line("A44", "routes of an operator are not there without --admin", "plain")
 def a44(ground: Ground, rng: random.Random) -> Any:
-    for path in ("/sleep", "/wake_up", "/start_profile", "/stop_profile", "/reset_prefix_cache", "/collective_rpc",
-        "/docs", "/redoc",
-                 "/debug/state", "/invocations", "/pause", "/load_lora_adapter", "/admin", "/shutdown",
-                 "/.env"):  # fmt: skip
+    for path in (
+        "/sleep",
+        "/wake_up",
+        "/start_profile",
+        "/stop_profile",
+        "/reset_prefix_cache",
+        "/collective_rpc",
+        "/docs",
+        "/redoc",
+        "/debug/state",
+        "/invocations",
+        "/pause",
+        "/load_lora_adapter",
+        "/admin",
+        "/shutdown",
+        "/.env",
+    ):
         for method in ("GET", "POST"):
             yield f"{method} {path}", lambda path=path, method=method: refused(ground.client.request(method, path), 404)

@@ -29,10 +29,11 @@ def select(only: str) -> list[Line]:
     """The lines with these ids, or whose ids begin with a letter that stands alone; all for ""."""
     words = [word.strip() for word in only.split(",") if word.strip()]
     chosen = [
-        one for one in LINES.values()
-        if not words or any(w in (one.id, one.id.split(" ")[0]) or (w.isalpha() and len(w) == 1 and one.id[0] == w)
-                            for w in words)
-    ]  # fmt: skip
+        one
+        for one in LINES.values()
+        if not words
+        or any(w in (one.id, one.id.split(" ")[0]) or (w.isalpha() and len(w) == 1 and one.id[0] == w) for w in words)
+    ]
     if not chosen:
         raise SystemExit(f"no such line; there are: {', '.join(LINES)}")
     return chosen

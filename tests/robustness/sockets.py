@@ -29,8 +29,11 @@ def frame(opcode: int, data: bytes, final: bool = True, masked: bool = True) -> 
     head = bytes([(0x80 if final else 0) | opcode])
     bit = 0x80 if masked else 0
     n = len(data)
-    head += bytes([bit | n]) if n < 126 else (bytes([bit | 126]) + struct.pack(">H", n) if n < 65536 else
-                                              bytes([bit | 127]) + struct.pack(">Q", n))  # fmt: skip
+    head += (
+        bytes([bit | n])
+        if n < 126
+        else (bytes([bit | 126]) + struct.pack(">H", n) if n < 65536 else bytes([bit | 127]) + struct.pack(">Q", n))
+    )
     if not masked:
         return head + data
     mask = os.urandom(4)
@@ -39,9 +42,15 @@ def frame(opcode: int, data: bytes, final: bool = True, masked: bool = True) -> 
 
 def handshake(ground: Ground, link: socket.socket, *more: str) -> bytes:
     word = base64.b64encode(os.urandom(16)).decode()
-    lines = ["GET /v1/ws HTTP/1.1", "Host: localhost", "Upgrade: websocket", "Connection: Upgrade",
-             "Sec-WebSocket-Version: 13", f"Sec-WebSocket-Key: {word}",
-             *(more or [f"Authorization: Bearer {ground.key}"])]  # fmt: skip
+    lines = [
+        "GET /v1/ws HTTP/1.1",
+        "Host: localhost",
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Version: 13",
+        f"Sec-WebSocket-Key: {word}",
+        *(more or [f"Authorization: Bearer {ground.key}"]),
+    ]
     link.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
     return receive(link, b"\r\n\r\n")
 
@@ -78,8 +87,11 @@ def closes(ground: Ground, data: bytes, *codes: int, busy: bool = False) -> None
 
 
 def talk(ground: Ground, **more: Any) -> Any:
-    return connect(ground.url.replace("http", "ws") + "/v1/ws", proxy=None, **{
-        "subprotocols": ["minivllm", f"key.{ground.key}"], **more})  # fmt: skip
+    return connect(
+        ground.url.replace("http", "ws") + "/v1/ws",
+        proxy=None,
+        **{"subprotocols": ["minivllm", f"key.{ground.key}"], **more},
+    )
 
 
 def answers(ground: Ground, socket_: Any) -> None:
@@ -106,19 +118,30 @@ def a47(ground: Ground, rng: random.Random) -> Any:
 @line("A48", "messages that are no request: the socket lives")
 def a48(ground: Ground, rng: random.Random) -> Any:
     messages = [
-        "", "{", "null", "[]", '"a"', "5", "{}", '{"type": 5}', '{"id": "a"}', '{"type": "cancel"}',
+        "",
+        "{",
+        "null",
+        "[]",
+        '"a"',
+        "5",
+        "{}",
+        '{"type": 5}',
+        '{"id": "a"}',
+        '{"type": "cancel"}',
         '{"type": "cancel", "id": 5}',
         '{"type": "completions", "id": "a", "body": null}',
         '{"type": "completions", "id": "a", "body": {"prompt": NaN}}',
-        '{"type": "completions", "id": "a", "body": {"prompt": "a", "temperature": 1e999}}', "[" * 100_000,
+        '{"type": "completions", "id": "a", "body": {"prompt": "a", "temperature": 1e999}}',
+        "[" * 100_000,
         '{"a":' * 100_000,
         '{"type": "completions", "id": "\\ud800", "body": {}}',
         '{"type": "chat.completions", "id": "a", "body": {"messages": "a"}}',
-        json.dumps({"type": "completions", "id": "a" * 129, "body": {}}), json.dumps({"type": "x" * 9999, "id": "a"}),
+        json.dumps({"type": "completions", "id": "a" * 129, "body": {}}),
+        json.dumps({"type": "x" * 9999, "id": "a"}),
         json.dumps({"type": "completions", "id": "a", "body": {"prompt": "a", "n": 10**6}}),
         '{"type": "auth", "id": "a"} {}',
         json.dumps({"type": ["completions"], "id": {"a": 1}, "body": [1]}),
-    ]  # fmt: skip
+    ]
     rng.shuffle(messages)
 
     def check(part: list[str]) -> None:
@@ -159,12 +182,15 @@ def a49(ground: Ground, rng: random.Random) -> Any:
     yield "said only", said
     yield "50,000 empty pieces", crumbs
     for name, data in (
-        ("not masked", frame(TEXT, b"{}", masked=False)), ("reserved bits", b"\xf1\x80" + bytes(4)), ("opcode 3",
-        b"\x83\x80" + bytes(4)),
-        ("a long ping", frame(PING, b"a" * 126)), ("a ping in pieces", frame(PING, b"a", final=False)),
-        ("more of nothing", frame(MORE, b"a")), ("a close of one byte", frame(CLOSE, b"\x03")),
+        ("not masked", frame(TEXT, b"{}", masked=False)),
+        ("reserved bits", b"\xf1\x80" + bytes(4)),
+        ("opcode 3", b"\x83\x80" + bytes(4)),
+        ("a long ping", frame(PING, b"a" * 126)),
+        ("a ping in pieces", frame(PING, b"a", final=False)),
+        ("more of nothing", frame(MORE, b"a")),
+        ("a close of one byte", frame(CLOSE, b"\x03")),
         ("a close code that is none", frame(CLOSE, struct.pack(">H", rng.choice([0, 999, 1005, 1006, 1015, 65535])))),
-    ):  # fmt: skip
+    ):
         yield name, lambda data=data: closes(ground, data, 1002)
     yield "memory", lambda: slim(ground, before)
 
@@ -198,9 +224,14 @@ def a50(ground: Ground, rng: random.Random) -> Any:
                 f"{name} {key}",
                 lambda name=name, value=value: wrong(subprotocols=None, additional_headers={name: value}),
             )
-    for first in (None, "{", json.dumps({"type": "auth", "key": near}), json.dumps({"type": "auth", "key": 5}),
+    for first in (
+        None,
+        "{",
+        json.dumps({"type": "auth", "key": near}),
+        json.dumps({"type": "auth", "key": 5}),
         "[" * 9999,
-                  json.dumps({"type": "completions", "id": "a", "body": LONG})):  # fmt: skip
+        json.dumps({"type": "completions", "id": "a", "body": LONG}),
+    ):
         yield f"first {str(first)[:30]}", lambda first=first: none(first)
     yield "another origin", lambda: origin(ground)
 

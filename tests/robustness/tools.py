@@ -75,8 +75,15 @@ class Tools:
         env = {**environment(), **(env or {})}
         env["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(ROOT)])
         start = time.monotonic()
-        process = subprocess.Popen(command(*argv), env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True)  # fmt: skip
+        process = subprocess.Popen(
+            command(*argv),
+            env=env,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         try:
             inner: list[int] = []
             end = start + 2 * LIMIT
@@ -98,9 +105,13 @@ class Tools:
     def _start(self) -> Any:
         if self._child is None or self._child.poll() is not None:
             self._child = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("worker.py"))], env=environment(), cwd="/", text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
+                [sys.executable, str(Path(__file__).with_name("worker.py"))],
+                env=environment(),
+                cwd="/",
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
         return self._child
 
     def stop(self) -> None:

@@ -54,14 +54,21 @@ def a46(ground: Ground, rng: random.Random) -> Any:
     body = b'{"prompt": "a", "max_tokens": 1}'
     n = len(body)
     for lines in (
-        (f"Content-Length: {n}", f"Content-Length: {n + rng.randrange(1, 9)}"), (f"Content-Length: {n}",
-        "Transfer-Encoding: chunked"),
-        ("Transfer-Encoding: chunked", f"Content-Length: {n}"), (f"Content-Length: {n}, {n + 1}",),
+        (f"Content-Length: {n}", f"Content-Length: {n + rng.randrange(1, 9)}"),
+        (f"Content-Length: {n}", "Transfer-Encoding: chunked"),
+        ("Transfer-Encoding: chunked", f"Content-Length: {n}"),
+        (f"Content-Length: {n}, {n + 1}",),
         ("Content-Length: -1",),
-        ("Content-Length: 0x10",), (f"Content-Length: +{n}",), ("Content-Length: 1e1",), (f"Content-Length: {10**30}",),
-        ("Transfer-Encoding: chunked, gzip",), ("Transfer-Encoding: xchunked",), ("Transfer-Encoding : chunked",),
-        ("Content-Length: ",), (f"Content-Length: {n}\x00",),
-    ):  # fmt: skip
+        ("Content-Length: 0x10",),
+        (f"Content-Length: +{n}",),
+        ("Content-Length: 1e1",),
+        (f"Content-Length: {10**30}",),
+        ("Transfer-Encoding: chunked, gzip",),
+        ("Transfer-Encoding: xchunked",),
+        ("Transfer-Encoding : chunked",),
+        ("Content-Length: ",),
+        (f"Content-Length: {n}\x00",),
+    ):
 
         def check(lines: tuple[str, ...] = lines) -> None:
             got = ground.raw(ground.head(COMPLETIONS, *lines, "Connection: close") + b"\r\n" + body, 3)

@@ -41,8 +41,14 @@ def columns(n, k, seed=0, vocab=300, bare=0):
         top = np.sort(rng.choice([-0.25, -0.5, -1.0, -2.0, -math.inf], len(ids)))[::-1].astype(np.float32)
         own = int(ids[rng.integers(len(ids))]) if len(ids) and i % 2 else int(rng.integers(vocab))
         value = dict(zip(ids.tolist(), top.tolist(), strict=True)).get(own, -3.0)
-        one = (np.array([own], np.int32), np.float32([value]), np.int32([0 if i < bare else 1 + i % 7]),
-               np.int32([len(ids)]), ids.astype(np.int32), top)  # fmt: skip
+        one = (
+            np.array([own], np.int32),
+            np.float32([value]),
+            np.int32([0 if i < bare else 1 + i % 7]),
+            np.int32([len(ids)]),
+            ids.astype(np.int32),
+            top,
+        )
         found.extend(Scored.unpack(column.tobytes() for column in one))
     return found
 
@@ -88,9 +94,11 @@ def test_an_answer_is_the_same_however_its_scores_are_cut(monkeypatch, tokenizer
         leaf = TokenScores(kind, scored, k)
         want = logprobs.chat(scored.rows(), k, speller) if kind == "chat" else logprobs.prompt(scored.rows(), speller)
     answer = {"id": "x", "choices": [{"index": 0, "logprobs": {"content": leaf}}, {"index": 1}], "more": leaf, "z": {}}
-    want = json.loads(json.dumps(
-        {"id": "x", "choices": [{"index": 0, "logprobs": {"content": want}}, {"index": 1}], "more": want, "z": {}}
-    ))  # fmt: skip
+    want = json.loads(
+        json.dumps(
+            {"id": "x", "choices": [{"index": 0, "logprobs": {"content": want}}, {"index": 1}], "more": want, "z": {}}
+        )
+    )
     for at_once, job in ((0, 1), (0, 50), (100, 1000), (10**9, 10**9)):
         monkeypatch.setattr(answers, "AT_ONCE", at_once)
         monkeypatch.setattr(answers, "FEW", at_once)
@@ -156,11 +164,19 @@ def test_columns_are_the_entries_that_an_llm_gives():
     later = LogProbs(np.float32([-4]), np.int32([1]), np.int32([[8]]), np.float32([[-math.inf]]))
     found = Scored.of_prompt(prompt, [(1, lp), (2, later)], str)
     assert found == [
-        None, {5: Logprob(-1.0, 2, "5"), 9: Logprob(-0.5, 1, "9")}, {6: Logprob(-4.0, 1, "6")}, None,
-    ]  # fmt: skip
+        None,
+        {5: Logprob(-1.0, 2, "5"), 9: Logprob(-0.5, 1, "9")},
+        {6: Logprob(-4.0, 1, "6")},
+        None,
+    ]
     assert found[1:2] == [found[1]] and len(found) == 4 and found[-3] == found[1]
-    table = {"chosen": np.float32([-1, -2]), "rank": np.int32([1, 2]), "tops": np.int32([2, 0]),
-             "top_ids": np.int32([3, 4]), "top": np.float32([-1, -2])}  # fmt: skip
+    table = {
+        "chosen": np.float32([-1, -2]),
+        "rank": np.int32([1, 2]),
+        "tops": np.int32([2, 0]),
+        "top_ids": np.int32([3, 4]),
+        "top": np.float32([-1, -2]),
+    }
     taken = Columns(table)
     assert list(taken.take([3]).rows()) == [ScoredToken(3, -1.0, 1, [3, 4], [-1.0, -2.0])]
     assert taken.take([6]) == [{6: Logprob(-2.0, 2)}]
@@ -185,8 +201,9 @@ def test_a_turn_sends_bounded_frames_and_an_answer_is_the_same_in_however_many(m
 
             client.send = counted
             asked = dict(max_tokens=40, ignore_eos=True, prompt_logprobs=4, seed=3, **params)
-            tasks = [asyncio.create_task(client.stream(
-                range(50), made(**asked), f"r{i}", pieces=watch)) for i in range(2)]  # fmt: skip
+            tasks = [
+                asyncio.create_task(client.stream(range(50), made(**asked), f"r{i}", pieces=watch)) for i in range(2)
+            ]
             await asyncio.sleep(0)
             while client.loop.live or client.inbox:
                 client.loop.turn()

@@ -155,9 +155,11 @@ def test_what_a_template_prints_anew_each_time_is_not_kept(asked, varies):
 
 def test_large_bodies_and_texts_come_back_as_if_they_were_worked_on_here():
     values = [
-        {"prompt": "é" * 60_000, "n": 1}, {"prompt": "\U0001f98a a" * 20_000}, {"messages": [{"a": ["\\\"{["] * 9000}]},
+        {"prompt": "é" * 60_000, "n": 1},
+        {"prompt": "\U0001f98a a" * 20_000},
+        {"messages": [{"a": ['\\"{['] * 9000}]},
         {"x": 1.5e300, "tools": [None, True, -7] * 9000, "prompt": [5] * 40_000, "tokens": [[1] * 300, [2] * 20_000]},
-    ]  # fmt: skip
+    ]
     bad = [b"{" + b" " * 40_000, b'{"a": NaN' + b" " * 40_000 + b"}", b"[" + b" " * 40_000 + b"]", b"\xff" * 40_000]
 
     async def test(tokens):

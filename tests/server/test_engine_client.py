@@ -32,10 +32,13 @@ def mixed(count=64):
     cases = []
     for i in range(count):
         kinds = [
-            greedy(4 + i % 29), SamplingParams(seed=i, max_tokens=20), greedy(12, logprobs=3),
-            SamplingParams(n=3, seed=i, max_tokens=10), SamplingParams(temperature=0, max_tokens=40, stop=[" t", "."]),
+            greedy(4 + i % 29),
+            SamplingParams(seed=i, max_tokens=20),
+            greedy(12, logprobs=3),
+            SamplingParams(n=3, seed=i, max_tokens=10),
+            SamplingParams(temperature=0, max_tokens=40, stop=[" t", "."]),
             SamplingParams(temperature=0, max_tokens=40, stop=["nd"], include_stop_str_in_output=True),
-        ]  # fmt: skip
+        ]
         cases.append((PROMPTS[i % 4] + " who was" * (i % 5), kinds[i % len(kinds)]))
     return cases
 

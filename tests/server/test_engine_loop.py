@@ -17,9 +17,18 @@ from minivllm.server.link.frames import decode, encode
 from minivllm.testing.sim import answer, at_rest, sim_engine
 
 TOLD = dict(
-    model="sim", max_model_len=256, vocab_size=50, kv_tokens=252, max_num_seqs=8, max_logprobs=20, selections={},
-    version="0", device="cpu", dtype="float32", reads=[],
-)  # fmt: skip
+    model="sim",
+    max_model_len=256,
+    vocab_size=50,
+    kv_tokens=252,
+    max_num_seqs=8,
+    max_logprobs=20,
+    selections={},
+    version="0",
+    device="cpu",
+    dtype="float32",
+    reads=[],
+)
 
 
 class Wired(FrameClient):
@@ -126,9 +135,10 @@ REQUESTS = st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers(1, 3), 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.one_of(REQUESTS, st.integers(0, 9), st.just("turn")), max_size=40), st.sampled_from([0, 2]),
+    st.lists(st.one_of(REQUESTS, st.integers(0, 9), st.just("turn")), max_size=40),
+    st.sampled_from([0, 2]),
     st.sampled_from([18, 60]),
-)  # fmt: skip
+)
 def test_streams_among_arrivals_and_aborts_give_their_own_tokens_and_leave_nothing(program, depth, blocks):
     async def main():
         client = Wired(sim_engine(depth=depth, blocks=blocks, slots=5))

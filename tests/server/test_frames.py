@@ -16,11 +16,14 @@ import minivllm
 from minivllm.server.link.frames import COLUMNS, KINDS, MAX_FRAME, FrameError, Splitter, decode, encode
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", max_size=3), inner, max_size=3),
     max_leaves=8,
-)  # fmt: skip
+)
 HEADERS = st.dictionaries(st.text("xyz", max_size=3), JSON, max_size=3)
 
 

@@ -39,9 +39,14 @@ def test_openai_python_lists_completes_and_chats(openai):
 def test_openai_python_streams_what_the_whole_answer_is(openai):
     whole = openai.chat.completions.create(model="pocket", n=2, seed=7, max_tokens=20, **{**CHAT, "temperature": 1})
     stream = openai.chat.completions.create(
-        model="pocket", n=2, seed=7, max_tokens=20, stream=True, stream_options={"include_usage": True},
+        model="pocket",
+        n=2,
+        seed=7,
+        max_tokens=20,
+        stream=True,
+        stream_options={"include_usage": True},
         **{**CHAT, "temperature": 1},
-    )  # fmt: skip
+    )
     chunks = list(stream)
     texts, reasons = ["", ""], [[], []]
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]

@@ -53,8 +53,20 @@ def test_a_body_that_is_no_json_object_is_refused(server, name):
 
 
 def test_routes_and_methods_that_are_not_there(server):
-    for path in ("/v2", "/sleep", "/start_profile", "/reset_prefix_cache", "/collective_rpc", "/docs", "/debug/state",
-                 "//v1/models", "/%2fv1/models", "/V1/models", "/v1/models;a", "/v1/completions/"):  # fmt: skip
+    for path in (
+        "/v2",
+        "/sleep",
+        "/start_profile",
+        "/reset_prefix_cache",
+        "/collective_rpc",
+        "/docs",
+        "/debug/state",
+        "//v1/models",
+        "/%2fv1/models",
+        "/V1/models",
+        "/v1/models;a",
+        "/v1/completions/",
+    ):
         refused(server, server.client.get(f"{server.url}{path}"), 404, rest=False)
     answer = server.client.get(COMPLETIONS)
     refused(server, answer, 405)

@@ -38,9 +38,13 @@ def until(found, seconds=20.0):
 def server():
     """Two run at once, four may wait."""
     running = Running(
-        engine={"max_num_seqs": 2, "max_num_batched_tokens": 64}, max_queue=4, write_timeout=1.0, keep_alive=1.0,
-        body_timeout=0.5, header_timeout=0.5,
-    )  # fmt: skip
+        engine={"max_num_seqs": 2, "max_num_batched_tokens": 64},
+        max_queue=4,
+        write_timeout=1.0,
+        keep_alive=1.0,
+        body_timeout=0.5,
+        header_timeout=0.5,
+    )
     running._bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what the kernel keeps for a slow reader
     yield running
     running.at_rest()

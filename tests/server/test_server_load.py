@@ -57,10 +57,17 @@ def text_of(answer):
 @pytest.mark.slow
 def test_256_concurrent_streams_of_64_tokens_all_end_and_each_has_the_text_of_its_solo_run(address):
     bodies = [
-        {"prompt": f"Once upon a time there {words}", "max_tokens": 64, "ignore_eos": True, "stream": True, "seed": i,
-         "temperature": 0 if i % 4 == 0 else 0.9, "top_p": 0.9 if i % 3 else 1.0}
+        {
+            "prompt": f"Once upon a time there {words}",
+            "max_tokens": 64,
+            "ignore_eos": True,
+            "stream": True,
+            "seed": i,
+            "temperature": 0 if i % 4 == 0 else 0.9,
+            "top_p": 0.9 if i % 3 else 1.0,
+        }
         for i, words in enumerate(("was a fox", "were two bears", "lived a king", "is") * 4)
-    ]  # fmt: skip
+    ]
 
     async def main():
         solo = [await ask(address, body) for body in bodies]

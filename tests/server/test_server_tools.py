@@ -65,8 +65,9 @@ def test_openai_python_tools_required_and_named_are_forced(openai):
     assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a", "b"}
     assert answer.choices[0].finish_reason == "stop" and answer.choices[0].message.content is None
     assert joined(openai.chat.completions.create(**ask, tool_choice=named, stream=True)) == (
-        [["add", call.function.arguments]], "stop",
-    )  # fmt: skip
+        [["add", call.function.arguments]],
+        "stop",
+    )
     answer = openai.chat.completions.create(**ask, tool_choice="required", parallel_tool_calls=False)
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name in ("add", "pick") and isinstance(json.loads(call.function.arguments), dict)
@@ -100,10 +101,15 @@ def test_openai_python_parses_an_answer_into_a_model(openai):
 def test_a_conversation_with_calls_and_their_results_is_a_prompt(server):
     chat = [
         *CHAT["messages"],
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+            ],
+        },
         {"role": "tool", "tool_call_id": "call_1", "content": "5"},
-    ]  # fmt: skip
+    ]
     ids = server.post("/tokenize", {"messages": chat, "tools": [ADD]}).json()["tokens"]
     text = server.post("/detokenize", {"tokens": ids}).json()["prompt"]
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}' in text and "adds two numbers" in text
@@ -170,9 +176,10 @@ def test_schemas_that_say_nothing_of_other_properties_end(openai, maker):
     named = {"type": "function", "function": {"name": "f"}}
     names = {*schema.get("properties", {}), *(name for part in schema.get("allOf", ()) for name in part["properties"])}
     for more in (
-        {"response_format": form}, {"tools": [tool], "tool_choice": named},
+        {"response_format": form},
+        {"tools": [tool], "tool_choice": named},
         {"tools": [tool, ADD], "tool_choice": "required", "parallel_tool_calls": False},
-    ):  # fmt: skip
+    ):
         for seed in range(4):
             ask = {"model": "pocket", **CHAT, "temperature": 1.0, "seed": seed, "max_tokens": 150}
             answer = openai.chat.completions.create(**ask, **more)
@@ -196,8 +203,10 @@ def test_strict_false_is_the_letter_of_json_schema(openai):
             made = read_tools([tool], choice, True).form()["json"]
             made = made["$defs"]["t0"] if choice == "required" else made
             assert ("additionalProperties" in made) != opens
-    for more in ({"tools": [{"type": "function", "function": {"name": "f", "strict": "no"}}]},
-                 {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}}):  # fmt: skip
+    for more in (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": "no"}}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+    ):
         import openai as client
 
         with pytest.raises(client.BadRequestError, match="strict: want true or false"):

@@ -82,8 +82,11 @@ def test_a_body_in_chunks_is_refused_at_the_limit_and_not_read_on(server, size):
 
 
 def test_who_sends_a_body_that_is_too_large_to_its_end_still_reads_why(server):
-    answer = server.client.post("/v1/completions", content=b'{"prompt": "' + b"a" * (LIMIT + (1 << 20)) + b'"}',
-                                headers={"Content-Type": "application/json"})  # fmt: skip
+    answer = server.client.post(
+        "/v1/completions",
+        content=b'{"prompt": "' + b"a" * (LIMIT + (1 << 20)) + b'"}',
+        headers={"Content-Type": "application/json"},
+    )
     assert answer.status_code == 413 and "8388608" in answer.json()["error"]["message"]
 
 

@@ -92,8 +92,11 @@ def test_a_failure_in_a_probe_in_the_guard_and_in_the_middleware_around_it_is_to
     assert server.client.get("/version").status_code == 200
 
 
-STEPS = [(work, step) for work in (completions.Completion, chat.Chat)
-         for step in ("__init__", "prepare", "opening", "choices", "whole")]  # fmt: skip
+STEPS = [
+    (work, step)
+    for work in (completions.Completion, chat.Chat)
+    for step in ("__init__", "prepare", "opening", "choices", "whole")
+]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -96,8 +96,9 @@ class Scripted(websocket.Connection):
 WHAT = ["ask", "ask", "cancel", "cancel", "kind", "body", "junk", "auth"]
 MESSAGES = st.lists(
     st.tuples(st.sampled_from(WHAT), st.sampled_from(IDS)),
-    min_size=1, max_size=8,
-)  # fmt: skip
+    min_size=1,
+    max_size=8,
+)
 BAD = {
     "kind": {"type": "complete"},
     "body": {"type": "completions", "body": 7},

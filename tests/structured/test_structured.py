@@ -136,9 +136,12 @@ def test_regexes_choices_and_grammars_hold(llm):
     import re
 
     asked = [
-        {"regex": r"[0-9]{3}-\d{4}"}, {"choice": ["yes", "no", "h\u00e9"]}, {"json_object": True},
-        {"grammar": 'start: "(" start ")" | "x"'}, {"grammar": 'root ::= "a" | "b" root'},
-    ]  # fmt: skip
+        {"regex": r"[0-9]{3}-\d{4}"},
+        {"choice": ["yes", "no", "h\u00e9"]},
+        {"json_object": True},
+        {"grammar": 'start: "(" start ")" | "x"'},
+        {"grammar": 'root ::= "a" | "b" root'},
+    ]
     params = [SamplingParams(n=3, seed=1, max_tokens=20, structured_outputs=a) for a in asked]
     outputs = llm.generate(["Who?"] * len(asked), params, use_tqdm=False)
     texts = [[o.text for o in output.outputs if o.finish_reason == "stop"] for output in outputs]
@@ -283,10 +286,17 @@ def test_masks_are_those_of_fresh_matchers_whoever_comes_and_goes(llm, monkeypat
     monkeypatch.setattr(type(engine.masks), "of", of)
     schema = {"json": PERSON, "disable_any_whitespace": True}
     asked = [
-        SamplingParams(max_tokens=4 + 5 * i, seed=i, structured_outputs=schema if i % 3 else {"regex": "[a-c]{2,30}"},
-                       min_tokens=3 * (i % 4), ignore_eos=i % 2 == 0, n=1 + (i == 4), stop_token_ids=[70 + i])
+        SamplingParams(
+            max_tokens=4 + 5 * i,
+            seed=i,
+            structured_outputs=schema if i % 3 else {"regex": "[a-c]{2,30}"},
+            min_tokens=3 * (i % 4),
+            ignore_eos=i % 2 == 0,
+            n=1 + (i == 4),
+            stop_token_ids=[70 + i],
+        )
         for i in range(8)
-    ]  # fmt: skip
+    ]
     pieces = [llm.stream("Once", params) for params in asked]
     for turn in range(400):  # they come one after the other
         for stream in pieces[: 1 + turn // 3]:

@@ -88,8 +88,10 @@ def test_text_mapping_and_model_are_the_same_schema():
     class Point(BaseModel):
         x: int
 
-    texts = [StructuredOutputsParams(json=given).source.text
-             for given in (Point, Point.model_json_schema(), json.dumps(Point.model_json_schema()))]  # fmt: skip
+    texts = [
+        StructuredOutputsParams(json=given).source.text
+        for given in (Point, Point.model_json_schema(), json.dumps(Point.model_json_schema()))
+    ]
     assert len(set(texts)) == 1
 
 

@@ -206,9 +206,10 @@ def bodies(more):
     chat = {"messages": [{"role": "user", "content": text}], **more}
     short = {"max_tokens": 1}
     return {
-        "/v1/completions": {"prompt": text, **short, **more}, "/v1/chat/completions": {**chat, **short},
+        "/v1/completions": {"prompt": text, **short, **more},
+        "/v1/chat/completions": {**chat, **short},
         "/tokenize": {"prompt": text + "!"},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])

@@ -34,9 +34,13 @@ SMALL = {**LIMITS, "dtype": {"float32"}, "kv_format": {"fp32"}, "dim_qk": {16}, 
 
 def spec(name):
     return Spec(
-        f"{__name__}:{name}", (1, 0), "for a test of the kit", limits=SMALL, features=frozenset({"window"}),
+        f"{__name__}:{name}",
+        (1, 0),
+        "for a test of the kit",
+        limits=SMALL,
+        features=frozenset({"window"}),
         traits={"graph": "mixed", "plan": "device"},
-    )  # fmt: skip
+    )
 
 
 class Gathered(AttentionBackend):

@@ -61,9 +61,7 @@ RIGHT = ("Queued",)
 
 
 def spec(name: str) -> Spec:
-    return Spec(
-        f"{__name__}:{name}", (1, 0), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}}
-    )  # fmt: skip
+    return Spec(f"{__name__}:{name}", (1, 0), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
 
 
 class Queued(Local):
@@ -247,10 +245,12 @@ class Padded(Queued):
             self.filled = size - n
             more = self.filling(plan)
             plan = replace(
-                plan, slots=np.append(plan.slots, more.repeat(self.filled)).astype(np.int32),
-                q_len=np.ones(size, np.int32), samples=np.arange(size, dtype=np.int32),
+                plan,
+                slots=np.append(plan.slots, more.repeat(self.filled)).astype(np.int32),
+                q_len=np.ones(size, np.int32),
+                samples=np.arange(size, dtype=np.int32),
                 computed=np.append(plan.computed, self.place(plan, more).repeat(self.filled)).astype(np.int32),
-            )  # fmt: skip
+            )
             super().run(plan)
             self._running[-1].plan = replace(plan, slots=plan.slots[:n], samples=plan.samples[:n])
             self._running[-1].pick = np.arange(n)

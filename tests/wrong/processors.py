@@ -76,8 +76,10 @@ class ByRow(Penalties):
 
     def apply(self, logits, rows, state):
         state = {name: c[: len(logits)].clone() for name, c in state.items()}
-        state = {name: torch.empty_like(rows.tokens[:, 0], dtype=c.dtype).index_copy(0, rows.slots, c)
-                 for name, c in state.items()}  # fmt: skip
+        state = {
+            name: torch.empty_like(rows.tokens[:, 0], dtype=c.dtype).index_copy(0, rows.slots, c)
+            for name, c in state.items()
+        }
         super().apply(logits, rows, state)
 
 
@@ -183,8 +185,10 @@ class SmallIds(LogitBias):
     spec = spec("SmallIds")
 
     def columns(self):
-        return {name: Column(c.shape, "int16" if name == "ids" else "float16", c.fill)
-                for name, c in super().columns().items()}  # fmt: skip
+        return {
+            name: Column(c.shape, "int16" if name == "ids" else "float16", c.fill)
+            for name, c in super().columns().items()
+        }
 
     def bind(self, params, prompt_len):
         row = super().bind(params, prompt_len)

@@ -54,8 +54,10 @@ FAULTS = {
     "NeverLooksForIt": ("test_it_looks_for_every_parameter_that_it_declares",),
 }
 RIGHT = ("BestFirst", "BestOnly", "UpToFour", "GreedyTree", "ByExtra")
-SUITE = {name: {"params": lambda self, n: SamplingParams(n=n, max_tokens=6, ignore_eos=True, extra={"rank": "sample"})}
-         for name in ("ByExtra", "ReadsUndeclared")}  # fmt: skip
+SUITE = {
+    name: {"params": lambda self, n: SamplingParams(n=n, max_tokens=6, ignore_eos=True, extra={"rank": "sample"})}
+    for name in ("ByExtra", "ReadsUndeclared")
+}
 
 
 def spec(name: str) -> Spec:

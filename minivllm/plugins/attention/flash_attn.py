@@ -45,14 +45,21 @@ class FlashAttn(Paged):
         spec, g = layer.spec, layer.group
         pages = dense_pages(meta, g, 0, len(meta.slots))
         got, norm = flash_attn_varlen_func(
-            q, layer.cache["k"], layer.cache["v"],
-            cu_seqlens_q=meta.cu_q, seqused_k=meta.kv_len[g], page_table=pages,
-            max_seqlen_q=self._most_queries(meta), max_seqlen_k=pages.shape[1] * meta.block,
-            softmax_scale=spec.softmax_scale, causal=True,
+            q,
+            layer.cache["k"],
+            layer.cache["v"],
+            cu_seqlens_q=meta.cu_q,
+            seqused_k=meta.kv_len[g],
+            page_table=pages,
+            max_seqlen_q=self._most_queries(meta),
+            max_seqlen_k=pages.shape[1] * meta.block,
+            softmax_scale=spec.softmax_scale,
+            causal=True,
             window_size=(None, None) if spec.window is None else (spec.window - 1, 0),
-            learnable_sink=layer.sinks if spec.sinks else None, softcap=spec.softcap or 0.0,
+            learnable_sink=layer.sinks if spec.sinks else None,
+            softcap=spec.softcap or 0.0,
             return_lse=lse is not None,
-        )  # fmt: skip
+        )
         out.copy_(got)
         if lse is not None:
             lse.copy_(norm.t())

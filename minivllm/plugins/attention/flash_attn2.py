@@ -36,14 +36,21 @@ class FlashAttn2(Paged):
         self.refuse("scores", scores)
         spec, n = layer.spec, meta.decode_rows
         how: dict[str, Any] = {
-            "softmax_scale": spec.softmax_scale, "causal": True, "softcap": spec.softcap or 0.0,
+            "softmax_scale": spec.softmax_scale,
+            "causal": True,
+            "softcap": spec.softcap or 0.0,
             "window_size": (-1, -1) if spec.window is None else (spec.window - 1, 0),
-        }  # fmt: skip
+        }
         if n:
             got, norm = flash_attn_with_kvcache(
-                q[:n].unsqueeze(1), layer.cache["k"], layer.cache["v"], cache_seqlens=meta.kv_len[layer.group][:n],
-                block_table=dense_pages(meta, layer.group, 0, n), return_softmax_lse=True, **how,
-            )  # fmt: skip
+                q[:n].unsqueeze(1),
+                layer.cache["k"],
+                layer.cache["v"],
+                cache_seqlens=meta.kv_len[layer.group][:n],
+                block_table=dense_pages(meta, layer.group, 0, n),
+                return_softmax_lse=True,
+                **how,
+            )
             out[:n].copy_(got.squeeze(1))  # [B, 1, heads, D]
             if lse is not None:
                 lse[:n].copy_(norm.squeeze(2))  # [B, heads, 1]
@@ -63,7 +70,15 @@ class FlashAttn2(Paged):
             meta.work[key] = (starts(meta.q_len[first:]), starts(meta.kv_len[g][first:]))
         cu_q, cu_k = meta.work[key]
         got, norm, _ = flash_attn_varlen_func(
-            q, layer.cache["k"], layer.cache["v"], cu_q, cu_k, int(meta.host_q_len[first:].max()),
-            int(meta.host_kv_len[g, first:].max()), block_table=pages, return_attn_probs=True, **how,
-        )  # fmt: skip
+            q,
+            layer.cache["k"],
+            layer.cache["v"],
+            cu_q,
+            cu_k,
+            int(meta.host_q_len[first:].max()),
+            int(meta.host_kv_len[g, first:].max()),
+            block_table=pages,
+            return_attn_probs=True,
+            **how,
+        )
         return got, norm

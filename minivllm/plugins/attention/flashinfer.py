@@ -88,10 +88,17 @@ class FlashInfer(Paged):
         spec, n = layer.spec, len(q)
         pages = dense_pages(meta, layer.group, 0, n)
         xqa_batch_decode_with_kv_cache(
-            q, (layer.cache["k"], layer.cache["v"]), self._decode_space, pages, meta.kv_len[layer.group][:n],
-            pages.shape[1] * meta.block, bmm1_scale=spec.softmax_scale, window_left=_left(spec), out=out,
+            q,
+            (layer.cache["k"], layer.cache["v"]),
+            self._decode_space,
+            pages,
+            meta.kv_len[layer.group][:n],
+            pages.shape[1] * meta.block,
+            bmm1_scale=spec.softmax_scale,
+            window_left=_left(spec),
+            out=out,
             kv_layout="NHD",
-        )  # fmt: skip
+        )
 
     def _planned(self, layer: AttnLayer, dtype: torch.dtype, meta: AttnMeta) -> Any:
         """The wrapper that is planned for this step and layers such as this."""
@@ -104,9 +111,20 @@ class FlashInfer(Paged):
             indptr, last, indices = ragged_pages(meta, layer.group, meta.decode_rows)
             cu_q = starts(torch.from_numpy(meta.host_q_len[meta.decode_rows :].astype("int32")))
             mine.wrapper.plan(
-                cu_q, indptr, indices, last, spec.heads, spec.kv_heads, spec.dim_qk, meta.block, causal=True,
-                sm_scale=spec.softmax_scale, window_left=_left(spec), q_data_type=dtype, kv_data_type=dtype,
-            )  # fmt: skip
+                cu_q,
+                indptr,
+                indices,
+                last,
+                spec.heads,
+                spec.kv_heads,
+                spec.dim_qk,
+                meta.block,
+                causal=True,
+                sm_scale=spec.softmax_scale,
+                window_left=_left(spec),
+                q_data_type=dtype,
+                kv_data_type=dtype,
+            )
             mine.mark(meta.table.device)
             found = meta.work[key] = mine.wrapper
         return found

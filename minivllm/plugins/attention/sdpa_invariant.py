@@ -72,8 +72,11 @@ def make_items(meta: AttnMeta, group: int, spec: AttnSpec) -> list[Items]:
             pick = np.concatenate([part, np.repeat(part[-1:], fill)])
             shown = real[pick]
             shown[len(part) :] = False
-            found.append(_items(meta, group, spec, row[pick], token[pick], line[pick] % heads, shown, position[pick],
-                                low[pick], n))  # fmt: skip
+            found.append(
+                _items(
+                    meta, group, spec, row[pick], token[pick], line[pick] % heads, shown, position[pick], low[pick], n
+                )
+            )
     return found
 
 
@@ -84,9 +87,17 @@ def sizes(n: np.ndarray) -> np.ndarray:
 
 
 def _items(
-    meta: AttnMeta, group: int, spec: AttnSpec, row: np.ndarray, token: np.ndarray, head: np.ndarray,
-    real: np.ndarray, position: np.ndarray, low: np.ndarray, n: int,
-) -> Items:  # fmt: skip
+    meta: AttnMeta,
+    group: int,
+    spec: AttnSpec,
+    row: np.ndarray,
+    token: np.ndarray,
+    head: np.ndarray,
+    real: np.ndarray,
+    position: np.ndarray,
+    low: np.ndarray,
+    n: int,
+) -> Items:
     key = (low // KEYS * KEYS)[:, None] + np.arange(n * KEYS)
     hidden = key[:, None] > position[:, :, None]
     if spec.window is not None:

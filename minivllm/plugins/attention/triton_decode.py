@@ -303,13 +303,31 @@ def deal(
     capacity = rows + (min(at_once, 31 * rows) if cut else 0)
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=kv_len.device)  # noqa: E731
     sums = capacity * spec.heads if cut else 1
-    work = DecodeWork(make(capacity, 4, dtype=torch.int32), make(rows, 2, dtype=torch.int32), cut,
-                make(sums, spec.dim_v), make(sums, 2))  # fmt: skip
+    work = DecodeWork(
+        make(capacity, 4, dtype=torch.int32),
+        make(rows, 2, dtype=torch.int32),
+        cut,
+        make(sums, spec.dim_v),
+        make(sums, 2),
+    )
     _deal[(rows,)](
-        kv_len, q_len, slots, work.entries, work.first, rows, at_once, capacity, N=keys_a_tile(spec, exact),
-        WINDOW=spec.window or 0, P=power(rows), WP=power(capacity), CUT=cut, MIXED=mixed,
-        num_warps=1, **pdl(kv_len),
-    )  # fmt: skip
+        kv_len,
+        q_len,
+        slots,
+        work.entries,
+        work.first,
+        rows,
+        at_once,
+        capacity,
+        N=keys_a_tile(spec, exact),
+        WINDOW=spec.window or 0,
+        P=power(rows),
+        WP=power(capacity),
+        CUT=cut,
+        MIXED=mixed,
+        num_warps=1,
+        **pdl(kv_len),
+    )
     return work
 
 
@@ -326,11 +344,31 @@ def decode(
     flags = dict(SINKS=spec.sinks, LSE=lse is not None)
     ends = (work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
     _decode[(spec.kv_heads, len(work.entries))](
-        q, k, v, meta.table[layer.group], work.entries, *ends,
-        spec.softmax_scale, spec.softcap or 1.0, q.stride(0), meta.table.stride(1),
-        GP=power(max(sizes["G"], 8)), D=spec.dim_qk, DP=power(max(spec.dim_qk, 16)), VS=v.shape[-1], BLOCK=meta.block,
-        N=tile, WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, STAGES=3 if not exact else 2, IEEE=exact,
-        EARLY=early, num_warps=2 if tile == 64 else 4, **sizes, **flags, **pdl(q),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        meta.table[layer.group],
+        work.entries,
+        *ends,
+        spec.softmax_scale,
+        spec.softcap or 1.0,
+        q.stride(0),
+        meta.table.stride(1),
+        GP=power(max(sizes["G"], 8)),
+        D=spec.dim_qk,
+        DP=power(max(spec.dim_qk, 16)),
+        VS=v.shape[-1],
+        BLOCK=meta.block,
+        N=tile,
+        WINDOW=spec.window or 0,
+        SOFTCAP=spec.softcap is not None,
+        STAGES=3 if not exact else 2,
+        IEEE=exact,
+        EARLY=early,
+        num_warps=2 if tile == 64 else 4,
+        **sizes,
+        **flags,
+        **pdl(q),
+    )
     if work.cut:
         _merge[(spec.heads, len(work.first))](work.first, *ends, **sizes, **flags, num_warps=2, **pdl(q))

@@ -187,9 +187,14 @@ def by_tma(spec: AttnSpec, dtype: torch.dtype, device: torch.device, block: int)
 
 
 def prefill(
-    layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, tiles: tuple[Tensor, Tensor, int],
+    layer: AttnLayer,
+    q: Tensor,
+    meta: AttnMeta,
+    out: Tensor,
+    lse: Tensor | None,
+    tiles: tuple[Tensor, Tensor, int],
     fixed: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Rows named by ``tiles`` (row i32, first token i32, M): q [T, heads, D] -> their tokens of out [T, heads, DV].
     ``fixed``: a tile of keys gives the same bits whether it is masked or not, which depends on where tiles of queries
     begin; the compiler would make a multiply-add of scaled scores less their maximum only where no mask is between."""
@@ -198,15 +203,46 @@ def prefill(
     group = spec.heads // spec.kv_heads
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
     exact, tma = in_float32(q), by_tma(spec, k.dtype, q.device, meta.block)
-    whole = [TensorDescriptor.from_tensor(x.view(-1, x.shape[2] * x.shape[3]), [KEYS, spec.dim_v]) if tma else x
-             for x in (k, v)]  # fmt: skip
+    whole = [
+        TensorDescriptor.from_tensor(x.view(-1, x.shape[2] * x.shape[3]), [KEYS, spec.dim_v]) if tma else x
+        for x in (k, v)
+    ]
     _prefill[(len(row), spec.kv_heads)](
-        q, k, v, *whole, meta.table[layer.group], meta.slots, meta.kv_len[layer.group], meta.cu_q, row, token,
-        layer.sinks if spec.sinks else out, out, lse if lse is not None else out,
-        spec.softmax_scale, spec.softcap or 1.0, q.stride(0), meta.table.stride(1),
-        KH=spec.kv_heads, G=group, D=spec.dim_qk, DP=power(max(spec.dim_qk, 16)), DV=spec.dim_v, VS=v.shape[-1],
-        DVP=power(max(spec.dim_v, 16)), BLOCK=meta.block, M=lines, N=KEYS, TOKENS=lines // group,
-        WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, SINKS=spec.sinks, LSE=lse is not None,
-        STAGES=3 if not exact and spec.dim_qk <= 128 else 2, IEEE=exact, TMA=tma, num_warps=4,
+        q,
+        k,
+        v,
+        *whole,
+        meta.table[layer.group],
+        meta.slots,
+        meta.kv_len[layer.group],
+        meta.cu_q,
+        row,
+        token,
+        layer.sinks if spec.sinks else out,
+        out,
+        lse if lse is not None else out,
+        spec.softmax_scale,
+        spec.softcap or 1.0,
+        q.stride(0),
+        meta.table.stride(1),
+        KH=spec.kv_heads,
+        G=group,
+        D=spec.dim_qk,
+        DP=power(max(spec.dim_qk, 16)),
+        DV=spec.dim_v,
+        VS=v.shape[-1],
+        DVP=power(max(spec.dim_v, 16)),
+        BLOCK=meta.block,
+        M=lines,
+        N=KEYS,
+        TOKENS=lines // group,
+        WINDOW=spec.window or 0,
+        SOFTCAP=spec.softcap is not None,
+        SINKS=spec.sinks,
+        LSE=lse is not None,
+        STAGES=3 if not exact and spec.dim_qk <= 128 else 2,
+        IEEE=exact,
+        TMA=tma,
+        num_warps=4,
         enable_fp_fusion=not fixed,
-    )  # fmt: skip
+    )

@@ -266,9 +266,18 @@ class Sim(Executor):
         if drafts is not None:
             self._accept(plan, drafts, tokens, count, flags)
         return StepResult(
-            plan.id, slots, tokens, count, flags, self.model.scores(before, tokens, plan.topk) if asked else None,
-            prompt, self.model.logits(before[plan.host]), errors, ms, no_rows() if drafts is None else drafts[0],
-        )  # fmt: skip
+            plan.id,
+            slots,
+            tokens,
+            count,
+            flags,
+            self.model.scores(before, tokens, plan.topk) if asked else None,
+            prompt,
+            self.model.logits(before[plan.host]),
+            errors,
+            ms,
+            no_rows() if drafts is None else drafts[0],
+        )
 
     def _next(self, slots: np.ndarray) -> np.ndarray:
         """i64, the token that each of these rows draws; below ``min_tokens`` none that would end it."""
@@ -335,9 +344,13 @@ class Sim(Executor):
         return plan.draft[last], tokens
 
     def _accept(
-        self, plan: StepPlan, drafts: tuple[np.ndarray, np.ndarray], tokens: np.ndarray, count: np.ndarray,
+        self,
+        plan: StepPlan,
+        drafts: tuple[np.ndarray, np.ndarray],
+        tokens: np.ndarray,
+        count: np.ndarray,
         flags: np.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Rows of drafts, first all first ones: one draws if its draft is what was drawn before it, and so were those
         before that."""
         level = plan.draft[plan.samples]

@@ -294,8 +294,8 @@ class _Reader:
                     self._refuse("a range in [ ] that does not go up")
                 found = self._fold(((low, high),), negated)
             else:  # beside a class a hyphen stands for itself
-                held = [self._fold(((one, one),), negated) if isinstance(one, int) else one(negated and not self.exact)
-                        for one in ends]  # fmt: skip
+                inverted = negated and not self.exact
+                held = [self._fold(((e, e),), negated) if isinstance(e, int) else e(inverted) for e in ends]
                 found = union(*held, ((45, 45),) * (len(ends) > 1))
             ranges = union(ranges, found)
         return Chars(intersection(complement(ranges) if negated else ranges, EVERYTHING))
@@ -319,8 +319,9 @@ class _Reader:
             self._refuse("(?i", "names are told apart by case: write both")
         if ranges[-1][1] > 127 and any(
             unicodedata.category(chr(c))[0] in "LMNS" and chr(c).lower() != chr(c).upper()
-            for low, high in ranges for c in range(max(low, 128), min(high, low + 0x3000) + 1)
-        ):  # fmt: skip
+            for low, high in ranges
+            for c in range(max(low, 128), min(high, low + 0x3000) + 1)
+        ):
             self._refuse("letters beyond ASCII under (?i", "write both cases")
         return folded(ranges, wide)
 

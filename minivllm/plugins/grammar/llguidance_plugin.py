@@ -61,9 +61,10 @@ class LLGuidance(Grammar):
     def __init__(self, options: Any, ctx: GrammarContext) -> None:
         super().__init__(options, ctx)
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Vocabulary(ctx)), eos_token=list(ctx.eos_ids),
+            llguidance.TokenizerWrapper(_Vocabulary(ctx)),
+            eos_token=list(ctx.eos_ids),
             slices=llguidance.LLTokenizer.json_slices(),
-        )  # fmt: skip
+        )
         tables()
         self.threads = Threads(getattr(options, "threads", 0) or ctx.threads, llguidance.LLExecutor)
         self._limits = llguidance.LLParserLimits(max_items_in_row=ITEMS, verbose_errors=False)
@@ -82,9 +83,10 @@ class LLGuidance(Grammar):
     def accept(self, matchers: Sequence[_LLGuidanceMatcher], tokens: Sequence[Sequence[int]]) -> Sequence[int]:
         eos = self._eos
         pairs = [
-            (m.ll, new[0]) for m, new in zip(matchers, tokens, strict=True)
+            (m.ll, new[0])
+            for m, new in zip(matchers, tokens, strict=True)
             if len(new) == 1 and new[0] not in eos and not m.ended
-        ]  # fmt: skip
+        ]
         if len(pairs) == len(matchers):
             return self.threads.run("accept", len(pairs), lambda pool: _consume(pool, pairs))
         return [self._take(m, new) for m, new in zip(matchers, tokens, strict=True)]

@@ -74,10 +74,12 @@ class XGrammar(Grammar):
             if missing := list(dict.fromkeys(unheld(schema))):
                 raise ValueError(f"xgrammar does not hold answers to {', '.join(missing)}; choose grammar=llguidance")
             made = xgrammar.Grammar.from_json_schema(
-                json.dumps(schema), any_whitespace=source.any_whitespace, strict_mode=False,
+                json.dumps(schema),
+                any_whitespace=source.any_whitespace,
+                strict_mode=False,
                 separators=None if source.any_whitespace else (",", ":"),
                 max_whitespace_cnt=MOST_WHITESPACE if source.any_whitespace else None,
-            )  # fmt: skip
+            )
             return c.compile_grammar(patterns.exactly(str(made)))
         if source.kind == "regex":
             return c.compile_regex(f"(?:{write(whole(text))})")

@@ -35,9 +35,13 @@ class Live(Hooks):
     def minivllm_engine_started(self, engine: EngineView) -> None:
         self.engine = engine
         self.display = Display(
-            get_renderable=self.table, console=self.console or Console(stderr=True), transient=not self.options.keep,
-            refresh_per_second=self.options.refresh_per_second, redirect_stdout=False, redirect_stderr=False,
-        )  # fmt: skip
+            get_renderable=self.table,
+            console=self.console or Console(stderr=True),
+            transient=not self.options.keep,
+            refresh_per_second=self.options.refresh_per_second,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self.display.start()
 
     @hookimpl
@@ -72,14 +76,16 @@ class Live(Hooks):
         slots = self.engine.max_num_seqs
         table.add_row("rows", _bar(step.running, slots), f"{step.running} of {slots}")
         table.add_row(
-            "batch", _bar(step.tokens, self.engine.max_num_batched_tokens),
+            "batch",
+            _bar(step.tokens, self.engine.max_num_batched_tokens),
             f"{step.rows} rows, {step.tokens} tokens, {prefill} of them prefill",
-        )  # fmt: skip
+        )
         table.add_row(
-            "cache", _bar(used, step.blocks_total),
+            "cache",
+            _bar(used, step.blocks_total),
             f"{used:,} blocks in use, {step.blocks_cached:,} cached, {step.blocks_free:,} free; "
             f"{100 * hits:.0f} % prefix hits, {step.evictions:,} evicted",
-        )  # fmt: skip
+        )
         parts = ("plan", "submit", "wait", "publish", "device")
         times = "  ".join(f"{part} {getattr(step, part + '_ms'):.2f}" for part in parts)
         table.add_row("ms", times, f"step {step.id:,}")

@@ -102,12 +102,17 @@ class Spans(Hooks):
 
     def _attributes(self, request: RequestView, end: RequestEnd) -> Mapping[str, Any]:
         found: dict[str, Any] = {
-            "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "minivllm",
-            "gen_ai.request.model": self._model, "gen_ai.response.model": self._model,
-            "gen_ai.response.id": request.id, "gen_ai.response.finish_reasons": end.reasons,
-            "gen_ai.usage.input_tokens": len(request.prompt), "gen_ai.usage.output_tokens": sum(end.tokens),
-            "gen_ai.usage.cache_read.input_tokens": end.cached_tokens, "minivllm.preemptions": end.preempted,
-        }  # fmt: skip
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.provider.name": "minivllm",
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+            "gen_ai.response.id": request.id,
+            "gen_ai.response.finish_reasons": end.reasons,
+            "gen_ai.usage.input_tokens": len(request.prompt),
+            "gen_ai.usage.output_tokens": sum(end.tokens),
+            "gen_ai.usage.cache_read.input_tokens": end.cached_tokens,
+            "minivllm.preemptions": end.preempted,
+        }
         if end.first_token is not None:
             found["gen_ai.response.time_to_first_chunk"] = end.first_token - request.arrival
         return found | {name: value for key, name in ASKED.items() if (value := request.params.get(key)) is not None}

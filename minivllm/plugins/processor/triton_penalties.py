@@ -101,8 +101,24 @@ def penalise(logits: Tensor, rows: Rows, repetition: Tensor, presence: Tensor, f
     cells = min(CELLS, max(64, 2 * wide))
     make = lambda width, dtype: torch.empty(n, width, dtype=dtype, device=logits.device)  # noqa: E731
     _penalise[(n,)](
-        logits, rows.tokens, rows.slots, rows.position, rows.prompt, repetition, presence, frequency,
-        make(cells, torch.int32), make(cells, torch.int32), make(room, torch.int8), logits.stride(0),
-        rows.tokens.stride(0), logits.shape[1], room, CELLS=cells,
-        CHUNK=min(CHUNK, max(512, wide)), num_warps=16, maxnreg=64, **pdl(logits),
-    )  # fmt: skip
+        logits,
+        rows.tokens,
+        rows.slots,
+        rows.position,
+        rows.prompt,
+        repetition,
+        presence,
+        frequency,
+        make(cells, torch.int32),
+        make(cells, torch.int32),
+        make(room, torch.int8),
+        logits.stride(0),
+        rows.tokens.stride(0),
+        logits.shape[1],
+        room,
+        CELLS=cells,
+        CHUNK=min(CHUNK, max(512, wide)),
+        num_warps=16,
+        maxnreg=64,
+        **pdl(logits),
+    )

@@ -94,7 +94,7 @@ class DefaultSampler(Sampler):
         few, limited = bool(variant >> K_SHIFT), variant & (LIMITED | MIN_P)
         work = triton_draw.first(
             logits, rows.slots, (rows.seed, rows.position, rows.sample), columns, out.tokens, bool(limited)
-        )  # fmt: skip
+        )
         out.peaks = work.peak
         if few:
             triton_topk.few(logits, work, out.tokens)

@@ -38,9 +38,12 @@ class MirostatSampler(DefaultSampler):
 
     def columns(self) -> Mapping[str, Column]:
         return {
-            **super().columns(), "tau": Column(), "eta": Column(), "mu": Column(fill=math.inf, kept=True),
+            **super().columns(),
+            "tau": Column(),
+            "eta": Column(),
+            "mu": Column(fill=math.inf, kept=True),
             "error": Column(),
-        }  # fmt: skip
+        }
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row:
         row, tau, eta = super().bind(params, prompt_len), params.mirostat_tau, params.mirostat_eta

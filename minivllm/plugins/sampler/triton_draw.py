@@ -168,14 +168,37 @@ def first(
     tiles, group = triton.cdiv(width, TILE), group_size(width)
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
     w = DrawWork(
-        make(n, tiles), make(n, tiles), make(n, tiles, dtype=torch.int32), make(n, 8), make(n, dtype=torch.int32),
-        make(n, tiles * (TILE // group) if few else 1), group, rows, slots, columns,
-    )  # fmt: skip
+        make(n, tiles),
+        make(n, tiles),
+        make(n, tiles, dtype=torch.int32),
+        make(n, 8),
+        make(n, dtype=torch.int32),
+        make(n, tiles * (TILE // group) if few else 1),
+        group,
+        rows,
+        slots,
+        columns,
+    )
     temperature, top_k, _, _ = columns
     _first[(n, tiles)](
-        logits, w.peak, w.score, w.index, w.top, slots, temperature, top_k, *rows, logits.stride(0), width,
-        TILE=TILE, TILES=tiles, GROUP=group, FAST=logits.is_cuda, num_warps=8, **pdl(logits),
-    )  # fmt: skip
+        logits,
+        w.peak,
+        w.score,
+        w.index,
+        w.top,
+        slots,
+        temperature,
+        top_k,
+        *rows,
+        logits.stride(0),
+        width,
+        TILE=TILE,
+        TILES=tiles,
+        GROUP=group,
+        FAST=logits.is_cuda,
+        num_warps=8,
+        **pdl(logits),
+    )
     pick(logits, w, tokens, True)
     return w
 
@@ -183,6 +206,20 @@ def first(
 def pick(logits: Tensor, w: DrawWork, tokens: Tensor, first: bool) -> None:
     """The candidate of each row that is OPEN; ``first``: of all rows, whatever ``state`` holds."""
     _pick[(len(logits),)](
-        logits, w.peak, w.score, w.index, w.known, tokens, w.state, w.slots, *w.columns, logits.stride(0),
-        logits.shape[1], TILES=w.tiles, P=w.p, FIRST=first, num_warps=1, **pdl(logits),
-    )  # fmt: skip
+        logits,
+        w.peak,
+        w.score,
+        w.index,
+        w.known,
+        tokens,
+        w.state,
+        w.slots,
+        *w.columns,
+        logits.stride(0),
+        logits.shape[1],
+        TILES=w.tiles,
+        P=w.p,
+        FIRST=first,
+        num_warps=1,
+        **pdl(logits),
+    )

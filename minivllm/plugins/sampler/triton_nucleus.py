@@ -93,7 +93,20 @@ def nucleus(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     for _ in range(ROUNDS):
         _check[(stripes, n)](logits, w.known, mass, w.state, logits.stride(0), width, **shape)
         _redraw[(stripes, n)](
-            logits, w.peak, w.score, w.index, w.known, mass, w.state, *w.rows, logits.stride(0), width,
-            TILES=w.tiles, P=triton.next_power_of_2(stripes), FAST=logits.is_cuda, maxnreg=80, **shape,
-        )  # fmt: skip
+            logits,
+            w.peak,
+            w.score,
+            w.index,
+            w.known,
+            mass,
+            w.state,
+            *w.rows,
+            logits.stride(0),
+            width,
+            TILES=w.tiles,
+            P=triton.next_power_of_2(stripes),
+            FAST=logits.is_cuda,
+            maxnreg=80,
+            **shape,
+        )
         pick(logits, w, tokens, False)

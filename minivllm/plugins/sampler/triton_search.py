@@ -129,7 +129,18 @@ def search(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     """Draw all rows that are not DONE; ``tokens`` holds the candidates of those that are OPEN."""
     n, width = logits.shape
     _search[(n,)](
-        logits, w.known, tokens, w.state, w.slots, w.columns[1], *w.rows, logits.stride(0), width,
-        CHUNK=min(CHUNK, triton.next_power_of_2(width)), BITS=16 if logits.dtype == torch.bfloat16 else 32,
-        FAST=logits.is_cuda, num_warps=16, **pdl(logits),
-    )  # fmt: skip
+        logits,
+        w.known,
+        tokens,
+        w.state,
+        w.slots,
+        w.columns[1],
+        *w.rows,
+        logits.stride(0),
+        width,
+        CHUNK=min(CHUNK, triton.next_power_of_2(width)),
+        BITS=16 if logits.dtype == torch.bfloat16 else 32,
+        FAST=logits.is_cuda,
+        num_warps=16,
+        **pdl(logits),
+    )

@@ -137,8 +137,27 @@ def few(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     g, room = triton.next_power_of_2(groups), min(ROOM, triton.next_power_of_2(width))
     make = lambda width, dtype=torch.int32: torch.empty(n, width, dtype=dtype, device=logits.device)  # noqa: E731
     _few[(n,)](
-        logits, w.top, make(g), make(room, torch.float32), make(room), w.known, tokens, w.state, w.slots, w.columns[1],
-        *w.rows, logits.stride(0), width, GROUP=w.group, GROUPS=groups, G=g, ROOM=room, MOST=MOST,
-        BITS=16 if logits.dtype == torch.bfloat16 else 32, FAST=logits.is_cuda, num_warps=8, maxnreg=128,
+        logits,
+        w.top,
+        make(g),
+        make(room, torch.float32),
+        make(room),
+        w.known,
+        tokens,
+        w.state,
+        w.slots,
+        w.columns[1],
+        *w.rows,
+        logits.stride(0),
+        width,
+        GROUP=w.group,
+        GROUPS=groups,
+        G=g,
+        ROOM=room,
+        MOST=MOST,
+        BITS=16 if logits.dtype == torch.bfloat16 else 32,
+        FAST=logits.is_cuda,
+        num_warps=8,
+        maxnreg=128,
         **pdl(logits),
-    )  # fmt: skip
+    )

@@ -71,9 +71,14 @@ class Acceptor:
     """
 
     def __init__(
-        self, bound: socket.socket, make: Callable[[], Any], connections: Iterable[Any], room: int,
-        context: ssl.SSLContext | None = None, seconds: float = 10.0,
-    ) -> None:  # fmt: skip
+        self,
+        bound: socket.socket,
+        make: Callable[[], Any],
+        connections: Iterable[Any],
+        room: int,
+        context: ssl.SSLContext | None = None,
+        seconds: float = 10.0,
+    ) -> None:
         """``seconds``: for a TLS handshake."""
         self._bound, self._make, self._connections, self.room = bound, make, connections, room
         self._tls: dict[str, Any] = {} if context is None else {"ssl": context}

@@ -20,11 +20,19 @@ MOST_VALUES = 1 << 17  # beside the token ids of a prompt
 MOST_IN_FIELD = 4096  # values of any field but these
 MOST_IN = {"allowed_token_ids": MOST_VALUES} | dict.fromkeys(
     (  # the last two lines: forms of the text under the names of other servers
-        "messages", "tools", "structured_outputs", "response_format",
-        "guided_json", "guided_choice", "guided_grammar", "json_schema", "grammar", "format",
+        "messages",
+        "tools",
+        "structured_outputs",
+        "response_format",
+        "guided_json",
+        "guided_choice",
+        "guided_grammar",
+        "json_schema",
+        "grammar",
+        "format",
     ),
     1 << 16,
-)  # fmt: skip
+)
 IDS = ("prompt", "tokens")  # fields of which token ids are counted by those who read them
 OPEN, SHUT = (ord("["), ord("{")), (ord("]"), ord("}"))
 

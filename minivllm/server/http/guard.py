@@ -86,9 +86,16 @@ class Guard:
             more: Any = {"client_id": echoed} if echoed != request_id else {}
             polled = status in (200, 503) and asked_path(scope) in POLLED
             logs.event(
-                "request", logging.DEBUG if polled else logging.INFO, request_id=request_id, **more,
-                method=scope["method"], path=path, status=status, ms=round(1e3 * seconds, 1), **state["log"],
-            )  # fmt: skip
+                "request",
+                logging.DEBUG if polled else logging.INFO,
+                request_id=request_id,
+                **more,
+                method=scope["method"],
+                path=path,
+                status=status,
+                ms=round(1e3 * seconds, 1),
+                **state["log"],
+            )
 
     async def _socket(self, scope: Any, receive: Any, send: Any) -> None:
         """A WebSocket: its key may come later, so the route looks at it."""

@@ -49,9 +49,12 @@ def encode(event: Any) -> bytes:
 
 
 async def supervise(
-    work: Coroutine[Any, Any, Any], receive: Any, door: Door, seconds: float,
+    work: Coroutine[Any, Any, Any],
+    receive: Any,
+    door: Door,
+    seconds: float,
     look: Callable[[], Coroutine[Any, Any, None]] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """The result of ``work``.  Gone if the client leaves first, ApiError if it takes longer than ``seconds`` (408) or
     the server ends (503).  ``look`` is called now and then; what it raises ends the work too."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))

@@ -146,9 +146,13 @@ class FrameClient:
         stream.prompt = ids
         accepted = asyncio.get_running_loop().create_future()
         header = {
-            "number": number, "id": request_id, "params": wire, "arrival": stream.metrics.arrival_time,
-            "watch": pieces or bool(params.stop), "owner": owner,
-        }  # fmt: skip
+            "number": number,
+            "id": request_id,
+            "params": wire,
+            "arrival": stream.metrics.arrival_time,
+            "watch": pieces or bool(params.stop),
+            "owner": owner,
+        }
         try:
             self._send("add", header, {"prompt": ids})
         except (TypeError, ValueError) as e:
@@ -216,9 +220,12 @@ class FrameClient:
 
     def tables(self) -> dict[str, int]:
         return {
-            "streams": len(self._streams), "ids": len(self._ids), "accepting": len(self._accepting),
-            "asked": len(self._asked), "read": len(self._read),
-        }  # fmt: skip
+            "streams": len(self._streams),
+            "ids": len(self._ids),
+            "accepting": len(self._accepting),
+            "asked": len(self._asked),
+            "read": len(self._read),
+        }
 
     async def reset_prefix_cache(self) -> bool:
         return await self._ask("reset_prefix_cache")

@@ -41,9 +41,12 @@ class Compiling:
     """
 
     def __init__(
-        self, find: Callable[[Any], Any], compile: Callable[[Any], Any], workers: int,
+        self,
+        find: Callable[[Any], Any],
+        compile: Callable[[Any], Any],
+        workers: int,
         stop: Callable[[Any], None] = lambda params: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._find, self._compile, self._stop = find, compile, stop
         self._workers, self._most = workers, max(workers - 1, 1)
         self._pool = ThreadPoolExecutor(workers, "minivllm-compile")

@@ -421,14 +421,20 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
     most = engine.capacity.vocab_size if w.max_logprobs < 0 else w.max_logprobs
     several = {"strategy": resolved.strategies, "hooks": resolved.hooks}
     return {
-        "model": config.model, "max_model_len": w.max_model_len, "vocab_size": engine.capacity.vocab_size,
-        "kv_tokens": room * w.block, "max_num_seqs": w.max_num_seqs, "max_logprobs": most,
+        "model": config.model,
+        "max_model_len": w.max_model_len,
+        "vocab_size": engine.capacity.vocab_size,
+        "kv_tokens": room * w.block,
+        "max_num_seqs": w.max_num_seqs,
+        "max_logprobs": most,
         "selections": {seam: part.name for seam, part in resolved.parts.items()}
         | {seam: [part.name for part in parts] for seam, parts in several.items() if parts},
-        "version": minivllm.__version__, "reads": sorted(reads),
-        "device": w.device, "dtype": w.dtype,
+        "version": minivllm.__version__,
+        "reads": sorted(reads),
+        "device": w.device,
+        "dtype": w.dtype,
         "tokenizer": None if config.skip_tokenizer_init else config.tokenizer or w.model_dir,
-    }  # fmt: skip
+    }
 
 
 def error_from(name: str, message: str, param: str | None = None) -> Exception:

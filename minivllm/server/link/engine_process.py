@@ -185,9 +185,12 @@ def loaded_to_json(loaded: Any) -> dict[str, Any]:
     """A configuration as JSON, for ``loaded_from_json``; ``[run]`` is not the engine's."""
     engine = loaded.engine.model_dump(mode="json", exclude_unset=True)
     return {
-        "engine": engine, "sampling": dict(loaded.sampling), "origins": dict(loaded.origins),
-        "requires": list(loaded.requires), "files": list(loaded.files),
-    }  # fmt: skip
+        "engine": engine,
+        "sampling": dict(loaded.sampling),
+        "origins": dict(loaded.origins),
+        "requires": list(loaded.requires),
+        "files": list(loaded.files),
+    }
 
 
 def loaded_from_json(told: dict[str, Any]) -> Any:
@@ -195,6 +198,9 @@ def loaded_from_json(told: dict[str, Any]) -> Any:
     from minivllm.config import EngineConfig, Loaded
 
     return Loaded(
-        EngineConfig(**told["engine"]), told["sampling"], origins=told["origins"], requires=tuple(told["requires"]),
+        EngineConfig(**told["engine"]),
+        told["sampling"],
+        origins=told["origins"],
+        requires=tuple(told["requires"]),
         files=tuple(told["files"]),
-    )  # fmt: skip
+    )

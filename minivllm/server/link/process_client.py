@@ -78,9 +78,12 @@ class ProcessClient(FrameClient):
         pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         try:
             self._child = await asyncio.create_subprocess_exec(
-                *argv, stdin=null, stdout=pipe, stderr=asyncio.subprocess.STDOUT,
+                *argv,
+                stdin=null,
+                stdout=pipe,
+                stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), read_end),
-            )  # fmt: skip
+            )
         except BaseException:
             ours.close()
             raise

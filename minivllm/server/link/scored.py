@@ -87,8 +87,14 @@ class Scored(Sequence[dict[int, Logprob]]):
     def pack(self) -> list[bytes]:
         """Buffers: tokens, chosen, rank, how many of the best, top_ids, top."""
         sizes = np.diff(np.frombuffer(self.ends, np.int64)).astype(np.int32)
-        return [self.tokens.tobytes(), self.chosen.tobytes(), self.rank.tobytes(), sizes.tobytes(),
-                self.top_ids.tobytes(), self.top.tobytes()]  # fmt: skip
+        return [
+            self.tokens.tobytes(),
+            self.chosen.tobytes(),
+            self.rank.tobytes(),
+            sizes.tobytes(),
+            self.top_ids.tobytes(),
+            self.top.tobytes(),
+        ]
 
     @classmethod
     def unpack(cls, columns: Iterable[Any], spell: Spell | None = None) -> Scored:

@@ -42,9 +42,12 @@ def process(trim: bool) -> dict[str, Any]:
             with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children", "rb") as file:
                 children += [int(pid) for pid in file.read().split()]
     return {
-        "pid": os.getpid(), "rss_bytes": rss_bytes(), "fds": fds, "threads": threading.active_count(),
+        "pid": os.getpid(),
+        "rss_bytes": rss_bytes(),
+        "fds": fds,
+        "threads": threading.active_count(),
         "children": None if children is None else sorted(children),
-    }  # fmt: skip
+    }
 
 
 def engine(loop: EngineLoop, trim: bool) -> dict[str, Any]:
@@ -59,18 +62,28 @@ def engine(loop: EngineLoop, trim: bool) -> dict[str, Any]:
         for pool in made.cache.pools
     ]
     tables = {
-        "requests": len(made.requests), "in_flight": len(made.in_flight), "rows": len(made.slots.running),
-        "waiting": made.planner.n_waiting, "reserved": int(made.planner.reserved), "live": len(loop.live),
-        "compiling": len(loop.compiling), "arriving": len(loop.arriving),
-    }  # fmt: skip
+        "requests": len(made.requests),
+        "in_flight": len(made.in_flight),
+        "rows": len(made.slots.running),
+        "waiting": made.planner.n_waiting,
+        "reserved": int(made.planner.reserved),
+        "live": len(loop.live),
+        "compiling": len(loop.compiling),
+        "arriving": len(loop.arriving),
+    }
     counts = {"accepted": loop.accepted, "finished": made.finished}
     taken = None  # an executor may not know
     with contextlib.suppress(NotImplementedError, EngineDeadError):
         taken = made.call("kv_resident")
     memory = {"kv_resident_bytes": taken, "grammar_bytes": getattr(made.grammars, "bytes", 0)}
     return {
-        "fault": fault, "pools": pools, "tables": tables, "counts": counts, "memory": memory, "process": process(trim)
-    }  # fmt: skip
+        "fault": fault,
+        "pools": pools,
+        "tables": tables,
+        "counts": counts,
+        "memory": memory,
+        "process": process(trim),
+    }
 
 
 async def of(service: Service, trim: bool) -> dict[str, Any]:

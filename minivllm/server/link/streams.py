@@ -48,10 +48,16 @@ class Stream(RequestText):
     """
 
     def __init__(
-        self, number: int, request_id: str, prompt_tokens: int, params: SamplingParams, tokenizer: Tokenizer | None,
-        drop: Callable[[Stream], None], cut: Callable[[Stream, int, str], None],
+        self,
+        number: int,
+        request_id: str,
+        prompt_tokens: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        drop: Callable[[Stream], None],
+        cut: Callable[[Stream, int, str], None],
         read: set[Stream],
-    ) -> None:  # fmt: skip
+    ) -> None:
         branches = params.n if params.beam_width is not None else params.width  # beams come when they are chosen
         super().__init__(params, tokenizer, branches, time.monotonic(), scored=False)
         self.number, self.request_id, self.prompt_tokens = number, request_id, prompt_tokens
@@ -139,9 +145,14 @@ class Stream(RequestText):
     # ---- who fills it --------------------------------------------------------------------------------------------
 
     def feed(
-        self, sample: int, ids: Sequence[int], reason: FinishReason | None = None, stop_token: int | None = None,
-        logprobs: Scored | None = None, error: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample: int,
+        ids: Sequence[int],
+        reason: FinishReason | None = None,
+        stop_token: int | None = None,
+        logprobs: Scored | None = None,
+        error: str | None = None,
+    ) -> None:
         """Accepted tokens of a branch, and why it has ended if it has; ``stop_token`` is the id that ended it where
         that is not an end-of-sequence token.  Ignored if the branch has ended."""
         if reason is None and sample in self.open and self.texts[sample].plain:

@@ -84,9 +84,15 @@ class Chat:
         self.top = body.top_logprobs or 0
         form = whole_form(body, self.tools)
         self.params = make_params(
-            body, self.passed, self.top if body.logprobs else None, form, self.state, service.client.info,
-            service.server, service.defaults,
-        )  # fmt: skip
+            body,
+            self.passed,
+            self.top if body.logprobs else None,
+            form,
+            self.state,
+            service.client.info,
+            service.server,
+            service.defaults,
+        )
         check_branches(service, 1, self.params)
         as_ids = bool(body.return_tokens_as_token_ids)
         self.speller = logprobs.Speller(service.tokens.tokenizer, as_ids, self.params.detokenize)
@@ -101,9 +107,16 @@ class Chat:
         streams = await open_streams(service, held, self.state, asks, bool(self.body.stream))
         object = "chat.completion.chunk" if self.body.stream else "chat.completion"
         return Answer(
-            service, f"chatcmpl-{self.state['request_id']}", object, self.model, streams, self.n, *self.usage,
-            self.warnings, {"prompt_token_ids": ids} if self.body.return_token_ids else {},
-        )  # fmt: skip
+            service,
+            f"chatcmpl-{self.state['request_id']}",
+            object,
+            self.model,
+            streams,
+            self.n,
+            *self.usage,
+            self.warnings,
+            {"prompt_token_ids": ids} if self.body.return_token_ids else {},
+        )
 
     def _reader(self) -> Reader:
         return Reader(self.tools, tools.parser_of(self.service.server.tool_parser))

@@ -107,9 +107,16 @@ class Completion:
             asks.append((ids, for_most[most]))
         streams = await open_streams(service, held, self.state, asks, bool(body.stream))
         return Answer(
-            service, f"cmpl-{self.state['request_id']}", "text_completion", self.model, streams, self.n, *self.usage,
-            self.warnings, hidden=self.only_scores,
-        )  # fmt: skip
+            service,
+            f"cmpl-{self.state['request_id']}",
+            "text_completion",
+            self.model,
+            streams,
+            self.n,
+            *self.usage,
+            self.warnings,
+            hidden=self.only_scores,
+        )
 
     def _shorter(self, text: str) -> str:
         return text if self.kept is None else self.service.tokens.shorten(text, self.body.truncation_side)
@@ -189,9 +196,14 @@ class Completion:
                 yield from self._told(number, piece.text, piece.logprobs, self._rows[number], (reason, stop), more)
 
     def _told(
-        self, number: int, text: str, rows: Scored | None, placed: Placed | None, end: tuple[Any, Any],
+        self,
+        number: int,
+        text: str,
+        rows: Scored | None,
+        placed: Placed | None,
+        end: tuple[Any, Any],
         more: dict[str, Any],
-    ) -> Iterator[dict[str, Any]]:  # fmt: skip
+    ) -> Iterator[dict[str, Any]]:
         """The choices that say ``text``, and then the rest of its scores, a few at a time."""
         parts = [] if rows is None else list(rows.parts(SCORES))
         for low, high in parts or [(0, 0)]:

@@ -121,9 +121,11 @@ class Answer:
         completion = sum(s.completion_tokens for s in self.streams) if told is None else told
         completion = 0 if self.hidden else completion
         return {
-            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in self.streams)},
-        }  # fmt: skip
+        }
 
     async def take(self) -> list[tuple[int, TextPiece]]:
         """(number of the choice, piece) of all that is there, once something is; [] at the end.  ApiError (500) if the
@@ -273,9 +275,12 @@ def seconds_of(service: Service, asked: float | None) -> float:
 
 
 async def open_streams(
-    service: Service, held: AsyncExitStack, state: dict[str, Any], prompts: Sequence[tuple[Any, SamplingParams]],
+    service: Service,
+    held: AsyncExitStack,
+    state: dict[str, Any],
+    prompts: Sequence[tuple[Any, SamplingParams]],
     pieces: bool,
-) -> list[Stream]:  # fmt: skip
+) -> list[Stream]:
     """One stream a prompt, closed by ``held``.  The error of the first that is refused; then none stays."""
     client, request_id, log = service.client, state["request_id"], state["log"]
     log.update(prompt_tokens=sum(len(ids) for ids, _ in prompts), completion_tokens=0)  # if it goes before it begins

@@ -25,9 +25,15 @@ SHAPES = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))
 
 
 def make_params(
-    body: Any, more: Mapping[str, Any], logprobs: int | None, form: Mapping[str, Any] | None, state: Mapping[str, Any],
-    info: EngineInfo, server: ServerConfig, defaults: Mapping[str, Any],
-) -> SamplingParams:  # fmt: skip
+    body: Any,
+    more: Mapping[str, Any],
+    logprobs: int | None,
+    form: Mapping[str, Any] | None,
+    state: Mapping[str, Any],
+    info: EngineInfo,
+    server: ServerConfig,
+    defaults: Mapping[str, Any],
+) -> SamplingParams:
     """``more`` are fields that have been looked at, ``logprobs`` and ``form`` (structured outputs) what the protocol
     made of its own; ``state`` has ``tenant`` and ``trace`` of who asks; ``defaults`` is the ``[sampling]`` table of
     the configuration.  ``max_tokens`` is left to ``fit``.  ApiError or RequestError for what is out of range."""

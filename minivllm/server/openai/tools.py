@@ -165,10 +165,14 @@ class Tools:
         for number, tool in enumerate(self.listed):
             function = tool["function"]
             definitions[f"t{number}"] = _moved(_parameters(function), f"#/$defs/t{number}")
-            calls.append({
-                "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
-                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/t{number}"}},
-            })  # fmt: skip
+            calls.append(
+                {
+                    "type": "object",
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                    "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/t{number}"}},
+                }
+            )
         schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
         if not self.parallel:
             schema["maxItems"] = 1

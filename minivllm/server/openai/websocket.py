@@ -247,9 +247,15 @@ class Connection:
                 log["gone"] = True
             status = last["error"]["code"] if last["type"] == "error" else 200
             logs.event(
-                "request", request_id=state["request_id"], client_id=errors.printable(ident), path=PATH, kind=kind,
-                status=status, ms=round(1e3 * (time.monotonic() - start), 1), **log,
-            )  # fmt: skip
+                "request",
+                request_id=state["request_id"],
+                client_id=errors.printable(ident),
+                path=PATH,
+                kind=kind,
+                status=status,
+                ms=round(1e3 * (time.monotonic() - start), 1),
+                **log,
+            )
         await self._say_last(last)
         del self.running[ident]
 

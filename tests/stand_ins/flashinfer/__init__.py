@@ -11,10 +11,23 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self.backend, self.plans = backend, 0
 
     def plan(
-        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
-        head_dim_qk, page_size, head_dim_vo=None, causal=False, sm_scale=None, window_left=-1, logits_soft_cap=None,
-        q_data_type="float16", kv_data_type=None,
-    ):  # fmt: skip
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        head_dim_vo=None,
+        causal=False,
+        sm_scale=None,
+        window_left=-1,
+        logits_soft_cap=None,
+        q_data_type="float16",
+        kv_data_type=None,
+    ):
         host = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
         check_i32(*host, paged_kv_indices)
         assert all(t.device.type == "cpu" for t in host), "a plan on the device's tensors waits for the device"

@@ -6,9 +6,22 @@ SEMAPHORES = 8 << 20  # bytes at the start of the workspace
 
 
 def xqa_batch_decode_with_kv_cache(
-    query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0, bmm2_scale=1.0,
-    window_left=-1, out=None, sinks=None, kv_layout="NHD", enable_pdl=None, q_len_per_req=1, o_scale=1.0,
-):  # fmt: skip
+    query,
+    kv_cache,
+    workspace_buffer,
+    block_tables,
+    seq_lens,
+    max_seq_len,
+    bmm1_scale=1.0,
+    bmm2_scale=1.0,
+    window_left=-1,
+    out=None,
+    sinks=None,
+    kv_layout="NHD",
+    enable_pdl=None,
+    q_len_per_req=1,
+    o_scale=1.0,
+):
     k, v = kv_cache
     check_cache(query, k, v)
     check_i32(block_tables, seq_lens)

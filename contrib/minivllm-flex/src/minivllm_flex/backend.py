@@ -88,9 +88,7 @@ class Flex(AttentionBackend):
         cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}  # blocks of one token
         k, v = self.ctx.kv_format.load(cache, batch.slots, q.dtype)
         args = (q.view(rows, -1, spec.heads, spec.dim_qk).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        more = dict(
-            score_mod=score_mod(spec, batch), scale=spec.softmax_scale, enable_gqa=spec.heads != spec.kv_heads
-        )  # fmt: skip
+        more = dict(score_mod=score_mod(spec, batch), scale=spec.softmax_scale, enable_gqa=spec.heads != spec.kv_heads)
         if not (lse or spec.sinks):
             return self.flex(*args, **more).transpose(1, 2).flatten(0, 1), None
         o, aux = self.flex(*args, **more, return_aux=AuxRequest(lse=True))

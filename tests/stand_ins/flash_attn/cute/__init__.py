@@ -10,10 +10,28 @@ def key_tiles(dim, local):
 
 
 def flash_attn_varlen_func(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
-    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
-    window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, return_lse=False,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    min_seqlen_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    gather_kv_indices=None,
+    page_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    learnable_sink=None,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    return_lse=False,
+):
     check_cache(q, k, v)
     check_i32(cu_seqlens_q, seqused_k, page_table)
     batch, page, local = len(cu_seqlens_q) - 1, k.shape[1], window_size[0] is not None

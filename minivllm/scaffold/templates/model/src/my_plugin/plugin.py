@@ -81,9 +81,7 @@ class Block:
         bias = cfg.attention_bias
         self.norm1 = parts.norm(name + "norm1", hidden, eps)
         # full sizes everywhere: "column" splits the outputs over the processes, "row" the inputs
-        self.qkv = parts.linear(
-            name + "attn.qkv", hidden, [("q", q), ("k", kv), ("v", kv)], bias=bias, split="column"
-        )  # fmt: skip
+        self.qkv = parts.linear(name + "attn.qkv", hidden, [("q", q), ("k", kv), ("v", kv)], bias=bias, split="column")
         self.attn = parts.attention(i, spec)
         self.o = parts.linear(name + "attn.o", q, [("", hidden)], bias=bias, split="row")
         self.norm2 = parts.norm(name + "norm2", hidden, eps)
