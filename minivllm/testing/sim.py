@@ -37,13 +37,15 @@ def logprobs_after(history: np.ndarray) -> np.ndarray:
 
 
 def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) -> tuple[list[int], str]:
-    """What the engine must give: token ids and finish reason."""
+    """What the engine must give: token ids and finish reason.  A ``choose_fn`` is taken for one that chooses the
+    likeliest token, which without it the first sample alone draws."""
     tokens = list(prompt)
     end = min(len(tokens) + params.max_tokens, max_len)
+    drawn_as = np.array([0 if params.choose_fn is not None else sample])
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
     while True:
         h = hash_of(np.array(tokens))
-        t = int(MODEL.draw(h, np.array([sample]))[0])
+        t = int(MODEL.draw(h, drawn_as)[0])
         if t in stops and len(tokens) < len(prompt) + params.min_tokens:
             t = next(i for i in MODEL.at_rank(h, np.arange(VOCAB)).tolist() if i not in stops)
         tokens.append(t)

@@ -16,7 +16,7 @@ from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
 from minivllm.structured.service import Grammars, NoGrammars
 
-TESTS = Path(__file__).parents[1]
+HERE = Path(__file__).parent
 
 
 # ---- compilation under limits ----------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class Threads(Fake):
 
 @pytest.fixture
 def fake(monkeypatch, request):
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     monkeypatch.setenv("PYTHONPATH", path)
     part = Part("test/fake", f"test_grammars:{getattr(request, 'param', 'Fake')}")
     made = Grammars(part, lambda: GrammarContext((b"a", b""), 2, (1,)), 0.6, 512, 100)
