@@ -100,8 +100,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 _SEAMS + "executor:Executor",
                 facts=("device", "tensor_parallel_size"),
                 traits={
+                    "unused": "seams that it does not run, with spaces between: a plug-in chosen for one is refused",
                     "made_up": "it computes no model: target of a function (token ids, vocabulary) that gives the "
-                    "logits f32 [V] of the next token, which the conformance kit compares with instead"
+                    "logits f32 [V] of the next token, which the conformance kit compares with instead",
                 },
             ),
             Kind(

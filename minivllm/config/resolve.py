@@ -24,6 +24,7 @@ from minivllm.validation import begins, source_of
 
 from .explanation import Explanation
 from .kv_groups import group_layers
+from .unused import refuse_unused
 from .values import PluginChoice
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ class _Fold:
         checkpoint = open_checkpoint(self._resolve_model(hooks))
         device = self._device()
         invariant = self._invariant(device)
-        self._pick("executor", config.executor, ("device",), {"tensor_parallel_size": config.tensor_parallel_size})
+        size = {"tensor_parallel_size": config.tensor_parallel_size}
+        refuse_unused(config, self._pick("executor", config.executor, ("device",), size), self.origins)
         dtype, why = choose_dtype(config.dtype, checkpoint.dtype, device)
         self._learn("dtype", dtype, f"{dtype} ({why})")
         specs, hf_config = self._model(checkpoint, invariant)
@@ -429,11 +431,9 @@ class _Fold:
 
 def make_part(registry: Registry, chosen: Candidate, choice: PluginChoice, at: str, origins: Mapping[str, str]) -> Part:
     """Check the options and write down the choice as data."""
-    assert chosen.spec is not None
-    path = f"{at}.options"
+    spec, path = chosen.require_spec(), f"{at}.options"
     options = registry.options(chosen, choice.options, path, origins)
     values = {} if options is None else options.model_dump(mode="json")
-    spec = chosen.spec
     return Part(
         chosen.entry.label,
         spec.impl,

@@ -22,6 +22,11 @@ class Candidate:
     def suitable(self) -> bool:
         return self.spec is not None and not self.reasons
 
+    def require_spec(self) -> Spec:
+        """Of one that was chosen."""
+        assert self.spec is not None
+        return self.spec
+
     @property
     def rank(self) -> tuple[int, str]:
         return (-(self.spec.priority if self.spec else 0), self.entry.label)

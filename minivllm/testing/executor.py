@@ -82,7 +82,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorRows):
                 num_kvcache_blocks=BLOCKS,
                 tensor_parallel_size=self.sizes()[0],
                 processors=[f"{TARGETS}:Faulty", f"{TARGETS}:CountingProcessor"],
-                attention=f"{TARGETS}:FaultyAttention",
+                attention=self.attention,
                 allow_targets=[TARGETS, *own],
                 executor={"name": self.plugin, "options": dict(self.options)},
             )

@@ -12,6 +12,7 @@ import torch
 from minivllm.registry import import_target
 
 from .driver import logits_after, tiny
+from .faulty import TARGETS
 from .spec import SpecConformance
 
 
@@ -23,6 +24,12 @@ class ExecutorReference(SpecConformance):
         """The function (token ids, vocabulary) -> logits of an executor that computes no model; None of others."""
         target = self.spec.traits.get("made_up")
         return None if target is None else import_target(target)
+
+    @property
+    def attention(self) -> str:
+        """A back end that can be told to fail; no choice for an executor that runs none."""
+        unused = str(self.spec.traits.get("unused", "")).split()
+        return "auto" if "attention" in unused else f"{TARGETS}:FaultyAttention"
 
     def need_model(self) -> None:
         """Skip the test if there is none: no processor and no attention back end runs that could fail."""

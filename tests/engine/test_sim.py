@@ -12,6 +12,7 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.config import EngineConfig
 from minivllm.config.resolve import resolve
+from minivllm.errors import ConfigError
 from minivllm.plugins.executor.made_up import Histories, MadeUpModel, hash_of, logits_after
 from minivllm.registry import Catalog
 from minivllm.testing import ExecutorConformance
@@ -140,6 +141,16 @@ def test_what_a_processor_honours_is_refused_by_its_name(llm):
 def test_nobody_gets_made_up_tokens_unasked():
     config = EngineConfig(model="pocket", device="cpu")
     assert resolve(config, Catalog.discover()).parts["executor"].name == "minivllm/local"
+
+
+@pytest.mark.parametrize(
+    "option, name", [("attention", "sdpa"), ("kv_format", "plain"), ("quantizer", "int8"), ("sampler", "mirostat")]
+)
+def test_a_part_that_would_not_run_is_refused_by_its_option(option, name):
+    parts = {option: name, "executor": "sim"}
+    with pytest.raises(ConfigError, match=rf"{option}={name} with executor=sim.*leave {option} out"):
+        resolve(EngineConfig(model="pocket", device="cpu", **parts), Catalog.discover())
+    assert resolve(EngineConfig(model="pocket", device="cpu", executor="sim"), Catalog.discover())
 
 
 def test_it_is_imported_without_torch():

@@ -16,5 +16,8 @@ SIM = Spec(
     options="minivllm.plugins.executor.options:SimOptions",
     priority=-100,  # nobody gets made-up tokens who has not asked for them
     limits={"device": ANY, "tensor_parallel_size": {1}},
-    traits={"made_up": "minivllm.plugins.executor.made_up:logits_after"},
+    traits={
+        "made_up": "minivllm.plugins.executor.made_up:logits_after",
+        "unused": "attention kvformat quantizer sampler",
+    },
 )
