@@ -362,7 +362,7 @@ class Spec:
             ("prefer", isinstance(self.prefer, Mapping), "a dict of fact -> value"),
             ("traits", isinstance(self.traits, Mapping), "a dict"),
             ("params", _tuple_of(self.params, Param), "(Param(...),)"),
-            ("check", self.check is None or callable(self.check), "a function (Request) -> [Reason]"),
+            ("check", self.check is None or callable(self.check), "a function (PluginQuery) -> [Reason]"),
         ):
             if not well:
                 raise TypeError(f"Spec {name}={getattr(self, name)!r}: want {want}")

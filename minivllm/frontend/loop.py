@@ -29,25 +29,25 @@ class Inbox(Generic[T]):
     def __init__(self) -> None:
         self._urgent: deque[T] = deque()  # overtakes the rest
         self._items: deque[T] = deque()
-        self._came = threading.Condition()
+        self._arrived = threading.Condition()
         self.closed = False
 
     def put(self, item: T, urgent: bool = False) -> bool:
         """False if it is closed."""
-        with self._came:
+        with self._arrived:
             if not self.closed:
                 (self._urgent if urgent else self._items).append(item)
-                self._came.notify()
+                self._arrived.notify()
             return not self.closed
 
     def take(self) -> T | None:
         """The next one, or None."""
-        with self._came:
+        with self._arrived:
             return self._urgent.popleft() if self._urgent else self._items.popleft() if self._items else None
 
     def remove(self, wanted: Callable[[T], bool]) -> T | None:
         """Take out the first that is not urgent and is ``wanted``."""
-        with self._came:
+        with self._arrived:
             found = next(filter(wanted, self._items), None)
             if found is not None:
                 self._items.remove(found)
@@ -55,14 +55,14 @@ class Inbox(Generic[T]):
 
     def wait(self, seconds: float | None) -> None:
         """Until there is something, or it is closed, at most that long; None: however long."""
-        with self._came:
+        with self._arrived:
             if not (self._urgent or self._items or self.closed) and seconds != 0.0:
-                self._came.wait(seconds)
+                self._arrived.wait(seconds)
 
     def close(self) -> None:
-        with self._came:
+        with self._arrived:
             self.closed = True
-            self._came.notify()
+            self._arrived.notify()
 
 
 class TurnLoop:

@@ -249,7 +249,7 @@ def test_a_needed_version_is_that_of_the_package_that_brings_a_module_of_another
         ({"needs": Needs("json")},
          "Spec needs=Needs(module='json', version='', install='', dist=''): want (Needs(...),)"),
         ({"priority": "high"}, "Spec priority='high': want a whole number"),
-        ({"check": True}, "Spec check=True: want a function (Request) -> [Reason]"),
+        ({"check": True}, "Spec check=True: want a function (PluginQuery) -> [Reason]"),
     ],
 )  # fmt: skip
 def test_a_spec_of_the_wrong_form_fails_where_it_is_written(wrong, message):

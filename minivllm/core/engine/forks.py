@@ -35,7 +35,7 @@ def fork_ready(planner: Planner) -> None:
         if seq is None:
             continue  # preempted a moment ago to make room for another's branches
         at = int(s.computed[slot])
-        if at < s.goal[slot] or s.in_flight[slot]:
+        if at < s.schedulable[slot] or s.in_flight[slot]:
             continue  # what the branches share must be there, not merely planned
         beams = seq.request.beams
         branches = seq.branches if beams is None else beams.seqs[1 : len(beams.live)]
@@ -54,7 +54,7 @@ def fork_ready(planner: Planner) -> None:
                 planner.cache.fork(slot, beam.slot, at)
                 s.ready[beam.slot] = True
                 planner.joins.append((beam.slot, beam))  # its tokens are its own, so it joins
-        s.forking[slot], s.goal[slot] = False, s.known[slot]
+        s.forking[slot], s.schedulable[slot] = False, s.known[slot]
 
 
 def room_for(planner: Planner, slot: int, copies: int) -> bool:
@@ -74,7 +74,7 @@ def enter_beams(planner: Planner, beams: Beams) -> None:
         slot = s.enter(seq)
         s.id[slot], s.ready[slot], seq.status = s.id[first.slot], False, RUNNING
     if len(beams.live) > 1:
-        s.forking[first.slot], s.goal[first.slot] = True, beams.common()
+        s.forking[first.slot], s.schedulable[first.slot] = True, beams.common()
 
 
 def apply_pending(planner: Planner) -> None:
@@ -127,7 +127,7 @@ def apply(planner: Planner, beams: Beams) -> None:
     for beam, node in step.append:
         slot = seqs[beam].slot
         s.tokens[slot, n] = node.token
-        s.known[slot] = s.goal[slot] = s.collected[slot] = n + 1
+        s.known[slot] = s.schedulable[slot] = s.collected[slot] = n + 1
         s.ready[slot] = True
         planner.chosen.append((slot, node.token))
     beams.applied()

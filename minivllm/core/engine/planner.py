@@ -166,7 +166,7 @@ class Planner:
     def need(self, run: np.ndarray) -> np.ndarray:
         """Tokens that each row has to compute; 0 where it has to wait."""
         s, at = self.slots, run.astype(np.intp)
-        return (s.goal.take(at) - s.computed.take(at)) * (s.ready.take(at) & (s.known.take(at) < s.end.take(at)))
+        return (s.schedulable.take(at) - s.computed.take(at)) * (s.ready.take(at) & (s.known.take(at) < s.end.take(at)))
 
     def _decode(self) -> np.ndarray:
         """Rows that lack one token, with the blocks for it; preempts where there are none."""
@@ -311,7 +311,7 @@ class Planner:
                 break  # nobody overtakes the first that has no room
             seq.request.scheduled = seq.request.scheduled or now
             party = seq.request.party
-            want = min(int(s.goal[seq.slot] - s.computed[seq.slot]), parts.most(party))
+            want = min(int(s.schedulable[seq.slot] - s.computed[seq.slot]), parts.most(party))
             if want > 0:
                 new[seq.slot], blocks = self._room(seq.slot, want, promised)
                 promised += blocks
@@ -359,7 +359,7 @@ class Planner:
             self.cache.reserve(slot, upto)
         if seq.branches:
             self.reserved += len(seq.branches)
-            s.forking[slot], s.goal[slot] = True, s.prompt[slot] - 1
+            s.forking[slot], s.schedulable[slot] = True, s.prompt[slot] - 1
         if beams is not None:
             enter_beams(self, beams)
         return True
@@ -394,11 +394,11 @@ class Planner:
         samples = np.flatnonzero(draws)
         drawn = at[samples]
         late, host = s.late.take(drawn), s.host.take(drawn)
-        s.known[drawn] = s.goal[drawn] = s.known.take(drawn) + ~host
+        s.known[drawn] = s.schedulable[drawn] = s.known.take(drawn) + ~host
         s.ready[drawn] = ~(host | s.speculates.take(drawn)) if ahead else ~host  # a late row's mask comes in time
         if len(draft):
             mine = at[draft > 0]
-            s.known[mine] = s.goal[mine] = after[draft > 0] + 1  # at most: see Publisher._take_back
+            s.known[mine] = s.schedulable[mine] = after[draft > 0] + 1  # at most: see Publisher._take_back
             s.drafting[mine] = True
         chosen = np.flatnonzero(host).astype(np.int32)
         beam = s.beam[drawn[chosen]]

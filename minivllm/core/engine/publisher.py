@@ -149,7 +149,7 @@ class Publisher:
         The blocks stay with the row, which fills them next."""
         s, plan = self.slots, flight.plan
         slots = plan.slots[heads]
-        s.known[slots] = s.goal[slots] = s.collected[slots] = plan.computed[heads] + 1 + got[heads]
+        s.known[slots] = s.schedulable[slots] = s.collected[slots] = plan.computed[heads] + 1 + got[heads]
         s.computed[slots] = s.known[slots] - 1
         s.ready[slots], s.drafting[slots] = True, False
         among = np.isin(first, heads)
@@ -291,7 +291,7 @@ class Publisher:
                 self.finish(seq, "error", error=f"{what}: {told(e)}")
                 continue
             s.tokens[slot, n] = token
-            s.known[slot] = s.goal[slot] = s.collected[slot] = n + 1
+            s.known[slot] = s.schedulable[slot] = s.collected[slot] = n + 1
             s.ready[slot] = True
             self.tokens += 1
             self.planner.chosen.append((slot, token))

@@ -42,7 +42,7 @@ class Slots:
         self._ints = np.zeros((16, size), np.int32)
         self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
         self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
-        self.goal = self._ints[9]  # known length to compute up to: ``known``, or prompt - 1 while branches wait to fork
+        self.schedulable = self._ints[9]  # compute up to here: ``known``, or prompt - 1 while branches wait to fork
         self.in_flight = self._ints[10]  # steps in flight that hold the row
         self.topk = self._ints[11]
         self.prompt_topk = self._ints[12]  # -1, or its prompt's log-probabilities are still wanted
