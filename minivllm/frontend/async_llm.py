@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minivllm.core.foreign import refusal, refuse_within
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, told
-from minivllm.hardware import prepare_environment
 
-from .llm import load, render_chat
+from .front_door import FrontDoor
+from .llm import render_chat
 from .loop import STOPPED, Inbox, TurnLoop
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("minivllm")
 
 
-class AsyncLLM:
+class AsyncLLM(FrontDoor):
     """``async for piece in llm.generate(prompt, params)``.  Options are those of ``LLM``.
 
     Abandoning the iterator (or cancelling its task) aborts the request: its blocks are free within a step.
@@ -43,18 +43,7 @@ class AsyncLLM:
     def __init__(
         self, model: Any = None, *, config: Any = None, record: str | os.PathLike[str] | None = None, **options: Any
     ) -> None:
-        if model is not None:
-            options["model"] = model
-        self._loaded = load(config, options)
-        prepare_environment()
-        from minivllm.record.recorder import RunRecorder
-
-        from .building import build_engine
-
-        self.config = self._loaded.engine
-        self._recorder = RunRecorder(self._loaded, record)
-        self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
-        self._recorder.begin(self.resolved, self.engine)
+        super().__init__(model, config, record, options)
         self._loop = JobLoop(self.engine)
         self._thread = self._loop.start()
 

@@ -21,7 +21,7 @@ def explain(model: Any = None, *, config: Any = None, **options: Any) -> Explana
     """
     from minivllm.hardware import prepare_environment
 
-    from .llm import load
+    from .front_door import load
 
     prepare_environment()
     return explain_loaded(load(config, options if model is None else {**options, "model": model}))

@@ -7,45 +7,21 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minivllm.config import EngineConfig, Loaded, RunConfig, load_config
 from minivllm.core.foreign import refuse_within
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.errors import ConfigError, RequestError
-from minivllm.hardware import prepare_environment
+from minivllm.errors import RequestError
+
+from .front_door import FrontDoor
 
 if TYPE_CHECKING:
     from minivllm.registry import Selection
     from minivllm.text.outputs import RequestOutput
 
     from .requests import StreamOutput
-
-
-def load(config: Any, options: Mapping[str, Any]) -> Loaded:
-    """A config (a path or a list of them, a mapping, EngineConfig, Loaded or None) with options laid over it; what the
-    layers have to say, as that options of another plug-in were dropped, is a warning."""
-    if isinstance(config, Loaded):
-        if options:
-            raise ConfigError(f"options {sorted(options)} beside a loaded config; give them to load_config")
-        return config
-    if config is None or isinstance(config, Mapping):
-        loaded = load_config(keywords={**(config or {}), **options})
-    elif isinstance(config, EngineConfig):
-        loaded = load_config(keywords={**config.model_dump(exclude_unset=True), **options})
-    elif isinstance(config, (str, os.PathLike)):
-        loaded = load_config([config], keywords=options)
-    elif isinstance(config, (list, tuple)):
-        loaded = load_config(config, keywords=options)
-    else:
-        raise ConfigError(f"config of type {type(config).__name__}; want a path, a mapping or an EngineConfig")
-    for note in loaded.notes:
-        warnings.warn(note, stacklevel=3)
-    return replace(loaded, run=RunConfig())  # what runs is what the caller gives
 
 
 def render_chat(
@@ -61,7 +37,7 @@ def render_chat(
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
 
-class LLM:
+class LLM(FrontDoor):
     """``LLM(model="pocket")``, ``LLM(config="exp.toml")``, ``LLM(model=..., attention="sdpa",
     scheduler={"name": "fcfs", "options": {...}})``.  Options are the fields of ``EngineConfig``.
 
@@ -73,18 +49,7 @@ class LLM:
     def __init__(
         self, model: Any = None, *, config: Any = None, record: str | os.PathLike[str] | None = None, **options: Any
     ) -> None:
-        if model is not None:
-            options["model"] = model
-        self._loaded = load(config, options)
-        prepare_environment()
-        from minivllm.record.recorder import RunRecorder
-
-        from .building import build_engine
-
-        self.config = self._loaded.engine
-        self._recorder = RunRecorder(self._loaded, record)
-        self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
-        self._recorder.begin(self.resolved, self.engine)
+        super().__init__(model, config, record, options)
         self._left: deque[str] = deque()  # requests whose stream was forgotten in the middle of a step
 
     # ---- generation ----------------------------------------------------------------------------------------------

@@ -126,13 +126,26 @@ def test_a_variable_with_one_underscore_is_told():
 
 
 def test_in_python_what_the_layers_say_is_a_warning(here):
-    from minivllm.frontend.llm import load
+    from minivllm.frontend.front_door import load
 
     (here / "base.toml").write_text(BASE)
     (here / "b.toml").write_text("max_num_seqs = 3")
     with pytest.warns(UserWarning, match=r"^scheduler is now 'fcfs'; options of 'acme/quota' dropped$"):
         loaded = load(["base.toml", "b.toml"], {"scheduler": "fcfs"})
     assert loaded.engine.max_num_seqs == 3 and loaded.files == ("base.toml", "b.toml")
+
+
+@pytest.mark.parametrize("door", ["LLM", "AsyncLLM"])
+def test_the_warning_names_the_line_that_made_the_front_door(here, door):
+    import minivllm
+
+    (here / "base.toml").write_text(BASE)
+    with (
+        pytest.warns(UserWarning, match="options of 'acme/quota' dropped") as seen,
+        pytest.raises(minivllm.MinivllmError, match="nowhere"),
+    ):
+        getattr(minivllm, door)("./nowhere", config="base.toml", scheduler="fcfs")
+    assert seen[0].filename == __file__
 
 
 words = st.text("abAZ09_-.\"'\\ \n\t#=[]{}ä\x7f\x00", max_size=6)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm import EngineDeadError, RequestError, SamplingParams
-from minivllm.frontend.llm import load
+from minivllm.frontend.front_door import load
 from minivllm.server.link.process_client import ProcessClient
 from minivllm.testing.faulty import TARGETS
 

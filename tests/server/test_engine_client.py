@@ -13,7 +13,7 @@ import pytest
 
 from minivllm import LLM, EngineDeadError, RequestError, SamplingParams
 from minivllm.errors import ConfigError, MinivllmError, ModelError, PluginError, ResourceError
-from minivllm.frontend.llm import load
+from minivllm.frontend.front_door import load
 from minivllm.server.link.client import LocalClient
 from minivllm.server.link.process_client import ProcessClient
 from minivllm.testing.faulty import FATAL_CHUNK
@@ -394,7 +394,7 @@ def test_a_drain_that_is_too_short_tells_who_is_left():
 
 PARENT = """
 import asyncio, sys
-from minivllm.frontend.llm import load
+from minivllm.frontend.front_door import load
 from minivllm.server.link.process_client import ProcessClient
 
 async def main():
