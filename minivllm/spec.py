@@ -93,6 +93,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "evictor",
                 _SEAMS + "evictor:Evictor",
+                api=(1, 1),
                 traits={"order": "the reference order it keeps: lru, fifo or lfu"},
             ),
             Kind(
@@ -115,7 +116,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                     "grammar": "compiles grammars in Lark's notation and in GBNF",
                 },
             ),
-            Kind("hooks", "minivllm.hooks:Hooks", api=(1, 1)),
+            Kind("hooks", "minivllm.hooks:Hooks", api=(1, 2)),
             Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
             Kind(
                 "model",
@@ -140,6 +141,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "scheduler",
                 _SEAMS + "scheduler:SchedulerPolicy",
+                api=(1, 1),
                 features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
             ),
             Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 3)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 RESULT = {"tokens": np.dtype(np.int32), "count": np.dtype(np.int32), "flags": np.dtype(np.uint8)}
+MOST_FIGURES = 64  # of a plug-in
+FIGURE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 SHAPES = ("mix", "prefill_first", "static")
 
 
@@ -107,6 +110,18 @@ def _fitting(name: str, value: Any, column: Column) -> np.ndarray:
     if (fitting != array).any():
         raise ValueError(f"{what} {shown(value)}; want what {dtype} holds")
     return fitting
+
+
+def figures(value: Any) -> dict[str, float]:
+    """The figures of a plug-in by name, as Python's numbers."""
+    if not isinstance(value, Mapping) or len(value) > MOST_FIGURES:
+        raise ValueError(f"its figures are {shown(value)}; want a mapping of at most {MOST_FIGURES} names to numbers")
+    for name, number in value.items():
+        if not isinstance(name, str) or not FIGURE.fullmatch(name):
+            raise ValueError(f"a figure is named {shown(name)}; want up to 64 lower-case letters, digits, underscores")
+        if not isinstance(number, (int, float, np.number)) or not np.isfinite(float(number)):
+            raise ValueError(f"its figure {name} is {shown(number)}; want a finite number")
+    return {name: int(n) if isinstance(n, (int, np.integer)) else float(n) for name, n in value.items()}
 
 
 # ---- schedulers ------------------------------------------------------------------------------------------------------

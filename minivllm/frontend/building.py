@@ -31,6 +31,8 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     from minivllm.registry import Catalog, build_part
     from minivllm.text.tokenizer import configured_eos, load_tokenizer
 
+    from .figures import PluginFigures
+
     config = loaded.engine
     resolved = resolve(config, Catalog.discover(), loaded.origins)
     model_dir = resolved.wiring.model_dir
@@ -47,13 +49,14 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
         notes = tuple(("capacity", note) for note in capacity.notes)
         resolved = replace(resolved, wiring=wiring, notes=(*resolved.notes, *notes))
         grammars = make_grammars(config, parts.get("grammar"), tokenizer, eos_ids, capacity.vocab_size)
+        figures = PluginFigures()
         engine = Engine(
             wiring,
             executor,
             capacity,
             EngineParts(
-                policy=lambda ctx: build_part("scheduler", parts["scheduler"], ctx),
-                evictor=lambda ctx: build_part("evictor", parts["evictor"], ctx),
+                policy=lambda ctx: figures.of("scheduler", build_part("scheduler", parts["scheduler"], ctx)),
+                evictor=lambda ctx: figures.of("evictor", build_part("evictor", parts["evictor"], ctx)),
                 processors=make_processors(wiring, capacity.vocab_size),
                 strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
                 host_sampler=HostDraw,
@@ -61,6 +64,7 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
             ),
             CacheOptions(resolved.windows, config.enable_prefix_caching, config.partial_prefix_hits),
         )
+        engine.events.stats_asked.subscribe(figures.add_to)
         if config.grammar.name != "auto":  # who names one means to use it
             grammars.warm()
         if hooks is not None:

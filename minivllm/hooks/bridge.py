@@ -36,7 +36,7 @@ class EngineHooks:
         self._published: list[tuple[PlannedStep, int, StepResult]] = []  # in this turn
         self._running = False
         events, listens = engine.events, manager.listens
-        events.stats_asked.subscribe(self._add_failures)
+        events.stats_asked.subscribe(self._add_figures)
         events.engine_stopped.subscribe(self.stopped)
         if listens("minivllm_request_added"):
             events.request_added.subscribe(self._request_added)
@@ -82,7 +82,8 @@ class EngineHooks:
             self._running = False
             self.manager.tell("minivllm_engine_stopped", engine=self.view, error=error)
 
-    def _add_failures(self, stats: dict[str, Any]) -> None:
+    def _add_figures(self, stats: dict[str, Any]) -> None:
+        stats["figures"] = {**stats.get("figures", {}), **self.manager.figures()}
         stats["hook_failures"] = self.failures()
 
     # ---- requests ------------------------------------------------------------------------------------------------

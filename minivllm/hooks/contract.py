@@ -1,7 +1,8 @@
 """The hooks: who is told what, when, and on which thread.
 
-Three kinds.  An *observer* is told and gives nothing back.  A *wrapper* is a generator that yields once, so it has a
+Four kinds.  An *observer* is told and gives nothing back.  A *wrapper* is a generator that yields once, so it has a
 time before and a time after.  A *first-result* hook is asked: the first plug-in that does not return None has answered.
+For its *figures* every plug-in is asked.
 
 Rules for all of them:
 
@@ -28,10 +29,11 @@ import pluggy
 
 from .views import BlocksView, EngineView, FinishedStep, PlannedStep, PreemptionView, RequestEnd, RequestView
 
-API = (1, 1)
+API = (1, 2)  # 1.2: minivllm_figures
 PROJECT = "minivllm"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+FIGURES = "minivllm_figures"
 WRAPPERS = ("minivllm_plan_and_submit", "minivllm_publish")
 
 
@@ -84,6 +86,14 @@ class HookContracts:
     @hookspec
     def minivllm_removed(self, blocks: BlocksView) -> None:
         """Blocks cannot be found any longer, for whatever reason: stored less removed is what is cached."""
+
+    # ---- asked of all --------------------------------------------------------------------------------------------
+
+    @hookspec
+    def minivllm_figures(self) -> Mapping[str, float]:
+        """What it counts, for ``stats()["figures"]["hooks:NAME"]``, records and metrics: at most 64 names
+        ``[a-z][a-z0-9_]*`` with finite numbers.  Asking changes nothing."""
+        raise NotImplementedError
 
     # ---- wrappers ------------------------------------------------------------------------------------------------
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from minivllm.core import checks
 from minivllm.core.timing import SeamTimes
 from minivllm.errors import MinivllmError, PluginError, suggest, told
 from minivllm.registration.discovery import BUILTIN, LOCAL
 from minivllm.registration.importing import guarded_import
 from minivllm.registry import build_part
 
-from .contract import PROJECT, WRAPPERS, HookContracts, Hooks
+from .contract import FIGURES, PROJECT, WRAPPERS, HookContracts, Hooks
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part
@@ -135,6 +136,14 @@ class HookManager:
             if answer is not None:
                 return call.member.name, answer
         return None
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Of each plug-in that has some; a fault counts as any of its hooks'."""
+        found = {}
+        for call in self._calls[FIGURES]:
+            if not call.member.disabled and (figures := self._run(call, lambda f: checks.figures(f()), call.function)):
+                found[f"hooks:{call.member.name}"] = figures
+        return found
 
     def wrap(self, name: str, inner: Callable[[], Any], seen: Callable[[Any], Any], **values: Any) -> Any:
         """``inner()`` between the halves of the wrappers, which are sent ``seen`` of its result or thrown its

@@ -104,6 +104,7 @@ class Metrics:
         self.answers = counter("minivllm:http_responses", "HTTP answers", "route", "status")
         self.parts = gauge("minivllm:step_part_seconds", "median host time of a part of a step", "part")
         self.seams = gauge("minivllm:seam_seconds", "mean host time of a plug-in a step", "seam", "plugin")
+        self.figures = gauge("minivllm:plugin_figure", "what a plug-in counts", "seam", "figure")
         self._totals = {key: counter(*about) for key, about in TOTALS.items()}
         self._plugins = dict(info.selections)
         selected = Gauge("minivllm:plugin_info", "what was chosen", (*names, "seam", "plugin"), registry=self.registry)
@@ -164,6 +165,10 @@ class Metrics:
                 found = self._plugins.get(name, "")
                 chosen = plugin or (",".join(map(str, found)) if isinstance(found, list) else str(found))
                 self.seams.labels(**self._labels, seam=name, plugin=chosen).set(ms / 1e3)
+            self.figures.clear()  # one that a plug-in gives no longer is not shown with its last number
+            for seam, figures in stats.get("figures", {}).items():
+                for name, number in figures.items():
+                    self.figures.labels(**self._labels, seam=seam, figure=name).set(number)
         return generate_latest(self.registry)
 
 

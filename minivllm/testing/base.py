@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from minivllm import declared
+from minivllm.core import checks
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.params import is_own
 from minivllm.errors import PluginError, shown
@@ -85,6 +86,13 @@ def find(kind: str, plugin: str) -> Subject:
     with contextlib.suppress(PluginError):  # a test of the spec says what is wrong
         declared.choose(kind, Candidate(entry, spec), is_own)
     return Subject(KINDS[kind], entry, spec, registry)
+
+
+def same_figures(ask: Callable[[], Any]) -> None:
+    """Ask for the figures of a plug-in twice, and check them."""
+    first = checks.figures(ask())
+    again = checks.figures(ask())
+    assert again == first, f"asked twice, its figures are {shown(first)} and then {shown(again)}: asking changes them"
 
 
 class Seen(Counter):

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
 
-from .base import Seen, since
+from .base import Seen, same_figures, since
 from .evictor_lives import HITS, EvictorLife, lives
 from .evictor_tree import Tree, key_of, keys
 from .kept import Lasting
@@ -139,6 +139,30 @@ class _Machine(RuleBasedStateMachine):
         assert len(self.evictor.victims(1)) == 0, "gives a key although every key is gone"
 
 
+def _given_up(evictor: Evictor, between: Callable[[], None] = lambda: None) -> list[int]:
+    """The victims of a fixed life: blocks come, some are hit and held again, some come back after they went."""
+    rng, gone, cached = random.Random(5), list[int](), set[int]()
+    for number in range(60):
+        back = {k for k in gone[-3 * (number % 3) :] if k not in cached} if number % 3 else set()
+        new = [key_of(0, 10_000 + 4 * number + i) for i in range(4)]
+        cached.update(new, back)
+        path = keys([*new, *sorted(back)])
+        evictor.add(path, _roots(len(path)))
+        between()
+        evictor.free(path)
+        between()
+        evictor.hit(path[:2])
+        evictor.hold(path[:2])
+        between()
+        evictor.free(path[:2])
+        victims = evictor.victims(rng.randrange(2, 7)).tolist()
+        between()
+        cached.difference_update(victims)
+        gone += victims
+    assert len(set(gone)) > 100, f"it gave up {len(set(gone))} keys, each of which had been freed"
+    return gone
+
+
 class EvictorConformance(Lasting, SpecConformance):
     """``order`` is the trait of that name: which reference the victims must equal, if any."""
 
@@ -182,6 +206,15 @@ class EvictorConformance(Lasting, SpecConformance):
         for k, parent in tree.parent.items():
             if parent in at:
                 assert at.get(k, len(got)) < at[parent], f"gave up {parent} while its child {k} is cached"
+
+    @since(1, 1)
+    def test_its_figures_are_numbers_by_name_and_asking_changes_nothing(self) -> None:
+        """Before anything has happened, after every call and at the end; asked twice it says the same, and gives up the
+        same keys as if nobody had asked."""
+        asked = self.build(*self.context())
+        same_figures(asked.figures)
+        found = _given_up(asked, lambda: same_figures(asked.figures))
+        assert found == _given_up(self.build(*self.context())), "it gives up other keys where its figures are asked for"
 
     @since(1, 0)
     def test_victims_are_free_keys_in_order_whatever_happened_before(self) -> None:

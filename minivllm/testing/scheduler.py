@@ -23,7 +23,7 @@ from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.scheduler import Load, SchedulerContext, SchedulerPolicy
 from minivllm.errors import RequestError
 
-from .base import Seen, since
+from .base import Seen, same_figures, since
 from .kept import Lasting
 from .policy_keys import PolicyKeys
 from .policy_watch import Watch, arrivals, frozen
@@ -209,8 +209,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert r.cached_tokens < len(r.prompt) or not r.cached_tokens
 
 
-def trace(policy: Callable[..., SchedulerPolicy]) -> tuple[list[tuple[str, Any]], list[Any]]:
-    """What a policy decides in a fixed hour of trouble, and the steps that come of it."""
+def trace(
+    policy: Callable[..., SchedulerPolicy], between: Callable[[], None] = lambda: None
+) -> tuple[list[tuple[str, Any]], list[Any]]:
+    """What a policy decides in a fixed hour of trouble, and the steps that come of it.  ``between``: called between
+    steps."""
     rng, clock = random.Random(7), Clock()
     engine = sim_engine(slots=SLOTS, max_len=MAX_LEN, blocks=22, budget=BUDGET, depth=1, policy=policy)
     watch = Watch(engine.planner.policy)
@@ -223,10 +226,12 @@ def trace(policy: Callable[..., SchedulerPolicy]) -> tuple[list[tuple[str, Any]]
         for _ in range(rng.randint(0, 6)):
             clock.turn(engine)
             watch.check()
+            between()
         if i % 7 == 6:
             engine.abort(f"r{i - 2}")
     drain(engine, clock, watch)
     at_rest(engine)
+    between()
     return watch.log, engine.executor.trail
 
 
@@ -276,6 +281,15 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         instance.order(last, three, now + 6)
         instance.victim(view, 1)
         instance.ended(view)
+
+    @since(1, 1)
+    def test_its_figures_are_numbers_by_name_and_asking_changes_nothing(self) -> None:
+        """Before anything has happened, while it works and afterwards; asked twice it says the same, and decides as if
+        nobody had asked."""
+        asked = self.build(*self.context())
+        same_figures(asked.figures)
+        found = trace(lambda options, ctx: asked, lambda: same_figures(asked.figures))
+        assert found == trace(self.make), "it decides otherwise where its figures are asked for after every step"
 
     @since(1, 0)
     def test_whatever_happens_every_answer_is_lawful_and_every_token_right(self) -> None:

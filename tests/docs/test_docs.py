@@ -29,7 +29,7 @@ from minivllm.config import SEAMS, EngineConfig, load_config
 from minivllm.config.resolve import resolve
 from minivllm.config.server import ServerConfig
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.hooks.contract import WRAPPERS, HookContracts
+from minivllm.hooks.contract import FIGURES, WRAPPERS, HookContracts
 from minivllm.hooks.manager import NAMES
 from minivllm.plugins.executor.options import SimOptions
 from minivllm.registry import Catalog
@@ -269,6 +269,7 @@ def hooks_table() -> list[str]:
         contract = getattr(HookContracts, name)
         first = contract.minivllm_spec["firstresult"]
         kind = "first result" if first else "wrapper" if name in WRAPPERS else "observer"
+        kind = "figures" if name == FIGURES else kind
         told = [f"`{p.name}: {p.annotation}`" for p in inspect.signature(contract).parameters.values()][1:]
         when = " ".join(contract.__doc__.split()).replace("``", "`")
         rows.append(f"| `{name}` | {kind} | {', '.join(told).replace('| None', 'or None')} | {when} |")

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "server.link": "frontend config record text core.engine core core.interfaces server processes hardware",
     "server.http": "server",
     "testing": (
-        "frontend config core.engine plugins core.worker loading layers hooks wiring core.interfaces registry "
+        "frontend config core.engine plugins core.worker loading layers hooks core wiring core.interfaces registry "
         "registration spec hardware declared parameters"
     ),
     "scaffold": "config plugins.specs spec",

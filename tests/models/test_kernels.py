@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="Triton is 
 
 def test_the_kernels_give_what_their_references_give():
     here = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "interpreted.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-p", "no:cacheprovider"]
+    command += ["--durations=10", str(here / "interpreted.py")]
     environ = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=here, env=environ, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-4000:]

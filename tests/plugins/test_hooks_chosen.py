@@ -78,7 +78,7 @@ def test_a_hook_that_does_not_fit_the_contract_is_refused_in_words(package, wron
 
 
 def test_versions_blocks_and_base_classes_are_those_of_any_seam(package):
-    with pytest.raises(PluginError, match=r"contract version: want 1.1, supports 2.0  .written for a newer minivllm"):
+    with pytest.raises(PluginError, match=r"contract version: want 1.2, supports 2.0  .written for a newer minivllm"):
         chosen(package, api=(2, 0))
     with pytest.raises(PluginError, match="is blocked by MINIVLLM_PLUGINS"):
         chosen(package, environ={"MINIVLLM_PLUGINS": ""})

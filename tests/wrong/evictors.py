@@ -24,12 +24,31 @@ FAULTS = {
     "Tombstones": (VICTIMS, ENGINE),
     "ChainsOnly": (VICTIMS, ENGINE),
     "DepthOfTheParent": (VICTIMS, ENGINE),
+    "FiguresBeforeTheFirstKey": ("test_its_figures_are_numbers_by_name_and_asking_changes_nothing",),
 }
 RIGHT = ("Fifo", "FixedArrays")
 
 
 def spec(name: str, order: str = "") -> Spec:
     return Spec(f"{__name__}:{name}", (1, 0), "a planted fault", traits={"order": order} if order else {})
+
+
+class FiguresBeforeTheFirstKey(Lru):
+    """A mean over no keys."""
+
+    spec = Spec(f"{__name__}:FiguresBeforeTheFirstKey", (1, 1), "a planted fault")
+    hits, keys = 0, 0
+
+    def add(self, keys, info):
+        super().add(keys, info)
+        self.keys += len(keys)
+
+    def hit(self, keys):
+        super().hit(keys)
+        self.hits += len(keys)
+
+    def figures(self):
+        return {"hits_a_key": np.float64(self.hits) / np.float64(self.keys)}
 
 
 class EvictsHeld(Lru):

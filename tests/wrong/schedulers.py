@@ -16,6 +16,7 @@ SAME = "test_the_same_trace_gives_the_same_decisions"
 BACKLOG = "test_a_backlog_longer_than_the_window_is_worked_off"
 STARVES = "test_nobody_starves"
 LATE = "test_keys_hold_however_long_the_engine_has_run"
+FIGURES = "test_its_figures_are_numbers_by_name_and_asking_changes_nothing"
 FAULTS = {
     "ShortestFirst": (STARVES,),
     "ShortestInTheWindow": (STARVES,),
@@ -43,6 +44,9 @@ FAULTS = {
     "NoPrefill": (LAWFUL,),
     "UnknownShape": (LAWFUL,),
     "KnowsOnlyWhatItQueued": (LAWFUL,),
+    "FigureIsText": (FIGURES,),
+    "CountsSinceLastAsked": (FIGURES,),
+    "PlansByWhoAsked": (FIGURES,),
     "SharedServed": ("test_two_instances_share_no_state", SAME),
 }
 RIGHT = ("AgedPriority", "ShortestJob", "PrefillFirst", "PreemptsTheOldest", "Gathers", "FairShare")
@@ -367,3 +371,42 @@ class FairShare(SchedulerPolicy):
             keys.append(max(arrival, self.clock.get(tenant, 0.0)))
             self.clock[tenant] = keys[-1] + 0.01 * work
         return np.array(keys)
+
+
+class Counts(SchedulerPolicy):
+    """Counts the sequences that came."""
+
+    came = 0
+
+    def key(self, new):
+        self.came += len(new)
+        return new.arrival
+
+
+class FigureIsText(Counts):
+    spec = Spec(f"{__name__}:FigureIsText", (1, 1), "a planted fault")
+
+    def figures(self):
+        return {"came": str(self.came)} if self.came else {}
+
+
+class CountsSinceLastAsked(Counts):
+    spec = Spec(f"{__name__}:CountsSinceLastAsked", (1, 1), "a planted fault")
+
+    def figures(self):
+        came, self.came = self.came, 0
+        return {"came": came}
+
+
+class PlansByWhoAsked(Counts):
+    """Asked for its figures, it forgets who came first."""
+
+    spec = Spec(f"{__name__}:PlansByWhoAsked", (1, 1), "a planted fault")
+    asked = False
+
+    def key(self, new):
+        return -new.arrival if self.asked else new.arrival
+
+    def figures(self):
+        self.asked = True
+        return {}

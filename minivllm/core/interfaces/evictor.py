@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-API = (1, 0)
+API = (1, 1)  # 1.1: Evictor.figures
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,7 @@ class Evictor(ABC):
     @abstractmethod
     def victims(self, n: int) -> np.ndarray:
         """u64 keys to give up, at most n."""
+
+    def figures(self) -> Mapping[str, float]:
+        """What it counts, as ``SchedulerPolicy.figures``."""
+        return {}

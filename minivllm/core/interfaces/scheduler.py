@@ -8,12 +8,13 @@ policy had raised; three such turns in a row end the engine, with the policy's n
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-API = (1, 0)
+API = (1, 1)  # 1.1: SchedulerPolicy.figures
 
 
 @dataclass(frozen=True)
@@ -110,3 +111,8 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
     def victim(self, candidates: QueueView, need: int) -> int:
         """Index of the running sequence to preempt for ``need`` blocks.  Protected ones are not among them."""
         return int(np.lexsort((candidates.id, candidates.arrival))[-1])
+
+    def figures(self) -> Mapping[str, float]:
+        """What it counts, for ``stats()["figures"]``, records and metrics: at most 64 names ``[a-z][a-z0-9_]*`` with
+        finite numbers.  Asked between steps, on the engine's thread; asking changes nothing."""
+        return {}

@@ -13,6 +13,7 @@ that are held or have cached children count in the size of their queue but are p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,13 @@ class S3Fifo(Leaves):
         self.main = RankQueue()
         self.small = 0
         self.limit = options.small * ctx.capacity
+        self.returned = 0  # blocks that came back while their key was a ghost
         self.ghosts = Ghosts(ctx.capacity - int(self.limit))
 
     def came(self, block: LeafBlock) -> None:
         if self.ghosts.pop(block.key) is not None:
             block.mark = MAIN
+            self.returned += 1
         else:
             self.small += 1
 
@@ -59,6 +62,9 @@ class S3Fifo(Leaves):
     def drop(self, keys: np.ndarray) -> None:
         self.small -= sum(self.blocks[key].mark < MAIN for key in keys.tolist())
         super().drop(keys)
+
+    def figures(self) -> Mapping[str, float]:
+        return {"small": self.small, "main": len(self.blocks) - self.small, "returned": self.returned}
 
     def next(self) -> LeafBlock | None:
         while len(self.queue) or len(self.main):

@@ -25,7 +25,7 @@ FIFO = Spec(
 )
 S3FIFO = Spec(
     impl=f"{HERE}.s3fifo:S3Fifo",
-    api=(1, 0),
+    api=(1, 1),
     summary="S3-FIFO (SOSP 2023): a small queue lets blocks pass that are used once",
     options=f"{HERE}.options:S3FifoOptions",
 )

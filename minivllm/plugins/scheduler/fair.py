@@ -13,6 +13,7 @@ ever new tenants, each lifted to the least, starves those that are above it.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,6 +102,12 @@ class Fair(SchedulerPolicy):
         at = self._charge(candidates)  # which may make ``owner`` longer
         had = self.counter[self.owner[at]]
         return int(np.lexsort((candidates.id, candidates.arrival, had))[-1])
+
+    def figures(self) -> Mapping[str, float]:
+        """``lead``: tokens of service by which the tenant served most is above the least of those that wait."""
+        counters = self.counter[list(self.place.values())]
+        lead = max(float(counters.max(initial=0.0)) - self.floor, 0.0)
+        return {"tenants": len(self.place), "waiting": len(self.active), "floor": self.floor, "lead": lead}
 
     def _charge(self, view: QueueView) -> np.ndarray:
         """Count what these sequences have been served since they were charged last.  Returns where they are in

@@ -14,7 +14,7 @@ DEADLINE = Spec(
 )
 FAIR = Spec(
     impl=f"{_HERE}.fair:Fair",
-    api=(1, 0),
+    api=(1, 1),
     summary="fair shares of tokens among tenants (virtual token counters)",
     options=f"{_HERE}.options:FairOptions",
     features=_FREE,

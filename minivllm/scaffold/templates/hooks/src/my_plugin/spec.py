@@ -4,7 +4,7 @@ from minivllm.spec import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 1),
+    api=(1, 2),
     summary="says how long steps took, in percentiles, when the engine stops",
     options="my_plugin.options:Options",
 )
