@@ -38,9 +38,10 @@ def anything(rng):
     class Anything(SchedulerPolicy):
         window = rng.choice([1, 2, 3, 256])
         slips = 2
+        failed_in_a_row = staticmethod(int)
 
         def slip(self, right, wrong):
-            if self.slips and rng.random() < 0.05:
+            if self.slips and rng.random() < 0.05 and not self.failed_in_a_row():
                 self.slips -= 1
                 return rng.choice(wrong)
             return right
@@ -97,6 +98,8 @@ class Trouble:
             policy=policy,
             evictor=rng.choice(list(all_of("evictor"))),
         )
+        # A step that is planned to fail may come in between.
+        self.engine.planner.policy.failed_in_a_row = lambda: self.engine.failed_steps
         for pool in self.engine.cache.pools if rng.random() < 0.2 else ():
             pool.hash_fn = lambda parent, tokens: 1 + tokens[0] % 5
         self.families = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(2)]

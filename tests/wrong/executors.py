@@ -184,9 +184,17 @@ class IgnoresMasks(Local):
 
 
 class AnswersPastTheLate(Local):
-    """Gives what is done, whatever is before it."""
+    """Runs and gives the steps behind one that waits for its masks."""
 
     spec = spec("AnswersPastTheLate")
+
+    def _enqueue(self):
+        while self._behind:
+            plan = self._behind.popleft()
+            running = self.runner.forward(plan)
+            if not len(plan.late):
+                self.runner.sample(running, None)
+            self._running.append(running)
 
     def collect(self, in_flight):
         done = [r for r in self._running if r.sampled]
