@@ -86,7 +86,10 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("name", PAGES)
+SLOW = ("plugins/tutorial",)  # it installs a package, and runs the whole kit four times
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in PAGES])
 def test_a_page_shows_what_is_printed(name, here):
     if name == "structured":
         pytest.importorskip("llguidance")

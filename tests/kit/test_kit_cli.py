@@ -41,6 +41,7 @@ def test_a_failure_shows_rule_values_and_place_and_the_report_has_every_outcome(
     }
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_outcomes_of_one(capsys, tmp_path):
     said = {}
     for n in ("1", "3"):
@@ -111,6 +112,7 @@ def test_a_known_failures_line_without_a_reason_is_refused(tmp_path, capsys):
     assert "known.txt:1: test_x has no reason" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_same_examples_are_drawn_every_time_and_others_with_a_seed():
     def victims(seed):
         one = run([("evictor", WRONG)], select="test_victims", seed=seed, shrink=False)

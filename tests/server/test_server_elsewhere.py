@@ -95,7 +95,7 @@ def test_an_unknown_model_is_told_those_that_are_served(server):
 
 def test_what_an_answer_would_lack_is_refused_and_empty_it_asks_for_nothing(server):
     for name in REFUSED:
-        for path, body in ((CHAT, HI), (COMPLETIONS, {"prompt": "a", "max_tokens": 1})):
+        for path, body in ((CHAT, {**HI, "max_tokens": 1}), (COMPLETIONS, {"prompt": "a", "max_tokens": 1})):
             if name in body:
                 continue
             answer = server.post(path, {**body, name: [1]})

@@ -166,7 +166,12 @@ def told(answer):
     return [message.content] if message.content else [call.function.arguments for call in message.tool_calls]
 
 
-@pytest.mark.parametrize("maker", sorted(PEOPLE))
+QUICK = ("instructor", "zod")  # the others run among the slow tests
+
+
+@pytest.mark.parametrize(
+    "maker", [pytest.param(m, marks=[] if m in QUICK else [pytest.mark.slow]) for m in sorted(PEOPLE)]
+)
 def test_schemas_that_say_nothing_of_other_properties_end(openai, maker):
     """In a form, in the arguments of a named function and of one that is required."""
     pytest.importorskip("llguidance")
