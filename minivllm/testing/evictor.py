@@ -26,7 +26,8 @@ CAPACITY = 8192
 BRANCHES = 3  # children of a block: so few that paths which were given up are soon computed again
 DEEPEST = 5  # of the blocks without a parent
 FEW, MANY, AT_ONCE = 512, 1 << 18, 5000  # keys of a pool whose calls are timed, and given up in one call
-SLOWER, NOISE = 8, 1e-4  # a call among many keys may take so many times as long as among few, and so many seconds more
+SLOWER, NOISE = 3, 3e-5  # a call among many keys may take so many times as long as among few, and so many seconds more
+TRIES = 3  # of which one must hold: another process may have the core or the memory in the others
 BRANCH = st.integers(0, BRANCHES - 1)
 
 
@@ -334,11 +335,15 @@ class EvictorConformance(Lasting, SpecConformance):
     def test_a_large_pool_makes_no_call_slow_and_loses_no_key(self) -> None:
         """262,144 blocks: calls of one key take about as long as among 512, scans inside one call of C code (of a list,
         of an array) too; of one ``free`` all are free, and one ``victims`` gives up 5,000."""
-        few, many = self._seconds(FEW), self._seconds(MANY)
-        for call, n in few.items():
-            assert many[call] <= SLOWER * n + NOISE, (
-                f"{call} of one key takes {1e6 * n:.0f} us with {FEW} keys, {1e6 * many[call]:.0f} us with {MANY}"
-            )
+        for _ in range(TRIES):
+            few, many = self._seconds(FEW), self._seconds(MANY)
+            slow = [call for call, n in few.items() if many[call] > SLOWER * n + NOISE]
+            if not slow:
+                return
+        raise AssertionError(
+            f"{slow[0]} of one key takes {1e6 * few[slow[0]]:.0f} us with {FEW} keys, "
+            f"{1e6 * many[slow[0]]:.0f} us with {MANY}"
+        )
 
     def _seconds(self, n: int) -> dict[str, float]:
         """Seconds that each call needs at best for one key, beside n others, some of which are then given up."""
