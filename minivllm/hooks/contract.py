@@ -13,9 +13,10 @@ Rules for all of them:
   engine, and ``engine_stopped`` from the one that closes it.  A hook that shares state with another thread locks it.
 * A hook runs within the step: what it takes, every request waits for (``stats()["seam_ms"]`` shows it).  It must not
   call the engine, and cannot change it: what it gets are frozen views.
-* An observer or a wrapper that raises is logged with its package; after three times the plug-in is disabled.  The step
-  goes on.  An error of a first-result hook is the error of what asked, and one of ``engine_started`` is that of the
-  start: what the configuration names and cannot work is never passed over.
+* An observer or a wrapper that raises, and figures that raise or are no numbers by name, are logged with their package;
+  after three times the plug-in is disabled.  The step goes on.  An error of a first-result hook is the error of what
+  asked, and one of ``engine_started`` is that of the start: what the configuration names and cannot work is never
+  passed over.
 
 ``API`` is the version (major, minor): a new hook or argument is a new minor, another meaning a new major.
 """

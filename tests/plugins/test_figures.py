@@ -16,6 +16,7 @@ from minivllm.frontend.figures import PluginFigures
 from minivllm.hooks import Hooks, hookimpl
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
+from minivllm.record.diff import compare
 from minivllm.server.metrics import Metrics
 from minivllm.spec import Spec
 
@@ -134,6 +135,32 @@ def test_figures_that_cannot_be_had_cost_nothing_but_themselves(monkeypatch, cap
     assert words in stats["figure_failures"]["scheduler"]
     assert again["figure_failures"] == stats["figure_failures"]
     assert len([r for r in caplog.records if "scheduler failed in figures()" in r.getMessage()]) == 1
+
+
+class WordsForNumbers(Hooks):
+    spec = Spec(f"{__name__}:WordsForNumbers", (1, 2), "hooks of a test")
+
+    @hookimpl
+    def minivllm_figures(self):
+        return {"state": "running"}
+
+
+def test_figures_of_a_hook_that_fail_count_as_its_failures_and_after_three_it_is_disabled():
+    with LLM(**OPTIONS, allow_targets=[__name__], hooks=[f"{__name__}:WordsForNumbers"]) as llm:
+        counts = []
+        for _ in range(5):
+            stats = llm.stats()
+            assert stats["figures"] == {}
+            counts += stats["hook_failures"].values()
+    assert counts == [1, 2, 3, 3, 3]
+
+
+def test_a_comparison_of_two_records_shows_the_figures_that_differ(tmp_path):
+    for name, prompts in (("a", ["One day"]), ("b", ["One day", "Once upon"])):
+        with LLM(**OPTIONS, **NAMED, record=tmp_path / f"{name}.json") as llm:
+            llm.generate(prompts, SHORT, use_tqdm=False)
+    a, b = (json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab")
+    assert ("figures.scheduler.came", 1, 2) in compare(a, b).results
 
 
 def test_a_later_evictor_has_its_number_in_the_name():

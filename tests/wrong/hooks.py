@@ -21,6 +21,7 @@ FAULTS = {
     "WantsWhatNobodyTells": (TAKEN,),
     "WithoutAMark": (TAKEN,),
     "WrapsAnObserver": (TAKEN,),
+    "FiguresOfWords": (RAISES,),
     "NoYield": (RAISES,),
     "YieldsTwice": (RAISES,),
     "NoHooks": (TAKEN,),
@@ -227,3 +228,13 @@ class Mirror(Hooks):
     def minivllm_removed(self, blocks):
         for key in blocks.keys.tolist():
             self.keys[blocks.group].remove(key)
+
+
+class FiguresOfWords(Hooks):
+    """Its figures are no numbers."""
+
+    spec = spec("FiguresOfWords")
+
+    @hookimpl
+    def minivllm_figures(self):
+        return {"state": "running"}

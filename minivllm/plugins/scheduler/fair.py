@@ -104,7 +104,9 @@ class Fair(SchedulerPolicy):
         return int(np.lexsort((candidates.id, candidates.arrival, had))[-1])
 
     def figures(self) -> Mapping[str, float]:
-        """``lead``: tokens of service by which the tenant served most is above the least of those that wait."""
+        """``tenants``: those whose counters are kept; ``waiting``: of these, those with a request in the queue, as far
+        as is known; ``floor``: the least counter, in tokens of service, of those that wait or waited last; ``lead``: by
+        how many tokens the greatest counter is above it."""
         counters = self.counter[list(self.place.values())]
         lead = max(float(counters.max(initial=0.0)) - self.floor, 0.0)
         return {"tenants": len(self.place), "waiting": len(self.active), "floor": self.floor, "lead": lead}
