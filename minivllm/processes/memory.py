@@ -52,7 +52,7 @@ def rss_bytes() -> int | None:
 
 
 class HeapTrimmer:
-    """``look`` trims the heap once the resident memory has grown by ``GROWN`` above its level.
+    """``look`` trims the heap once the resident memory has grown by ``grown`` bytes above its level.
 
     The level is what is resident ``SETTLE`` seconds after a trim: by then the steps have taken again what they need.
     To trim on a schedule instead would give that away, and take it again, all the time.
@@ -63,8 +63,9 @@ class HeapTrimmer:
         trim: Callable[[], None] | None = None,
         rss: Callable[[], int | None] = rss_bytes,
         clock: Callable[[], float] = time.monotonic,
+        grown: int = GROWN,
     ) -> None:
-        self._trim, self._rss, self._clock = trim or find_trim(), rss, clock
+        self._trim, self._rss, self._clock, self._grown = trim or find_trim(), rss, clock, grown
         self._next = clock() + SETTLE
         self._level: int | None = None
 
@@ -76,6 +77,6 @@ class HeapTrimmer:
         self._next, resident = now + LOOK, self._rss() or 0
         if self._level is None:
             self._level = resident
-        elif resident > self._level + GROWN:
+        elif resident > self._level + self._grown:
             self._trim()
             self._level, self._next = None, now + SETTLE

@@ -27,6 +27,7 @@ import uvicorn
 from minivllm import declared
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.plain import is_text
+from minivllm.processes.memory import HeapTrimmer
 from minivllm.text.template import read_template
 
 from . import logs
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 NOT_DRAINED = 6
 LAST = 3  # seconds for connections to close at the end
 LOOK = 1.0  # seconds between looks at the engine
+HEAP_GROWN = 2 << 20  # bytes that the resident memory may rise before unused pages of the heap are given back
 
 
 def serve(args: argparse.Namespace, loaded: Loaded) -> int:
@@ -179,9 +181,12 @@ async def _until_the_end(app: Application, client: EngineClient, serving: asynci
 
 
 async def _watch(client: EngineClient) -> EngineDeadError:
-    """Returns once the engine is dead; one that only takes long for a step is not."""
+    """Returns once the engine is dead; one that only takes long for a step is not.  Meanwhile pages are given back that
+    a burst of requests left unused between what lives on."""
+    heap = HeapTrimmer(grown=HEAP_GROWN)
     while True:
         await asyncio.sleep(LOOK)
+        heap.look()
         ok, why = client.healthy()
         if ok:
             continue
