@@ -167,7 +167,7 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
         blocks = _fit(worker, wiring, _budget(worker, wiring, parts, layouts), windows)
     try:
         _allocate(worker, parts, layouts, blocks)
-    except (RuntimeError, MemoryError) as e:
+    except (RuntimeError, MemoryError, ValueError) as e:  # numpy's, of a size that no array can have
         need = sum(n * b for n, b in zip(blocks, worker.block_bytes, strict=True)) / 2**30
         raise ResourceError(
             f"no memory for a KV cache of {need:.1f} GiB: lower num_kvcache_blocks or gpu_memory_utilization"
