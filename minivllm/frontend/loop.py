@@ -73,7 +73,7 @@ class TurnLoop:
     which requests it concerns nobody knows, so the loop ends, and everyone who waits is told why.
     """
 
-    longest: float | None = None  # seconds that an idle turn waits; None: until something comes
+    longest: float = 1.0  # seconds that an idle turn waits, between looks at the executor
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -106,6 +106,8 @@ class TurnLoop:
         while not self.over:
             try:
                 worked = self.turn(0.0 if worked else self.patience())
+                if not worked and not self.engine.busy:
+                    self.engine.watch()
             except KeyboardInterrupt:  # raised by a plug-in, whose request was told: Ctrl-C does not come here
                 log.exception("the engine's loop met an interrupt")
             except EngineDeadError as e:  # nobody is there any more

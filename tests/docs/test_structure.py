@@ -44,7 +44,7 @@ MAY_IMPORT = {
         "server.serve pocket replay frontend config record core.engine core.interfaces registry registration "
         "server processes spec hardware declared"
     ),
-    "server.serve": "server.app server.openai server.link server.http text server declared",
+    "server.serve": "server.app server.openai server.link server.http text server processes declared",
     "server.app": "server.operations server.openai server.http server",
     "server.operations": "server.openai server.link server.http server",
     "server.desk_work": "server.openai server.link server.http text core.interfaces server processes",
@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "record": "text loading registration spec hardware declared",
     "text": "core.engine core.interfaces",
     "core.engine": "core core.interfaces declared",
-    "plugins": "core.worker layers kernels hooks core.interfaces json_schema processes spec",
+    "plugins": "core.worker layers kernels hooks wiring core.interfaces json_schema processes spec",
     "core.functions": "core.worker core core.interfaces",
     "core.worker": "loading layers kernels core wiring core.interfaces registry hardware",
     "loading": "layers core.interfaces",

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,10 @@ def cases(ledger: Ledger, args: argparse.Namespace) -> Iterator[Case]:
     first = ledger.next if args.first_seed == "auto" else int(args.first_seed)
     for seed, dtype in list(ledger.failed):
         if dtype in args.dtypes:
-            yield case_of(seed, args.device, dtype)
+            yield of_seed(args, seed, dtype)
     for seed in range(first, first + args.configs):
         args.last_seed = seed
-        yield case_of(seed, args.device, dtype_of(seed, args.dtypes))
+        yield of_seed(args, seed, dtype_of(seed, args.dtypes))
 
 
 def fuzz(args: argparse.Namespace, folder: Path) -> int:
@@ -137,6 +137,7 @@ def fuzz(args: argparse.Namespace, folder: Path) -> int:
             "tokens": tally.tokens,
             "faults": dict(tally.faults),
             "dtypes": args.dtypes,
+            **({"executor": args.executor} if args.executor else {}),
             "ignored": args.ignore,
             "cut": cut,
             "seconds": round(time.monotonic() - STARTED),
@@ -149,7 +150,7 @@ def fuzz(args: argparse.Namespace, folder: Path) -> int:
 
 def replay(args: argparse.Namespace, folder: Path) -> int:
     """One seed, several times if asked, with all that is known of it."""
-    case = case_of(args.replay, args.device, dtype_of(args.replay, args.dtypes))
+    case = of_seed(args, args.replay, dtype_of(args.replay, args.dtypes))
     print(f"seed {case.seed}, {case.dtype}, {case.drive}, walk={case.walk}, resets={case.resets}, late={case.late}")
     for options in case.engines:
         print(f"engine {options}")
@@ -172,7 +173,7 @@ def replay(args: argparse.Namespace, folder: Path) -> int:
 
 
 def shrink(args: argparse.Namespace, folder: Path) -> int:
-    case = case_of(args.shrink, args.device, dtype_of(args.shrink, args.dtypes))
+    case = of_seed(args, args.shrink, dtype_of(args.shrink, args.dtypes))
     until = STARTED + args.seconds - CLOSING
     made = Shrinker(case, folder, args.processes, args.times, args.silence, until, args.ignore)
     smallest = made.run()
@@ -183,9 +184,17 @@ def shrink(args: argparse.Namespace, folder: Path) -> int:
     return 1
 
 
+def of_seed(args: argparse.Namespace, seed: int, dtype: str) -> Case:
+    """The case of a seed, with what the command line asks for of all engines."""
+    case = case_of(seed, args.device, dtype)
+    own = {"executor": args.executor} if args.executor else {}
+    return replace(case, engines=[{**options, **own} for options in case.engines])
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--executor", default="", help="that engines run their steps with; empty: the default")
     parser.add_argument("--configs", type=int, default=100, help="new seeds, at most")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=480, help="all in all; the summary comes within them")

@@ -12,11 +12,13 @@ ALIKE = {
     "scheduler": "minivllm/fcfs", "evictor": "minivllm/lru", "processor": "minivllm/penalties",
     "sampler": "minivllm/default",
 }  # fmt: skip
+LONG = {("executor", "minivllm/process")}  # starts a process for each test
 
 
 def cases():
     for seam, plugin in builtins():
-        marks = [pytest.mark.slow] if ALIKE.get(seam, plugin) != plugin else []
+        slow = ALIKE.get(seam, plugin) != plugin or (seam, plugin) in LONG
+        marks = [pytest.mark.slow] if slow else []
         yield pytest.param(seam, plugin, id=f"{seam}-{plugin}".replace("minivllm/", ""), marks=marks)
 
 

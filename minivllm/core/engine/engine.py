@@ -309,6 +309,16 @@ class Engine:
         except Exception as e:
             raise EngineDeadError(f"executor {type(self.executor).__name__} failed: {told(e)}") from e
 
+    def watch(self) -> None:
+        """Look at the executor while there is nothing to do: one that has died ends the engine now."""
+        if self.dead or self.executor.alive():
+            return
+        try:
+            self.ask(self.executor.collect, 0)
+            self._die(f"executor {type(self.executor).__name__} is not alive")
+        except EngineDeadError as e:  # it says why
+            self._die(str(e))
+
     def idle(self) -> float:
         """Seconds to wait after a ``step`` that found nothing to do: until the policy's hold ends, or a short while."""
         hold = self.planner.wake_at - self.now() if self.planner.wake_at else IDLE

@@ -41,7 +41,8 @@ class Join:
     n_eos: np.ndarray  # i32 [n]
     tokens: np.ndarray  # i32 [sum(known)]
     bound: tuple[Mapping[int, Any], ...] = ()  # per processor (sampler last): index into the join -> Row
-    saved: np.ndarray = field(default_factory=no_rows)  # i64 [n] sequence whose kept columns come back, -1 = none
+    # i64 [n] sequence whose kept columns come back, -1 = none; empty: none of any
+    saved: np.ndarray = field(default_factory=lambda: no_rows(dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Delta:
     # i32 [n, 3] (group, source block, new block); every source is read before a block is written
     copy: np.ndarray = field(default_factory=lambda: no_rows(0, 3))
     # i64 [n, 2] (slot, sequence): put the row's kept columns aside; they come back by Join.saved
-    keep: np.ndarray = field(default_factory=lambda: no_rows(0, 2))
-    forget: np.ndarray = field(default_factory=no_rows)  # i64 [n] sequences that ended with columns put aside
+    keep: np.ndarray = field(default_factory=lambda: no_rows(0, 2, dtype=np.int64))
+    # i64 [n] sequences that ended with columns put aside
+    forget: np.ndarray = field(default_factory=lambda: no_rows(dtype=np.int64))
     token: np.ndarray = field(default_factory=lambda: no_rows(0, 2))  # i32 [n, 2] (slot, token id chosen on the host)
 
 

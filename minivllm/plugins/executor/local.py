@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.errors import RequestError
 from minivllm.processes.memory import HeapTrimmer, resident_bytes
+
+if TYPE_CHECKING:
+    from minivllm.core.worker.runner import Runner
 
 
 class Local(Executor):
@@ -31,7 +34,11 @@ class Local(Executor):
     def start(self, wiring: Wiring) -> Capacity:
         from minivllm.core.worker.runner import Runner
 
-        self.runner = Runner(wiring)
+        return self.adopt(Runner(wiring))
+
+    def adopt(self, runner: Runner) -> Capacity:
+        """Run steps with a runner that has been made."""
+        self.runner = runner
         self._heap = HeapTrimmer() if self.runner.device.type == "cpu" else None
         return self.runner.capacity()
 

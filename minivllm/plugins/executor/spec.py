@@ -9,6 +9,12 @@ LOCAL = Spec(
     priority=10,
     limits={"device": ANY, "tensor_parallel_size": {1}},
 )
+PROCESS = Spec(
+    impl="minivllm.plugins.executor.process:Process",
+    api=(1, 0),
+    summary="runs the steps in a worker process of its own, while this one plans and serves",
+    limits={"device": ANY, "tensor_parallel_size": {1}},
+)
 SIM = Spec(
     impl="minivllm.plugins.executor.sim:Sim",
     api=(1, 0),

@@ -1,0 +1,108 @@
+"""The worker of ``process``: one ``Local`` executor, which does what messages say until the channel closes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import signal
+import socket
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from minivllm.core.interfaces import codec
+from minivllm.core.interfaces.plan import LateInputs
+from minivllm.core.worker.process import build
+from minivllm.errors import MinivllmError, told
+from minivllm.processes.channel import Channel, ChannelClosed
+
+from .local import Local
+from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, PLAN, READY, RESULT, STOP
+
+
+def main(sock: str, memory: str) -> None:
+    """``sock``, ``memory``: descriptors of the channel."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: who started this ends it
+    channel = Channel(socket.socket(fileno=int(sock)), int(memory), started=True)
+    os.close(int(memory))
+    try:
+        _serve(channel)
+    except ChannelClosed:
+        pass  # nobody is there any more
+    finally:
+        channel.close()
+
+
+def _serve(channel: Channel) -> None:
+    executor, first = Local(), channel.receive(wait=True)
+    assert first is not None
+    try:
+        capacity = executor.adopt(build(first.data.decode()))
+        channel.send(READY, [json.dumps(dataclasses.asdict(capacity)).encode()])
+        WorkerLoop(channel, executor).run()
+    except MinivllmError as e:
+        channel.send(FAILED, [_failure(e)])
+    finally:
+        executor.stop()
+
+
+class WorkerLoop:
+    """Steps are sent back as soon as they are done.  While the device computes, this process looks for messages and
+    results without a rest, so it keeps one core busy: a nap would cost each step some 50 us."""
+
+    def __init__(self, channel: Channel, executor: Local) -> None:
+        self.channel, self.executor = channel, executor
+        self._due: deque[int] = deque()  # steps that have not been sent back
+        self._masked: set[int] = set()  # those that wait for masks
+        self._memories: list[mmap.mmap] = []
+
+    def run(self) -> None:
+        while True:
+            idle = not self._due or self._due[0] in self._masked
+            message = self.channel.receive(wait=idle)
+            if message is not None:
+                if message.kind == STOP:
+                    return
+                self._do(message.kind, message.data)
+            if self._due:
+                for result in self.executor.collect(len(self._due)):
+                    self.channel.send(RESULT, codec.encode_result(result))
+                    self._due.popleft()
+
+    def _do(self, kind: int, data: bytearray) -> None:
+        if kind == PLAN:
+            plan = codec.decode_plan(data)
+            self._due.append(plan.id)
+            if len(plan.late):
+                self._masked.add(plan.id)
+            self.executor.submit(plan)
+        elif kind in (MASKS, LATE):
+            step, late = self._masks(data) if kind == MASKS else codec.decode_late(data)
+            self._masked.discard(step)
+            self.executor.supply(step, late)
+        elif kind == MEMORY:
+            file = self.channel.file()
+            self._memories.append(mmap.mmap(file, json.loads(data)))
+            os.close(file)
+        elif kind == CALL:
+            self._call(*json.loads(data))
+
+    def _masks(self, data: bytearray) -> tuple[int, LateInputs]:
+        step, memory, at, rows, words = PLACE.unpack(data)
+        return step, LateInputs(np.frombuffer(self._memories[memory], np.int32, rows * words, at).reshape(rows, words))
+
+    def _call(self, verb: str, args: dict[str, Any] | None) -> None:
+        try:
+            answer = json.dumps(self.executor.call(verb, args)).encode()
+        except Exception as e:  # the verb's own: the worker goes on
+            self.channel.send(FAILED, [_failure(e)])
+        else:
+            self.channel.send(ANSWER, [answer])
+
+
+def _failure(e: Exception) -> bytes:
+    words = str(e) if isinstance(e, (MinivllmError, NotImplementedError)) else told(e)
+    return json.dumps({"name": type(e).__name__, "message": words, "param": getattr(e, "param", None)}).encode()
