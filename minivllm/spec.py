@@ -63,7 +63,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "attention",
                 _SEAMS + "attention:AttentionBackend",
-                api=(1, 1),
+                api=(1, 2),
                 facts=("device", "sm", "dtype", "kv_format", "dim_qk", "dim_v", "queries_per_kv", "block"),
                 features={
                     "window": "sliding windows",
@@ -71,7 +71,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                     "softcap": "scores s become softcap * tanh(s / softcap)",
                     "v_in_k": "values are the first dim_v elements of the key (multi-head latent attention)",
                     "lse": "gives the logarithm of the softmax's denominator",
-                    "scores": "gives the attention probabilities",
                     "repeatable": "the same step gives the same bits",
                     **_INVARIANT,
                 },
@@ -109,6 +108,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "grammar",
                 _SEAMS + "grammar:Grammar",
+                api=(1, 1),
                 features={
                     "json": "compiles JSON schemas",
                     "regex": "compiles regular expressions, with ASCII classes",

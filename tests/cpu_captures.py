@@ -53,7 +53,6 @@ class OnDevice(AttentionBackend):
         meta: AttnMeta,
         out: Tensor,
         lse: Tensor | None = None,
-        scores: Tensor | None = None,
     ) -> None:
         table = meta.table[layer.group].index_select(0, meta.slots[meta.row]).long()
         k, v = self.ctx.kv_format.load(layer.cache, table, q.dtype)  # [T, n, kv_heads, D]

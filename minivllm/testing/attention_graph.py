@@ -188,4 +188,4 @@ def _compare_row(world: World, layer: AttnLayer, seq: WorldSeq, place: Place, q:
     sinks = None if layer.sinks is None else layer.sinks.cpu()
     want = attend(q.double(), k, v, layer.spec, sinks)
     naive = attend(q, k.to(q.dtype), v.to(q.dtype), layer.spec, sinks)
-    compare(out, None, None, want, naive, place, q.dtype)
+    compare(out, None, want, naive, place, q.dtype)

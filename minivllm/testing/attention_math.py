@@ -17,7 +17,6 @@ class ExactAttention:
 
     out: Tensor  # [n, heads, dim_v]
     lse: Tensor  # [n, heads] natural logarithm of the softmax's denominator, the sink included
-    scores: Tensor  # [n, heads, L] probabilities, 0 where nothing is seen
     largest: float  # greatest absolute score among those that are seen
 
 
@@ -41,7 +40,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None
         s = torch.cat([s, sinks.to(s)[:, None, None].expand(-1, len(q), 1)], dim=-1)
     p = s.softmax(-1)[..., : len(k)]
     out = p @ v[:, kv_head].transpose(0, 1)
-    return ExactAttention(out.transpose(0, 1), s.logsumexp(-1).T, p.transpose(0, 1), largest)
+    return ExactAttention(out.transpose(0, 1), s.logsumexp(-1).T, largest)
 
 
 def rotated(x: Tensor, norm: Tensor | None, pre: QKPre, position: Tensor) -> Tensor:
@@ -79,7 +78,6 @@ class Place:
 def compare(
     out: Tensor,
     lse: Tensor | None,
-    scores: Tensor | None,
     want: ExactAttention,
     naive: ExactAttention,
     place: Place,
@@ -97,11 +95,6 @@ def compare(
     check("out", out[rows], want.out, naive.out, floor, torch.finfo(dtype).eps / 2, place)
     if lse is not None:
         check("lse", lse[rows], want.lse, naive.lse, 1e-5 + 4 * inexact, 0.0, place)
-    if scores is not None:
-        there = scores[rows][..., : place.length]
-        check("scores", there, want.scores, naive.scores, 1e-5 + inexact, 0.0, place)
-        behind = scores[rows][..., place.length :]
-        assert bool((behind == 0).all()), f"scores of keys that are not there are not 0, in {place.at((0,))}"
 
 
 def check(name: str, got: Tensor, want: Tensor, naive: Tensor, floor: float, unit: float, place: Place) -> None:

@@ -122,7 +122,6 @@ class Got:
     layer: AttnLayer
     out: Tensor  # [T, heads, dim_v]
     lse: Tensor | None
-    scores: Tensor | None
     places: list[Place] = field(default_factory=list)  # of the live rows
     want: list[ExactAttention] = field(default_factory=list)  # one a live row, float64
     naive: list[ExactAttention] = field(default_factory=list)
@@ -292,9 +291,7 @@ class World:
         return meta
 
     @torch.inference_mode()
-    def step(
-        self, rows: Rows, *, fused: bool = True, ahead: int = 0, lse: bool = False, scores: bool = False
-    ) -> list[Got]:
+    def step(self, rows: Rows, *, fused: bool = True, ahead: int = 0, lse: bool = False) -> list[Got]:
         """Write and attend as the engine does, one layer after another; the sequences have grown afterwards.
 
         ``fused``: q, k and v are slices of one tensor, as a merged projection gives them.
@@ -312,7 +309,7 @@ class World:
             q = self.backend.write(layer, q, k, v, meta, None)
             assert _same(asked, q), "write returned another q than it was given, though there is nothing to do to it"
             assert _same(given, v), "write changed v, which it was given to read"
-            every.append(self._forward(layer, q, meta, rows, lse, scores))
+            every.append(self._forward(layer, q, meta, rows, lse))
         for name, value in before.items():
             assert _same(value, getattr(meta, name)), f"meta.{name} was changed: it belongs to all layers of the step"
         for seq, new in rows:
@@ -324,7 +321,7 @@ class World:
         every = self.step(rows, **how)
         for got in every:
             for place, want, naive in zip(got.places, got.want, got.naive, strict=True):
-                compare(got.out, got.lse, got.scores, want, naive, place, self.dtype)
+                compare(got.out, got.lse, want, naive, place, self.dtype)
         return every
 
     def inputs(self, layer: AttnLayer, rows: Rows, fused: bool = True) -> list[Tensor]:
@@ -339,24 +336,22 @@ class World:
         slices = joined.split([x[0].numel() for x in parts], dim=1)
         return [y.view(x.shape) for x, y in zip(parts, slices, strict=True)]
 
-    def _forward(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows, lse: bool, scores: bool) -> Got:
+    def _forward(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows, lse: bool) -> Got:
         """Run one layer; it must write all of its outputs and nothing else."""
         spec, t = layer.spec, len(q)
         whole = {"out": self._guarded((t, spec.heads, spec.dim_v), self.dtype)}
         if lse:
             whole["lse"] = self._guarded((t, spec.heads), torch.float32)
-        if scores:
-            whole["scores"] = self._guarded((t, spec.heads, int(meta.host_kv_len.max())), torch.float32)
         given, cache = q.clone(), {n: x.clone() for n, x in layer.cache.items()}
         outs = {name: x[GUARD:-GUARD] for name, x in whole.items()}
-        self.backend.forward(layer, q, meta, outs["out"], outs.get("lse"), outs.get("scores"))
+        self.backend.forward(layer, q, meta, outs["out"], outs.get("lse"))
         assert _same(given, q), "forward changed q, which it was given to read"
         for name, x in layer.cache.items():
             assert _same(cache[name], x), f"forward changed tensor {name!r} of the cache: only write may"
         for name, x in whole.items():
             edge = torch.cat([x[:GUARD], x[-GUARD:]])
             assert bool((edge == MARK).all()), f"forward wrote before the first or behind the last row of {name}"
-        got = Got(layer, *(outs[n].cpu() if n in outs else None for n in ("out", "lse", "scores")))
+        got = Got(layer, *(outs[n].cpu() if n in outs else None for n in ("out", "lse")))
         first = 0
         for i, (seq, new) in enumerate(rows):
             if seq.live:

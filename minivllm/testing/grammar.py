@@ -212,40 +212,12 @@ class GrammarConformance(Lasting, SpecConformance):
                 texts[i] += vocabulary()[tokens[0]]
 
     @since(1, 0)
-    def test_a_rollback_gives_the_masks_of_before(self) -> None:
-        """Over any number of tokens, also over the end, and once more after going on."""
-        plugin, rng = self.made(), random.Random(4)
-        for case, tokens in self.walks(4, seed=4):
-            matcher, masks = plugin.start(plugin.compile(case.source)), []
-            for token in tokens:
-                masks.append(allowed(plugin, matcher))
-                plugin.accept([matcher], [[token]])
-            masks.append(allowed(plugin, matcher))
-            at = len(tokens)
-            if rng.random() < 0.5:
-                assert plugin.accept([matcher], [[EOS[0]]])[0] == 1
-                plugin.rollback(matcher, 1)
-            for _ in range(3):
-                back = rng.randint(0, at)
-                plugin.rollback(matcher, back)
-                at -= back
-                got = allowed(plugin, matcher)
-                assert got == masks[at], f"{case}: after {back} tokens back to {at}: {told(got, masks[at])}"
-                ahead = rng.randint(0, len(tokens) - at)
-                if ahead:
-                    assert plugin.accept([matcher], [tokens[at : at + ahead]])[0] == ahead
-                at += ahead
-
-    @since(1, 0)
     def test_long_texts_and_long_lists_are_held_whole(self) -> None:
-        """A text of 165 bytes and 300 texts: masks up to the end, the end itself, and a rollback over all of it."""
+        """A text of 165 bytes and 300 texts: masks up to the end, and the end itself."""
         plugin, rng = self.made(), random.Random(9)
         for case in (case for case in LARGE if self.claims(case.kind)):
             matcher, text = plugin.start(plugin.compile(case.source)), b""
-            tokens, first = (
-                spelled(rng, case.fits[0] if len(case.fits) == 2 else case.fits[-1]),
-                allowed(plugin, matcher),
-            )
+            tokens = spelled(rng, case.fits[0] if len(case.fits) == 2 else case.fits[-1])
             for i, token in enumerate([*tokens, None]):
                 if i % 16 == 0 or len(tokens) - i < 2:
                     got, want = allowed(plugin, matcher), viable(case, text)
@@ -254,30 +226,6 @@ class GrammarConformance(Lasting, SpecConformance):
                     took = plugin.accept([matcher], [[token]])[0]
                     assert took == 1, f"{case.kind} of {len(case.text)} bytes: {token} is refused after {text!r}"
                     text += vocabulary()[token]
-            plugin.rollback(matcher, len(tokens))
-            got = allowed(plugin, matcher)
-            assert got == first, f"{case.kind}, {len(tokens)} tokens back to the beginning: {told(got, first)}"
-
-    @since(1, 0)
-    def test_a_clone_goes_its_own_way(self) -> None:
-        """Branches of a request, and its masks do not depend on which of the two is asked first."""
-        plugin, rng = self.made(), random.Random(5)
-        for case in self.cases():
-            first, second = (spelled(rng, rng.choice(case.fits)) for _ in range(2))
-            common = 0
-            while common < min(len(first), len(second)) and first[common] == second[common]:
-                common += 1
-            one = plugin.start(plugin.compile(case.source))
-            if common:
-                plugin.accept([one], [first[:common]])
-            two = plugin.clone(one)
-            for tokens, matcher in ((first, one), (second, two)):
-                rest = tokens[common:]
-                assert not rest or plugin.accept([matcher], [rest])[0] == len(rest), f"{case}: {rest}"
-            for tokens, matcher in ((first, one), (second, two)):
-                text = b"".join(vocabulary()[t] for t in tokens)
-                got, want = allowed(plugin, matcher), viable(case, text)
-                assert got == want, f"{case} after {text!r}, beside its clone: {told(got, want)}"
 
     @since(1, 0)
     def test_matchers_of_one_grammar_share_no_state(self) -> None:

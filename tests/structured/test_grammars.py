@@ -48,12 +48,6 @@ class Fake(Grammar):
         mask[rows] = 0 if "none" in matchers else -1
         return {}
 
-    def rollback(self, matcher, count):
-        pass
-
-    def clone(self, matcher):
-        return matcher
-
 
 class Threads(Fake):
     """The same with a thread of its own, so that its process cannot be forked."""

@@ -16,8 +16,6 @@ END = "test_the_end_is_allowed_exactly_where_the_text_fits"
 REFUSES = "test_what_a_mask_forbids_is_refused"
 ROWS = "test_only_the_rows_that_are_named_are_written_and_those_wholly"
 BATCH = "test_a_batch_gives_what_each_matcher_gives_alone"
-BACK = "test_a_rollback_gives_the_masks_of_before"
-CLONE = "test_a_clone_goes_its_own_way"
 APART = "test_matchers_of_one_grammar_share_no_state"
 FAULTS = {
     "BytesOnly": (MASK, BATCH),
@@ -27,9 +25,6 @@ FAULTS = {
     "OrsItsBits": (ROWS,),
     "FirstRows": (ROWS,),
     "InOrder": (BATCH,),
-    "OneBackAtMost": (BACK,),
-    "EndStays": (BACK,),
-    "SameMatcher": (CLONE,),
     "OneMatcher": (APART,),
     "NeverEnds": (MASK, END),
     "AllOrNothing": (REFUSES,),
@@ -163,29 +158,6 @@ class InOrder(Base):
 
     def fill(self, matchers, mask, rows):
         return super().fill(sorted(matchers, key=lambda m: m[-1] or b""), mask, rows)
-
-
-class OneBackAtMost(Base):
-    spec = spec("OneBackAtMost")
-
-    def rollback(self, matcher, count):
-        super().rollback(matcher, min(count, 1))
-
-
-class EndStays(Base):
-    """Taking the end back takes nothing back."""
-
-    spec = spec("EndStays")
-
-    def rollback(self, matcher, count):
-        super().rollback(matcher, 0 if matcher[-1] is None else count)
-
-
-class SameMatcher(Base):
-    spec = spec("SameMatcher")
-
-    def clone(self, matcher):
-        return matcher
 
 
 class OneMatcher(Base):

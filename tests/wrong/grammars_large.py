@@ -13,7 +13,6 @@ LONG = "test_long_texts_and_long_lists_are_held_whole"
 KEPT = "test_what_has_ended_leaves_nothing_behind"
 FAULTS = {
     "OneTokenForItsBytes": (MASK,),
-    "SixteenBack": (LONG,),
     "SixtyFourTexts": (LONG,),
     "SixtyFourBytes": (LONG,),
     "KeepsMatchers": (KEPT,),
@@ -34,15 +33,6 @@ class OneTokenForItsBytes(Base):
     def __init__(self, options, ctx):
         super().__init__(options, ctx)
         self.ids = {piece: ids[-1:] for piece, ids in self.ids.items()}
-
-
-class SixteenBack(Base):
-    """Remembers 16 tokens."""
-
-    spec = spec("SixteenBack")
-
-    def rollback(self, matcher, count):
-        super().rollback(matcher, min(count, 16))
 
 
 class SixtyFourTexts(Base):

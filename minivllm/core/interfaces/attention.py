@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .kvformat import KVFormat, KVLayout
 
-API = (1, 1)  # 1.1: AttentionContext.prepare_qk
+API = (1, 2)  # 1.1: AttentionContext.prepare_qk; 1.2: forward is asked for no scores
 # Never handed to a sequence.  Padded, stopped and failed rows write there, so it may hold NaN; ``write`` may clear it.
 NULL_BLOCK = 0
 
@@ -175,11 +175,10 @@ class AttentionBackend(ABC):
         meta: AttnMeta,
         out: Tensor,
         lse: Tensor | None = None,
-        scores: Tensor | None = None,
     ) -> None:
         """Attend, writing all of ``out`` [T, heads, dim_v] and changing nothing else.
 
         Where claimed, write ``lse`` [T, heads] float32, the natural logarithm of the softmax's denominator (sink
-        included), and ``scores`` [T, heads, n >= the longest row] float32, the probabilities of positions 0 .. n - 1 of
-        the token's row, 0 where it sees nothing.  Where not claimed they are refused: PluginError unless None.
+        included), with which the answers over parts of a context are merged.  Where it is not claimed it is refused:
+        PluginError unless None.
         """

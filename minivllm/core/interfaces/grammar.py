@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-API = (1, 0)
+API = (1, 1)  # 1.1: neither rollback nor clone
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,3 @@ class Grammar(ABC):
         """What may come next: bit t % 32 of ``mask[rows[i], t // 32]``, i32 [n, ceil(vocab_size / 32)], is 1 if the
         text stays viable with token t after it, and the bits of the end-of-sequence ids are 1 if it fits as it is.
         Rows that are not named stay as they are.  Returns i -> message for matchers that cannot go on."""
-
-    @abstractmethod
-    def rollback(self, matcher: Any, count: int) -> None:
-        """Take the last ``count`` tokens back (an end of the sequence is one)."""
-
-    @abstractmethod
-    def clone(self, matcher: Any) -> Any:
-        """A matcher in the same state, independent of the first."""

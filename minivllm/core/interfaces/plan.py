@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from .attention import GraphKey
-
 # bits of StepResult.flags
 EOS, STOP_ID, LENGTH, NAN, OVERSHOOT, FAILED = 1, 2, 4, 8, 16, 32
 ENDED = EOS | STOP_ID | LENGTH | NAN | FAILED
@@ -91,7 +89,6 @@ class StepPlan:
     prompt: np.ndarray = field(default_factory=lambda: no_rows(0, 2))
     prompt_topk: int = 0  # the k best too
     draft: np.ndarray = field(default_factory=no_rows)  # i32 [R] 1, 2 ... for the drafts of a row, 0 else; empty: none
-    graph: GraphKey = GraphKey()  # noqa: RUF009  (it is frozen)
     delta: Delta = Delta()
 
 

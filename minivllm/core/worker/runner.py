@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from minivllm.core.foreign import as_exception
+from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.executor import Capacity
 from minivllm.core.interfaces.model import picks
 from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan
@@ -136,7 +137,7 @@ class Runner:
         if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or self.picks):
             # one token where nobody draws: kernels are not launched for none
             wanted = self.state.to(at if len(at) else np.zeros(1, np.int64))
-        hidden = step.forward(self.model, self.backend, read, plan.graph, wanted, self.picks, run=run)
+        hidden = step.forward(self.model, self.backend, read, GraphKey(), wanted, self.picks, run=run)
         if len(plan.prompt):
             running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
         if len(at):

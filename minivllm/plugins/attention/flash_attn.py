@@ -28,7 +28,7 @@ from .paged import EAGER, Paged, dense_pages
 
 
 class FlashAttn(Paged):
-    """Window, sinks, softcap and lse (natural logarithm, the sink included) are supported; scores are not."""
+    """Window, sinks, softcap and lse (natural logarithm, the sink included) are supported."""
 
     name = "flash_attn"
 
@@ -39,9 +39,7 @@ class FlashAttn(Paged):
         meta: AttnMeta,
         out: Tensor,
         lse: Tensor | None = None,
-        scores: Tensor | None = None,
     ) -> None:
-        self.refuse("scores", scores)
         spec, g = layer.spec, layer.group
         pages = dense_pages(meta, g, 0, len(meta.slots))
         got, norm = flash_attn_varlen_func(

@@ -20,7 +20,7 @@ from .paged import Paged, dense_pages, starts
 
 
 class FlashAttn2(Paged):
-    """Window, softcap and lse (natural logarithm) are supported; sinks and scores are not."""
+    """Window, softcap and lse (natural logarithm) are supported; sinks are not."""
 
     name = "flash_attn2"
 
@@ -31,9 +31,7 @@ class FlashAttn2(Paged):
         meta: AttnMeta,
         out: Tensor,
         lse: Tensor | None = None,
-        scores: Tensor | None = None,
     ) -> None:
-        self.refuse("scores", scores)
         spec, n = layer.spec, meta.decode_rows
         how: dict[str, Any] = {
             "softmax_scale": spec.softmax_scale,

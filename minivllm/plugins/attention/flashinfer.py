@@ -54,7 +54,7 @@ class Planned:
 
 
 class FlashInfer(Paged):
-    """Window is supported; sinks, softcap, lse and scores are not."""
+    """Window is supported; sinks, softcap and lse are not."""
 
     name = "flashinfer"
 
@@ -73,10 +73,8 @@ class FlashInfer(Paged):
         meta: AttnMeta,
         out: Tensor,
         lse: Tensor | None = None,
-        scores: Tensor | None = None,
     ) -> None:
         self.refuse("lse", lse)
-        self.refuse("scores", scores)
         n = meta.decode_rows
         if n:
             self._decode(layer, q[:n].contiguous(), meta, out[:n])

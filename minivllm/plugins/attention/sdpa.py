@@ -71,7 +71,7 @@ class KVPiece:
 
 
 class Sdpa(AttentionBackend):
-    """Contract as in ``AttentionBackend``; window, sinks, softcap and lse are supported, scores are not.
+    """Contract as in ``AttentionBackend``; window, sinks, softcap and lse are supported.
 
     ``lse`` is the logarithm of the softmax's denominator, the sink included.
     """
@@ -104,10 +104,7 @@ class Sdpa(AttentionBackend):
         meta: AttnMeta,
         out: Tensor,
         lse: Tensor | None = None,
-        scores: Tensor | None = None,
     ) -> None:
-        if scores is not None:
-            raise PluginError("sdpa gives no attention scores: want scores=None")
         if self.ctx.batch_invariant:
             attend(self.ctx.kv_format, layer, q, meta, out, lse)
             return

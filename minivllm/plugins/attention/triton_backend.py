@@ -23,7 +23,7 @@ EAGER = GraphKey()
 
 
 class Triton(AttentionBackend):
-    """Contract as in ``AttentionBackend``; window, sinks, softcap, v_in_k and lse are supported, scores are not.
+    """Contract as in ``AttentionBackend``; window, sinks, softcap, v_in_k and lse are supported.
 
     ``lse`` is the natural logarithm of the softmax's denominator, the sink included.
     """
@@ -57,10 +57,7 @@ class Triton(AttentionBackend):
         meta: AttnMeta,
         out: Tensor,
         lse: Tensor | None = None,
-        scores: Tensor | None = None,
     ) -> None:
-        if scores is not None:
-            raise PluginError("triton gives no attention scores: want scores=None")
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
         if self.ctx.batch_invariant:  # one kernel and one tile for every query, whoever else is in the step

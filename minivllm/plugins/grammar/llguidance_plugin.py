@@ -116,15 +116,6 @@ class LLGuidance(Grammar):
                 failed[i] = _first(m.ll.get_error()) or NOTHING
         return failed
 
-    def rollback(self, matcher: _LLGuidanceMatcher, count: int) -> None:
-        if matcher.ended and count:
-            matcher.ended, count = False, count - 1
-        if count and not matcher.ll.rollback(count):
-            raise ValueError(_first(matcher.ll.get_error()))
-
-    def clone(self, matcher: _LLGuidanceMatcher) -> _LLGuidanceMatcher:
-        return _LLGuidanceMatcher(matcher.ll.deep_copy(), matcher.ended)
-
 
 def _consume(pool: Any, pairs: list[tuple[Any, int]]) -> list[int]:
     """1 for each matcher that took its token, else 0; ``pool`` None: on this thread."""

@@ -7,7 +7,7 @@ FORMS = frozenset({"json", "regex", "choice", "grammar"})
 
 LLGUIDANCE = Spec(
     impl=f"{HERE}.llguidance_plugin:LLGuidance",
-    api=(1, 0),
+    api=(1, 1),
     summary="llguidance: an Earley parser over derivatives of regular expressions; compiles in a millisecond",
     options=f"{HERE}.options:GrammarOptions",
     priority=20,
@@ -16,7 +16,7 @@ LLGUIDANCE = Spec(
 )
 XGRAMMAR = Spec(
     impl=f"{HERE}.xgrammar_plugin:XGrammar",
-    api=(1, 0),
+    api=(1, 1),
     summary="XGrammar: masks that do not depend on the stack are computed when a grammar is compiled",
     options=f"{HERE}.options:GrammarOptions",
     priority=10,

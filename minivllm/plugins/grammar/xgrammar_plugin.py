@@ -112,11 +112,3 @@ class XGrammar(Grammar):
             if m.taken and self.ctx.tokens[m.taken[-1]].endswith(b"\xed"):
                 mask[row] &= self._after_ed
         return failed
-
-    def rollback(self, matcher: _XGrammarMatcher, count: int) -> None:
-        if count:
-            matcher.xg.rollback(count)
-            del matcher.taken[-count:]
-
-    def clone(self, matcher: _XGrammarMatcher) -> _XGrammarMatcher:
-        return _XGrammarMatcher(matcher.xg.fork(), matcher.json, list(matcher.taken))

@@ -44,7 +44,7 @@ class Batch:
 
 
 class Flex(AttentionBackend):
-    """Contract as in ``AttentionBackend``; window, sinks, soft cap and ``lse`` are supported, scores are not."""
+    """Contract as in ``AttentionBackend``; window, sinks, soft cap and ``lse`` are supported."""
 
     def __init__(self, options: FlexOptions | None, ctx: AttentionContext) -> None:
         options = options or FlexOptions()
@@ -69,10 +69,7 @@ class Flex(AttentionBackend):
         meta: AttnMeta,
         out: Tensor,
         lse: Tensor | None = None,
-        scores: Tensor | None = None,
     ) -> None:
-        if scores is not None:
-            raise PluginError("flex gives no attention scores: want scores=None")
         key = ("flex", layer.group, layer.spec.window)
         if key not in meta.work:
             meta.work[key] = make_batches(meta, layer.group, layer.spec.window)

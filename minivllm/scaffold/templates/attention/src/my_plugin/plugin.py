@@ -19,10 +19,9 @@ class MyPlugin(AttentionBackend):
         meta: AttnMeta,
         out: Tensor,
         lse: Tensor | None = None,
-        scores: Tensor | None = None,
     ) -> None:
-        if lse is not None or scores is not None:
-            raise PluginError("my-plugin gives neither lse nor scores: want None")
+        if lse is not None:
+            raise PluginError("my-plugin gives no lse: want None")
         spec, start = layer.spec, 0
         for row, n in enumerate(meta.host_q_len.tolist()):
             length = int(meta.kv_len[layer.group, row])  # this step's tokens included

@@ -4,7 +4,7 @@ from minivllm.spec import ANY, MultipleOf, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 1),
+    api=(1, 2),
     summary="attention row by row, in float32",
     limits={
         "device": ANY,

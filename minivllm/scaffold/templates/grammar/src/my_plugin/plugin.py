@@ -34,13 +34,6 @@ class MyPlugin(Grammar):
     def start(self, compiled: Compiled) -> list[Any]:
         return [compiled.handle, b""]
 
-    def clone(self, matcher: list[Any]) -> list[Any]:
-        return list(matcher)
-
-    def rollback(self, matcher: list[Any], count: int) -> None:
-        if count:
-            del matcher[-count:]
-
     def accept(self, matchers: Sequence[list[Any]], tokens: Sequence[Sequence[int]]) -> Sequence[int]:
         return [self.take(m, new) for m, new in zip(matchers, tokens, strict=True)]
 

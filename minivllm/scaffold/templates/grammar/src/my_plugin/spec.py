@@ -4,7 +4,7 @@ from minivllm.spec import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 0),
+    api=(1, 1),
     summary="one of several texts, by walking through them",
     features=frozenset({"choice"}),
 )
