@@ -19,7 +19,7 @@ LIMITS = {
     "device": ANY, "sm": ANY, "dtype": {"float32", "bfloat16", "float16"}, "kv_format": {"fp32", "bf16", "fp16"},
     "dim_qk": ANY, "dim_v": ANY, "queries_per_kv": ANY, "block": MultipleOf(1),
 }  # fmt: skip
-ALL = frozenset({"window", "sinks", "softcap", "v_in_k", "lse", "scores", "repeatable", "batch_invariant"})
+ALL = frozenset({"window", "sinks", "softcap", "v_in_k", "lse", "repeatable", "batch_invariant"})
 
 
 def spec(name, features=ALL, module=__name__, **more):
@@ -31,26 +31,24 @@ class RowByRow(AttentionBackend):
 
     spec = spec("RowByRow")
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
+    def forward(self, layer, q, meta, out, lse=None):
         start = 0
         for row, n in enumerate(meta.host_q_len.tolist()):
             length = self.length(layer, meta, row)
             if self.ctx.batch_invariant:  # a query alone, with the keys that it sees: as if it came by itself
                 for i in range(n):
                     at = slice(start + i, start + i + 1)
-                    self.row(layer, q, meta, out, lse, scores, row, at, length - n + i + 1)
+                    self.row(layer, q, meta, out, lse, row, at, length - n + i + 1)
             else:
-                self.row(layer, q, meta, out, lse, scores, row, slice(start, start + n), length)
+                self.row(layer, q, meta, out, lse, row, slice(start, start + n), length)
             start += n
 
-    def row(self, layer, q, meta, out, lse, scores, row, at, length):
+    def row(self, layer, q, meta, out, lse, row, at, length):
         spec = layer.spec
         group = spec.heads // spec.kv_heads
         k, v = self.keys(layer, meta, row, length)
         if spec.window is not None:  # what lies before every query's window may be the null block's: NaN
             v[: max(length - (at.stop - at.start) + 1 - spec.window, 0)] = 0
-        if scores is not None:
-            scores[at] = 0
         for head in range(spec.heads):
             kv = self.kv_head(head, group, spec)
             s = self.scored(q[at, head].float(), k[:, kv], spec)
@@ -59,8 +57,6 @@ class RowByRow(AttentionBackend):
             out[at, head] = self.mixed(p, v[:, kv], q.dtype).to(out.dtype)
             if lse is not None:
                 lse[at, head] = norm
-            if scores is not None:
-                scores[at, head, :length] = self.shown(p, s)
 
     def length(self, layer, meta, row):
         return int(meta.kv_len[layer.group, row])
@@ -99,9 +95,6 @@ class RowByRow(AttentionBackend):
     def mixed(self, p, v, dtype):
         return p @ v
 
-    def shown(self, p, s):
-        return p
-
 
 class Tiled(AttentionBackend):
     """Right: as fast kernels do it.  All heads of a KV head at once, block after block with a running softmax in base
@@ -109,9 +102,7 @@ class Tiled(AttentionBackend):
 
     spec = spec("Tiled", frozenset({"window", "sinks", "softcap", "lse", "repeatable"}))
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
-        if scores is not None:
-            raise NotImplementedError("tiled gives no scores")
+    def forward(self, layer, q, meta, out, lse=None):
         spec, rows = layer.spec, zip(meta.cu_q.tolist(), meta.cu_q.tolist()[1:], strict=False)
         for row, (a, b) in enumerate(rows):
             length, n = int(meta.kv_len[layer.group, row]), b - a
@@ -211,7 +202,7 @@ class FewSizes(Sdpa):
                 "queries_per_kv": {7}, "block": {48}},
     )  # fmt: skip
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
+    def forward(self, layer, q, meta, out, lse=None):
         if lse is not None:
             raise NotImplementedError("no lse")
-        super().forward(layer, q, meta, out, lse, scores)
+        super().forward(layer, q, meta, out, lse)

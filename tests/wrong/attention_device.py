@@ -49,8 +49,8 @@ class Gathered(AttentionBackend):
 
     spec = spec("Gathered")
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
-        if lse is not None or scores is not None:
+    def forward(self, layer, q, meta, out, lse=None):
+        if lse is not None:
             raise NotImplementedError("gathered gives its result only")
         spec, group = layer.spec, layer.group
         key = torch.arange(self.longest(meta, group), device=q.device)
@@ -141,10 +141,10 @@ class LengthsOfTheCapture(Gathered):
     def plan(self, meta, key):
         self.captured = key.kind != "eager"
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
+    def forward(self, layer, q, meta, out, lse=None):
         if self.captured:
             meta.position.copy_(torch.from_numpy(meta.host_kv_len[layer.group]).to(q.device)[meta.row] - 1)
-        super().forward(layer, q, meta, out, lse, scores)
+        super().forward(layer, q, meta, out, lse)
 
 
 class RowsOfTheHost(Gathered):
@@ -186,7 +186,7 @@ class ScratchOfALongerRow(RowByRow):
             scratch[i, a.shape[0], b.shape[1]] = a @ b
         return sum(x for (_, n, dim), x in scratch.items() if (n, dim) == (p.shape[0], v.shape[1]))
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
-        if lse is not None or scores is not None:
+    def forward(self, layer, q, meta, out, lse=None):
+        if lse is not None:
             raise NotImplementedError("gives its result only")
         super().forward(layer, q, meta, out)

@@ -27,15 +27,17 @@ FAULTS = {
     "GroupZero": ("test_layers_of_several_kv_groups_share_a_step",),
     "ScaleOfValues": ("test_the_softmax_scale_is_the_layers",),
     "DefaultScaleOnly": ("test_the_softmax_scale_is_the_layers", ANSWER),
-    "FailsOnNullRows": ("test_ended_and_padded_rows_disturb_nobody", ANSWER),
+    "FailsOnNullRows": ("test_ended_and_padded_rows_disturb_nobody",),
     "ZeroTimesNan": ("test_nan_of_a_failed_row_stays_in_its_blocks",),
     "SinkNotInDenominator": ("test_sinks_take_probability_and_give_nothing",),
     "SoftcapIgnored": ("test_a_softcap_bends_the_scaled_scores",),
     "SoftcapBeforeScale": ("test_a_softcap_bends_the_scaled_scores",),
     "LastElementsAsValues": ("test_values_in_the_keys_are_their_first_elements",),
-    "LseInBase2": ("test_lse_is_the_logarithm_of_the_denominator",),
+    "LseInBase2": (
+        "test_lse_is_the_logarithm_of_the_denominator",
+        "test_answers_over_parts_of_a_context_merge_by_their_lse",
+    ),
     "LseWithoutSink": ("test_lse_is_the_logarithm_of_the_denominator",),
-    "ScoresBeforeSoftmax": ("test_scores_are_the_probabilities",),
     "NeverTheSame": ("test_the_same_step_gives_the_same_bits",),
     "SplitsByBatch": ("test_a_rows_bits_do_not_depend_on_the_rows_beside_it",),
 }
@@ -148,16 +150,12 @@ class ZeroTimesNan(RowByRow):
     spec = spec("ZeroTimesNan")
 
     def keys(self, layer, meta, row, length):
-        self.real = length
         return super().keys(layer, meta, row, -(-length // meta.block) * meta.block)
 
     def hidden(self, spec, n, length):
         hidden = super().hidden(spec, n, length)
         behind = torch.ones(n, -(-length // self.ctx.block) * self.ctx.block - length, dtype=torch.bool)
         return torch.cat([hidden, behind], dim=1)
-
-    def shown(self, p, s):
-        return p[:, : self.real]
 
 
 class FailsOnNullRows(RowByRow):
@@ -265,13 +263,6 @@ class LseWithoutSink(RowByRow):
         return super().softmax(s, sink)[0], s.logsumexp(-1)
 
 
-class ScoresBeforeSoftmax(RowByRow):
-    spec = spec("ScoresBeforeSoftmax")
-
-    def shown(self, p, s):
-        return s.masked_fill(s == -torch.inf, 0)
-
-
 class NeverTheSame(RowByRow):
     """The order of a sum is another one each time, as with atomic additions."""
 
@@ -289,9 +280,9 @@ class SplitsByBatch(RowByRow):
 
     spec = spec("SplitsByBatch")
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
+    def forward(self, layer, q, meta, out, lse=None):
         self.parts = 1 if len(meta.host_q_len) > 2 else 3
-        super().forward(layer, q, meta, out, lse, scores)
+        super().forward(layer, q, meta, out, lse)
 
     def mixed(self, p, v, dtype):
         return sum(a @ b for a, b in zip(p.chunk(self.parts, 1), v.chunk(self.parts, 0), strict=True))

@@ -51,10 +51,10 @@ class AssumesContiguous(RowByRow):
 
     spec = spec("AssumesContiguous")
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
+    def forward(self, layer, q, meta, out, lse=None):
         t, heads, dim = q.shape
         q = q.as_strided((t, heads, dim), (heads * dim, dim, 1))
-        super().forward(layer, q, meta, out, lse, scores)
+        super().forward(layer, q, meta, out, lse)
 
 
 class WritesBehindOut(RowByRow):
@@ -62,8 +62,8 @@ class WritesBehindOut(RowByRow):
 
     spec = spec("WritesBehindOut")
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
-        super().forward(layer, q, meta, out, lse, scores)
+    def forward(self, layer, q, meta, out, lse=None):
+        super().forward(layer, q, meta, out, lse)
         whole = -(-len(out) // 4) * 4 - len(out)
         out.as_strided((whole, *out.shape[1:]), out.stride(), out.storage_offset() + out.numel()).zero_()
 
@@ -73,18 +73,18 @@ class LeavesOutOfTheLastRow(RowByRow):
 
     spec = spec("LeavesOutOfTheLastRow")
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
+    def forward(self, layer, q, meta, out, lse=None):
         kept = out[-1].clone()
-        super().forward(layer, q, meta, out, lse, scores)
+        super().forward(layer, q, meta, out, lse)
         out[-1] = kept
 
 
 class ScalesQueriesInPlace(RowByRow):
     spec = spec("ScalesQueriesInPlace")
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
+    def forward(self, layer, q, meta, out, lse=None):
         q.mul_(2.0)
-        super().forward(layer, q / 2, meta, out, lse, scores)
+        super().forward(layer, q / 2, meta, out, lse)
 
 
 class CleansTheCache(RowByRow):
@@ -92,10 +92,10 @@ class CleansTheCache(RowByRow):
 
     spec = spec("CleansTheCache")
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
+    def forward(self, layer, q, meta, out, lse=None):
         for x in layer.cache.values():
             x[0] = 0
-        super().forward(layer, q, meta, out, lse, scores)
+        super().forward(layer, q, meta, out, lse)
 
 
 class CountsInMeta(RowByRow):
@@ -103,8 +103,8 @@ class CountsInMeta(RowByRow):
 
     spec = spec("CountsInMeta")
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
-        super().forward(layer, q, meta, out, lse, scores)
+    def forward(self, layer, q, meta, out, lse=None):
+        super().forward(layer, q, meta, out, lse)
         meta.kv_len = meta.kv_len - 1
 
 
@@ -138,7 +138,7 @@ class OnePlanForAllLayers(RowByRow):
 class IgnoresWhatItDoesNotClaim(RowByRow):
     spec = spec("IgnoresWhatItDoesNotClaim", frozenset({"window"}))
 
-    def forward(self, layer, q, meta, out, lse=None, scores=None):
+    def forward(self, layer, q, meta, out, lse=None):
         super().forward(layer, q, meta, out)
 
 
