@@ -19,8 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("minivllm", "contrib", "benchmarks", "tests", "docs", ".ci")
 FILE, FUNCTION = 450, 60  # lines; a function's are those of the package, not of tests or Triton kernels
-CORE, CORE_DENSITY = 9000, 12.0  # lines of minivllm/core; its tokens a line
-SKIPS_LEFT = {"minivllm/core": 23}  # ``fmt: skip`` elsewhere than in tables and kernels, by package; they go
+CORE, CORE_DENSITY = 10_400, 10.0  # lines of minivllm/core; its tokens a line
 DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.Tuple)
 DATA = (*DISPLAYS, ast.Constant, ast.Name, ast.Subscript, ast.UnaryOp)
 TABLE = 6  # elements of a table within a function, at least
@@ -136,8 +135,7 @@ def main() -> None:
     for name, f in found.items():
         print(f"{name:24} {f.files:5} {f.lines:6} {f.longest:7} {f.density:13.1f} {f.skips:9}")
     over = [line for f in found.values() for line in f.over]
-    for name, f in found.items():
-        over += f.unfree if len(f.unfree) > SKIPS_LEFT.get(name, 0) else ()
+    over += [line for f in found.values() for line in f.unfree]
     core = found["minivllm/core"]
     if core.lines > CORE:
         over.append(f"minivllm/core has {core.lines} lines; at most {CORE}")

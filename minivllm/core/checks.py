@@ -51,7 +51,9 @@ def _array(value: Any, kinds: str, what: str) -> np.ndarray:
     except (ValueError, TypeError):  # lists of unequal length, objects that are no numbers
         array = np.empty(0, object)
     if array.dtype.kind not in kinds:
-        raise ValueError(f"{what} {shown(value)}; want {'numbers' if 'f' in kinds else 'whole numbers'}")
+        raise ValueError(
+            f"{what} {shown(value)}; want {'numbers' if 'f' in kinds else 'whole numbers'}"
+        )
     return array
 
 
@@ -89,7 +91,9 @@ def bound(row: Any, columns: Mapping[str, Column]) -> Row | None:
     values = {}
     for name, value in row.values.items():
         if name not in columns:
-            raise ValueError(f"it has no column {shown(name)}; want one of {', '.join(columns) or 'none'}")
+            raise ValueError(
+                f"it has no column {shown(name)}; want one of {', '.join(columns) or 'none'}"
+            )
         values[name] = _fitting(name, value, columns[name])
     return replace(row, values=values)
 
@@ -115,13 +119,19 @@ def _fitting(name: str, value: Any, column: Column) -> np.ndarray:
 def figures(value: Any) -> dict[str, float]:
     """The figures of a plug-in by name, as Python's numbers."""
     if not isinstance(value, Mapping) or len(value) > MOST_FIGURES:
-        raise ValueError(f"its figures are {shown(value)}; want a mapping of at most {MOST_FIGURES} names to numbers")
+        raise ValueError(
+            f"its figures are {shown(value)}; want a mapping of at most {MOST_FIGURES} names to numbers"
+        )
     for name, number in value.items():
         if not isinstance(name, str) or not FIGURE.fullmatch(name):
-            raise ValueError(f"a figure is named {shown(name)}; want up to 64 lower-case letters, digits, underscores")
+            raise ValueError(
+                f"a figure is named {shown(name)}; want up to 64 lower-case letters, digits, underscores"
+            )
         if not isinstance(number, (int, float, np.number)) or not np.isfinite(float(number)):
             raise ValueError(f"its figure {name} is {shown(number)}; want a finite number")
-    return {name: int(n) if isinstance(n, (int, np.integer)) else float(n) for name, n in value.items()}
+    return {
+        name: int(n) if isinstance(n, (int, np.integer)) else float(n) for name, n in value.items()
+    }
 
 
 # ---- schedulers ------------------------------------------------------------------------------------------------------
@@ -131,7 +141,9 @@ def window(policy: SchedulerPolicy) -> int:
     """How many waiting sequences a policy is shown.  PluginError: none would ever be admitted."""
     if not isinstance(policy.window, int) or policy.window < 1:
         what = f"scheduler {type(policy).__name__}: its window is {shown(policy.window)}"
-        raise PluginError(f"{what}; want a whole number of waiting sequences that it is shown, at least 1")
+        raise PluginError(
+            f"{what}; want a whole number of waiting sequences that it is shown, at least 1"
+        )
     return policy.window
 
 
@@ -161,18 +173,26 @@ def ordered(value: Any, n: int) -> Iterator[int]:
 def shape(value: Any) -> StepShape:
     """The answer of ``shape``."""
     if not isinstance(value, StepShape) or value.kind not in SHAPES:
-        raise ValueError(f"shape() gave {shown(value)}; want a StepShape of kind {', '.join(SHAPES)}")
+        raise ValueError(
+            f"shape() gave {shown(value)}; want a StepShape of kind {', '.join(SHAPES)}"
+        )
     cap, hold = value.prefill_cap, value.hold_until
     if cap is not None and not (_number(cap) and cap >= 0):
-        raise ValueError(f"shape() gave the prefill_cap {shown(cap)}; want a number of tokens, or None")
+        raise ValueError(
+            f"shape() gave the prefill_cap {shown(cap)}; want a number of tokens, or None"
+        )
     if not _number(hold) and hold not in (math.inf, -math.inf):
-        raise ValueError(f"shape() gave the hold_until {shown(hold)}; want seconds of the engine's clock")
+        raise ValueError(
+            f"shape() gave the hold_until {shown(hold)}; want seconds of the engine's clock"
+        )
     return value
 
 
 def _number(value: Any) -> bool:
     """A finite number that is no truth value."""
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
+        value, bool
+    )
     return number and math.isfinite(value)
 
 
@@ -185,7 +205,10 @@ def branches(value: Any, width: int, stepwise: bool) -> list[Branch]:
         found = list(value)
     except TypeError:
         found = []
-    if not all(isinstance(b, Branch) for b in found) or not (width if stepwise else 1) <= len(found) <= width:
+    if (
+        not all(isinstance(b, Branch) for b in found)
+        or not (width if stepwise else 1) <= len(found) <= width
+    ):
         most = f"{width}" if stepwise or width == 1 else f"1 to {width}"
         raise ValueError(f"start() gave {shown(value)}; want {most} of Branch")
     samples = [whole(b.sample, 0, width - 1, "start() gave the sample") for b in found]
@@ -201,8 +224,14 @@ def answer(value: Any, samples: Collection[int], most: int) -> list[int]:
     except TypeError:
         found = []
     order = [whole(i, 0, max(samples), "result() gave the sample") for i in found]
-    if not 1 <= len(order) <= most or len(set(order)) < len(order) or not set(order) <= set(samples):
-        raise ValueError(f"result() gave {shown(value)}; want 1 to {most} of the samples {sorted(samples)}, each once")
+    if (
+        not 1 <= len(order) <= most
+        or len(set(order)) < len(order)
+        or not set(order) <= set(samples)
+    ):
+        raise ValueError(
+            f"result() gave {shown(value)}; want 1 to {most} of the samples {sorted(samples)}, each once"
+        )
     return order
 
 
@@ -221,7 +250,8 @@ def accepted(value: Any, given: Sequence[Sequence[int]]) -> list[int]:
     if value is None or len(value) != len(given):
         raise ValueError(f"accept() gave {shown(value)} for {len(given)} matchers")
     every = [len(ids) for ids in given]
-    if type(value) is list and value == every and set(map(type, value)) <= {int}:  # nearly always; the device waits
+    # nearly always; the device waits
+    if type(value) is list and value == every and set(map(type, value)) <= {int}:
         return every
     return [whole(n, 0, len(ids), "accept() gave") for n, ids in zip(value, given, strict=True)]
 
@@ -229,7 +259,9 @@ def accepted(value: Any, given: Sequence[Sequence[int]]) -> list[int]:
 def stuck(value: Any, n: int) -> dict[int, str]:
     """The answer of ``fill``: which of n matchers cannot go on, and why."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"fill() gave {shown(value)}; want a mapping of matchers that cannot go on")
+        raise ValueError(
+            f"fill() gave {shown(value)}; want a mapping of matchers that cannot go on"
+        )
     return {
         whole(i, 0, n - 1, "fill() gave the matcher"): why if isinstance(why, str) else shown(why)
         for i, why in value.items()
@@ -253,14 +285,21 @@ def result(found: Any, plan: StepPlan, vocab: int) -> StepResult:
             raise ValueError(f"{name} of step {plan.id} are {shown(column)}; want {dtype} [{n}]")
     # in every step, so as few operations as will do: what is negative is large
     if n and np.maximum.reduce(found.count.view(np.uint32)) > 1:
-        raise ValueError(f"count of step {plan.id} has {shown(found.count)}; want 0 or 1 token a row")
+        raise ValueError(
+            f"count of step {plan.id} has {shown(found.count)}; want 0 or 1 token a row"
+        )
     tokens = found.tokens.view(np.uint32)
     if n and np.maximum.reduce(tokens) >= vocab and found.count[tokens >= vocab].any():
         raise ValueError(f"tokens of step {plan.id} are out of range; want 0 to {vocab - 1}")
     if plan.topk >= 0:
         _logprobs(found.logprobs, n, plan.topk, f"log-probabilities of step {plan.id}")
     if len(plan.prompt):
-        _logprobs(found.prompt, int(plan.prompt[:, 1].sum()), plan.prompt_topk, f"those of prompts in step {plan.id}")
+        _logprobs(
+            found.prompt,
+            int(plan.prompt[:, 1].sum()),
+            plan.prompt_topk,
+            f"those of prompts in step {plan.id}",
+        )
     if len(plan.host) and np.shape(found.logits) != (len(plan.host), vocab):
         raise ValueError(
             f"logits of step {plan.id} have shape {np.shape(found.logits)}; want {(len(plan.host), vocab)}"
@@ -272,4 +311,6 @@ def _logprobs(lp: LogProbs | None, n: int, k: int, what: str) -> None:
     shapes = [np.shape(getattr(lp, name, None)) for name in ("chosen", "rank", "top_ids", "top")]
     chosen, rank, ids, top = shapes
     if (chosen, rank) != ((n,), (n,)) or ids != top or len(ids) != 2 or ids[0] != n or ids[1] < k:
-        raise ValueError(f"{what} have the shapes {shapes}; want those of {n} tokens and the {k} best of each")
+        raise ValueError(
+            f"{what} have the shapes {shapes}; want those of {n} tokens and the {k} best of each"
+        )

@@ -17,7 +17,8 @@ from typing import Any
 
 from minivllm.errors import MinivllmError, RequestError, told
 
-_noted = threading.local()  # ``interrupt``: the KeyboardInterrupt that this thread is still to raise
+# ``interrupt``: the KeyboardInterrupt that this thread is still to raise
+_noted = threading.local()
 
 
 class Contained(Exception):

@@ -75,7 +75,8 @@ class StepClock:
         self.part = np.zeros((size, len(PARTS)))
         self.device_ms = np.zeros(size)
         self.rows, self.tokens = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        self.seams = SeamTimes()  # since the end of the last step: what is added between two counts for the next
+        # since the end of the last step: what is added between two counts for the next
+        self.seams = SeamTimes()
         self.seam: dict[str, np.ndarray] = {}  # seam -> seconds [size]
         self._mark = 0.0
 
@@ -98,7 +99,8 @@ class StepClock:
             if name not in self.seam:
                 self.seam[name] = np.zeros(self.size)
             self.seam[name][self._row] = seconds
-            self.seams[name] = 0.0  # the key stays, so that a row of the ring is always written anew
+            # the key stays, so that a row of the ring is always written anew
+            self.seams[name] = 0.0
         self.count += 1
 
     def _order(self) -> np.ndarray:
@@ -111,9 +113,13 @@ class StepClock:
         rows = self._order()
         out: dict[str, Any] = {"steps": self.count}
         for i, name in enumerate(PARTS):
-            out[f"{name}_ms"] = round(float(np.median(self.part[rows, i])) * 1e3, 4) if len(rows) else 0.0
+            out[f"{name}_ms"] = (
+                round(float(np.median(self.part[rows, i])) * 1e3, 4) if len(rows) else 0.0
+            )
         out["device_ms"] = round(float(np.median(self.device_ms[rows])), 4) if len(rows) else 0.0
-        out["seam_ms"] = {name: round(float(self.seam[name][rows].mean()) * 1e3, 4) for name in sorted(self.seam)}
+        out["seam_ms"] = {
+            name: round(float(self.seam[name][rows].mean()) * 1e3, 4) for name in sorted(self.seam)
+        }
         return out
 
     def chrome_trace(self, path: str | Path) -> None:
@@ -125,7 +131,15 @@ class StepClock:
             for i, name in enumerate(PARTS):
                 span = self.part[row, i]
                 args = {"rows": int(self.rows[row]), "tokens": int(self.tokens[row])}
-                event = {"name": name, "ph": "X", "ts": at * 1e6, "dur": span * 1e6, "pid": 0, "tid": i, "args": args}
+                event = {
+                    "name": name,
+                    "ph": "X",
+                    "ts": at * 1e6,
+                    "dur": span * 1e6,
+                    "pid": 0,
+                    "tid": i,
+                    "args": args,
+                }
                 events.append(event)
                 at += span
         Path(path).write_text(json.dumps({"traceEvents": events}))

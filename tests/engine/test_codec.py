@@ -61,9 +61,13 @@ def joins(draw):
             rows[i] = Row({draw(NAMES): np.ones(shape, dtype)}, draw(st.integers(0, 2**63 - 1)))
         bound.append(rows)
     return Join(
-        **one, seed=array(draw, "i8", n), stop_ids=array(draw, "i4", n, STOP_IDS), bound=tuple(bound),
-        tokens=array(draw, "i4", draw(st.integers(0, 5))), saved=array(draw, "i8", draw(st.sampled_from([0, n]))),
-    )  # fmt: skip
+        **one,
+        seed=array(draw, "i8", n),
+        stop_ids=array(draw, "i4", n, STOP_IDS),
+        bound=tuple(bound),
+        tokens=array(draw, "i4", draw(st.integers(0, 5))),
+        saved=array(draw, "i8", draw(st.sampled_from([0, n]))),
+    )
 
 
 @st.composite
@@ -72,15 +76,23 @@ def plans(draw):
     size = st.integers(0, 3)
     widths = dict(fork=3, table=4, trim=4, copy=3, token=2)
     delta = Delta(
-        join=draw(st.none() | joins()), leave=array(draw, "i4", draw(size)), forget=array(draw, "i8", draw(size)),
-        keep=array(draw, "i8", draw(size), 2), **{n: array(draw, "i4", draw(size), w) for n, w in widths.items()},
-    )  # fmt: skip
+        join=draw(st.none() | joins()),
+        leave=array(draw, "i4", draw(size)),
+        forget=array(draw, "i8", draw(size)),
+        keep=array(draw, "i8", draw(size), 2),
+        **{n: array(draw, "i4", draw(size), w) for n, w in widths.items()},
+    )
     rows = {name: array(draw, "i4", r) for name in ("slots", "q_len", "computed")}
     own = {name: array(draw, "i4", draw(size)) for name in ("samples", "late", "host", "held", "draft")}
     return StepPlan(
-        id=draw(LONG), topk=draw(WHOLE), prompt=array(draw, "i4", draw(size), 2), prompt_topk=draw(WHOLE), delta=delta,
-        **rows, **own,
-    )  # fmt: skip
+        id=draw(LONG),
+        topk=draw(WHOLE),
+        prompt=array(draw, "i4", draw(size), 2),
+        prompt_topk=draw(WHOLE),
+        delta=delta,
+        **rows,
+        **own,
+    )
 
 
 @st.composite
@@ -94,12 +106,17 @@ def results(draw):
     n = draw(st.integers(0, 4))
     errors = st.builds(StepError, NAMES, NAMES, NAMES, st.lists(st.integers(0, 9), max_size=3).map(tuple))
     return StepResult(
-        id=draw(LONG), **{name: array(draw, "i4", n) for name in ("slots", "tokens", "count")},
-        flags=array(draw, "u1", n), logprobs=draw(st.none() | tables()), prompt=draw(st.none() | tables()),
+        id=draw(LONG),
+        **{name: array(draw, "i4", n) for name in ("slots", "tokens", "count")},
+        flags=array(draw, "u1", n),
+        logprobs=draw(st.none() | tables()),
+        prompt=draw(st.none() | tables()),
         logits=draw(st.none() | st.integers(1, 3).map(lambda v: np.full((n, v), np.nan, np.float32))),
-        errors=tuple(draw(st.lists(errors, max_size=2))), device_ms=draw(st.floats(allow_nan=False)),
-        drafted=array(draw, "i4", draw(st.integers(0, 2))), seams=draw(st.dictionaries(NAMES, st.floats(0, 9))),
-    )  # fmt: skip
+        errors=tuple(draw(st.lists(errors, max_size=2))),
+        device_ms=draw(st.floats(allow_nan=False)),
+        drafted=array(draw, "i4", draw(st.integers(0, 2))),
+        seams=draw(st.dictionaries(NAMES, st.floats(0, 9))),
+    )
 
 
 @settings(max_examples=60, deadline=None)

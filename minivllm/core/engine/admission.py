@@ -52,15 +52,31 @@ def row_of(seq: Seq) -> bytes:
     r, n = seq.request, len(seq.request.prompt)
     ttft, at = r.params.ttft_ms, r.arrival
     due = np.inf if ttft is None else at + ttft / 1e3
-    row = (seq.id, at, n, seq.known, 0, 0, r.expected, r.end - n, r.params.priority, r.tenant, due, np.inf,
-           seq.preempted, 0)  # fmt: skip
+    row = (
+        seq.id,
+        at,
+        n,
+        seq.known,
+        0,
+        0,
+        r.expected,
+        r.end - n,
+        r.params.priority,
+        r.tenant,
+        due,
+        np.inf,
+        seq.preempted,
+        0,
+    )
     return np.array(row, ROW).tobytes()  # rows are joined to a table far faster than tuples are
 
 
 def queue_view(rows: list[bytes], cached: Callable[[], np.ndarray] | None = None) -> QueueView:
     """The columns of ``QueueView`` for rows of ``row_of``; ``cached`` makes that column, which is else 0."""
     table = np.frombuffer(bytearray().join(rows), ROW)
-    return LazyView(len(rows), lambda name: cached() if cached and name == "cached" else table[name])
+    return LazyView(
+        len(rows), lambda name: cached() if cached and name == "cached" else table[name]
+    )
 
 
 def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
@@ -96,7 +112,8 @@ def delta_of(planner: Planner) -> Delta:
     """Everything that the device has not heard of yet."""
     p, s = planner, planner.slots
     forks = [(parent, slot, b.sample) for parent, slot, b in p.forks if s.seq[slot] is b]
-    parents = {parent for parent, _, _ in forks}  # preempted perhaps, but the fork copies their columns
+    # preempted perhaps, but the fork copies their columns
+    parents = {parent for parent, _, _ in forks}
     joins = [(slot, seq) for slot, seq in p.joins if s.seq[slot] is seq or slot in parents]
     table, trim, copy = p.cache.changes()
     delta = Delta(
@@ -114,13 +131,38 @@ def delta_of(planner: Planner) -> Delta:
     return delta
 
 
+def step_rows(
+    decode: np.ndarray, n: np.ndarray, draft: np.ndarray, chunks: dict[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``slots``, ``q_len`` and ``draft`` of a StepPlan, in its order: rows of one token, those with drafts, chunks.
+
+    ``decode``: slots of rows of one token and their drafts (``plan.with_drafts``); ``n``: drafts of each of these
+    slots, ``draft``: their numbers, both empty if there are none; ``chunks``: slot -> tokens."""
+    slots, q_len = decode, np.ones(len(decode), np.int32)
+    if chunks:
+        slots = np.concatenate([decode, np.fromiter(chunks, np.int32, len(chunks))])
+        q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
+    if not chunks and not len(draft):
+        return slots, q_len, draft
+    key = 2 * (q_len > 1)
+    key[: len(n)] += n > 0
+    order = np.argsort(key, kind="stable")
+    if len(draft):
+        draft = np.append(draft, np.zeros(len(slots) - len(draft), np.int32))[order]
+    return slots[order], q_len[order], draft
+
+
 def load_of(planner: Planner, now: float) -> Load:
     """What ``shape`` is told."""
     p, s = planner, planner.slots
     head = p.waiting.head()
     return Load(
-        waiting=p.n_waiting, running=len(s.running), prefilling=int((p.need(s.running) > 1).sum()),
-        free_blocks=p.cache.available, total_blocks=min(p.total for p in p.cache.pools),
-        token_budget=p.max_tokens, oldest_wait=0.0 if head is None else max(0.0, now - head.request.arrival),
+        waiting=p.n_waiting,
+        running=len(s.running),
+        prefilling=int((p.need(s.running) > 1).sum()),
+        free_blocks=p.cache.available,
+        total_blocks=min(p.total for p in p.cache.pools),
+        token_budget=p.max_tokens,
+        oldest_wait=0.0 if head is None else max(0.0, now - head.request.arrival),
         tpot_slack=float(s.tpot_due[s.running].min(initial=np.inf)) - now,
-    )  # fmt: skip
+    )

@@ -62,7 +62,8 @@ class BeamStep:
 
     drop: tuple[int, ...]  # live beams from which nothing goes on: their blocks are given back
     fork: tuple[BeamFork, ...]
-    append: tuple[tuple[int, SearchNode], ...]  # (beam, its new last token): the live beams from then on
+    # (beam, its new last token): the live beams from then on
+    append: tuple[tuple[int, SearchNode], ...]
     outputs: int  # continuations that were kept
     done: bool  # the search has ended: nothing of the above is to be applied
 
@@ -91,7 +92,8 @@ class Beams:
 
     def __post_init__(self) -> None:
         self.tail: list[SearchNode | None] = [None] * self.width  # by beam
-        self._candidates: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # live beam -> tokens and their logarithms
+        # live beam -> tokens and their logarithms
+        self._candidates: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @property
     def width(self) -> int:
@@ -121,10 +123,14 @@ class Beams:
                 finishes[at] = self._finish(self.live[branch], token, generated)
             return finishes[at]
 
-        moves: Moves = self.search.advance(grown, lambda branch, token: finish(branch, token) is not None)
+        moves: Moves = self.search.advance(
+            grown, lambda branch, token: finish(branch, token) is not None
+        )
         go_on = list(moves.go_on)
         if len(go_on) > self.width or len({(p.branch, p.token) for p in go_on}) < len(go_on):
-            raise ValueError(f"{len(go_on)} branches go on; want at most {self.width}, no two with equal tokens")
+            raise ValueError(
+                f"{len(go_on)} branches go on; want at most {self.width}, no two with equal tokens"
+            )
         nodes = [self._node(p, grown) for p in go_on]
         for p in go_on:
             if finish(p.branch, p.token) is not None:
@@ -132,13 +138,17 @@ class Beams:
         before = len(self.kept)
         for p in moves.keep:
             score = checks.score(p.score)
-            self.kept.append(Kept(self._node(p, grown), score, finish(p.branch, p.token) or Finish("stop")))
+            self.kept.append(
+                Kept(self._node(p, grown), score, finish(p.branch, p.token) or Finish("stop"))
+            )
         self._candidates.clear()
         step = self._placed(go_on, nodes, len(self.kept) - before, bool(moves.done or not go_on))
         self.pending = None if step.done else step
         return step
 
-    def _placed(self, go_on: Sequence[Pick], nodes: Sequence[SearchNode], outputs: int, done: bool) -> BeamStep:
+    def _placed(
+        self, go_on: Sequence[Pick], nodes: Sequence[SearchNode], outputs: int, done: bool
+    ) -> BeamStep:
         """Which beam is whose: the first that goes on from one stays there."""
         stays: dict[int, int] = {}  # beam -> continuation
         rest: list[tuple[int, int]] = []  # (continuation, beam that it comes from)
@@ -165,7 +175,9 @@ class Beams:
         may = np.isfinite(values) & self.request.stops.allowed(ids, known)
         return Grown(self.length, ids[may], values[may])
 
-    def _finish(self, beam: int, token: int, generated: Callable[[int], list[int]]) -> Finish | None:
+    def _finish(
+        self, beam: int, token: int, generated: Callable[[int], list[int]]
+    ) -> Finish | None:
         """How the beam ends if it goes on with this token."""
         if self.request.completes is not None:
             stopped = self.request.completes([*generated(beam), token])
@@ -175,7 +187,8 @@ class Beams:
 
     def _node(self, p: Pick, grown: Sequence[Grown]) -> SearchNode:
         branch = checks.whole(p.branch, 0, len(self.live) - 1, "there is no branch")
-        beam, token = self.live[branch], checks.whole(p.token, 0, 2**31 - 1, f"branch {branch} goes on with")
+        beam = self.live[branch]
+        token = checks.whole(p.token, 0, 2**31 - 1, f"branch {branch} goes on with")
         if token not in grown[p.branch].tokens:
             raise ValueError(f"token {token} is no candidate of branch {p.branch}")
         ids, values = self._candidates[beam]
@@ -187,10 +200,16 @@ class Beams:
     def outputs(self, cut: Finish | None) -> list[Kept]:
         """The answer, best first.  ``cut``: the reason if it ends early; live branches fill up then."""
         n, last = self.request.params.n, len(self.kept) - 1
-        order = dict.fromkeys(checks.whole(i, 0, last, "result() gave") for i in self.search.result())
+        order = dict.fromkeys(
+            checks.whole(i, 0, last, "result() gave") for i in self.search.result()
+        )
         found = [self.kept[i] for i in list(order)[:n]]
         if cut is not None:
-            tails = [node for _, node in self.pending.append] if self.pending else [self.tail[b] for b in self.live]
+            tails = (
+                [node for _, node in self.pending.append]
+                if self.pending
+                else [self.tail[b] for b in self.live]
+            )
             found += [Kept(tail, None, cut) for tail in tails[: n - len(found)]]
         elif not found:
             raise ValueError("it ended without an output")
@@ -208,10 +227,13 @@ class Beams:
 
     def leave(self) -> list[Survivor]:
         """All beams lose their slots.  Of the live ones, in order, the first beams keep the tokens."""
-        found, tails = [Survivor(beam, None) for beam in self.live], [self.tail[beam] for beam in self.live]
+        found = [Survivor(beam, None) for beam in self.live]
+        tails = [self.tail[beam] for beam in self.live]
         if self.pending is not None:
             parents = {beam: parent for parent, beam in self.pending.fork}
-            found = [Survivor(parents.get(beam, beam), node.token) for beam, node in self.pending.append]
+            found = [
+                Survivor(parents.get(beam, beam), node.token) for beam, node in self.pending.append
+            ]
             tails = [node for _, node in self.pending.append]
             self.length += 1
         self.live, self.pending = list(range(len(found))), None

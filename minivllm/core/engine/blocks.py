@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from .request import Seq
 
 MAX_ROOTS = 65536  # salts beyond which those are forgotten that no cached block has
-SIBLINGS = 32  # blocks with one parent and first token that ``partial`` looks at, the youngest first
+# blocks with one parent and first token that ``partial`` looks at, the youngest first
+SIBLINGS = 32
 NO_BLOCKS = np.empty(0, np.int32)
 Salt = tuple[str, str]  # (tenant, cache_salt): only prefixes with the same are shared
 
@@ -74,25 +75,33 @@ class BlockPool:
         self.evictor, self.seams, self.events, self.kv_group = evictor, seams, events, kv_group
         self.ref = np.zeros(total, np.int32)
         self.key = np.zeros(total, np.uint64)  # 0 = not published
-        self.parent = np.full(total, -1, np.int64)  # parent block; below -1: a root, or a block of the leading group
+        # parent block; below -1: a root, or a block of the leading group
+        self.parent = np.full(total, -1, np.int64)
         self.stamp = np.zeros(total, np.int64)  # number of the publication, never used twice
         self.stamps = 0
         self.children: dict[int, int] = {}  # parent -> its cached children
-        self.youngest: dict[tuple[int, int], int] = {}  # (parent, first token) -> of these the one published last
-        self.older, self.younger = [0] * total, [0] * total  # siblings; 0 = none (walked one by one: lists are faster)
-        self.tokens = np.zeros((total, block), np.int32)  # of published blocks; a tail is filled up with -1
-        self.first = array("i", bytes(4 * total))  # the first of these: numpy is slow to read one by one
+        # (parent, first token) -> of these the one published last
+        self.youngest: dict[tuple[int, int], int] = {}
+        # siblings; 0 = none (walked one by one: lists are faster)
+        self.older, self.younger = [0] * total, [0] * total
+        # of published blocks; a tail is filled up with -1
+        self.tokens = np.zeros((total, block), np.int32)
+        # the first of these: numpy is slow to read one by one
+        self.first = array("i", bytes(4 * total))
         self.index: dict[int, int] = {}
-        self.watch: dict[int, list[Seq]] = {}  # key -> whose ``hint`` is void once that is cached, or is no more
+        # key -> whose ``hint`` is void once that is cached, or is no more
+        self.watch: dict[int, list[Seq]] = {}
         self._free = np.arange(total - 1, 0, -1, dtype=np.int32)  # a stack; [0, free) are free
         self.free = total - 1
         self.held = self.idle = 0
         self.roots: dict[Salt, tuple[int, int]] = {}  # all on which a cached block hangs are here
         self.most_roots = MAX_ROOTS
         self.next_root = -1
-        self.new: list[tuple[int, int, int, float, int]] = []  # published, not told yet: the columns of ``add``
+        # published, not told yet: the columns of ``add``
+        self.new: list[tuple[int, int, int, float, int]] = []
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
-        self.asked, self.found = Counter[int](), Counter[int]()  # lookups, by the blocks that they asked for and found
+        # lookups, by the blocks that they asked for and found
+        self.asked, self.found = Counter[int](), Counter[int]()
 
     @property
     def available(self) -> int:
@@ -157,7 +166,9 @@ class BlockPool:
         gone = blocks
         if left.any():  # else they all had one reference: the usual case
             if left.min() < 0:
-                raise EngineDeadError(f"blocks {blocks[left < 0].tolist()} were released more often than taken")
+                raise EngineDeadError(
+                    f"blocks {blocks[left < 0].tolist()} were released more often than taken"
+                )
             gone = blocks[left == 0]
         self.ref[blocks] = left
         self.held -= len(gone)
@@ -176,7 +187,9 @@ class BlockPool:
         full = len(tokens) // self.block
         if len(keys) < full:
             parent = keys[-1] if keys else self.root(salt)[1]
-            raw = np.ascontiguousarray(tokens[len(keys) * self.block : full * self.block], np.int32).tobytes()
+            raw = np.ascontiguousarray(
+                tokens[len(keys) * self.block : full * self.block], np.int32
+            ).tobytes()
             step = 4 * self.block
             for at in range(0, len(raw), step):
                 parent = self.hash_fn(parent, raw[at : at + step])
@@ -203,7 +216,8 @@ class BlockPool:
         if not found:
             return NO_BLOCKS
         blocks, n = np.array(found, np.int32), len(found)
-        wanted, before = tokens[: n * self.block].reshape(n, self.block), [self.root(salt)[0], *found[:-1]]
+        wanted = tokens[: n * self.block].reshape(n, self.block)
+        before = [self.root(salt)[0], *found[:-1]]
         there, parents = self.tokens.take(blocks, 0), self.parent.take(blocks)
         if np.array_equal(there, wanted) and parents.tolist() == before:
             return blocks
@@ -228,7 +242,11 @@ class BlockPool:
         """In a pool whose blocks hang on those of another group: the block with this key whose ``leader`` code (see
         ``follower_of``) and token ids are these, or -1."""
         block = self.index.get(key, -1)
-        if block < 0 or self.parent[block] != leader or not np.array_equal(self.tokens[block], tokens):
+        if (
+            block < 0
+            or self.parent[block] != leader
+            or not np.array_equal(self.tokens[block], tokens)
+        ):
             return -1
         return block
 
@@ -247,7 +265,9 @@ class BlockPool:
         self.asked[asked] += 1
         self.found[found] += 1
 
-    def publish(self, block: int, parent: int, key: int, tokens: np.ndarray, depth: int, tenant: int = 0) -> int:
+    def publish(
+        self, block: int, parent: int, key: int, tokens: np.ndarray, depth: int, tenant: int = 0
+    ) -> int:
         """Make a held block findable; it must not be written any more where it has tokens.  Returns the block that
         stands for this content from now on: itself, or an older twin, which the caller then shares instead.
         ``parent``: the block before it, or its salt's root.  The evictor hears of it by ``announce``."""
@@ -257,7 +277,8 @@ class BlockPool:
                 return twin
             if self.ref[twin] or twin in self.children:
                 return block  # a collision of keys: this block stays private
-            self._drop(np.array([key], np.uint64))  # nobody uses it, or its leader is gone: the new one counts
+            # nobody uses it, or its leader is gone: the new one counts
+            self._drop(np.array([key], np.uint64))
             self._forget(key, twin)
         self.index[key] = block
         if key in self.watch:
@@ -283,10 +304,12 @@ class BlockPool:
         key, parent, depth, cost, tenant = zip(*self.new, strict=True)
         self.new.clear()
         info = BlockInfo(
-            parent=np.array(parent, np.uint64), depth=np.array(depth, np.int32),
-            bytes=np.full(len(key), self.block_bytes, np.int64), cost=np.array(cost, np.float64),
+            parent=np.array(parent, np.uint64),
+            depth=np.array(depth, np.int32),
+            bytes=np.full(len(key), self.block_bytes, np.int64),
+            cost=np.array(cost, np.float64),
             tenant=np.array(tenant, np.int32),
-        )  # fmt: skip
+        )
         keys = np.array(key, np.uint64)
         self._tell("add", keys, info)
         self.events.blocks_stored(self.kv_group, keys, info)
@@ -304,8 +327,16 @@ class BlockPool:
         for key in keys.tolist():
             block = self.index.get(key)
             if block is None or self.ref[block] or block in self.children:
-                why = "unknown" if block is None else "in use" if self.ref[block] else "the parent of a cached block"
-                raise EngineDeadError(f"evictor {type(self.evictor).__name__} gave up a block that is {why}")
+                why = (
+                    "unknown"
+                    if block is None
+                    else "in use"
+                    if self.ref[block]
+                    else "the parent of a cached block"
+                )
+                raise EngineDeadError(
+                    f"evictor {type(self.evictor).__name__} gave up a block that is {why}"
+                )
             self._forget(key, block)
         self.evictions += n
         self.events.blocks_evicted(self.kv_group, keys)
@@ -347,7 +378,10 @@ class BlockPool:
 
     def audit(self, at_rest: bool) -> None:
         """The invariants that a few counters show, after every step.  ``at_rest``: no block table is in use."""
-        if self.free + self.held + self.idle != self.total - 1 or min(self.free, self.held, self.idle) < 0:
+        if (
+            self.free + self.held + self.idle != self.total - 1
+            or min(self.free, self.held, self.idle) < 0
+        ):
             raise EngineDeadError(
                 f"the KV blocks do not add up: {self.free} free, {self.held} in use and {self.idle} cached of "
                 f"{self.total - 1}"

@@ -35,7 +35,12 @@ class KVCache:
     """Owns the pools; writes ``slots.table`` and ``slots.blocks`` and notes each change for the device."""
 
     def __init__(
-        self, pools: list[BlockPool], windows: list[int | None], slots: Slots, prefix: bool = True, partial: bool = True
+        self,
+        pools: list[BlockPool],
+        windows: list[int | None],
+        slots: Slots,
+        prefix: bool = True,
+        partial: bool = True,
     ) -> None:
         self.pools, self.slots, self.block, self.prefix = pools, slots, slots.block, prefix
         self.partial = prefix and partial  # hits go on inside a block
@@ -61,7 +66,11 @@ class KVCache:
         """Blocks that a request of n branches can hold at once in a group, if it runs alone."""
         shared = (prompt - 1) // self.block  # full blocks below prompt - 1, where branches fork
         whole = shared + n * (self.blocks_for(end) - shared)
-        return whole if self.windows[group] is None else min(whole, shared * (n > 1) + n * self.at_once(group, end))
+        return (
+            whole
+            if self.windows[group] is None
+            else min(whole, shared * (n > 1) + n * self.at_once(group, end))
+        )
 
     def at_once(self, group: int, tokens: int) -> int:
         """Blocks without which a row of so many tokens cannot go on: all of them, or what its window still sees (chunks
@@ -95,14 +104,23 @@ class KVCache:
             return [chain] if len(chain) else none
         rows = seq.tokens[: len(chain) * self.block].reshape(-1, self.block)
         found = [
-            np.array([pool.follow(keys[i], lead.follower_of(b), rows[i]) for i, b in enumerate(chain.tolist())])
+            np.array(
+                [
+                    pool.follow(keys[i], lead.follower_of(b), rows[i])
+                    for i, b in enumerate(chain.tolist())
+                ]
+            )
             for pool in self.pools[1:]
         ]
         for n in range(len(chain), 0, -1):
-            firsts = [0 if w is None else max(0, n * self.block - w + 1) // self.block for w in self.windows[1:]]
+            firsts = [
+                0 if w is None else max(0, n * self.block - w + 1) // self.block
+                for w in self.windows[1:]
+            ]
             if all((f[first:n] >= 0).all() for f, first in zip(found, firsts, strict=True)):
                 follow = [
-                    np.where(np.arange(n) >= a, f[:n], 0).astype(np.int32) for f, a in zip(found, firsts, strict=True)
+                    np.where(np.arange(n) >= a, f[:n], 0).astype(np.int32)
+                    for f, a in zip(found, firsts, strict=True)
                 ]
                 return [chain[:n], *follow]
         return none
@@ -113,7 +131,9 @@ class KVCache:
         Each remembers how many blocks were there.  That holds while the last of them is cached and the next one is not:
         the pool voids it then, so asking in each step is cheap."""
         if not self.prefix or len(self.pools) > 1:
-            return np.array([len(self.lookup(seq, seq.known)[0]) * self.block for seq in seqs], np.int32)
+            return np.array(
+                [len(self.lookup(seq, seq.known)[0]) * self.block for seq in seqs], np.int32
+            )
         if self.watched > MAX_WATCHED + 4 * len(seqs):  # most have left the queue
             for key in list(self.pools[0].watch):
                 self.pools[0].void(key)
@@ -129,7 +149,10 @@ class KVCache:
             n = bisect_left(keys, True, hi=n, key=lambda key: key not in lead.index)
         while n == hashed < usable:  # none is hashed before all before it are there
             hashed += 1
-            n += lead.keys_of(seq.tokens[: hashed * self.block], seq.request.salt, keys)[n] in lead.index
+            n += (
+                lead.keys_of(seq.tokens[: hashed * self.block], seq.request.salt, keys)[n]
+                in lead.index
+            )
         for key in keys[max(n - 1, 0) : min(n + 1, usable)]:
             lead.watch.setdefault(key, []).append(seq)
         self.watched += 2
@@ -150,7 +173,9 @@ class KVCache:
             self.slots.blocks[g, slot] = n
             self.slots.trimmed[g, slot] = n - len(own)
         self.slots.prefix_published[slot] = n
-        self.slots.computed[slot] = n * self.block + self._copy_partial(slot, int(hit[0][-1]) if n else None, known)
+        self.slots.computed[slot] = n * self.block + self._copy_partial(
+            slot, int(hit[0][-1]) if n else None, known
+        )
         if self.prefix:
             self.pools[0].queries += known
             self.pools[0].count((known - 1) // self.block, n)
@@ -166,12 +191,16 @@ class KVCache:
         if not self.partial or not len(wanted) or not self.available:
             return 0
         lead = self.pools[0]
-        first, shared = lead.partial(lead.root(seq.request.salt)[0] if parent is None else parent, wanted)
+        first, shared = lead.partial(
+            lead.root(seq.request.salt)[0] if parent is None else parent, wanted
+        )
         if not shared:
             return 0
         sources = [first]
         for pool in self.pools[1:]:
-            sources.append(pool.follow(int(lead.key[first]), lead.follower_of(first), lead.tokens[first]))
+            sources.append(
+                pool.follow(int(lead.key[first]), lead.follower_of(first), lead.tokens[first])
+            )
         if min(sources) < 0:
             return 0
         for g, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
@@ -197,7 +226,10 @@ class KVCache:
         return np.maximum(self.blocks_for(upto)[None, :] - self.slots.blocks[:, slots], 0)
 
     def can_take(self, missing: np.ndarray) -> bool:
-        return all(int(need) <= pool.available for need, pool in zip(missing.sum(axis=1), self.pools, strict=True))
+        return all(
+            int(need) <= pool.available
+            for need, pool in zip(missing.sum(axis=1), self.pools, strict=True)
+        )
 
     def grow(self, slots: np.ndarray, missing: np.ndarray) -> None:
         """Give rows the blocks that ``missing`` counts; ``can_take`` has said that there are so many."""
@@ -278,12 +310,16 @@ class KVCache:
             pool.announce()
 
     def _publish_row(self, slot: int, seq: Seq, last: int) -> None:
-        first, tokens, salt = int(self.slots.prefix_published[slot]), self.slots.tokens[slot], seq.request.salt
+        first = int(self.slots.prefix_published[slot])
+        tokens = self.slots.tokens[slot]
+        salt = seq.request.salt
         if not self.prefix or last <= first:
             return
         self.pools[0].keys_of(tokens[: last * self.block], salt, seq.keys)
         for i in range(first, last):
-            if not self._publish_index(slot, i, salt, seq.keys[i], tokens[i * self.block : (i + 1) * self.block]):
+            if not self._publish_index(
+                slot, i, salt, seq.keys[i], tokens[i * self.block : (i + 1) * self.block]
+            ):
                 break  # its parent collided with another key: the rest of the chain stays private
         self.slots.prefix_published[slot] = last
 
@@ -291,7 +327,12 @@ class KVCache:
         """A sequence ends: what it has computed of its last block can be copied by whoever goes on from there."""
         done = int(self.slots.collected[slot]) - 1  # its last token was drawn and never read
         i, part = divmod(done, self.block)
-        if not self.partial or not part or done < seq.known or self.slots.prefix_published[slot] < i:
+        if (
+            not self.partial
+            or not part
+            or done < seq.known
+            or self.slots.prefix_published[slot] < i
+        ):
             return
         salt, tokens = seq.request.salt, self.slots.tokens[slot, :done]
         lead = self.pools[0]
@@ -320,7 +361,9 @@ class KVCache:
                 self._publish_one(g, slot, i, code, key, row)
         return True
 
-    def _publish_one(self, g: int, slot: int, i: int, parent: int, key: int, row: np.ndarray) -> None:
+    def _publish_one(
+        self, g: int, slot: int, i: int, parent: int, key: int, row: np.ndarray
+    ) -> None:
         """Publish block i of a row; if a twin is cached already the row uses the twin and gives its own back."""
         pool, own = self.pools[g], int(self.slots.table[g, slot, i])
         if pool.published(own):
@@ -329,14 +372,20 @@ class KVCache:
         if stands != own:
             self.twins = True
             pool.share(np.array([stands]))
-            self._append(g, np.array([slot], np.int32), np.array([i], np.int32), np.array([stands], np.int32))
+            self._append(
+                g, np.array([slot], np.int32), np.array([i], np.int32), np.array([stands], np.int32)
+            )
             pool.release(np.array([own]))
 
     def changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(table, trim, copy) of plan.Delta since the last call."""
         table = np.concatenate(self.table) if self.table else np.empty((0, 4), np.int32)
         if self.twins:  # an entry may have changed twice: the last word counts
-            place = (table[:, 0].astype(np.int64) << 52) | (table[:, 1].astype(np.int64) << 26) | table[:, 2]
+            place = (
+                (table[:, 0].astype(np.int64) << 52)
+                | (table[:, 1].astype(np.int64) << 26)
+                | table[:, 2]
+            )
             _, last = np.unique(place[::-1], return_index=True)
             table = table[np.sort(len(table) - 1 - last)]
         trims = np.array(self.trims, np.int32).reshape(-1, 4)

@@ -22,24 +22,36 @@ def walk(cache: KVCache) -> None:
         walk_pool(pool, [s.table[g, slot, : s.blocks[g, slot]] for slot in s.running.tolist()])
     lead = cache.pools[0]
     for slot in s.running.tolist():
-        assert s.computed[slot] <= s.blocks[:, slot].min() * cache.block, f"slot {slot} lacks a block"
+        assert s.computed[slot] <= s.blocks[:, slot].min() * cache.block, (
+            f"slot {slot} lacks a block"
+        )
         before = lead.root(s.seq[slot].request.salt)[0]
         for i, block in enumerate(s.table[0, slot, : s.prefix_published[slot]].tolist()):
             row = s.tokens[slot, i * cache.block : (i + 1) * cache.block]
             if not lead.published(block):
                 break  # a collision: private from here on
-            assert lead.parent[block] == before, f"slot {slot}: block {i} hangs on a block or salt of others"
-            assert (lead.tokens[block] == row).all(), f"slot {slot}: block {i} is published with other tokens"
+            assert lead.parent[block] == before, (
+                f"slot {slot}: block {i} hangs on a block or salt of others"
+            )
+            assert (lead.tokens[block] == row).all(), (
+                f"slot {slot}: block {i} is published with other tokens"
+            )
             before = block
 
 
 def walk_pool(pool: BlockPool, tables: list[np.ndarray]) -> None:
     """Every invariant of ``BlockPool``'s docstring.  ``tables``: all block tables in use."""
     free = pool._free[: pool.free]
-    assert len(np.unique(free)) == len(free) and NULL_BLOCK not in free, "a block is twice in the free list"
-    assert not pool.ref[free].any() and not pool.key[free].any(), "a free block is held or published"
+    assert len(np.unique(free)) == len(free) and NULL_BLOCK not in free, (
+        "a block is twice in the free list"
+    )
+    assert not pool.ref[free].any() and not pool.key[free].any(), (
+        "a free block is held or published"
+    )
     held, cached = pool.ref > 0, pool.key != 0
-    assert held.sum() == pool.held and (cached & ~held).sum() == pool.idle, "the counts of held and idle blocks"
+    assert held.sum() == pool.held and (cached & ~held).sum() == pool.idle, (
+        "the counts of held and idle blocks"
+    )
     assert pool.free + pool.held + pool.idle == pool.total - 1, "a block is lost"
     assert len(pool.index) == cached.sum(), "the index and the published blocks differ in number"
     for key, block in pool.index.items():
@@ -49,10 +61,16 @@ def walk_pool(pool: BlockPool, tables: list[np.ndarray]) -> None:
     for block in np.flatnonzero(cached).tolist():
         lists.setdefault((int(pool.parent[block]), int(pool.tokens[block, 0])), set()).add(block)
     assert lists.keys() == pool.youngest.keys(), "the lists of siblings and the parents differ"
-    assert pool.children == Counter(pool.parent[cached].tolist()), "the numbers of children are wrong"
+    assert pool.children == Counter(pool.parent[cached].tolist()), (
+        "the numbers of children are wrong"
+    )
     for (parent, first), children in lists.items():
-        assert parent < 0 or (cached[parent] and pool.tokens[parent, -1] >= 0), "a cached block has lost its parent"
-        assert parent < 0 or held[parent] or not held[list(children)].any(), "a block is held and its parent is not"
+        assert parent < 0 or (cached[parent] and pool.tokens[parent, -1] >= 0), (
+            "a cached block has lost its parent"
+        )
+        assert parent < 0 or held[parent] or not held[list(children)].any(), (
+            "a block is held and its parent is not"
+        )
         block = pool.youngest[parent, first]
         assert not pool.younger[block], "the list of siblings does not begin at its head"
         while block in children:

@@ -23,24 +23,22 @@ from minivllm.core import checks
 from minivllm.core.foreign import alone, call_foreign
 from minivllm.core.interfaces.evictor import EvictorContext
 from minivllm.core.interfaces.finish import Finish, FinishReason, eos_within
-from minivllm.core.interfaces.plan import STOP_IDS, StepPlan
+from minivllm.core.interfaces.plan import StepPlan
 from minivllm.core.interfaces.scheduler import SchedulerContext
-from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock, processor_seams
+from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
 
 from .blocks import BlockPool
 from .cache import KVCache
 from .forks import advance, finish_beams
-from .incoming import bind, check_prompt, check_read
+from .incoming import binders, prepare
 from .masks import RowMasks, supply
 from .planner import Planner
-from .prompt_scores import check_logprobs
 from .publisher import Flight, Publisher
 from .request import FINISHED, Request, Seq
 from .slots import Slots
 from .speculation import Speculation
-from .stops import StopRule
-from .strategies import answer, branches
+from .strategies import answer
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.evictor import Evictor
@@ -55,7 +53,8 @@ CHECK = "MINIVLLM_CHECK"  # 1: ``check`` after every step
 IDLE = 0.05  # seconds to wait at most when nothing can run
 MAX_TENANTS = 65536  # names that keep their number
 log = logging.getLogger("minivllm")
-log.addHandler(logging.NullHandler())  # an application decides what is shown; errors reach their request anyway
+# an application decides what is shown; errors reach their request anyway
+log.addHandler(logging.NullHandler())
 
 
 class Engine:
@@ -76,13 +75,19 @@ class Engine:
         self.events, self.now = parts.events, parts.now
         self.within = ""  # the method that runs (see ``foreign.alone``)
         self.clock = StepClock()
-        self.processors, self.strategies, self.host_sampler = parts.processors, parts.strategies, parts.host_sampler
+        self.processors = parts.processors
+        self.strategies = parts.strategies
+        self.host_sampler = parts.host_sampler
         self.eos_ids = eos_within(wiring.eos_ids, capacity.vocab_size)
         windows = list(caching.windows)
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, len(windows), wiring.block)
         pools = [self._pool(g, parts.evictor) for g in range(len(windows))]
-        self.cache = KVCache(pools, windows, self.slots, caching.prefix_caching, caching.partial_hits)
-        policy = parts.policy(SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block))
+        self.cache = KVCache(
+            pools, windows, self.slots, caching.prefix_caching, caching.partial_hits
+        )
+        policy = parts.policy(
+            SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block)
+        )
         self.speculation = Speculation.of(wiring)
         self.planner = Planner(
             self.slots,
@@ -105,9 +110,10 @@ class Engine:
         )
         self.grammars = parts.grammars
         memory = executor.mask_memory
-        self.masks = RowMasks(self.slots, capacity.vocab_size, parts.grammars, self.finish, self.clock.seams, memory)
-        self.columns = [dict(made.columns()) for _, made in self.processors]
-        self._bind_seams = processor_seams([name for name, _ in self.processors])
+        self.masks = RowMasks(
+            self.slots, capacity.vocab_size, parts.grammars, self.finish, self.clock.seams, memory
+        )
+        self.binders = binders(parts.processors)
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self.tenants: dict[str, int] = {}
@@ -120,7 +126,9 @@ class Engine:
 
     def _pool(self, group: int, evictor: Any) -> BlockPool:
         total = self.capacity.blocks[group]
-        made: Evictor = evictor(EvictorContext(capacity=total - 1, block=self.wiring.block, tier="device"))
+        made: Evictor = evictor(
+            EvictorContext(capacity=total - 1, block=self.wiring.block, tier="device")
+        )
         size = self.capacity.block_bytes[group]
         return BlockPool(total, self.wiring.block, made, size, self.clock.seams, self.events, group)
 
@@ -132,23 +140,11 @@ class Engine:
         if self.dead:
             raise EngineDeadError(self.dead)
         if request.id in self.requests:
-            raise RequestError(f"request id {shown(request.id)} is in use; want a new one", "request_id")
+            raise RequestError(
+                f"request id {shown(request.id)} is in use; want a new one", "request_id"
+            )
         p = request.params
-        check_prompt(request, self.wiring, self.capacity.vocab_size, self.cache)
-        if p.structured_outputs is not None and request.grammar is None:
-            raise RequestError("structured_outputs: nobody has compiled them for this request", "structured_outputs")
-        constrained = request.grammar is not None
-        request.stops = StopRule.of(p, self.eos_ids, len(request.prompt), request.end, constrained)
-        if (n := len(request.stops.ids)) > STOP_IDS:
-            raise RequestError(f"{n} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids")
-        check_read(p, self.strategies, self.processors)
-        request.rows = tuple(
-            self.clock.seams.run(seam, bind, name, made, columns, request)
-            for seam, (name, made), columns in zip(self._bind_seams, self.processors, self.columns, strict=True)
-        )
-        request.speculates = self.speculation is not None and self.speculation.serves(request)
-        started = self.clock.seams.run("strategy", branches, self.strategies, request)
-        check_logprobs(request, self.wiring, self.capacity.vocab_size)
+        started = prepare(self, request)
         who = request.owner or p.tenant
         if who not in self.tenants and len(self.tenants) >= MAX_TENANTS:
             self.tenants.clear()
@@ -157,7 +153,14 @@ class Engine:
         request.salt = p.salt
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
         for b in started:
-            seq = Seq(next(self._ids), request, b.sample, seed, tokens=request.prompt, known=len(request.prompt))
+            seq = Seq(
+                next(self._ids),
+                request,
+                b.sample,
+                seed,
+                tokens=request.prompt,
+                known=len(request.prompt),
+            )
             seq.choose = p.choose_fn or self._host_draw(seq)
             request.sequences.append(seq)
         first, *rest = request.sequences
@@ -172,11 +175,14 @@ class Engine:
 
     def _host_draw(self, seq: Seq) -> Any:
         """What draws the tokens of a row whose request brings functions of its own."""
-        functions, sampler = seq.request.params.logits_processors, cast("Sampler", self.processors[-1][1])
+        functions = seq.request.params.logits_processors
+        sampler = cast("Sampler", self.processors[-1][1])
         if not functions:
             return None
         if self.host_sampler is None:
-            raise RequestError("logits_processors: this engine has nothing that runs them", "logits_processors")
+            raise RequestError(
+                "logits_processors: this engine has nothing that runs them", "logits_processors"
+            )
         return self.host_sampler(seq, functions, sampler, seq.request.rows[-1])
 
     @alone
@@ -191,7 +197,11 @@ class Engine:
         return True
 
     def finish(
-        self, seq: Seq, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None
+        self,
+        seq: Seq,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
     ) -> None:
         """End a sequence wherever it is; the request ends with its last one.  Beams end together."""
         if seq.request.beams is not None:
@@ -210,9 +220,14 @@ class Engine:
             return
         self.close(seq, reason, stop_reason, error)
 
-    def close(self, seq: Seq, reason: FinishReason, stop_reason: int | str | None, error: str | None) -> None:
+    def close(
+        self, seq: Seq, reason: FinishReason, stop_reason: int | str | None, error: str | None
+    ) -> None:
         """A sequence that has left its slot or the queue has ended; the last of its request is the request's end."""
-        seq.status, seq.finish_reason, seq.stop_reason, seq.error = FINISHED, reason, stop_reason, error
+        seq.status = FINISHED
+        seq.finish_reason = reason
+        seq.stop_reason = stop_reason
+        seq.error = error
         self.masks.forget(seq)
         for b in seq.branches:  # they never forked: what ended their prompt ends them
             b.status, b.finish_reason, b.error = FINISHED, reason, error
@@ -254,14 +269,18 @@ class Engine:
             if not self.dead:
                 self.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
             self.check() if self.checked else self.cache.audit()
-        except BaseException as e:  # an executor or the cache broke its promise: nothing can be trusted from here on
+        except BaseException as e:
+            # an executor or the cache broke its promise: nothing can be trusted from here on
             self._die(str(e) if isinstance(e, MinivllmError) else told(e))
             log.error("the engine ends", exc_info=e)
-            if not isinstance(e, Exception):  # raised into the engine itself, by a signal's handler say
+            # raised into the engine itself, by a signal's handler say
+            if not isinstance(e, Exception):
                 raise
             plan = None
         self.clock.lap(PUBLISH)
-        self.clock.end(0 if plan is None else len(plan.slots), 0 if plan is None else int(plan.q_len.sum()))
+        self.clock.end(
+            0 if plan is None else len(plan.slots), 0 if plan is None else int(plan.q_len.sum())
+        )
         self.events.turn_ended()
         return True
 
@@ -307,7 +326,9 @@ class Engine:
         except EngineDeadError:
             raise
         except Exception as e:
-            raise EngineDeadError(f"executor {type(self.executor).__name__} failed: {told(e)}") from e
+            raise EngineDeadError(
+                f"executor {type(self.executor).__name__} failed: {told(e)}"
+            ) from e
 
     def watch(self) -> None:
         """Look at the executor while there is nothing to do: one that has died ends the engine now."""
@@ -392,14 +413,23 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         lead = self.cache.pools[0]
         stats = {
-            "running": len(self.slots.running), "waiting": self.planner.n_waiting, "finished": self.finished,
-            "generated_tokens": self.publisher.tokens, "overshoot_tokens": self.publisher.overshoot,
-            "preemptions": self.planner.preemptions, "blocks_total": lead.total - 1, "blocks_free": lead.free,
-            "blocks_cached": lead.idle, "prefix_queries": lead.queries, "prefix_hits": lead.hits,
-            "prefix_hits_copied": self.cache.copied, "prefix_by_depth": self.cache.by_depth(), **self.clock.summary(),
+            "running": len(self.slots.running),
+            "waiting": self.planner.n_waiting,
+            "finished": self.finished,
+            "generated_tokens": self.publisher.tokens,
+            "overshoot_tokens": self.publisher.overshoot,
+            "preemptions": self.planner.preemptions,
+            "blocks_total": lead.total - 1,
+            "blocks_free": lead.free,
+            "blocks_cached": lead.idle,
+            "prefix_queries": lead.queries,
+            "prefix_hits": lead.hits,
+            "prefix_hits_copied": self.cache.copied,
+            "prefix_by_depth": self.cache.by_depth(),
+            **self.clock.summary(),
             "evictions": sum(p.evictions for p in self.cache.pools),
             **({"speculation": self.speculation.summary()} if self.speculation else {}),
-        }  # fmt: skip
+        }
         self.events.stats_asked(stats)
         return stats
 

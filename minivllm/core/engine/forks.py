@@ -100,7 +100,10 @@ def drop_beams(planner: Planner, beams: Beams) -> None:
         slot = beams.seqs[beam].slot
         planner.cache.release(slot)
         s.table[:, slot, : int(s.blocks[:, slot].max())] = 0
-        s.blocks[:, slot], s.trimmed[:, slot], s.prefix_published[slot], s.computed[slot] = 0, 0, 0, 0
+        s.blocks[:, slot] = 0
+        s.trimmed[:, slot] = 0
+        s.prefix_published[slot] = 0
+        s.computed[slot] = 0
         s.ready[slot] = False
 
 
@@ -164,8 +167,14 @@ def advance(engine: Engine, beams: Beams) -> None:
 
     try:
         step = engine.clock.seams.run("strategy", beams.advance, generated)
-    except Exception as e:  # a plug-in or the client's stop strings: it ends its own request and nothing else
-        finish_beams(engine, request, Finish("error"), f"strategy {type(request.strategy).__name__}: {told(e)}")
+    except Exception as e:
+        # a plug-in or the client's stop strings: it ends its own request and nothing else
+        finish_beams(
+            engine,
+            request,
+            Finish("error"),
+            f"strategy {type(request.strategy).__name__}: {told(e)}",
+        )
         return
     engine.publisher.tokens += len(step.append) + step.outputs
     if step.done:
@@ -199,7 +208,9 @@ def finish_beams(engine: Engine, request: Request, cut: Finish | None, error: st
         outputs = [out._replace(finish=cut) for out in outputs]
     for seq, out in zip(beams.seqs, outputs, strict=False):
         error = _hand_over(request, seq, out) or error
-    for seq, out in zip(beams.seqs, outputs + outputs[-1:] * (beams.width - len(outputs)), strict=True):
+    for seq, out in zip(
+        beams.seqs, outputs + outputs[-1:] * (beams.width - len(outputs)), strict=True
+    ):
         finish = out.finish if error is None else Finish("error")
         engine.close(seq, finish.reason, finish.stop, error)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from minivllm import declared
 from minivllm.core import checks
 from minivllm.core.foreign import call_foreign
+from minivllm.core.interfaces.plan import STOP_IDS
+from minivllm.core.timing import processor_seams
 from minivllm.errors import RequestError, suggest, told
 
-from .strategies import own_names
+from .prompt_scores import check_logprobs
+from .stops import StopRule
+from .strategies import branches, own_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,9 +21,10 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Wiring
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.sampling import Column, Processor, Row
-    from minivllm.core.interfaces.strategy import DecodingStrategy
+    from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
 
     from .cache import KVCache
+    from .engine import Engine
     from .request import Request
 
     Processors = Sequence[tuple[str, Processor]]
@@ -35,7 +40,8 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
     low, high = int(request.prompt.min()), int(request.prompt.max())
     if low < 0 or high >= vocab:
         raise RequestError(
-            f"prompt token id {low if low < 0 else high} is out of range; want 0 to {vocab - 1}", "prompt"
+            f"prompt token id {low if low < 0 else high} is out of range; want 0 to {vocab - 1}",
+            "prompt",
         )
     if n >= limit:
         raise RequestError(
@@ -44,10 +50,14 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
         )
     for i in p.stop_token_ids or ():
         if i >= vocab:
-            raise RequestError(f"stop_token_ids: {i} is out of range; want 0 to {vocab - 1}", "stop_token_ids")
+            raise RequestError(
+                f"stop_token_ids: {i} is out of range; want 0 to {vocab - 1}", "stop_token_ids"
+            )
     wide = next((name for name in ("beam_width", "best_of") if getattr(p, name) is not None), "n")
     if p.width > wiring.max_num_seqs:
-        raise RequestError(f"{wide}={p.width} is more than max_num_seqs={wiring.max_num_seqs}", wide)
+        raise RequestError(
+            f"{wide}={p.width} is more than max_num_seqs={wiring.max_num_seqs}", wide
+        )
     request.end = limit if p.max_tokens is None else min(n + p.max_tokens, limit)
     if not cache.fits_alone(n, request.end, p.width):
         room = (min(pool.total for pool in cache.pools) - 1) * wiring.block
@@ -70,11 +80,51 @@ def check_read(p: SamplingParams, strategies: Strategies, processors: Processors
             raise RequestError(f"{what}; {does}.{suggest(name, sorted(known))}", name)
 
 
-def bind(name: str, made: Processor, columns: Mapping[str, Column], request: Request) -> Row | None:
-    """A processor's row for this request, checked against its columns: a plug-in's fault ends this request only."""
-    try:
-        return checks.bound(call_foreign(made.bind, request.params, len(request.prompt)), columns)
-    except RequestError:
-        raise
-    except Exception as e:
-        raise RequestError(f"{name} failed on this request: {told(e)}") from e
+class Binder(NamedTuple):
+    """A processor as it is asked about a new request; the sampler is the last one."""
+
+    seam: str  # under which its time is counted
+    name: str
+    made: Processor
+    columns: Mapping[str, Column]
+
+    def bind(self, request: Request) -> Row | None:
+        """Its row, checked against its columns: a plug-in's fault ends this request only."""
+        try:
+            n = len(request.prompt)
+            return checks.bound(call_foreign(self.made.bind, request.params, n), self.columns)
+        except RequestError:
+            raise
+        except Exception as e:
+            raise RequestError(f"{self.name} failed on this request: {told(e)}") from e
+
+
+def binders(processors: Processors) -> list[Binder]:
+    seams = processor_seams([name for name, _ in processors])
+    return [
+        Binder(seam, name, made, dict(made.columns()))
+        for seam, (name, made) in zip(seams, processors, strict=True)
+    ]
+
+
+def prepare(engine: Engine, request: Request) -> list[Branch]:
+    """Check a request and ask the plug-ins about it: the branches that it becomes."""
+    p = request.params
+    check_prompt(request, engine.wiring, engine.capacity.vocab_size, engine.cache)
+    if p.structured_outputs is not None and request.grammar is None:
+        raise RequestError(
+            "structured_outputs: nobody has compiled them for this request", "structured_outputs"
+        )
+    constrained = request.grammar is not None
+    request.stops = StopRule.of(p, engine.eos_ids, len(request.prompt), request.end, constrained)
+    if (n := len(request.stops.ids)) > STOP_IDS:
+        raise RequestError(
+            f"{n} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
+        )
+    check_read(p, engine.strategies, engine.processors)
+    run = engine.clock.seams.run
+    request.rows = tuple(run(one.seam, one.bind, request) for one in engine.binders)
+    request.speculates = engine.speculation is not None and engine.speculation.serves(request)
+    started = run("strategy", branches, engine.strategies, request)
+    check_logprobs(request, engine.wiring, engine.capacity.vocab_size)
+    return started

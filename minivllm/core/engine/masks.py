@@ -49,7 +49,9 @@ class _Ends:
             if some:
                 found.setdefault(some, []).append(i)
         # rows of equal ids together: their indices i, rows, and the ids as words and bits of these
-        self.kinds = [(np.array(which), np.array(at)[which], *_bits(some)) for some, which in found.items()]
+        self.kinds = [
+            (np.array(which), np.array(at)[which], *_bits(some)) for some, which in found.items()
+        ]
 
     def leave_out(self, mask: np.ndarray, among: np.ndarray) -> None:
         """In place; of row ``at[i]`` if ``among[i]``, bool."""
@@ -69,10 +71,14 @@ class _Late:
 
     def __init__(self, slots: np.ndarray, stays: np.ndarray, seqs: list[Seq | None]) -> None:
         self.slots, self.stays = slots, stays  # stays: their serials, -1 of those that have left
-        there: list[tuple[int, Seq]] = [(j, seqs[slots[j]]) for j in np.flatnonzero(stays >= 0).tolist()]  # type: ignore[misc]
-        self.functions = [(j, seq) for j, seq in there if seq.request.params.allowed_tokens_fn is not None]
+        stay = np.flatnonzero(stays >= 0).tolist()
+        there: list[tuple[int, Seq]] = [(j, seqs[slots[j]]) for j in stay]  # type: ignore[misc]
+        self.functions = [
+            (j, seq) for j, seq in there if seq.request.params.allowed_tokens_fn is not None
+        ]
         ruled = [(j, seq) for j, seq in there if seq.request.grammar is not None]
-        self.at, self.seqs = [j for j, _ in ruled], [seq for _, seq in ruled]  # those that have a grammar
+        # those that have a grammar
+        self.at, self.seqs = [j for j, _ in ruled], [seq for _, seq in ruled]
         self.at_slots = slots[self.at]
         self.matchers: list[Any] = []  # theirs, from the first mask on
         self.matched = np.zeros(len(ruled), np.int64)  # ``Seq.matched`` of each
@@ -87,7 +93,8 @@ class _Late:
     def start(self, plugin: Grammar) -> None:
         for seq in self.seqs:
             if seq.matcher is None:
-                seq.matcher, seq.matched = plugin.start(seq.request.grammar), len(seq.request.prompt)
+                seq.matcher = plugin.start(seq.request.grammar)
+                seq.matched = len(seq.request.prompt)
                 if seq.matcher is None:
                     raise ValueError("start() gave None; want a matcher")
         self.matchers = [seq.matcher for seq in self.seqs]
@@ -113,10 +120,19 @@ class RowMasks:
     without a copy (``Executor.mask_memory``)."""
 
     def __init__(
-        self, slots: Slots, vocab: int, grammars: Any, finish: FinishSequence, seams: SeamTimes,
+        self,
+        slots: Slots,
+        vocab: int,
+        grammars: Any,
+        finish: FinishSequence,
+        seams: SeamTimes,
         memory: Callable[[int, int], np.ndarray],
-    ) -> None:  # fmt: skip
-        self.slots, self.vocab, self.grammars, self.finish, self.seams = slots, vocab, grammars, finish, seams
+    ) -> None:
+        self.slots = slots
+        self.vocab = vocab
+        self.grammars = grammars
+        self.finish = finish
+        self.seams = seams
         self.memory = memory
         self._held: np.ndarray | None = None  # the last step's, which has been drawn meanwhile
         self._late: _Late | None = None  # the last step's, unless one of them has ended since
@@ -159,13 +175,26 @@ class RowMasks:
                 matchers = late.matchers
             behind, new = late.news(known, self.slots.tokens)
             those = matchers if len(behind) == len(seqs) else [matchers[i] for i in behind]
-            took = checks.accepted(self.seams.run("grammar", plugin.accept, those, new), new) if those else ()
-            if refused := [(i, ids[n]) for i, ids, n in zip(behind, new, took, strict=True) if n < len(ids)]:
+            took = (
+                checks.accepted(self.seams.run("grammar", plugin.accept, those, new), new)
+                if those
+                else ()
+            )
+            if refused := [
+                (i, ids[n]) for i, ids, n in zip(behind, new, took, strict=True) if n < len(ids)
+            ]:
                 for i, token in refused:
-                    self._fail(seqs[i], f"its matcher refused the token {token}, which was drawn under its mask")
+                    self._fail(
+                        seqs[i],
+                        f"its matcher refused the token {token}, which was drawn under its mask",
+                    )
                 go = [i for i, seq in enumerate(seqs) if seq.slot >= 0]
-                seqs, matchers, at = [seqs[i] for i in go], [matchers[i] for i in go], [at[i] for i in go]
-            failed = checks.stuck(self.seams.run("grammar", plugin.fill, matchers, mask, at), len(matchers))
+                seqs = [seqs[i] for i in go]
+                matchers = [matchers[i] for i in go]
+                at = [at[i] for i in go]
+            failed = checks.stuck(
+                self.seams.run("grammar", plugin.fill, matchers, mask, at), len(matchers)
+            )
             for i, message in failed.items():
                 self._fail(seqs[i], message)
             sound = not refused and not failed

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .waiting import Entry
 
-LEAST = 32  # prompt tokens of a step that an owner's part has at least: prompts are not computed in crumbs
-ASKED = 16  # owners for each of whom a policy is asked for an order, of those who wait: who has the fewest rows
+# prompt tokens of a step that an owner's part has at least: prompts are not computed in crumbs
+LEAST = 32
+# owners for each of whom a policy is asked for an order, of those who wait: who has the fewest rows
+ASKED = 16
 
 
 class OwnerShares:
@@ -77,12 +79,16 @@ def of_the_largest(slots: Slots, rows: np.ndarray) -> np.ndarray:
     return rows[party == numbers[np.argmax(counts)]]
 
 
-def in_turn(slots: Slots, lines: Iterable[Sequence[Seq]], parts: OwnerShares | None) -> Iterator[Seq]:
+def in_turn(
+    slots: Slots, lines: Iterable[Sequence[Seq]], parts: OwnerShares | None
+) -> Iterator[Seq]:
     """The sequences of these lines, one line an owner, owners in turn.  Whoever has spent its part of the step's tokens
     is left out.  The next is asked for when the one before has got its row."""
     left = {line[0].request.party: deque(line) for line in lines if line}
     rows = rows_of(slots)
-    while open_ := [party for party, line in left.items() if line and (parts is None or parts.most(party) > 0)]:
+    while open_ := [
+        party for party, line in left.items() if line and (parts is None or parts.most(party) > 0)
+    ]:
         party = min(open_, key=rows.__getitem__)
         seq = left[party].popleft()
         yield seq
@@ -99,7 +105,8 @@ def candidates(planner: Planner, now: float, parts: OwnerShares | None) -> Itera
             yield first
         return
     lines = queue.lines(p.policy.window)
-    if turns and p.orders:  # the policy is asked for each owner's own: what it thinks of others is no reason to wait
+    # the policy is asked for each owner's own: what it thinks of others is no reason to wait
+    if turns and p.orders:
         rows = rows_of(p.slots)
         lines = sorted(lines, key=lambda line: rows[line[0][2].request.party])[:ASKED]
     elif not turns:

@@ -33,9 +33,11 @@ class EngineParts:
     evictor: Callable[[EvictorContext], Evictor]  # called once for each KV group
     processors: Sequence[tuple[str, Processor]]  # (name, instance) in order, the sampler last
     strategies: Sequence[tuple[str, DecodingStrategy]]  # the first that takes a request has it
-    host_sampler: HostSampler | None = None  # for requests with ``logits_processors``; None: they are refused
+    # for requests with ``logits_processors``; None: they are refused
+    host_sampler: HostSampler | None = None
     grammars: Any = None  # who compiled the requests' grammars (``structured.service.Grammars``)
-    events: EngineEvents = field(default_factory=EngineEvents)  # who listens may subscribe before there is an engine
+    # who listens may subscribe before there is an engine
+    events: EngineEvents = field(default_factory=EngineEvents)
     now: Callable[[], float] = monotonic  # the engine's clock, seconds
 
 

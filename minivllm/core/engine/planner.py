@@ -22,10 +22,10 @@ from minivllm.core.interfaces.plan import StepPlan, no_rows, with_drafts
 from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
 from minivllm.errors import told
 
-from .admission import delta_of, load_of, queue_view, row_of
+from .admission import delta_of, load_of, queue_view, row_of, step_rows
 from .forks import apply_pending, enter_beams, fork_ready, preempt_beams
 from .owners import OwnerShares, candidates, make_way, of_the_largest, parties, who_is_stuck
-from .prompt_scores import prompt_rows
+from .prompt_scores import NO_PROMPT, prompt_rows
 from .request import RUNNING, WAITING
 from .waiting import WaitingQueue
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 PROTECTED_AFTER = 8
 MIX = StepShape()
-NO_PROMPT = (no_rows(0, 2), 0)
 
 
 class Planner:
@@ -60,30 +59,40 @@ class Planner:
         events: EngineEvents,
         speculation: Speculation | None = None,
     ) -> None:
-        self.slots, self.cache, self.policy, self.max_tokens, self.seams = slots, cache, policy, max_tokens, seams
+        self.slots = slots
+        self.cache = cache
+        self.policy = policy
+        self.max_tokens = max_tokens
+        self.seams = seams
         self.finish, self.events, self.speculation = finish, events, speculation
         self.waiting = WaitingQueue()
         self.step_id = 0
-        self.most_prefill = max_tokens  # prompt tokens of a step; a server has fewer where a step would take too long
+        # prompt tokens of a step; a server has fewer where a step would take too long
+        self.most_prefill = max_tokens
         self.reserved = 0  # slots kept for branches that will fork
         self.wake_at = 0.0  # clock before which a policy holds newcomers back; 0 = it does not
         self.preemptions = 0
-        self.departed: dict[int, Seq] = {}  # by serial: sequences that left their slot with steps in flight
+        # by serial: sequences that left their slot with steps in flight
+        self.departed: dict[int, Seq] = {}
         self.left: list[int] = []  # slots left since the last plan
         self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
-        self.forgotten: list[int] = []  # sequences ended since the last plan that had been preempted
-        self.chosen: list[tuple[int, int]] = []  # (slot, token) chosen on the host since the last plan
+        # sequences ended since the last plan that had been preempted
+        self.forgotten: list[int] = []
+        # (slot, token) chosen on the host since the last plan
+        self.chosen: list[tuple[int, int]] = []
         self.joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
         self.forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
         self.searches: list[Beams] = []  # that have decided something which is not applied yet
         self._ended: list[Seq] = []  # since the last plan, for a policy that wants to know
         self.shared = False  # requests say whose they are (see ``owners``)
-        self.stuck: Seq | None = None  # of an owner without a row: there was no room for it in the last plan
+        # of an owner without a row: there was no room for it in the last plan
+        self.stuck: Seq | None = None
         self.way_for = -1  # the last sequence for which a row was freed
         checks.window(policy)
         own, base = type(policy), SchedulerPolicy
         self._shapes, self.divides = own.shape is not base.shape, own.lane is not base.lane
-        self.orders, self._ends = own.order is not base.order or self.divides, own.ended is not base.ended
+        self.orders = own.order is not base.order or self.divides
+        self._ends = own.ended is not base.ended
 
     def ask(self, question: Callable[..., Any], *args: Any) -> Any:
         return self.seams.run("scheduler", question, *args)
@@ -120,14 +129,19 @@ class Planner:
     def next(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run (all rows wait for results, or there is nothing to do)."""
         s = self.slots
-        self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]  # the others left before any plan
+        # the others left before any plan
+        self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]
         if not self.forks:  # a fork that the device has not heard of still reads its parent's row
             s.free.extend(s.cooling)
             s.cooling.clear()
         if self._ended:
             ended, self._ended = self._ended, []
             self.ask(self.policy.ended, queue_view([row_of(seq) for seq in ended]))
-        shape = checks.shape(self.ask(self.policy.shape, load_of(self, now), now)) if self._shapes else MIX
+        shape = (
+            checks.shape(self.ask(self.policy.shape, load_of(self, now), now))
+            if self._shapes
+            else MIX
+        )
         if self.stuck is not None:
             make_way(self)
         self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
@@ -141,7 +155,10 @@ class Planner:
             decode = self._decode()
             used = len(decode)
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
-        parts = OwnerShares(min(self.max_tokens - used, cap, self.most_prefill), self._parties() if self.shared else 1)
+        parts = OwnerShares(
+            min(self.max_tokens - used, cap, self.most_prefill),
+            self._parties() if self.shared else 1,
+        )
         decode = self._prefill(chunks, parts, decode)
         static = shape.kind == "static"
         admits = not self.wake_at and not (static and len(s.running))
@@ -154,7 +171,8 @@ class Planner:
         if shape.kind != "mix" and not chunks:
             decode = self._decode()
         if not len(decode) and not chunks and s.forking[s.running].any():
-            fork_ready(self)  # a newcomer whose prompt was cached, or is one token long, can fork at once
+            # a newcomer whose prompt was cached, or is one token long, can fork at once
+            fork_ready(self)
             decode = self._decode()
         return self._make_plan(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
 
@@ -166,7 +184,8 @@ class Planner:
     def need(self, run: np.ndarray) -> np.ndarray:
         """Tokens that each row has to compute; 0 where it has to wait."""
         s, at = self.slots, run.astype(np.intp)
-        return (s.schedulable.take(at) - s.computed.take(at)) * (s.ready.take(at) & (s.known.take(at) < s.end.take(at)))
+        may = s.ready.take(at) & (s.known.take(at) < s.end.take(at))
+        return (s.schedulable.take(at) - s.computed.take(at)) * may
 
     def _decode(self) -> np.ndarray:
         """Rows that lack one token, with the blocks for it; preempts where there are none."""
@@ -188,10 +207,13 @@ class Planner:
         s, oldest = self.slots, self.slots.id[self.slots.running].min()
         victim = self.preempt_one_of(s.running, need)
         if victim is None and s.id[requester] == oldest and len(self.cache.pools) > 1:
-            victim = self.preempt_one_of(s.running, need, True)  # a sliding window's blocks cannot be reserved ahead
+            # a sliding window's blocks cannot be reserved ahead
+            victim = self.preempt_one_of(s.running, need, True)
         if victim is not None:
             return victim
-        if s.id[requester] != oldest and (s.preempted[requester] < PROTECTED_AFTER or s.beam[requester]):
+        if s.id[requester] != oldest and (
+            s.preempted[requester] < PROTECTED_AFTER or s.beam[requester]
+        ):
             self.preempt(requester)
         return requester
 
@@ -219,7 +241,8 @@ class Planner:
         if seq.request.beams is not None:
             preempt_beams(self, seq.request.beams)
         else:
-            if all(other is not seq for *_, other in (*self.joins, *self.forks)):  # the device knows of this stay
+            # the device knows of this stay
+            if all(other is not seq for *_, other in (*self.joins, *self.forks)):
                 self.keeps.append((slot, seq.id))
                 seq.saved = True
             seq.preempted += 1
@@ -239,7 +262,11 @@ class Planner:
         try:
             self.add(seq)
         except Exception as e:
-            self.finish(seq, "error", error=f"scheduler {type(self.policy).__name__} failed on it: {told(e)}")
+            self.finish(
+                seq,
+                "error",
+                error=f"scheduler {type(self.policy).__name__} failed on it: {told(e)}",
+            )
 
     def leave(self, slot: int) -> None:
         """A row's stay ends: its blocks are free for steps planned from now on (those in flight run before)."""
@@ -249,11 +276,14 @@ class Planner:
         self.cache.release(slot)
         self.slots.leave(slot)
         self.left.append(slot)
-        self.chosen = [c for c in self.chosen if c[0] != slot]  # the row's next owner must not get its token
+        # the row's next owner must not get its token
+        self.chosen = [c for c in self.chosen if c[0] != slot]
         if seq.in_flight:
             self.departed[seq.serial] = seq
 
-    def _prefill(self, chunks: dict[int, int], parts: OwnerShares, decode: np.ndarray) -> np.ndarray:
+    def _prefill(
+        self, chunks: dict[int, int], parts: OwnerShares, decode: np.ndarray
+    ) -> np.ndarray:
         """Chunks for running rows that lack more than one token, or more of those that they have.  Only the oldest
         preempts for them; others wait.  Returns the rows that decode yet."""
         s = self.slots
@@ -299,7 +329,9 @@ class Planner:
 
     # ---- newcomers -----------------------------------------------------------------------------------------------
 
-    def _admit(self, chunks: dict[int, int], parts: OwnerShares, now: float, static: bool = False) -> None:
+    def _admit(
+        self, chunks: dict[int, int], parts: OwnerShares, now: float, static: bool = False
+    ) -> None:
         """Newcomers with their first chunks.  A ``static`` batch enters at once, whether its tokens fit or not.  Blocks
         for the chunks are promised to each and taken for all together."""
         s, new, promised, refused = self.slots, {}, 0, None
@@ -307,8 +339,8 @@ class Planner:
             if parts.left <= 0 and not static:
                 break
             if not self._enter(seq, promised):
-                refused = seq
-                break  # nobody overtakes the first that has no room
+                refused = seq  # nobody overtakes the first that has no room
+                break
             seq.request.scheduled = seq.request.scheduled or now
             party = seq.request.party
             want = min(int(s.schedulable[seq.slot] - s.computed[seq.slot]), parts.most(party))
@@ -341,7 +373,8 @@ class Planner:
         if len(s.free) - self.reserved < (1 + len(seq.branches) if beams is None else beams.width):
             return False
         most = seq.known if beams is None or len(beams.live) == 1 else beams.common() + 1
-        most = most if seq.request.prompt_topk < 0 else 1  # a cached prefix has no log-probabilities
+        # a cached prefix has no log-probabilities
+        most = most if seq.request.prompt_topk < 0 else 1
         hit = self.cache.lookup(seq, most)
         protected = seq.preempted >= PROTECTED_AFTER and beams is None
         upto = seq.request.end if protected else seq.known
@@ -366,25 +399,19 @@ class Planner:
 
     # ---- the plan ------------------------------------------------------------------------------------------------
 
-    def _make_plan(self, decode: np.ndarray, chunks: dict[int, int], budget: int) -> StepPlan | None:
+    def _make_plan(
+        self, decode: np.ndarray, chunks: dict[int, int], budget: int
+    ) -> StepPlan | None:
         """The step of these rows; drafts get what is left of the budget."""
         s, spec = self.slots, self.speculation
         ahead = spec is not None and spec.on(len(decode))
         n = no_rows() if spec is None or not ahead else spec.drafts(s, self.cache, decode, budget)
         decode, n, draft = with_drafts(decode, n) if n.any() else (decode, no_rows(), no_rows())
-        slots, q_len = decode, np.ones(len(decode), np.int32)
-        if chunks:
-            slots = np.concatenate([decode, np.fromiter(chunks, np.int32, len(chunks))])
-            q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
+        slots, q_len, draft = step_rows(decode, n, draft, chunks)
         if not len(slots):
             return None
-        if chunks or len(draft):  # rows of one token, rows with drafts, chunks
-            key = 2 * (q_len > 1)
-            key[: len(n)] += n > 0
-            order = np.argsort(key, kind="stable")
-            draft = np.append(draft, np.zeros(len(slots) - len(draft), np.int32))[order] if len(draft) else draft
-            slots, q_len = slots[order], q_len[order]
-        delta, at = delta_of(self), slots.astype(np.intp)  # numpy is twice as fast with the integers of the machine
+        # numpy is twice as fast with the integers of the machine
+        delta, at = delta_of(self), slots.astype(np.intp)
         computed = s.computed.take(at) + (draft if len(draft) else 0)
         s.computed[at] = after = computed + q_len  # of a row with drafts the last one counts
         s.in_flight[at] += 1
@@ -395,17 +422,29 @@ class Planner:
         drawn = at[samples]
         late, host = s.late.take(drawn), s.host.take(drawn)
         s.known[drawn] = s.schedulable[drawn] = s.known.take(drawn) + ~host
-        s.ready[drawn] = ~(host | s.speculates.take(drawn)) if ahead else ~host  # a late row's mask comes in time
+        # a late row's mask comes in time
+        s.ready[drawn] = ~(host | s.speculates.take(drawn)) if ahead else ~host
         if len(draft):
             mine = at[draft > 0]
-            s.known[mine] = s.schedulable[mine] = after[draft > 0] + 1  # at most: see Publisher._take_back
+            # at most: see Publisher._take_back
+            s.known[mine] = s.schedulable[mine] = after[draft > 0] + 1
             s.drafting[mine] = True
         chosen = np.flatnonzero(host).astype(np.int32)
         beam = s.beam[drawn[chosen]]
         prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else NO_PROMPT
         self.step_id += 1
         return StepPlan(
-            id=self.step_id, slots=slots, q_len=q_len, computed=computed, samples=samples.astype(np.int32),
-            topk=int(s.topk.take(drawn).max(initial=-1)), late=np.flatnonzero(late & ~host).astype(np.int32),
-            host=chosen[~beam], held=chosen[beam], prompt=prompt, prompt_topk=most, draft=draft, delta=delta,
-        )  # fmt: skip
+            id=self.step_id,
+            slots=slots,
+            q_len=q_len,
+            computed=computed,
+            samples=samples.astype(np.int32),
+            topk=int(s.topk.take(drawn).max(initial=-1)),
+            late=np.flatnonzero(late & ~host).astype(np.int32),
+            host=chosen[~beam],
+            held=chosen[beam],
+            prompt=prompt,
+            prompt_topk=most,
+            draft=draft,
+            delta=delta,
+        )

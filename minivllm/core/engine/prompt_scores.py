@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minivllm.core.interfaces.plan import LogProbs, StepPlan
+from minivllm.core.interfaces.plan import LogProbs, StepPlan, no_rows
 from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from .request import Request
     from .slots import Slots
+
+NO_PROMPT = (no_rows(0, 2), 0)  # of a step: what ``prompt_rows`` gives if no row asks
 
 
 def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
@@ -29,10 +31,13 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
         if k is not None and (vocab if k < 0 else min(k, vocab)) > most:
             raise RequestError(
                 f"{name}={shown(k)}: want at most {most} of {vocab} tokens; raise the engine's max_logprobs "
-                f"(it is {wiring.max_logprobs}; -1: no limit)", name,
-            )  # fmt: skip
+                f"(it is {wiring.max_logprobs}; -1: no limit)",
+                name,
+            )
     k = p.prompt_logprobs
-    request.prompt_topk = -1 if k is None or len(request.prompt) == 1 else vocab if k < 0 else min(k, vocab)
+    request.prompt_topk = (
+        -1 if k is None or len(request.prompt) == 1 else vocab if k < 0 else min(k, vocab)
+    )
     request.logprobs = vocab if (p.logprobs or 0) < 0 else p.logprobs or 0
     asked = request.topk + len(request.stops.ids) if request.beams is not None else request.topk
     request.topk = min(max(-1 if p.logprobs is None else request.logprobs, asked), vocab)
@@ -40,15 +45,20 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
     if request.beams is not None and raw and wiring.logprobs_mode == "raw_logprobs":
         raise RequestError(
             f"{raw[0]} has no part in the model's own log-probabilities, by which branches are ranked; leave it out, "
-            "or set the engine's logprobs_mode to 'processed_logprobs'", raw[0],
-        )  # fmt: skip
+            "or set the engine's logprobs_mode to 'processed_logprobs'",
+            raw[0],
+        )
 
 
-def prompt_rows(s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray) -> tuple[np.ndarray, int]:
+def prompt_rows(
+    s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray
+) -> tuple[np.ndarray, int]:
     """(``prompt``, ``prompt_topk``) of plan.StepPlan for the rows of a step."""
     count = np.minimum(q_len, s.prompt[slots] - 1 - computed)
     rows = np.flatnonzero((s.prompt_topk[slots] >= 0) & (count > 0))
-    return np.stack([rows, count[rows]], axis=1).astype(np.int32), int(s.prompt_topk[slots[rows]].max(initial=0))
+    return np.stack([rows, count[rows]], axis=1).astype(np.int32), int(
+        s.prompt_topk[slots[rows]].max(initial=0)
+    )
 
 
 def keep_prompt(s: Slots, plan: StepPlan, live: np.ndarray, got: LogProbs) -> None:
@@ -59,7 +69,9 @@ def keep_prompt(s: Slots, plan: StepPlan, live: np.ndarray, got: LogProbs) -> No
         part, at, slot = slice(at, at + count), at + count, int(plan.slots[row])
         if not live[row] or s.prompt_topk[slot] < 0:
             continue
-        request, k, first = s.at(slot).request, int(s.prompt_topk[slot]), int(plan.computed[row]) + 1
+        request = s.at(slot).request
+        k = int(s.prompt_topk[slot])
+        first = int(plan.computed[row]) + 1
         mine = LogProbs(got.chosen[part], got.rank[part], got.top_ids[part, :k], got.top[part, :k])
         request.prompt_parts.append((first, mine))
         if first + count == len(request.prompt):

@@ -15,7 +15,15 @@ import numpy as np
 from minivllm.core import checks
 from minivllm.core.foreign import call_foreign
 from minivllm.core.interfaces.finish import Finish, finish_of
-from minivllm.core.interfaces.plan import ENDED, FAILED, NAN, StepError, StepPlan, StepResult, group_rows
+from minivllm.core.interfaces.plan import (
+    ENDED,
+    FAILED,
+    NAN,
+    StepError,
+    StepPlan,
+    StepResult,
+    group_rows,
+)
 from minivllm.errors import told
 
 from .prompt_scores import keep_prompt
@@ -100,35 +108,55 @@ class Publisher:
             for j in np.flatnonzero(ok & s.scored[slots]).tolist():
                 seq = s.seq[slots[j]]
                 seq.defer_logprobs(result.logprobs, j)
-                if (int(at[j]) + seq.slot) % FLUSH_LOGPROBS == 0:  # some rows in each step: all at their end take long
+                # some rows in each step: all at their end take long
+                if (int(at[j]) + seq.slot) % FLUSH_LOGPROBS == 0:
                     seq.flush_logprobs()
-        ended = (result.flags & ENDED) != 0
-        busy = live[pick] & (ended | (s.watch[slots] & ok))
-        if len(plan.draft):  # a row is told of all its tokens at once, with what the last of them says
-            follows = np.append(plan.draft[pick][1:] > 0, False)
-            busy &= ~(follows & np.append((result.count | (ended * 1))[1:] > 0, False))
-        if busy.any():
-            column = busy & ~ended & (s.stream[slots] > 0) & (at > s.prompt[slots]) & (s.emitted[slots] == at)
-            if column.any():
-                mine = slots[column]
-                s.emitted[mine] += 1
-                self.events.tokens_streamed(s.stream[mine], s.sample[mine], result.tokens[column])
-            for j in np.flatnonzero(busy & ~column).tolist():
-                seq = s.seq[slots[j]]
-                if seq is not None and seq.serial == flight.serial[pick[j]]:
-                    self._deliver(seq, result, j)
+        self._tell(flight, result, live, ok)
         if len(plan.host):
             self._choose(flight, result, live)
         return self._hold(flight, result) if len(plan.held) else []
 
+    def _tell(self, flight: Flight, result: StepResult, live: np.ndarray, ok: np.ndarray) -> None:
+        """Tokens of the rows that are watched, and rows that have ended, to their sinks.  ``ok``: rows with a token."""
+        s, plan = self.slots, flight.plan
+        pick = plan.samples
+        slots, at = plan.slots[pick], flight.after[pick]
+        ended = (result.flags & ENDED) != 0
+        busy = live[pick] & (ended | (s.watch[slots] & ok))
+        # a row is told of all its tokens at once, with what the last of them says
+        if len(plan.draft):
+            follows = np.append(plan.draft[pick][1:] > 0, False)
+            busy &= ~(follows & np.append((result.count | (ended * 1))[1:] > 0, False))
+        if not busy.any():
+            return
+        column = busy & ~ended & (s.stream[slots] > 0)
+        column &= (at > s.prompt[slots]) & (s.emitted[slots] == at)
+        if column.any():
+            mine = slots[column]
+            s.emitted[mine] += 1
+            self.events.tokens_streamed(s.stream[mine], s.sample[mine], result.tokens[column])
+        for j in np.flatnonzero(busy & ~column).tolist():
+            seq = s.seq[slots[j]]
+            if seq is not None and seq.serial == flight.serial[pick[j]]:
+                self._deliver(seq, result, j)
+
     # ---- rows with drafts ----------------------------------------------------------------------------------------
 
-    def _speculated(self, spec: Speculation, flight: Flight, live: np.ndarray, result: StepResult, now: float) -> None:
+    def _speculated(
+        self, spec: Speculation, flight: Flight, live: np.ndarray, result: StepResult, now: float
+    ) -> None:
         """Count what became of the drafts, and take back what was planned for those that were rejected."""
         plan = flight.plan
         decodes = int((plan.q_len == 1).sum())
         if not len(plan.draft):
-            spec.time(decodes, False, int(result.count.sum()), flight.begun, now, decodes == len(plan.slots))
+            spec.time(
+                decodes,
+                False,
+                int(result.count.sum()),
+                flight.begun,
+                now,
+                decodes == len(plan.slots),
+            )
             return
         first, heads = group_rows(plan.draft)
         given = np.zeros(len(plan.slots), np.int32)
@@ -144,12 +172,16 @@ class Publisher:
                 seq.request.accepted += min(max(int(got[head]) - 1, 0), drafts)
         self._take_back(flight, heads[live[heads]], first, got)
 
-    def _take_back(self, flight: Flight, heads: np.ndarray, first: np.ndarray, got: np.ndarray) -> None:
+    def _take_back(
+        self, flight: Flight, heads: np.ndarray, first: np.ndarray, got: np.ndarray
+    ) -> None:
         """``known`` and ``computed`` were upper bounds; what is behind an accepted token was written and is not read.
         The blocks stay with the row, which fills them next."""
         s, plan = self.slots, flight.plan
         slots = plan.slots[heads]
-        s.known[slots] = s.schedulable[slots] = s.collected[slots] = plan.computed[heads] + 1 + got[heads]
+        s.known[slots] = s.schedulable[slots] = s.collected[slots] = (
+            plan.computed[heads] + 1 + got[heads]
+        )
         s.computed[slots] = s.known[slots] - 1
         s.ready[slots], s.drafting[slots] = True, False
         among = np.isin(first, heads)
@@ -234,7 +266,8 @@ class Publisher:
                     seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
                     seq.known += 1
                     self.tokens += 1
-                    if result.logprobs is not None and seq.request.topk >= 0:  # asked for, or a strategy ranks by them
+                    # asked for, or a strategy ranks by them
+                    if result.logprobs is not None and seq.request.topk >= 0:
                         seq.defer_logprobs(result.logprobs, j)
                     self._deliver(seq, result, j)
             if not seq.in_flight:
@@ -246,9 +279,17 @@ class Publisher:
         """No row of the step has a result: all its sequences end with the error (blocks unpublished); if the device's
         columns are in doubt, so do all that run."""
         named = f"{error.plugin}: {error.message}" if error.plugin else error.message
-        for r in np.flatnonzero(flight.plan.draft == 0) if len(flight.plan.draft) else range(len(flight.serial)):
+        for r in (
+            np.flatnonzero(flight.plan.draft == 0)
+            if len(flight.plan.draft)
+            else range(len(flight.serial))
+        ):
             serial = int(flight.serial[r])
-            seq = self.slots.seq[flight.plan.slots[r]] if live[r] else self.planner.departed.get(serial)
+            seq = (
+                self.slots.seq[flight.plan.slots[r]]
+                if live[r]
+                else self.planner.departed.get(serial)
+            )
             if seq is not None and not live[r]:
                 seq.in_flight -= 1
                 if not seq.in_flight:
@@ -287,7 +328,9 @@ class Publisher:
             try:
                 token = call_foreign(_chosen, seq, logits[h], s.tokens[slot, :n].tolist())
             except Exception as e:  # the user's code: it ends its own request and nothing else
-                what = "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"
+                what = (
+                    "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"
+                )
                 self.finish(seq, "error", error=f"{what}: {told(e)}")
                 continue
             s.tokens[slot, n] = token

@@ -38,7 +38,8 @@ class Seq:
     status: int = WAITING
     slot: int = -1
     serial: int = -1  # stamp of its stay in the slot: results of an older stay are dropped
-    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # [known] while it has no slot
+    # [known] while it has no slot
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     known: int = 0  # tokens known to the host while it has no slot
     queued: bool = False  # it is in the planner's queue, by key in its lane
     key: float = 0.0
@@ -46,20 +47,28 @@ class Seq:
     hint: int | None = None  # of ``KVCache.hints``: blocks, while that holds
     in_flight: int = 0  # steps whose results are still to come while it has no slot
     preempted: int = 0
-    saved: bool = False  # the device has put its kept columns aside (see ``plan.Delta.keep``), or is about to
-    keys: list[int] = field(default_factory=list)  # hash chain of its full blocks, in the prefix index
-    branches: list[Seq] = field(default_factory=list)  # sequences that fork from it once the prompt is computed
+    # the device has put its kept columns aside (see ``plan.Delta.keep``), or is about to
+    saved: bool = False
+    # hash chain of its full blocks, in the prefix index
+    keys: list[int] = field(default_factory=list)
+    # sequences that fork from it once the prompt is computed
+    branches: list[Seq] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    logprobs: Sequence[TokenLogprobs] = field(default_factory=Scores)  # of the generated tokens, without pending ones
+    # of the generated tokens, without pending ones
+    logprobs: Sequence[TokenLogprobs] = field(default_factory=Scores)
     cumulative_logprob: float = 0.0
-    pending_logprobs: list[LogProbs] = field(default_factory=list)  # of the tokens after those; and rows in them
+    # of the tokens after those; and rows in them
+    pending_logprobs: list[LogProbs] = field(default_factory=list)
     pending_rows: list[int] = field(default_factory=list)
-    choose: Callable[[np.ndarray, Sequence[int]], int] | None = None  # a host row: its token, of logits and ids so far
-    emitted: int = 0  # output tokens handed to the text side, as of its last ``sink`` (in a slot: ``Slots.emitted``)
+    # a host row: its token, of logits and ids so far
+    choose: Callable[[np.ndarray, Sequence[int]], int] | None = None
+    # output tokens handed to the text side, as of its last ``sink`` (in a slot: ``Slots.emitted``)
+    emitted: int = 0
     score: float | None = None  # that a stepwise strategy gave it
-    matcher: Any = None  # its grammar's, from the first mask on: it has taken the tokens ``[prompt, matched)``
+    # its grammar's, from the first mask on: it has taken the tokens ``[prompt, matched)``
+    matcher: Any = None
     matched: int = 0
 
     @property
@@ -90,7 +99,8 @@ class Request:
     params: SamplingParams
     arrival: float
     text: str | None = None
-    owner: str = ""  # whose budget it is, if there are several; owners take turns (see ``core.engine.owners``)
+    # whose budget it is, if there are several; owners take turns (see ``core.engine.owners``)
+    owner: str = ""
     end: int = 0  # known length at which a sequence of it ends
     rows: tuple[Any, ...] = ()  # per processor: Row or None, the sampler last
     stops: StopRule = field(default_factory=StopRule)
@@ -103,27 +113,37 @@ class Request:
     strategy: Any = None  # the DecodingStrategy that made its sequences
     beams: Any = None  # beams.Beams if its strategy is asked after every step
     logprobs: int = 0  # best log-probabilities that the client is told
-    prompt_topk: int = -1  # best log-probabilities of each prompt token; -1: none, or they are all there
-    prompt_parts: list[tuple[int, Any]] = field(default_factory=list)  # (first position, plan.LogProbs) as they came
-    topk: int = -1  # log-probabilities that the device gives of each token, for client or strategy; -1 none
-    completes: Any = None  # completes(generated ids) -> the stop string that the last completes; for beams
+    # best log-probabilities of each prompt token; -1: none, or they are all there
+    prompt_topk: int = -1
+    # (first position, plan.LogProbs) as they came
+    prompt_parts: list[tuple[int, Any]] = field(default_factory=list)
+    # log-probabilities that the device gives of each token, for client or strategy; -1 none
+    topk: int = -1
+    # completes(generated ids) -> the stop string that the last completes; for beams
+    completes: Any = None
     tenant: int = 0  # number of ``owner``, or of params.tenant
     party: int = 0  # number of ``owner``; 0: it names none
-    salt: tuple[str, str] = ("", "")  # (tenant, cache_salt): the prefix cache keeps what differs in it apart
+    # (tenant, cache_salt): the prefix cache keeps what differs in it apart
+    salt: tuple[str, str] = ("", "")
     speculates: bool = False  # its steps may bring drafts
     drafted: int = 0  # drafts that were checked
     accepted: int = 0  # and those that were right
     watch: bool = False  # somebody wants each token as it comes (a stream, a stop string)
-    stream: int = 0  # not 0: a token in the middle of its answer goes to ``Publisher.tell``, with this number
-    sink: Any = None  # sink(seq, new token ids, Finish or None) -> the stop string that they complete, or None
-    answer: list[Seq] = field(default_factory=list)  # once it has finished: its sequences, best first
+    # not 0: a token in the middle of its answer goes to ``Publisher.tell``, with this number
+    stream: int = 0
+    # sink(seq, new token ids, Finish or None) -> the stop string that they complete, or None
+    sink: Any = None
+    # once it has finished: its sequences, best first
+    answer: list[Seq] = field(default_factory=list)
     on_done: Any = None  # on_done(request), once, when its last sequence has ended
 
     @property
     def expected(self) -> int:
         """Output tokens to reckon with: what the client expects, or the most that there can be."""
         most = self.end - len(self.prompt)
-        return most if self.params.expected_tokens is None else min(self.params.expected_tokens, most)
+        return (
+            most if self.params.expected_tokens is None else min(self.params.expected_tokens, most)
+        )
 
     @property
     def done(self) -> bool:
@@ -134,5 +154,9 @@ class FinishSequence(Protocol):
     """``Engine.finish``, as the parts get it that may end a sequence: wherever it is, and its request with its last."""
 
     def __call__(
-        self, seq: Seq, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None
+        self,
+        seq: Seq,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
     ) -> None: ...

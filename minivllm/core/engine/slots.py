@@ -31,18 +31,21 @@ class Slots:
         self.size, self.block = size, block
         self.seq: list[Seq | None] = [None] * size
         self.free = list(range(size - 1, -1, -1))
-        self.cooling: list[int] = []  # left since the last plan: a delta must not name a row's old and new owner
+        # left since the last plan: a delta must not name a row's old and new owner
+        self.cooling: list[int] = []
         self.running = np.empty(0, np.int32)  # slots in order of admission
         self.next_serial = 0
         self.serial = np.full(size, -1, np.int64)  # stamp of the present stay
         self.id, self.stream = np.zeros((2, size), np.int64)
         # Columns of one type are rows of one table, so that ``enter`` sets them all at once.
         self._times = np.full((4, size), np.inf)
-        self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times  # tpot: seconds a token may take
+        # tpot: seconds a token may take
+        self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times
         self._ints = np.zeros((16, size), np.int32)
         self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
         self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
-        self.schedulable = self._ints[9]  # compute up to here: ``known``, or prompt - 1 while branches wait to fork
+        # compute up to here: ``known``, or prompt - 1 while branches wait to fork
+        self.schedulable = self._ints[9]
         self.in_flight = self._ints[10]  # steps in flight that hold the row
         self.topk = self._ints[11]
         self.prompt_topk = self._ints[12]  # -1, or its prompt's log-probabilities are still wanted
@@ -51,18 +54,21 @@ class Slots:
         self.sample = self._ints[14]
         self._flags = np.zeros((9, size), bool)
         self.forking = self._flags[0]
-        self.ready = self._flags[1]  # False: sits out until its last token was collected (host rows)
+        # False: sits out until its last token was collected (host rows)
+        self.ready = self._flags[1]
         self.late, self.host = self._flags[2:4]
         self.beam = self._flags[4]  # of a stepwise strategy: held after each step (see ``beams``)
         self.speculates = self._flags[5]  # its steps may bring drafts
-        self.drafting = self._flags[6]  # a step with drafts is in flight: known and computed are upper bounds
+        # a step with drafts is in flight: known and computed are upper bounds
+        self.drafting = self._flags[6]
         self.watch = self._flags[7]  # somebody wants each token as it comes
         self.scored = self._flags[8]  # it wants log-probabilities
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
         self.asking = 0  # rows with such
         self.prefix_published = np.zeros(size, np.int32)  # blocks handed to the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
-        self.trimmed = np.zeros((groups, size), np.int32)  # leading blocks given back (sliding window)
+        # leading blocks given back (sliding window)
+        self.trimmed = np.zeros((groups, size), np.int32)
         self.table = np.zeros((groups, size, -(-max_len // block) + 1), np.int32)
         self.tokens = np.zeros((size, max_len + 1), np.int32)
 
@@ -72,18 +78,44 @@ class Slots:
         r, p = seq.request, seq.request.params
         seq.slot, seq.serial = slot, self.next_serial
         self.next_serial += 1
-        self.seq[slot], self.serial[slot], self.id[slot], self.stream[slot] = seq, seq.serial, seq.id, r.stream
+        self.seq[slot] = seq
+        self.serial[slot] = seq.serial
+        self.id[slot] = seq.id
+        self.stream[slot] = r.stream
         n, at, beam = seq.known, r.arrival, r.beams is not None
-        host, late = seq.choose is not None or beam, p.allowed_tokens_fn is not None or r.grammar is not None
+        host = seq.choose is not None or beam
+        late = p.allowed_tokens_fn is not None or r.grammar is not None
         due = np.inf if p.ttft_ms is None else at + p.ttft_ms / 1e3
         self._times[:, slot] = at, due, np.inf, np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
         self._ints[:, slot] = (
-            len(r.prompt), n, 0, n, r.end, p.priority, r.tenant, seq.preempted, r.expected, n, 0, r.topk, r.prompt_topk,
-            len(r.prompt) + seq.emitted, seq.sample, r.party,
-        )  # fmt: skip
+            len(r.prompt),
+            n,
+            0,
+            n,
+            r.end,
+            p.priority,
+            r.tenant,
+            seq.preempted,
+            r.expected,
+            n,
+            0,
+            r.topk,
+            r.prompt_topk,
+            len(r.prompt) + seq.emitted,
+            seq.sample,
+            r.party,
+        )
         self._flags[:, slot] = (
-            False, True, late, host, beam, r.speculates and not host, False, bool(r.watch) or host, r.topk >= 0
-        )  # fmt: skip
+            False,
+            True,
+            late,
+            host,
+            beam,
+            r.speculates and not host,
+            False,
+            bool(r.watch) or host,
+            r.topk >= 0,
+        )
         self.tokens[slot, :n] = seq.tokens[:n]
         self.asking += r.prompt_topk >= 0
         self.prefix_published[slot] = 0
@@ -102,7 +134,10 @@ class Slots:
         seq = self.at(slot)
         self.asking -= int(self.prompt_topk[slot] >= 0)
         n = int(self.collected[slot])
-        seq.tokens, seq.known, seq.slot, seq.in_flight = self.tokens[slot, :n].copy(), n, -1, int(self.in_flight[slot])
+        seq.tokens = self.tokens[slot, :n].copy()
+        seq.known = n
+        seq.slot = -1
+        seq.in_flight = int(self.in_flight[slot])
         seq.emitted = int(self.emitted[slot] - self.prompt[slot])
         self.seq[slot], self.serial[slot] = None, -1
         self.table[:, slot, : int(self.blocks[:, slot].max(initial=0))] = 0
@@ -114,8 +149,11 @@ class Slots:
         """What a policy sees of these rows."""
 
         made = {
-            "cached": lambda: np.zeros(len(slots), np.int32), "predicted_out": lambda: self.expected[slots],
+            "cached": lambda: np.zeros(len(slots), np.int32),
+            "predicted_out": lambda: self.expected[slots],
             "max_out": lambda: self.end[slots] - self.prompt[slots],
             "blocks": lambda: self.blocks[:, slots].sum(axis=0),
-        }  # fmt: skip
-        return LazyView(len(slots), lambda name: made[name]() if name in made else getattr(self, name)[slots])
+        }
+        return LazyView(
+            len(slots), lambda name: made[name]() if name in made else getattr(self, name)[slots]
+        )

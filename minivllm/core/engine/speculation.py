@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 log = logging.getLogger("minivllm")
-TRIES = 8  # steps of one kind in a row, of which the first is not counted: the one before was of the other kind
+# steps of one kind in a row, of which the first is not counted: the one before was of the other kind
+TRIES = 8
 FIRST_WAIT, MOST_WAIT = 32, 512  # steps without drafts until it is tried again
 RENEW = 512  # steps with drafts after which steps without are timed again
 WEIGHT = 0.1  # of a new step in the running means
 HOPELESS, ENOUGH = 0.7, 3  # gain below which a trial ends, after so many of its steps
-TRIAL_COST = 20  # times as long as a trial took it is not tried again, so that trials cost a twentieth of the time
+# times as long as a trial took it is not tried again, so that trials cost a twentieth of the time
+TRIAL_COST = 20
 
 
 @dataclass
@@ -51,7 +53,11 @@ class Class:
     @property
     def gain(self) -> float:
         """Tokens per second with drafts, over those without; 0 before both were measured."""
-        return self.per_row * self.plain_ms / self.drafted_ms if self.plain_ms and self.drafted_ms else 0.0
+        return (
+            self.per_row * self.plain_ms / self.drafted_ms
+            if self.plain_ms and self.drafted_ms
+            else 0.0
+        )
 
     def note(self, drafts: bool, ms: float, per_row: float) -> None:
         mix = lambda old, new: new if not old else old + WEIGHT * (new - old)  # noqa: E731
@@ -63,16 +69,16 @@ class Class:
     def turn(self) -> bool:
         """One step less until it is decided anew; True if that changed ``on`` for good."""
         self.left -= 1
-        hopeless = self.on and self.trial and 0 < self.gain < HOPELESS and self.left <= TRIES - ENOUGH
+        hopeless = (
+            self.on and self.trial and 0 < self.gain < HOPELESS and self.left <= TRIES - ENOUGH
+        )
         if self.left > 0 and not hopeless:
             return False
         pays, was, trial = self.gain >= 1, self.on, self.trial
         if self.gain and was and not pays:
             spent = (TRIES - self.left) * self.drafted_ms if trial else 0.0
-            self.left, self.wait = (
-                max(self.wait, int(TRIAL_COST * spent / self.plain_ms)),
-                min(2 * self.wait, MOST_WAIT),
-            )
+            self.left = max(self.wait, int(TRIAL_COST * spent / self.plain_ms))
+            self.wait = min(2 * self.wait, MOST_WAIT)
             self.on = self.trial = False
             return True
         # One kind is not measured yet; or what drafts are compared with is timed again; or they are tried, or pay.
@@ -91,7 +97,8 @@ class Speculation:
     k: int
     drafter: str
     always: bool = False
-    able: tuple[bool, ...] = ()  # per processor, the sampler last: it serves several positions of a row in one step
+    # per processor, the sampler last: it serves several positions of a row in one step
+    able: tuple[bool, ...] = ()
     failed: str = ""  # why the drafter is asked no more
     steps: int = 0
     rows: int = 0  # that speculated, over all steps
@@ -108,7 +115,9 @@ class Speculation:
         """None unless the wiring has a drafter that drafts."""
         if not wiring.drafts:
             return None
-        able = tuple("multi_position" in p.features for p in (*wiring.processors, wiring.parts["sampler"]))
+        able = tuple(
+            "multi_position" in p.features for p in (*wiring.processors, wiring.parts["sampler"])
+        )
         return cls(wiring.drafts, wiring.parts["drafter"].name, wiring.speculate_always, able)
 
     def serves(self, request: Request) -> bool:
@@ -116,7 +125,9 @@ class Speculation:
         bound needs them one by one."""
         p = request.params
         free = p.allowed_tokens_fn is None and p.choose_fn is None and request.grammar is None
-        return free and all(row is None or able for row, able in zip(request.rows, self.able, strict=True))
+        return free and all(
+            row is None or able for row, able in zip(request.rows, self.able, strict=True)
+        )
 
     # ---- planning ------------------------------------------------------------------------------------------------
 
@@ -133,7 +144,11 @@ class Speculation:
         if not len(decode) or budget <= 0 or not self.on(len(decode)):
             return n
         known = s.known[decode]  # a row that waits to fork lacks one token too, and draws none
-        fits = s.speculates[decode] & (s.collected[decode] == known) & (s.computed[decode] == known - 1)
+        fits = (
+            s.speculates[decode]
+            & (s.collected[decode] == known)
+            & (s.computed[decode] == known - 1)
+        )
         n[fits] = np.minimum(self.k, s.end[decode[fits]] - s.known[decode[fits]] - 1)
         if n.sum() > budget:
             n = np.minimum(n, budget // max(1, int(np.count_nonzero(n)))).astype(np.int32)
@@ -147,7 +162,9 @@ class Speculation:
 
     # ---- what became of them -------------------------------------------------------------------------------------
 
-    def collect(self, plan: StepPlan, result: StepResult, heads: np.ndarray, got: np.ndarray) -> None:
+    def collect(
+        self, plan: StepPlan, result: StepResult, heads: np.ndarray, got: np.ndarray
+    ) -> None:
         """``heads``: rows of the plan that speculated, ``got``: tokens that each of them was given."""
         failure = next((e for e in result.errors if e.scope == "drafts"), None)
         if failure is not None and not self.failed:
@@ -156,7 +173,9 @@ class Speculation:
         if len(result.drafted) != len(heads):
             return  # the step failed
         drafts, taken = result.drafted, np.maximum(got - 1, 0)
-        self.steps, self.rows, self.tokens = self.steps + 1, self.rows + len(heads), self.tokens + int(got.sum())
+        self.steps = self.steps + 1
+        self.rows = self.rows + len(heads)
+        self.tokens = self.tokens + int(got.sum())
         for j in range(self.k):
             self.proposed[j] += np.count_nonzero(drafts > j)
             self.accepted[j] += np.count_nonzero((taken > j) & (drafts > j))
@@ -175,23 +194,37 @@ class Speculation:
         if drafts == c.on and c.turn():
             log.info(
                 "speculation is off for batches of about %d rows: it would give %.2f times the tokens per second; it "
-                "is tried again after %d steps", rows, c.gain, c.left,
-            )  # fmt: skip
+                "is tried again after %d steps",
+                rows,
+                c.gain,
+                c.left,
+            )
 
     def summary(self) -> dict[str, Any]:
         """For ``stats``: what was proposed and accepted, by position, and where it pays."""
         proposed = self.proposed.tolist()
-        rate = [round(a / p, 4) if p else 0.0 for a, p in zip(self.accepted.tolist(), proposed, strict=True)]
+        rate = [
+            round(a / p, 4) if p else 0.0
+            for a, p in zip(self.accepted.tolist(), proposed, strict=True)
+        ]
         sizes = {
             f"{(1 << c >> 1) + 1}-{1 << c}" if c > 1 else str(1 << c): {
-                "gain": round(v.gain, 3), "plain_ms": round(v.plain_ms, 3), "drafted_ms": round(v.drafted_ms, 3),
-                "tokens_per_row": round(v.per_row, 3), "on": self.failed == "" and v.on,
+                "gain": round(v.gain, 3),
+                "plain_ms": round(v.plain_ms, 3),
+                "drafted_ms": round(v.drafted_ms, 3),
+                "tokens_per_row": round(v.per_row, 3),
+                "on": self.failed == "" and v.on,
             }
             for c, v in sorted(self.classes.items())
-        }  # fmt: skip
+        }
         return {
-            "drafter": self.drafter, "k": self.k, "steps": self.steps, "proposed": int(self.proposed.sum()),
-            "accepted": int(self.accepted.sum()), "acceptance_by_position": rate,
-            "tokens_per_row": round(self.tokens / self.rows, 4) if self.rows else 0.0, "batch": sizes,
+            "drafter": self.drafter,
+            "k": self.k,
+            "steps": self.steps,
+            "proposed": int(self.proposed.sum()),
+            "accepted": int(self.accepted.sum()),
+            "acceptance_by_position": rate,
+            "tokens_per_row": round(self.tokens / self.rows, 4) if self.rows else 0.0,
+            "batch": sizes,
             "failed": self.failed or None,
-        }  # fmt: skip
+        }

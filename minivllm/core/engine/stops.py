@@ -29,12 +29,15 @@ class StopRule:
     n_eos: int = 0
     min_end: int = 0  # known length before which none of them ends a sequence
     end: int = 0  # known length at which a sequence ends in any case
-    min_length: int = 0  # prompt and ``min_tokens``: known length below which a mask avoids ``avoided_before``
+    # prompt and ``min_tokens``: known length below which a mask avoids ``avoided_before``
+    min_length: int = 0
     avoided_before: tuple[int, ...] = ()
     avoided_after: tuple[int, ...] = ()  # and from there on these
 
     @classmethod
-    def of(cls, params: SamplingParams, eos_ids: Sequence[int], prompt: int, end: int, grammar: bool) -> StopRule:
+    def of(
+        cls, params: SamplingParams, eos_ids: Sequence[int], prompt: int, end: int, grammar: bool
+    ) -> StopRule:
         """``eos_ids``: the model's, within its vocabulary; ``prompt``: tokens; ``grammar``: a text may end where that
         says so, with an end-of-sequence token, whatever ``ignore_eos`` asks for."""
         eos = () if params.ignore_eos and not grammar else tuple(eos_ids)

@@ -34,9 +34,13 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
         if made is not None:
             request.strategy = made
             if made.mode == "stepwise":
-                request.beams = Beams(request, call_foreign(made.search, p, request.end - len(request.prompt)))
+                request.beams = Beams(
+                    request, call_foreign(made.search, p, request.end - len(request.prompt))
+                )
             request.topk = checks.whole(call_foreign(made.topk, p), -1, 2**31 - 1, "topk() gave")
-            return call_foreign(lambda: checks.branches(made.start(p), p.width, made.mode == "stepwise"))
+            return call_foreign(
+                lambda: checks.branches(made.start(p), p.width, made.mode == "stepwise")
+            )
     except RequestError:
         raise
     except Exception as e:
@@ -52,7 +56,9 @@ def answer(request: Request) -> list[Seq]:
     if request.beams is not None:
         return request.sequences[: request.beams.given]
     ends = [
-        BranchEnd(s.sample, s.known - len(request.prompt), s.cumulative_logprob, s.finish_reason or "")
+        BranchEnd(
+            s.sample, s.known - len(request.prompt), s.cumulative_logprob, s.finish_reason or ""
+        )
         for s in request.sequences
     ]
     by_sample = {s.sample: s for s in request.sequences}

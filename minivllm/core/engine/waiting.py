@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from .request import Seq
 
-    Entry = tuple[float, int, Seq, bytes]  # key, id, sequence, what a policy is shown of it; no two have the same id
+    # key, id, sequence, what a policy is shown of it; no two have the same id
+    Entry = tuple[float, int, Seq, bytes]
 
 FRONT = 512  # entries after which the later half of a front goes to the back
 
@@ -115,10 +116,14 @@ class WaitingQueue:
     def lines(self, n: int) -> list[list[Entry]]:
         """The same lane by lane."""
         share, lanes = max(1, n // max(len(self.lanes), 1)), islice(self.lanes.values(), n)
-        return [lane.front[:share] if len(lane.front) >= share else lane.first(share) for lane in lanes]
+        return [
+            lane.front[:share] if len(lane.front) >= share else lane.first(share) for lane in lanes
+        ]
 
     def __len__(self) -> int:
         return self.n
 
     def __iter__(self) -> Iterator[Seq]:
-        return (e[2] for lane in self.lanes.values() for e in (*lane.front, *lane.back) if e[2].queued)
+        return (
+            e[2] for lane in self.lanes.values() for e in (*lane.front, *lane.back) if e[2].queued
+        )

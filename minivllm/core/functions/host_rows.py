@@ -34,7 +34,9 @@ class HostDraw:
     and return the logits, a tensor or an array.  What they raise goes to the caller; so does what cannot be drawn from.
     """
 
-    def __init__(self, seq: Seq, functions: Sequence[Callable[..., Any]], sampler: Sampler, row: Row | None) -> None:
+    def __init__(
+        self, seq: Seq, functions: Sequence[Callable[..., Any]], sampler: Sampler, row: Row | None
+    ) -> None:
         self.functions = [(f, _takes_prompt(f)) for f in functions]
         self.seq, self.sampler, self.prompt = seq, sampler, len(seq.request.prompt)
         self.state = ProcessorState(sampler, 1, torch.device("cpu"))
@@ -46,25 +48,37 @@ class HostDraw:
             given = (list(ids[: self.prompt]),) if takes_prompt else ()
             x = _logits(function(*given, list(ids[self.prompt :]), x), function, len(logits))
         if not x.amax().isfinite():
-            raise ValueError("they left no token to draw: all logits are -inf, or one is NaN or +inf")
+            raise ValueError(
+                "they left no token to draw: all logits are -inf, or one is NaN or +inf"
+            )
         try:
             return call_foreign(self._draw, x, ids)
         except Exception as e:
-            raise RuntimeError(f"sampler {type(self.sampler).__name__} failed on the host: {told(e)}") from e
+            raise RuntimeError(
+                f"sampler {type(self.sampler).__name__} failed on the host: {told(e)}"
+            ) from e
 
     def _draw(self, x: torch.Tensor, ids: Sequence[int]) -> int:
         """The sampler's token, of logits f32 [V]."""
         one = lambda value: torch.tensor([value], dtype=torch.int64)  # noqa: E731
         tokens = torch.tensor([[*ids, 0]], dtype=torch.int32)
         rows = Rows(
-            one(0), one(len(ids)), one(self.prompt), one(self.seq.seed), one(self.seq.sample),
-            int(self.state.variant[0]), tokens, len(ids),
-        )  # fmt: skip
+            one(0),
+            one(len(ids)),
+            one(self.prompt),
+            one(self.seq.seed),
+            one(self.seq.sample),
+            int(self.state.variant[0]),
+            tokens,
+            len(ids),
+        )
         out = Draw(torch.zeros(1, dtype=torch.int64))
         with torch.inference_mode():
             self.sampler.draw(x[None], rows, self.state.columns, out)
             token = checks.whole(out.tokens[0], 0, len(x) - 1, "it drew token")
-            self.sampler.commit(out.tokens[:, None], torch.ones(1, dtype=torch.int32), rows, self.state.columns)
+            self.sampler.commit(
+                out.tokens[:, None], torch.ones(1, dtype=torch.int32), rows, self.state.columns
+            )
         return token
 
 
@@ -93,5 +107,7 @@ def _logits(value: Any, function: Callable[..., Any], vocab: int) -> torch.Tenso
         raise TypeError(f"{shown(function)} returned logits of {x.dtype}; want numbers")
     x = x.to("cpu", torch.float32)
     if x.shape != (vocab,):
-        raise ValueError(f"{shown(function)} returned logits of shape {tuple(x.shape)}; want ({vocab},)")
+        raise ValueError(
+            f"{shown(function)} returned logits of shape {tuple(x.shape)}; want ({vocab},)"
+        )
     return x

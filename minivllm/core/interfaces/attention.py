@@ -40,7 +40,8 @@ class AttnSpec:
     kv_heads: int
     dim_qk: int
     dim_v: int
-    v_in_k: bool = False  # values are the first dim_v elements of the key (multi-head latent attention)
+    # values are the first dim_v elements of the key (multi-head latent attention)
+    v_in_k: bool = False
     window: int | None = None
     sinks: bool = False  # a learned logit per head that takes probability and gives no value
     softcap: float | None = None
@@ -92,7 +93,8 @@ class AttnMeta:
     decode_rows: int  # rows [0, decode_rows) bring one token each
     host_q_len: np.ndarray  # i32 [R]
     host_kv_len: np.ndarray  # i32 [G, R]
-    work: dict[Any, Any] = field(default_factory=dict)  # what ``plan`` prepared, shared by the layers of a step
+    # what ``plan`` prepared, shared by the layers of a step
+    work: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -107,7 +109,8 @@ class QKPre:
     q_norm: Tensor | None = None  # [dim_qk]
     k_norm: Tensor | None = None
     eps: float = 1e-6
-    both: Tensor | None = None  # q_norm and k_norm for each head of q and k, kept by who has use for it
+    # q_norm and k_norm for each head of q and k, kept by who has use for it
+    both: Tensor | None = None
 
 
 @dataclass
@@ -117,7 +120,8 @@ class AttnLayer:
     index: int
     group: int
     spec: AttnSpec
-    cache: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [num_blocks, *layout.tensors[name].shape]
+    # name -> [num_blocks, *layout.tensors[name].shape]
+    cache: Mapping[str, Tensor] = field(default_factory=dict)
     sinks: Tensor | None = None  # [heads] float32
 
 
@@ -157,7 +161,9 @@ class AttentionBackend(ABC):
     def plan(self, meta: AttnMeta, key: GraphKey) -> None:  # noqa: B027  (optional)
         """Once a step, before the layers run: prepare what all layers share in ``meta.work``."""
 
-    def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
+    def write(
+        self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None
+    ) -> Tensor:
         """Normalise and rotate q and k, store k and v at ``meta.slot_map[layer.group]``; returns q [T, heads, dim_qk].
 
         q [T, heads, dim_qk], k [T, kv_heads, dim_qk], v [T, kv_heads, dim_v].  This default is unfused.

@@ -58,15 +58,24 @@ def _own(of: str, names: Sequence[tuple[str, int]], dtype: np.dtype = I4) -> lis
 class Layout:
     """The numbers and columns of one kind."""
 
-    def __init__(self, kind: int, scalars: str, names: Sequence[str], columns: Sequence[ColumnSpec]) -> None:
+    def __init__(
+        self, kind: int, scalars: str, names: Sequence[str], columns: Sequence[ColumnSpec]
+    ) -> None:
         """``scalars``: their struct codes; ``names``: theirs."""
         self.kind, self.names = kind, tuple(names)
         self.columns = sorted(columns, key=lambda c: -c.dtype.itemsize)
         self.lengths = tuple(dict.fromkeys(c.length for c in self.columns))
-        self.numbers = struct.Struct(f"<{scalars}{len(self.lengths)}QQ")  # the last: bytes of the JSON
+        # the last: bytes of the JSON
+        self.numbers = struct.Struct(f"<{scalars}{len(self.lengths)}QQ")
         self.start = HEAD.size + -(-self.numbers.size // ALIGN) * ALIGN
 
-    def encode(self, of: Mapping[str, Any], scalars: Sequence[Any], rest: bytes, arrays: Sequence[np.ndarray]) -> list:
+    def encode(
+        self,
+        of: Mapping[str, Any],
+        scalars: Sequence[Any],
+        rest: bytes,
+        arrays: Sequence[np.ndarray],
+    ) -> list:
         """``of``: the objects that have the columns, None: none of them."""
         counts: dict[str, int] = {}
         parts: list[Any] = [b"", b""]
@@ -88,18 +97,24 @@ class Layout:
             pad = -size % ALIGN
             parts += [bytes(pad), array.tobytes()]
             size += pad + array.nbytes
-        numbers = self.numbers.pack(*scalars, *(counts.get(length, 0) for length in self.lengths), len(rest))
+        numbers = self.numbers.pack(
+            *scalars, *(counts.get(length, 0) for length in self.lengths), len(rest)
+        )
         parts[0] = HEAD.pack(MAGIC, VERSION, self.kind, size)
         parts[1] = numbers.ljust(self.start - HEAD.size, b"\0")
         return parts
 
-    def decode(self, data: bytearray | bytes | memoryview) -> tuple[tuple, dict[str, dict[str, Any]], Any, int]:
+    def decode(
+        self, data: bytearray | bytes | memoryview
+    ) -> tuple[tuple, dict[str, dict[str, Any]], Any, int]:
         """Scalars; columns by object and name; the JSON; where the arrays behind it begin."""
         if len(data) < self.start:
             raise CodecError(f"{len(data)} bytes; want at least {self.start}")
         magic, version, kind, size = HEAD.unpack_from(data)
         if (magic, version, kind) != (MAGIC, VERSION, self.kind):
-            raise CodecError(f"bytes of {magic!r} {version}, kind {kind}; want {MAGIC!r} {VERSION}, kind {self.kind}")
+            raise CodecError(
+                f"bytes of {magic!r} {version}, kind {kind}; want {MAGIC!r} {VERSION}, kind {self.kind}"
+            )
         if size != len(data):
             raise CodecError(f"{len(data)} bytes; want the {size} that their head tells of")
         numbers = self.numbers.unpack_from(data, HEAD.size)
@@ -109,7 +124,9 @@ class Layout:
         for owner, name, dtype, length, width in self.columns:
             n = counts[length] * (width or 1)
             if n * dtype.itemsize > end - at:
-                raise CodecError(f"{name}: {n} items; want no more than the {end - at} bytes that are left")
+                raise CodecError(
+                    f"{name}: {n} items; want no more than the {end - at} bytes that are left"
+                )
             column = np.frombuffer(data, dtype, n, at)
             found[owner][name] = column.reshape(-1, width) if width else column
             at += n * dtype.itemsize
@@ -129,8 +146,14 @@ _PLAN = Layout(
     ("id", "topk", "prompt_topk", "joined"),
     [
         *_columns("plan", I4, "rows", "slots q_len computed"),
-        *_own("plan", [("samples", 0), ("late", 0), ("host", 0), ("held", 0), ("prompt", 2), ("draft", 0)]),
-        *_own("delta", [("leave", 0), ("fork", 3), ("table", 4), ("trim", 4), ("copy", 3), ("token", 2)]),
+        *_own(
+            "plan",
+            [("samples", 0), ("late", 0), ("host", 0), ("held", 0), ("prompt", 2), ("draft", 0)],
+        ),
+        *_own(
+            "delta",
+            [("leave", 0), ("fork", 3), ("table", 4), ("trim", 4), ("copy", 3), ("token", 2)],
+        ),
         *_own("delta", [("keep", 2), ("forget", 0)], I8),
         *_columns("join", I4, "joins", "slot known computed prompt end sample min_end n_eos"),
         *_columns("join", I4, "joins", "stop_ids", STOP_IDS),
@@ -157,7 +180,11 @@ def decode_plan(data: bytearray | bytes) -> StepPlan:
     elif at != len(data):
         raise CodecError(f"{len(data) - at} bytes too many")
     return StepPlan(
-        id=step, topk=topk, prompt_topk=prompt_topk, **found["plan"], delta=Delta(join=join, **found["delta"])
+        id=step,
+        topk=topk,
+        prompt_topk=prompt_topk,
+        **found["plan"],
+        delta=Delta(join=join, **found["delta"]),
     )
 
 
@@ -173,7 +200,9 @@ def _encode_rows(bound: Sequence[Mapping[int, Row]]) -> tuple[bytes, list[np.nda
             for name, value in row.values.items():
                 array = np.ascontiguousarray(value)
                 if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-                    raise CodecError(f"column {name} is bound to {array.dtype}; want numbers of up to 8 bytes")
+                    raise CodecError(
+                        f"column {name} is bound to {array.dtype}; want numbers of up to 8 bytes"
+                    )
                 values.append([name, array.dtype.newbyteorder("<").str, *np.shape(value)])
                 arrays.append(array.astype(array.dtype.newbyteorder("<"), copy=False))
             mine.append([int(i), int(row.variant), values])
@@ -203,7 +232,9 @@ def _decode_rows(told: Any, data: bytearray | bytes, at: int) -> tuple[dict[int,
     return bound
 
 
-def _array(data: bytearray | bytes, at: int, dtype: np.dtype, shape: Sequence[int]) -> tuple[np.ndarray, int]:
+def _array(
+    data: bytearray | bytes, at: int, dtype: np.dtype, shape: Sequence[int]
+) -> tuple[np.ndarray, int]:
     at += -at % ALIGN
     n = math.prod(shape)
     if dtype.kind not in "biuf" or n < 0 or n * dtype.itemsize > len(data) - at:
@@ -231,7 +262,9 @@ def decode_late(data: bytearray | bytes) -> tuple[int, LateInputs]:
     (step, words), found, _, at = _LATE.decode(data)
     flat = found["late"]["mask"]
     if at != len(data) or words == 0 or len(flat) % words:
-        raise CodecError(f"masks of {len(flat)} words in rows of {words}, {len(data) - at} bytes too many")
+        raise CodecError(
+            f"masks of {len(flat)} words in rows of {words}, {len(data) - at} bytes too many"
+        )
     return step, LateInputs(flat.reshape(-1, words))
 
 
@@ -246,7 +279,11 @@ _RESULT = Layout(
         *_columns("result", I4, "rows", "slots tokens count"),
         *_columns("result", U1, "rows", "flags"),
         *_own("result", [("drafted", 0)]),
-        *(ColumnSpec(of, name, dtype, f"{of}.{name}") for of in ("logprobs", "prompt") for name, dtype in _TABLES),
+        *(
+            ColumnSpec(of, name, dtype, f"{of}.{name}")
+            for of in ("logprobs", "prompt")
+            for name, dtype in _TABLES
+        ),
         ColumnSpec("logits", "logits", F4, "logits.logits"),
     ],
 )
@@ -268,7 +305,10 @@ def encode_result(result: StepResult) -> list[bytes]:
     vocab = -1 if result.logits is None else result.logits.shape[1]
     told: Any = None
     if result.errors or result.seams:
-        told = [[[e.scope, e.plugin, e.message, list(map(int, e.rows))] for e in result.errors], dict(result.seams)]
+        told = [
+            [[e.scope, e.plugin, e.message, list(map(int, e.rows))] for e in result.errors],
+            dict(result.seams),
+        ]
     rest = b"" if told is None else json.dumps(told).encode()
     return _RESULT.encode(of, (result.id, result.device_ms, *k, vocab), rest, [])
 
@@ -279,22 +319,36 @@ def decode_result(data: bytearray | bytes) -> StepResult:
         raise CodecError(f"{len(data) - at} bytes too many")
     try:
         errors, seams = rest or ((), {})
-        told = tuple(StepError(scope, plugin, message, tuple(rows)) for scope, plugin, message, rows in errors)
+        told = tuple(
+            StepError(scope, plugin, message, tuple(rows))
+            for scope, plugin, message, rows in errors
+        )
         return StepResult(
-            id=step, **found["result"], logprobs=_tables(found["logprobs"], k), errors=told, device_ms=ms, seams=seams,
+            id=step,
+            **found["result"],
+            logprobs=_tables(found["logprobs"], k),
+            errors=told,
+            device_ms=ms,
+            seams=seams,
             prompt=_tables(found["prompt"], prompt_k),
             logits=None if vocab < 0 else found["logits"]["logits"].reshape(-1, vocab),
-        )  # fmt: skip
+        )
     except (TypeError, ValueError) as e:
         raise CodecError(f"its parts do not fit: {e}") from e
 
 
 def _flat(lp: LogProbs | None) -> LogProbs | None:
-    return None if lp is None else LogProbs(lp.chosen, lp.rank, lp.top_ids.reshape(-1), lp.top.reshape(-1))
+    return (
+        None
+        if lp is None
+        else LogProbs(lp.chosen, lp.rank, lp.top_ids.reshape(-1), lp.top.reshape(-1))
+    )
 
 
 def _tables(found: Mapping[str, np.ndarray], k: int) -> LogProbs | None:
     if k < 0:
         return None
     n = len(found["chosen"])
-    return LogProbs(found["chosen"], found["rank"], found["top_ids"].reshape(n, k), found["top"].reshape(n, k))
+    return LogProbs(
+        found["chosen"], found["rank"], found["top_ids"].reshape(n, k), found["top"].reshape(n, k)
+    )

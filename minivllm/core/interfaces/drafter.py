@@ -63,7 +63,8 @@ class DrafterContext:
     vocab_size: int
     max_model_len: int
     device: str
-    model: DraftModel | None = None  # for those that claim ``draft_model``: the one that their option ``model`` names
+    # for those that claim ``draft_model``: the one that their option ``model`` names
+    model: DraftModel | None = None
 
 
 class Drafter(ABC):

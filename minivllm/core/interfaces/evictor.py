@@ -16,7 +16,8 @@ API = (1, 1)  # 1.1: Evictor.figures
 class BlockInfo:
     """Columns beside the keys of ``add``."""
 
-    parent: np.ndarray  # u64 key of the block before it; 0: the first of a sequence, or (depth > 0) one of a sliding
+    # u64 key of the block before it; 0: the first of a sequence, or (depth > 0) one of a sliding
+    parent: np.ndarray
     # window's group, whose blocks hang on those of another group and not on each other
     depth: np.ndarray  # i32 blocks before it
     bytes: np.ndarray  # i64

@@ -54,7 +54,8 @@ class Wiring:
     memory_utilization: float
     batch_invariant: bool
     seed: int
-    parts: Mapping[str, Part]  # seam -> part, for model, quantizer, kvformat, attention, sampler, drafter
+    # seam -> part, for model, quantizer, kvformat, attention, sampler, drafter
+    parts: Mapping[str, Part]
     processors: tuple[Part, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
     eos_ids: tuple[int, ...] = ()

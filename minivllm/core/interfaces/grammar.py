@@ -21,7 +21,8 @@ API = (1, 1)  # 1.1: neither rollback nor clone
 class GrammarContext:
     """The vocabulary, and what may be spent."""
 
-    tokens: Sequence[bytes]  # by id, what a token adds to the text; b"" for special tokens and ids that are none
+    # by id, what a token adds to the text; b"" for special tokens and ids that are none
+    tokens: Sequence[bytes]
     vocab_size: int  # width of the logits, >= len(tokens)
     eos_ids: tuple[int, ...]  # at least one; their ``tokens`` are b""
     threads: int = 1  # that ``fill`` and ``accept`` may use
@@ -33,7 +34,8 @@ class GrammarSource:
 
     kind: str  # json: a JSON schema; regex; choice: a JSON list of strings; grammar: Lark or GBNF
     text: str
-    any_whitespace: bool = True  # json: spaces and line ends are free between tokens of JSON; False: there are none
+    # json: spaces and line ends are free between tokens of JSON; False: there are none
+    any_whitespace: bool = True
     whitespace: str | None = None  # json: a regular expression for them instead
 
 
@@ -70,7 +72,9 @@ class Grammar(ABC):
         matcher that took fewer than it was given is not used again."""
 
     @abstractmethod
-    def fill(self, matchers: Sequence[Any], mask: np.ndarray, rows: Sequence[int]) -> Mapping[int, str]:
+    def fill(
+        self, matchers: Sequence[Any], mask: np.ndarray, rows: Sequence[int]
+    ) -> Mapping[int, str]:
         """What may come next: bit t % 32 of ``mask[rows[i], t // 32]``, i32 [n, ceil(vocab_size / 32)], is 1 if the
         text stays viable with token t after it, and the bits of the end-of-sequence ids are 1 if it fits as it is.
         Rows that are not named stay as they are.  Returns i -> message for matchers that cannot go on."""

@@ -65,6 +65,8 @@ class KVFormat(ABC):
         """Encode k [T, kv_heads, dim_qk] and v [T, kv_heads, dim_v] into the flat slots ``slot_map`` i64 [T]."""
 
     @abstractmethod
-    def load(self, cache: Mapping[str, Tensor], blocks: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
+    def load(
+        self, cache: Mapping[str, Tensor], blocks: Tensor, dtype: Any
+    ) -> tuple[Tensor, Tensor]:
         """Decode blocks i64 [..., n] to k [..., n * block, kv_heads, dim_qk] and v likewise, in the torch ``dtype``.
         No later call writes to what it gave."""

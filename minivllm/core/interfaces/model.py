@@ -38,7 +38,8 @@ class StepTensors:
     ids: Tensor  # i64 [T]
     position: Tensor  # i64 [T]
     meta: AttnMeta
-    wanted: Tensor | None = None  # i64 [N] numbers of the tokens whose hidden states are asked for; None: all
+    # i64 [N] numbers of the tokens whose hidden states are asked for; None: all
+    wanted: Tensor | None = None
 
 
 class LinearModule(Protocol):
@@ -46,7 +47,9 @@ class LinearModule(Protocol):
 
 
 class Attention(Protocol):
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors, pre: QKPre | None = None) -> Tensor: ...
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors, pre: QKPre | None = None
+    ) -> Tensor: ...
 
 
 class Parts(Protocol):
@@ -55,7 +58,13 @@ class Parts(Protocol):
 
     def heads(self, n: int) -> int: ...
     def linear(
-        self, name: str, inp: int, parts: Sequence[tuple[str, int]], *, bias: bool = False, split: str | None = None
+        self,
+        name: str,
+        inp: int,
+        parts: Sequence[tuple[str, int]],
+        *,
+        bias: bool = False,
+        split: str | None = None,
     ) -> LinearModule: ...
     def embedding(self, name: str, rows: int, dim: int) -> Any: ...
     def lm_head(self, name: str, inp: int, vocab: int, tied: Any = None) -> Any: ...

@@ -20,13 +20,25 @@ from .structured import StructuredOutputsParams
 
 MAX_N = 128
 MAX_STOPS = 16
-PROCESSED = frozenset((  # what processors and samplers do, not the engine
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "bad_words", "allowed_token_ids",
-))  # fmt: skip
-TEXTS = ("stop", "bad_words", "cache_salt", "tenant", "trace_headers")  # what may hold text that is none
+PROCESSED = frozenset(
+    (  # what processors and samplers do, not the engine
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "bad_words",
+        "allowed_token_ids",
+    )
+)
+# what may hold text that is none
+TEXTS = ("stop", "bad_words", "cache_salt", "tenant", "trace_headers")
 INT32, INT64 = 2**31 - 1, 2**63 - 1
-RANGED = (  # the fields that can be told right or wrong by themselves, in the order in which they are looked at
+# the fields that can be told right or wrong by themselves, in the order in which they are looked at
+RANGED = (
     Param("include_stop_str_in_output", bool, False),
     Param("ignore_eos", bool, False),
     Param("detokenize", bool, True),
@@ -34,7 +46,9 @@ RANGED = (  # the fields that can be told right or wrong by themselves, in the o
     Param("temperature", float, 1.0, ge=0, le=2, wanted="a number from 0 (greedy) to 2"),
     Param("top_p", float, 1.0, gt=0, le=1, wanted="a number in (0, 1]"),
     Param("min_p", float, 0.0, ge=0, le=1, wanted="a number in [0, 1]"),
-    Param("repetition_penalty", float, 1.0, ge=1e-6, le=1e6, wanted="a positive number, at most 1e6"),
+    Param(
+        "repetition_penalty", float, 1.0, ge=1e-6, le=1e6, wanted="a positive number, at most 1e6"
+    ),
     Param("presence_penalty", float, 0.0, ge=-2, le=2, wanted="a number from -2 to 2"),
     Param("frequency_penalty", float, 0.0, ge=-2, le=2, wanted="a number from -2 to 2"),
     Param("n", int, 1, ge=1, le=MAX_N, wanted=f"a whole number from 1 to {MAX_N}"),
@@ -43,7 +57,12 @@ RANGED = (  # the fields that can be told right or wrong by themselves, in the o
     Param("max_tokens", int, ge=1, le=INT32, wanted="a whole number >= 1"),
     Param("min_tokens", int, 0, ge=0, wanted="a whole number >= 0"),
     Param("logprobs", int, ge=-1, wanted="a whole number from 0, or -1 for the whole vocabulary"),
-    Param("prompt_logprobs", int, ge=-1, wanted="a whole number from 0, or -1 for the whole vocabulary"),
+    Param(
+        "prompt_logprobs",
+        int,
+        ge=-1,
+        wanted="a whole number from 0, or -1 for the whole vocabulary",
+    ),
     Param("length_penalty", float, 1.0, ge=-10, le=10, wanted="a number from -10 to 10"),
     Param("priority", int, 0, ge=-INT32, le=INT32, wanted="a 32-bit whole number"),
     Param("expected_tokens", int, ge=1, le=INT32, wanted="a whole number >= 1"),
@@ -119,7 +138,11 @@ class SamplingParams:
     if not TYPE_CHECKING:  # which sees the fields; what plug-ins declare is known at run time alone
 
         def __init__(self, **values: Any) -> None:
-            own = {} if values.keys() <= NAMES else {k: values.pop(k) for k in list(values) if k not in NAMES}
+            own = (
+                {}
+                if values.keys() <= NAMES
+                else {k: values.pop(k) for k in list(values) if k not in NAMES}
+            )
             for name in own:
                 if declared.find(name) is None:
                     near = suggest(name, sorted({*NAMES, *declared.everything()}))
@@ -161,10 +184,14 @@ class SamplingParams:
         if isinstance(self.allowed_token_ids, (range, np.ndarray)):
             self.allowed_token_ids = list(self.allowed_token_ids)
         if self.extra != {} or own:
-            _check(isinstance(self.extra, Mapping), "extra", self.extra, "a mapping of names to values")
+            _check(
+                isinstance(self.extra, Mapping), "extra", self.extra, "a mapping of names to values"
+            )
             self.extra = _checked({**self.extra, **own} if own else self.extra)
         if (most := self.max_tokens) is not None:
-            _check(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={most}")
+            _check(
+                self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={most}"
+            )
         self._check_branches()
         self._check_stops()
         self._check_service()
@@ -174,18 +201,40 @@ class SamplingParams:
     def _check_branches(self) -> None:
         for name in ("best_of", "beam_width"):
             value, want = getattr(self, name), f"a whole number from n={self.n} to {MAX_N}"
-            _check(value is None or (is_whole(value) and self.n <= value <= MAX_N), name, value, want)
-        _check(self.best_of is None or self.beam_width is None, "best_of", self.best_of, "it or beam_width, not both")
+            _check(
+                value is None or (is_whole(value) and self.n <= value <= MAX_N), name, value, want
+            )
+        _check(
+            self.best_of is None or self.beam_width is None,
+            "best_of",
+            self.best_of,
+            "it or beam_width, not both",
+        )
         ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _check(ok, "early_stopping", self.early_stopping, 'False, True or "never"')
         for name in ("choose_fn", "logits_processors") if self.best_of else ():
-            _check(not getattr(self, name), name, "given", "it without best_of: the host gives no log-probabilities")
+            _check(
+                not getattr(self, name),
+                name,
+                "given",
+                "it without best_of: the host gives no log-probabilities",
+            )
         if self.beam_width is None:
             for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
-                _check(getattr(self, name) == neutral, name, getattr(self, name), "beam_width beside it")
+                _check(
+                    getattr(self, name) == neutral,
+                    name,
+                    getattr(self, name),
+                    "beam_width beside it",
+                )
             return
         for name in ("allowed_tokens_fn", "choose_fn", "logits_processors", "structured_outputs"):
-            _check(not getattr(self, name), name, "given", "it without beam_width: beams are no rows that draw")
+            _check(
+                not getattr(self, name),
+                name,
+                "given",
+                "it without beam_width: beams are no rows that draw",
+            )
 
     @property
     def salt(self) -> tuple[str, str]:
@@ -199,7 +248,10 @@ class SamplingParams:
 
     def branching(self) -> set[str]:
         """Names of the parameters that a strategy has to honour."""
-        own = {"beam_width": self.beam_width is not None, "best_of": (self.best_of or self.n) > self.n}
+        own = {
+            "beam_width": self.beam_width is not None,
+            "best_of": (self.best_of or self.n) > self.n,
+        }
         return {name for name, asked in own.items() if asked}
 
     def _check_stops(self) -> None:
@@ -207,30 +259,52 @@ class SamplingParams:
         listed = stop is None or isinstance(stop, (str, list, tuple))
         _check(listed, "stop", stop, "a string, or a list of strings")
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        _check(len(stops) <= MAX_STOPS, "stop", f"{len(stops)} strings", f"at most {MAX_STOPS} strings")
+        _check(
+            len(stops) <= MAX_STOPS, "stop", f"{len(stops)} strings", f"at most {MAX_STOPS} strings"
+        )
         for s in stops:
-            _check(isinstance(s, str) and 0 < len(s) <= 256, "stop", s, "non-empty strings of at most 256 characters")
+            _check(
+                isinstance(s, str) and 0 < len(s) <= 256,
+                "stop",
+                s,
+                "non-empty strings of at most 256 characters",
+            )
         want = "no stop strings with detokenize=False (use stop_token_ids)"
         _check(not stops or self.detokenize, "stop", stop, want)
-        listed = ids is None or (isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, (str, bytes)))
+        listed = ids is None or (
+            isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, (str, bytes))
+        )
         _check(listed, "stop_token_ids", ids, "a list of token ids")
         ids, most = () if ids is None else ids, STOP_IDS - 8
         _check(len(ids) <= most, "stop_token_ids", f"{len(ids)} ids", f"at most {most} ids")
-        _check(all(is_whole(i) and i >= 0 for i in ids), "stop_token_ids", ids, "whole numbers >= 0")
+        _check(
+            all(is_whole(i) and i >= 0 for i in ids), "stop_token_ids", ids, "whole numbers >= 0"
+        )
         self.stop, self.stop_token_ids = stops, tuple(int(i) for i in ids)
 
     def _check_service(self) -> None:
         ok = isinstance(self.tenant, str) and len(self.tenant) <= 256
         _check(ok, "tenant", self.tenant, "a name up to 256 characters")
-        ok = self.cache_salt is None or (isinstance(self.cache_salt, str) and 0 < len(self.cache_salt.encode()) <= 256)
+        ok = self.cache_salt is None or (
+            isinstance(self.cache_salt, str) and 0 < len(self.cache_salt.encode()) <= 256
+        )
         _check(ok, "cache_salt", self.cache_salt, "a string of 1 to 256 bytes")
         trace = self.trace_headers
-        ok = isinstance(trace, Mapping) and all(isinstance(text, str) for pair in trace.items() for text in pair)
-        _check(ok or trace is None, "trace_headers", trace, "a mapping of texts, such as traceparent")
+        ok = isinstance(trace, Mapping) and all(
+            isinstance(text, str) for pair in trace.items() for text in pair
+        )
+        _check(
+            ok or trace is None, "trace_headers", trace, "a mapping of texts, such as traceparent"
+        )
 
     def _check_functions(self) -> None:
         own = self.logits_processors
-        _check(own is None or isinstance(own, (list, tuple)), "logits_processors", own, "a list of callables")
+        _check(
+            own is None or isinstance(own, (list, tuple)),
+            "logits_processors",
+            own,
+            "a list of callables",
+        )
         _check(all(map(callable, own or ())), "logits_processors", own, "a list of callables")
         self.logits_processors = tuple(own) if own else None
         for name in ("choose_fn", "logits_processors"):
@@ -255,7 +329,12 @@ class SamplingParams:
 
     def ending_after(self, most: int) -> SamplingParams:
         """The same with ``max_tokens=most``, at least ``min_tokens``, which is all that is checked: the rest was."""
-        _check(most >= max(1, self.min_tokens), "max_tokens", most, f"at least min_tokens={self.min_tokens}")
+        _check(
+            most >= max(1, self.min_tokens),
+            "max_tokens",
+            most,
+            f"at least min_tokens={self.min_tokens}",
+        )
         made = copy.copy(self)
         made.max_tokens = most
         return made
@@ -268,7 +347,8 @@ class SamplingParams:
 NAMES = frozenset(f.name for f in fields(SamplingParams))
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) if f.name != "extra"}
 _keywords = [
-    Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in {**DEFAULTS, "extra": {}}.items()
+    Parameter(name, Parameter.KEYWORD_ONLY, default=value)
+    for name, value in {**DEFAULTS, "extra": {}}.items()
 ]
 _signature = Signature([*_keywords, Parameter("declared", Parameter.VAR_KEYWORD)])
 SamplingParams.__signature__ = _signature  # type: ignore[attr-defined]  # for help() and notebooks

@@ -35,7 +35,8 @@ class ModuleInfo:
     dtype: str  # torch dtype name of the activations
     device: str
     bias: bool = False
-    split: str | None = None  # None | "column" (outputs are split over processes) | "row" (inputs are)
+    # None | "column" (outputs are split over processes) | "row" (inputs are)
+    split: str | None = None
     shard: Shard = Shard()
 
     @property

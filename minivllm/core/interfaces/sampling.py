@@ -52,7 +52,8 @@ class Rows:
     """The N rows of a step that a processor or sampler works on, on the device."""
 
     slots: Tensor  # i64 [N]
-    position: Tensor  # i64 [N] index in the sequence of the token that is about to be drawn (= tokens so far)
+    # i64 [N] index in the sequence of the token that is about to be drawn (= tokens so far)
+    position: Tensor
     prompt: Tensor  # i64 [N] prompt length
     seed: Tensor  # i64 [N]
     sample: Tensor  # i64 [N] number of the sample (branch) within its request
@@ -86,7 +87,9 @@ class Draw:
         there = tokens.device == logits.device and str(tokens.dtype) == "torch.int64"
         if not there or tuple(tokens.shape) != logits.shape[:1]:
             found = f"{list(tokens.shape)} {tokens.dtype} on {tokens.device}".replace("torch.", "")
-            raise ValueError(f"it left tokens {found}; want [{len(logits)}] int64 on {logits.device}")
+            raise ValueError(
+                f"it left tokens {found}; want [{len(logits)}] int64 on {logits.device}"
+            )
         self.tokens = tokens.contiguous()
 
 
@@ -126,7 +129,9 @@ class Processor(ABC):
         It never writes to ``rows``, neither the attributes nor their tensors: what comes after it gets the same ones.
         Who wants others works with ``dataclasses.replace(rows, ...)``."""
 
-    def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+    def commit(  # noqa: B027  (optional)
+        self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]
+    ) -> None:
         """Accepted tokens i64 [N, k], of which ``count[j]`` are valid in row j (0 = none), the first of them at
         ``rows.position``.  Never called for drafts that were rejected, so nothing has to be rolled back; a sequence
         that was preempted starts with fresh columns, hears of all its tokens again, and then gets back its ``kept``

@@ -27,8 +27,10 @@ class QueueView:
     prompt: np.ndarray  # i32 prompt length
     known: np.ndarray  # i32 prompt + generated (or promised) tokens
     computed: np.ndarray  # i32 tokens whose keys and values are in the cache (or on their way)
-    cached: np.ndarray  # i32 tokens that a hit of whole blocks would give; known only in what ``order`` is shown
-    predicted_out: np.ndarray  # i32 output tokens expected (the request's expected_tokens, or max_out)
+    # i32 tokens that a hit of whole blocks would give; known only in what ``order`` is shown
+    cached: np.ndarray
+    # i32 output tokens expected (the request's expected_tokens, or max_out)
+    predicted_out: np.ndarray
     max_out: np.ndarray  # i32
     priority: np.ndarray  # i32, smaller is more urgent (as in vLLM)
     tenant: np.ndarray  # i32 number of the tenant's name
@@ -55,7 +57,8 @@ class Load:
     total_blocks: int
     token_budget: int
     oldest_wait: float  # seconds the oldest waiting request has waited
-    tpot_slack: float = np.inf  # seconds until the first running row with a target is due to have its next token
+    # seconds until the first running row with a target is due to have its next token
+    tpot_slack: float = np.inf
 
 
 @dataclass(frozen=True)

@@ -52,42 +52,86 @@ class StructuredOutputsParams:
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise RequestError(f"{NAME} of {type(value).__name__}: want StructuredOutputsParams or a mapping", NAME)
+            raise RequestError(
+                f"{NAME} of {type(value).__name__}: want StructuredOutputsParams or a mapping", NAME
+            )
         known = [f.name for f in fields(cls)]
         for name in value:
             if name not in known:
-                raise RequestError(f"{NAME}: unknown field {shown(name)}.{suggest(str(name), known)}", NAME)
+                raise RequestError(
+                    f"{NAME}: unknown field {shown(name)}.{suggest(str(name), known)}", NAME
+                )
         return cls(**value)
 
     def __post_init__(self) -> None:
         for name in ("disable_any_whitespace", "disable_additional_properties"):
-            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+            _check(
+                isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False"
+            )
         off = self.json_object is None or self.json_object is False
         _check(off or self.json_object is True, "json_object", self.json_object, "True or None")
-        given = [name for name in FORMS if getattr(self, name) is not None and not (off and name == "json_object")]
+        given = [
+            name
+            for name in FORMS
+            if getattr(self, name) is not None and not (off and name == "json_object")
+        ]
         if len(given) != 1:
             have = " and ".join(given) or "none"
-            raise RequestError(f"{NAME}: {have} given; want exactly one of {', '.join(FORMS)}", NAME)
+            raise RequestError(
+                f"{NAME}: {have} given; want exactly one of {', '.join(FORMS)}", NAME
+            )
         if hasattr(self.json, "model_json_schema"):
             self.json = self.json.model_json_schema()  # type: ignore[union-attr]
         for name in ("regex", "grammar"):
             value = getattr(self, name)
-            _check(value is None or (isinstance(value, str) and value != ""), name, value, "a text that is not empty")
+            _check(
+                value is None or (isinstance(value, str) and value != ""),
+                name,
+                value,
+                "a text that is not empty",
+            )
         if self.choice is not None:
-            ok = isinstance(self.choice, Sequence) and not isinstance(self.choice, str) and len(self.choice) > 0
+            ok = (
+                isinstance(self.choice, Sequence)
+                and not isinstance(self.choice, str)
+                and len(self.choice) > 0
+            )
             ok = ok and all(isinstance(c, str) and c for c in self.choice)
             _check(ok, "choice", self.choice, "a list of texts, none of them empty")
             count = len(self.choice)
             _check(count <= MOST_CHOICES, "choice", f"{count} texts", f"at most {MOST_CHOICES}")
-        pattern = self.whitespace_pattern
-        _check(pattern is None or isinstance(pattern, str), "whitespace_pattern", pattern, "a regular expression")
-        if given[0] not in ("json", "json_object"):
-            for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
-                value = getattr(self, name)
-                _check(value is None or value is False, name, value, f"it beside json only, not {given[0]}")
-        both = pattern is not None and self.disable_any_whitespace
-        _check(not both, "whitespace_pattern", pattern, "it without disable_any_whitespace=True: there is none then")
+        self._check_whitespace(given[0])
         self._source = self._read(given[0])
+
+    def _check_whitespace(self, form: str) -> None:
+        """What is asked of JSON alone."""
+        pattern = self.whitespace_pattern
+        _check(
+            pattern is None or isinstance(pattern, str),
+            "whitespace_pattern",
+            pattern,
+            "a regular expression",
+        )
+        if form not in ("json", "json_object"):
+            for name in (
+                "disable_any_whitespace",
+                "disable_additional_properties",
+                "whitespace_pattern",
+            ):
+                value = getattr(self, name)
+                _check(
+                    value is None or value is False,
+                    name,
+                    value,
+                    f"it beside json only, not {form}",
+                )
+        both = pattern is not None and self.disable_any_whitespace
+        _check(
+            not both,
+            "whitespace_pattern",
+            pattern,
+            "it without disable_any_whitespace=True: there is none then",
+        )
 
     @property
     def source(self) -> GrammarSource:
@@ -101,7 +145,9 @@ class StructuredOutputsParams:
                 schema = self._closed(schema)
             text = jsonlib.dumps(schema, ensure_ascii=False)
             self._measure(form, text)
-            return GrammarSource("json", text, not self.disable_any_whitespace, self.whitespace_pattern)
+            return GrammarSource(
+                "json", text, not self.disable_any_whitespace, self.whitespace_pattern
+            )
         if form == "choice":
             text = jsonlib.dumps(list(dict.fromkeys(self.choice or ())), ensure_ascii=False)
         else:
@@ -110,7 +156,10 @@ class StructuredOutputsParams:
         if form == "regex":
             depth = group_depth(text)
             _check(
-                depth <= MOST_DEPTH, form, f"groups within {depth} others", f"at most {MOST_DEPTH} within each other"
+                depth <= MOST_DEPTH,
+                form,
+                f"groups within {depth} others",
+                f"at most {MOST_DEPTH} within each other",
             )
         return GrammarSource(form, text)
 
@@ -118,7 +167,9 @@ class StructuredOutputsParams:
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
-            raise RequestError(f"{NAME}.{form} is no valid Unicode: want text without lone surrogates", NAME) from None
+            raise RequestError(
+                f"{NAME}.{form} is no valid Unicode: want text without lone surrogates", NAME
+            ) from None
         _check(size <= MOST_BYTES, form, f"{size} bytes", f"at most {MOST_BYTES}")
 
     def _closed(self, schema: Any) -> Any:
@@ -133,15 +184,25 @@ class StructuredOutputsParams:
         if isinstance(value, str):
             self._measure("json", value)
             deep = text_depth(value)
-            _check(deep <= MOST_DEPTH, "json", f"a schema {deep} levels deep", f"at most {MOST_DEPTH} levels")
+            _check(
+                deep <= MOST_DEPTH,
+                "json",
+                f"a schema {deep} levels deep",
+                f"at most {MOST_DEPTH} levels",
+            )
             try:
                 value = jsonlib.loads(value)
             except ValueError as e:
                 raise RequestError(f"{NAME}.json is no JSON: {e}", NAME) from None
-        _check(isinstance(value, (Mapping, bool)), "json", value, "a schema: an object, true or false")
+        _check(
+            isinstance(value, (Mapping, bool)), "json", value, "a schema: an object, true or false"
+        )
         deep = value_depth(value)
         _check(
-            deep <= MOST_DEPTH, "json", "a schema that is deeper, or contains itself", f"at most {MOST_DEPTH} levels"
+            deep <= MOST_DEPTH,
+            "json",
+            "a schema that is deeper, or contains itself",
+            f"at most {MOST_DEPTH} levels",
         )
         try:
             text = jsonlib.dumps(value, default=dict, allow_nan=False, ensure_ascii=False)
@@ -172,7 +233,8 @@ def value_depth(value: Any) -> int:
                 inner += v.values()
             elif isinstance(v, (list, tuple)):
                 inner += v
-            if len(inner) > MOST_BYTES:  # more values than a text of the size that is allowed can hold
+            # more values than a text of the size that is allowed can hold
+            if len(inner) > MOST_BYTES:
                 return MOST_DEPTH + 1
         depth += any(isinstance(v, (Mapping, list, tuple)) for v in level)
         level = inner

@@ -49,7 +49,8 @@ class Worker:
     vocab_size: int
     hidden_size: int
     weight_bytes: int
-    caches: list[list[Mapping[str, torch.Tensor]]] = field(default_factory=list)  # [group][layer of it]
+    # [group][layer of it]
+    caches: list[list[Mapping[str, torch.Tensor]]] = field(default_factory=list)
     num_blocks: list[int] = field(default_factory=list)
     block_bytes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -69,11 +70,14 @@ def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processo
     """(name, instance) in order, the sampler last.  The engine's host side and the worker each make their own."""
     ctx = SamplingContext(
         vocab_size, wiring.max_model_len, wiring.eos_ids, wiring.batch_invariant, fused(wiring)
-    )  # fmt: skip
+    )
     made = [(p.name, build_part("processor", p, ctx)) for p in wiring.processors]
     part = wiring.parts["sampler"]
     sampler = build_part("sampler", part, ctx)
-    if wiring.logprobs_mode == "processed_logprobs" and type(sampler).drawn_from is Sampler.drawn_from:
+    if (
+        wiring.logprobs_mode == "processed_logprobs"
+        and type(sampler).drawn_from is Sampler.drawn_from
+    ):
         what = f"logprobs_mode='processed_logprobs': the sampler {part.name} does not say what it draws from"
         raise ConfigError(f"{what} (drawn_from); want 'raw_logprobs', or another sampler")
     return [*made, (part.name, sampler)]
@@ -97,13 +101,22 @@ def build_worker(wiring: Wiring) -> Worker:
     model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.groups)
     groups = [list(g) for g in wiring.groups]
     worker = Worker(
-        device, model, parts.backend, make_processors(wiring, cfg.vocab_size), groups, cfg.vocab_size, cfg.hidden_size,
-        weight_bytes(parts), notes=notes,
-    )  # fmt: skip
+        device,
+        model,
+        parts.backend,
+        make_processors(wiring, cfg.vocab_size),
+        groups,
+        cfg.vocab_size,
+        cfg.hidden_size,
+        weight_bytes(parts),
+        notes=notes,
+    )
     if (draft := wiring.draft_model) is not None:
         own = open_checkpoint(draft.model_dir).hf_config()
         layers = build_part("model", draft.parts["model"]).attention(own)
-        made, its, notes = _load(wiring, draft.model_dir, draft.parts, own, fmt, (tuple(range(len(layers))),))
+        made, its, notes = _load(
+            wiring, draft.model_dir, draft.parts, own, fmt, (tuple(range(len(layers))),)
+        )
         worker.draft = Draft(made, its.backend, its)
         worker.notes += [f"the draft model: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
@@ -113,7 +126,10 @@ def build_worker(wiring: Wiring) -> Worker:
 
 def attention_context(wiring: Wiring, fmt: KVFormat) -> AttentionContext:
     """What an attention back end of this wiring is told."""
-    rows = min(wiring.max_num_seqs * (1 + wiring.drafts), max(wiring.max_num_batched_tokens, wiring.max_num_seqs))
+    rows = min(
+        wiring.max_num_seqs * (1 + wiring.drafts),
+        max(wiring.max_num_batched_tokens, wiring.max_num_seqs),
+    )
     return AttentionContext(
         device=wiring.device,
         dtype=wiring.dtype,
@@ -128,16 +144,28 @@ def attention_context(wiring: Wiring, fmt: KVFormat) -> AttentionContext:
 
 
 def _load(
-    wiring: Wiring, folder: str, chosen: Mapping[str, Part], cfg: Any, fmt: Any, groups: Sequence[Sequence[int]]
+    wiring: Wiring,
+    folder: str,
+    chosen: Mapping[str, Part],
+    cfg: Any,
+    fmt: Any,
+    groups: Sequence[Sequence[int]],
 ) -> tuple[Any, ModelParts, list[str]]:
     """A model with its weights, an attention back end of its own, and what the user should know of the weights."""
     backend = build_part("attention", wiring.parts["attention"], attention_context(wiring, fmt))
-    quantizer = build_part("quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None))
+    quantizer = build_part(
+        "quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None)
+    )
     arch = build_part("model", chosen["model"])
     parts = ModelParts(
-        wiring.device, wiring.dtype, quantizer, backend, groups=groups or None, fuse=fused(wiring),
+        wiring.device,
+        wiring.dtype,
+        quantizer,
+        backend,
+        groups=groups or None,
+        fuse=fused(wiring),
         batch_invariant=wiring.batch_invariant,
-    )  # fmt: skip
+    )
     headers = {} if wiring.load_format == "dummy" else checkpoint_headers(Path(folder))
     quantized = chosen["quantizer"].name != "minivllm/none"
     shapes.check(folder, arch, cfg, parts, headers, quantized, _free_memory(parts.device))
@@ -145,9 +173,13 @@ def _load(
         try:
             model = build_model(arch, cfg, parts)
         except torch.OutOfMemoryError as e:
-            raise ResourceError(f"no memory for the model's weights: {str(e).splitlines()[0]}") from e
+            raise ResourceError(
+                f"no memory for the model's weights: {str(e).splitlines()[0]}"
+            ) from e
         except (RuntimeError, TypeError) as e:  # sizes that no tensor can have
-            raise ModelError(f"{folder}/config.json: the model cannot be built: {str(e).splitlines()[0]}") from e
+            raise ModelError(
+                f"{folder}/config.json: the model cannot be built: {str(e).splitlines()[0]}"
+            ) from e
         quantizer.finish()
         notes = load_weights(folder, arch, cfg, parts, wiring.load_format, wiring.seed)
     return model, parts, notes
@@ -167,7 +199,8 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
         blocks = _fit(worker, wiring, _budget(worker, wiring, parts, layouts), windows)
     try:
         _allocate(worker, parts, layouts, blocks)
-    except (RuntimeError, MemoryError, ValueError) as e:  # numpy's, of a size that no array can have
+    except (RuntimeError, MemoryError, ValueError) as e:
+        # numpy's, of a size that no array can have
         need = sum(n * b for n, b in zip(blocks, worker.block_bytes, strict=True)) / 2**30
         raise ResourceError(
             f"no memory for a KV cache of {need:.1f} GiB: lower num_kvcache_blocks or gpu_memory_utilization"
@@ -178,7 +211,10 @@ def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int
     """Zeroed, so that a slot which nobody has written holds no NaN."""
     drafts = [] if worker.draft is None else worker.draft.parts.layers
     layers, n_layers = [*parts.layers, *drafts], len(parts.layers)
-    groups = [[*group, *(range(n_layers, len(layers)) if g == 0 else ())] for g, group in enumerate(worker.groups)]
+    groups = [
+        [*group, *(range(n_layers, len(layers)) if g == 0 else ())]
+        for g, group in enumerate(worker.groups)
+    ]
     for group, n in zip(groups, blocks, strict=True):
         for i in group:
             layers[i].cache = {
@@ -193,7 +229,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """On a CPU the pages are taken when they are first written (numpy's calloc), not now."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).reshape(shape)
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None]) -> list[int]:
@@ -207,7 +247,9 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
         seen = per_row if g == 0 or window is None else min(per_row, -(-window // block) + 2)
         chunk = 0 if g == 0 or window is None else -(-wiring.max_num_batched_tokens // block)
         want.append(min(most, wiring.max_num_seqs * seen + chunk + 1))
-    share = min(1.0, budget / max(1, sum(n * b for n, b in zip(want, worker.block_bytes, strict=True))))
+    share = min(
+        1.0, budget / max(1, sum(n * b for n, b in zip(want, worker.block_bytes, strict=True)))
+    )
     blocks = [int(n * share) for n in want]
     if min(blocks) < 3:
         raise ResourceError(
@@ -217,7 +259,9 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
         )
     tokens = (blocks[0] - 1) * block
     if tokens < wiring.max_model_len:
-        worker.notes.append(f"the KV cache holds {tokens} tokens, less than max_model_len={wiring.max_model_len}")
+        worker.notes.append(
+            f"the KV cache holds {tokens} tokens, less than max_model_len={wiring.max_model_len}"
+        )
     return blocks
 
 
@@ -241,12 +285,16 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
     """The largest step, on the null block: what it allocates beside weights and cache must stay free."""
     t = min(wiring.max_num_batched_tokens, wiring.max_num_seqs * wiring.max_model_len)
     rows = max(1, min(wiring.max_num_seqs, -(-t // wiring.max_model_len)))
-    plan = StepPlan(0, np.arange(rows), np.full(rows, t // rows, np.int32), np.zeros(rows, np.int32), no_rows())
+    plan = StepPlan(
+        0, np.arange(rows), np.full(rows, t // rows, np.int32), np.zeros(rows, np.int32), no_rows()
+    )
     host = step.host_lengths(plan, len(worker.groups))
     state = DeviceState(rows, wiring.max_model_len, len(worker.groups), wiring.block, worker.device)
     with torch.inference_mode():
         table = state.to(step.pack_rows(plan, rows, host.tokens, 0))
-        hidden = step.forward(worker.model, worker.backend, step.read_rows(state, table, host)[0], GraphKey())
+        hidden = step.forward(
+            worker.model, worker.backend, step.read_rows(state, table, host)[0], GraphKey()
+        )
         n = min(wiring.max_num_seqs, host.tokens)
         logits = worker.model.logits(hidden[:n]).float()
         del hidden
@@ -266,6 +314,9 @@ def _free_memory(device: str) -> int:
 def _free_ram() -> int:
     try:
         with open("/proc/meminfo") as file:
-            return int(next(line for line in file if line.startswith("MemAvailable")).split()[1]) * 1024
+            return (
+                int(next(line for line in file if line.startswith("MemAvailable")).split()[1])
+                * 1024
+            )
     except (OSError, StopIteration):
         return 4 << 30

@@ -36,7 +36,13 @@ if TYPE_CHECKING:
 class ProcessorChain:
     """The processors of a config in order, the sampler last, and their columns."""
 
-    def __init__(self, made: Sequence[tuple[str, Processor]], state: DeviceState, slots: int, seams: SeamTimes) -> None:
+    def __init__(
+        self,
+        made: Sequence[tuple[str, Processor]],
+        state: DeviceState,
+        slots: int,
+        seams: SeamTimes,
+    ) -> None:
         self.names, self.made = [name for name, _ in made], [processor for _, processor in made]
         self.sampler: Any = self.made[-1]
         self.state, self.seams, self.seam_names = state, seams, processor_seams(self.names)
@@ -75,7 +81,9 @@ class SampleCalls(ABC):
             if (found := self.bound(p)) is not None:
                 self._apply(p, logits, rows, *found)
 
-    def _apply(self, p: int, logits: Tensor, rows: Rows, some: np.ndarray | None, variant: int) -> None:
+    def _apply(
+        self, p: int, logits: Tensor, rows: Rows, some: np.ndarray | None, variant: int
+    ) -> None:
         index = None if some is None else self.state.to(some)
         part, its = (logits, rows) if index is None else (logits[index], rows.pick(index))
         its.variant = variant
@@ -91,7 +99,9 @@ class SampleCalls(ABC):
         """The sampler's, f32 [N, V]."""
         rows.variant = self.sampler_variant()
         try:
-            found = self.run(-1, self.chain.sampler.drawn_from, logits, rows, self.state.processors[-1].columns)
+            found = self.run(
+                -1, self.chain.sampler.drawn_from, logits, rows, self.state.processors[-1].columns
+            )
             if found.shape != logits.shape:
                 raise ValueError(f"drawn_from gave {list(found.shape)}; want {list(logits.shape)}")
             return found
@@ -103,7 +113,9 @@ class SampleCalls(ABC):
         """The sampler's tokens i64 [N], which may be outside of the vocabulary."""
         rows.variant, out = self.sampler_variant(), Draw(self.blank(logits))
         try:
-            self.run(-1, self.chain.sampler.draw, logits, rows, self.state.processors[-1].columns, out)
+            self.run(
+                -1, self.chain.sampler.draw, logits, rows, self.state.processors[-1].columns, out
+            )
             out.check(logits)
         except Exception as e:
             self.fail(-1, e)
@@ -138,7 +150,9 @@ class BoundCalls(SampleCalls):
         on = held.active[self.slots] & ~self.failed
         if not on.any():
             return None
-        return None if on.all() else np.flatnonzero(on), int(np.bitwise_or.reduce(held.variant[self.slots[on]]))
+        return None if on.all() else np.flatnonzero(on), int(
+            np.bitwise_or.reduce(held.variant[self.slots[on]])
+        )
 
     def sampler_variant(self) -> int:
         return int(np.bitwise_or.reduce(self.state.processors[-1].variant[self.slots]))
@@ -169,7 +183,13 @@ class SeparateCalls(GuardedCalls):
 
     float32, changes = True, True
 
-    def __init__(self, runner: Runner, running: Running, late: LateInputs | None, poison: dict[int, StepError]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        running: Running,
+        late: LateInputs | None,
+        poison: dict[int, StepError],
+    ) -> None:
         plan = running.plan
         super().__init__(runner.chain, plan.slots[plan.samples].astype(np.int64), running.errors)
         self.runner, self.running, self.plan, self.late = runner, running, plan, late
@@ -204,7 +224,9 @@ class SeparateCalls(GuardedCalls):
         failed = to(self.failed) if self.failed.any() else None
         waiting = to(waits).long() if len(waits) else None
         width = logits.shape[1]
-        tokens, count, flags = step.accept(self.state, rows, drawn.tokens, peaks, width, failed, waiting, draft)
+        tokens, count, flags = step.accept(
+            self.state, rows, drawn.tokens, peaks, width, failed, waiting, draft
+        )
         before = len(self.errors)
         if draft is None:
             self.commit(tokens[:, None], count, rows)
@@ -224,7 +246,9 @@ class SeparateCalls(GuardedCalls):
 
     def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         wiring = self.runner.wiring
-        return sampling.logprobs_of(logits, tokens, self.topk, fused(wiring), wiring.batch_invariant)
+        return sampling.logprobs_of(
+            logits, tokens, self.topk, fused(wiring), wiring.batch_invariant
+        )
 
 
 def as_error(scope: str, plugin: str, e: Exception, rows: np.ndarray) -> StepError:

@@ -35,7 +35,8 @@ class GraphRecorder:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self._broken: list[torch.cuda.CUDAGraph] = []  # torch still counts them as users of their pools
+        # torch still counts them as users of their pools
+        self._broken: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """(the graph of what ``run`` enqueues, what ``run`` returned while it was recorded).
@@ -53,7 +54,8 @@ class GraphRecorder:
                     run()
                     try:
                         return self._record(run)
-                    except torch.OutOfMemoryError:  # graphs have memory of their own: what others keep goes back
+                    except torch.OutOfMemoryError:
+                        # graphs have memory of their own: what others keep goes back
                         torch.cuda.synchronize()
                         torch.cuda.empty_cache()
                         return self._record(run)

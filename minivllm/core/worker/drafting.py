@@ -36,7 +36,9 @@ class Drafting:
         self.runner, wiring = runner, runner.wiring
         self.part = wiring.parts["drafter"]
         self.model = OwnModel(runner) if runner.worker.draft is not None else None
-        ctx = DrafterContext(runner.worker.vocab_size, wiring.max_model_len, wiring.device, self.model)
+        ctx = DrafterContext(
+            runner.worker.vocab_size, wiring.max_model_len, wiring.device, self.model
+        )
         self.drafter: Drafter = build_part("drafter", self.part, ctx)
         self.broken = False
 
@@ -57,7 +59,9 @@ class Drafting:
         else:
             tokens, count = found
             slots, position = packed
-            at = (position[:, None] + torch.arange(k, device=state.device)).clamp_(max=state.tokens.shape[1] - 1)
+            at = (position[:, None] + torch.arange(k, device=state.device)).clamp_(
+                max=state.tokens.shape[1] - 1
+            )
             state.tokens[slots[:, None], at] = tokens.int()
         running.drafted = self.runner._host(torch.minimum(count, state.to(wanted)).int())
         if state.device.type == "cpu":
@@ -65,7 +69,9 @@ class Drafting:
             if not keep.all():
                 running.came, (running.plan, running.back) = plan, without(plan, keep)
 
-    def _ask(self, running: Running, packed: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _ask(
+        self, running: Running, packed: torch.Tensor, ask: Ask
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         slots, position = packed
         runner = self.runner
         ask = replace(ask, rows=rows_of(runner.state, slots, position, int(ask.known.max())))
@@ -84,7 +90,9 @@ def _checked(
     """What a drafter proposed for n rows.  ValueError for shapes and dtypes, and where the values can be looked at
     without waiting for the device; elsewhere a row's drafts end before the first that is no token."""
     if tuple(tokens.shape) != (n, k) or tuple(count.shape) != (n,):
-        raise ValueError(f"drafts of shape {tuple(tokens.shape)}, count {tuple(count.shape)}; want {(n, k)} and {(n,)}")
+        raise ValueError(
+            f"drafts of shape {tuple(tokens.shape)}, count {tuple(count.shape)}; want {(n, k)} and {(n,)}"
+        )
     for name, found in (("drafts", tokens), ("count", count)):
         if found.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{name} are {found.dtype}; want int64")
@@ -92,7 +100,9 @@ def _checked(
     usable = torch.minimum(count, there.int().cumprod(1).sum(1)).clamp_(min=0)
     if tokens.device.type == "cpu":
         if (count < 0).any() or (count > k).any():
-            raise ValueError(f"count goes from {int(count.min())} to {int(count.max())}; want 0 to {k} drafts a row")
+            raise ValueError(
+                f"count goes from {int(count.min())} to {int(count.max())}; want 0 to {k} drafts a row"
+            )
         if (usable < count).any():
             raise ValueError(f"a draft is out of range; want tokens 0 to {vocab - 1}")
     return torch.where(there, tokens, 0), usable
@@ -121,9 +131,17 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     prompt = plan.prompt.copy()
     prompt[:, 0] = row[prompt[:, 0]]
     return replace(
-        plan, slots=plan.slots[rows], q_len=plan.q_len[rows], computed=plan.computed[rows], draft=plan.draft[rows],
-        samples=samples.astype(np.int32), late=new[plan.late], host=new[plan.host], held=new[plan.held], prompt=prompt,
-    ), back  # fmt: skip
+        plan,
+        slots=plan.slots[rows],
+        q_len=plan.q_len[rows],
+        computed=plan.computed[rows],
+        draft=plan.draft[rows],
+        samples=samples.astype(np.int32),
+        late=new[plan.late],
+        host=new[plan.host],
+        held=new[plan.held],
+        prompt=prompt,
+    ), back
 
 
 def merged(plan: StepPlan) -> StepPlan:
@@ -132,7 +150,9 @@ def merged(plan: StepPlan) -> StepPlan:
         return plan
     heads = np.flatnonzero(plan.draft == 0)
     q_len = np.add.reduceat(plan.q_len, heads)
-    return replace(plan, slots=plan.slots[heads], q_len=q_len.astype(np.int32), computed=plan.computed[heads])
+    return replace(
+        plan, slots=plan.slots[heads], q_len=q_len.astype(np.int32), computed=plan.computed[heads]
+    )
 
 
 def spread(result: StepResult, back: np.ndarray, plan: StepPlan) -> StepResult:
@@ -145,9 +165,22 @@ def spread(result: StepResult, back: np.ndarray, plan: StepPlan) -> StepResult:
 
     lp = result.logprobs
     if lp is not None:
-        lp = replace(lp, chosen=full(lp.chosen), rank=full(lp.rank), top_ids=full(lp.top_ids), top=full(lp.top))
-    errors = tuple(replace(e, rows=tuple(back[list(e.rows)].tolist())) if e.rows else e for e in result.errors)
+        lp = replace(
+            lp,
+            chosen=full(lp.chosen),
+            rank=full(lp.rank),
+            top_ids=full(lp.top_ids),
+            top=full(lp.top),
+        )
+    errors = tuple(
+        replace(e, rows=tuple(back[list(e.rows)].tolist())) if e.rows else e for e in result.errors
+    )
     return replace(
-        result, slots=plan.slots[plan.samples], tokens=full(result.tokens), count=full(result.count),
-        flags=full(result.flags), logprobs=lp, errors=errors,
-    )  # fmt: skip
+        result,
+        slots=plan.slots[plan.samples],
+        tokens=full(result.tokens),
+        count=full(result.count),
+        flags=full(result.flags),
+        logprobs=lp,
+        errors=errors,
+    )

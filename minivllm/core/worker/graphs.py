@@ -43,24 +43,37 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 log = logging.getLogger(__name__)
-SHORT = 8192  # contexts up to here share their captures; longer ones are cut differently by the attention back end
+# contexts up to here share their captures; longer ones are cut differently by the attention back end
+SHORT = 8192
 MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
-MEASURED_FROM = 128  # rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
+# rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
+MEASURED_FROM = 128
 CAPTURES = 160  # mixed steps and sampling variants that are kept
 SIGHTS = (
-    4  # of a mixed step until it is captured, which takes as long as several uncaptured ones: a burst has many kinds
+    # of a mixed step until it is captured, which takes as long as several uncaptured ones: a burst has many kinds
+    4
 )
 
 
 def row_sizes(most: int) -> list[int]:
     """Captured batch sizes up to ``most``: close together where a padded row costs the most, relatively."""
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 64)]
+    steps = [
+        1,
+        2,
+        4,
+        *range(8, 64, 8),
+        *range(64, 256, 16),
+        *range(256, 512, 32),
+        *range(512, 1025, 64),
+    ]
     return sorted({n for n in steps if n < most} | {min(most, 1024)})
 
 
 def coarse_sizes(most: int) -> list[int]:
     """Rows of captured mixed steps: few, because a padded row costs little there."""
-    return sorted({n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most} | {min(most, 1024)})
+    return sorted(
+        {n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most} | {min(most, 1024)}
+    )
 
 
 def token_size(tokens: int) -> int:
@@ -99,8 +112,10 @@ def first_line(e: Exception) -> str:
 class Captured:
     graph: Any
     result: Any = None
-    rows: torch.Tensor | None = None  # i64, the packed row table of a mixed step (see ``step.pack_rows``)
-    keep: Any = None  # tensors of the graph that were made outside of it: it knows their addresses only
+    # i64, the packed row table of a mixed step (see ``step.pack_rows``)
+    rows: torch.Tensor | None = None
+    # tensors of the graph that were made outside of it: it knows their addresses only
+    keep: Any = None
 
 
 @dataclass
@@ -112,10 +127,12 @@ class Graphs:
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple[int, Asked], Captured | None] = field(default_factory=dict)
-    sights: dict[GraphKey, int] = field(default_factory=dict)  # of mixed steps that are not captured
+    # of mixed steps that are not captured
+    sights: dict[GraphKey, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     masks: DeviceMasks | None = None  # of late rows, from the first step that has some
-    refused: set[GraphKey] = field(default_factory=set)  # captures that failed: such steps run uncaptured
+    # captures that failed: such steps run uncaptured
+    refused: set[GraphKey] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.spare = self.runner.wiring.max_num_seqs
@@ -131,7 +148,8 @@ class Graphs:
             return None
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
-        if tokens == rows and len(plan.samples) == rows and not len(plan.draft):  # drafts have places of their own
+        # drafts have places of their own
+        if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
             return self._unless_refused(GraphKey("decode", size, size, span))
         if not self.mixed or tokens > MOST_TOKENS:
@@ -183,7 +201,11 @@ class Graphs:
         return b.hidden[: len(plan.slots)]
 
     def sample(
-        self, key: GraphKey, asked: Asked, plan: StepPlan | None = None, late: LateInputs | None = None
+        self,
+        key: GraphKey,
+        asked: Asked,
+        plan: StepPlan | None = None,
+        late: LateInputs | None = None,
     ) -> tuple[torch.Tensor, Any] | None:
         """(i32 [3, B] tokens, counts and flags of the rows; their log-probabilities or None).  None if what is asked
         cannot be captured.  ``late`` with its ``plan``: the masks of late rows."""
@@ -192,7 +214,9 @@ class Graphs:
         at = (key.rows, asked)
         if at not in self.samples:
             if len(self.samples) >= CAPTURES:
-                self._note(f"{CAPTURES} kinds of draws are captured: others run as separate launches")
+                self._note(
+                    f"{CAPTURES} kinds of draws are captured: others run as separate launches"
+                )
                 return None
             self.samples[at] = self._capture_sample(key.rows, asked)
         captured = self.samples[at]
@@ -205,7 +229,9 @@ class Graphs:
 
     def late_masks(self) -> DeviceMasks:
         if self.masks is None:
-            self.masks = DeviceMasks(self.sizes[-1], self.runner.worker.vocab_size, self.runner.device)
+            self.masks = DeviceMasks(
+                self.sizes[-1], self.runner.worker.vocab_size, self.runner.device
+            )
         return self.masks
 
     def warm(self) -> None:
@@ -218,14 +244,22 @@ class Graphs:
                 self._capture_forward(GraphKey("decode", size, size, SHORT))
             for variant in variants:
                 self.sample(GraphKey("decode", size), Asked((*none, variant), False, -1, False))
-        keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= MEASURED_FROM}
+        keys = {
+            size: GraphKey("decode", size, size, SHORT)
+            for size in self.sizes
+            if size >= MEASURED_FROM
+        }
         # kernels of other steps are compiled now, not in the middle of the first burst
         if self.mixed:
-            self._try_forward(GraphKey("mixed", self.coarse[0], max(token_size(1), self.coarse[0]), SHORT))
+            self._try_forward(
+                GraphKey("mixed", self.coarse[0], max(token_size(1), self.coarse[0]), SHORT)
+            )
         if self.runner.graph_safe[-1]:
             for variant in variants:
                 self._draw_once(variant)
-        useful = useful_sizes({size: replay_ms(self.forwards[key].graph) for size, key in keys.items()})
+        useful = useful_sizes(
+            {size: replay_ms(self.forwards[key].graph) for size, key in keys.items()}
+        )
         for size in set(keys) - set(useful):
             self.sizes.remove(size)
             del self.forwards[keys[size]]
@@ -238,14 +272,21 @@ class Graphs:
         rows.variant = variant
         logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
         try:
-            r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
+            r.sampler.draw(
+                logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots))
+            )
         except BaseException as e:  # a plug-in's: requests will tell
-            self._note(f"the sampler was not tried before the first request: {first_line(as_exception(e))}")
+            self._note(
+                f"the sampler was not tried before the first request: {first_line(as_exception(e))}"
+            )
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
         """The buffers of a size, holding these slots."""
         b = self._buffers(size)
-        if not np.array_equal(b.held[: len(slots)], slots) or (b.held[len(slots) :] != self.spare).any():
+        if (
+            not np.array_equal(b.held[: len(slots)], slots)
+            or (b.held[len(slots) :] != self.spare).any()
+        ):
             b.held[: len(slots)], b.held[len(slots) :] = slots, self.spare
             b.slots.copy_(torch.from_numpy(b.held.copy()), non_blocking=True)
         return b
@@ -256,7 +297,9 @@ class Graphs:
         if size not in self.buffers:
             r = self.runner
             slots = torch.full((size,), self.spare, dtype=torch.int64, device=r.device)
-            hidden = torch.zeros(size, r.worker.hidden_size, dtype=getattr(torch, r.wiring.dtype), device=r.device)
+            hidden = torch.zeros(
+                size, r.worker.hidden_size, dtype=getattr(torch, r.wiring.dtype), device=r.device
+            )
             out = torch.zeros(3, size, dtype=torch.int32, device=r.device)
             self.buffers[size] = Buffers(slots, hidden, out, np.full(size, self.spare))
         return self.buffers[size]
@@ -265,9 +308,12 @@ class Graphs:
         """Capture a step; False, and said once, if that fails."""
         try:
             self._capture_forward(key)
-        except BaseException as e:  # a model or back end that cannot be captured, or no memory left for it
+        except BaseException as e:
+            # a model or back end that cannot be captured, or no memory left for it
             self.refused.add(key)
-            self._note(f"a step is not captured, it runs as separate launches: {first_line(as_exception(e))}")
+            self._note(
+                f"a step is not captured, it runs as separate launches: {first_line(as_exception(e))}"
+            )
             return False
         return True
 
@@ -314,7 +360,9 @@ class Graphs:
         try:
             return self._capture(run)
         except BaseException as e:  # a plug-in that cannot be captured runs uncaptured
-            self._note(f"sampling is not captured, it runs as separate launches: {first_line(as_exception(e))}")
+            self._note(
+                f"sampling is not captured, it runs as separate launches: {first_line(as_exception(e))}"
+            )
             return None
         finally:
             b.slots.copy_(held)

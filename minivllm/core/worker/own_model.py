@@ -35,7 +35,8 @@ class OwnModel(DraftModel):
             self.read[to], self.extra[to] = self.read[source], 0
         self.extra[_lone(plan) if len(plan.draft) else plan.slots] = 0
         table = plan.delta.table[plan.delta.table[:, 0] == 0]
-        if len(table):  # a block that took another's place (a twin in the prefix cache) may not hold what was read
+        # a block that took another's place (a twin in the prefix cache) may not hold what was read
+        if len(table):
             slots, start = table[:, 1], table[:, 2].astype(np.int64) * self.runner.wiring.block
             before = self.read.copy()
             np.minimum.at(self.read, slots, start)
@@ -44,7 +45,9 @@ class OwnModel(DraftModel):
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
         if j:
             return self._run(ask.slots, np.ones(len(ask.slots), np.int32), ask.known + j - 1)
-        done = self.read[ask.slots] + np.clip(ask.known - 1 - self.read[ask.slots], 0, self.extra[ask.slots])
+        done = self.read[ask.slots] + np.clip(
+            ask.known - 1 - self.read[ask.slots], 0, self.extra[ask.slots]
+        )
         most = max(1, self.runner.wiring.max_num_batched_tokens // len(ask.slots))
         while (far := np.flatnonzero(ask.known - done > most)).size:
             q_len = np.full(len(far), most, np.int32)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 PREFIX = "seam "
 OTHER = "engine"  # columns, gathers, copies: what no plug-in does
 UNKNOWN = "unknown"  # its launch is not in the profile
-CALL = re.compile(r"(cu|cuda|hip)[A-Z]")  # of the runtime or the driver: cudaLaunchKernel, cuLaunchKernelEx ...
+# of the runtime or the driver: cudaLaunchKernel, cuLaunchKernelEx ...
+CALL = re.compile(r"(cu|cuda|hip)[A-Z]")
 
 
 class TorchTrace:
@@ -45,7 +46,9 @@ class TorchTrace:
         """End it and write it as a Chrome trace.  RequestError if there is no folder for it, and it goes on."""
         folder = Path(path).absolute().parent
         if not folder.is_dir():
-            raise RequestError(f"{path}: there is no folder {folder}; make it, then call stop_profile again")
+            raise RequestError(
+                f"{path}: there is no folder {folder}; make it, then call stop_profile again"
+            )
         files.check_output(path, RequestError)
         self.close()
         self._profile.export_chrome_trace(path)
@@ -71,7 +74,9 @@ class SeamProfile:
         for scheme in schemes(runner.model):
             self._label(scheme, "quantizer", "apply")
         for seam, made in zip(processor_seams(runner.names), runner.processors, strict=True):
-            self._label(made, seam, "apply", "commit", *(["draw"] if made is runner.sampler else []))
+            self._label(
+                made, seam, "apply", "commit", *(["draw"] if made is runner.sampler else [])
+            )
         self._profile.__enter__()
 
     def _label(self, made: Any, seam: str, *methods: str) -> None:
@@ -128,7 +133,13 @@ def device_shares(events: Iterable[Any]) -> dict[str, float]:
             if not (event.is_user_annotation() or name.startswith(PREFIX)):
                 device.append((event.correlation_id(), event.duration_ns() / 1e6))
         elif name.startswith(PREFIX):
-            labels.append((event.start_ns(), event.start_ns() + event.duration_ns(), name.removeprefix(PREFIX)))
+            labels.append(
+                (
+                    event.start_ns(),
+                    event.start_ns() + event.duration_ns(),
+                    name.removeprefix(PREFIX),
+                )
+            )
         elif CALL.match(name):
             launched[event.correlation_id()] = event.start_ns()
     spent: dict[str, float] = {}

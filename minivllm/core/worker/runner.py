@@ -61,7 +61,9 @@ class Runner:
         self._trace: Any = None  # a profile that is running
         self.drafting = Drafting(self) if wiring.drafts else None
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
-        self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
+        self.graph_safe = [
+            "graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])
+        ]
         self.graphs = self._graphs()
 
     def _graphs(self) -> Any:
@@ -77,9 +79,12 @@ class Runner:
         try:
             with torch.inference_mode():
                 graphs.warm()
-        except BaseException as e:  # a model or back end that cannot be captured, or no memory left for it
+        except BaseException as e:
+            # a model or back end that cannot be captured, or no memory left for it
             said = first_line(as_exception(e))
-            self.worker.notes.append(f"steps are not captured, they run as separate launches: {said}")
+            self.worker.notes.append(
+                f"steps are not captured, they run as separate launches: {said}"
+            )
             return None
         return graphs
 
@@ -87,10 +92,13 @@ class Runner:
         """What there is room for.  Unless the config says otherwise one step runs ahead on a GPU, none on a CPU."""
         w, depth = self.worker, self.wiring.run_ahead
         return Capacity(
-            blocks=tuple(w.num_blocks), block_bytes=tuple(w.block_bytes), vocab_size=w.vocab_size,
-            weight_bytes=w.weight_bytes, depth=depth if depth is not None else int(self.device.type == "cuda"),
+            blocks=tuple(w.num_blocks),
+            block_bytes=tuple(w.block_bytes),
+            vocab_size=w.vocab_size,
+            weight_bytes=w.weight_bytes,
+            depth=depth if depth is not None else int(self.device.type == "cuda"),
             notes=tuple(w.notes),
-        )  # fmt: skip
+        )
 
     # ---- FORWARD -------------------------------------------------------------------------------------------------
 
@@ -116,7 +124,11 @@ class Runner:
                 if hidden is not None:
                     running.graph, running.hidden = key, hidden
                     if len(plan.samples) < len(plan.slots):
-                        running.hidden = hidden[self.state.to(plan.samples).long()] if len(plan.samples) else None
+                        running.hidden = (
+                            hidden[self.state.to(plan.samples).long()]
+                            if len(plan.samples)
+                            else None
+                        )
                     return running
                 what = "attention"
 
@@ -126,7 +138,8 @@ class Runner:
                     return self.seams.run(seam, call, *args)
 
                 self._forward(running, plan, run)
-        except BaseException as e:  # whatever a model or a back end raises is the step's error, never the loop's end
+        except BaseException as e:
+            # whatever a model or a back end raises is the step's error, never the loop's end
             self._fail(running, what, as_exception(e))
         return running
 
@@ -137,7 +150,9 @@ class Runner:
         if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or self.picks):
             # one token where nobody draws: kernels are not launched for none
             wanted = self.state.to(at if len(at) else np.zeros(1, np.int64))
-        hidden = step.forward(self.model, self.backend, read, GraphKey(), wanted, self.picks, run=run)
+        hidden = step.forward(
+            self.model, self.backend, read, GraphKey(), wanted, self.picks, run=run
+        )
         if len(plan.prompt):
             running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
         if len(at):
@@ -154,7 +169,11 @@ class Runner:
         """Sequences that come back after a preemption: their columns start afresh, so the processors hear again of all
         the tokens that were accepted before."""
         join = plan.delta.join
-        back = np.flatnonzero(join.known > join.prompt) if join is not None and any(self.chain.commits) else ()
+        back = (
+            np.flatnonzero(join.known > join.prompt)
+            if join is not None and any(self.chain.commits)
+            else ()
+        )
         if not len(back):
             return
         slots_np, prompt = join.slot[back].astype(np.int64), join.prompt[back].astype(np.int64)
@@ -175,7 +194,9 @@ class Runner:
         self.state.known[slots] = position + 1
         self._tell(slots_np, slots, position, tokens[:, None], torch.ones_like(tokens))
 
-    def _tell(self, slots_np: np.ndarray, slots: Tensor, first: Tensor, tokens: Tensor, count: Tensor) -> None:
+    def _tell(
+        self, slots_np: np.ndarray, slots: Tensor, first: Tensor, tokens: Tensor, count: Tensor
+    ) -> None:
         """Tell the processors of tokens that were accepted between steps; rows that fail at it end in their next."""
         rows = step.rows_of(self.state, slots, first, self.wiring.max_model_len)
         calls = GuardedCalls(self.chain, slots_np, [])
@@ -226,7 +247,9 @@ class Runner:
         held = self.graphs.late_masks() if self.graphs is not None else None
         if held is not None and len(held.host) >= rows:
             return held.host[:rows]
-        return torch.empty(rows, words, dtype=torch.int32, pin_memory=self.device.type == "cuda").numpy()
+        return torch.empty(
+            rows, words, dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        ).numpy()
 
     # ---- results and faults --------------------------------------------------------------------------------------
 
@@ -237,7 +260,10 @@ class Runner:
         return pinned.copy_(t, non_blocking=True)
 
     def _fail(self, running: Running, what: str, e: Exception) -> None:
-        names = {"attention": self.wiring.parts["attention"].name, "model": self.wiring.parts["model"].name}
+        names = {
+            "attention": self.wiring.parts["attention"].name,
+            "model": self.wiring.parts["model"].name,
+        }
         scope = "device" if what == "delta" else "step"
         running.errors = [as_error(scope, names.get(what, what), e, np.empty(0, int))]
         running.hidden = None
@@ -261,8 +287,10 @@ class Runner:
             self._trace.close()
             self._trace = None
         if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # a device that has failed has nothing left to wait for
-                synchronize()  # graphs and memory go away: no step that is still on its way may need them
+            # a device that has failed has nothing left to wait for
+            with contextlib.suppress(RuntimeError):
+                # graphs and memory go away: no step that is still on its way may need them
+                synchronize()
         self.worker = self.model = self.backend = self.state = self.graphs = self.drafting = None
         if self.device.type == "cuda":
             with ALONE:

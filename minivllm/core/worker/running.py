@@ -25,7 +25,8 @@ class Running:
     device_ms: float = 0.0
     sampled: bool = False
     sampler: str = ""  # who drew, for errors
-    packed: torch.Tensor | None = None  # i32 [3, N] tokens, count, flags (host memory once ``event`` has passed)
+    # i32 [3, N] tokens, count, flags (host memory once ``event`` has passed)
+    packed: torch.Tensor | None = None
     logprobs: tuple[torch.Tensor, ...] | None = None
     prompt: tuple[torch.Tensor, ...] | None = None
     logits: torch.Tensor | None = None
@@ -52,7 +53,8 @@ class Running:
                 self.event.synchronize()
                 self.device_ms = self.begun.elapsed_time(self.event)
             except RuntimeError as e:  # an asynchronous device fault shows here
-                self.packed, self.errors = None, [StepError("device", "device", str(e).splitlines()[0])]
+                self.packed = None
+                self.errors = [StepError("device", "device", str(e).splitlines()[0])]
         plan = self.plan
         n = len(plan.samples)
         if self.packed is None:
@@ -68,12 +70,19 @@ class Running:
         self._explain_failures(packed[2])
         errors = self.errors if self.without_drafts is None else [*self.errors, self.without_drafts]
         result = StepResult(
-            id=plan.id, slots=plan.slots[plan.samples], tokens=packed[0], count=packed[1],
-            flags=packed[2].astype(np.uint8), logprobs=lp, errors=tuple(errors), device_ms=self.device_ms,
-            logits=None if self.logits is None else self.logits.numpy(), seams=self.seams,
+            id=plan.id,
+            slots=plan.slots[plan.samples],
+            tokens=packed[0],
+            count=packed[1],
+            flags=packed[2].astype(np.uint8),
+            logprobs=lp,
+            errors=tuple(errors),
+            device_ms=self.device_ms,
+            logits=None if self.logits is None else self.logits.numpy(),
+            seams=self.seams,
             prompt=None if self.prompt is None else LogProbs(*(t.numpy() for t in self.prompt)),
             drafted=no_rows() if self.drafted is None else self.drafted.numpy(),
-        )  # fmt: skip
+        )
         return result if self.came is None else spread(result, self.back, self.came)
 
     def _explain_failures(self, flags: np.ndarray) -> None:
@@ -84,4 +93,8 @@ class Running:
         named = {row for e in self.errors for row in e.rows}
         lost = tuple(row for row in failed.tolist() if row not in named)
         if lost:
-            self.errors.append(StepError("rows", self.sampler, "it drew a token that is not in the vocabulary", lost))
+            self.errors.append(
+                StepError(
+                    "rows", self.sampler, "it drew a token that is not in the vocabulary", lost
+                )
+            )

@@ -35,7 +35,12 @@ def _xorshift_(x: Tensor, bits: int) -> Tensor:
 
 def _row_keys(seed: Tensor, position: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
     """64 bits of key per row: two words, so that two rows of equal first word still get unrelated noise."""
-    words = (seed.to(torch.int32), (seed >> 32).to(torch.int32), position.to(torch.int32), sample.to(torch.int32))
+    words = (
+        seed.to(torch.int32),
+        (seed >> 32).to(torch.int32),
+        position.to(torch.int32),
+        sample.to(torch.int32),
+    )
     a: Tensor | None = None
     b: Tensor | None = None
     for word in words:
@@ -164,7 +169,11 @@ def stop_flags(
     """
     hit = (stop_ids == tokens[:, None]) & (position >= min_end)[:, None]
     is_eos = torch.arange(STOP_IDS, device=tokens.device) < n_eos[:, None]
-    flags = (hit & is_eos).any(dim=1) * EOS + (hit & ~is_eos).any(dim=1) * STOP_ID + (position + 1 >= end) * LENGTH
+    flags = (
+        (hit & is_eos).any(dim=1) * EOS
+        + (hit & ~is_eos).any(dim=1) * STOP_ID
+        + (position + 1 >= end) * LENGTH
+    )
     if bad is not None:
         flags = torch.where(bad, NAN, flags)
     return flags.to(torch.uint8)

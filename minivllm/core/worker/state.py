@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.sampling import Processor
 
 
-PINNED_FROM = 16 << 10  # bytes; CUDA takes less along with the call, and waits for the device over more unless pinned
+# bytes; CUDA takes less along with the call, and waits for the device over more unless pinned
+PINNED_FROM = 16 << 10
 
 
 def staged(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -41,7 +42,9 @@ class ProcessorState:
     def __init__(self, processor: Processor, slots: int, device: torch.device) -> None:
         self.specs, self.device = dict(processor.columns()), device
         self.columns = {
-            name: torch.full((slots, *c.shape), c.fill, dtype=getattr(torch, c.dtype), device=device)
+            name: torch.full(
+                (slots, *c.shape), c.fill, dtype=getattr(torch, c.dtype), device=device
+            )
             for name, c in self.specs.items()
         }
         self.active = np.zeros(slots, bool)
@@ -66,7 +69,9 @@ class ProcessorState:
             column = self.columns[name]
             where = _index(slots[[i for i, _ in having]], self.device)
             values = torch.as_tensor(np.stack([np.asarray(v) for _, v in having])).to(column.dtype)
-            column[where] = values.reshape(len(having), *spec.shape).to(column.device, non_blocking=True)
+            column[where] = values.reshape(len(having), *spec.shape).to(
+                column.device, non_blocking=True
+            )
 
     def save(self, slot: int) -> list[torch.Tensor]:
         """Copies of the kept columns of a row."""
@@ -88,11 +93,19 @@ class DeviceState:
     """All columns of one device.  Nothing here waits for it: a number stored by ``column[index] = 0`` would be copied
     from the host behind all that is enqueued, so ``index_fill_`` is used, which takes it along with the launch."""
 
-    def __init__(self, slots: int, max_len: int, groups: int, block: int, device: torch.device) -> None:
-        make = lambda *shape, dtype=torch.int64, fill=0: torch.full(shape, fill, dtype=dtype, device=device)  # noqa: E731
+    def __init__(
+        self, slots: int, max_len: int, groups: int, block: int, device: torch.device
+    ) -> None:
+
+        def make(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
         self.device, self.block = device, block
         self.tokens = make(slots, max_len + 1, dtype=torch.int32)
-        self.known, self.prompt, self.end, self.min_end = make(slots), make(slots), make(slots), make(slots)
+        self.known = make(slots)
+        self.prompt = make(slots)
+        self.end = make(slots)
+        self.min_end = make(slots)
         self.seed, self.sample = make(slots), make(slots)
         self.stop_ids = make(slots, STOP_IDS, dtype=torch.int32, fill=-1)
         self.n_eos = make(slots)
@@ -134,8 +147,12 @@ class DeviceState:
 
     def restore(self, join: Join | None) -> None:
         """Kept columns of preempted sequences that came back, once their tokens were committed again."""
-        for slot, seq in () if join is None else zip(join.slot.tolist(), join.saved.tolist(), strict=False):
-            for held, values in zip(self.processors, self.saved[seq] if seq >= 0 else (), strict=False):
+        for slot, seq in (
+            () if join is None else zip(join.slot.tolist(), join.saved.tolist(), strict=False)
+        ):
+            for held, values in zip(
+                self.processors, self.saved[seq] if seq >= 0 else (), strict=False
+            ):
                 held.restore(slot, values)
 
     def _join(self, j: Join) -> None:
@@ -157,7 +174,8 @@ class DeviceState:
         for name in ("tokens", "known", "prompt", "end", "min_end", "seed", "stop_ids", "n_eos"):
             column = getattr(self, name)
             column[b] = column[a]
-        self.stopped.index_fill_(0, b, False)  # a parent has drawn nothing; it may just have left (preempted)
+        # a parent has drawn nothing; it may just have left (preempted)
+        self.stopped.index_fill_(0, b, False)
         self.sample[b] = self.to(fork[:, 2]).long()
         self.wants_min[to] = self.wants_min[source]
         for state in self.processors:

@@ -77,7 +77,9 @@ def pack_rows(plan: StepPlan, rows: int, tokens: int, spare: int) -> np.ndarray:
     return out
 
 
-def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool = False) -> tuple[StepTensors, Tensor]:
+def read_rows(
+    state: DeviceState, table: Tensor, host: HostLengths, padded: bool = False
+) -> tuple[StepTensors, Tensor]:
     """(what a model is called with, the last token of each row i64 [R]) of a row table on the device (``pack_rows``).
 
     Token ids and places come from the columns.  Nobody's tokens go to the null block: those of rows that met their end
@@ -143,7 +145,8 @@ class DrawCalls(Protocol):
 
     wants_min: bool  # stop ids are forbidden to some row, for now
 
-    def apply(self, logits: Tensor, rows: Rows) -> None: ...  # the processors, in order and in place
+    # the processors, in order and in place
+    def apply(self, logits: Tensor, rows: Rows) -> None: ...
     def draw(self, logits: Tensor, rows: Rows) -> Draw: ...
 
 
@@ -156,12 +159,15 @@ class StepCalls(DrawCalls, Protocol):
     processed: bool  # and they are those of what the sampler draws from
 
     def rows(self) -> Rows: ...  # those that draw, once the head has been enqueued
-    def meet_host(self, logits: Tensor) -> None: ...  # masks of late rows, in place; logits that the host wants
-    def peaks(self, logits: Tensor) -> Any: ...  # what shows ``accept`` rows without a finite largest logit
+    # masks of late rows, in place; logits that the host wants
+    def meet_host(self, logits: Tensor) -> None: ...
+    # what shows ``accept`` rows without a finite largest logit
+    def peaks(self, logits: Tensor) -> Any: ...
     def drawn_from(self, logits: Tensor, rows: Rows) -> Tensor: ...
     # columns, processors and result get the tokens, which come back i64 [N], each within the vocabulary
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Any) -> Tensor: ...
-    def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]: ...  # as ``sampling.logprobs_of``
+    # as ``sampling.logprobs_of``
+    def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]: ...
 
 
 def restrict(calls: DrawCalls, state: DeviceState, logits: Tensor, rows: Rows) -> None:
@@ -172,7 +178,9 @@ def restrict(calls: DrawCalls, state: DeviceState, logits: Tensor, rows: Rows) -
     calls.apply(logits, rows)
 
 
-def sample(calls: StepCalls, state: DeviceState, model: Model, hidden: Tensor) -> tuple[Tensor, ...] | None:
+def sample(
+    calls: StepCalls, state: DeviceState, model: Model, hidden: Tensor
+) -> tuple[Tensor, ...] | None:
     """SAMPLE: tokens from ``hidden`` [N, H] into the columns; their log-probabilities if ``topk`` >= 0, which are those
     of the model's own logits unless ``processed``."""
     raw = model.logits(hidden)
@@ -243,7 +251,9 @@ def accept(
     return tokens, count, flags
 
 
-def _holds(state: DeviceState, rows: Rows, draft: np.ndarray, tokens: Tensor, ended: Tensor) -> Tensor:
+def _holds(
+    state: DeviceState, rows: Rows, draft: np.ndarray, tokens: Tensor, ended: Tensor
+) -> Tensor:
     """bool [N]: all drafts up to this row's token are what was drawn, and nothing before it has ended its row.
 
     ``tokens`` i64 [N] were drawn; ``ended`` bool [N]: they end their row, or are none."""
@@ -253,7 +263,9 @@ def _holds(state: DeviceState, rows: Rows, draft: np.ndarray, tokens: Tensor, en
     return breaks == breaks[state.to(np.arange(len(draft)) - draft)]
 
 
-def by_slot(state: DeviceState, draft: np.ndarray, tokens: Tensor, count: Tensor) -> tuple[np.ndarray, Tensor, Tensor]:
+def by_slot(
+    state: DeviceState, draft: np.ndarray, tokens: Tensor, count: Tensor
+) -> tuple[np.ndarray, Tensor, Tensor]:
     """(which rows of N are the first of their slot; tokens i64 [n, W] and count i32 [n] of each)."""
     heads = np.flatnonzero(draft == 0)
     size = np.diff(np.append(heads, len(draft)))
