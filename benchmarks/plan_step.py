@@ -27,7 +27,7 @@ import numpy as np
 from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.parts import CacheOptions, EngineParts
 from minivllm.core.engine.request import Request
-from minivllm.core.interfaces.executor import Part, Wiring
+from minivllm.core.interfaces.executor import CacheWiring, Part, StepWiring, Wiring
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LENGTH
 from minivllm.core.interfaces.sampling import Row
@@ -76,16 +76,14 @@ def engine(rows: int, max_len: int = 4096, policy=Fcfs) -> Engine:
         load_format="dummy",
         device="cpu",
         dtype="float32",
-        block=BLOCK,
         max_num_seqs=rows,
         max_num_batched_tokens=16384,
         max_model_len=max_len,
-        num_blocks=blocks,
-        memory_utilization=0.9,
         batch_invariant=False,
         seed=0,
         parts={"model": part},
-        run_ahead=0,
+        cache=CacheWiring(BLOCK, blocks),
+        steps=StepWiring(run_ahead=0),
     )
     executor = Instant(SimOptions(step_ms=0, vocab_size=VOCAB))
     return Engine(

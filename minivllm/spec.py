@@ -35,7 +35,8 @@ class Kind:
     ``api`` is the contract's (major, minor); a plug-in fits if its major is equal and its minor is not newer.
     ``facts`` are what ``limits`` may name, ``features`` and ``traits`` what a spec may claim and declare.  The engine
     asks for some of the features; the others are promises to users, and the conformance kit holds plug-ins to all.
-    ``open`` are the facts that a user may leave open and a spec may supply in ``prefer``.
+    ``open`` are the facts that a user may leave open and a spec may supply in ``prefer``.  ``changed`` says what an
+    author of the major before has to change.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Kind:
     features: Mapping[str, str] = field(default_factory=dict)  # name -> what is claimed
     traits: Mapping[str, str] = field(default_factory=dict)  # name -> what is declared
     open: tuple[str, ...] = ()
+    changed: str = ""
 
     @property
     def group(self) -> str:
@@ -98,6 +100,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
+                api=(2, 0),
+                changed="Wiring nests since 2.0 (wiring.num_blocks is wiring.cache.num_kvcache_blocks, "
+                "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),
                 traits={
                     "unused": "seams that it does not run, with spaces between: a plug-in chosen for one is refused",
@@ -387,6 +392,7 @@ class Spec:
         if self.api[0] != kind.api[0] or self.api[1] > kind.api[1]:
             newer = tuple(self.api) > kind.api
             fix = f"written for {'a newer' if newer else 'an older'} minivllm: upgrade {'minivllm' if newer else 'it'}"
+            fix += f"; {kind.changed}" if kind.changed and not newer else ""
             return (Reason("contract version", version(kind.api), version(self.api), fix),)
         reasons = [
             Reason(key, plain(value), describe(self.limits[key]) if key in self.limits else "nothing (not declared)")

@@ -11,7 +11,15 @@ import dataclasses
 import json
 
 from minivllm import __version__
-from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
+from minivllm.core.interfaces.executor import (
+    CacheWiring,
+    DraftWiring,
+    ParallelWiring,
+    Part,
+    SpeculationWiring,
+    StepWiring,
+    Wiring,
+)
 from minivllm.errors import ResourceError
 
 
@@ -27,11 +35,20 @@ def wiring_from_json(text: str) -> Wiring:
         raise ResourceError(
             f"the wiring was made by minivllm {theirs}, and this process has {__version__}: install one version for all"
         )
-    values["parts"] = {seam: Part(**part) for seam, part in values["parts"].items()}
+    values["parts"] = _parts(values["parts"])
     values["processors"] = tuple(Part(**part) for part in values["processors"])
-    if (draft := values["draft_model"]) is not None:
-        draft["parts"] = {seam: Part(**part) for seam, part in draft["parts"].items()}
-        values["draft_model"] = DraftWiring(**draft)
-    values["groups"] = tuple(tuple(layers) for layers in values["groups"])
     values["eos_ids"] = tuple(values["eos_ids"])
-    return Wiring(**values)
+    cache, speculation = values["cache"], values["speculation"]
+    if (draft := speculation["draft_model"]) is not None:
+        speculation["draft_model"] = DraftWiring(draft["model_dir"], _parts(draft["parts"]))
+    nested = {
+        "cache": CacheWiring(**{**cache, "groups": tuple(map(tuple, cache["groups"]))}),
+        "steps": StepWiring(**values["steps"]),
+        "speculation": SpeculationWiring(**speculation),
+        "parallel": ParallelWiring(**values["parallel"]),
+    }
+    return Wiring(**{**values, **nested})
+
+
+def _parts(found: dict[str, dict]) -> dict[str, Part]:
+    return {seam: Part(**part) for seam, part in found.items()}

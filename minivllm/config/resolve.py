@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minivllm import declared
-from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
+from minivllm.core.interfaces.executor import (
+    CacheWiring,
+    DraftWiring,
+    ParallelWiring,
+    Part,
+    SpeculationWiring,
+    StepWiring,
+    Wiring,
+)
 from minivllm.errors import ConfigError, ModelError, PluginError, shown
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, open_checkpoint
@@ -127,7 +135,7 @@ class _Fold:
         self._learn("dtype", dtype, f"{dtype} ({why})")
         specs, hf_config = self._model(checkpoint, invariant)
         max_len = self._max_len(hf_config)
-        drafts, draft_model, draft_specs = self._drafter(hf_config, max_len, invariant)
+        speculation, draft_specs = self._drafter(hf_config, max_len, invariant)
         known = ("device", "sm", "dtype")
         self._pick("quantizer", config.quantizer, known, {"checkpoint": checkpoint.quantization}, invariant)
         self._kv_format(dtype)
@@ -135,14 +143,15 @@ class _Fold:
         self._pick("evictor", config.evictor)
         self._pick("scheduler", config.scheduler)
         processors = tuple(self._several("processor", config.processors, ("device",)))
-        self._pick("sampler", config.sampler, ("device",), {}, frozenset({"multi_position"} if drafts else ()))
+        several = frozenset({"multi_position"} if speculation.num_speculative_tokens else ())
+        self._pick("sampler", config.sampler, ("device",), {}, several)
         strategies = tuple(self._several("strategy", config.strategies, ()))
         self._grammar()
         groups = group_layers(specs)
-        wiring = self._wiring(checkpoint, device, dtype, block, max_len, processors, groups, drafts, draft_model)
+        cache = CacheWiring(block, config.num_kvcache_blocks, config.gpu_memory_utilization, groups)
         return Resolved(
             config=config,
-            wiring=wiring,
+            wiring=self._wiring(checkpoint, device, dtype, max_len, processors, cache, speculation),
             hf_config=hf_config,
             device=device,
             attention=specs,
@@ -161,12 +170,10 @@ class _Fold:
         checkpoint: Checkpoint,
         device: Device,
         dtype: str,
-        block: int,
         max_len: int,
         processors: tuple[Part, ...],
-        groups: tuple[tuple[int, ...], ...],
-        drafts: int,
-        draft_model: DraftWiring | None,
+        cache: CacheWiring,
+        speculation: SpeculationWiring,
     ) -> Wiring:
         config = self.config
         return Wiring(
@@ -174,25 +181,19 @@ class _Fold:
             load_format=config.load_format,
             device=device.kind,
             dtype=dtype,
-            block=block,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_len,
-            num_blocks=config.num_kvcache_blocks,
             batch_invariant=config.batch_invariant,
-            memory_utilization=config.gpu_memory_utilization,
             seed=config.seed,
             parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")},
             processors=processors,
-            groups=groups,
-            run_ahead=config.run_ahead,
-            graph="off" if config.enforce_eager else config.graph,
-            fuse=config.fuse,
+            cache=cache,
+            steps=StepWiring("off" if config.enforce_eager else config.graph, config.fuse, config.run_ahead),
+            speculation=speculation,
+            parallel=ParallelWiring(config.tensor_parallel_size),
             logprobs_mode=config.logprobs_mode,
             max_logprobs=config.max_logprobs,
-            drafts=drafts,
-            speculate_always=config.speculate == "always",
-            draft_model=draft_model,
         )
 
     def _learn(self, name: str, value: Any, sentence: str) -> None:
@@ -281,15 +282,13 @@ class _Fold:
         self._learn("max_model_len", value, f"{value} ({why})")
         return value
 
-    def _drafter(
-        self, hf_config: Any, max_len: int, invariant: frozenset[str]
-    ) -> tuple[int, DraftWiring | None, tuple[AttnSpec, ...]]:
-        """How many drafts a step may have, and the drafter's model if it has one."""
+    def _drafter(self, hf_config: Any, max_len: int, invariant: frozenset[str]) -> tuple[SpeculationWiring, tuple]:
+        """How many drafts a step may have, and the drafter's model with its AttnSpecs, if it has one."""
         chosen = self._pick("drafter", self.config.drafter, ("device",))
         part, asked = self.parts["drafter"], self.config.num_speculative_tokens
         drafts = min(asked, int(part.traits.get("drafts", asked)))
         if "draft_model" not in part.features:
-            return drafts, None, ()
+            return SpeculationWiring(drafts, self.config.speculate), ()
         assert chosen.spec is not None
         path = part.options.get("model")
         if not isinstance(path, str) or not path:
@@ -320,7 +319,8 @@ class _Fold:
         if any(s.window is not None for s in specs):
             raise ConfigError(f"{said} has layers with a sliding window; want full attention in all of them")
         self.notes.append(("draft_model", f"{checkpoint.folder} ({checkpoint.architecture})"))
-        return drafts, DraftWiring(str(checkpoint.folder), parts), specs
+        model_wiring = DraftWiring(str(checkpoint.folder), parts)
+        return SpeculationWiring(drafts, self.config.speculate, model_wiring), specs
 
     def _kv_format(self, dtype: str) -> None:
         choice = self.config.kv_format

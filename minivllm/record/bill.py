@@ -172,8 +172,8 @@ def _facts(resolved: Resolved, capacity: Capacity | None) -> dict[str, Any]:
         "dtype": wiring.dtype,
         "max_model_len": wiring.max_model_len,
         "kvcache_block_size": wiring.block,
-        "graph": wiring.graph,
-        "kv_groups": len(wiring.groups),
+        "graph": wiring.steps.graph,
+        "kv_groups": len(wiring.cache.groups),
     }
     if capacity is not None:
         facts |= {

@@ -18,7 +18,7 @@ from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.parts import CacheOptions, EngineParts
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.evictor import Evictor, EvictorContext
-from minivllm.core.interfaces.executor import Capacity, Part, Wiring
+from minivllm.core.interfaces.executor import CacheWiring, Capacity, Part, StepWiring, Wiring
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LENGTH, Join, StepPlan
 from minivllm.core.interfaces.sampling import Processor, Row
@@ -274,16 +274,14 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, step
         load_format="dummy",
         device="cpu",
         dtype="float32",
-        block=sizes.block,
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_model_len=sizes.max_model_len,
-        num_blocks=sizes.blocks,
-        memory_utilization=0.9,
         batch_invariant=False,
         seed=0,
         parts={"model": Part("minivllm/replay", "minivllm.replay.serve:Counting")},
-        run_ahead=0,
+        cache=CacheWiring(sizes.block, sizes.blocks),
+        steps=StepWiring(run_ahead=0),
     )
     return Engine(
         wiring,

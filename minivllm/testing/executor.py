@@ -159,7 +159,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorRows):
         wiring = wiring_from_json(wiring_to_json(self.resolve().wiring))
         cases = [
             (replace(wiring, model_dir=str(tiny().path / "nowhere")), ModelError, "nowhere"),
-            (replace(wiring, num_blocks=1 << 50), ResourceError, None),
+            (replace(wiring, cache=replace(wiring.cache, num_kvcache_blocks=1 << 50)), ResourceError, None),
         ]
         more: dict[str, Any] = {}
         for patience in (0.0, 3.0):  # the first round may open what the process keeps

@@ -16,7 +16,7 @@ from minivllm.core.engine import parts as parts_module
 from minivllm.core.engine.engine import IDLE, Engine
 from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
 from minivllm.core.engine.request import Request
-from minivllm.core.interfaces.executor import Part, Wiring
+from minivllm.core.interfaces.executor import CacheWiring, Part, SpeculationWiring, StepWiring, Wiring
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import NAN, StepError, StepResult
 from minivllm.core.interfaces.sampling import Row
@@ -131,20 +131,16 @@ def _wiring(slots: int, max_len: int, block: int, depth: int, budget: int, draft
         load_format="dummy",
         device="cpu",
         dtype="float32",
-        block=block,
         max_num_seqs=slots,
         max_num_batched_tokens=budget,
         max_model_len=max_len,
-        num_blocks=-1,
-        memory_utilization=0.9,
         batch_invariant=False,
         seed=0,
         parts={"model": part, "sampler": part, "drafter": part},
-        drafts=drafts,
-        speculate_always=True,
+        cache=CacheWiring(block, groups=tuple((i,) for i in range(groups))),
+        steps=StepWiring(run_ahead=depth),
+        speculation=SpeculationWiring(drafts, "always"),
         eos_ids=(EOS_ID,),
-        groups=tuple((i,) for i in range(groups)),
-        run_ahead=depth,
     )
 
 

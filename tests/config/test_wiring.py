@@ -79,8 +79,14 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
     assert set(found.parts) == set(w.parts) | {"executor", "evictor", "scheduler", "grammar"}
     assert [p.name for p in w.processors] == [f"minivllm/{name}" for name in PROCESSORS]
     assert [p.name for p in found.strategies] == ["minivllm/single", "minivllm/parallel", "minivllm/beam"]
-    assert (w.model_dir, w.device, w.dtype, w.block, w.max_model_len) == (model, "cpu", "float32", 16, 128)
-    assert found.groups == w.groups == ((0, 1, 2),) and found.windows == (None,)
+    assert (w.model_dir, w.device, w.dtype, w.block, w.max_model_len) == (
+        model,
+        "cpu",
+        "float32",
+        16,
+        128,
+    )
+    assert found.groups == w.cache.groups == ((0, 1, 2),) and found.windows == (None,)
     assert found.hf_config.num_hidden_layers == 3
 
 
@@ -105,8 +111,15 @@ def test_options_of_the_user_reach_the_wiring(model):
         processors=[],
         quantization={"name": "int8", "options": {"skip": ["layers.0.*"]}},
     ).wiring
-    assert (w.block, w.max_model_len, w.max_num_seqs, w.seed, w.run_ahead, w.num_blocks) == (32, 100, 3, 7, 2, 9)
-    assert (w.memory_utilization, w.load_format, w.processors) == (0.5, "dummy", ())
+    assert (
+        w.block,
+        w.max_model_len,
+        w.max_num_seqs,
+        w.seed,
+        w.steps.run_ahead,
+        w.cache.num_kvcache_blocks,
+    ) == (32, 100, 3, 7, 2, 9)
+    assert (w.cache.gpu_memory_utilization, w.load_format, w.processors) == (0.5, "dummy", ())
     assert w.parts["kvformat"].name == "minivllm/bf16"
     assert w.parts["quantizer"].options == {"skip": ["layers.0.*"], "lm_head": False}
 

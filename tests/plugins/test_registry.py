@@ -311,3 +311,13 @@ def test_an_overlay_is_a_new_catalog_and_the_old_one_is_unchanged(package):
 def test_a_target_has_a_module_and_a_name(target):
     with pytest.raises(ImportError, match=r"is not of the form 'package\.module:Name'"):
         import_target(target)
+
+
+def test_a_plugin_of_the_major_before_is_refused_with_what_has_changed(package):
+    package("acme", "class Runs: pass")
+    package("acme_spec", spec_text("acme:Runs", (1, 0)))
+    registry = discover(point("acme", "runs", "acme_spec:S", "executor"))["executor"]
+    with pytest.raises(PluginError) as info:
+        registry.select(PluginQuery(), "runs").require()
+    assert "contract version: want 2.0, supports 1.0  (written for an older minivllm: upgrade it; " in str(info.value)
+    assert "wiring.run_ahead is wiring.steps.run_ahead" in str(info.value)

@@ -67,7 +67,7 @@ RIGHT = ("InAThread",)
 
 
 def spec(name: str) -> Spec:
-    return Spec(f"{__name__}:{name}", (1, 0), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
+    return Spec(f"{__name__}:{name}", (2, 0), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
 
 
 class Edited(Local):

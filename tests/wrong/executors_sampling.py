@@ -37,7 +37,7 @@ RIGHT = ()
 
 
 def spec(name: str) -> Spec:
-    return Spec(f"{__name__}:{name}", (1, 0), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
+    return Spec(f"{__name__}:{name}", (2, 0), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
 
 
 class Joins(Local):

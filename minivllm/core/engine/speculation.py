@@ -113,12 +113,14 @@ class Speculation:
     @classmethod
     def of(cls, wiring: Wiring) -> Speculation | None:
         """None unless the wiring has a drafter that drafts."""
-        if not wiring.drafts:
+        asked = wiring.speculation
+        if not asked.num_speculative_tokens:
             return None
         able = tuple(
             "multi_position" in p.features for p in (*wiring.processors, wiring.parts["sampler"])
         )
-        return cls(wiring.drafts, wiring.parts["drafter"].name, wiring.speculate_always, able)
+        always = asked.speculate == "always"
+        return cls(asked.num_speculative_tokens, wiring.parts["drafter"].name, always, able)
 
     def serves(self, request: Request) -> bool:
         """Whether its rows may bring drafts: not if the host has a word on each token, or a processor that they have

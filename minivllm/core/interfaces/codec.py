@@ -20,7 +20,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .plan import STOP_IDS, Delta, Join, LateInputs, LogProbs, StepError, StepPlan, StepResult
+from .plan import (
+    STOP_IDS,
+    Delta,
+    Join,
+    LateInputs,
+    LogProbs,
+    StepError,
+    StepPlan,
+    StepResult,
+)
 from .sampling import Row
 
 VERSION = 1
@@ -58,16 +67,19 @@ def _own(of: str, names: Sequence[tuple[str, int]], dtype: np.dtype = I4) -> lis
 class Layout:
     """The numbers and columns of one kind."""
 
-    def __init__(
-        self, kind: int, scalars: str, names: Sequence[str], columns: Sequence[ColumnSpec]
-    ) -> None:
-        """``scalars``: their struct codes; ``names``: theirs."""
-        self.kind, self.names = kind, tuple(names)
+    def __init__(self, kind: int, scalars: str, columns: Sequence[ColumnSpec]) -> None:
+        """``scalars``: their struct codes."""
+        self.kind = kind
         self.columns = sorted(columns, key=lambda c: -c.dtype.itemsize)
         self.lengths = tuple(dict.fromkeys(c.length for c in self.columns))
         # the last: bytes of the JSON
         self.numbers = struct.Struct(f"<{scalars}{len(self.lengths)}QQ")
         self.start = HEAD.size + -(-self.numbers.size // ALIGN) * ALIGN
+        # most columns of a step are empty, and numpy takes 1 us to make one
+        self.empty: dict[str, dict[str, np.ndarray]] = {}
+        for c in self.columns:
+            nothing = np.empty((0, c.width) if c.width else 0, c.dtype)
+            self.empty.setdefault(c.of, {})[c.name] = nothing
 
     def encode(
         self,
@@ -120,9 +132,11 @@ class Layout:
         numbers = self.numbers.unpack_from(data, HEAD.size)
         at, end = self.start, len(data) - numbers[-1]
         counts = dict(zip(self.lengths, numbers[-1 - len(self.lengths) : -1], strict=True))
-        found: dict[str, dict[str, Any]] = {c.of: {} for c in self.columns}
+        found: dict[str, dict[str, Any]] = {of: dict(empty) for of, empty in self.empty.items()}
         for owner, name, dtype, length, width in self.columns:
             n = counts[length] * (width or 1)
+            if n == 0:
+                continue
             if n * dtype.itemsize > end - at:
                 raise CodecError(
                     f"{name}: {n} items; want no more than the {end - at} bytes that are left"
@@ -143,7 +157,6 @@ class Layout:
 _PLAN = Layout(
     PLAN,
     "qiiB",
-    ("id", "topk", "prompt_topk", "joined"),
     [
         *_columns("plan", I4, "rows", "slots q_len computed"),
         *_own(
@@ -244,7 +257,7 @@ def _array(
 
 # ---- late inputs -----------------------------------------------------------------------------------------------------
 
-_LATE = Layout(LATE, "qI", ("step", "words"), _own("late", [("mask", 0)]))
+_LATE = Layout(LATE, "qI", _own("late", [("mask", 0)]))
 
 
 class _Flat(NamedTuple):
@@ -274,7 +287,6 @@ _TABLES = [("chosen", F4), ("rank", I4), ("top_ids", I4), ("top", F4)]
 _RESULT = Layout(
     RESULT,
     "qdiiq",
-    ("id", "device_ms", "k", "prompt_k", "vocab"),
     [
         *_columns("result", I4, "rows", "slots tokens count"),
         *_columns("result", U1, "rows", "flags"),

@@ -11,7 +11,7 @@ import numpy as np
 
 from .plan import LateInputs, StepPlan, StepResult
 
-API = (1, 0)
+API = (2, 0)  # 2.0: Wiring nests, under the names of the configuration
 
 
 @dataclass(frozen=True)
@@ -39,34 +39,72 @@ class DraftWiring:
 
 
 @dataclass(frozen=True)
+class CacheWiring:
+    """The KV cache."""
+
+    kvcache_block_size: int
+    num_kvcache_blocks: int = -1  # -1 = as many as fit
+    gpu_memory_utilization: float = 0.9
+    groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
+
+
+@dataclass(frozen=True)
+class StepWiring:
+    """How steps run."""
+
+    graph: str = "auto"  # captured steps: auto | mixed | decode | off
+    fuse: bool = True  # fused kernels, where the device has them
+    # steps in flight beside the newest; None = the executor's choice
+    run_ahead: int | None = None
+
+
+@dataclass(frozen=True)
+class SpeculationWiring:
+    num_speculative_tokens: int = (
+        0  # drafts a row may bring to a step, by parts["drafter"]; 0: none
+    )
+    speculate: str = "auto"  # always: also where it was measured to lose
+    draft_model: DraftWiring | None = None  # for a drafter that has one
+
+
+@dataclass(frozen=True)
+class ParallelWiring:
+    """Which share of the model a process has."""
+
+    tensor_parallel_size: int = 1  # processes that share it
+    rank: int = 0  # of this one among them
+
+
+@dataclass(frozen=True)
 class Wiring:
-    """Everything that a process needs to build its share of the engine; goes over as JSON, never as pickle."""
+    """Everything that a process needs to build its share of the engine; goes over as JSON, never as pickle.  Options
+    have their names of the configuration."""
 
     model_dir: str
     load_format: str  # auto | safetensors | dummy
     device: str
     dtype: str
-    block: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    num_blocks: int  # -1 = as many as fit
-    memory_utilization: float
     batch_invariant: bool
     seed: int
     # seam -> part, for model, quantizer, kvformat, attention, sampler, drafter
     parts: Mapping[str, Part]
+    cache: CacheWiring
+    steps: StepWiring = StepWiring()
+    speculation: SpeculationWiring = SpeculationWiring()
+    parallel: ParallelWiring = ParallelWiring()
     processors: tuple[Part, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
     eos_ids: tuple[int, ...] = ()
-    run_ahead: int | None = None  # steps in flight beside the newest; None = the executor's choice
-    graph: str = "auto"  # captured steps: auto | mixed | decode | off
-    fuse: bool = True  # fused kernels, where the device has them
-    logprobs_mode: str = "raw_logprobs"  # or "processed_logprobs": of what the sampler draws from
+    # or "processed_logprobs": of what the sampler draws from
+    logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = 20  # that a request may ask for; -1: as many as there are tokens
-    drafts: int = 0  # drafts a row may bring to a step, by parts["drafter"]; 0 = no speculation
-    speculate_always: bool = False  # also where it was measured to lose
-    draft_model: DraftWiring | None = None  # for a drafter that has one
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block of the KV cache."""
+        return self.cache.kvcache_block_size
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def has_kernels(wiring: Wiring) -> bool:
 
 def fused(wiring: Wiring) -> bool:
     """Whether the kernels run that join layers, or the operations of a sampler."""
-    return wiring.fuse and has_kernels(wiring)
+    return wiring.steps.fuse and has_kernels(wiring)
 
 
 def build_worker(wiring: Wiring) -> Worker:
@@ -98,8 +98,10 @@ def build_worker(wiring: Wiring) -> Worker:
     device = torch.device(wiring.device)
     cfg = open_checkpoint(wiring.model_dir).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
-    model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.groups)
-    groups = [list(g) for g in wiring.groups]
+    model, parts, notes = _load(
+        wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.cache.groups
+    )
+    groups = [list(g) for g in wiring.cache.groups]
     worker = Worker(
         device,
         model,
@@ -111,7 +113,7 @@ def build_worker(wiring: Wiring) -> Worker:
         weight_bytes(parts),
         notes=notes,
     )
-    if (draft := wiring.draft_model) is not None:
+    if (draft := wiring.speculation.draft_model) is not None:
         own = open_checkpoint(draft.model_dir).hf_config()
         layers = build_part("model", draft.parts["model"]).attention(own)
         made, its, notes = _load(
@@ -127,7 +129,7 @@ def build_worker(wiring: Wiring) -> Worker:
 def attention_context(wiring: Wiring, fmt: KVFormat) -> AttentionContext:
     """What an attention back end of this wiring is told."""
     rows = min(
-        wiring.max_num_seqs * (1 + wiring.drafts),
+        wiring.max_num_seqs * (1 + wiring.speculation.num_speculative_tokens),
         max(wiring.max_num_batched_tokens, wiring.max_num_seqs),
     )
     return AttentionContext(
@@ -193,8 +195,8 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
         layouts += [worker.draft.backend.layout(layer.spec, fmt, wiring.block) for layer in mine]
         worker.block_bytes[0] += sum(layout.bytes for layout in layouts[-len(mine) :])
     windows = [parts.layers[group[0]].spec.window for group in worker.groups]
-    if wiring.num_blocks > 0:
-        blocks = [wiring.num_blocks + 1] * len(worker.groups)
+    if wiring.cache.num_kvcache_blocks > 0:
+        blocks = [wiring.cache.num_kvcache_blocks + 1] * len(worker.groups)
     else:
         blocks = _fit(worker, wiring, _budget(worker, wiring, parts, layouts), windows)
     try:
@@ -278,7 +280,9 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
         activations = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-    return int(free - (1 - wiring.memory_utilization) * total - 1.2 * activations - (256 << 20))
+    return int(
+        free - (1 - wiring.cache.gpu_memory_utilization) * total - 1.2 * activations - (256 << 20)
+    )
 
 
 def _trial_step(worker: Worker, wiring: Wiring) -> None:

@@ -59,7 +59,7 @@ class Runner:
         self.processed = wiring.logprobs_mode == "processed_logprobs"
         self._poison: dict[int, StepError] = {}  # slots whose processors failed between steps
         self._trace: Any = None  # a profile that is running
-        self.drafting = Drafting(self) if wiring.drafts else None
+        self.drafting = Drafting(self) if wiring.speculation.num_speculative_tokens else None
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = [
             "graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])
@@ -68,14 +68,14 @@ class Runner:
 
     def _graphs(self) -> Any:
         """Captured decode steps, if device, config and plug-ins allow them."""
-        wanted = self.wiring.graph != "off" and has_kernels(self.wiring)
+        wanted = self.wiring.steps.graph != "off" and has_kernels(self.wiring)
         traits = self.wiring.parts["attention"].traits
         graph = traits.get("graph", "none")
         if not wanted or graph == "none" or traits.get("plan") != "device":
             return None
         from .graphs import Graphs, first_line
 
-        graphs = Graphs(self, graph == "mixed" and self.wiring.graph in ("auto", "mixed"))
+        graphs = Graphs(self, graph == "mixed" and self.wiring.steps.graph in ("auto", "mixed"))
         try:
             with torch.inference_mode():
                 graphs.warm()
@@ -90,7 +90,7 @@ class Runner:
 
     def capacity(self) -> Capacity:
         """What there is room for.  Unless the config says otherwise one step runs ahead on a GPU, none on a CPU."""
-        w, depth = self.worker, self.wiring.run_ahead
+        w, depth = self.worker, self.wiring.steps.run_ahead
         return Capacity(
             blocks=tuple(w.num_blocks),
             block_bytes=tuple(w.block_bytes),

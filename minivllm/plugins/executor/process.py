@@ -72,7 +72,7 @@ class Process(Executor):
         except BaseException:
             self.stop()
             raise
-        told["depth"] = max(told["depth"], 1) if wiring.run_ahead is None else told["depth"]
+        told["depth"] = max(told["depth"], 1) if wiring.steps.run_ahead is None else told["depth"]
         return Capacity(**{name: tuple(v) if isinstance(v, list) else v for name, v in told.items()})
 
     def _spawn(self) -> None:

@@ -125,17 +125,17 @@ class Sim(Executor):
                 raise ResourceError(f"sim: its check of {max(blocks)} KV blocks does not fit into memory") from e
             self.table = np.zeros((len(blocks), s, length // wiring.block + 2), np.int32)
         self._started = True
-        depth = 1 if wiring.run_ahead is None else wiring.run_ahead
+        depth = 1 if wiring.steps.run_ahead is None else wiring.steps.run_ahead
         return Capacity(blocks, (1,) * len(blocks), vocab, 0, depth, ("tokens are made up: no model is computed",))
 
     def _blocks(self, wiring: Wiring) -> tuple[int, ...]:
         """Of each KV group, the null block included; left open: enough for all rows at their longest."""
-        n = wiring.num_blocks + 1
-        if wiring.num_blocks < 0:
+        n = wiring.cache.num_kvcache_blocks + 1
+        if wiring.cache.num_kvcache_blocks < 0:
             n = wiring.max_num_seqs * (wiring.max_model_len // wiring.block + 1) + 1
         if n >= MOST_BLOCKS:
             raise ResourceError(f"num_kvcache_blocks={n - 1}: want fewer than {MOST_BLOCKS - 1}")
-        return (n,) * max(len(wiring.groups), 1)
+        return (n,) * max(len(wiring.cache.groups), 1)
 
     def _histories(self, slots: int, length: int) -> Histories:
         return Histories(slots, length)

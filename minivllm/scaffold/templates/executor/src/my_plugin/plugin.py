@@ -41,7 +41,7 @@ class MyPlugin(Executor):
         except BaseException:
             self.stop()
             raise
-        return replace(capacity, depth=1 if wiring.run_ahead is None else wiring.run_ahead)
+        return replace(capacity, depth=1 if wiring.steps.run_ahead is None else wiring.steps.run_ahead)
 
     def submit(self, plan: StepPlan) -> None:
         flight = Flight(plan)
