@@ -1,12 +1,12 @@
 """Messages to and from a process that this one has started: bytes in shared memory, announced through a socket.
 
-    writer                                         reader
-    bytes ──► ring, at the writer's count
-    note  ──► socket: how many, of what kind  ──►  note
-                                                   bytes ◄── ring, at the reader's count
-    room  ◄── the ring's first word           ◄──  how far it has read
+    writer                                            reader
+    bytes ──► room in the memory, where it is free
+    note  ──► socket: where, how many, what kind  ──►  note
+                                                       bytes ◄── memory
+    room  ◄── a word of the memory                ◄──  how many pieces it has read
 
-There is a ring for each direction.  A message that does not fit goes in pieces, as the reader makes room.  The socket
+There is a memory for each direction.  A message that does not fit goes in pieces, as the reader makes room.  The socket
 orders the memory (a note is sent behind the bytes that it announces), wakes who waits, and ends when the other process
 does, however that ends; so nobody waits for the dead.  Files are handed over beside a note (``SCM_RIGHTS``).
 """
@@ -25,11 +25,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-OUT, BACK = 4 << 20, 16 << 20  # bytes of the rings to and from the started process
-NOTE = struct.Struct("<IHH")  # bytes in the ring, kind of the message, whether more of it follows
+OUT, BACK = 4 << 20, 16 << 20  # bytes of the memories to and from the started process
+NOTE = struct.Struct("<IIHH")  # where a piece begins, its bytes, kind of the message, whether more of it follows
 COUNT = struct.Struct("<Q")
-WORD = 64  # bytes before a ring that hold the reader's count: a cache line of its own
-PAUSE = 2e-4  # seconds between looks at a ring that is full
+WORD = 64  # bytes before a memory that hold the reader's count: a cache line of its own
+PAUSE = 2e-4  # seconds between looks at a memory that is full
 NOTES = 512 * NOTE.size  # bytes of notes that are read at once
 BESIDE = socket.CMSG_SPACE(16 * array.array("i").itemsize)  # bytes of the descriptors that come with them
 
@@ -54,38 +54,49 @@ def shared_file(size: int) -> int:
     return fd
 
 
-class Ring:
-    """``size`` bytes behind a word at ``start`` of the memory.  Counts are of bytes since the beginning.  A piece lies
-    in one stretch, so the end of the ring is skipped where it would not fit, by writer and reader alike.  An empty ring
-    has room for any piece of up to half its size."""
+class Outgoing:
+    """The writer's end of ``size`` bytes behind a word at ``start`` of a memory: a ring that begins anew whenever all
+    of it has been read, so that small messages stay in the same pages.  A piece lies in one stretch; there is room for
+    any of up to half the size once what was written before has been read."""
 
     def __init__(self, memory: mmap.mmap, start: int, size: int) -> None:
         self._bytes, self._word, self._start, self.size = memoryview(memory), start, start + WORD, size
-        self._count = 0  # of this process, be it the writer or the reader
+        self._written = 0  # pieces, since the beginning
+        self._unread: deque[tuple[int, int]] = deque()  # (begin, end) of those not read yet, in order
 
-    def _place(self, n: int) -> int:
-        """The count at which a piece of n bytes begins."""
-        left = self.size - self._count % self.size
-        return self._count if n <= left else self._count + left
+    def put(self, piece: memoryview) -> int:
+        """Write a piece; where it begins, -1 if the reader has to make room first."""
+        n = max(len(piece), 1)  # no two begin at the same place
+        while len(self._unread) > self._written - COUNT.unpack_from(self._bytes, self._word)[0]:
+            self._unread.popleft()
+        at = 0
+        if self._unread:
+            first, at = self._unread[0][0], self._unread[-1][1]
+            if at > first and at + n > self.size:
+                at = 0
+            if at <= first and at + n > first:
+                return -1
+        self._unread.append((at, at + n))
+        self._written += 1
+        self._bytes[self._start + at : self._start + at + len(piece)] = piece
+        return at
 
-    def put(self, piece: memoryview) -> bool:
-        """Write a piece; False if the reader has to make room first."""
-        n = len(piece)
-        at = self._place(n)
-        if at + n - COUNT.unpack_from(self._bytes, self._word)[0] > self.size:
-            return False
-        begin = self._start + at % self.size
-        self._bytes[begin : begin + n] = piece
-        self._count = at + n
-        return True
+    def close(self) -> None:
+        self._bytes.release()
 
-    def take(self, n: int) -> bytearray:
+
+class Incoming:
+    """The reader's end of the same."""
+
+    def __init__(self, memory: mmap.mmap, start: int) -> None:
+        self._bytes, self._word, self._start = memoryview(memory), start, start + WORD
+        self._read = 0
+
+    def take(self, at: int, n: int) -> bytearray:
         """Read a piece, and make room."""
-        at = self._place(n)
-        begin = self._start + at % self.size
-        found = bytearray(self._bytes[begin : begin + n])
-        self._count = at + n
-        COUNT.pack_into(self._bytes, self._word, self._count)
+        found = bytearray(self._bytes[self._start + at : self._start + at + n])
+        self._read += 1
+        COUNT.pack_into(self._bytes, self._word, self._read)
         return found
 
     def close(self) -> None:
@@ -99,8 +110,11 @@ class Channel:
         """``file``: that of ``shared_file(Channel.BYTES)``; ``started``: this is the started process."""
         self._sock = sock
         self._memory = mmap.mmap(file, self.BYTES)
-        rings = Ring(self._memory, 0, OUT), Ring(self._memory, WORD + OUT, BACK)
-        self._into, self._from = rings[::-1] if started else rings
+        to_it, from_it = 0, WORD + OUT
+        if started:
+            self._into, self._from = Outgoing(self._memory, from_it, BACK), Incoming(self._memory, to_it)
+        else:
+            self._into, self._from = Outgoing(self._memory, to_it, OUT), Incoming(self._memory, from_it)
         self._notes = bytearray()
         self._files: deque[int] = deque()
         self._pieces: list[bytearray] = []  # of a message of which more follows
@@ -112,15 +126,12 @@ class Channel:
         """``file``: a descriptor that goes with it and stays open here.  ChannelClosed if nobody is there."""
         data = memoryview(b"".join(parts))
         most = self._into.size // 4
-        if len(data) <= most and self._into.put(data):
-            self._note(NOTE.pack(len(data), kind, 0), file)
-            return
-        for at in range(0, max(len(data), 1), most):
-            piece = data[at : at + most]
-            while not self._into.put(piece):
+        for begin in range(0, max(len(data), 1), most):
+            piece = data[begin : begin + most]
+            while (at := self._into.put(piece)) < 0:
                 self._read(wait=False)  # it may wait for room itself
                 time.sleep(PAUSE)
-            self._note(NOTE.pack(len(piece), kind, at + most < len(data)), file)
+            self._note(NOTE.pack(at, len(piece), kind, begin + most < len(data)), file)
             file = -1
 
     def _note(self, note: bytes, file: int) -> None:
@@ -164,8 +175,8 @@ class Channel:
                 self._files.extend(files)
         self._notes += found
         whole = len(self._notes) // NOTE.size * NOTE.size
-        for size, kind, more in NOTE.iter_unpack(bytes(self._notes[:whole])):
-            self._pieces.append(self._from.take(size))
+        for at, size, kind, more in NOTE.iter_unpack(bytes(self._notes[:whole])):
+            self._pieces.append(self._from.take(at, size))
             if not more:
                 message = self._pieces[0] if len(self._pieces) == 1 else bytearray().join(self._pieces)
                 self._came.append(Message(kind, message))
@@ -182,7 +193,7 @@ class Channel:
         self._sock.close()
         while self._files:
             os.close(self._files.popleft())
-        for ring in (self._into, self._from):
-            ring.close()
+        for end in (self._into, self._from):
+            end.close()
         with contextlib.suppress(BufferError):
             self._memory.close()
