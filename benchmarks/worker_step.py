@@ -73,10 +73,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path, *_ = tiny_dir(Path(folder), "qwen3")
-        options = dict(
-            model=str(path), device=args.device, dtype="float32", skip_tokenizer_init=True, run_ahead=0,
-            max_num_seqs=max(args.rows), max_model_len=args.steps + 16, num_kvcache_blocks=32 * max(args.rows),
-        )  # fmt: skip
+        most = max(args.rows)
+        options = dict(model=str(path), device=args.device, dtype="float32", skip_tokenizer_init=True)
+        options |= dict(run_ahead=0, max_num_seqs=most, max_model_len=args.steps + 16, num_kvcache_blocks=32 * most)
         with LLM(**options, executor="local") as local, LLM(**options, executor="process") as process:
             print("         step            beside the device")
             print("  rows   local  process   local  process   codec")

@@ -131,7 +131,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 features=_INVARIANT,
                 traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
             ),
-            Kind("processor", _SEAMS + "sampling:Processor", api=(1, 2), facts=("device",), features=_SAMPLING),
+            Kind("processor", _SEAMS + "sampling:Processor", api=(1, 3), facts=("device",), features=_SAMPLING),
             Kind(
                 "quantizer",
                 _SEAMS + "quantizer:Quantizer",
@@ -142,7 +142,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 },
                 traits={"bits": "bits of a quantized weight element, scales not counted"},
             ),
-            Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 2), facts=("device",), features=_SAMPLING),
+            Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 3), facts=("device",), features=_SAMPLING),
             Kind(
                 "scheduler",
                 _SEAMS + "scheduler:SchedulerPolicy",

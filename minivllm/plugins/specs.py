@@ -34,6 +34,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("processor", "logit_bias", "minivllm.plugins.processor.spec:LOGIT_BIAS"),
     ("processor", "no_repeat_ngram", "minivllm.plugins.processor.spec:NO_REPEAT_NGRAM"),
     ("processor", "penalties", "minivllm.plugins.processor.spec:PENALTIES"),
+    ("processor", "prompt_penalty", "minivllm.plugins.processor.spec:PROMPT_PENALTY"),
     ("processor", "temperature_schedule", "minivllm.plugins.processor.spec:TEMPERATURE_SCHEDULE"),
     ("quantizer", "int8", "minivllm.plugins.quantizer.spec:INT8"),
     ("quantizer", "none", "minivllm.plugins.quantizer.spec:NONE"),

@@ -16,6 +16,7 @@ from minivllm.parameters import Param
 
 from .base import since
 from .sampling_data import Noted
+from .sampling_rows import some_prompt
 
 if TYPE_CHECKING:
     from .spec import SpecConformance
@@ -72,6 +73,10 @@ class DeclaringOnRows(Declaring):
         make: Any
         params: Any
 
+    def bound(self, made: Any, params: SamplingParams, n: int = 3) -> Any:
+        """The row that an instance gives for a prompt of n tokens."""
+        return made.bind_prompt(params, some_prompt(n, self.vocab))
+
     @since(1, 2)
     def test_its_spec_declares_the_parameters_that_are_its_own(self) -> None:
         """With kind, range and meaning; what is in ``reads`` and no field of SamplingParams is declared, and what is
@@ -82,7 +87,7 @@ class DeclaringOnRows(Declaring):
     def test_it_looks_for_every_parameter_that_it_declares(self) -> None:
         """A request that sets one reaches the plug-in, which must not ignore it."""
         made, asked = self.make(self.vocab), [SamplingParams.make(**p) for p in ({}, *self.params(self.vocab))]
-        self.check_looked_for(asked, lambda params: made.bind(params, 3))
+        self.check_looked_for(asked, lambda params: self.bound(made, params))
 
 
 def values_of_own(param: Param) -> Iterator[Any]:

@@ -232,7 +232,8 @@ class Driver:
         stop_ids = np.full((n, STOP_IDS), -1, np.int32)
         for row, j in zip(stop_ids, joins, strict=True):
             row[: len(j.stop)] = j.stop
-        bound = [{i: p.bind(j.params, len(j.prompt)) for i, j in enumerate(joins)} for p in self.processors]
+        prompts = [i32(j.prompt) for j in joins]
+        bound = [{i: p.bind_prompt(j.params, prompts[i]) for i, j in enumerate(joins)} for p in self.processors]
         return Join(
             slot=i32(j.slot for j in joins),
             known=i32(len(j.tokens) for j in joins),

@@ -123,7 +123,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
             "repetition_penalty": 1.7, "presence_penalty": 1.1, "frequency_penalty": 1.1,
             "logit_bias": {3: 7.0, "5": -7.0}, "bad_words": [[3], [8, 8, 5], [40, 41]],
             "allowed_token_ids": [0, 3, 8, self.vocab - 1], "no_repeat_ngram_size": 1,
-            "temperature_schedule": SCHEDULES[0],
+            "temperature_schedule": SCHEDULES[0], "encoder_repetition_penalty": 1.7,
         }  # fmt: skip
         return [*([{name: standard[name]}] if name in standard else []), *own]
 

@@ -97,7 +97,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         return self.output(stage, [0], s.logits[None])[0]
 
     def exercise(self, instance: Any) -> Any:
-        row = check_row_type(instance.bind(SamplingParams(), 3), "")
+        row = check_row_type(self.bound(instance, SamplingParams()), "")
         return sorted(instance.reads), sorted(instance.columns()), None if row is None else (row.variant, str(row))
 
     def _same(self, got: Tensor, want: Tensor, s: SampledSeq, what: str) -> None:
@@ -135,16 +135,16 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_bind_gives_values_for_the_declared_columns(self) -> None:
-        """A function of the parameters and the prompt's length; the names, shapes and ranges are the columns'."""
+        """A function of the parameters and the prompt; the names, shapes and ranges are the columns'."""
 
         @self.for_all(60, st.data(), st.integers(1, MAX_LEN - 1))
         def holds(data: Any, prompt_len: int) -> None:
             asked = data.draw(self.keywords(self.vocab))
             one, two = self.make(self.vocab), self.make(self.vocab)
-            row = one.bind(SamplingParams.make(**asked), prompt_len)
+            row = self.bound(one, SamplingParams.make(**asked), prompt_len)
             check_row(row, one.columns(), str(asked))
             for again in (one, two):
-                other = again.bind(SamplingParams.make(**asked), prompt_len)
+                other = self.bound(again, SamplingParams.make(**asked), prompt_len)
                 assert same_rows(row, other), f"bind({asked}) gave {row}, and {other} when it was asked again"
 
     @since(1, 0)
@@ -156,7 +156,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         wrong += [(next(iter(p.get("extra") or p)), dict(p)) for p in self.wrong_params(self.vocab)]
         for name, asked in wrong:
             try:
-                row = made.bind(SamplingParams.make(**asked), 3)
+                row = self.bound(made, SamplingParams.make(**asked))
             except RequestError as e:
                 assert e.param == name, f"bind({asked}): RequestError names parameter {e.param!r}: want {name!r}"
             except Exception as e:
@@ -167,7 +167,11 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             for value in GARBAGE:
                 asked = {"extra": {name: value}}
                 try:
-                    check_row(made.bind(SamplingParams.make(**asked), 3), made.columns(), str(asked))
+                    check_row(
+                        self.bound(made, SamplingParams.make(**asked)),
+                        made.columns(),
+                        str(asked),
+                    )
                 except RequestError as e:
                     assert e.param == name, f"bind({asked}): RequestError names parameter {e.param!r}: want {name!r}"
                 except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as e:
@@ -180,22 +184,21 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.5,
             "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {1: 5.0}, "bad_words": [[1]],
             "allowed_token_ids": [1], "no_repeat_ngram_size": 2, "temperature_schedule": SCHEDULES[0],
-            "typical_p": 0.5, "mirostat_tau": 2.0,
+            "typical_p": 0.5, "mirostat_tau": 2.0, "encoder_repetition_penalty": 2.0,
         }  # fmt: skip
         made, other = self.make(self.vocab), {k: v for k, v in set_all.items() if k not in self.reads}
 
         @self.for_all(20, st.data())
         def holds(data: Any) -> None:
             asked = data.draw(self.keywords(self.vocab))
-            plain = check_row_type(made.bind(SamplingParams.make(**asked), 3), str(asked))
+            plain = check_row_type(self.bound(made, SamplingParams.make(**asked)), str(asked))
             extra = {**asked.get("extra", {}), "no_one_reads_this": 1.0}
-            row = made.bind(SamplingParams.make(**{**other, **asked, "extra": extra}), 3)
+            row = self.bound(made, SamplingParams.make(**{**other, **asked, "extra": extra}))
             assert same_rows(plain, row), (
                 f"bind({asked}) gave {plain}, and {row} with {sorted(other)} set, which `reads` does not name"
             )
-            params = SamplingParams.make(**asked)
-            looked = Noted(params.extra)
-            made.bind(replace(params, extra=looked), 3)
+            looked = Noted((params := SamplingParams.make(**asked)).extra)
+            self.bound(made, replace(params, extra=looked))
             hidden = sorted(looked.names - self.reads)
             assert not hidden, (
                 f"bind({asked}) looks for {', '.join(hidden)} in extra, which `reads` does not name: a request that "

@@ -16,15 +16,19 @@ def standard_reference(
 ) -> Tensor:
     """Logits float64 [V] after the standard parameters among ``reads``.
 
-    Repetition (Keskar et al., arXiv:1909.05858) is for tokens of prompt and output: a logit above 0 is divided by the
-    penalty, another multiplied.  Presence and frequency count the output only.  A bias is added.  Tokens that are not
-    allowed become -inf, and so do the last token of a bad word whose others end the output, and one that would repeat n
-    tokens of prompt and output.  A schedule of the temperature divides what is left.
+    The penalty of the prompt multiplies a logit above 0 of a token that is in it, and divides another.  Repetition
+    (Keskar et al., arXiv:1909.05858) is for tokens of prompt and output: a logit above 0 is divided by the penalty,
+    another multiplied.  Presence and frequency count the output only.  A bias is added.  Tokens that are not allowed
+    become -inf, and so do the last token of a bad word whose others end the output, and one that would repeat n tokens
+    of prompt and output.  A schedule of the temperature divides what is left.
     """
     out = logits.clone()
     penalty = params.repetition_penalty if "repetition_penalty" in reads else 1.0
     presence = params.presence_penalty if "presence_penalty" in reads else 0.0
     frequency = params.frequency_penalty if "frequency_penalty" in reads else 0.0
+    likelier = params.encoder_repetition_penalty if "encoder_repetition_penalty" in reads else 1.0
+    for token in set(prompt):
+        out[token] = out[token] * likelier if out[token] > 0 else out[token] / likelier
     for token in {*prompt, *output}:
         out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
     for token in set(output):

@@ -30,7 +30,7 @@ LONGEST = 1024  # tokens of a history; a longer sequence has only its number of 
 NUMBERS = ("slots", "position", "prompt", "seed", "sample")  # of Rows, a tensor [N] each
 LARGE = 151_936  # a vocabulary that no 16-bit number counts
 STALE = (-1, 2**30, 3, -(2**31), 0)  # what may lie in a history beyond its end
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "encoder_repetition_penalty")
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 BANS = ("bad_words", "allowed_token_ids", "no_repeat_ngram_size")
 LOGITS = (*PENALTIES, "logit_bias", *BANS, "temperature_schedule")  # what processors do
@@ -57,6 +57,7 @@ def values_of(name: str, vocab: int) -> st.SearchStrategy[Any]:
     return st.sampled_from(
         {
             "repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
+            "encoder_repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
             "presence_penalty": (0.3, -1.5, 2.0, -2.0),
             "frequency_penalty": (0.3, -1.5, 2.0, -2.0),
             "temperature": (0.0, 0.31, 0.9, 1.9),
@@ -172,7 +173,8 @@ class Stage:
     def join(self, slots: Sequence[int], seqs: Sequence[SampledSeq]) -> None:
         """Sequences take slots; their outputs are accepted one token at a time."""
         at = np.asarray(slots)
-        bound = [check_row_type(self.host.bind(s.params, len(s.prompt)), str(s.params.extra or "")) for s in seqs]
+        given = [(s.params, np.array(s.prompt, np.int32)) for s in seqs]
+        bound = [check_row_type(self.host.bind_prompt(*one), str(one[0].extra or "")) for one in given]
         self.state.join(at, {i: row for i, row in enumerate(bound) if row is not None})
         for slot, s in zip(at.tolist(), seqs, strict=True):
             self.tokens[slot, : len(s.prompt)] = torch.tensor(s.prompt, dtype=torch.int32, device=self.device)
@@ -284,6 +286,13 @@ def unwritten(rows: Rows, call: str) -> Iterator[None]:
         assert getattr(rows, name) is tensor, f"{call} puts another tensor into rows.{name}{words}"
     same = (rows.variant, rows.max_position) == (variant, most) and rows.tokens is history
     assert same, f"{call} changes rows.variant, max_position or tokens{words}"
+
+
+def some_prompt(n: int, vocab: int) -> np.ndarray:
+    """Token ids i32 [n] as a plug-in is given them: read-only."""
+    ids = np.random.default_rng(n).integers(0, vocab, n, np.int32)
+    ids.flags.writeable = False
+    return ids
 
 
 def check_row_type(row: Any, asked: str) -> Row | None:

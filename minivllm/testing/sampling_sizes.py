@@ -16,7 +16,7 @@ from minivllm.errors import RequestError
 from .base import Seen, since
 from .chisquare import ALPHA, check_draws
 from .kept import Lasting
-from .sampling_rows import SampledSeq, Stage
+from .sampling_rows import SampledSeq, Stage, some_prompt
 
 ROWS = 150  # of a step
 WIDE = 2500  # tokens of a vocabulary in which limits keep many
@@ -96,7 +96,7 @@ class ProcessorSizes(SamplingSizes):
                 continue
             params = SamplingParams.make(**asked)
             try:
-                worker.bind(params, 2)
+                worker.bind_prompt(params, some_prompt(2, WIDE))
             except RequestError as e:
                 assert e.param == name, f"RequestError names parameter {e.param!r}: want {name!r}"
                 continue

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import minivllm
+from minivllm.core.engine.incoming import binders
+from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.core.interfaces.sampling import SamplingContext
+from minivllm.core.interfaces.sampling import Processor, SamplingContext
 from minivllm.errors import RequestError
 from minivllm.frontend.prompts import with_token_ids
 from minivllm.plugins.processor.logit_bias import MAX_ENTRIES, LogitBias
@@ -95,6 +98,51 @@ def test_ngrams_that_are_banned_are_those_of_transformers(n):
         want = NoRepeatNGramLogitsProcessor(n)(tokens[None], logits[None].clone())[0]
         got = suite.alone(SampledSeq(SamplingParams(no_repeat_ngram_size=n), ids[:2], ids[2:], logits))
         assert torch.equal(got, want), ids
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.2, 30.0])
+def test_the_penalty_of_the_prompt_is_that_of_transformers(penalty):
+    """Whatever the output has: only tokens of the prompt change, those of -inf stay."""
+    from transformers import EncoderRepetitionPenaltyLogitsProcessor
+
+    suite = ProcessorConformance()
+    suite.plugin, suite.vocab = "prompt_penalty", VOCAB
+    for seed in range(20):
+        rng = torch.Generator().manual_seed(seed)
+        tokens, logits = torch.randint(0, VOCAB, (4 + seed,), generator=rng), 3 * torch.randn(VOCAB, generator=rng)
+        logits[seed % VOCAB] = -torch.inf
+        prompt, output = tokens[: 2 + seed // 2], tokens[2 + seed // 2 :]
+        want = EncoderRepetitionPenaltyLogitsProcessor(penalty, prompt[None])(tokens[None], logits[None].clone())[0]
+        asked = SamplingParams(encoder_repetition_penalty=penalty)
+        got = suite.alone(SampledSeq(asked, tuple(prompt.tolist()), tuple(output.tolist()), logits))
+        torch.testing.assert_close(got, want)
+
+
+def test_a_processor_sees_the_prompts_ids_and_cannot_write_to_them():
+    """Which are those of the request, whatever becomes of it; one that writes ends its own request."""
+    seen = []
+
+    class Looks(Processor):
+        reads = frozenset()
+
+        def bind_prompt(self, params, prompt):
+            seen.append(prompt.tolist())
+            if len(prompt) == 2:
+                prompt[0] = 1
+
+        def apply(self, logits, rows, state):
+            raise AssertionError("no row was bound")
+
+    (binder,) = binders([("acme/looks", Looks(None, CTX))])
+    for ids in ([5, 6, 7], [5, 6]):
+        request = Request("a", np.array(ids, np.int32), SamplingParams(), 0.0)
+        if len(ids) == 3:
+            assert binder.bind(request) is None
+        else:
+            with pytest.raises(RequestError, match=r"acme/looks failed on this request: .*read-only"):
+                binder.bind(request)
+        assert request.prompt.tolist() == ids
+    assert seen == [[5, 6, 7], [5, 6]]
 
 
 def test_bad_words_that_are_banned_are_those_of_transformers():

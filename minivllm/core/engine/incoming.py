@@ -91,8 +91,10 @@ class Binder(NamedTuple):
     def bind(self, request: Request) -> Row | None:
         """Its row, checked against its columns: a plug-in's fault ends this request only."""
         try:
-            n = len(request.prompt)
-            return checks.bound(call_foreign(self.made.bind, request.params, n), self.columns)
+            prompt = request.prompt.view()
+            prompt.flags.writeable = False  # one that writes to it would change what is computed
+            row = call_foreign(self.made.bind_prompt, request.params, prompt)
+            return checks.bound(row, self.columns)
         except RequestError:
             raise
         except Exception as e:

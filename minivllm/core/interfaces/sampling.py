@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from .params import SamplingParams
 
-API = (1, 2)  # 1.1: Column.kept; 1.2: Spec.params
+API = (1, 3)  # 1.1: Column.kept; 1.2: Spec.params; 1.3: bind_prompt
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,14 @@ class Processor(ABC):
     def columns(self) -> Mapping[str, Column]:
         return {}
 
-    @abstractmethod
     def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
         """This sequence's column values; None if there is nothing to do for it.  Raises RequestError on bad values."""
+        raise NotImplementedError(f"{type(self).__name__} has neither bind() nor bind_prompt()")
+
+    def bind_prompt(self, params: SamplingParams, prompt: np.ndarray) -> Row | None:
+        """What is asked: ``bind``, of which this makes a call.  Who wants to know the prompt's token ids, i32 [n] and
+        read-only, overrides this one instead."""
+        return self.bind(params, len(prompt))
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:

@@ -237,7 +237,8 @@ class Graphs:
     def warm(self) -> None:
         """Capture the decode steps of every size, largest first: the smaller ones find their memory in the pool."""
         none = (-1,) * (len(self.runner.processors) - 1)
-        bound = [self.runner.sampler.bind(SamplingParams(temperature=t), 1) for t in (0.0, 1.0)]
+        sampler, prompt = self.runner.sampler, np.zeros(1, np.int32)
+        bound = [sampler.bind_prompt(SamplingParams(temperature=t), prompt) for t in (0.0, 1.0)]
         variants = sorted({row.variant for row in bound if row is not None})
         for size in sorted({*self.sizes, *self.coarse}, reverse=True):
             if size in self.sizes:
