@@ -64,7 +64,7 @@ class Nothing:
     def columns(self):
         return {}
 
-    def bind(self, params, prompt_len):
+    def bind_prompt(self, params, prompt):
         return Row()
 
 

@@ -50,14 +50,17 @@ def shared_file(size: int) -> int:
     else:
         fd, path = tempfile.mkstemp()
         os.unlink(path)
-    os.ftruncate(fd, size)  # pages are taken when they are first written
+    try:
+        os.ftruncate(fd, size)  # pages are taken when they are first written
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 
 class Outgoing:
     """The writer's end of ``size`` bytes behind a word at ``start`` of a memory: a ring that begins anew whenever all
-    of it has been read, so that small messages stay in the same pages.  A piece lies in one stretch; there is room for
-    any of up to half the size once what was written before has been read."""
+    of it has been read, so that small messages stay in the same pages.  A piece lies in one stretch."""
 
     def __init__(self, memory: mmap.mmap, start: int, size: int) -> None:
         self._bytes, self._word, self._start, self.size = memoryview(memory), start, start + WORD, size

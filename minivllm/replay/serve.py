@@ -161,7 +161,7 @@ class NoSampler:
     def columns(self) -> dict[str, Any]:
         return {}
 
-    def bind(self, params: SamplingParams, prompt_len: int) -> Row:
+    def bind_prompt(self, params: SamplingParams, prompt: np.ndarray) -> Row:
         return Row()
 
 

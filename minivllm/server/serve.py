@@ -181,8 +181,8 @@ async def _until_the_end(app: Application, client: EngineClient, serving: asynci
 
 
 async def _watch(client: EngineClient) -> EngineDeadError:
-    """Returns once the engine is dead; one that only takes long for a step is not.  Meanwhile pages are given back that
-    a burst of requests left unused between what lives on."""
+    """Returns once the engine is dead; one that only takes long for a step is not.  Meanwhile pages of the heap are
+    given back that a burst of requests left without objects."""
     heap = HeapTrimmer(grown=HEAP_GROWN)
     while True:
         await asyncio.sleep(LOOK)

@@ -31,7 +31,7 @@ class AttentionLse:
             if all(feature == "scale" or self.claims(feature) for feature in more):
                 self.run(self.plain(**more), rows, lse=True)
 
-    @since(1, 0)
+    @since(1, 2)
     def test_answers_over_parts_of_a_context_merge_by_their_lse(self) -> None:
         """The keys of a row are dealt to two rows with its query: their answers, weighed by exp(lse), are its own (Ring
         Attention, arXiv:2310.01889; FlashDecoding's reduction)."""

@@ -120,7 +120,7 @@ class NoProcessor:
     def columns(self):
         return {}
 
-    def bind(self, params, prompt_len):
+    def bind_prompt(self, params, prompt):
         return Row()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import os
 import signal
 import subprocess
@@ -14,9 +16,13 @@ import numpy as np
 import pytest
 
 from minivllm import LLM, AsyncLLM, EngineDeadError, ModelError, ResourceError, SamplingParams
-from minivllm.core.interfaces.plan import LateInputs
+from minivllm.core.interfaces import codec
+from minivllm.core.interfaces.plan import LateInputs, StepResult
+from minivllm.errors import MinivllmError
 from minivllm.plugins.executor import process
 from minivllm.plugins.executor.process import LATE, MASKS, Process
+from minivllm.processes.channel import Message
+from minivllm.processes.child import ChildEnded
 
 SMALL = {
     "model": "pocket", "device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64,
@@ -24,32 +30,37 @@ SMALL = {
 }  # fmt: skip
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 DYING = """
-import os, sys
+import os, sys, time
 from dataclasses import replace
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
 
 class Dying(Sdpa):
-    "Ends its process in the tenth call."
-    spec = replace(SDPA, impl="dying:Dying")
+    "Does something else in the tenth call."
+    spec = replace(SDPA, impl="NAME:Dying")
     calls = 0
     def forward(self, *args, **more):
         Dying.calls += 1
         if Dying.calls == 10:
             print("no more of this", file=sys.stderr, flush=True)
-            os._exit(77)
+            DO
         return super().forward(*args, **more)
 """
 
 
+def plant(folder, name, do):
+    """A module with an attention back end that does this in the tenth call; the options that choose it."""
+    (folder / f"{name}.py").write_text(DYING.replace("NAME", name).replace("DO", do))
+    return {"attention": f"{name}:Dying", "allow_targets": [name]}
+
+
 def worker(llm) -> subprocess.Popen:
-    return llm.engine.executor._child
+    return llm.engine.executor._child._process
 
 
 def test_a_worker_that_ends_in_a_step_ends_the_engine_with_its_last_words(tmp_path, monkeypatch, capfd):
-    (tmp_path / "dying.py").write_text(DYING)
     monkeypatch.syspath_prepend(tmp_path)
-    with LLM(**SMALL, attention="dying:Dying", allow_targets=["dying"]) as llm:
+    with LLM(**SMALL, **plant(tmp_path, "dying", "os._exit(77)")) as llm:
         child = worker(llm)
         begun = time.monotonic()
         out = llm.generate("Once upon a time", LONG, use_tqdm=False)[0]
@@ -82,6 +93,7 @@ def test_a_worker_that_is_killed_while_nothing_runs_ends_the_engine_within_two_s
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_the_process_that_started_it():
     """However that ends: here it is killed in the middle of a request."""
     code = f"""
@@ -101,14 +113,99 @@ def test_a_worker_ends_with_the_process_that_started_it():
     assert not os.path.exists(f"/proc/{pid}"), "the worker outlives the engine"
 
 
-def test_ctrl_c_reaches_the_engine_and_not_its_worker():
-    """A terminal sends it to the whole group."""
+@pytest.mark.slow
+def test_a_worker_that_hangs_in_a_step_ends_with_the_process_that_started_it(tmp_path):
+    options = {**SMALL, **plant(tmp_path, "hanging", "time.sleep(60)")}
+    code = f"""
+        import os, signal, sys, threading, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        from minivllm import LLM, SamplingParams
+        if __name__ == "__main__":
+            llm = LLM(**{options!r})
+            print(llm.engine.executor._child.pid, flush=True)
+            threading.Timer(4.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+            llm.generate("Once", SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid, end = int(done.stdout), time.monotonic() + 15.0
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{pid}"), "the worker outlives the engine"
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_forgotten_frees_its_worker():
+    llm = LLM(**SMALL)
+    child = worker(llm)
+    del llm
+    gc.collect()
+    assert child.wait(15.0) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("holder", [True, False], ids=["held", ""])
+def test_the_dead_are_noticed_though_another_process_holds_their_end(holder, tmp_path, monkeypatch):
+    """A process that the worker has forked has all its descriptors."""
+    fork = "if os.fork() == 0: time.sleep(20); os._exit(0)\n            " if holder else ""
+    monkeypatch.syspath_prepend(tmp_path)
+    with LLM(**SMALL, **plant(tmp_path, "forking", f"{fork}os._exit(77)")) as llm:
+        begun = time.monotonic()
+        out = llm.generate("Once upon a time", LONG, use_tqdm=False)[0]
+        assert "exit code 77" in out.error and time.monotonic() - begun < 5.0
+
+
+@pytest.mark.slow
+def test_signals_to_the_group_are_left_to_the_process_that_serves():
+    """A terminal sends Ctrl-C to the whole group, a supervisor SIGTERM."""
     with LLM(**SMALL) as llm:
-        worker(llm).send_signal(signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            worker(llm).send_signal(number)
         out = llm.generate("Once upon a time", LONG, use_tqdm=False)[0]
         assert len(out.tokens) == 100 and worker(llm).poll() is None
 
 
+def test_messages_out_of_turn_and_answers_that_nobody_awaits(monkeypatch):
+    """A result that has come is given though the worker has ended since; an answer to an earlier call is passed over;
+    an error of the worker is told with its words."""
+    messages = []
+
+    class Scripted:
+        def receive(self, wait):
+            if not messages:
+                raise ChildEnded("it has ended")
+            return messages.pop(0)
+
+        def send(self, kind, parts, file=-1):
+            pass
+
+        def alive(self):
+            return bool(messages)
+
+    ids = np.zeros(1, np.int32)
+    result = b"".join(codec.encode_result(StepResult(7, ids, ids, ids, ids.astype(np.uint8))))
+    executor = Process()
+    executor._child = Scripted()
+    executor._due.extend([7, 8])
+    messages.append(Message(process.RESULT, bytearray(result)))
+    assert [r.id for r in executor.collect(0)] == [7]
+    with pytest.raises(EngineDeadError, match="it has ended"):
+        executor.collect(0)
+    executor._due.clear()
+    said = [{"call": 0, "answer": "late"}, {"call": 1, "answer": "mine"}]
+    messages += [Message(process.ANSWER, bytearray(json.dumps(one).encode())) for one in said]
+    assert executor.call("verb") == "mine"
+    error = {"call": 2, "error": {"name": "KeyError", "message": "KeyError: 'path'", "param": None}}
+    messages.append(Message(process.FAILED, bytearray(json.dumps(error).encode())))
+    with pytest.raises(MinivllmError, match=r"^KeyError: 'path'$"):
+        executor.call("verb")
+    executor._due.append(9)
+    messages.append(Message(process.ANSWER, bytearray(b"{}")))
+    with pytest.raises(EngineDeadError, match="out of turn"):
+        executor.collect(0)
+
+
+@pytest.mark.slow
 def test_an_error_of_the_start_is_the_workers_own(tmp_path):
     for options, error, words in (
         ({"model": str(tmp_path)}, ModelError, "config.json"),
@@ -129,8 +226,8 @@ def test_masks_in_lent_memory_go_as_a_place_and_others_as_bytes(monkeypatch):
     executor = Process()
     monkeypatch.setattr(executor, "_send", lambda kind, *parts, file=-1: sent.append((kind, b"".join(parts))))
     masks = [executor.mask_memory(3, 7), executor.mask_memory(1 << 10, 1 << 10), executor.mask_memory(3, 7)]
-    for mask in masks:
-        mask[:] = 5
+    for i, mask in enumerate(masks):
+        mask[:] = 5 + i
         sent.clear()
         executor.supply(1, LateInputs(mask[:2]))
         assert [kind for kind, _ in sent] == [MASKS]
@@ -138,4 +235,4 @@ def test_masks_in_lent_memory_go_as_a_place_and_others_as_bytes(monkeypatch):
         sent.clear()
         executor.supply(1, LateInputs(mask))
         assert [kind for kind, _ in sent] == [LATE]
-    assert (masks[0] == 5).all() and (masks[2] == 5).all(), "one lies in another"
+    assert all((mask == 5 + i).all() for i, mask in enumerate(masks)), "one lies in another"

@@ -12,7 +12,8 @@ ALIKE = {
     "scheduler": "minivllm/fcfs", "evictor": "minivllm/lru", "processor": "minivllm/penalties",
     "sampler": "minivllm/default",
 }  # fmt: skip
-LONG = {("executor", "minivllm/process")}  # starts a process for each test
+# the first starts a process for each test, the other an exporter; both have tests of their own
+LONG = {("executor", "minivllm/process"), ("hooks", "minivllm/opentelemetry")}
 
 
 def cases():

@@ -93,6 +93,7 @@ def test_an_unknown_model_is_told_those_that_are_served(server):
         assert error["code"] == 404 and "'pocket'" in error["message"] and "`gpt-4o` does not exist" in error["message"]
 
 
+@pytest.mark.slow
 def test_what_an_answer_would_lack_is_refused_and_empty_it_asks_for_nothing(server):
     for name in REFUSED:
         for path, body in ((CHAT, {**HI, "max_tokens": 1}), (COMPLETIONS, {"prompt": "a", "max_tokens": 1})):

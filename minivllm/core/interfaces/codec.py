@@ -147,7 +147,7 @@ class Layout:
         text = bytes(data[at : at + numbers[-1]])
         try:
             rest = json.loads(text) if text else None
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise CodecError(f"its JSON cannot be read: {e}") from e
         return numbers[: -1 - len(self.lengths)], found, rest, at + len(text)
 
@@ -225,7 +225,7 @@ def _encode_rows(bound: Sequence[Mapping[int, Row]]) -> tuple[bytes, list[np.nda
 
 def _decode_rows(told: Any, data: bytearray | bytes, at: int) -> tuple[dict[int, Row], ...]:
     try:
-        if isinstance(told, int):
+        if type(told) is int and told >= 0:
             bound: tuple[dict[int, Row], ...] = tuple({} for _ in range(told))
         else:
             made: list[dict[int, Row]] = []

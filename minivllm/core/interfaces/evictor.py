@@ -17,8 +17,8 @@ class BlockInfo:
     """Columns beside the keys of ``add``."""
 
     # u64 key of the block before it; 0: the first of a sequence, or (depth > 0) one of a sliding
-    parent: np.ndarray
     # window's group, whose blocks hang on those of another group and not on each other
+    parent: np.ndarray
     depth: np.ndarray  # i32 blocks before it
     bytes: np.ndarray  # i64
     cost: np.ndarray  # f64 tokens to recompute if it is lost

@@ -201,8 +201,7 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
         blocks = _fit(worker, wiring, _budget(worker, wiring, parts, layouts), windows)
     try:
         _allocate(worker, parts, layouts, blocks)
-    except (RuntimeError, MemoryError, ValueError) as e:
-        # numpy's, of a size that no array can have
+    except (RuntimeError, MemoryError) as e:
         need = sum(n * b for n, b in zip(blocks, worker.block_bytes, strict=True)) / 2**30
         raise ResourceError(
             f"no memory for a KV cache of {need:.1f} GiB: lower num_kvcache_blocks or gpu_memory_utilization"
@@ -231,11 +230,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """On a CPU the pages are taken when they are first written (numpy's calloc), not now."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return (
-        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-        .view(dtype)
-        .reshape(shape)
-    )
+    try:
+        memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    except ValueError as e:  # of a size that no array can have
+        raise MemoryError(str(e)) from e
+    return torch.from_numpy(memory).view(dtype).reshape(shape)
 
 
 def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None]) -> list[int]:

@@ -49,10 +49,8 @@ MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the dev
 # rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
 MEASURED_FROM = 128
 CAPTURES = 160  # mixed steps and sampling variants that are kept
-SIGHTS = (
-    # of a mixed step until it is captured, which takes as long as several uncaptured ones: a burst has many kinds
-    4
-)
+# of a mixed step until it is captured, which takes as long as several uncaptured ones: a burst has many kinds
+SIGHTS = 4
 
 
 def row_sizes(most: int) -> list[int]:

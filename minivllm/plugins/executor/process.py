@@ -6,23 +6,16 @@
     collect()       ◄──────── RESULT, encoded  Local.collect
     call(verb)      ─ CALL, JSON ─► ◄─ ANSWER  Local.call
 
-Plans and results go as ``core.interfaces.codec`` writes them, through ``processes.channel``.  The worker's standard
-error is passed on; the end of it is told if the worker dies, which is noticed at once: its end of the channel closes.
+Plans and results go as ``core.interfaces.codec`` writes them, through ``processes.channel``.  A worker that dies is
+noticed at once, and its last words are told (``processes.child``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
-import signal
-import socket
 import struct
-import subprocess
-import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,100 +26,55 @@ from minivllm import errors
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError
-from minivllm.processes import fresh
-from minivllm.processes.channel import Channel, ChannelClosed, shared_file
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, ResourceError
+from minivllm.processes.channel import Message, shared_file
+from minivllm.processes.child import Child, ChildEnded
 from minivllm.wiring import wiring_to_json
 
 WORKER = "minivllm.plugins.executor.process_worker:main"
 # kinds of messages; JSON but PLAN, LATE, RESULT (``codec``), MASKS (``PLACE``) and MEMORY (a descriptor beside it)
-START, PLAN, LATE, MASKS, MEMORY, CALL, STOP, READY, RESULT, ANSWER, FAILED = range(1, 12)
+START, PLAN, LATE, MASKS, MEMORY, CALL, READY, RESULT, ANSWER, FAILED = range(1, 11)
 PLACE = struct.Struct("<qIQII")  # step; which shared memory, at which byte; rows and words of the masks
 MEMORY_SIZE = 1 << 20  # bytes of the shared memories that masks lie in, at least
-LAST_WORDS = 2000  # bytes of the worker's standard error that its end is explained with
-PATIENCE = 5.0  # seconds for a worker whose channel has closed to end
+NOT_RUNNING = "the worker is not running: start() comes first"
 
 
 class Process(Executor):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._child: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
-        self._listener: threading.Thread | None = None
-        self._words = b""  # the end of what the worker has said
+        self._child: Child | None = None
         self._due: deque[int] = deque()  # steps whose results have not come, in order
         self._masked: set[int] = set()  # those that wait for their masks
         self._results: list[StepResult] = []  # that came while an answer was awaited
         self._memories: list[tuple[int, int, mmap.mmap]] = []  # address, bytes in use, of what masks are written to
+        self._calls = 0
 
     # ---- its life ------------------------------------------------------------------------------------------------
 
     def start(self, wiring: Wiring) -> Capacity:
         try:
-            self._spawn()
+            self._child = Child(WORKER)
             self._send(START, wiring_to_json(wiring).encode())
-            told = json.loads(self._await(READY))
-        except EngineDeadError as e:
+            told = self._await(READY, 0)
+        except (EngineDeadError, OSError) as e:
             self.stop()
-            raise errors.ResourceError(str(e)) from e
+            what = f"the worker process cannot be started: {e}" if isinstance(e, OSError) else str(e)
+            raise ResourceError(what) from e
         except BaseException:
             self.stop()
             raise
         told["depth"] = max(told["depth"], 1) if wiring.steps.run_ahead is None else told["depth"]
         return Capacity(**{name: tuple(v) if isinstance(v, list) else v for name, v in told.items()})
 
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        memory = shared_file(Channel.BYTES)
-        try:
-            argv = fresh.command(WORKER, str(theirs.fileno()), str(memory))
-            self._child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=(theirs.fileno(), memory)
-            )
-            self._channel = Channel(ours, memory, started=False)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(memory)
-        self._listener = threading.Thread(target=self._listen, name="minivllm worker's words", daemon=True)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        """Pass on what the worker says, until nobody holds the other end of the pipe any more."""
-        assert self._child is not None and self._child.stderr is not None
-        while said := os.read(self._child.stderr.fileno(), 1 << 16):
-            self._words = (self._words + said)[-LAST_WORDS:]
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.write(said.decode(errors="replace"))
-                sys.stderr.flush()
-
     def alive(self) -> bool:
-        return self._channel is not None and self._child is not None and self._child.poll() is None
+        return self._child is not None and self._child.alive()
 
     def stop(self, deadline: float = 10.0) -> None:
-        end = time.monotonic() + deadline
-        child, channel, listener = self._child, self._channel, self._listener
-        if channel is not None:
-            with contextlib.suppress(ChannelClosed):
-                channel.send(STOP, [])
-        if child is not None:
-            try:
-                child.wait(max(0.0, end - time.monotonic()) / 2)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-        if listener is not None:
-            listener.join(max(0.1, end - time.monotonic()))
-        if child is not None and child.stderr is not None:
-            child.stderr.close()
-        if channel is not None:
-            channel.close()
-        self._child = self._channel = self._listener = None
-        self._memories = []
+        child, self._child, self._memories = self._child, None, []
         for waiting in (self._due, self._masked, self._results):
             waiting.clear()
+        if child is not None:
+            child.end(deadline)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -167,22 +115,24 @@ class Process(Executor):
 
     def collect(self, in_flight: int) -> Sequence[StepResult]:
         found, self._results = self._results, []
-        if not self._due and not self.alive():
-            raise EngineDeadError(self._why())
-        while self._due:
-            wait = len(self._due) > in_flight and self._due[0] not in self._masked
-            result = self._result(wait)
-            if result is None:
-                break
-            found.append(result)
+        try:
+            if not self._due and not self.alive():
+                self._receive(wait=False)  # it says why
+            while self._due:
+                wait = len(self._due) > in_flight and self._due[0] not in self._masked
+                message = self._receive(wait)
+                if message is None:
+                    break
+                found.append(self._result(message))
+        except EngineDeadError:
+            if not found:
+                raise  # else these have come, and the next call meets it again
         return found
 
-    def _result(self, wait: bool) -> StepResult | None:
-        message = self._receive(wait)
-        return None if message is None else self._came(message.data)
-
-    def _came(self, data: bytearray) -> StepResult:
-        result = codec.decode_result(data)
+    def _result(self, message: Message) -> StepResult:
+        if message.kind != RESULT:
+            raise self._failure(message)
+        result = codec.decode_result(message.data)
         if not self._due or self._due.popleft() != result.id:
             raise EngineDeadError(f"the worker answered step {result.id} out of turn")
         return result
@@ -190,59 +140,48 @@ class Process(Executor):
     # ---- verbs ---------------------------------------------------------------------------------------------------
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
-        self._send(CALL, json.dumps([verb, None if args is None else dict(args)]).encode())
-        return json.loads(self._await(ANSWER))
+        self._calls += 1
+        self._send(CALL, json.dumps([self._calls, verb, None if args is None else dict(args)]).encode())
+        return self._await(ANSWER, self._calls)
 
-    def _await(self, kind: int) -> bytearray:
-        """The next message of this kind; results that come before it are kept.  Its error, if there is one instead."""
+    def _await(self, kind: int, call: int) -> Any:
+        """The answer to a call, or its error; results that come before it are kept.  What an earlier call was not
+        there to hear is passed over."""
         while True:
             message = self._receive(wait=True)
             assert message is not None
-            if message.kind == kind:
-                return message.data
+            if message.kind not in (kind, FAILED):
+                self._results.append(self._result(message))
+                continue
+            told = json.loads(message.data)
+            if told["call"] < call:
+                continue
             if message.kind == FAILED:
-                raise error_of(**json.loads(message.data))
-            self._results.append(self._came(message.data))
+                raise self._failure(message)
+            return told["answer"]
+
+    def _failure(self, message: Message) -> Exception:
+        if message.kind == FAILED:
+            return error_of(**json.loads(message.data)["error"])
+        return EngineDeadError(f"the worker sent a message of kind {message.kind} out of turn")
 
     # ---- the channel ---------------------------------------------------------------------------------------------
 
     def _send(self, kind: int, *parts: bytes, file: int = -1) -> None:
-        if self._channel is None:
-            raise EngineDeadError(self._why())
+        if self._child is None:
+            raise EngineDeadError(NOT_RUNNING)
         try:
-            self._channel.send(kind, parts, file)
-        except ChannelClosed as e:
-            raise EngineDeadError(self._why()) from e
+            self._child.send(kind, parts, file)
+        except ChildEnded as e:
+            raise EngineDeadError(str(e)) from e
 
-    def _receive(self, wait: bool) -> Any:
-        if self._channel is None:
-            raise EngineDeadError(self._why())
+    def _receive(self, wait: bool) -> Message | None:
+        if self._child is None:
+            raise EngineDeadError(NOT_RUNNING)
         try:
-            return self._channel.receive(wait)
-        except ChannelClosed as e:
-            raise EngineDeadError(self._why()) from e
-
-    def _why(self) -> str:
-        """How the worker has ended, with its last words."""
-        child, listener = self._child, self._listener
-        if child is None or listener is None:
-            return "the worker is not running: start() comes first"
-        try:
-            code = child.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            return f"the worker process {child.pid} has closed its channel, and runs on"
-        listener.join(1.0)
-        how = f"exit code {code}" if code >= 0 else f"signal {-code} ({_signal(-code)})"
-        words = self._words.decode(errors="replace").strip().splitlines()
-        last = f"; its last words: {' | '.join(words[-3:])}" if words else ""
-        return f"the worker process {child.pid} has ended, {how}{last}"
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
+            return self._child.receive(wait)
+        except ChildEnded as e:
+            raise EngineDeadError(str(e)) from e
 
 
 def error_of(name: str, message: str, param: str | None = None) -> Exception:
@@ -254,4 +193,4 @@ def error_of(name: str, message: str, param: str | None = None) -> Exception:
         return RequestError(message, param)
     if isinstance(kind, type) and issubclass(kind, MinivllmError):
         return kind(message)
-    return MinivllmError(f"{name}: {message}")
+    return MinivllmError(message)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import mmap
 import os
-import signal
-import socket
 from collections import deque
 from typing import Any
 
@@ -18,20 +17,18 @@ from minivllm.core.interfaces.plan import LateInputs
 from minivllm.core.worker.process import build
 from minivllm.errors import MinivllmError, told
 from minivllm.processes.channel import Channel, ChannelClosed
+from minivllm.processes.child import attach
 
 from .local import Local
-from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, PLAN, READY, RESULT, STOP
+from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, PLAN, READY, RESULT
 
 
 def main(sock: str, memory: str) -> None:
     """``sock``, ``memory``: descriptors of the channel."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: who started this ends it
-    channel = Channel(socket.socket(fileno=int(sock)), int(memory), started=True)
-    os.close(int(memory))
+    channel = attach(sock, memory)
     try:
-        _serve(channel)
-    except ChannelClosed:
-        pass  # nobody is there any more
+        with contextlib.suppress(ChannelClosed):  # nobody is there any more
+            _serve(channel)
     finally:
         channel.close()
 
@@ -40,11 +37,13 @@ def _serve(channel: Channel) -> None:
     executor, first = Local(), channel.receive(wait=True)
     assert first is not None
     try:
-        capacity = executor.adopt(build(first.data.decode()))
-        channel.send(READY, [json.dumps(dataclasses.asdict(capacity)).encode()])
+        try:
+            capacity = executor.adopt(build(first.data.decode()))
+        except MinivllmError as e:
+            channel.send(FAILED, [_failure(0, e)])
+            return
+        channel.send(READY, [_answer(0, dataclasses.asdict(capacity))])
         WorkerLoop(channel, executor).run()
-    except MinivllmError as e:
-        channel.send(FAILED, [_failure(e)])
     finally:
         executor.stop()
 
@@ -64,8 +63,6 @@ class WorkerLoop:
             idle = not self._due or self._due[0] in self._masked
             message = self.channel.receive(wait=idle)
             if message is not None:
-                if message.kind == STOP:
-                    return
                 self._do(message.kind, message.data)
             if self._due:
                 for result in self.executor.collect(len(self._due)):
@@ -94,15 +91,20 @@ class WorkerLoop:
         step, memory, at, rows, words = PLACE.unpack(data)
         return step, LateInputs(np.frombuffer(self._memories[memory], np.int32, rows * words, at).reshape(rows, words))
 
-    def _call(self, verb: str, args: dict[str, Any] | None) -> None:
+    def _call(self, number: int, verb: str, args: dict[str, Any] | None) -> None:
         try:
-            answer = json.dumps(self.executor.call(verb, args)).encode()
+            answer = _answer(number, self.executor.call(verb, args))
         except Exception as e:  # the verb's own: the worker goes on
-            self.channel.send(FAILED, [_failure(e)])
+            self.channel.send(FAILED, [_failure(number, e)])
         else:
             self.channel.send(ANSWER, [answer])
 
 
-def _failure(e: Exception) -> bytes:
+def _answer(call: int, value: Any) -> bytes:
+    return json.dumps({"call": call, "answer": value}).encode()
+
+
+def _failure(call: int, e: Exception) -> bytes:
     words = str(e) if isinstance(e, (MinivllmError, NotImplementedError)) else told(e)
-    return json.dumps({"name": type(e).__name__, "message": words, "param": getattr(e, "param", None)}).encode()
+    error = {"name": type(e).__name__, "message": words, "param": getattr(e, "param", None)}
+    return json.dumps({"call": call, "error": error}).encode()

@@ -1,0 +1,171 @@
+"""A process that this one starts with a channel to it: how it is started, how its end is noticed, what it said last."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+from . import fresh
+from .channel import Channel, ChannelClosed, Message, shared_file
+
+LAST_WORDS = 2000  # bytes of its standard error that its end is explained with
+LOOK = 0.5  # seconds between looks whether it lives: others may hold its end of the channel
+PATIENCE = 5.0  # seconds for one whose channel has closed to end
+
+
+class ChildEnded(Exception):
+    """It has ended, or closed its channel: how, and with which last words."""
+
+
+class Words(threading.Thread):
+    """Passes on what a process writes to its standard error, and keeps the end of it.  It knows of nothing but the
+    pipe, so that who started the process can be forgotten while it runs."""
+
+    def __init__(self, pipe: int) -> None:
+        """``pipe``: its own from now on."""
+        super().__init__(name="minivllm: what a worker says", daemon=True)
+        self._pipe, self.last = pipe, b""
+
+    def run(self) -> None:
+        """Until nobody holds the other end any more."""
+        while said := os.read(self._pipe, 1 << 16):
+            self.last = (self.last + said)[-LAST_WORDS:]
+            with contextlib.suppress(Exception):  # there may be no standard error, or a closed one
+                sys.stderr.write(said.decode(errors="replace"))
+                sys.stderr.flush()
+        os.close(self._pipe)
+
+
+class Child:
+    """It runs the function ``target`` ("module:name") with two words, the descriptors for ``attach``.  It ends when
+    this process does, or forgets it."""
+
+    def __init__(self, target: str) -> None:
+        """OSError if it cannot be started."""
+        ours, theirs = socket.socketpair()
+        memory = says = says_to = -1
+        try:
+            memory = shared_file(Channel.BYTES)
+            says, says_to = os.pipe()
+            self._process = subprocess.Popen(
+                fresh.command(target, str(theirs.fileno()), str(memory)),
+                stdin=subprocess.DEVNULL,
+                stderr=says_to,
+                pass_fds=(theirs.fileno(), memory),
+            )
+            self._channel: Channel | None = Channel(ours, memory, started=False)
+            self._words = Words(says)
+            self._words.start()
+            says = -1
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            for file in (memory, says, says_to):
+                if file >= 0:
+                    os.close(file)
+        self._forgotten = weakref.finalize(self, ours.close)
+        self._poll = select.poll()
+        self._poll.register(ours, select.POLLIN)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._channel is not None and self._process.poll() is None
+
+    def send(self, kind: int, parts: Sequence[bytes], file: int = -1) -> None:
+        try:
+            if self._channel is None:
+                raise ChannelClosed
+            self._channel.send(kind, parts, file)
+        except ChannelClosed as e:
+            raise self._ended() from e
+
+    def receive(self, wait: bool) -> Message | None:
+        """The next message; None if there is none and it does not ``wait``.  ChildEnded once all that it sent has been
+        read."""
+        try:
+            while self._channel is not None:
+                message = self._channel.receive(wait=False)
+                if message is not None or not wait:
+                    return message
+                if not self._poll.poll(1e3 * LOOK) and self._process.poll() is not None:
+                    return self._channel.receive(wait=False) or self._gone()
+            raise ChannelClosed
+        except ChannelClosed as e:
+            raise self._ended() from e
+
+    def _gone(self) -> Message | None:
+        raise ChannelClosed("the process has ended; another one holds its end of the channel")
+
+    def _ended(self) -> ChildEnded:
+        self._close()  # whatever it still does, nobody hears of it
+        pid = self._process.pid
+        try:
+            code = self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            return ChildEnded(f"the worker process {pid} has closed its channel, and runs on")
+        self._words.join(1.0)
+        how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal_name(-code)})"
+        words = self._words.last.decode(errors="replace").strip().splitlines()
+        last = f"; its last words: {' | '.join(words[-3:])}" if words else ""
+        return ChildEnded(f"the worker process {pid} has ended, {how}{last}")
+
+    def _close(self) -> None:
+        if self._channel is not None:
+            self._forgotten.detach()
+            self._channel.close()
+            self._channel = None
+
+    def end(self, deadline: float) -> None:
+        """It ends by itself, as its channel is closed, or is killed after half of ``deadline`` seconds."""
+        end = time.monotonic() + deadline
+        self._close()
+        try:
+            self._process.wait(deadline / 2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._words.join(max(0.1, end - time.monotonic()))
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def attach(sock: str, memory: str) -> Channel:
+    """In the started process: its end of the channel.  From now on signals that a terminal or a supervisor sends to the
+    whole group are left to who started it, whose end ends this process too, be it in the middle of a step."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ours = socket.socket(fileno=int(sock))
+    ours.set_inheritable(False)
+    channel = Channel(ours, int(memory), started=True)
+    os.close(int(memory))
+    threading.Thread(target=_end_with, args=(os.dup(ours.fileno()), os.getppid()), daemon=True).start()
+    return channel
+
+
+def _end_with(sock: int, parent: int) -> None:
+    """End this process when the other end of its channel has closed, if it has not done so by itself in time."""
+    poll = select.poll()
+    poll.register(sock, 0)  # its end is always told
+    while not poll.poll(1e3 * LOOK) and os.getppid() == parent:
+        pass
+    time.sleep(PATIENCE)
+    os._exit(1)
