@@ -76,6 +76,7 @@ PAGES = {
     "performance": 0,
     "glossary": 0,
     "finding-your-way": 0,
+    "compatibility": 0,
     "architecture": 0,
     "architecture/overview": 0,
     "architecture/step": 1,
@@ -86,7 +87,7 @@ PAGES = {
 }
 
 
-SLOW = ("plugins/tutorial",)  # it installs a package, and runs the whole kit four times
+SLOW = ("plugins", "plugins/tutorial")  # they install a package, and run the kit several times
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in PAGES])

@@ -116,6 +116,7 @@ def test_on_a_virtual_clock_nobody_waits():
 # ---- in an engine --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_answers_are_functions_of_the_prompt_and_end_after_so_many_tokens_in_the_mean(llm):
     prompts = [[i, i + 1, 7] for i in range(120)]
     asked = SamplingParams(max_tokens=400, temperature=0.7, top_p=0.9)

@@ -10,7 +10,7 @@ from minivllm.testing.session import builtins, run
 # Of these there are many that are alike: each has tests of what it is for, and the kit's run of all is a slow test.
 ALIKE = {
     "scheduler": "minivllm/fcfs", "evictor": "minivllm/lru", "processor": "minivllm/penalties",
-    "sampler": "minivllm/default",
+    "sampler": "minivllm/default", "model": "minivllm/llama", "kvformat": "minivllm/bf16",
 }  # fmt: skip
 # the first starts a process for each test, the other an exporter; both have tests of their own
 LONG = {("executor", "minivllm/process"), ("hooks", "minivllm/opentelemetry")}

@@ -55,6 +55,7 @@ def test_several_processes_give_the_outcomes_of_one(capsys, tmp_path):
     assert main(["lru", "--processes", "0"]) == 2
 
 
+@pytest.mark.slow
 def test_a_test_that_ends_its_process_has_failed_and_the_others_have_not(capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "ends_its_process.py").write_text(
@@ -154,6 +155,7 @@ class TestMine(EvictorConformance):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plugin", "status"), [("lru", 0), (WRONG, 1)])
 def test_an_authors_file_of_four_lines_runs_under_plain_pytest(tmp_path, plugin, status):
     (tmp_path / "test_mine.py").write_text(AUTHOR.format(plugin=plugin))
@@ -335,7 +337,12 @@ def test_bind_that_returns_a_number_is_told_what_is_wanted():
             "test_the_layout_says_what_is_allocated",
             "kv_heads, dims and blocks in a test class",
         ),
-        ("schedulers:ShortestFirst", "test_nobody_starves and shorter", "a test class may raise it"),
+        pytest.param(
+            "schedulers:ShortestFirst",
+            "test_nobody_starves and shorter",
+            "a test class may raise it",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_failure_by_what_may_be_overridden_says_so(plugin, test, says):

@@ -79,6 +79,7 @@ with LLM("pocket", num_kvcache_blocks=512, max_num_seqs=8, device="cpu") as llm:
 """
 
 
+@pytest.mark.slow
 def test_pages_of_the_kv_cache_are_taken_as_tokens_come():
     """In a process of its own: the heap of this one may hold memory that was used before."""
     most, written, *taken = in_python(PAGES)

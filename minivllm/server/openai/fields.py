@@ -52,7 +52,7 @@ PASSED = {
     "early_stopping", *declared.builtin(),
 }  # fmt: skip
 # of those, what other servers' clients send without knowing the configuration: without effect where nothing reads it
-OPTIONAL = ("typical_p", "mirostat_tau", "mirostat_eta", "no_repeat_ngram_size")
+OPTIONAL = ("typical_p", "mirostat_tau", "mirostat_eta", "no_repeat_ngram_size", "encoder_repetition_penalty")
 
 
 def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[dict[str, str]]]:
