@@ -97,6 +97,17 @@ def told(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {text}"
 
 
+def error_from(name: str, message: str, param: str | None = None) -> Exception:
+    """The error that another process told of: minivllm's own by its class name, or that of a verb which is not known;
+    another one came of a bug and is a plain MinivllmError."""
+    kind = NotImplementedError if name == "NotImplementedError" else globals().get(name)
+    if kind is RequestError:
+        return RequestError(message, param)
+    if isinstance(kind, type) and issubclass(kind, (MinivllmError, NotImplementedError)):
+        return kind(message)
+    return MinivllmError(message if message.startswith(f"{name}: ") else f"{name}: {message}")
+
+
 def suggest(word: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
     """`` Did you mean 'x'?`` for the nearest known word, or nothing.  Used wherever a name is refused."""
     import difflib

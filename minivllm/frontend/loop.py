@@ -90,7 +90,7 @@ class TurnLoop:
         """The engine takes nothing more and has ended its requests, because of ``error`` if the loop met one."""
         raise NotImplementedError
 
-    def patience(self) -> float | None:
+    def patience(self) -> float:
         """Seconds to wait for something after a turn in which nothing ran."""
         return self.engine.idle() if self.engine.busy and not self.engine.dead else self.longest
 

@@ -8,7 +8,8 @@
 
 There is a memory for each direction.  A message that does not fit goes in pieces, as the reader makes room.  The socket
 orders the memory (a note is sent behind the bytes that it announces), wakes who waits, and ends when the other process
-does, however that ends; so nobody waits for the dead.  Files are handed over beside a note (``SCM_RIGHTS``).
+does (``child`` looks besides: another process may hold that end).  Files are handed over beside a note
+(``SCM_RIGHTS``).
 """
 
 from __future__ import annotations

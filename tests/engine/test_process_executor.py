@@ -94,43 +94,26 @@ def test_a_worker_that_is_killed_while_nothing_runs_ends_the_engine_within_two_s
 
 
 @pytest.mark.slow
-def test_a_worker_ends_with_the_process_that_started_it():
-    """However that ends: here it is killed in the middle of a request."""
+@pytest.mark.parametrize("hangs", [False, True], ids=["", "in a step"])
+def test_a_worker_ends_with_the_process_that_started_it(hangs, tmp_path):
+    """However that ends: here it is killed, while a request runs."""
+    options = {**SMALL, **(plant(tmp_path, "hanging", "time.sleep(60)") if hangs else {})}
     code = f"""
-        import os, signal, threading, time
-        from minivllm import LLM, SamplingParams
-        if __name__ == "__main__":
-            llm = LLM(**{SMALL!r})
-            print(llm.engine.executor._child.pid, flush=True)
-            llm.generate("Once", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    pid, end = int(done.stdout), time.monotonic() + 10.0
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{pid}"), "the worker outlives the engine"
-
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_in_a_step_ends_with_the_process_that_started_it(tmp_path):
-    options = {**SMALL, **plant(tmp_path, "hanging", "time.sleep(60)")}
-    code = f"""
-        import os, signal, sys, threading, time
+        import os, signal, sys, threading
         sys.path.insert(0, {str(tmp_path)!r})
         from minivllm import LLM, SamplingParams
         if __name__ == "__main__":
             llm = LLM(**{options!r})
             print(llm.engine.executor._child.pid, flush=True)
-            threading.Timer(4.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-            llm.generate("Once", SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+            threading.Timer({4.0 if hangs else 0.2}, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+            while True:
+                llm.generate("Once", SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     pid, end = int(done.stdout), time.monotonic() + 15.0
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
-        time.sleep(0.1)
+        time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}"), "the worker outlives the engine"
 
 
@@ -191,7 +174,9 @@ def test_messages_out_of_turn_and_answers_that_nobody_awaits(monkeypatch):
     assert [r.id for r in executor.collect(0)] == [7]
     with pytest.raises(EngineDeadError, match="it has ended"):
         executor.collect(0)
-    executor._due.clear()
+
+    executor = Process()
+    executor._child = Scripted()
     said = [{"call": 0, "answer": "late"}, {"call": 1, "answer": "mine"}]
     messages += [Message(process.ANSWER, bytearray(json.dumps(one).encode())) for one in said]
     assert executor.call("verb") == "mine"

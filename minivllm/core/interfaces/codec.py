@@ -16,6 +16,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -260,15 +261,11 @@ def _array(
 _LATE = Layout(LATE, "qI", _own("late", [("mask", 0)]))
 
 
-class _Flat(NamedTuple):
-    """Tables of a width that is known when they are sent, as columns."""
-
-    mask: np.ndarray
-
-
 def encode_late(step: int, late: LateInputs) -> list[bytes]:
     mask = np.ascontiguousarray(late.mask)
-    return _LATE.encode({"late": _Flat(mask.reshape(-1))}, (step, mask.shape[1]), b"", [])
+    return _LATE.encode(
+        {"late": SimpleNamespace(mask=mask.reshape(-1))}, (step, mask.shape[1]), b"", []
+    )
 
 
 def decode_late(data: bytearray | bytes) -> tuple[int, LateInputs]:
@@ -301,17 +298,15 @@ _RESULT = Layout(
 )
 
 
-class _Logits(NamedTuple):
-    logits: np.ndarray
-
-
 def encode_result(result: StepResult) -> list[bytes]:
     """Its bytes, in parts.  CodecError names a column of another dtype or shape than ``StepResult`` says."""
     of = {
         "result": result,
         "logprobs": _flat(result.logprobs),
         "prompt": _flat(result.prompt),
-        "logits": None if result.logits is None else _Logits(result.logits.reshape(-1)),
+        "logits": None
+        if result.logits is None
+        else SimpleNamespace(logits=result.logits.reshape(-1)),
     }
     k = [-1 if lp is None else lp.top.shape[1] for lp in (result.logprobs, result.prompt)]
     vocab = -1 if result.logits is None else result.logits.shape[1]

@@ -187,11 +187,16 @@ def suppress_stops(logits: Tensor, position: Tensor, min_end: Tensor, stop_ids: 
     logits.scatter_add_(1, torch.where(on, stop_ids, 0).long(), push)
 
 
+def unpack_bits(mask: Tensor, n: int) -> Tensor:
+    """bool [rows, n]: bit t % 32 of ``mask[j, t // 32]``, i32 [rows, ceil(n / 32)], for each t below n."""
+    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
+    return bits.flatten(1)[:, :n] != 0
+
+
 def apply_mask(logits: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
     """Tokens whose bit is 0 become -inf, in place: bit t % 32 of ``mask[j, t // 32]``, i32 [n, ceil(V / 32)], is that
     of token t in row ``rows[j]`` (i64 [n]; None: in row j)."""
-    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
-    banned = bits.flatten(1)[:, : logits.shape[1]] == 0
+    banned = ~unpack_bits(mask, logits.shape[1])
     if rows is None:
         logits.masked_fill_(banned, float("-inf"))
     else:

@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from minivllm import errors
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, ResourceError
+from minivllm.errors import EngineDeadError, ResourceError, error_from
 from minivllm.processes.channel import Message, shared_file
 from minivllm.processes.child import Child, ChildEnded
 from minivllm.wiring import wiring_to_json
@@ -48,6 +47,7 @@ class Process(Executor):
         self._results: list[StepResult] = []  # that came while an answer was awaited
         self._memories: list[tuple[int, int, mmap.mmap]] = []  # address, bytes in use, of what masks are written to
         self._calls = 0
+        self._fault: EngineDeadError | None = None  # met behind results that had come
 
     # ---- its life ------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class Process(Executor):
         return self._child is not None and self._child.alive()
 
     def stop(self, deadline: float = 10.0) -> None:
-        child, self._child, self._memories = self._child, None, []
+        child, self._child, self._memories, self._fault = self._child, None, [], None
         for waiting in (self._due, self._masked, self._results):
             waiting.clear()
         if child is not None:
@@ -115,6 +115,8 @@ class Process(Executor):
 
     def collect(self, in_flight: int) -> Sequence[StepResult]:
         found, self._results = self._results, []
+        if self._fault is not None:
+            raise self._fault
         try:
             if not self._due and not self.alive():
                 self._receive(wait=False)  # it says why
@@ -124,9 +126,10 @@ class Process(Executor):
                 if message is None:
                     break
                 found.append(self._result(message))
-        except EngineDeadError:
+        except EngineDeadError as e:
             if not found:
-                raise  # else these have come, and the next call meets it again
+                raise
+            self._fault = e  # these have come; the next call raises it
         return found
 
     def _result(self, message: Message) -> StepResult:
@@ -162,7 +165,7 @@ class Process(Executor):
 
     def _failure(self, message: Message) -> Exception:
         if message.kind == FAILED:
-            return error_of(**json.loads(message.data)["error"])
+            return error_from(**json.loads(message.data)["error"])
         return EngineDeadError(f"the worker sent a message of kind {message.kind} out of turn")
 
     # ---- the channel ---------------------------------------------------------------------------------------------
@@ -182,15 +185,3 @@ class Process(Executor):
             return self._child.receive(wait)
         except ChildEnded as e:
             raise EngineDeadError(str(e)) from e
-
-
-def error_of(name: str, message: str, param: str | None = None) -> Exception:
-    """The error that a worker told of: minivllm's own, or that of a verb which is not known."""
-    if name == "NotImplementedError":
-        return NotImplementedError(message)
-    kind = getattr(errors, name, None)
-    if kind is RequestError:
-        return RequestError(message, param)
-    if isinstance(kind, type) and issubclass(kind, MinivllmError):
-        return kind(message)
-    return MinivllmError(message)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
+from minivllm.core.worker.sampling import unpack_bits
 
 from .spec import PROMPT_PENALTY
 
@@ -40,8 +41,7 @@ class PromptPenalty(Processor):
         return Row({"prompt": words, "penalty": penalty})
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
-        words, penalty = state["prompt"][rows.slots], state["penalty"][rows.slots][:, None]
-        bit = torch.arange(BITS, device=logits.device, dtype=torch.int32)
-        there = (words[:, :, None] >> bit & 1).flatten(1)[:, : logits.shape[1]].bool()
+        there = unpack_bits(state["prompt"][rows.slots], logits.shape[1])
+        penalty = state["penalty"][rows.slots][:, None]
         changed = torch.where(logits > 0, logits * penalty, logits / penalty)
         torch.where(there, changed, logits, out=logits)

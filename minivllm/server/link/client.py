@@ -24,10 +24,10 @@ import numpy as np
 
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
-from minivllm.errors import EngineDeadError, PluginError, RequestError, shown
+from minivllm.errors import EngineDeadError, PluginError, RequestError, error_from, shown
 from minivllm.frontend.loop import Inbox
 
-from .engine_loop import EngineLoop, describe, error_from
+from .engine_loop import EngineLoop, describe
 from .frames import ENDS, ROW, Frame
 from .scored import Columns
 from .streams import Stream, TextPiece

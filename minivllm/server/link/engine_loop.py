@@ -40,7 +40,7 @@ from minivllm.core.foreign import refusal
 from minivllm.core.interfaces.finish import Finish
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
+from minivllm.errors import EngineDeadError, RequestError, shown, told
 from minivllm.frontend.loop import TurnLoop
 from minivllm.server.line import Line
 
@@ -435,15 +435,3 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "dtype": w.dtype,
         "tokenizer": None if config.skip_tokenizer_init else config.tokenizer or w.model_dir,
     }
-
-
-def error_from(name: str, message: str, param: str | None = None) -> Exception:
-    """The error of minivllm with that class name; another one came of a bug and is a plain MinivllmError."""
-    from minivllm import errors
-
-    kind = getattr(errors, name, None)
-    if kind is RequestError:
-        return RequestError(message, param)
-    if isinstance(kind, type) and issubclass(kind, MinivllmError):
-        return kind(message)
-    return MinivllmError(f"{name}: {message}")

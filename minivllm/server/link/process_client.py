@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import EngineDeadError, RequestError, error_from
 from minivllm.processes import fresh
 
 from .client import FrameClient
-from .engine_loop import error_from
 from .engine_process import GRACE, loaded_to_json
 from .frames import Frame, Splitter, encode
 from .outbox import UNREAD, Outbox
