@@ -40,6 +40,24 @@ def test_tokens_do_not_depend_on_batching_chunking_prefix_hits_or_preemption(dep
     assert engine.cache.pools[0].hits > 0, "the test has no power: no prefix was hit"
 
 
+@pytest.mark.parametrize("depth", [2, 4])
+def test_every_prompt_token_has_its_log_probability_whenever_its_row_is_preempted(depth):
+    """Also one whose last token is drawn by a step that was in flight when its row was preempted."""
+    in_flight = []
+    for seed in range(4):
+        engine = sim_engine(depth=depth, blocks=34, budget=24, max_len=128)
+        engine.events.sequence_preempted.subscribe(
+            lambda seq: in_flight.append(seq.in_flight * (seq.request.prompt_topk >= 0))
+        )
+        made = crowd(engine, 120, random.Random(seed), out=12, prompt_logprobs=2)
+        run(engine, check=True)
+        for r in made:
+            scored = [p for first, part in r.prompt_parts for p in range(first, first + len(part.chosen))]
+            assert set(scored) == set(range(1, len(r.prompt))), r.id
+        at_rest(engine)
+    assert max(in_flight) > 0, "the test has no power"
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_branches_share_the_prompt_and_draw_apart(depth):
     engine = sim_engine(depth=depth, blocks=60)

@@ -14,9 +14,11 @@ from minivllm.core.interfaces.plan import LogProbs, StepPlan, no_rows
 from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from minivllm.core.interfaces.executor import Wiring
 
-    from .request import Request
+    from .request import Request, Seq
     from .slots import Slots
 
 NO_PROMPT = (no_rows(0, 2), 0)  # of a step: what ``prompt_rows`` gives if no row asks
@@ -61,19 +63,24 @@ def prompt_rows(
     )
 
 
-def keep_prompt(s: Slots, plan: StepPlan, live: np.ndarray, got: LogProbs) -> None:
-    """Parts of prompts to their requests; who has all is not asked again.  A row that was preempted begins anew, and
-    what comes later counts."""
+def keep_prompt(
+    s: Slots, plan: StepPlan, sequence: Callable[[int], Seq | None], got: LogProbs
+) -> None:
+    """Parts of prompts to their requests; who has all is not asked again.  ``sequence`` gives that of a row of the step,
+    also one that was preempted meanwhile: it keeps what the step has drawn for it, and may end by that.  If it begins
+    anew, what comes later counts."""
     at = 0
     for row, count in plan.prompt.tolist():
-        part, at, slot = slice(at, at + count), at + count, int(plan.slots[row])
-        if not live[row] or s.prompt_topk[slot] < 0:
+        part, at = slice(at, at + count), at + count
+        seq = sequence(row)
+        if seq is None or seq.request.prompt_topk < 0:
             continue
-        request = s.at(slot).request
-        k = int(s.prompt_topk[slot])
+        request, k = seq.request, seq.request.prompt_topk
         first = int(plan.computed[row]) + 1
         mine = LogProbs(got.chosen[part], got.rank[part], got.top_ids[part, :k], got.top[part, :k])
         request.prompt_parts.append((first, mine))
         if first + count == len(request.prompt):
-            request.prompt_topk = s.prompt_topk[slot] = -1
-            s.asking -= 1
+            request.prompt_topk = -1
+            if seq.slot >= 0:
+                s.prompt_topk[seq.slot] = -1
+                s.asking -= 1

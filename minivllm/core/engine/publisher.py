@@ -98,7 +98,7 @@ class Publisher:
         s.ready[mine] = True
         self.tokens += int(ok.sum())
         if result.prompt is not None:
-            keep_prompt(s, plan, live, result.prompt)
+            keep_prompt(s, plan, lambda row: self._sequence(flight, live, row), result.prompt)
         if self.speculation is not None:
             self._speculated(self.speculation, flight, live, result, now)
         self._publish_blocks(flight, live, result)
@@ -246,6 +246,12 @@ class Publisher:
 
     # ---- rows that have left -------------------------------------------------------------------------------------
 
+    def _sequence(self, flight: Flight, live: np.ndarray, row: int) -> Seq | None:
+        """Whose row of the step it was, unless it has ended."""
+        if live[row]:
+            return self.slots.seq[flight.plan.slots[row]]
+        return self.planner.departed.get(int(flight.serial[row]))
+
     def _departed(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
         """Results for stays that ended: a preempted sequence keeps its token, all others drop theirs."""
         plan = flight.plan
@@ -284,16 +290,11 @@ class Publisher:
             if len(flight.plan.draft)
             else range(len(flight.serial))
         ):
-            serial = int(flight.serial[r])
-            seq = (
-                self.slots.seq[flight.plan.slots[r]]
-                if live[r]
-                else self.planner.departed.get(serial)
-            )
+            seq = self._sequence(flight, live, r)
             if seq is not None and not live[r]:
                 seq.in_flight -= 1
                 if not seq.in_flight:
-                    del self.planner.departed[serial]
+                    del self.planner.departed[int(flight.serial[r])]
             if seq is not None and seq.status != FINISHED:
                 self.finish(seq, "error", error=f"the step failed: {named}")
         if error.scope == "device":
