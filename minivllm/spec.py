@@ -126,7 +126,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "model",
                 _SEAMS + "model:ModelArch",
-                api=(1, 1),
+                api=(2, 0),
+                changed="a model may be a table since 2.0 (ModelArch.describe); Parts.rotary takes a decoder.Rope, "
+                "step.wanted is step.logits_indices, picks is takes_logits_indices: see docs/compatibility.md",
                 facts=("device", "dtype", "architecture", "model_type"),
                 features=_INVARIANT,
                 traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},

@@ -21,7 +21,7 @@ from minivllm.core.worker.state import ProcessorState
 from minivllm.errors import ModelError
 from minivllm.kernels import activation, logprobs, mask, norm, products, step
 from minivllm.kernels.peaks import best_of_tiles
-from minivllm.layers.activation import silu_mul
+from minivllm.layers.activation import gate_mul
 from minivllm.layers.fused import Normed
 from minivllm.layers.norm import rms_norm
 from minivllm.layers.rotary import prepare_qk
@@ -65,10 +65,10 @@ def test_add_rms_norm_adds_in_place_and_normalises():
 
 def test_silu_mul_over_more_than_one_block():
     x = torch.randn(3, 2 * 1500)
-    near(activation.silu_mul(x), silu_mul(x))
+    near(activation.gate_mul(x), gate_mul(x))
     squares = torch.rand(3, 5) * 100
     factor = torch.rsqrt(squares.sum(1, keepdim=True) / 40 + 1e-5)
-    near(activation.silu_mul(x, squares, 40, 1e-5), silu_mul(x * factor))
+    near(activation.gate_mul(x, squares, 40, 1e-5), gate_mul(x * factor))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_products_with_what_follows_them(rows, k, n):
     whole = rms_norm(x, before, eps)
     near(products.Product(w, bias)(weighted, squares, eps)[0], whole @ w.t() + bias)
     gate_up = torch.randn(2 * n, k) / k**0.5
-    near(products.Product(gate_up, None, products.GATED)(weighted, squares, eps)[0], silu_mul(whole @ gate_up.t()))
+    near(products.Product(gate_up, None, products.GATED)(weighted, squares, eps)[0], gate_mul(whole @ gate_up.t()))
     stream = residual + x @ w.t() + bias
     y, parts = products.Product(w, bias, products.ADDED)(x, residual=residual, norm=after)
     near(residual, stream)

@@ -25,11 +25,12 @@ from minivllm.core.interfaces.executor import (
 )
 from minivllm.errors import ConfigError, ModelError, PluginError, shown
 from minivllm.hardware import Device, choose_dtype, find_device
-from minivllm.loading.hf_config import Checkpoint, open_checkpoint
+from minivllm.loading.hf_config import Checkpoint, longest_context, open_checkpoint
 from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selection, build_part
 from minivllm.spec import OPTION_OF, Needs, Spec
 from minivllm.validation import begins, source_of
 
+from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .kv_groups import group_layers
 from .unused import refuse_unused
@@ -133,9 +134,11 @@ class _Fold:
         refuse_unused(config, self._pick("executor", config.executor, ("device",), size), self.origins)
         dtype, why = choose_dtype(config.dtype, checkpoint.dtype, device)
         self._learn("dtype", dtype, f"{dtype} ({why})")
-        specs, hf_config = self._model(checkpoint, invariant)
+        specs, hf_config, switch = self._model(checkpoint, invariant)
         max_len = self._max_len(hf_config)
-        speculation, draft_specs = self._drafter(hf_config, max_len, invariant)
+        switch = None if switch is None or switch >= max_len else switch
+        limits = DraftLimits(hf_config.vocab_size, max_len, switch)
+        speculation, draft_specs = self._drafter(limits, invariant)
         known = ("device", "sm", "dtype")
         self._pick("quantizer", config.quantizer, known, {"checkpoint": checkpoint.quantization}, invariant)
         self._kv_format(dtype)
@@ -151,7 +154,7 @@ class _Fold:
         cache = CacheWiring(block, config.num_kvcache_blocks, config.gpu_memory_utilization, groups)
         return Resolved(
             config=config,
-            wiring=self._wiring(checkpoint, device, dtype, max_len, processors, cache, speculation),
+            wiring=self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation),
             hf_config=hf_config,
             device=device,
             attention=specs,
@@ -170,7 +173,7 @@ class _Fold:
         checkpoint: Checkpoint,
         device: Device,
         dtype: str,
-        max_len: int,
+        limits: DraftLimits,
         processors: tuple[Part, ...],
         cache: CacheWiring,
         speculation: SpeculationWiring,
@@ -183,7 +186,8 @@ class _Fold:
             dtype=dtype,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_len,
+            max_model_len=limits.max_len,
+            rope_switch=limits.switch,
             batch_invariant=config.batch_invariant,
             seed=config.seed,
             parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")},
@@ -246,7 +250,8 @@ class _Fold:
         self.notes.append(("resolved", f"{name} is {found[1]} (says {found[0]})"))
         return found[1]
 
-    def _model(self, checkpoint: Checkpoint, features: frozenset[str]) -> tuple[tuple[AttnSpec, ...], Any]:
+    def _model(self, checkpoint: Checkpoint, features: frozenset[str]) -> tuple[tuple[AttnSpec, ...], Any, int | None]:
+        """Its attention layers, its configuration, and the length at which its rotary embedding is another one."""
         asked = self.config.model_arch
         named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
         self.notes.append(("model", f"{checkpoint.folder} ({checkpoint.architecture})"))
@@ -264,17 +269,17 @@ class _Fold:
         hf_config = checkpoint.hf_config()
         arch = build_part("model", part)
         try:
-            specs = tuple(arch.attention(hf_config))
+            specs, switch = tuple(arch.attention(hf_config)), arch.switch(hf_config)
         except ModelError as exc:
             raise ModelError(f"{checkpoint.folder}/config.json: {exc}") from exc
         except AttributeError as exc:  # a field that the architecture needs
             raise ModelError(f"{checkpoint.folder}/config.json: {chosen.entry.label} misses a field: {exc}") from exc
         if not specs:
             raise ModelError(f"{checkpoint.folder}/config.json: the model has no attention layer")
-        return specs, hf_config
+        return specs, hf_config, switch
 
     def _max_len(self, hf_config: Any) -> int:
-        asked, most = self.config.max_model_len, getattr(hf_config, "max_position_embeddings", None)
+        asked, most = self.config.max_model_len, longest_context(hf_config)
         if asked is not None and most is not None and asked > most:
             raise ConfigError(f"max_model_len={asked}: the model has max_position_embeddings={most}; want at most that")
         value = asked if asked is not None else min(DEFAULT_MAX_LEN, most or DEFAULT_MAX_LEN)
@@ -282,7 +287,7 @@ class _Fold:
         self._learn("max_model_len", value, f"{value} ({why})")
         return value
 
-    def _drafter(self, hf_config: Any, max_len: int, invariant: frozenset[str]) -> tuple[SpeculationWiring, tuple]:
+    def _drafter(self, limits: DraftLimits, invariant: frozenset[str]) -> tuple[SpeculationWiring, tuple]:
         """How many drafts a step may have, and the drafter's model with its AttnSpecs, if it has one."""
         chosen = self._pick("drafter", self.config.drafter, ("device",))
         part, asked = self.parts["drafter"], self.config.num_speculative_tokens
@@ -295,17 +300,15 @@ class _Fold:
             raise PluginError(
                 f"{chosen.entry}: it claims draft_model, and its option 'model' is {shown(path)}; want a path"
             )
+        model_wiring, specs = self._draft_model(path, limits, invariant)
+        return SpeculationWiring(drafts, self.config.speculate, model_wiring), specs
+
+    def _draft_model(self, path: str, limits: DraftLimits, invariant: frozenset[str]) -> tuple[DraftWiring, tuple]:
+        """Chosen as the model is."""
         checkpoint = open_checkpoint(path)
         said = f"{begins(source_of(self.origins, 'drafter'))}the draft model {checkpoint.folder}"
         own = checkpoint.hf_config()
-        if own.vocab_size != hf_config.vocab_size:
-            raise ConfigError(
-                f"{said} has vocab_size={own.vocab_size}; want {hf_config.vocab_size}, as the model has: both must "
-                "have one tokenizer"
-            )
-        most = getattr(own, "max_position_embeddings", None)
-        if most is not None and most < max_len:
-            raise ConfigError(f"{said} has max_position_embeddings={most}; want max_model_len={max_len}: lower that")
+        limits.check_config(said, own)
         named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
         known, registry = ("device", "dtype"), self.catalog
         model = self._select("model", PluginChoice(), known, named, invariant)
@@ -315,12 +318,11 @@ class _Fold:
         parts = {
             s.kind: make_part(registry[s.kind], s.require(), PluginChoice(), s.kind, {}) for s in (model, quantizer)
         }
-        specs = tuple(build_part("model", parts["model"]).attention(own))
-        if any(s.window is not None for s in specs):
-            raise ConfigError(f"{said} has layers with a sliding window; want full attention in all of them")
+        arch = build_part("model", parts["model"])
+        specs = tuple(arch.attention(own))
+        limits.check_layers(said, specs, arch.switch(own))
         self.notes.append(("draft_model", f"{checkpoint.folder} ({checkpoint.architecture})"))
-        model_wiring = DraftWiring(str(checkpoint.folder), parts)
-        return SpeculationWiring(drafts, self.config.speculate, model_wiring), specs
+        return DraftWiring(str(checkpoint.folder), parts), specs
 
     def _kv_format(self, dtype: str) -> None:
         choice = self.config.kv_format

@@ -1,6 +1,6 @@
-"""SiLU(gate) * up in one kernel over the joined projection [T, 2 * inner].
+"""activation(gate) * up in one kernel over the joined projection [T, 2 * inner].
 
-grid (T, inner / BLOCK);  bytes: 3 * inner * 2 a token.  Reference: ``layers.activation.silu_mul``.
+grid (T, inner / BLOCK);  bytes: 3 * inner * 2 a token.  Reference: ``layers.activation.gate_mul``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,29 @@ from torch import Tensor
 from .launch import pdl, wait
 
 BLOCK = 2048
+NUMBER = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}  # of an activation, in a kernel
 
 
 @triton.jit
-def _silu_mul(
+def activate(x, ACT: tl.constexpr):
+    """Of float32 x, by ``NUMBER``."""
+    if ACT == 0:
+        y = x / (1.0 + tl.exp(-x))
+    elif ACT == 1:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == 2:  # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        y = tl.maximum(x, 0.0)
+        if ACT == 4:
+            y = y * y
+    return y
+
+
+@triton.jit
+def _gate_mul(
     x, y, squares, eps, INNER: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -32,18 +49,19 @@ def _silu_mul(
         factor = tl.rsqrt(total / DIM + eps)
         gate *= factor
         up *= factor
-    silu = gate / (1.0 + tl.exp(-gate))
-    tl.store(y + row * INNER + at, (silu * up).to(y.dtype.element_ty), mask=on)
+    tl.store(y + row * INNER + at, (activate(gate, ACT) * up).to(y.dtype.element_ty), mask=on)
 
 
-def silu_mul(x: Tensor, squares: Tensor | None = None, dim: int = 1, eps: float = 0.0) -> Tensor:
+def gate_mul(
+    x: Tensor, squares: Tensor | None = None, dim: int = 1, eps: float = 0.0, activation: str = "silu"
+) -> Tensor:
     """x [T, 2 * inner], contiguous: gate, then up -> [T, inner].  With ``squares`` float32 [T, P], x is first divided
     by sqrt(sum of the token's squares / dim + eps): what a norm before the product would have done."""
     tokens, inner = x.shape[0], x.shape[1] // 2
     y = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
     parts = 0 if squares is None else squares.shape[1]
     if tokens:
-        _silu_mul[(tokens, triton.cdiv(inner, BLOCK))](
+        _gate_mul[(tokens, triton.cdiv(inner, BLOCK))](
             x,
             y,
             x if squares is None else squares,
@@ -52,6 +70,7 @@ def silu_mul(x: Tensor, squares: Tensor | None = None, dim: int = 1, eps: float 
             DIM=dim,
             PARTS=parts,
             PARTS_P=triton.next_power_of_2(max(parts, 1)),
+            ACT=NUMBER[activation],
             BLOCK=BLOCK,
             num_warps=8,
             **pdl(x),

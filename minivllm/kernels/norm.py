@@ -1,5 +1,7 @@
 """Residual addition and RMSNorm in one kernel: x and the residual are read once, the sum and the norm written once.
 
+What is added may be normalised first: two norms, with the addition between them, are one kernel too.
+
 grid (T,): a program takes one token;  bytes: 4 * dim * 2 a token.  Reference: ``layers.norm.rms_norm``.
 """
 
@@ -14,13 +16,18 @@ from .launch import pdl, wait
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, y, x_stride, eps, DIM: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+def _add_rms_norm(x, residual, first, weight, y, x_stride, first_eps, eps, DIM: tl.constexpr, P: tl.constexpr,
+                  ADD: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, P)
     on = at < DIM
     value = tl.load(x + row * x_stride + at, mask=on, other=0.0)
+    if FIRST:
+        wide = value.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + first_eps)
+        w = tl.load(first + at, mask=on, other=0.0).to(tl.float32)
+        value = (wide * inverse * w).to(x.dtype.element_ty)
     if ADD:
         # rounded to the dtype of the stream before it is squared, as the sum that the next layer reads
         value = (tl.load(residual + row * DIM + at, mask=on, other=0.0) + value).to(x.dtype.element_ty)
@@ -31,8 +38,16 @@ def _add_rms_norm(x, residual, weight, y, x_stride, eps, DIM: tl.constexpr, P: t
     tl.store(y + row * DIM + at, (wide * inverse * w).to(y.dtype.element_ty), mask=on)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    first: Tensor | None = None,
+    first_eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """x [T, dim] is added to ``residual`` in place, and the sum normalised: (y, residual).  Without a residual x is it.
+    ``first`` [dim]: the weight of a norm that x goes through before it is added.
 
     The tokens of x may lie apart (a slice); the residual is contiguous.
     """
@@ -42,13 +57,16 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         _add_rms_norm[(tokens,)](
             x,
             x if residual is None else residual,
+            weight if first is None else first,
             weight,
             y,
             x.stride(0),
+            first_eps,
             eps,
             DIM=dim,
             P=triton.next_power_of_2(dim),
             ADD=residual is not None,
+            FIRST=first is not None,
             num_warps=4 if dim <= 2048 else 16,
             **pdl(x),
         )

@@ -1,7 +1,7 @@
 """x W^T for up to 256 rows, and what follows it, in one kernel: the gate, or residual addition and norm.
 
     o, down:       s = residual + x W^T, kept as the residual;  y = s * norm;  squares = sums of s^2 per tile
-    qkv, gate_up:  y = (x W^T) * 1 / sqrt(sum(squares) / dim + eps);  gate_up also: silu(gate) * up
+    qkv, gate_up:  y = (x W^T) * 1 / sqrt(sum(squares) / dim + eps);  gate_up also: activation(gate) * up
 
 So a norm is no kernel: its weight is applied where the stream is written, its factor, one number a row, where the
 next product ends.  One row is a *matvec* on the CUDA cores (the weight's bytes and nothing else); up to 256 rows are a
@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minivllm.errors import ModelError
 
+from .activation import NUMBER, activate
 from .launch import capability, kernel, pdl, wait
 
 MOST_ROWS = 64  # up to which a product here beats the library's and two kernels beside it (measured on an H200)
@@ -36,6 +37,7 @@ MANY_ROWS = {PLAIN: 256, GATED: 128, ADDED: 256}  # ... so many rows, by mode
 def _finish(
     acc, up, om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps, M, N: tl.constexpr,
     DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
+    ACT: tl.constexpr,
 ):  # fmt: skip
     """From sums [BM, BN] at rows ``om`` and outputs ``on`` to what is stored; ``up`` belongs to GATED."""
     ok = (om < M)[:, None] & (on < N)[None, :]
@@ -53,7 +55,7 @@ def _finish(
     at = om.to(tl.int64)[:, None] * N + on[None, :]
     if MODE == 1:
         gate = acc.to(y.dtype.element_ty).to(tl.float32)
-        acc = gate / (1.0 + tl.exp(-gate)) * up.to(y.dtype.element_ty).to(tl.float32)
+        acc = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
     if MODE == 2:
         # rounded as two kernels would: the product, then the sum, whose squares are those of what the stream holds
         stream = (acc.to(y.dtype.element_ty) + tl.load(residual + at, mask=ok, other=0.0)).to(y.dtype.element_ty)
@@ -69,7 +71,7 @@ def _finish(
 def _matvec(
     x, weight, y, bias, residual, norm, in_squares, out_squares, eps, N: tl.constexpr, K: tl.constexpr,
     DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row.  STAGES 0: the whole of the weight's rows is in registers before the wait; else a pipelined loop."""
     on, ok = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -97,15 +99,15 @@ def _matvec(
                 u = tl.load(w_at + N * K + k, mask=on_w, other=0.0, eviction_policy="evict_first")
                 up += u.to(tl.float32) * v
     _finish(tl.sum(acc, 1)[None, :], tl.sum(up, 1)[None, :], tl.arange(0, 1), on, tl.program_id(0), y, bias, residual,
-            norm, in_squares, out_squares, eps, 1, N, DIM, PARTS, PARTS_P, MODE, BIAS)  # fmt: skip
+            norm, in_squares, out_squares, eps, 1, N, DIM, PARTS, PARTS_P, MODE, BIAS, ACT)  # fmt: skip
 
 
 @kernel("M")
 def _gemm(
     x, weight, y, bias, residual, norm, in_squares, out_squares, scratch, arrived, eps, M,
     N: tl.constexpr, K: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
-    MODE: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr,
-    STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+    MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK]; outside of the tensors they give 0."""
     row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -142,7 +144,7 @@ def _gemm(
             tl.store(counter, 0)
     if last:
         _finish(tl.trans(acc), tl.trans(up), om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps, M, N,
-                DIM, PARTS, PARTS_P, MODE, BIAS)  # fmt: skip
+                DIM, PARTS, PARTS_P, MODE, BIAS, ACT)  # fmt: skip
 
 
 def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
@@ -183,8 +185,8 @@ class Product:
     """The kernels for one weight [N, K]; ``mode`` PLAIN, GATED (N = gate | up) or ADDED.  Keeps the counters of split
     sums, which are 0 between launches."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, mode: int = PLAIN) -> None:
-        self.weight, self.bias, self.mode = weight, bias, mode
+    def __init__(self, weight: Tensor, bias: Tensor | None, mode: int = PLAIN, activation: str = "silu") -> None:
+        self.weight, self.bias, self.mode, self.activation = weight, bias, mode, activation
         self.n, self.k = weight.shape[0] // (2 if mode == GATED else 1), weight.shape[1]
         self.arrived = torch.zeros(256, dtype=torch.int32, device=weight.device)
         self.rows = 1  # the most for which a product here is faster than the library's with norm or gate beside it
@@ -230,6 +232,7 @@ class Product:
             PARTS_P=triton.next_power_of_2(max(parts, 1)),
             MODE=self.mode,
             BIAS=self.bias is not None,
+            ACT=NUMBER[self.activation],
         )
         if m == 1:
             _matvec[(tiles,)](x, self.weight, *tensors, eps, **sizes, **tile, **pdl(x))
@@ -291,6 +294,7 @@ class FixedProduct:
                 PARTS_P=1,
                 MODE=PLAIN,
                 BIAS=False,
+                ACT=0,
                 IEEE=x.dtype == torch.float32,
                 **tile,
                 **pdl(x),

@@ -1,12 +1,29 @@
-"""Activations between the two halves of an MLP."""
+"""Activations between the two halves of an MLP, by the names of ``core.interfaces.decoder.ACTIVATIONS``."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """SwiGLU's gate (arXiv:2002.05202): [T, 2 n] = gate | up -> silu(gate) * up [T, n]."""
+def relu2(x: Tensor) -> Tensor:
+    """Squared ReLU (Primer, arXiv:2109.08668)."""
+    return F.relu(x).square_()
+
+
+APPLY: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": relu2,
+}
+
+
+def gate_mul(x: Tensor, activation: str = "silu") -> Tensor:
+    """The gate of a gated MLP (arXiv:2002.05202): [T, 2 n] = gate | up -> activation(gate) * up [T, n]."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return APPLY[activation](gate).mul_(up)

@@ -6,23 +6,25 @@ A pre-norm decoder alternates between the residual stream and products of its no
       ▲                                                  adds to stream                    │
       └──────────────── LinearNorm (down) adds to the stream, gives the next norm ◄────────┘
 
+Where a norm stands behind a product too, or the stream is scaled, ``Joined`` is what comes between.
+
 What goes from a norm to a product is a ``Normed``.  Each pair decides by the number of rows whether it is one kernel or
 its layers one after another, and takes a Normed of either kind.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .linear import Dense, Linear
+from .norm import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from .norm import RMSNorm
 
 
 class Normed(NamedTuple):
@@ -45,6 +47,7 @@ class _Pair:
     """A linear layer with a kernel for few rows, if it has a plain weight and nothing to reduce over processes."""
 
     mode = 0
+    activation = "silu"  # of a gate
 
     def __init__(self, linear: Linear, fuse: bool) -> None:
         self.linear, self.fuse = linear, fuse and isinstance(linear.scheme, Dense) and not linear.reduce
@@ -57,7 +60,7 @@ class _Pair:
         if self._kernel is None:  # made once the weight is loaded
             from minivllm.kernels.products import Product
 
-            self._kernel = Product(self.linear.scheme.weight, self.linear.bias, self.mode)
+            self._kernel = Product(self.linear.scheme.weight, self.linear.bias, self.mode, self.activation)
         return self._kernel if self._kernel.fits(x) else None
 
 
@@ -70,21 +73,21 @@ class NormedLinear(_Pair):
 
 
 class GatedLinear(_Pair):
-    """``Normed -> silu(gate) * up``, linear(x) [T, 2 n] being gate | up."""
+    """``Normed -> activation(gate) * up``, linear(x) [T, 2 n] being gate | up."""
 
     mode = 1
 
-    def __init__(self, linear: Linear, silu_mul: Callable[..., Tensor], fuse: bool) -> None:
+    def __init__(self, linear: Linear, gate_mul: Callable[..., Tensor], fuse: bool, activation: str = "silu") -> None:
         super().__init__(linear, fuse)
-        self.silu_mul = silu_mul
+        self.gate_mul, self.activation = partial(gate_mul, activation=activation), activation
 
     def __call__(self, h: Normed) -> Tensor:
         kernel = self.kernel(h.x)
         if kernel is not None:
             return kernel(h.x, h.squares, h.eps)[0]
         if h.squares is None or self.linear.bias is not None:
-            return self.silu_mul(self.linear(h.finished()))
-        return self.silu_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)  # the division commutes with the product
+            return self.gate_mul(self.linear(h.finished()))
+        return self.gate_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)  # the division commutes with the product
 
 
 class LinearNorm(_Pair):
@@ -104,3 +107,35 @@ class LinearNorm(_Pair):
             return Normed(y), residual
         y, squares = kernel(x, residual=residual, norm=self.norm.weight)
         return Normed(y, squares, self.norm.eps), residual
+
+
+class Joined:
+    """``(x, residual) -> (what the next product takes, residual + scale * after(linear(x)))``; ``after`` and the norm
+    ``before`` the next product may be left out.  Two norms with the addition between them are one kernel."""
+
+    def __init__(
+        self, linear: Linear, after: RMSNorm | LayerNorm | None, before: RMSNorm | LayerNorm | None, scale: float
+    ) -> None:
+        self.linear, self.after, self.before, self.scale = linear, after, before, scale
+        self.kernel = None
+        if isinstance(after, RMSNorm) and isinstance(before, RMSNorm) and scale == 1.0:
+            self.kernel = before.fused
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
+        return self.add(self.linear(x), residual)
+
+    def add(self, y: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
+        """The same of linear(x)."""
+        if self.kernel is not None:
+            at = self.before.weight, self.before.eps, self.after.weight, self.after.eps
+            y, residual = self.kernel(y, residual, *at)
+            return Normed(y), residual
+        if self.after is not None:
+            y = self.after(y)[0]
+        if self.scale != 1.0:
+            y = y * self.scale
+        if self.before is None:
+            residual = residual + y
+            return Normed(residual), residual
+        y, residual = self.before(y, residual)
+        return Normed(y), residual

@@ -15,11 +15,13 @@ On a GPU ``kernels.products.FixedProduct`` and the kernels of norm and activatio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from .activation import APPLY
 from .matmul import matmul, pack
 
 ROWS = 16
@@ -58,11 +60,25 @@ class FixedRows:
         return torch.cat([self._call(part) for part in parts])[:tokens]
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """As ``activation.silu_mul``: [T, 2 n] = gate | up -> silu(gate) * up [T, n]."""
+def activate(x: Tensor, activation: str = "silu") -> Tensor:
+    """As ``activation.APPLY``, of operations that go by the element alone."""
+    y = x.float()
+    if activation == "silu":
+        y = y.div(y.neg().exp_().add_(1.0))
+    elif activation == "gelu_tanh":
+        inner = (y * y * y * 0.044715).add_(y).mul_(math.sqrt(2 / math.pi))
+        y = torch.tanh(inner).add_(1.0).mul_(y * 0.5)
+    elif activation == "gelu":
+        y = torch.erf(y * math.sqrt(0.5)).add_(1.0).mul_(y * 0.5)
+    else:
+        y = APPLY[activation](y)
+    return y.to(x.dtype)
+
+
+def gate_mul(x: Tensor, activation: str = "silu") -> Tensor:
+    """As ``activation.gate_mul``: [T, 2 n] = gate | up -> activation(gate) * up [T, n]."""
     gate, up = x.chunk(2, dim=-1)
-    gate = gate.float()
-    return gate.div(gate.neg().exp_().add_(1.0)).to(x.dtype).mul_(up)
+    return activate(gate, activation).mul_(up)
 
 
 def logsumexp(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm (arXiv:1910.07467) with the residual addition that precedes it."""
+"""RMSNorm (arXiv:1910.07467) and LayerNorm (arXiv:1607.06450), with the residual addition that precedes them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .module import Module
+from minivllm.core.interfaces.decoder import Norm
+
+from .module import Module, fill
 
 
 class RMSNorm(Module):
     """``norm(x, residual) -> (y, residual)``: adds x [T, dim] to the residual stream, which y normalises.
 
     The statistics are float32 whatever the dtype.  Without a residual x itself begins the stream.  The residual that is
-    passed in belongs to the norm from then on: the fused kernel adds in place.
+    passed in belongs to the norm from then on: the fused kernel adds in place.  A weight to which ``kind.offset`` is
+    added is kept in float32: its small differences would be lost beside the offset.
     """
 
-    def __init__(self, name: str, dim: int, eps: float, dtype: torch.dtype, device: str, fuse: bool = False) -> None:
+    def __init__(self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str, fuse: bool = False) -> None:
         super().__init__(name)
-        self.eps, self.fused = eps, None
+        self.eps, self.offset, self.fused = kind.eps, kind.offset, None
         if fuse:
             from minivllm.kernels.norm import add_rms_norm
 
             self.fused = add_rms_norm
-        self.weight = torch.empty(dim, dtype=dtype, device=device)
+        self.weight = torch.empty(dim, dtype=torch.float32 if kind.offset else dtype, device=device)
         self.tensors = {"weight": self.weight}
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        fill(self.weight, tensor)
+        if self.offset:
+            self.weight.add_(self.offset)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if self.fused is not None:
@@ -33,8 +41,25 @@ class RMSNorm(Module):
         return rms_norm(residual, self.weight, self.eps), residual
 
 
+class LayerNorm(Module):
+    """As ``RMSNorm``, of what is left of x when its mean is subtracted; with a bias if ``kind`` says so."""
+
+    def __init__(self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str) -> None:
+        super().__init__(name)
+        self.eps = kind.eps
+        self.weight = torch.empty(dim, dtype=dtype, device=device)
+        self.bias = torch.empty(dim, dtype=dtype, device=device) if kind.bias else None
+        self.tensors = {"weight": self.weight, **({} if self.bias is None else {"bias": self.bias})}
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        residual = x if residual is None else x + residual
+        return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, self.eps), residual
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., dim] / sqrt(mean(x^2) + eps) * weight [dim], statistics in float32."""
+    """x [..., dim] / sqrt(mean(x^2) + eps) * weight [dim], statistics in float32; in the dtype of x."""
+    if weight.dtype != x.dtype:
+        return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     # torch has no fused CPU kernel: this takes a third less time than its own seven operations.

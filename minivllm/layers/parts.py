@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnSpec
+from minivllm.core.interfaces.decoder import DecoderSpec, Norm, Rope
+from minivllm.core.interfaces.model import Model
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard
 from minivllm.errors import ModelError
 
 from . import invariant
-from .activation import silu_mul
+from .activation import APPLY, gate_mul
 from .attention import AttentionLayer
+from .decoder import Decoder
 from .embedding import Embedding, LMHead, TiedLMHead
-from .fused import GatedLinear, LinearNorm, NormedLinear
+from .fused import GatedLinear, Joined, LinearNorm, NormedLinear
 from .linear import Dense, Linear
 from .module import Module
-from .norm import RMSNorm
+from .norm import LayerNorm, RMSNorm
 from .rotary import rotary_tables
 
 ALONE = Shard()
@@ -54,7 +58,7 @@ class ModelParts:
         self.layers: list[AttnLayer] = []  # layers[i].index == i
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
         self._geometries: list[tuple] = []
-        self._tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
 
     def _add(self, module: Any) -> Any:
         if module.name in self.modules:
@@ -102,15 +106,23 @@ class ModelParts:
             return self._add(TiedLMHead(info, tied, scheme, self.fuse, self.invariant))
         return self._add(LMHead(info, scheme or self._dense(info)))
 
-    def norm(self, name: str, dim: int, eps: float) -> RMSNorm:
-        return self._add(RMSNorm(name, dim, eps, self.dtype, self.device, self.fuse))
+    def norm(self, name: str, dim: int, kind: Norm | float) -> RMSNorm | LayerNorm:
+        """``kind``: a number is the epsilon of a plain RMSNorm."""
+        kind = kind if isinstance(kind, Norm) else Norm(kind)
+        if kind.centered:
+            return self._add(LayerNorm(name, dim, kind, self.dtype, self.device))
+        return self._add(RMSNorm(name, dim, kind, self.dtype, self.device, self.fuse))
+
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """Of an MLP without a gate, by its name in ``decoder.ACTIVATIONS``."""
+        return partial(invariant.activate, activation=name) if self.invariant else APPLY[name]
 
     @property
-    def silu_mul(self) -> Callable[[Tensor], Tensor]:
-        """SwiGLU's gate: [T, 2 n] = gate | up -> silu(gate) * up [T, n]."""
+    def gate_mul(self) -> Callable[..., Tensor]:
+        """The gate of an MLP: [T, 2 n] = gate | up -> activation(gate) * up [T, n]."""
         if not self.fuse:
-            return invariant.silu_mul if self.invariant else silu_mul
-        from minivllm.kernels.activation import silu_mul as fused
+            return invariant.gate_mul if self.invariant else gate_mul
+        from minivllm.kernels.activation import gate_mul as fused
 
         return fused
 
@@ -118,13 +130,23 @@ class ModelParts:
         """Normed -> linear(x) [T, out]; see ``layers.fused``."""
         return NormedLinear(linear, self.pairs)
 
-    def gated_linear(self, linear: Linear) -> GatedLinear:
-        """Normed -> silu(gate) * up [T, n], where linear(x) [T, 2 n] = gate | up."""
-        return GatedLinear(linear, self.silu_mul, self.pairs)
+    def gated_linear(self, linear: Linear, activation: str = "silu") -> GatedLinear:
+        """Normed -> activation(gate) * up [T, n], where linear(x) [T, 2 n] = gate | up."""
+        return GatedLinear(linear, self.gate_mul, self.pairs, activation)
 
-    def linear_norm(self, linear: Linear, norm: RMSNorm, whole: bool = False) -> LinearNorm:
-        """(x, residual) -> (Normed of residual + linear(x), that sum); ``whole``: the norm is computed to its end."""
-        return LinearNorm(linear, norm, self.pairs, whole)
+    def linear_norm(
+        self,
+        linear: Linear,
+        norm: RMSNorm | LayerNorm | None,
+        whole: bool = False,
+        after: RMSNorm | LayerNorm | None = None,
+        scale: float = 1.0,
+    ) -> LinearNorm | Joined:
+        """(x, residual) -> (Normed of residual + scale * after(linear(x)), that sum); ``whole``: the norm is computed
+        to its end; ``norm`` None: what follows takes the sum itself."""
+        if after is None and scale == 1.0 and isinstance(norm, RMSNorm):
+            return LinearNorm(linear, norm, self.pairs, whole)
+        return Joined(linear, after, norm, scale)
 
     def attention(self, index: int, spec: AttnSpec) -> AttentionLayer:
         """Layer ``index`` (0, 1, ... in order); ``spec`` is the whole model's, ``layers`` keeps the local share."""
@@ -141,9 +163,16 @@ class ModelParts:
         self.layers.append(layer)
         return self._add(AttentionLayer(f"layers.{index}.attn", layer, self.backend, self.device, self.shard))
 
-    def rotary(self, cfg: Any, dim: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for every position that the engine may ask for; made once per config and shared by the layers."""
-        key = (id(cfg), dim)
+    def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]:
+        """cos and sin for every position that the engine may ask for, as ``rotary.rotary_tables`` makes them; once for
+        layers of equal rope.  ModelError for one table of a rope that changes with the length of a request."""
+        if rope.switch is not None and not twice:
+            raise ModelError(f"rope_type={rope.kind!r} changes at {rope.switch} tokens: want a model that is described")
+        key = (rope, twice)
         if key not in self._tables:
-            self._tables[key] = rotary_tables(cfg, dim, self.backend.ctx.max_len + 1, self.device)
+            self._tables[key] = rotary_tables(rope, self.backend.ctx.max_len + 1, self.device, twice)
         return self._tables[key]
+
+    def decoder(self, spec: DecoderSpec) -> Model:
+        """The model that a table says."""
+        return Decoder(spec, self)

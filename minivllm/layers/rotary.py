@@ -3,68 +3,98 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import QKPre
-from minivllm.errors import ModelError, shown
+from minivllm.core.interfaces.decoder import Rope
 
 from .norm import rms_norm
 
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-NEEDS = {"default": (), "linear": ("factor",), "llama3": LLAMA3}
-HARMLESS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+
+def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
+    """(radians per position, float32 [dim / 2], rounded as transformers rounds them; what cos and sin are multiplied
+    by).  ``longest``: 0, or of requests longer than ``rope.switch``, the most tokens that one may have."""
+    numbers, dim = dict(rope.numbers), rope.dim
+    exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    theta = rope.theta
+    if rope.kind == "dynamic" and longest:  # NTK-aware: a larger base, as for a sequence of that length
+        stretch = numbers["factor"] * max(longest, numbers["trained"]) / numbers["trained"] - (numbers["factor"] - 1)
+        theta = theta * stretch ** (dim / (dim - 2))
+    inv = 1.0 / (theta**exponent)
+    if rope.kind == "linear":
+        return inv / numbers["factor"], 1.0
+    if rope.kind == "proportional":
+        inv[numbers["turning"] :] = 0.0
+        return inv / numbers.get("factor", 1.0), 1.0
+    if rope.kind == "llama3":
+        return _llama3(inv, numbers), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, numbers)
+    if rope.kind == "longrope":
+        return _longrope(rope, numbers, exponent, longest > 0)
+    return inv, 1.0
 
 
-def rope_parameters(cfg: Any) -> dict[str, Any]:
-    """One dict with ``rope_type`` and ``rope_theta`` from a transformers 5 config (``rope_parameters``) or an older one
-    (``rope_scaling`` beside ``rope_theta``).  ModelError on a type that is not implemented or lacks a number."""
-    params = dict(getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {})
-    kind = params["rope_type"] = params.get("rope_type") or params.get("type") or "default"
-    theta = params.get("rope_theta") or getattr(cfg, "rope_theta", None)
-    if kind not in NEEDS:
-        raise ModelError(f"rope_type={shown(kind)}: want one of {', '.join(sorted(NEEDS))}")
-    params["rope_theta"] = 10000.0 if theta is None else theta
-    partial = params.get("partial_rotary_factor") or getattr(cfg, "partial_rotary_factor", None)
-    if partial not in (None, 1, 1.0):
-        raise ModelError(
-            f"partial_rotary_factor={shown(partial)}: want 1, rotary over part of a head is not implemented"
-        )
-    for name in ("rope_theta", *NEEDS[kind]):
-        value = params.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ModelError(
-                f"rope_parameters: {name}={shown(value)} for rope_type={shown(kind)}: want a positive number"
-            )
-    if kind == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]:
-        raise ModelError("rope_parameters: want high_freq_factor above low_freq_factor")
-    extra = sorted(k for k, v in params.items() if v is not None and k not in HARMLESS | set(NEEDS[kind]))
-    if extra:
-        raise ModelError(
-            f"rope_parameters: {', '.join(map(str, extra))} not known for rope_type={shown(kind)}; remove it"
-        )
-    return params
+def _llama3(inv: Tensor, numbers: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1: long waves are stretched, short ones kept, between them a blend."""
+    factor, low, high = numbers["factor"], numbers["low_freq_factor"], numbers["high_freq_factor"]
+    wave = 2 * math.pi / inv
+    blend = ((numbers["original_max_position_embeddings"] / wave - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * inv / factor + blend * inv
 
 
-def inverse_frequencies(params: dict[str, Any], dim: int) -> Tensor:
-    """Radians per position, float32 [dim / 2], rounded as transformers rounds them."""
-    inv = 1.0 / (params["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
-    if params["rope_type"] == "linear":
-        return inv / params["factor"]
-    if params["rope_type"] == "llama3":  # Llama 3.1: long waves are stretched, short ones kept, between them a blend
-        factor, low, high, length = (params[name] for name in LLAMA3)
-        wave = 2 * math.pi / inv
-        blend = ((length / wave - low) / (high - low)).clamp(0, 1)
-        return (1 - blend) * inv / factor + blend * inv
-    return inv
+def _yarn(rope: Rope, numbers: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """YaRN (arXiv:2309.00071): waves that turn often within the trained length are kept, slow ones are stretched."""
+    factor, dim, trained = numbers["factor"], rope.dim, numbers["original_max_position_embeddings"]
+
+    def pair(turns: float) -> float:
+        """The pair, as a number that need not be whole, which turns so often in the trained length."""
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair(numbers.get("beta_fast") or 32), pair(numbers.get("beta_slow") or 1)
+    if numbers.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    waves = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    width = high - low if high != low else 0.001
+    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    inv = 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept
+    scale, one, all_dims = (numbers.get(n) for n in ("attention_factor", "mscale", "mscale_all_dim"))
+    if scale is None:
+        scale = _mscale(factor, one) / _mscale(factor, all_dims) if one and all_dims else _mscale(factor, 1.0)
+    return inv, float(scale)
 
 
-def rotary_tables(cfg: Any, dim: int, length: int, device: str) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [length, dim], halves repeated."""
-    angle = torch.outer(torch.arange(length).float(), inverse_frequencies(rope_parameters(cfg), dim)).repeat(1, 2)
-    return angle.cos().to(device), angle.sin().to(device)
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(rope: Rope, numbers: Mapping[str, Any], exponent: Tensor, long: bool) -> tuple[Tensor, float]:
+    """LongRoPE (arXiv:2402.13753): a factor for each pair, others for long sequences."""
+    stretch = torch.tensor(numbers["long_factor" if long else "short_factor"], dtype=torch.float32)
+    factor, scale = numbers["factor"], numbers.get("attention_factor")
+    if scale is None:
+        trained = math.log(numbers["original_max_position_embeddings"])
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / trained)
+    return 1.0 / (stretch * rope.theta**exponent), float(scale)
+
+
+def rotary_tables(rope: Rope, length: int, device: str, twice: bool = False) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [length, dim], halves repeated.  ``twice``: [2 * length, dim], where the second half is for
+    requests that are longer than ``rope.switch``."""
+
+    def angles(longest: int) -> tuple[Tensor, float]:
+        inv, scale = inverse_frequencies(rope, longest)
+        return torch.outer(torch.arange(length).float(), inv).repeat(1, 2), scale
+
+    made = [angles(0), angles(length - 1)] if twice else [angles(0)]
+    cos = torch.cat([angle.cos() * scale for angle, scale in made])
+    sin = torch.cat([angle.sin() * scale for angle, scale in made])
+    return cos.to(device), sin.to(device)
 
 
 def gather_rotary(pre: QKPre, position: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,6 +91,18 @@ def read_config(folder: str | Path) -> Any:
     return open_checkpoint(str(folder)).hf_config()
 
 
+def longest_context(cfg: Any) -> int | None:
+    """Tokens that a sequence may have: ``max_position_embeddings``, or more where the rotary embedding stretches what
+    that counts.  None: the configuration does not say."""
+    most = getattr(cfg, "max_position_embeddings", None)
+    params = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
+    kind, factor = params.get("rope_type") or params.get("type"), params.get("factor")
+    if most is None or not isinstance(factor, (int, float)) or kind not in ("dynamic", "yarn"):
+        return most
+    trained = params.get("original_max_position_embeddings") if kind == "yarn" else most
+    return max(most, int((trained or most) * factor))
+
+
 def find_model(model: str) -> Path:
     """The directory of a model: the words ``pocket`` and ``pocket-draft``, a directory, or a Hugging Face hub id."""
     if model in IN_PACKAGE:

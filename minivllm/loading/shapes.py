@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.core.interfaces.decoder import Rope
 from minivllm.core.interfaces.model import ModelArch, Rule
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import ModelError, ResourceError, shown
 from minivllm.layers.embedding import Embedding
-from minivllm.layers.norm import RMSNorm
+from minivllm.layers.norm import LayerNorm, RMSNorm
 from minivllm.layers.parts import ModelParts
-from minivllm.layers.rotary import rope_parameters
 
 from .weights import Header, Target, find_targets, rule_pattern
 
@@ -45,17 +45,20 @@ class Blueprint(ModelParts):
         super().__init__("meta", parts.dtype, _Plain(), parts.backend)  # type: ignore[arg-type]
         self.tables = 0  # bytes of the rotary embedding's
 
-    def rotary(self, cfg: Any, dim: int) -> tuple[Tensor, Tensor]:
-        rope_parameters(cfg)
-        table = torch.empty(self.backend.ctx.max_len + 1, dim, device="meta")
-        self.tables = max(self.tables, 2 * table.numel() * table.element_size())
-        return table, table
+    def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]:
+        key = (rope, twice)
+        if key not in self._tables:
+            rows = (self.backend.ctx.max_len + 1) * (2 if twice else 1)
+            table = torch.empty(rows, rope.dim, device="meta")
+            self.tables += 2 * table.numel() * table.element_size()
+            self._tables[key] = table, table
+        return self._tables[key]
 
     def bytes(self, quantized: bool) -> int:
         """At least what the weights and tables take."""
         total = self.tables
         for module in self.modules.values():
-            linear = quantized and not isinstance(module, (Embedding, RMSNorm))
+            linear = quantized and not isinstance(module, (Embedding, LayerNorm, RMSNorm))
             total += sum(
                 int(t.numel() * (LEAST_BYTES if linear else t.element_size())) for t in module.tensors.values()
             )
@@ -92,7 +95,7 @@ def _check_shapes(folder: str, cfg: Any, targets: Mapping[str, Target], headers:
     # a checkpoint that is quantized already packs its matrices as it likes
     packed = bool(getattr(cfg, "quantization_config", None))
     for name, target in targets.items():
-        if packed and not isinstance(target.module, (Embedding, RMSNorm)):
+        if packed and not isinstance(target.module, (Embedding, LayerNorm, RMSNorm)):
             continue
         header = headers.get(name)  # one that is missing may be another's, and is the loader's to name
         if header is not None and target.shape is not None and header.shape != target.shape:

@@ -48,9 +48,29 @@ class Target:
     """Where a checkpoint tensor goes."""
 
     module: Module
-    part: str
+    parts: tuple[str, ...]  # one after another in the tensor
     param: str
     shape: tuple[int, ...] | None  # full, before tensor-parallel slicing; None = the weight scheme checks it
+    rows: tuple[int, ...] = ()  # of each part, where there are several
+    pairs: tuple[int, int] | None = None  # see ``Rule``
+
+    def fill(self, tensor: Tensor) -> None:
+        if len(self.parts) == 1:
+            pieces: Sequence[Tensor] = [tensor]
+        else:
+            pieces = tensor.split(list(self.rows))
+        for part, piece in zip(self.parts, pieces, strict=True):
+            if self.pairs is not None and part != "v":
+                piece = as_halves(piece, *self.pairs)
+            self.module.load(part, self.param, piece)
+
+
+def as_halves(x: Tensor, dim: int, turned: int) -> Tensor:
+    """Rows of heads [heads * dim, ...], whose first ``turned`` are pairs (0, 1), (2, 3) ..., as halves: the even ones,
+    then the odd ones, then the rest."""
+    order = torch.arange(dim)
+    order[:turned] = torch.cat((torch.arange(0, turned, 2), torch.arange(1, turned, 2)))
+    return x.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
 
 
 def build_model(arch: ModelArch, cfg: Any, parts: ModelParts) -> Model:
@@ -140,22 +160,45 @@ def find_targets(rules: Sequence[Rule], parts: ModelParts) -> dict[str, Target]:
     for rule in rules:
         if rule.module is None:
             continue
-        pattern = rule_pattern(rule.module)
-        for (name, part, param), shape in wanted.items():
+        pattern, parts_of = rule_pattern(rule.module), (rule.part,) if isinstance(rule.part, str) else rule.part
+        for name, part, param in wanted:
             match = pattern.fullmatch(name)
-            if not match or part != rule.part:
+            if not match or part != parts_of[0]:
                 continue
             source = rule.source.replace("{i}", match.groupdict().get("i", ""))
-            if (name, part, param) in filled:
-                raise ModelError(f"the architecture's rules fill {name}.{param} {shown(part)} twice: fix its weights()")
-            filled.add((name, part, param))
-            targets[f"{source}.{param}"] = Target(parts.modules[name], part, param, shape)
+            for one in parts_of:
+                if (name, one, param) in filled:
+                    raise ModelError(
+                        f"the architecture's rules fill {name}.{param} {shown(one)} twice: fix its weights()"
+                    )
+                filled.add((name, one, param))
+            shapes = [wanted[name, one, param] for one in parts_of]
+            targets[f"{source}.{param}"] = _target(source, parts.modules[name], parts_of, param, shapes, rule.pairs)
     for name, part, param in wanted:
         if (name, part, param) not in filled:
             raise ModelError(
                 f"no rule of the architecture fills {name}.{param} {shown(part)}: add one to its weights()"
             )
     return targets
+
+
+def _target(
+    source: str,
+    module: Module,
+    parts: tuple[str, ...],
+    param: str,
+    shapes: Sequence[tuple[int, ...] | None],
+    pairs: tuple[int, int] | None,
+) -> Target:
+    whole = [shape for shape in shapes if shape is not None]
+    if len(whole) < len(shapes) and (len(parts) > 1 or pairs is not None):
+        raise ModelError(
+            f"{source}.{param} is quantized, and its rows are to be {'cut' if len(parts) > 1 else 'put in order'}: "
+            "that is not implemented; want the model in a floating dtype"
+        )
+    rows = tuple(shape[0] for shape in whole)
+    shape = (sum(rows), *whole[0][1:]) if whole else None
+    return Target(module, parts, param, shape, rows, pairs)
 
 
 def rule_pattern(text: str) -> re.Pattern:
@@ -183,7 +226,7 @@ def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rul
                 "config.json and the weights do not belong together"
             )
         try:
-            target.module.load(target.part, target.param, tensor)
+            target.fill(tensor)
         except ModelError as e:
             raise ModelError(f"{where}: tensor {shown(name)}: {e}") from None
         done.add(name)
@@ -206,7 +249,7 @@ def dummy_tensors(targets: dict[str, Target], parts: ModelParts, seed: int) -> I
         if target.param == "bias":
             tensor.zero_()
         elif tensor.dim() == 1:
-            tensor.fill_(1)
+            tensor.fill_(1 - getattr(target.module, "offset", 0.0))
         else:
             generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU generator takes 32 bits of a seed
             tensor.normal_(0, DUMMY_STD, generator=generator)

@@ -76,6 +76,9 @@ class Harness:
                 for n, t in layout.tensors.items()
             }
         self.known = [0] * slots
+        # a sequence longer than ``switch`` has another rotary embedding from its first token on: ``ends`` says how long
+        # it becomes, where a step does not bring it all
+        self.switch, self.ends, self.rope_rows = arch.switch(cfg), [0] * slots, max_len + 1
         self.kept: dict[tuple[str, Any], torch.Tensor] = {}  # what is one tensor for all steps, as in the engine
 
     def step(self, feed: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
@@ -86,21 +89,26 @@ class Harness:
     def logits(
         self, feed: Mapping[int, Sequence[int]], wanted: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """Logits of all tokens of a step [T, V], or of the ``wanted`` ones if the model picks; their slots in order."""
+        """Logits of all tokens of a step [T, V], or of the ``wanted`` ones if the model takes indices; their slots in
+        order."""
         order = sorted(feed, key=lambda s: len(feed[s]) != 1)
         for s in order:
             self.known[s] += len(feed[s])
         meta = make_meta([(s, len(feed[s]), self.known[s]) for s in order], self.table, self.block, self.device)
         keep_tensors(self.kept, meta, ("table",))
+        position = meta.position
+        if self.switch is not None:
+            first = [max(self.known[s], self.ends[s]) > self.switch for s in order]
+            meta.position = position + self.rope_rows * torch.tensor(first, device=self.device)[meta.row]
         self.backend.plan(meta, GraphKey())
         ids = torch.tensor([t for s in order for t in feed[s]], device=self.device)
         with torch.inference_mode():
             pick = None if wanted is None else torch.tensor(wanted, device=self.device)
-            return self.model.logits(self.model(StepTensors(ids, meta.position, meta, pick))).float(), order
+            return self.model.logits(self.model(StepTensors(ids, position, meta, pick))).float(), order
 
     def chunked(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
         """Logits [tokens, V] of a sequence that comes in several steps, cut before the tokens of these numbers."""
-        edges = [0, *cuts, len(tokens)]
+        edges, self.ends[slot] = [0, *cuts, len(tokens)], len(tokens)
         return torch.cat([self.step({slot: tokens[a:b]})[slot] for a, b in itertools.pairwise(edges)])
 
     def greedy(self, slot: int, prompt: Sequence[int], n: int) -> list[int]:

@@ -18,7 +18,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minivllm.core.interfaces.model import ModelArch, picks
+from minivllm.core.interfaces.model import ModelArch, takes_logits_indices
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
 from minivllm.loading.hf_config import read_config
@@ -33,8 +33,6 @@ from .tiny import VARIANTS, edits, quiet, read_tensors, save, small_config, tiny
 PROMPT = [(7 * i * i + 3 * i + 5) % 61 for i in range(48)]
 NEW_TOKENS = 32
 MUST_SERVE = ("mha", "mqa", "one layer", "three layers", "64 tokens", "tied")  # if the config class has the field
-# Their frequencies depend on how many tokens a step brings, so transformers itself does not give one answer.
-BY_LENGTH = ("rope dynamic", "rope longrope")
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class ModelConformance(SpecConformance):
         except Exception as exc:  # transformers refuses configs with errors of many types
             return "no such config", f"{type(exc).__name__}: {exc}"
         try:
-            harness = self.harness(path)
+            harness = self.harness(path, max_len=len(PROMPT))  # by which "dynamic" goes
             wrong = self.difference(harness.step({0: PROMPT})[0], case)
             if not wrong and cuts:
                 wrong = self.difference(harness.chunked(1, PROMPT, cuts), case)
@@ -155,7 +153,7 @@ class ModelConformance(SpecConformance):
         """Of the plain config and of each variant alone."""
         singles = {"the plain config": {}, **{k: v for axis in self.variants().values() for k, v in axis.items()}}
         return {
-            name: self.judge(cls, tmp_path / f"{cls.__name__}-{i}", values, () if name in BY_LENGTH else (5, 6, 23))
+            name: self.judge(cls, tmp_path / f"{cls.__name__}-{i}", values, (5, 6, 23))
             for i, (name, values) in enumerate(singles.items())
         }
 
@@ -199,10 +197,7 @@ class ModelConformance(SpecConformance):
 
     def _mix(self, cls: Any, tmp_path: Path) -> None:
         found, seen = self.verdicts(cls, tmp_path), Seen()
-        axes = [
-            [{}, *(v for k, v in axis.items() if found[k][0] == "equal" and k not in BY_LENGTH)]
-            for axis in self.variants().values()
-        ]
+        axes = [[{}, *(v for k, v in axis.items() if found[k][0] == "equal")] for axis in self.variants().values()]
 
         @self.for_all(40, st.tuples(*map(st.sampled_from, axes)), st.sets(st.integers(1, len(PROMPT) - 1)))
         def _(chosen: tuple, cuts: set) -> None:
@@ -229,13 +224,13 @@ class ModelConformance(SpecConformance):
                 )
 
     @since(1, 0)
-    def test_a_model_that_picks_gives_the_wanted_tokens_as_among_all(self, tmp_path: Path) -> None:
+    def test_hidden_states_that_are_asked_for_are_those_among_all(self, tmp_path: Path) -> None:
         """In the order in which they are wanted, one of them twice; the other tokens are in the cache all the same."""
         found = []
         for name, cls in self.families().items():
             case = self.case(cls, tmp_path / name)
             harness = self.harness(case.path)
-            found.append(picks(harness.model))
+            found.append(takes_logits_indices(harness.model))
             if not found[-1]:
                 continue
             wanted = [len(PROMPT), 3, 0, len(PROMPT), 7]  # slot 1 comes first, of its one token is 0
@@ -248,7 +243,7 @@ class ModelConformance(SpecConformance):
             off = float((after[0] - after[1]).abs().max())
             assert off <= case.room, f"after a step that picked, logits are off by {off:.1e} (allowed {case.room:.1e})"
         if not any(found):
-            pytest.skip("picks no tokens: gives the hidden states of all")
+            pytest.skip("takes no indices: gives the hidden states of all")
 
     @since(1, 0)
     def test_logits_do_not_depend_on_how_a_sequence_is_cut_nor_on_its_neighbours(self, tmp_path: Path) -> None:
@@ -395,7 +390,7 @@ class ModelConformance(SpecConformance):
         """Every number and switch of the config, those of the rope parameters too: same logits, or refused."""
         for name, cls in self.families().items():
             plain, seen, i = {k: v for k, v in vars(self.config(cls)).items() if k not in UNCHANGED}, Seen(), 0
-            ropes = [v for k, v in self.variants().get("rope", {}).items() if k not in BY_LENGTH]
+            ropes = list(self.variants().get("rope", {}).values())
             changes = [{k: new} for k, v in plain.items() for new in others(v)]
             changes += [
                 {**v, "rope_parameters": {**v["rope_parameters"], k: new}}

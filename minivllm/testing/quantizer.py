@@ -430,5 +430,5 @@ class QuantizerConformance(Memory, QuantizerSizes, SpecConformance):
     def _linears(self, arch: Any, cfg: Any, harness: Harness) -> set[tuple[str, str, Linear]]:
         """(name in the checkpoint, part, layer) of every linear layer."""
         targets = find_targets(arch.weights(cfg), harness.parts)
-        found = {(name[: -len(t.param) - 1], t.part, t.module) for name, t in targets.items()}
+        found = {(name[: -len(t.param) - 1], t.parts[0], t.module) for name, t in targets.items()}
         return {(name, part, module) for name, part, module in found if isinstance(module, Linear)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,8 +82,10 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "rope yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=16),
         "rope yarn truncated": _rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0,
                                      beta_slow=2.0, attention_factor=1.3, truncate=False),
-        "rope longrope": _rope("longrope", factor=4.0, original_max_position_embeddings=16,
-                               short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[1.0, 2.0, 3.0, 4.0]),
+        "rope longrope": {
+            **_rope("longrope", factor=4.0, original_max_position_embeddings=16,
+                    short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[1.0, 2.0, 3.0, 4.0]),
+            "original_max_position_embeddings": 16},
         "rope proportional": _rope("proportional", partial_rotary_factor=0.5),
         "half of each head rotates": _rope("default", partial_rotary_factor=0.5),
         "partial_rotary_factor": {"partial_rotary_factor": 0.5},
@@ -113,7 +116,8 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 def small_config(cls: type, **values: Any) -> PretrainedConfig:
     """A config of any class of transformers: the fields of ``SMALL`` that it has, and ``values``."""
     known = {f.name for f in dataclasses.fields(cls)}
-    return cls(**{**{k: v for k, v in SMALL.items() if k in known}, **values})
+    # some classes write to what they are given
+    return cls(**copy.deepcopy({**{k: v for k, v in SMALL.items() if k in known}, **values}))
 
 
 def tiny_config(family: str = "llama", heads: str = "gqa", **values) -> PretrainedConfig:

@@ -165,7 +165,7 @@ def test_explain_tells_the_facts_and_the_choices(model):
         "block          16 (supplied by minivllm/sdpa)",
         "attention -> minivllm/sdpa   (asked: auto)",
         "  for device=cpu, dtype=float32, kv_format=fp32, dim_qk=8, dim_v=8, queries_per_kv=2",
-        "  x minivllm/llama  architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
+        "  x minivllm/llama       architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
         "model_type: want qwen3, supports {llama}",
     ):
         assert line in text.splitlines()
@@ -292,9 +292,9 @@ def write(path, text):
         ("{}", '{dir}/config.json: names no architecture; want "architectures": ["..."]'),
         ('{"architectures": ["FooForCausalLM"], "model_type": "foo", "auto_map": {"AutoConfig": "evil.Evil"}}',
          "{dir}/config.json: no plug-in serves the architecture 'FooForCausalLM'. "
-         "Available: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
-        (json.dumps({**SHAPE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "relu"}),
-         "{dir}/config.json: hidden_act='relu': want 'silu'"),
+         "Available: Cohere2ForCausalLM, CohereForCausalLM, Gemma2ForCausalLM"),
+        (json.dumps({**SHAPE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "sin"}),
+         "{dir}/config.json: hidden_act='sin': want one of gelu, "),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_read_is_refused(tmp_path, text, message):
@@ -302,7 +302,7 @@ def test_a_model_that_cannot_be_read_is_refused(tmp_path, text, message):
         write(tmp_path, text)
     with pytest.raises(ModelError) as info:
         wire(str(tmp_path))
-    assert str(info.value) == message.replace("{dir}", str(tmp_path))
+    assert str(info.value).startswith(message.replace("{dir}", str(tmp_path)))
 
 
 def test_a_field_of_the_wrong_type_is_one_line(tmp_path):

@@ -9,13 +9,15 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnSpec, QKPre
+from minivllm.core.interfaces.decoder import ACTIVATIONS, Norm, Rope
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import ModelError, PluginError
-from minivllm.layers.activation import silu_mul
+from minivllm.layers import fields, invariant
+from minivllm.layers.activation import APPLY, gate_mul
 from minivllm.layers.linear import Dense, Linear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import ModelParts
-from minivllm.layers.rotary import inverse_frequencies, prepare_qk, rope_parameters, rotary_tables
+from minivllm.layers.rotary import inverse_frequencies, prepare_qk, rotary_tables
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.plugins.quantizer.none import Unquantized
@@ -35,7 +37,7 @@ def rms(x, w, eps=1e-6):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02), ("float16", 0.003)])
 def test_norm_adds_the_residual_and_normalises_the_sum(dtype, tolerance):
-    norm = RMSNorm("n", 32, 1e-6, getattr(torch, dtype), "cpu")
+    norm = RMSNorm("n", 32, Norm(1e-6), getattr(torch, dtype), "cpu")
     norm.weight.copy_(torch.randn(32))
     x, r = torch.randn(2, 5, 32).to(norm.weight.dtype)
     kept = x.clone(), r.clone()
@@ -49,7 +51,7 @@ def test_norm_adds_the_residual_and_normalises_the_sum(dtype, tolerance):
 def test_silu_mul_is_swiglu():
     x = torch.randn(5, 12)
     gate, up = x.double().chunk(2, -1)
-    assert (silu_mul(x) - gate * torch.sigmoid(gate) * up).abs().max() < 1e-6
+    assert (gate_mul(x) - gate * torch.sigmoid(gate) * up).abs().max() < 1e-6
 
 
 def rotate64(x, angle):
@@ -64,8 +66,7 @@ def rotate64(x, angle):
 def test_prepare_qk_normalises_heads_and_rotates_pairs(norms, keep):
     work = {} if keep else None
     position = torch.tensor([0, 3, 50, 7])
-    cfg = SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 100.0})
-    cos, sin = rotary_tables(cfg, 8, 64, "cpu")
+    cos, sin = rotary_tables(Rope(8, 100.0), 64, "cpu")
     wq, wk = torch.rand(2, 8) + 0.5
     pre = QKPre(cos, sin, wq if norms else None, wk if norms else None)
     angle = position[:, None].double() * 100.0 ** (-torch.arange(0, 8, 2).double() / 8)
@@ -88,20 +89,56 @@ def test_rotary_over_the_first_part_of_a_head_passes_the_rest():
     assert (got[..., :4] - rotate64(q[..., :4], angle)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    "rope", [LLAMA3_ROPE, {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}], ids=lambda r: r["rope_type"]
-)
-def test_scaled_frequencies_equal_transformers(rope):
+LONG = [1.0 + i / 8 for i in range(32)]
+ROPES = [
+    LLAMA3_ROPE,
+    {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+    {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 40.0, "rope_theta": 1e4, "original_max_position_embeddings": 64, "mscale": 0.7,
+     "mscale_all_dim": 1.2, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4},
+    {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "short_factor": LONG,
+     "long_factor": LONG[::-1]},
+    {"rope_type": "proportional", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("longest", [0, 300])
+@pytest.mark.parametrize("rope", ROPES, ids=lambda r: r["rope_type"])
+def test_scaled_frequencies_equal_transformers(rope, longest):
     cfg = tiny_config(head_dim=64, rope_parameters=dict(rope))
-    want, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](cfg, "cpu")
-    assert scaling == 1
-    assert torch.allclose(inverse_frequencies(rope_parameters(cfg), 64), want, rtol=1e-6, atol=0)
+    want, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](cfg, "cpu", seq_len=longest)
+    inv, mine = inverse_frequencies(fields.rope(cfg), longest)
+    assert torch.allclose(inv, want, rtol=1e-6, atol=0) and mine == pytest.approx(scale)
+
+
+def test_tables_of_a_rope_that_switches_hold_the_long_ones_behind_the_short_ones():
+    cfg = tiny_config(head_dim=64, rope_parameters=dict(ROPES[5]))
+    rope = fields.rope(cfg)
+    assert rope.switch == 64
+    cos, _ = rotary_tables(rope, 100, "cpu", twice=True)
+    for first, longest in ((0, 0), (100, 99)):
+        inv, scale = inverse_frequencies(rope, longest)
+        want = torch.outer(torch.arange(100).float(), inv).cos() * scale
+        assert torch.allclose(cos[first : first + 100, :32], want)
+    assert (cos[:100] - cos[100:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_is_the_same_whatever_stands_beside_it(activation):
+    """``batch_invariant`` takes other operations than torch's own, of equal value."""
+    x = torch.randn(7, 61) * 4
+    got = invariant.activate(x, activation)
+    assert (got - APPLY[activation](x)).abs().max() < 2e-6
+    for n in (1, 3, 5, 61):
+        alone = torch.stack([invariant.activate(row[:n].clone(), activation) for row in x])
+        assert torch.equal(alone, got[:, :n])
 
 
 def test_llama3_scaling_with_swapped_limits_is_refused():
     bad = {**LLAMA3_ROPE, "high_freq_factor": 0.5}
     with pytest.raises(ModelError, match="high_freq_factor above"):
-        rope_parameters(SimpleNamespace(rope_parameters=bad))
+        fields.rope(SimpleNamespace(rope_parameters=bad))
 
 
 def test_merged_linear_stacks_its_parts_in_order():

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.interfaces.model import picks
+from minivllm.core.interfaces.model import takes_logits_indices
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
-from minivllm.plugins.model.llama import Decoder
+from minivllm.layers.decoder import Decoder
 from minivllm.testing import ModelConformance
 from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir, tiny_model
@@ -105,8 +105,8 @@ def test_after_the_last_attention_only_tokens_that_draw_are_computed():
     llm = LLM(model="pocket", device="cpu", dtype="float32", enable_prefix_caching=False, **sizes)
     rows: list[int] = []
     last = llm.engine.executor.runner.model.blocks[-1]
-    gate_up = last.gate_up
-    last.gate_up = lambda h: rows.append(len(h.x)) or gate_up(h)
+    gate_up = last.up
+    last.up = lambda h: rows.append(len(h.x)) or gate_up(h)
     ids = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (5, 7)]
     one = SamplingParams(max_tokens=1, temperature=0)
 
@@ -122,7 +122,7 @@ def test_after_the_last_attention_only_tokens_that_draw_are_computed():
 
 
 @pytest.mark.parametrize("more", [{}, {"drafter": "ngram", "speculate": "always"}], ids=["plain", "drafts"])
-def test_tokens_are_those_of_a_model_that_picks_none(more):
+def test_tokens_are_those_of_a_model_that_gives_all_hidden_states(more):
     """Chunks, decode rows beside them, rows that end before others: whatever draws gets its own hidden states."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "max_model_len": 96, "num_kvcache_blocks": 64}
     llm = LLM(model="pocket", device="cpu", dtype="float32", enable_prefix_caching=False, **sizes, **more)
@@ -133,19 +133,19 @@ def test_tokens_are_those_of_a_model_that_picks_none(more):
     ]
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (9, 20, 5, 14, 3)]
     found = []
-    for runner.picks in (True, False):
+    for runner.selects in (True, False):
         found.append([out.outputs[0].token_ids for out in llm.generate(ids, params)])
     assert found[0] == found[1]
     llm.close()
 
 
-def test_a_model_with_a_call_of_its_own_says_itself_whether_it_picks():
+def test_a_model_with_a_call_of_its_own_says_itself_whether_it_takes_logits_indices():
     class Whole(Decoder):
         def __call__(self, step):
-            return super().__call__(replace(step, wanted=None))
+            return super().__call__(replace(step, logits_indices=None))
 
     class Other(Decoder):
         pass
 
     made = [cls.__new__(cls) for cls in (Decoder, Other, Whole)]
-    assert [picks(model) for model in made] == [True, True, False]
+    assert [takes_logits_indices(model) for model in made] == [True, True, False]

@@ -144,7 +144,7 @@ def test_a_kernel_counts_for_the_innermost_label_at_its_launch_whoever_launched_
         _Event("cudaMemcpyAsync", 110, 1, correlation=4),
         _Event("gemm", 200, 1000, correlation=1, **gpu),
         _Event("_decode", 1300, 2000, correlation=2, **gpu),
-        _Event("_silu_mul", 3300, 4000, correlation=3, **gpu),
+        _Event("_gate_mul", 3300, 4000, correlation=3, **gpu),
         _Event("Memcpy HtoD", 7300, 8000, correlation=4, **gpu),
         _Event("lost", 16000, 16000, correlation=9, **gpu),
         _Event("seam model", 200, 9000, annotation=True, **gpu),

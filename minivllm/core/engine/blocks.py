@@ -43,7 +43,8 @@ MAX_ROOTS = 65536  # salts beyond which those are forgotten that no cached block
 # blocks with one parent and first token that ``partial`` looks at, the youngest first
 SIBLINGS = 32
 NO_BLOCKS = np.empty(0, np.int32)
-Salt = tuple[str, str]  # (tenant, cache_salt): only prefixes with the same are shared
+# (tenant, cache_salt), and what else makes KV differ: only prefixes with the same are shared
+Salt = tuple[str, ...]
 
 
 def chain_key(parent: int, tokens: bytes) -> int:

@@ -31,7 +31,7 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown,
 from .blocks import BlockPool
 from .cache import KVCache
 from .forks import advance, finish_beams
-from .incoming import binders, prepare
+from .incoming import binders, prepare, salt_of
 from .masks import RowMasks, supply
 from .planner import Planner
 from .publisher import Flight, Publisher
@@ -150,7 +150,7 @@ class Engine:
             self.tenants.clear()
         request.tenant = self.tenants.setdefault(who, next(self._tenant))
         request.party = 1 + request.tenant if request.owner else 0
-        request.salt = p.salt
+        request.salt = salt_of(request, self.wiring)
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
         for b in started:
             seq = Seq(

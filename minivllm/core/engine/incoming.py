@@ -130,3 +130,10 @@ def prepare(engine: Engine, request: Request) -> list[Branch]:
     started = run("strategy", branches, engine.strategies, request)
     check_logprobs(request, engine.wiring, engine.capacity.vocab_size)
     return started
+
+
+def salt_of(request: Request, wiring: Wiring) -> tuple[str, ...]:
+    """What must be equal of requests that share a prefix beside its tokens: who may share, and the rotary embedding."""
+    switch = wiring.rope_switch
+    longer = switch is not None and request.end - 1 > switch
+    return (*request.params.salt, "longer") if longer else request.params.salt

@@ -66,9 +66,9 @@ def prompt_rows(
 def keep_prompt(
     s: Slots, plan: StepPlan, sequence: Callable[[int], Seq | None], got: LogProbs
 ) -> None:
-    """Parts of prompts to their requests; who has all is not asked again.  ``sequence`` gives that of a row of the step,
-    also one that was preempted meanwhile: it keeps what the step has drawn for it, and may end by that.  If it begins
-    anew, what comes later counts."""
+    """Parts of prompts to their requests; who has all is not asked again.  ``sequence`` gives that of a row of the
+    step, also one that was preempted meanwhile: it keeps what the step has drawn for it, and may end by that.  If it
+    begins anew, what comes later counts."""
     at = 0
     for row, count in plan.prompt.tolist():
         part, at = slice(at, at + count), at + count

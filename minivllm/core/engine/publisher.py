@@ -290,7 +290,7 @@ class Publisher:
             if len(flight.plan.draft)
             else range(len(flight.serial))
         ):
-            seq = self._sequence(flight, live, r)
+            seq = self._sequence(flight, live, int(r))
             if seq is not None and not live[r]:
                 seq.in_flight -= 1
                 if not seq.in_flight:

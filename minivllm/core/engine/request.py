@@ -123,8 +123,8 @@ class Request:
     completes: Any = None
     tenant: int = 0  # number of ``owner``, or of params.tenant
     party: int = 0  # number of ``owner``; 0: it names none
-    # (tenant, cache_salt): the prefix cache keeps what differs in it apart
-    salt: tuple[str, str] = ("", "")
+    # (tenant, cache_salt, ...): the prefix cache keeps what differs in it apart
+    salt: tuple[str, ...] = ("", "")
     speculates: bool = False  # its steps may bring drafts
     drafted: int = 0  # drafts that were checked
     accepted: int = 0  # and those that were right

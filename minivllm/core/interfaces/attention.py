@@ -85,7 +85,9 @@ class AttnMeta:
     cu_q: Tensor  # i32 [R + 1]
     q_len: Tensor  # i32 [R]
     kv_len: Tensor  # i32 [G, R]
-    position: Tensor  # i64 [T] position of each token in its sequence (for RoPE)
+    # i64 [T] the row of ``QKPre.cos`` for each token: its position, or behind all positions for
+    # requests whose rotary embedding is another one
+    position: Tensor
     row: Tensor  # i64 [T] the row of each token
     table: Tensor  # i32 [G, S, M] (slot, index) -> block
     slot_map: Tensor  # i64 [G, T] block * block_size + offset where the token's K and V go
@@ -101,7 +103,7 @@ class AttnMeta:
 class QKPre:
     """What happens to q and k between projection and attention: optional per-head RMSNorm, then rotary embedding.
 
-    ``cos`` and ``sin`` are [max_position, rotary_dim] float32, halves repeated (the "rotate half" convention).
+    ``cos`` and ``sin`` are [rows, rotary_dim] float32, halves repeated (the "rotate half" convention).
     """
 
     cos: Tensor | None = None

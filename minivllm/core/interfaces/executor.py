@@ -100,6 +100,8 @@ class Wiring:
     # or "processed_logprobs": of what the sampler draws from
     logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = 20  # that a request may ask for; -1: as many as there are tokens
+    # a request that may become longer has another rotary embedding (decoder.Rope.switch)
+    rope_switch: int | None = None
 
     @property
     def block(self) -> int:

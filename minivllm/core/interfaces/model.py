@@ -1,18 +1,21 @@
-"""The model seam: an architecture says what its attention layers are, how to build it, and where its weights go."""
+"""The model seam: an architecture describes its layers, or builds them itself, and says where its weights go."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+from .decoder import AFTER, AROUND, HEAD, WIDTH, DecoderSpec, LayerSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .attention import AttnMeta, AttnSpec, QKPre
+    from .decoder import Norm, Rope
 
-API = (1, 1)  # 1.1: StepTensors.wanted, Model.picks
+# 2.0: describe; Parts.rotary(rope); StepTensors.logits_indices and Model.takes_logits_indices (1.1: wanted, picks)
+API = (2, 0)
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,16 @@ class Rule:
     matches ``model.layers.3.self_attn.q_proj.weight`` (and ``.bias``, ``.scales`` ...): what follows the source name is
     the parameter.  A name that no rule matches is an error, so is a parameter that nothing filled.  ``module=None``
     says that the tensor is known and not needed.
+
+    A tensor may hold several parts one after another: ``part=("q", "k", "v")``.  ``pairs=(dim, turned)``: of each head
+    of ``dim`` rows the first ``turned`` lie as pairs (0, 1), (2, 3) ... and come to lie as halves, as the rotary
+    embedding here wants them.
     """
 
     source: str
     module: str | None
-    part: str = ""
+    part: str | tuple[str, ...] = ""
+    pairs: tuple[int, int] | None = None
 
 
 @dataclass
@@ -36,10 +44,11 @@ class StepTensors:
     """What a model is called with: T tokens."""
 
     ids: Tensor  # i64 [T]
-    position: Tensor  # i64 [T]
+    # i64 [T] of each token in its sequence; AttnMeta.position is where the rotary embedding's tables have it
+    position: Tensor
     meta: AttnMeta
     # i64 [N] numbers of the tokens whose hidden states are asked for; None: all
-    wanted: Tensor | None = None
+    logits_indices: Tensor | None = None
 
 
 class LinearModule(Protocol):
@@ -68,45 +77,132 @@ class Parts(Protocol):
     ) -> LinearModule: ...
     def embedding(self, name: str, rows: int, dim: int) -> Any: ...
     def lm_head(self, name: str, inp: int, vocab: int, tied: Any = None) -> Any: ...
-    def norm(self, name: str, dim: int, eps: float) -> Any: ...
+    # a number is the epsilon of RMSNorm
+    def norm(self, name: str, dim: int, kind: Norm | float) -> Any: ...
     # Pairs of layers that are one kernel where the rows are few; what passes between them is layers.fused.Normed.
     def normed_linear(self, linear: LinearModule) -> Callable[[Any], Tensor]: ...
-    def gated_linear(self, linear: LinearModule) -> Callable[[Any], Tensor]: ...
+    def gated_linear(
+        self, linear: LinearModule, activation: str = "silu"
+    ) -> Callable[[Any], Tensor]: ...
     def linear_norm(
-        self, linear: LinearModule, norm: Any, whole: bool = False
+        self,
+        linear: LinearModule,
+        norm: Any,
+        whole: bool = False,
+        after: Any = None,
+        scale: float = 1.0,
     ) -> Callable[[Tensor, Tensor], tuple[Any, Tensor]]: ...
     def attention(self, index: int, spec: AttnSpec) -> Attention: ...
-    def rotary(self, cfg: Any, dim: int) -> tuple[Tensor, Tensor]: ...
+    # cos and sin for ``QKPre``; ``twice``: also for requests longer than ``rope.switch``, behind the others
+    def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]: ...
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]: ...
+    def decoder(self, spec: DecoderSpec) -> Model: ...
 
 
 class Model(Protocol):
     """``__call__`` gives hidden states [T, H] (final norm applied); ``logits`` maps [N, H] to [N, V].
 
-    A class with ``picks = True`` beside its ``__call__`` gives those of ``step.wanted`` alone, [N, H] in that order,
-    where it is not None: what follows the last attention is computed for no other token.  Keys and values of all T are
-    written in every layer all the same.  ``wanted`` is on the device and not to be read by the host (the step may be
-    captured); a token may be in it twice, and in any place.  Without the attribute a model gives all.
+    A class with ``takes_logits_indices = True`` beside its ``__call__`` gives those of
+    ``step.logits_indices`` alone, [N, H] in that order, where it is not None: what follows the last attention is
+    computed for no other token.  Keys and values of all T are written in every layer all the same.  They are on the
+    device and not to be read by the host (the step may be captured); a token may be there twice, and in any place.
+    Without the attribute a model gives all.
     """
 
     def __call__(self, step: StepTensors) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-def picks(model: Model) -> bool:
+def takes_logits_indices(model: Model) -> bool:
     """Whether the class that has the model's ``__call__`` says so: one that overrides it says it again, or does not."""
     owner = next((c for c in type(model).__mro__ if "__call__" in vars(c)), type(model))
-    return bool(vars(owner).get("picks", False))
+    return bool(vars(owner).get("takes_logits_indices", False))
 
 
-class ModelArch(ABC):
-    """One architecture.  ``cfg`` is transformers' config object of the text model."""
+class ModelArch:
+    """One architecture.  ``cfg`` is transformers' config object of the text model.
 
-    @abstractmethod
+    One whose models a ``DecoderSpec`` can say overrides ``describe`` and nothing else; any other one overrides
+    ``attention``, ``build`` and ``weights``.  ModelError, naming the field, for a config value that changes the
+    arithmetic and is not implemented.
+    """
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        raise NotImplementedError
+
     def attention(self, cfg: Any) -> Sequence[AttnSpec]:
         """One spec per layer, for the whole model (not a process's share)."""
+        return [layer.attention for layer in self.describe(cfg).layers]
 
-    @abstractmethod
-    def build(self, cfg: Any, parts: Parts) -> Model: ...
+    def build(self, cfg: Any, parts: Parts) -> Model:
+        return parts.decoder(self.describe(cfg))
 
-    @abstractmethod
-    def weights(self, cfg: Any) -> Sequence[Rule]: ...
+    def weights(self, cfg: Any) -> Sequence[Rule]:
+        return decoder_rules(self.describe(cfg))
+
+    def switch(self, cfg: Any) -> int | None:
+        """The length, in tokens, beyond which a request has another rotary embedding (``decoder.Rope``)."""
+        described = type(self).describe is not ModelArch.describe
+        return self.describe(cfg).switch if described else None
+
+
+def decoder_rules(spec: DecoderSpec) -> list[Rule]:
+    """Where the weights of a decoder come from, by ``spec.names``."""
+    names = spec.names
+    rules = [Rule(names.embed, "embed"), Rule(names.norm, "norm")]
+    rules.append(Rule(names.head, None if spec.tied else "lm_head"))
+    if spec.positions:
+        rules.append(Rule(names.positions, "positions"))
+    alike: dict[tuple, list[int]] = {}
+    for i, layer in enumerate(spec.layers):
+        alike.setdefault(_weights_of(layer), []).append(i)
+    for kind, members in alike.items():
+        numbers = ["{i}"] if len(alike) == 1 else [str(i) for i in members]
+        for n in numbers:
+            rules += _layer_rules(names.layer.replace("{i}", n), f"layers.{n}.", spec, *kind)
+    return rules
+
+
+def _weights_of(layer: LayerSpec) -> tuple:
+    """What of a layer its rules go by."""
+    rope = layer.rope
+    turned = rope.dim if rope is not None and rope.interleaved else 0
+    return layer.norms, layer.parallel, layer.qk_norm, layer.mlp.gated, layer.attention, turned
+
+
+def _layer_rules(
+    hf: str,
+    our: str,
+    spec: DecoderSpec,
+    norms: str,
+    parallel: bool,
+    qk_norm: str | None,
+    gated: bool,
+    attention: AttnSpec,
+    turned: int,
+) -> list[Rule]:
+    names = spec.names
+    pairs = (attention.dim_qk, turned) if turned else None
+    rules = [Rule(hf + names.out, our + "attn.o"), Rule(hf + names.down, our + "mlp.down")]
+    if len(names.qkv) == 1:
+        rules.append(Rule(hf + names.qkv[0], our + "attn.qkv", ("q", "k", "v"), pairs))
+    else:
+        for part, name in zip("qkv", names.qkv, strict=True):
+            rules.append(Rule(hf + name, our + "attn.qkv", part, pairs if part != "v" else None))
+    if not gated:
+        rules.append(Rule(hf + names.gate_up[-1], our + "mlp.up"))
+    elif len(names.gate_up) == 1:
+        rules.append(Rule(hf + names.gate_up[0], our + "mlp.gate_up", ("gate", "up")))
+    else:
+        parts = zip(("gate", "up"), names.gate_up, strict=True)
+        rules += [Rule(hf + name, our + "mlp.gate_up", part) for part, name in parts]
+    if qk_norm in (HEAD, WIDTH):
+        parts = zip("qk", names.qk_norm, strict=True)
+        rules += [Rule(hf + name, f"{our}attn.{part}_norm") for part, name in parts]
+    if attention.sinks:
+        rules.append(Rule(hf + names.sinks, our + "attn"))
+    count = 4 if norms == AROUND else 1 if parallel else 2
+    assert norms != AFTER or not parallel, "a parallel block has its norm before"
+    for n, name in enumerate(names.norms[:count], 1):
+        rules.append(Rule(hf + name, f"{our}norm{n}"))
+    return rules

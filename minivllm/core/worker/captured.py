@@ -64,13 +64,13 @@ def column_tensors(state: DeviceState, slots: Tensor, host: step.HostLengths) ->
     """Static tensors of a decode step of ``slots`` i64 [B], as ``read_columns`` fills them."""
     size, groups, device = len(slots), len(state.table), slots.device
     make = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
-    ids = make(size)
+    ids, position = make(size), make(size)
     meta = AttnMeta(
         slots=slots,
         cu_q=torch.arange(size + 1, dtype=torch.int32, device=device),
         q_len=make(size, dtype=torch.int32) + 1,
         kv_len=make(groups, size, dtype=torch.int32),
-        position=make(size),
+        position=position if state.rope_first is None else make(size),
         row=torch.arange(size, device=device),
         table=state.table,
         slot_map=make(groups, size),
@@ -79,14 +79,16 @@ def column_tensors(state: DeviceState, slots: Tensor, host: step.HostLengths) ->
         host_q_len=host.q_len,
         host_kv_len=host.kv_len,
     )
-    return StepTensors(ids, meta.position, meta)
+    return StepTensors(ids, position, meta)
 
 
 def read_columns(state: DeviceState, static: StepTensors) -> StepTensors:
     """What a model is called with: the newest token of each slot, read from the columns alone."""
     meta = static.meta
-    begin(meta.slots, state, static.ids, meta.position, meta.kv_len, meta.slot_map)
-    return StepTensors(static.ids, meta.position, meta)
+    begin(meta.slots, state, static.ids, static.position, meta.kv_len, meta.slot_map)
+    if state.rope_first is not None:
+        torch.add(static.position, state.rope_first[meta.slots], out=meta.position)
+    return StepTensors(static.ids, static.position, meta)
 
 
 class CapturedCalls(SampleCalls):

@@ -342,7 +342,7 @@ class Graphs:
 
         def run() -> None:
             read, last = step.read_rows(r.state, table, host, padded=True)
-            step.forward(r.model, r.backend, read, key, last, r.picks, b.hidden)
+            step.forward(r.model, r.backend, read, key, last, r.selects, b.hidden)
 
         captured = self._capture(run)
         captured.rows = table

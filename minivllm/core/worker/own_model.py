@@ -62,10 +62,10 @@ class OwnModel(DraftModel):
         order = np.argsort(q_len > 1, kind="stable")
         rows = [slots[order], q_len[order], computed[order].astype(np.int32)]
         read = runner.read(StepPlan(0, *rows, np.arange(len(slots), dtype=np.int32)))
-        wanted = None
+        indices = None
         if len(read.ids) > len(slots):
-            wanted = runner.state.to((np.cumsum(rows[1]) - 1)[np.argsort(order)])
-        hidden = step.forward(worker.model, worker.backend, read, GraphKey(), wanted)
+            indices = runner.state.to((np.cumsum(rows[1]) - 1)[np.argsort(order)])
+        hidden = step.forward(worker.model, worker.backend, read, GraphKey(), indices)
         return worker.model.logits(hidden).float()
 
     def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:

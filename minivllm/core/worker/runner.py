@@ -20,7 +20,7 @@ import torch
 from minivllm.core.foreign import as_exception
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.executor import Capacity
-from minivllm.core.interfaces.model import picks
+from minivllm.core.interfaces.model import takes_logits_indices
 from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan
 from minivllm.core.timing import SeamTimes
 from minivllm.errors import RequestError
@@ -50,9 +50,11 @@ class Runner:
         self.wiring = wiring
         self.worker = w = build_worker(wiring)
         self.device, self.model, self.backend = w.device, w.model, w.backend
-        self.picks = picks(w.model)
+        self.selects = takes_logits_indices(w.model)
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
-        self.state = DeviceState(slots, wiring.max_model_len, len(w.groups), wiring.block, w.device)
+        self.state = DeviceState(
+            slots, wiring.max_model_len, len(w.groups), wiring.block, w.device, wiring.rope_switch
+        )
         self.seams = SeamTimes()
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
         self.names, self.processors, self.sampler = chain.names, chain.made, chain.sampler
@@ -146,12 +148,12 @@ class Runner:
     def _forward(self, running: Running, plan: StepPlan, run: Callable[..., Any]) -> None:
         """As separate launches."""
         read = self.read(plan)
-        at, wanted = np.cumsum(plan.q_len)[plan.samples] - 1, None
-        if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or self.picks):
+        at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
+        if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or self.selects):
             # one token where nobody draws: kernels are not launched for none
-            wanted = self.state.to(at if len(at) else np.zeros(1, np.int64))
+            indices = self.state.to(at if len(at) else np.zeros(1, np.int64))
         hidden = step.forward(
-            self.model, self.backend, read, GraphKey(), wanted, self.picks, run=run
+            self.model, self.backend, read, GraphKey(), indices, self.selects, run=run
         )
         if len(plan.prompt):
             running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))

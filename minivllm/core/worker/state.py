@@ -94,7 +94,13 @@ class DeviceState:
     from the host behind all that is enqueued, so ``index_fill_`` is used, which takes it along with the launch."""
 
     def __init__(
-        self, slots: int, max_len: int, groups: int, block: int, device: torch.device
+        self,
+        slots: int,
+        max_len: int,
+        groups: int,
+        block: int,
+        device: torch.device,
+        rope_switch: int | None = None,
     ) -> None:
 
         def make(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> torch.Tensor:
@@ -102,6 +108,10 @@ class DeviceState:
 
         self.device, self.block = device, block
         self.tokens = make(slots, max_len + 1, dtype=torch.int32)
+        # where a row's positions begin in the tables of the rotary embedding, if there are two of
+        # them: behind the first for one that may become longer than ``rope_switch``
+        self.rope_switch, self.rope_rows = rope_switch, max_len + 1
+        self.rope_first = None if rope_switch is None else make(slots)
         self.known = make(slots)
         self.prompt = make(slots)
         self.end = make(slots)
@@ -145,6 +155,10 @@ class DeviceState:
         for seq in delta.forget.tolist():
             self.saved.pop(seq, None)
 
+    def rope_position(self, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """i64 [T], where the tables of the rotary embedding have ``position`` i64 [T] of the rows in ``slots``."""
+        return position if self.rope_first is None else position + self.rope_first[slots]
+
     def restore(self, join: Join | None) -> None:
         """Kept columns of preempted sequences that came back, once their tokens were committed again."""
         for slot, seq in (
@@ -162,6 +176,9 @@ class DeviceState:
         self.tokens[self.to(rows), self.to(columns)] = self.to(j.tokens)
         for name in ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos"):
             getattr(self, name)[at] = self.to(getattr(j, name)).long()
+        if self.rope_first is not None:
+            # of its last token there is no KV
+            self.rope_first[at] = self.to((j.end - 1 > self.rope_switch) * self.rope_rows).long()
         self.stop_ids[at] = self.to(j.stop_ids)
         self.stopped.index_fill_(0, at, False)
         self.wants_min[j.slot] = j.min_end > j.prompt
@@ -174,6 +191,8 @@ class DeviceState:
         for name in ("tokens", "known", "prompt", "end", "min_end", "seed", "stop_ids", "n_eos"):
             column = getattr(self, name)
             column[b] = column[a]
+        if self.rope_first is not None:
+            self.rope_first[b] = self.rope_first[a]
         # a parent has drawn nothing; it may just have left (preempted)
         self.stopped.index_fill_(0, b, False)
         self.sample[b] = self.to(fork[:, 2]).long()

@@ -97,7 +97,7 @@ def read_rows(
         cu_q=cu_q.int(),
         q_len=q_len.int(),
         kv_len=kv_len.int().expand(len(state.table), r),
-        position=position,
+        position=state.rope_position(slot_of, position),
         row=row,
         table=state.table,
         slot_map=place.masked_fill(nobody, 0),
@@ -114,20 +114,20 @@ def forward(
     backend: AttentionBackend,
     step: StepTensors,
     key: GraphKey,
-    wanted: Tensor | None = None,
-    picks: bool = False,
+    logits_indices: Tensor | None = None,
+    selects: bool = False,
     out: Tensor | None = None,
     run: Callable[..., Any] = lambda seam, call, *args: call(*args),
 ) -> Tensor:
-    """Hidden states [N, H] of the tokens ``wanted`` i64 [N], or of all; written to ``out`` if there is one.
+    """Hidden states [N, H] of the tokens ``logits_indices`` i64 [N], or of all; written to ``out`` if there is one.
 
-    ``picks``: the model computes no others after its last attention.  ``run(seam, call, *args)`` makes the calls."""
+    ``selects``: the model computes no others after its last attention.  ``run(seam, call, *args)`` makes the calls."""
     run("attention", backend.plan, step.meta, key)
-    if picks:
-        step.wanted = wanted
+    if selects:
+        step.logits_indices = logits_indices
     hidden = run("model", model, step)
-    if wanted is not None and not picks:
-        return torch.index_select(hidden, 0, wanted, out=out)
+    if logits_indices is not None and not selects:
+        return torch.index_select(hidden, 0, logits_indices, out=out)
     return hidden if out is None else out.copy_(hidden)
 
 

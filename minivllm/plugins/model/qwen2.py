@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm.errors import ModelError, shown
+from minivllm.errors import ModelError
+from minivllm.layers import fields
 
 from .llama import Llama
 
@@ -17,21 +18,12 @@ class Qwen2(Llama):
 
     def windows(self, cfg: Any) -> list[int | None]:
         """``layer_types`` says which layers have the window; without it they are those from max_window_layers on."""
-        layers, window = cfg.num_hidden_layers, getattr(cfg, "sliding_window", None)
-        types = getattr(cfg, "layer_types", None)
+        layers, types = cfg.num_hidden_layers, getattr(cfg, "layer_types", None)
         if types is None:
+            window = getattr(cfg, "sliding_window", None)
             first = cfg.max_window_layers if window and getattr(cfg, "use_sliding_window", False) else layers
-            types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-        if len(types) != layers:
-            raise ModelError(f"layer_types has {len(types)} entries: want num_hidden_layers={layers}")
-        wrong = sorted(set(types) - {"full_attention", "sliding_attention"})
-        if wrong:
-            raise ModelError(f"layer_types has {shown(wrong[0])}: want 'full_attention' or 'sliding_attention'")
-        if "sliding_attention" in types and (not isinstance(window, int) or window < 1):
-            raise ModelError(
-                f"sliding_window={shown(window)} while layer_types has sliding_attention: want a whole number >= 1"
-            )
-        return [window if kind == "sliding_attention" else None for kind in types]
+            types = [fields.SLIDING if i >= first else fields.FULL for i in range(layers)]
+        return fields.windows(cfg, types)
 
     def check(self, cfg: Any) -> None:
         super().check(cfg)

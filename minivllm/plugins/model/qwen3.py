@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from minivllm.core.interfaces.decoder import HEAD
+
 from .qwen2 import Qwen2
 
 
 class Qwen3(Qwen2):
     """``Qwen3ForCausalLM``."""
 
-    qk_norm = True
+    qk_norm = HEAD
 
     def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
         return cfg.attention_bias, cfg.attention_bias, False

@@ -1,0 +1,130 @@
+"""A decoder as data: what its layers consist of, and what a checkpoint calls their weights.
+
+``ModelArch.describe`` gives a ``DecoderSpec``; the engine builds it, fuses what can be fused, and reads its weights.
+An architecture that fits is a table of fields; ``ModelArch.build`` is for what does not::
+
+    ids ─ embedding (x scale, + learned positions) ─┐
+    stream h ──────────────────────────────────────►┴─ layer 0 ─ ... ─ layer n-1 ─ norm ─ head (x scale, cap) ─► logits
+
+    norms BEFORE             norms AFTER              norms AROUND                 parallel
+    h += s * A(n1(h))        h += s * n1(A(h))        h += s * n2(A(n1(h)))        y = n1(h)
+    h += s * M(n2(h))        h += s * n2(M(h))        h += s * n4(M(n3(h)))        h += s * (A(y) + M(y))
+
+A is attention, M the MLP, n1 to n4 are norms, s is ``residual_scale``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .attention import AttnSpec
+
+BEFORE, AFTER, AROUND = "before", "after", "around"
+HEAD, WIDTH = "head", "width"  # what a norm of q and k goes over
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm (arXiv:1910.07467), or LayerNorm (arXiv:1607.06450) where ``centered``."""
+
+    eps: float
+    offset: float = 0.0  # added to the weight: 1 where a checkpoint holds its difference from 1
+    centered: bool = False  # the mean is subtracted
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding (arXiv:2104.09864) of the first ``dim`` elements of a head.
+
+    ``kind`` is transformers' ``rope_type``, ``numbers`` are its parameters by name.  ``switch`` is the length, in
+    tokens, up to which a request keeps the frequencies it was trained with; a longer one has others from its first
+    token on ("longrope", "dynamic").  Which it is, is known when it is admitted: its prompt and ``max_tokens`` say how
+    long it can become.  None: the same for all.
+    """
+
+    dim: int
+    theta: float
+    kind: str = "default"
+    numbers: tuple[tuple[str, Any], ...] = ()
+    switch: int | None = None
+    # pairs are (0, 1), (2, 3) ... in the checkpoint; the rows of q and k are put in order when it is loaded
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class MLP:
+    """``down(activation(gate) * up)``, or without a gate ``down(activation(up))``."""
+
+    inner: int
+    activation: str = "silu"  # of ACTIVATIONS
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: attention, then an MLP, or both beside each other (``parallel``)."""
+
+    attention: AttnSpec
+    mlp: MLP
+    rope: Rope | None  # None: positions are not told to attention
+    norms: str = BEFORE  # or AFTER, AROUND
+    parallel: bool = False  # with norms BEFORE
+    qk_norm: str | None = (
+        None  # HEAD: each head by itself; WIDTH: all heads of q together, and of k
+    )
+    qkv_bias: bool = False
+    out_bias: bool = False
+    residual_scale: float = 1.0  # what is added to the stream is multiplied by it first
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """What a checkpoint calls its modules; those of a layer stand behind ``layer``, in which ``{i}`` is its number.
+
+    One name for q, k and v, or gate and up, stands for a tensor that holds them one after another.
+    """
+
+    embed: str = "model.embed_tokens"
+    positions: str = "model.embed_positions"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{i}."
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    sinks: str = "self_attn"  # whose parameter ``sinks`` is
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without a gate the last one
+    down: str = "mlp.down_proj"
+    # in the order n1 .. n4 above, as many as the layers have
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A whole model, not a process's share."""
+
+    vocab: int
+    hidden: int
+    layers: tuple[LayerSpec, ...]
+    norm: Norm  # of all layers, and the last one
+    tied: bool = False  # the head's weight is the embedding's
+    embed_scale: float = 1.0
+    # rows of a table of learned positions, and the row of position 0; 0 rows: there is none
+    positions: int = 0
+    first_position: int = 0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None  # logits become cap * tanh(logits / cap), after the scale
+    head_bias: bool = False
+    names: WeightNames = field(default_factory=WeightNames)
+
+    @property
+    def switch(self) -> int | None:
+        """The length at which the rotary embedding of a request is another one, see ``Rope``."""
+        ropes = [layer.rope for layer in self.layers if layer.rope is not None]
+        found = {rope.switch for rope in ropes if rope.switch is not None}
+        assert len(found) <= 1, f"layers switch at lengths {found}: want one"
+        return min(found, default=None)

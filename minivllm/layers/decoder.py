@@ -1,0 +1,149 @@
+"""The decoder that a ``DecoderSpec`` describes, built of the engine's parts and fused where they can be.
+
+What lies between two products is one object (``layers.fused``): it adds to the stream, and gives what the next product
+takes, so that a norm runs where the stream is written, whatever stands on the two sides::
+
+    embed ─ n1 ─► qkv ─ attention ─► out  ┐                  ┌► gate_up ─► down ┐
+      └─ stream ───────────────────────── + ─ after, before ─┤                  + ─ after, before ─► next layer ... norm
+                                                             └── stream ────────┘
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import QKPre
+from minivllm.core.interfaces.decoder import AFTER, AROUND, HEAD, WIDTH, DecoderSpec, LayerSpec
+from minivllm.core.interfaces.model import StepTensors
+from minivllm.errors import ModelError
+
+from .fused import Joined, Normed
+
+if TYPE_CHECKING:
+    from .parts import ModelParts
+
+
+class Decoder:
+    """ids [T] -> hidden [T, H], or [N, H] of the tokens asked for -> logits [N, V]."""
+
+    takes_logits_indices = True
+
+    def __init__(self, spec: DecoderSpec, parts: ModelParts) -> None:
+        self.spec = spec
+        check(spec, parts)
+        self.embed = parts.embedding("embed", spec.vocab, spec.hidden)
+        self.positions = parts.embedding("positions", spec.positions, spec.hidden) if spec.positions else None
+        # rounded as the product of two numbers of that dtype would be
+        self.scale = float(torch.tensor(spec.embed_scale, dtype=parts.dtype))
+        entries = [_norm(parts, spec, f"layers.{i}.norm1", layer.norms != AFTER) for i, layer in enumerate(spec.layers)]
+        self.norm = parts.norm("norm", spec.hidden, spec.norm)
+        self.first, follows = entries[0], [*entries[1:], self.norm]
+        self.blocks = [DecoderBlock(spec, i, parts, follows[i]) for i in range(len(spec.layers))]
+        self.head = parts.lm_head("lm_head", spec.hidden, spec.vocab, self.embed if spec.tied else None)
+
+    def __call__(self, step: StepTensors) -> Tensor:
+        x = self.embed(step.ids)
+        if self.spec.embed_scale != 1.0:
+            x = x * self.scale
+        if self.positions is not None:
+            x = x + self.positions(step.position + self.spec.first_position)
+        if self.first is None:
+            h, residual = Normed(x), x
+        else:
+            x, residual = self.first(x)
+            h = Normed(x)
+        for block in self.blocks:
+            h, residual = block(h, residual, step)
+        return h.x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits, cap = self.head(hidden), self.spec.logit_cap
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+class DecoderBlock:
+    """One layer: takes what its first product takes, and gives that of the next layer's (``follows``: the norm before
+    it, or None).  The residual stream travels beside it."""
+
+    def __init__(self, spec: DecoderSpec, i: int, parts: ModelParts, follows: Any) -> None:
+        layer = spec.layers[i]
+        name, self.last, self.parallel = f"layers.{i}.", i + 1 == len(spec.layers), layer.parallel
+        self._attention(spec, layer, i, parts)
+        self._mlp(spec, layer, name, parts)
+        out, down = self._outputs(spec, layer, name, parts)
+        scale = layer.residual_scale
+        if layer.parallel:
+            self.out, self.both = out, Joined(down, None, follows, scale)
+            return
+        around = layer.norms == AROUND
+        named = ["norm1", "norm2"] if layer.norms == AFTER else ["norm2", "norm4"]
+        after = [_norm(parts, spec, name + n, around or layer.norms == AFTER) for n in named]
+        middle = _norm(parts, spec, name + ("norm3" if around else "norm2"), layer.norms != AFTER)
+        self.o = parts.linear_norm(out, middle, after=after[0], scale=scale)
+        self.down = parts.linear_norm(down, follows, whole=self.last, after=after[1], scale=scale)
+
+    def _attention(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModelParts) -> None:
+        a, name, twice = layer.attention, f"layers.{i}.attn", spec.switch is not None
+        q, kv = a.heads * a.dim_qk, a.kv_heads * a.dim_qk
+        sizes = [("q", q), ("k", kv), ("v", a.kv_heads * a.dim_v)]
+        self.sizes = [parts.heads(a.heads) * a.dim_qk, *(parts.heads(a.kv_heads) * n for n in (a.dim_qk, a.dim_v))]
+        linear = parts.linear(name + ".qkv", spec.hidden, sizes, bias=layer.qkv_bias, split="column")
+        self.qkv, self.attn = parts.normed_linear(linear), parts.attention(i, a)
+        norms: list[Any] = [None, None]
+        self.wide: list[Any] = []
+        if layer.qk_norm == WIDTH:
+            self.wide = [parts.norm(f"{name}.{x}_norm", n, spec.norm) for x, n in (("q", q), ("k", kv))]
+        elif layer.qk_norm == HEAD:
+            norms = [parts.norm(f"{name}.{x}_norm", a.dim_qk, spec.norm).weight for x in "qk"]
+        tables = (None, None) if layer.rope is None else parts.rotary(layer.rope, twice)
+        self.pre = QKPre(*tables, *norms, spec.norm.eps)
+
+    def _mlp(self, spec: DecoderSpec, layer: LayerSpec, name: str, parts: ModelParts) -> None:
+        mlp = layer.mlp
+        if mlp.gated:
+            sizes = [("gate", mlp.inner), ("up", mlp.inner)]
+            linear = parts.linear(name + "mlp.gate_up", spec.hidden, sizes, bias=mlp.bias, split="column")
+            self.up: Any = parts.gated_linear(linear, mlp.activation)
+            return
+        linear = parts.linear(name + "mlp.up", spec.hidden, [("", mlp.inner)], bias=mlp.bias, split="column")
+        plain, activation = parts.normed_linear(linear), parts.activation(mlp.activation)
+        self.up = lambda h: activation(plain(h))
+
+    def _outputs(self, spec: DecoderSpec, layer: LayerSpec, name: str, parts: ModelParts) -> tuple[Any, Any]:
+        a, mlp, stream = layer.attention, layer.mlp, [("", spec.hidden)]
+        out = parts.linear(name + "attn.o", a.heads * a.dim_v, stream, bias=layer.out_bias, split="row")
+        return out, parts.linear(name + "mlp.down", mlp.inner, stream, bias=mlp.bias, split="row")
+
+    def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
+        q, k, v = self.qkv(h).split(self.sizes, dim=-1)
+        if self.wide:
+            q, k = self.wide[0](q)[0], self.wide[1](k)[0]
+        x = self.attn(q, k, v, step, self.pre)
+        if self.last and step.logits_indices is not None:
+            x, residual = x[step.logits_indices], residual[step.logits_indices]
+            if self.parallel:
+                h = Normed(h.finished()[step.logits_indices])
+        if self.parallel:
+            return self.both.add(self.out(x).add_(self.both.linear(self.up(h))), residual)
+        h, residual = self.o(x, residual)
+        return self.down(self.up(h), residual)
+
+
+def _norm(parts: ModelParts, spec: DecoderSpec, name: str, there: bool) -> Any:
+    return parts.norm(name, spec.hidden, spec.norm) if there else None
+
+
+def check(spec: DecoderSpec, parts: ModelParts) -> None:
+    """ModelError for what the parts cannot do together."""
+    for i, layer in enumerate(spec.layers):
+        if layer.qk_norm == WIDTH and parts.shard.size > 1:
+            raise ModelError(f"layer {i}: a norm over all heads of q is not split over processes: want one process")
+        if layer.qk_norm == HEAD and spec.norm.centered:
+            raise ModelError(f"layer {i}: LayerNorm of each head is not implemented: want RMSNorm")
+        if layer.parallel and layer.norms in (AFTER, AROUND):
+            raise ModelError(f"layer {i}: a parallel block has its norm before: want norms='before'")

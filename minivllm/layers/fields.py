@@ -1,0 +1,157 @@
+"""What transformers' configuration objects say, read for ``DecoderSpec``; no torch.
+
+A value that changes the arithmetic and is not served raises ModelError, which names the field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.core.interfaces.decoder import Rope
+from minivllm.errors import ModelError, shown
+
+ACTIVATION = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+# the numbers of each rope_type: those it must have, those it may have
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+ORIGINAL = "original_max_position_embeddings"
+ROPES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (LLAMA3, ()),
+    "yarn": ((ORIGINAL,), ("factor", *YARN)),
+    "longrope": (("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")),
+    "proportional": ((), ("factor",)),
+}
+HARMLESS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL}
+LISTS, FLAGS = {"short_factor", "long_factor"}, {"truncate"}
+
+
+def activation(cfg: Any, field: str = "hidden_act") -> str:
+    """Of the MLP, as ``MLP.activation`` calls it."""
+    name = getattr(cfg, field)
+    if not isinstance(name, str) or name not in ACTIVATION:
+        raise ModelError(f"{field}={shown(name)}: want one of {', '.join(sorted(ACTIVATION))}")
+    return ACTIVATION[name]
+
+
+def head_dim(cfg: Any) -> int:
+    return getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
+
+
+def kv_heads(cfg: Any) -> int:
+    return getattr(cfg, "num_key_value_heads", None) or cfg.num_attention_heads
+
+
+def attention(cfg: Any, window: int | None = None, **more: Any) -> AttnSpec:
+    """Grouped-query attention of these heads; ``more`` are fields of ``AttnSpec``."""
+    dim, n = head_dim(cfg), kv_heads(cfg)
+    if n < 1 or cfg.num_attention_heads % n:
+        raise ModelError(f"num_attention_heads={cfg.num_attention_heads}: want a multiple of num_key_value_heads={n}")
+    if dim % 2 or dim < 1:
+        raise ModelError(f"head_dim={dim}: want an even number above 0, rotary pairs its elements")
+    return AttnSpec(cfg.num_attention_heads, n, dim, dim, window=window, **more)
+
+
+def check_plain(cfg: Any) -> None:
+    """What no architecture here serves: layers that differ by ``per_layer_config``, attention to later tokens."""
+    if getattr(cfg, "is_heterogeneous", getattr(cfg, "per_layer_config", None)):
+        raise ModelError("per_layer_config: layers that differ from each other are not implemented")
+    for name, want in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if bool(getattr(cfg, name, want)) is not want and getattr(cfg, name, want) is not None:
+            raise ModelError(f"{name}={getattr(cfg, name)}: want {want}, attention to later tokens is not implemented")
+
+
+def windows(cfg: Any, types: Sequence[str] | None) -> list[int | None]:
+    """Attention window of each layer (None: all that came before), by its type in ``layer_types``."""
+    layers, window = cfg.num_hidden_layers, getattr(cfg, "sliding_window", None)
+    types = list(types) if types is not None else [FULL] * layers
+    if len(types) != layers:
+        raise ModelError(f"layer_types has {len(types)} entries: want num_hidden_layers={layers}")
+    wrong = sorted(set(types) - {FULL, SLIDING})
+    if wrong:
+        raise ModelError(f"layer_types has {shown(wrong[0])}: want {FULL!r} or {SLIDING!r}")
+    if SLIDING in types and (not isinstance(window, int) or window < 1):
+        raise ModelError(f"sliding_window={shown(window)} while layer_types has {SLIDING}: want a whole number >= 1")
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope:
+    """The rotary embedding of a layer, from transformers' ``rope_parameters`` (one, or one for each layer type), or an
+    older config's ``rope_scaling`` beside ``rope_theta``.  ``partial``: the architecture rotates the part of a head
+    that ``partial_rotary_factor`` says.  ModelError on a type that is not implemented, or that lacks a number."""
+    found = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
+    params = dict(found.get(layer_type) or {}) if layer_type in found else dict(found)
+    if FULL in params or SLIDING in params:
+        raise ModelError("rope_parameters: one for each type of layer, which this architecture has no use for")
+    kind = params.get("rope_type") or params.get("type") or "default"
+    if kind not in ROPES:
+        raise ModelError(f"rope_type={shown(kind)}: want one of {', '.join(sorted(ROPES))}")
+    theta = params.get("rope_theta") or getattr(cfg, "rope_theta", None)
+    params["rope_theta"] = 10000.0 if theta is None else theta
+    if ORIGINAL in ROPES[kind][0] and params.get(ORIGINAL) is None:
+        params[ORIGINAL] = getattr(cfg, ORIGINAL, None) or getattr(cfg, "max_position_embeddings", None)
+    needs, takes = ROPES[kind]
+    for name in ("rope_theta", *needs, *takes):
+        if name in needs or name == "rope_theta" or params.get(name) is not None:
+            _check_number(name, params.get(name), kind)
+    if kind == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]:
+        raise ModelError("rope_parameters: want high_freq_factor above low_freq_factor")
+    known = HARMLESS | set(needs) | set(takes)
+    extra = sorted(str(k) for k, v in params.items() if v is not None and k not in known)
+    if extra:
+        raise ModelError(f"rope_parameters: {', '.join(extra)} not known for rope_type={shown(kind)}; remove it")
+    size = head_dim(cfg)
+    share = params.get("partial_rotary_factor") or getattr(cfg, "partial_rotary_factor", None) or 1.0
+    if share != 1 and not partial and kind != "proportional":
+        raise ModelError(f"partial_rotary_factor={shown(share)}: want 1, this architecture rotates whole heads")
+    turned = size if kind == "proportional" else int(size * share)
+    if turned % 2 or not 0 < turned <= size:
+        raise ModelError(f"partial_rotary_factor={shown(share)}: want an even part of head_dim={size}, got {turned}")
+    return Rope(turned, float(params["rope_theta"]), kind, *_numbers(cfg, kind, params, turned, share))
+
+
+def _check_number(name: str, value: Any, kind: str) -> None:
+    if name in FLAGS and isinstance(value, bool):
+        return
+    if name in LISTS:
+        numbers, want = value if isinstance(value, list) else [None], "a list of positive numbers"
+    else:
+        numbers, want = [value], "a positive number"
+    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf for v in numbers):
+        raise ModelError(f"rope_parameters: {name}={shown(value)} for rope_type={shown(kind)}: want {want}")
+
+
+def _numbers(
+    cfg: Any, kind: str, params: Mapping[str, Any], dim: int, share: float
+) -> tuple[tuple[tuple[str, Any], ...], int | None]:
+    """``Rope.numbers`` and ``Rope.switch``."""
+    needs, takes = ROPES[kind]
+    found = {name: params[name] for name in (*needs, *takes) if params.get(name) is not None}
+    switch = None
+    if kind == "proportional":
+        found["turning"] = int(share * dim // 2)  # pairs that turn; the others stand still
+    if kind == "dynamic":
+        switch = found["trained"] = cfg.max_position_embeddings
+    if kind == "longrope":
+        for name in sorted(LISTS):
+            if len(found[name]) != dim // 2:
+                raise ModelError(f"rope_parameters: {name} has {len(found[name])} numbers: want {dim // 2}")
+            found[name] = tuple(found[name])
+        switch = int(found[ORIGINAL])
+    if kind in ("longrope", "yarn"):
+        found.setdefault("factor", cfg.max_position_embeddings / found[ORIGINAL])
+    return tuple(found.items()), switch

@@ -1,0 +1,57 @@
+"""Cohere's Command R and R7B: attention and MLP beside each other behind one LayerNorm, and a rotary embedding that
+pairs neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, Rope, WeightNames
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.errors import ModelError
+from minivllm.layers import fields
+
+
+class Cohere(ModelArch):
+    """``CohereForCausalLM``."""
+
+    def windows(self, cfg: Any) -> list[int | None]:
+        if cfg.use_qk_norm:
+            raise ModelError("use_qk_norm=True: want False, LayerNorm of each head of q and k is not implemented")
+        return fields.windows(cfg, None)
+
+    def rope(self, cfg: Any, window: int | None) -> Rope | None:
+        return replace(fields.rope(cfg), interleaved=True)
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        fields.check_plain(cfg)
+        layers = [
+            LayerSpec(
+                fields.attention(cfg, window),
+                MLP(cfg.intermediate_size, fields.activation(cfg)),
+                self.rope(cfg, window),
+                parallel=True,
+                qkv_bias=cfg.attention_bias,
+                out_bias=cfg.attention_bias,
+            )
+            for window in self.windows(cfg)
+        ]
+        return DecoderSpec(
+            cfg.vocab_size,
+            cfg.hidden_size,
+            tuple(layers),
+            Norm(cfg.layer_norm_eps, centered=True),
+            cfg.tie_word_embeddings,
+            logit_scale=cfg.logit_scale,
+            names=WeightNames(norms=("input_layernorm",)),
+        )
+
+
+class Cohere2(Cohere):
+    """``Cohere2ForCausalLM``: layers with a window know positions, the others do not."""
+
+    def windows(self, cfg: Any) -> list[int | None]:
+        return fields.windows(cfg, cfg.layer_types)
+
+    def rope(self, cfg: Any, window: int | None) -> Rope | None:
+        return None if window is None else super().rope(cfg, window)

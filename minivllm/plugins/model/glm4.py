@@ -1,0 +1,30 @@
+"""GLM-4 (arXiv:2406.12793) of 2025: norms around both halves, half of each head rotates, by neighbouring pairs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from minivllm.core.interfaces.decoder import AROUND, DecoderSpec, Rope, WeightNames
+from minivllm.layers import fields
+
+from .llama import Llama
+
+NAMES = WeightNames(
+    gate_up=("mlp.gate_up_proj",),
+    norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+)
+
+
+class Glm4(Llama):
+    """``Glm4ForCausalLM``."""
+
+    def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
+        return cfg.attention_bias, False, False
+
+    def rope(self, cfg: Any, layer: int) -> Rope:
+        return replace(fields.rope(cfg, partial=True), interleaved=True)
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        spec = super().describe(cfg)
+        return replace(spec, layers=tuple(replace(layer, norms=AROUND) for layer in spec.layers), names=NAMES)

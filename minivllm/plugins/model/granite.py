@@ -1,0 +1,27 @@
+"""Granite 3 (https://github.com/ibm-granite): Llama with four multipliers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from minivllm.core.interfaces.decoder import DecoderSpec
+
+from .llama import Llama
+
+
+class Granite(Llama):
+    """``GraniteForCausalLM``."""
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        spec = super().describe(cfg)
+        layers = [
+            replace(
+                layer,
+                attention=replace(layer.attention, scale=cfg.attention_multiplier),
+                residual_scale=cfg.residual_multiplier,
+            )
+            for layer in spec.layers
+        ]
+        scale = 1.0 / cfg.logits_scaling
+        return replace(spec, layers=tuple(layers), embed_scale=cfg.embedding_multiplier, logit_scale=scale)

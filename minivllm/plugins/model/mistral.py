@@ -1,0 +1,24 @@
+"""Mistral (arXiv:2310.06825): Llama without biases, with one attention window for all layers, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm.errors import ModelError, shown
+from minivllm.layers import fields
+
+from .llama import Llama
+
+
+class Mistral(Llama):
+    """``MistralForCausalLM``."""
+
+    def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
+        return False, False, False
+
+    def windows(self, cfg: Any) -> list[int | None]:
+        kind = fields.FULL if cfg.sliding_window is None else fields.SLIDING
+        types = getattr(cfg, "layer_types", None)
+        if types is not None and set(types) != {kind}:
+            raise ModelError(f"layer_types={shown(types)}: want {kind} for all layers, this architecture has one kind")
+        return fields.windows(cfg, [kind] * cfg.num_hidden_layers)

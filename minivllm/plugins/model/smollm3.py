@@ -1,0 +1,20 @@
+"""SmolLM3 (https://huggingface.co/blog/smollm3): Llama in which every fourth layer has no rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm.core.interfaces.decoder import Rope
+from minivllm.layers import fields
+
+from .qwen2 import Qwen2
+
+
+class SmolLM3(Qwen2):
+    """``SmolLM3ForCausalLM``."""
+
+    def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
+        return cfg.attention_bias, cfg.attention_bias, cfg.mlp_bias
+
+    def rope(self, cfg: Any, layer: int) -> Rope | None:
+        return fields.rope(cfg) if cfg.no_rope_layers[layer] else None
