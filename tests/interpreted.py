@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
+from minivllm.core.interfaces.decoder import ACTIVATIONS
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_IDS
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
@@ -61,6 +62,24 @@ def test_add_rms_norm_adds_in_place_and_normalises():
     near(y, want)
     assert kept is r and torch.equal(r, total)
     near(norm.add_rms_norm(x, None, w, 1e-6)[0], rms_norm(x, w, 1e-6))
+
+
+def test_a_norm_before_the_addition_is_the_same_kernel():
+    x, r, w, first = torch.randn(3, 48), torch.randn(3, 48), torch.randn(48), torch.rand(48) + 0.5
+    total = rms_norm(x, first, 1e-3) + r
+    y, kept = norm.add_rms_norm(x, r, w, 1e-6, first, 1e-3)
+    near(y, rms_norm(total, w, 1e-6))
+    assert kept is r
+    near(r, total)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_of_a_gate_in_both_kernels(name):
+    x, w, before = torch.randn(2, 48), torch.randn(48, 48) / 7, torch.ones(48)
+    near(activation.gate_mul(x, activation=name), gate_mul(x, name))
+    squares = (x * x).sum(1, True)
+    product = products.Product(w, None, products.GATED, name)
+    near(product(x, squares, 1e-5)[0], gate_mul(rms_norm(x, before, 1e-5) @ w.t(), name))
 
 
 def test_silu_mul_over_more_than_one_block():

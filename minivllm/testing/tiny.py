@@ -12,14 +12,30 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.utils import logging
 
 from minivllm.plugins.model.llama import Llama
 from minivllm.plugins.model.qwen2 import Qwen2
 from minivllm.plugins.model.qwen3 import Qwen3
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma3": Gemma3TextConfig,
+    "phi3": Phi3Config,
+    "cohere2": Cohere2Config,
+}
 ARCHS = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 SMALL = {  # 2 layers, 32 wide, 61 tokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-MODELS = {"qwen3": 27, "llama": 27, "qwen2": 27, "pocket": 19}
-VOCAB = {"qwen3": 288, "llama": 257, "qwen2": 320, "pocket": 2048}
+MODELS = {"qwen3": 18, "llama": 16, "qwen2": 18, "pocket": 14, "gemma3": 12, "phi3": 12, "cohere2": 10}
+VOCAB = {"qwen3": 288, "llama": 257, "qwen2": 320, "pocket": 2048, "gemma3": 264, "phi3": 296, "cohere2": 272}
 SCHEDULERS: list[Any] = [
     "fcfs", "fcfs", "deadline", "fair", "prefill-first", "prefix-aware", "priority", "shortest-job", "static",
     {"name": "static", "options": {"batch": 3, "max_hold": 0.01}},

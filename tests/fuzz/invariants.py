@@ -12,7 +12,7 @@ from .configs import VOCAB
 from .drive import Answer, Output
 from .oracle import TIES, scores_kind
 
-EOS = {"qwen3": (2,), "llama": (2,), "qwen2": (2,), "pocket": (0, 2)}
+EOS = {**dict.fromkeys(VOCAB, (2,)), "pocket": (0, 2)}
 DEVICE_WORDS = ("CUDA error", "device-side assert", "illegal memory", "misaligned address", "CUDA_ERROR", "cudaError",
                 "CUBLAS_STATUS", "unspecified launch failure")  # fmt: skip
 Said = tuple[str, str]  # kind, message

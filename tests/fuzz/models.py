@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {
         "hidden_size": 448, "num_attention_heads": 7, "num_key_value_heads": 1, "num_hidden_layers": 3,
         "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1,
+    },
+    # norms around, a rotary embedding for each type of layer
+    "gemma3": {
+        "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 3,
+        "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    # a part of each head rotates, otherwise in requests of more than 60 tokens
+    "phi3": {
+        "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
+        "original_max_position_embeddings": 60,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1000.0, "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 60, "short_factor": [1.0 + i / 32 for i in range(16)],
+            "long_factor": [2.0 + i / 4 for i in range(16)]},
+    },
+    # attention beside the MLP, layers without positions
+    "cohere2": {
+        "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "logit_scale": 0.5,
+        "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"],
     },
 }  # fmt: skip
 
@@ -28,10 +48,12 @@ def make(folder: Path) -> None:
         values = {**tiny.SMALL, "vocab_size": VOCAB[family], "intermediate_size": 96, "max_position_embeddings": 1024}
         if family == "qwen2":
             values.pop("head_dim")
-        model = tiny.tiny_model(tiny.CONFIGS[family](**{**values, **shape}), seed=len(family))
+        model = tiny.tiny_model(tiny.CONFIGS[family](**copy.deepcopy({**values, **shape})), seed=len(family))
         tiny.save(model, folder / family)
-        whole = {"use_sliding_window": False} if "use_sliding_window" in shape else {}
-        draft = tiny.tiny_model(tiny.CONFIGS[family](**{**values, **shape, **whole}))
+        whole: dict[str, Any] = {"use_sliding_window": False} if "use_sliding_window" in shape else {}
+        if "layer_types" in shape:
+            whole["layer_types"] = ["full_attention"] * len(shape["layer_types"])
+        draft = tiny.tiny_model(tiny.CONFIGS[family](**copy.deepcopy({**values, **shape, **whole})))
         draft.load_state_dict(model.state_dict())
         with torch.no_grad():
             torch.manual_seed(1)
