@@ -61,7 +61,8 @@ class Writing:
         position, of all or the first part of a head; v is stored as it came, and q comes back."""
         for dtype, _ in self.space.each("dtype"):
             for dim, setting in self.space.each("dim_qk", dtype=dtype):
-                for norms, rotary in (("qk", dim), ("", dim), ("qk", 0), ("q", dim // 4 * 2)):
+                part = dim // 4 * 2
+                for norms, rotary in (("qk", dim), ("", dim), ("qk", 0), ("q", part), ("qk", part), ("", part)):
                     for fused in (False, True):
                         self._prepared(setting, norms, rotary, fused)
 

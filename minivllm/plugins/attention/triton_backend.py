@@ -41,8 +41,8 @@ class Triton(AttentionBackend):
             return write(layer, q, k, v, meta, pre, self.ctx.batch_invariant)
         if self.ctx.batch_invariant:
             raise PluginError(
-                f"triton: batch_invariant=true with heads of {q.shape[2]} elements, or a rotary embedding over part of "
-                "them: want an even number, and rotary over all of it"
+                f"triton: batch_invariant=true with heads of {q.shape[2]} elements, or a rotary embedding of an odd "
+                "part of them: want even numbers"
             )
         return super().write(layer, q, k, v, meta, pre)
 

@@ -26,25 +26,31 @@ from .triton_decode import power
 def _write(
     q, k, v, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, position, slot_map,
     q_stride, k_stride, v_stride, slot_stride, eps,
-    QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, DVP: tl.constexpr,
+    QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, H: tl.constexpr,
+    DVP: tl.constexpr,
     HB: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, HAS_V: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """EARLY: positions and slots are those of an earlier layer too, and read before q, k and v are there."""
+    """The first R elements of a head are turned in pairs (i, i + R / 2), the others pass: lane i holds two of them too.
+    EARLY: positions and slots are those of an earlier layer too, and read before q, k and v are there."""
     if not EARLY:
         settle(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = part * HB + tl.arange(0, HB)
     od = tl.arange(0, H)
+    ia, ib = od, od + D // 2
+    if R < D:
+        ia = tl.where(od < R // 2, od, od + R // 2)
+        ib = ia + tl.where(od < R // 2, R // 2, (D - R) // 2)
     slot = tl.load(slot_map + token * slot_stride)
     kept = slot >= BLOCK  # the slots before belong to the null block
     if ROTARY:
         pos = tl.load(position + token)
-        c = tl.load(cos + pos * D + od, mask=od < D // 2, other=0.0)[None, :]
-        s = tl.load(sin + pos * D + od, mask=od < D // 2, other=0.0)[None, :]
+        c = tl.load(cos + pos * R + od, mask=od < R // 2, other=1.0)[None, :]
+        s = tl.load(sin + pos * R + od, mask=od < R // 2, other=0.0)[None, :]
     if NORM:
-        wq_a, wq_b = tl.load(q_norm + od, mask=od < D // 2), tl.load(q_norm + D // 2 + od, mask=od < D // 2)
-        wk_a, wk_b = tl.load(k_norm + od, mask=od < D // 2), tl.load(k_norm + D // 2 + od, mask=od < D // 2)
+        wq_a, wq_b = tl.load(q_norm + ia, mask=od < D // 2), tl.load(q_norm + ib, mask=od < D // 2)
+        wk_a, wk_b = tl.load(k_norm + ia, mask=od < D // 2), tl.load(k_norm + ib, mask=od < D // 2)
     if EARLY:
         settle(PDL)
     release(PDL)  # not before: the decode kernel's programs shall find all multiprocessors free (kernels.launch)
@@ -54,24 +60,24 @@ def _write(
         on = (od < D // 2)[None, :]
         a = tl.zeros([HB, H], tl.float32)
         b = tl.zeros([HB, H], tl.float32)
-        at_q = q + token * q_stride + head[:, None] * D + od[None, :]
-        at_k = k + token * k_stride + (head - QH)[:, None] * D + od[None, :]
-        a += tl.load(at_q, mask=is_q[:, None] & on, other=0.0).to(tl.float32)
-        b += tl.load(at_q + D // 2, mask=is_q[:, None] & on, other=0.0).to(tl.float32)
-        a += tl.load(at_k, mask=is_k[:, None] & on, other=0.0).to(tl.float32)
-        b += tl.load(at_k + D // 2, mask=is_k[:, None] & on, other=0.0).to(tl.float32)
+        at_q = q + token * q_stride + head[:, None] * D
+        at_k = k + token * k_stride + (head - QH)[:, None] * D
+        a += tl.load(at_q + ia[None, :], mask=is_q[:, None] & on, other=0.0).to(tl.float32)
+        b += tl.load(at_q + ib[None, :], mask=is_q[:, None] & on, other=0.0).to(tl.float32)
+        a += tl.load(at_k + ia[None, :], mask=is_k[:, None] & on, other=0.0).to(tl.float32)
+        b += tl.load(at_k + ib[None, :], mask=is_k[:, None] & on, other=0.0).to(tl.float32)
         if NORM:
             inv = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
             a = a * inv * tl.where(is_q[:, None], wq_a[None, :], wk_a[None, :]).to(tl.float32)
             b = b * inv * tl.where(is_q[:, None], wq_b[None, :], wk_b[None, :]).to(tl.float32)
         if ROTARY:
             a, b = a * c - b * s, b * c + a * s
-        to_q = q_out + (token * QH + head)[:, None] * D + od[None, :]
-        to_k = k_cache + (slot * KH + head - QH)[:, None] * D + od[None, :]
-        tl.store(to_q, a.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
-        tl.store(to_q + D // 2, b.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
-        tl.store(to_k, a.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
-        tl.store(to_k + D // 2, b.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
+        to_q = q_out + (token * QH + head)[:, None] * D
+        to_k = k_cache + (slot * KH + head - QH)[:, None] * D
+        tl.store(to_q + ia[None, :], a.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
+        tl.store(to_q + ib[None, :], b.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
+        tl.store(to_k + ia[None, :], a.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
+        tl.store(to_k + ib[None, :], b.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
     if HAS_V and part * HB + HB > QH + KH:
         mine = head - QH - KH
         ov = tl.arange(0, DVP)
@@ -82,13 +88,13 @@ def _write(
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
-    """Whether the kernel does this: an even head, rotary over all of it, heads side by side within a token."""
+    """Whether the kernel does this: an even head, an even part of it turned, heads side by side within a token."""
     dim = q.shape[2]
     packed = all(x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, k, v))
     if not packed or dim % 2:
         return False
-    whole = pre is None or pre.cos is None or (pre.cos.shape[1] == dim and pre.cos.is_contiguous())
-    return whole and (pre is None or (pre.q_norm is None) == (pre.k_norm is None))
+    pairs = pre is None or pre.cos is None or (pre.cos.shape[1] % 2 == 0 and pre.cos.is_contiguous())
+    return pairs and (pre is None or (pre.q_norm is None) == (pre.k_norm is None))
 
 
 MANY = 512  # tokens above which programs are large, and nothing is gained by an early start
@@ -136,6 +142,7 @@ def write(
         QH=heads,
         KH=kv_heads,
         D=dim,
+        R=pre.cos.shape[1] if rotary else dim,
         DV=dim_v,
         H=power(dim // 2),
         DVP=power(dim_v),
