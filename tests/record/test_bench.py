@@ -12,8 +12,8 @@ from torch.autograd import DeviceType
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
 from minivllm.core.interfaces.quantizer import WeightScheme
-from minivllm.core.worker.profiling import device_shares, schemes
 from minivllm.errors import RequestError
+from minivllm.plugins.executor.seam_profile import device_shares, schemes
 
 package = pytest.fixture(write_package)
 

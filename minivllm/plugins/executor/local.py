@@ -96,7 +96,7 @@ class Local(Executor):
     def _profile(self) -> Any:
         if self._seams is not None:
             raise RequestError("a profile of seams is running already; call seams_stop first")
-        from minivllm.core.worker.profiling import SeamProfile
+        from .seam_profile import SeamProfile
 
         return SeamProfile(self.runner)
 
