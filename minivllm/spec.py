@@ -100,7 +100,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
-                api=(2, 0),
+                api=(2, 1),
                 changed="Wiring nests since 2.0 (wiring.num_blocks is wiring.cache.num_kvcache_blocks, "
                 "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),
@@ -151,7 +151,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 api=(1, 1),
                 features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
             ),
-            Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 3)),
+            Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 4)),
         )
     }
 )

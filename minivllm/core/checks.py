@@ -20,7 +20,7 @@ from minivllm.errors import PluginError, shown
 from .interfaces.plan import LogProbs, StepPlan, StepResult
 from .interfaces.sampling import Column, Row
 from .interfaces.scheduler import SchedulerPolicy, StepShape
-from .interfaces.strategy import Branch
+from .interfaces.strategy import Branch, Guide
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -214,7 +214,20 @@ def branches(value: Any, width: int, stepwise: bool) -> list[Branch]:
     samples = [whole(b.sample, 0, width - 1, "start() gave the sample") for b in found]
     if len(set(samples)) < len(samples):
         raise ValueError(f"start() gave the samples {samples}; want no two that are equal")
+    for guide in [b.guide for b in found if b.guide is not None]:
+        _guide(guide, alone=width == 1 and not stepwise)
     return found
+
+
+def _guide(value: Any, alone: bool) -> None:
+    """The guide of a branch, which is ``alone`` if it is the only one of a free strategy."""
+    if not isinstance(value, Guide) or not alone:
+        want = "a Guide" if alone else "none for more than one branch, nor in a stepwise strategy"
+        raise ValueError(f"start() gave the guide {shown(value)}; want {want}")
+    if not _number(value.scale):
+        raise ValueError(f"its scale is {shown(value.scale)}; want a finite number")
+    for token in value.prompt:
+        whole(token, -(2**31), 2**31 - 1, "the prompt of a guide has the token id")
 
 
 def answer(value: Any, samples: Collection[int], most: int) -> list[int]:

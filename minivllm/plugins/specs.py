@@ -63,6 +63,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("scheduler", "shortest-job", "minivllm.plugins.scheduler.spec:SHORTEST_JOB"),
     ("scheduler", "static", "minivllm.plugins.scheduler.spec:STATIC"),
     ("strategy", "beam", "minivllm.plugins.strategy.spec:BEAM"),
+    ("strategy", "guidance", "minivllm.plugins.strategy.spec:GUIDANCE"),
     ("strategy", "parallel", "minivllm.plugins.strategy.spec:PARALLEL"),
     ("strategy", "single", "minivllm.plugins.strategy.spec:SINGLE"),
 )

@@ -166,9 +166,11 @@ class Driver:
         prompt: Mapping[int, int] | None = None,
         prompt_topk: int = 0,
         drafts: Mapping[int, int] | None = None,
+        guided: Sequence[tuple[int, int, float]] = (),
     ) -> StepPlan:
         """``rows``: slot -> tokens; ``late``, ``host`` and ``held``: slots; ``prompt``: slot -> tokens that are scored;
-        ``drafts``: slot -> drafts behind its newest token.  A row that reaches what is known draws."""
+        ``drafts``: slot -> drafts behind its newest token; ``guided``: (slot, slot of its guide, scale).  A row that
+        reaches what is known draws."""
         drafts = drafts or {}
         slots = np.array(sorted(rows, key=lambda s: 2 * (rows[s] != 1) + (s in drafts)), np.int32)
         draft = np.empty(0, np.int32)
@@ -193,6 +195,8 @@ class Driver:
             at(late),
             at(host),
             at(held),
+            np.array([[drawn.index(row), drawn.index(guide)] for row, guide, _ in guided], np.int32).reshape(-1, 2),
+            np.array([scale for *_, scale in guided], np.float32),
             np.array(scored, np.int32).reshape(-1, 2),
             prompt_topk,
             draft,

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import pytest
 
 from minivllm.core.interfaces.plan import LENGTH, OVERSHOOT
 
@@ -67,6 +68,36 @@ class ExecutorRows(ExecutorReference):
             driver.submit({0: 1, 1: 1})
             after = by_slot(driver.executor.collect(0)[0])[0]
             assert after == self.greedy([*a, chosen], 1)[0], "the row goes on from the token that the host chose"
+
+    @since(2, 1)
+    def test_a_row_with_a_guide_is_drawn_from_both(self) -> None:
+        """``StepPlan.guided``: of s * (p - q) + q, p and q the log-softmax of its logits and of its guide's and s its
+        ``scale``.  The guide gets the same token, stop flags and history; the log-probabilities of the row are those
+        of what it was drawn from; the row beside them hears nothing of it."""
+        a, b, c = prompts(9, 4, 6)
+        due, texts = self.greedy(c, 4), [list(a), list(b)]
+        with self.started() as driver:
+            if not driver.capacity.guides:
+                pytest.skip("excused: its capacity says that it serves no guides, so the engine gives it none")
+            for slot, prompt in enumerate((a, b, c)):
+                driver.join(slot, prompt, 4)
+            for step in range(4):
+                p, q = (self.logits_after(text).log_softmax(-1) for text in texts)
+                scale = 0.5 + step
+                want = scale * (p - q) + q
+                rows = {1: 1, 0: 1, 2: 1} if step else {0: 9, 1: 4, 2: 6}
+                plan = driver.submit(rows, guided=[(0, 1, scale)], topk=2)
+                (result,) = driver.executor.collect(0)
+                check_result(plan, result, driver.capacity.vocab_size)
+                got, token = by_slot(result), int(want.argmax())
+                assert got == {0: token, 1: token, 2: due[step]}, f"step {step}: tokens {got}; want {token} twice"
+                flags = by_slot(result, "flags")
+                assert set(flags.values()) == {LENGTH * (step == 3)}, f"step {step}: flags {flags}"
+                row, best = result.slots.tolist().index(0), want.log_softmax(-1).topk(2)
+                assert result.logprobs.top_ids[row, :2].tolist() == best.indices.tolist(), f"{result.logprobs}"
+                assert np.allclose(result.logprobs.top[row, :2], best.values, atol=NEAR * scale), f"{result.logprobs}"
+                for text in texts:
+                    text.append(token)
 
     @since(1, 0)
     def test_prompt_logprobs_come_with_the_chunks_that_compute_them(self) -> None:

@@ -20,7 +20,7 @@ from minivllm.core.interfaces.executor import CacheWiring, Part, SpeculationWiri
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import NAN, StepError, StepResult
 from minivllm.core.interfaces.sampling import Row
-from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
+from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Guide
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.executor.made_up import MadeUpModel, hash_of
 from minivllm.plugins.executor.options import SimOptions
@@ -53,6 +53,23 @@ def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) 
             return tokens[len(prompt) :], "stop"
         if len(tokens) >= end:
             return tokens[len(prompt) :], "length"
+
+
+def guided_answer(prompt, guide: Guide, params: SamplingParams, max_len: int = 256) -> tuple[list[int], str]:
+    """What the engine must give of a request with a guide: the likeliest tokens of both."""
+    own, other = list(prompt), list(guide.prompt) or list(prompt)[-1:]
+    most = min(params.max_tokens, max_len - len(own), max_len - len(other))
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
+    for n in range(most):
+        a, b = logprobs_after(np.array(own)), logprobs_after(np.array(other))
+        x = np.float32(guide.scale) * (a - b) + b
+        if n < params.min_tokens:
+            x[list(stops)] = -np.inf
+        own.append(int(x.argmax()))
+        other.append(own[-1])
+        if own[-1] in stops:
+            return own[len(prompt) :], "stop"
+    return own[len(prompt) :], "length"
 
 
 class SimExecutor(Sim):
@@ -239,4 +256,6 @@ def at_rest(engine: Engine) -> None:
         assert pool.free + pool.idle == pool.total - 1
 
 
-__all__ = ["NAN", "Clock", "SimExecutor", "answer", "at_rest", "outputs", "request", "run", "sim_engine"]
+__all__ = [
+    "NAN", "Clock", "SimExecutor", "answer", "at_rest", "guided_answer", "outputs", "request", "run", "sim_engine",
+]  # fmt: skip

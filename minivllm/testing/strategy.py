@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -11,17 +12,19 @@ import pytest
 from hypothesis import strategies as st
 
 from minivllm.core.interfaces.params import PROCESSED, SamplingParams
-from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy
+from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy, Guide
 from minivllm.errors import RequestError
+from minivllm.plugins.strategy.single import Single
 
 from .base import Seen, since
-from .declaring import Declaring
+from .declaring import Declaring, values_of_own
 from .kept import Lasting
 from .sampling_data import Noted
-from .sim import answer, at_rest, outputs, request, run, sim_engine
+from .sim import answer, at_rest, guided_answer, outputs, request, run, sim_engine
 from .strategy_steps import StepwiseConformance
 
 WIDTHS = (1, 2, 3, 5, 8, 128)
+PLAIN = [("minivllm/single", Single())]  # serves who asks for nothing
 NAMES = [f.name for f in fields(SamplingParams)]
 BRANCHING = ("best_of", "beam_width")  # fields that a strategy may read
 OTHERS = ({"temperature": 0.0}, {"seed": 0}, {"seed": 7}, {"logprobs": 1}, {"max_tokens": None})
@@ -50,9 +53,15 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         return ()
 
     def params(self, n: int) -> SamplingParams:
-        """A request for n outputs that is fit for this strategy: of ``beam_width=n`` if it reads that."""
-        wide = {"beam_width": n} if "beam_width" in self.build().reads else {}
-        return SamplingParams(n=n, max_tokens=6, ignore_eos=True, **wide)
+        """A request for n outputs that is fit for this strategy: of ``beam_width=n`` if it reads that; of the numbers
+        that its spec declares, at other values than their defaults, if it takes no request without them."""
+        strategy = self.build()
+        wide = {"beam_width": n} if "beam_width" in strategy.reads else {}
+        plain = SamplingParams(n=n, max_tokens=6, ignore_eos=True, **wide)
+        if not self.spec.params or strategy.takes(replace(plain, n=1)):
+            return plain
+        numbers = {p.name: list(values_of_own(p))[-1:] for p in self.spec.params if p.kind in (int, float)}
+        return replace(plain, extra={name: values[0] for name, values in numbers.items() if values})
 
     def free(self) -> DecodingStrategy:
         strategy = self.build()
@@ -107,6 +116,49 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
             assert all(isinstance(b, Branch) for b in made), f"start() gave {made}: want Branch objects"
             samples, want = [b.sample for b in made], list(range(params.width))
             assert samples == want, f"{what}: the branches have the samples {samples}, want {want}"
+
+    @since(1, 4)
+    def test_a_guide_has_a_scale_and_token_ids(self) -> None:
+        """And names the parameter that asks for it.  Only the single branch of a free strategy has one: others share
+        the prompt's blocks, or are asked after each step."""
+        strategy = self.build()
+        for what, params in self.variants():
+            made = list(strategy.start(params)) if strategy.takes(params) else []
+            for guide in [b.guide for b in made if b.guide is not None]:
+                alone = strategy.mode == "free" and len(made) == 1
+                assert alone, f"{what}: a guide of one of {len(made)} branches of a {strategy.mode} strategy"
+                assert isinstance(guide, Guide), f"{what}: guide={guide!r}: want a Guide"
+                number = isinstance(guide.scale, (int, float)) and math.isfinite(guide.scale)
+                assert number, f"{what}: a guide has scale={guide.scale!r}: want a finite number"
+                whole = all(isinstance(i, int) and i >= 0 for i in guide.prompt)
+                assert whole, f"{what}: a guide has prompt={guide.prompt!r}: want token ids"
+                assert guide.param in (*strategy.reads, "prompt"), f"{what}: param={guide.param!r}: want one it reads"
+
+    @since(1, 4)
+    def test_rows_and_guides_are_preempted_and_come_back(self) -> None:
+        """On the simulated device, in little memory: the tokens are those that there are alone, for whoever has a guide
+        and whoever has none."""
+        strategy = self.free()
+        params = self.params(1)
+        if not strategy.takes(params) or strategy.start(params)[0].guide is None:
+            pytest.skip("its branches have no guides")
+        plain = SamplingParams(max_tokens=9, ignore_eos=True)
+        engine = sim_engine(slots=9, blocks=24, depth=1, strategy=strategy, budget=16)
+        engine.strategies = [*engine.strategies, *PLAIN]
+        made = []
+        for i in range(12):
+            values = {
+                k: v for k, v in vars(params if i % 3 else plain).items() if v != getattr(SamplingParams, k, None)
+            }
+            made.append(request(engine, f"r{i}", [i, 7, 9, 3 + i] * (1 + i % 2), **{**values, "max_tokens": 9 + i % 4}))
+        run(engine, check=True)
+        at_rest(engine)
+        assert engine.planner.preemptions, "nobody was preempted"
+        for r in made:
+            branch = self.build().start(r.params)[0] if self.build().takes(r.params) else Branch(0)
+            guide = branch.guide
+            want = answer(r.prompt, r.params) if guide is None else guided_answer(r.prompt, guide, r.params)
+            assert outputs(r) == [want], f"{r.id} with the guide {guide}: {outputs(r)}; alone {want}"
 
     @since(1, 0)
     def test_it_declares_the_parameters_that_it_reads(self) -> None:
@@ -280,10 +332,11 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         run(engine, check=True)
         at_rest(engine)
         for r in made:
+            guide = self.build().start(r.params)[0].guide
+            want = {i: answer(r.prompt, r.params, i) for i in range(r.params.n)}
+            want = want if guide is None else {0: guided_answer(r.prompt, guide, r.params)}
             by_sample = dict(zip([s.sample for s in r.sequences], outputs(r), strict=True))
             if r is not gone:
-                assert by_sample == {i: answer(r.prompt, r.params, i) for i in range(r.params.n)}, (
-                    f"{r.id} n={r.params.n}"
-                )
+                assert by_sample == want, f"{r.id} n={r.params.n}"
             ends = [BranchEnd(s.sample, 0, None, s.finish_reason or "") for s in r.sequences]
             self.check_result(r.params.n, ends, [s.sample for s in engine.answer(r)])

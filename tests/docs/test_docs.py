@@ -240,7 +240,7 @@ def declared_table() -> list[str]:
     rows = ["| name | default | range | of | meaning |", "|---|---|---|---|---|"]
     for name, one in declared.builtin().items():
         by = ", ".join(re.sub(r"'(.*)'", r"`\1`", who) for who in one.by)
-        rows.append(f"| `{name}` | `{one.param.default}` | {one.param.wants} | {by} | {one.param.summary} |")
+        rows.append(f"| `{name}` | `{one.param.default!r}` | {one.param.wants} | {by} | {one.param.summary} |")
     return rows
 
 

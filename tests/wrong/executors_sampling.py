@@ -17,6 +17,7 @@ ENGINE = "test_the_engine_serves_with_it"
 HELD = "test_a_held_row_draws_nothing_and_gives_its_logprobs"
 PROMPT = "test_prompt_logprobs_come_with_the_chunks_that_compute_them"
 DRAFTS = "test_steps_with_drafts_give_the_tokens_of_steps_without"
+GUIDES = "test_a_row_with_a_guide_is_drawn_from_both"
 LOGPROBS = "test_logprobs_come_if_they_are_asked_for"
 FAULTS = {
     "SeedsInHalf": (ENGINE,),
@@ -32,12 +33,14 @@ FAULTS = {
     "DraftsAlwaysHold": (DRAFTS,),
     "OneDraftToken": (DRAFTS,),
     "ForgetsDrafted": (DRAFTS,),
+    "IgnoresGuides": (GUIDES,),
+    "ScalesByOne": (GUIDES,),
 }
 RIGHT = ()
 
 
 def spec(name: str) -> Spec:
-    return Spec(f"{__name__}:{name}", (2, 0), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
+    return Spec(f"{__name__}:{name}", (2, 1), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
 
 
 class Joins(Local):
@@ -158,3 +161,21 @@ class ForgetsDrafted(Edited):
 
     def edit(self, result):
         return replace(result, drafted=result.drafted[:0])
+
+
+class IgnoresGuides(Local):
+    """Each row is drawn from its own logits."""
+
+    spec = spec("IgnoresGuides")
+
+    def submit(self, plan):
+        super().submit(replace(plan, guided=plan.guided[:0], scale=plan.scale[:0]))
+
+
+class ScalesByOne(Local):
+    """The scale of a guide is taken for 1."""
+
+    spec = spec("ScalesByOne")
+
+    def submit(self, plan):
+        super().submit(replace(plan, scale=np.ones_like(plan.scale)))

@@ -81,14 +81,24 @@ class KVCache:
     def fits_alone(self, prompt: int, end: int, n: int = 1) -> bool:
         return all(self.worst(g, prompt, end, n) <= p.total - 1 for g, p in enumerate(self.pools))
 
-    def has_room(self, hit: list[np.ndarray], tokens: int, spare: int) -> bool:
-        """Whether a newcomer can have so many tokens, of which ``hit`` is cached, and leave ``spare`` blocks a pool."""
+    def has_room(self, hit: list[np.ndarray], tokens: int, spare: int, beside: int = 0) -> bool:
+        """Whether a newcomer can have so many tokens, of which ``hit`` is cached, another row ``beside`` it so many as
+        that says, and leave ``spare`` blocks a pool."""
         for g, (pool, blocks) in enumerate(zip(self.pools, hit, strict=True)):
             own = blocks[blocks > 0] if g else blocks
             idle = pool.ref.take(own).tolist().count(0) if len(own) else 0
-            if self.at_once(g, tokens) - len(own) + spare > pool.available - idle:
+            need = self.at_once(g, tokens) - len(own) + self.at_once(g, beside)
+            if need + spare > pool.available - idle:
                 return False
         return True
+
+    def room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
+        """How much of a chunk fits into the row's blocks and those that are there and not ``promised``: (tokens, blocks
+        to take for them)."""
+        s = self.slots
+        have, done = min(s.blocks[:, slot].tolist()), int(s.computed[slot])
+        chunk = max(0, min(chunk, (have + self.available - promised) * s.block - done))
+        return chunk, max(0, self.blocks_for(done + chunk) - have)
 
     def lookup(self, seq: Seq, known: int) -> list[np.ndarray]:
         """The longest usable prefix hit: blocks per group (null where a window no longer sees them).  At least one of
@@ -244,6 +254,13 @@ class KVCache:
             self.slots.blocks[g, rows] = have + need
             start = np.repeat(have - (np.cumsum(need) - need), need)
             self._append(g, np.repeat(rows, need), start + np.arange(total), blocks)
+
+    def grow_chunk(self, slot: int, chunk: int) -> int:
+        """Take blocks for as much of a chunk as there is room for; returns the tokens that fit."""
+        chunk, _ = self.room(slot, chunk)
+        row = np.array([slot], np.int32)
+        self.grow(row, self.missing(row, self.slots.computed[row] + chunk))
+        return chunk
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Give a row at once what it needs to reach ``tokens``; the caller has checked that it is there."""

@@ -17,7 +17,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from minivllm.core import checks
 from minivllm.core.foreign import alone, call_foreign
@@ -31,7 +31,8 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown,
 from .blocks import BlockPool
 from .cache import KVCache
 from .forks import advance, finish_beams
-from .incoming import binders, prepare, salt_of
+from .guides import add_guide
+from .incoming import binders, host_draw, prepare, salt_of
 from .masks import RowMasks, supply
 from .planner import Planner
 from .publisher import Flight, Publisher
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.evictor import Evictor
     from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
     from minivllm.core.interfaces.plan import StepResult
-    from minivllm.core.interfaces.sampling import Sampler
 
     from .parts import CacheOptions, EngineParts
 
@@ -161,7 +161,9 @@ class Engine:
                 tokens=request.prompt,
                 known=len(request.prompt),
             )
-            seq.choose = p.choose_fn or self._host_draw(seq)
+            seq.choose = p.choose_fn or host_draw(self, seq)
+            if b.guide is not None:
+                add_guide(self, seq, b.guide)
             request.sequences.append(seq)
         first, *rest = request.sequences
         first.branches = list(rest) if request.beams is None else []
@@ -172,18 +174,6 @@ class Engine:
             raise RequestError(f"{who} failed on this request: {told(e)}") from e
         self.requests[request.id] = request
         self.events.request_added(request)
-
-    def _host_draw(self, seq: Seq) -> Any:
-        """What draws the tokens of a row whose request brings functions of its own."""
-        functions = seq.request.params.logits_processors
-        sampler = cast("Sampler", self.processors[-1][1])
-        if not functions:
-            return None
-        if self.host_sampler is None:
-            raise RequestError(
-                "logits_processors: this engine has nothing that runs them", "logits_processors"
-            )
-        return self.host_sampler(seq, functions, sampler, seq.request.rows[-1])
 
     @alone
     def abort(self, request_id: str) -> bool:
@@ -203,7 +193,9 @@ class Engine:
         stop_reason: int | str | None = None,
         error: str | None = None,
     ) -> None:
-        """End a sequence wherever it is; the request ends with its last one.  Beams end together."""
+        """End a sequence wherever it is; the request ends with its last one.  Beams end together, and so do a sequence
+        and its guide."""
+        seq = seq.lead or seq
         if seq.request.beams is not None:
             finish_beams(self, seq.request, Finish(reason, stop_reason), error)
             return
@@ -212,8 +204,8 @@ class Engine:
             if seq.status == FINISHED:
                 return
         try:
-            if seq.slot >= 0 and reason != "error":
-                self.cache.publish_tail(seq.slot, seq)
+            for one in seq.pair if seq.slot >= 0 and reason != "error" else ():
+                self.cache.publish_tail(one.slot, one)
             self.planner.end(seq)
         except EngineDeadError as e:  # the evictor failed: blocks are in doubt
             self._die(str(e))
@@ -229,7 +221,8 @@ class Engine:
         seq.stop_reason = stop_reason
         seq.error = error
         self.masks.forget(seq)
-        for b in seq.branches:  # they never forked: what ended their prompt ends them
+        # branches never forked: what ended their prompt ends them
+        for b in (*seq.branches, *seq.pair[1:]):
             b.status, b.finish_reason, b.error = FINISHED, reason, error
         request = seq.request
         if request.done and request.finished is None:

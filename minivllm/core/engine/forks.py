@@ -14,6 +14,7 @@ from minivllm.core.interfaces.finish import Finish
 from minivllm.errors import EngineDeadError, told
 
 from .beams import Kept, unwind
+from .guides import release
 from .request import RUNNING, WAITING
 
 if TYPE_CHECKING:
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
 
 def fork_ready(planner: Planner) -> None:
     """Parents whose prompt is computed but for its last token get their branches, which share its blocks.  So do beams
-    that come back after a preemption, once the first of them has computed what all have in common."""
+    that come back after a preemption, once the first of them has computed what all have in common.  Rows with a guide
+    go on together with it."""
     s = planner.slots
     for slot in s.running[s.forking[s.running]].tolist():
         seq = s.seq[slot]
         if seq is None:
             continue  # preempted a moment ago to make room for another's branches
+        if s.mate[slot] >= 0:
+            release(s, slot)
+            continue
         at = int(s.computed[slot])
         if at < s.schedulable[slot] or s.in_flight[slot]:
             continue  # what the branches share must be there, not merely planned

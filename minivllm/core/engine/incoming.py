@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from minivllm import declared
 from minivllm.core import checks
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from minivllm.core.interfaces.executor import Wiring
     from minivllm.core.interfaces.params import SamplingParams
-    from minivllm.core.interfaces.sampling import Column, Processor, Row
+    from minivllm.core.interfaces.sampling import Column, Processor, Row, Sampler
     from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
 
     from .cache import KVCache
     from .engine import Engine
-    from .request import Request
+    from .request import Request, Seq
 
     Processors = Sequence[tuple[str, Processor]]
     Strategies = Sequence[tuple[str, DecodingStrategy]]
@@ -107,6 +107,19 @@ def binders(processors: Processors) -> list[Binder]:
         Binder(seam, name, made, dict(made.columns()))
         for seam, (name, made) in zip(seams, processors, strict=True)
     ]
+
+
+def host_draw(engine: Engine, seq: Seq) -> Any:
+    """What draws the tokens of a row whose request brings functions of its own."""
+    functions = seq.request.params.logits_processors
+    sampler = cast("Sampler", engine.processors[-1][1])
+    if not functions:
+        return None
+    if engine.host_sampler is None:
+        raise RequestError(
+            "logits_processors: this engine has nothing that runs them", "logits_processors"
+        )
+    return engine.host_sampler(seq, functions, sampler, seq.request.rows[-1])
 
 
 def prepare(engine: Engine, request: Request) -> list[Branch]:

@@ -24,6 +24,7 @@ from minivllm.errors import told
 
 from .admission import delta_of, load_of, queue_view, row_of, step_rows
 from .forks import apply_pending, enter_beams, fork_ready, preempt_beams
+from .guides import NO_GUIDES, enter_guide, guided_rows
 from .owners import OwnerShares, candidates, make_way, of_the_largest, parties, who_is_stuck
 from .prompt_scores import NO_PROMPT, prompt_rows
 from .request import RUNNING, WAITING
@@ -116,7 +117,8 @@ class Planner:
     def end(self, seq: Seq) -> None:
         """A sequence ends, wherever it is."""
         if seq.slot >= 0:
-            self.leave(seq.slot)
+            for one in seq.pair:
+                self.leave(one.slot)
         elif seq.queued:
             self.waiting.remove(seq)
         if seq.saved:
@@ -195,8 +197,8 @@ class Planner:
         while missing.any() and not self.cache.can_take(missing):
             lacking = rows[missing.any(axis=0)]
             gone = self.make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
-            keep = (rows != gone) & (s.serial[rows] >= 0)  # beams go together
-            rows, missing = rows[keep], missing[:, keep]
+            left = (rows == gone) | (s.mate[rows] == gone) | (s.serial[rows] < 0)  # none goes alone
+            rows, missing = rows[~left], missing[:, ~left]
         if missing.any():
             self.cache.grow(rows, missing)
         return rows
@@ -237,23 +239,28 @@ class Planner:
         """Send a running row back to the queue: blocks freed, tokens kept (recompute).  It is queued again once its
         steps in flight have come back (see ``Publisher``)."""
         seq = self.slots.at(slot)
+        seq = seq.lead or seq
         self.preemptions += 1
         if seq.request.beams is not None:
             preempt_beams(self, seq.request.beams)
         else:
             # the device knows of this stay
             if all(other is not seq for *_, other in (*self.joins, *self.forks)):
-                self.keeps.append((slot, seq.id))
+                self.keeps.append((seq.slot, seq.id))
                 seq.saved = True
-            seq.preempted += 1
-            self.leave(slot)
-            seq.status = WAITING
+            for one in seq.pair:
+                one.preempted += 1
+                self.leave(one.slot)
+                one.status = WAITING
         self.events.sequence_preempted(seq)
-        if not seq.in_flight:
-            self.requeue(seq)
+        self.requeue(seq)
 
     def requeue(self, seq: Seq) -> None:
-        """Queue a preempted sequence again; if the policy fails on it, it ends.  Beams queue up as one."""
+        """Queue a preempted sequence again, once no step in flight holds it; if the policy fails on it, it ends.  Beams
+        queue up as one, and so does a sequence with its guide."""
+        seq = seq.lead or seq
+        if any(one.in_flight for one in seq.pair):
+            return
         beams = seq.request.beams
         if beams is not None:
             if not beams.resting:
@@ -299,33 +306,18 @@ class Planner:
                 break
             if s.seq[slot] is None or more <= 0:
                 continue  # preempted for the oldest a moment ago, or others have their part first
-            chunk = self._take(slot, have + more)
+            chunk = self.cache.grow_chunk(slot, have + more)
             while not chunk and s.id[slot] == oldest:
                 if self.make_room(slot, 1) == slot:
                     break
                 decode = decode[s.serial[decode] >= 0]
                 for gone in [c for c in chunks if s.seq[c] is None]:
                     parts.spend(int(s.party[gone]), -chunks.pop(gone))
-                chunk = self._take(slot, min(want, parts.most(party)))
+                chunk = self.cache.grow_chunk(slot, min(want, parts.most(party)))
             if chunk:
                 chunks[slot] = chunk
                 parts.spend(party, chunk - have)
         return decode
-
-    def _room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
-        """How much of a chunk fits into the row's blocks and those that are there and not ``promised``: (tokens, blocks
-        to take for them)."""
-        s = self.slots
-        have, done = min(s.blocks[:, slot].tolist()), int(s.computed[slot])
-        chunk = max(0, min(chunk, (have + self.cache.available - promised) * s.block - done))
-        return chunk, max(0, self.cache.blocks_for(done + chunk) - have)
-
-    def _take(self, slot: int, chunk: int) -> int:
-        """Take blocks for as much of a chunk as there is room for; returns the tokens that fit."""
-        chunk, _ = self._room(slot, chunk)
-        row = np.array([slot], np.int32)
-        self.cache.grow(row, self.cache.missing(row, self.slots.computed[row] + chunk))
-        return chunk
 
     # ---- newcomers -----------------------------------------------------------------------------------------------
 
@@ -343,11 +335,12 @@ class Planner:
                 break
             seq.request.scheduled = seq.request.scheduled or now
             party = seq.request.party
-            want = min(int(s.schedulable[seq.slot] - s.computed[seq.slot]), parts.most(party))
-            if want > 0:
-                new[seq.slot], blocks = self._room(seq.slot, want, promised)
-                promised += blocks
-                parts.spend(party, new[seq.slot])
+            for slot in [one.slot for one in seq.pair]:
+                want = min(int(s.schedulable[slot] - s.computed[slot]), parts.most(party))
+                if want > 0:
+                    new[slot], blocks = self.cache.room(slot, want, promised)
+                    promised += blocks
+                    parts.spend(party, new[slot])
         if new:
             rows = np.fromiter(new, np.int32, len(new))
             upto = s.computed[rows] + np.fromiter(new.values(), np.int32, len(new))
@@ -369,8 +362,9 @@ class Planner:
         """Give a waiting sequence a slot and its prefix hit if all that it knows has room beside what is ``promised``;
         False leaves it waiting."""
         s = self.slots
-        beams = seq.request.beams
-        if len(s.free) - self.reserved < (1 + len(seq.branches) if beams is None else beams.width):
+        beams, guide = seq.request.beams, seq.guide
+        wide = len(seq.pair) + len(seq.branches) if beams is None else beams.width
+        if len(s.free) - self.reserved < wide:
             return False
         most = seq.known if beams is None or len(beams.live) == 1 else beams.common() + 1
         # a cached prefix has no log-probabilities
@@ -379,7 +373,8 @@ class Planner:
         protected = seq.preempted >= PROTECTED_AFTER and beams is None
         upto = seq.request.end if protected else seq.known
         spare = promised + (0 if protected or not len(s.running) else 1 + len(s.running) // 8)
-        if not self.cache.has_room(hit, upto, spare):
+        beside = 0 if guide is None else guide.request.end if protected else guide.known
+        if not self.cache.has_room(hit, upto, spare, beside):
             return False
         self.waiting.remove(seq, served=True)
         slot = s.enter(seq)
@@ -395,6 +390,8 @@ class Planner:
             s.forking[slot], s.schedulable[slot] = True, s.prompt[slot] - 1
         if beams is not None:
             enter_beams(self, beams)
+        if guide is not None:
+            enter_guide(self, seq, guide, protected)
         return True
 
     # ---- the plan ------------------------------------------------------------------------------------------------
@@ -431,6 +428,7 @@ class Planner:
             s.drafting[mine] = True
         chosen = np.flatnonzero(host).astype(np.int32)
         beam = s.beam[drawn[chosen]]
+        guided, scale = guided_rows(s, drawn) if s.paired else NO_GUIDES
         prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else NO_PROMPT
         self.step_id += 1
         return StepPlan(
@@ -443,6 +441,8 @@ class Planner:
             late=np.flatnonzero(late & ~host).astype(np.int32),
             host=chosen[~beam],
             held=chosen[beam],
+            guided=guided,
+            scale=scale,
             prompt=prompt,
             prompt_topk=most,
             draft=draft,

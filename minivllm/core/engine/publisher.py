@@ -97,6 +97,8 @@ class Publisher:
         s.collected[mine] = pos + 1
         s.ready[mine] = True
         self.tokens += int(ok.sum())
+        if len(plan.guided):  # a guide's token is no other than its row's
+            self.tokens -= int(ok[plan.guided[:, 1]].sum())
         if result.prompt is not None:
             keep_prompt(s, plan, lambda row: self._sequence(flight, live, row), result.prompt)
         if self.speculation is not None:
@@ -271,7 +273,7 @@ class Publisher:
                 if seq.status == WAITING and result.count[j]:
                     seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
                     seq.known += 1
-                    self.tokens += 1
+                    self.tokens += seq.lead is None
                     # asked for, or a strategy ranks by them
                     if result.logprobs is not None and seq.request.topk >= 0:
                         seq.defer_logprobs(result.logprobs, j)

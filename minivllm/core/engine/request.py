@@ -53,6 +53,9 @@ class Seq:
     keys: list[int] = field(default_factory=list)
     # sequences that fork from it once the prompt is computed
     branches: list[Seq] = field(default_factory=list)
+    guide: Seq | None = None  # its guide, with ``scale`` (see ``guides``)
+    scale: float = 1.0
+    lead: Seq | None = None  # whose guide it is
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -70,6 +73,11 @@ class Seq:
     # its grammar's, from the first mask on: it has taken the tokens ``[prompt, matched)``
     matcher: Any = None
     matched: int = 0
+
+    @property
+    def pair(self) -> tuple[Seq, ...]:
+        """It and its guide, if it has one."""
+        return (self,) if self.guide is None else (self, self.guide)
 
     @property
     def masked(self) -> bool:

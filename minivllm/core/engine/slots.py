@@ -41,7 +41,7 @@ class Slots:
         self._times = np.full((4, size), np.inf)
         # tpot: seconds a token may take
         self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times
-        self._ints = np.zeros((16, size), np.int32)
+        self._ints = np.zeros((17, size), np.int32)
         self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
         self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
         # compute up to here: ``known``, or prompt - 1 while branches wait to fork
@@ -52,8 +52,9 @@ class Slots:
         self.party = self._ints[15]  # number of the request's owner, see ``owners``
         self.emitted = self._ints[13]  # tokens handed to the text side, the prompt's among them
         self.sample = self._ints[14]
-        self._flags = np.zeros((9, size), bool)
-        self.forking = self._flags[0]
+        self.mate = self._ints[16]  # slot of the row that draws with it (see ``guides``), or -1
+        self._flags = np.zeros((10, size), bool)
+        self.forking = self._flags[0]  # waits for branches, or for its mate
         # False: sits out until its last token was collected (host rows)
         self.ready = self._flags[1]
         self.late, self.host = self._flags[2:4]
@@ -63,8 +64,11 @@ class Slots:
         self.drafting = self._flags[6]
         self.watch = self._flags[7]  # somebody wants each token as it comes
         self.scored = self._flags[8]  # it wants log-probabilities
+        self.leads = self._flags[9]  # its mate is its guide
+        self.scale = np.zeros(size, np.float32)  # of the guide
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
         self.asking = 0  # rows with such
+        self.paired = 0  # rows with a mate
         self.prefix_published = np.zeros(size, np.int32)  # blocks handed to the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
         # leading blocks given back (sliding window)
@@ -104,6 +108,7 @@ class Slots:
             len(r.prompt) + seq.emitted,
             seq.sample,
             r.party,
+            -1,
         )
         self._flags[:, slot] = (
             False,
@@ -115,6 +120,7 @@ class Slots:
             False,
             bool(r.watch) or host,
             r.topk >= 0,
+            False,
         )
         self.tokens[slot, :n] = seq.tokens[:n]
         self.asking += r.prompt_topk >= 0
@@ -133,6 +139,7 @@ class Slots:
         """Take the row back; the caller has released its blocks.  The tokens that the host has seen go to the Seq."""
         seq = self.at(slot)
         self.asking -= int(self.prompt_topk[slot] >= 0)
+        self.paired -= int(self.mate[slot] >= 0)
         n = int(self.collected[slot])
         seq.tokens = self.tokens[slot, :n].copy()
         seq.known = n

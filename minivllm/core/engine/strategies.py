@@ -31,6 +31,9 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
     try:
         able = [made for _, made in strategies if asked <= made.reads]
         made = next((made for made in able if call_foreign(made.takes, p)), None)
+        for _, one in strategies if made is None else ():
+            if one.reads & set(p.extra):
+                call_foreign(one.start, p)  # it says what it refuses
         if made is not None:
             request.strategy = made
             if made.mode == "stepwise":

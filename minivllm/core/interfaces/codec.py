@@ -33,7 +33,7 @@ from .plan import (
 )
 from .sampling import Row
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"mvllmstp"
 PLAN, LATE, RESULT = 1, 2, 3  # kinds
 HEAD = struct.Struct("<8sIIQ")
@@ -164,6 +164,8 @@ _PLAN = Layout(
             "plan",
             [("samples", 0), ("late", 0), ("host", 0), ("held", 0), ("prompt", 2), ("draft", 0)],
         ),
+        *_own("plan", [("guided", 2)]),
+        *_own("plan", [("scale", 0)], F4),
         *_own(
             "delta",
             [("leave", 0), ("fork", 3), ("table", 4), ("trim", 4), ("copy", 3), ("token", 2)],

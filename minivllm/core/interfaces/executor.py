@@ -11,7 +11,7 @@ import numpy as np
 
 from .plan import LateInputs, StepPlan, StepResult
 
-API = (2, 0)  # 2.0: Wiring nests, under the names of the configuration
+API = (2, 1)  # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class Capacity:
     weight_bytes: int
     depth: int  # steps that may be in flight beside the newest
     notes: tuple[str, ...] = ()
+    guides: bool = False  # ``StepPlan.guided`` is obeyed; else requests with a guide are refused
 
 
 class Executor(ABC):

@@ -21,7 +21,20 @@ if TYPE_CHECKING:
 
     from .params import SamplingParams
 
-API = (1, 3)  # 1.2: names in ``reads``; 1.3: Spec.params
+API = (1, 4)  # 1.2: names in ``reads``; 1.3: Spec.params; 1.4: Branch.guide
+
+
+@dataclass(frozen=True)
+class Guide:
+    """A second sequence beside a branch: it has a prompt of its own, and each token that the branch draws is its next
+    one too.  Before processors, masks and sampler the logits of the branch become, in float32::
+
+        scale * (log_softmax(its own) - log_softmax(the guide's)) + log_softmax(the guide's)
+    """
+
+    scale: float
+    prompt: Sequence[int] = ()  # token ids; none: the last one of the request's prompt
+    param: str = "prompt"  # the parameter that asks for it, which a refusal names
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,7 @@ class Branch:
     """One sequence of a request: its sample number goes into the noise, so branches draw differently."""
 
     sample: int
+    guide: Guide | None = None  # only of a free strategy's request that has one branch
 
 
 @dataclass(frozen=True)

@@ -195,12 +195,28 @@ class SeparateCalls(GuardedCalls):
         self.runner, self.running, self.plan, self.late = runner, running, plan, late
         self.position = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
         self.topk, self.processed = plan.topk, runner.processed
+        self.pairs = self.state.to(plan.guided.T).long() if len(plan.guided) else None
         for j, slot in enumerate(self.slots.tolist()) if poison else ():
             if slot in poison:
                 self.errors.append(replace(poison[slot], rows=(j,)))
                 self.failed[j] = True
         for slot in self.slots[self.failed].tolist():
             poison.pop(slot, None)
+
+    def guide(self, logits: Tensor) -> Tensor:
+        if self.pairs is None:
+            return logits
+        logits, invariant = logits.float(), self.runner.wiring.batch_invariant
+        sampling.guide_rows(logits, self.pairs, self.state.to(self.plan.scale), invariant)
+        return logits
+
+    def draw(self, logits: Tensor, rows: Rows) -> Draw:
+        """A guide's token is that of its row."""
+        drawn = super().draw(logits, rows)
+        if self.pairs is not None:
+            row, guide = self.pairs
+            drawn.tokens = drawn.tokens.index_copy(0, guide, drawn.tokens[row])
+        return drawn
 
     def rows(self) -> Rows:
         slots, position = self.state.to(np.stack([self.slots, self.position]))

@@ -113,6 +113,10 @@ class CapturedCalls(SampleCalls):
     def blank(self, logits: Tensor) -> Tensor:
         return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
 
+    def guide(self, logits: Tensor) -> Tensor:
+        """A step with guides is drawn as separate launches."""
+        return logits
+
     def rows(self) -> Rows:
         """Each behind its newest token."""
         state, slots = self.state, self.b.slots

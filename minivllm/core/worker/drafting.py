@@ -140,6 +140,7 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
         late=new[plan.late],
         host=new[plan.host],
         held=new[plan.held],
+        guided=new[plan.guided],
         prompt=prompt,
     ), back
 

@@ -165,7 +165,7 @@ class Graphs:
 
     def asked(self, plan: StepPlan) -> Asked | None:
         """What the rows of a step ask of processors and sampler; None if that cannot be captured."""
-        if not len(plan.samples) or len(plan.held) or len(plan.draft):
+        if not len(plan.samples) or len(plan.held) or len(plan.draft) or len(plan.guided):
             return None
         slots = plan.slots[plan.samples]
         state = self.runner.state

@@ -100,6 +100,7 @@ class Runner:
             weight_bytes=w.weight_bytes,
             depth=depth if depth is not None else int(self.device.type == "cuda"),
             notes=tuple(w.notes),
+            guides=True,
         )
 
     # ---- FORWARD -------------------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from minivllm.layers.invariant import logsumexp
 
 _WORD = 1 << 32
 GROUP = 64  # logits of which the largest is looked at first, where the best are looked for
-KEYS = 1 << 22  # of their sort keys at a time: bounds the temporary memory to about 0.1 GB
+KEYS = (
+    1 << 22
+)  # of their sort keys, or logits, at a time: bounds the temporary memory to about 0.1 GB
 
 
 def _signed(word: int) -> int:
@@ -105,7 +107,7 @@ def logprobs_of(
 
         return logprobs.logprobs_of(logits, chosen, topk, best_of)
     logits = logits.float()
-    total = logsumexp(logits) if batch_invariant else torch.logsumexp(logits, dim=1, keepdim=True)
+    total = logsumexp(logits) if batch_invariant else _logsumexp(logits)
     value = logits.gather(1, chosen[:, None])
     rank = (logits > value).sum(dim=1, dtype=torch.int32) + 1
     top, top_ids = best_of(logits, min(max(topk, 0), logits.shape[1]))
@@ -145,6 +147,21 @@ def _in_order(x: Tensor, ids: Tensor, k: int) -> Tensor:
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the order of the floats, as integers
     keys = (bits.long() << 32) | (_WORD - 1 - ids)
     return _WORD - 1 - (keys.topk(k, dim=1).values & (_WORD - 1))
+
+
+def guide_rows(logits: Tensor, pairs: Tensor, scale: Tensor, batch_invariant: bool = False) -> None:
+    """Rows ``pairs[0]`` i64 [n] of logits f32 [N, V] become, in place, what ``strategy.Guide`` says of them and their
+    guides, rows ``pairs[1]``, with ``scale`` f32 [n]."""
+    total = logsumexp if batch_invariant else _logsumexp
+    rows = max(KEYS // logits.shape[1], 1)
+    for (own, other), by in zip(pairs.split(rows, dim=1), scale.split(rows), strict=True):
+        a, b = logits[own], logits[other]
+        a, b = a - total(a), b - total(b)
+        logits[own] = a.sub_(b).mul_(by[:, None]).add_(b)
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    return torch.logsumexp(logits, dim=1, keepdim=True)
 
 
 def bad_rows(logits: Tensor) -> Tensor:

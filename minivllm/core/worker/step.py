@@ -2,7 +2,7 @@
 
     FORWARD   rows from the host ─ read_rows ────┐
               columns ──────── read_columns ─────┴► StepTensors ─ forward ──► hidden states of the rows that draw
-    SAMPLE    hidden ─ head ─ stop ids, processors, masks ─ draw ─ accept ─ log-probabilities
+    SAMPLE    hidden ─ head ─ guides ─ stop ids, processors, masks ─ draw ─ accept ─ log-probabilities
 
 ``runner`` calls them step by step, ``graphs`` while it captures, ``own_model`` for a drafter's model.  Where separate
 launches and a capture differ on purpose is ``StepCalls``: how plug-ins are called, and by what tokens are accepted.
@@ -158,6 +158,8 @@ class StepCalls(DrawCalls, Protocol):
     topk: int  # log-probabilities that are asked for, as in ``StepPlan``
     processed: bool  # and they are those of what the sampler draws from
 
+    # those of rows that have a guide, and no others, become what these are drawn from
+    def guide(self, logits: Tensor) -> Tensor: ...
     def rows(self) -> Rows: ...  # those that draw, once the head has been enqueued
     # masks of late rows, in place; logits that the host wants
     def meet_host(self, logits: Tensor) -> None: ...
@@ -183,7 +185,7 @@ def sample(
 ) -> tuple[Tensor, ...] | None:
     """SAMPLE: tokens from ``hidden`` [N, H] into the columns; their log-probabilities if ``topk`` >= 0, which are those
     of the model's own logits unless ``processed``."""
-    raw = model.logits(hidden)
+    raw = calls.guide(model.logits(hidden))
     logits = raw.float() if calls.float32 else raw
     if calls.topk >= 0 and logits is raw and calls.changes and not calls.processed:
         logits = raw.clone()

@@ -112,6 +112,18 @@ class MadeUpModel:
         return int(tokens[self.rank_of(one, tokens).argmin()]) if len(tokens) else int(best[0])
 
 
+def scores_of(scores: LogProbs, rows: np.ndarray, logits: np.ndarray, tokens: np.ndarray) -> LogProbs:
+    """The scores of a step's ``tokens`` [N], of which ``rows`` [n] were drawn from ``logits`` f32 [n, V]."""
+    chosen, rank, ids, top = (np.array(x) for x in (scores.chosen, scores.rank, scores.top_ids, scores.top))
+    peak = logits.max(axis=1, keepdims=True)
+    found = logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
+    mine = found[np.arange(len(rows)), tokens[rows]]
+    best = np.argsort(-logits, axis=1, kind="stable")[:, : ids.shape[1]]
+    chosen[rows], rank[rows] = mine, 1 + (found > mine[:, None]).sum(axis=1)
+    ids[rows], top[rows] = best, np.take_along_axis(found, best, axis=1)
+    return LogProbs(chosen, rank, ids, top)
+
+
 class Histories:
     """The tokens of each slot and the hashes of all their prefixes."""
 

@@ -46,10 +46,11 @@ from minivllm.core.interfaces.plan import (
 )
 from minivllm.errors import ModelError, ResourceError
 
-from .made_up import Histories, MadeUpModel, mixed, uniform
+from .made_up import Histories, MadeUpModel, mixed, scores_of, uniform
 from .options import SimOptions
 
 MOST_BLOCKS = 1 << 31  # their numbers have 32 bits
+MADE_UP = "tokens are made up: no model is computed"
 DRAFT_LANE = np.uint64(0xE7037ED1A0B428DB)
 
 
@@ -126,7 +127,7 @@ class Sim(Executor):
             self.table = np.zeros((len(blocks), s, length // wiring.block + 2), np.int32)
         self._started = True
         depth = 1 if wiring.steps.run_ahead is None else wiring.steps.run_ahead
-        return Capacity(blocks, (1,) * len(blocks), vocab, 0, depth, ("tokens are made up: no model is computed",))
+        return Capacity(blocks, (1,) * len(blocks), vocab, 0, depth, (MADE_UP,), guides=True)
 
     def _blocks(self, wiring: Wiring) -> tuple[int, ...]:
         """Of each KV group, the null block included; left open: enough for all rows at their longest."""
@@ -260,18 +261,22 @@ class Sim(Executor):
         tokens[rows] = self._next(slots[rows])
         if late is not None:
             self._mask(plan, late, before, tokens)
+        guided = self._guide(plan, late, tokens) if len(plan.guided) else None
         if len(plan.host) or len(plan.held):  # the host chooses for them
             rows = np.setdiff1d(rows, np.concatenate([plan.host, plan.held]))
         count[rows], flags[rows] = 1, self._commit(slots[rows], tokens[rows])
         if drafts is not None:
             self._accept(plan, drafts, tokens, count, flags)
+        scores = self.model.scores(before, tokens, plan.topk) if asked else None
+        if scores is not None and guided is not None:
+            scores = scores_of(scores, plan.guided[:, 0], guided, tokens)
         return StepResult(
             plan.id,
             slots,
             tokens,
             count,
             flags,
-            self.model.scores(before, tokens, plan.topk) if asked else None,
+            scores,
             prompt,
             self.model.logits(before[plan.host]),
             errors,
@@ -288,6 +293,22 @@ class Sim(Executor):
             ranked = self.model.at_rank(h[i : i + 1], np.arange(min(STOP_IDS + 1, self.model.vocab)))
             tokens[i] = next((t for t in ranked.tolist() if t not in self.stop_ids[slots[i]]), tokens[i])
         return tokens
+
+    def _guide(self, plan: StepPlan, late: LateInputs | None, tokens: np.ndarray) -> np.ndarray:
+        """f32 [n, V], what rows with a guide are drawn from: their likeliest token is theirs and the guide's."""
+        rows, guides = plan.guided.T
+        slots = plan.slots[plan.samples]
+        at = self.text.prefix[slots, self.known[slots]]
+        own, other = self.model.logits(at[rows]), self.model.logits(at[guides])
+        found = plan.scale[:, None] * (own - other) + other
+        for x, row, guide in zip(found, rows.tolist(), guides.tolist(), strict=True):
+            slot, may = slots[row], np.ones(len(x), bool)
+            if self.known[slot] < self.min_end[slot]:
+                may[[t for t in self.stop_ids[slot].tolist() if 0 <= t < len(x)]] = False
+            for mask in late.mask[plan.late == row] if late is not None else ():
+                may &= np.unpackbits(mask.astype("<i4").view(np.uint8), bitorder="little")[: len(x)] > 0
+            tokens[[row, guide]] = np.where(may, x, -np.inf).argmax()
+        return found
 
     def _mask(self, plan: StepPlan, late: LateInputs, before: np.ndarray, tokens: np.ndarray) -> None:
         for j, i in enumerate(plan.late.tolist()):

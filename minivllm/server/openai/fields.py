@@ -52,7 +52,10 @@ PASSED = {
     "early_stopping", *declared.builtin(),
 }  # fmt: skip
 # of those, what other servers' clients send without knowing the configuration: without effect where nothing reads it
-OPTIONAL = ("typical_p", "mirostat_tau", "mirostat_eta", "no_repeat_ngram_size", "encoder_repetition_penalty")
+OPTIONAL = (
+    "typical_p", "mirostat_tau", "mirostat_eta", "no_repeat_ngram_size", "encoder_repetition_penalty", "guidance_scale",
+    "negative_prompt",
+)  # fmt: skip
 
 
 def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[dict[str, str]]]:
@@ -128,7 +131,7 @@ def _drop(
     """Leave out, with a warning, what clients send by habit and nothing here reads."""
     for name in [name for name in OPTIONAL if name in passed and name not in reads]:
         if passed.pop(name) != NEUTRAL.get(name):
-            why = f"no sampler or processor of this server reads {name}"
+            why = f"no sampler, processor or strategy of this server reads {name}"
             for shown in dict.fromkeys((sent.get(name, name), name)):
                 warnings.append({"field": shown, "message": f"{shown} has no effect here: {why}"})
     if passed.get("beam_width") is None and passed.get("use_beam_search") in (None, False):

@@ -138,7 +138,7 @@ IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
         "dry_multiplier=0 dry_base dry_allowed_length dry_penalty_last_n dry_range dry_sequence_breakers",
         "repeat_last_n=-1 repetition_penalty_range=0 rep_pen_range rep_pen_slope penalize_nl=false",
         'penalize_newline=false penalty_prompt="" exponential_decay_length_penalty',
-        'diversity_penalty=0 num_beam_groups=1 guidance_scale=1 negative_prompt="" repetition_detection',
+        "diversity_penalty=0 num_beam_groups=1 repetition_detection",
         "repetition_decay penalty_range=-1",
     ),
     **_idle(

@@ -4,6 +4,6 @@ from minivllm.spec import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 3),
+    api=(1, 4),
     summary="n samples, the one of the highest mean log-probability first",
 )

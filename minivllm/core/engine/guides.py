@@ -1,0 +1,112 @@
+"""Guides: a second sequence beside that of a request, against whose logits its tokens are drawn (``strategy.Guide``).
+
+    lead     p p p p p p p .  g g g        the request's sequence
+    guide    q q q . . . . .  g g g        its guide, in a slot of its own, with a prompt of its own
+
+The last known token of both is left (.) until all others of both are computed.  From then on both lack one token, so
+either both are in a step or neither is; the device draws from the logits of both and gives both the same token.  They
+take their slots together, leave them together, and wait in the queue as the lead.
+
+A guide belongs to a request of its own, which nobody else knows of: it has no sink, binds no processor and is asked for
+no mask, and it ends where its lead does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.core.interfaces.params import SamplingParams
+from minivllm.core.interfaces.plan import no_rows
+from minivllm.errors import RequestError
+
+from .incoming import check_prompt
+from .request import RUNNING, Request, Seq
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.strategy import Guide
+
+    from .engine import Engine
+    from .planner import Planner
+    from .slots import Slots
+
+NO_GUIDES = (no_rows(0, 2), no_rows(dtype=np.float32))  # of a step in which nobody has one
+
+
+def add_guide(engine: Engine, lead: Seq, guide: Guide) -> None:
+    """Give the sequence of a new request its guide.  RequestError if it cannot have one."""
+    request, p, cache = lead.request, lead.request.params, engine.cache
+    for name in ("choose_fn", "logits_processors"):
+        if getattr(p, name):
+            what = f"{name} chooses from the logits of one row; want it without {guide.param}"
+            raise RequestError(what, name)
+    if not engine.capacity.guides:
+        who = f"the executor {type(engine.executor).__name__}"
+        raise RequestError(f"{guide.param}: {who} serves no guides; use another one", guide.param)
+    if engine.wiring.max_num_seqs < 2:
+        what = f"{guide.param} takes two rows; want max_num_seqs of at least 2"
+        raise RequestError(f"{what}, and it is {engine.wiring.max_num_seqs}", guide.param)
+    prompt = np.array(list(guide.prompt) or request.prompt[-1:], np.int32)
+    most = request.end - len(request.prompt)
+    own = SamplingParams(
+        max_tokens=most, priority=p.priority, tenant=p.tenant, cache_salt=p.cache_salt
+    )
+    beside = Request(request.id, prompt, own, request.arrival)
+    try:
+        check_prompt(beside, engine.wiring, engine.capacity.vocab_size, cache)
+    except RequestError as e:
+        raise RequestError(f"{guide.param}: {e}", guide.param) from e
+    request.end = len(request.prompt) + beside.end - len(prompt)
+    for g, pool in enumerate(cache.pools):
+        need = sum(cache.worst(g, len(r.prompt), r.end) for r in (request, beside))
+        if need > pool.total - 1:
+            what = f"{guide.param}: the request and its guide need {need} blocks of the KV cache"
+            fix = "shorten them, lower max_tokens, or raise num_kvcache_blocks"
+            raise RequestError(f"{what}, which has {pool.total - 1}; {fix}", guide.param)
+    request.stops = replace(request.stops, end=request.end)
+    further = len(prompt) - len(request.prompt)
+    beside.stops = replace(request.stops, end=beside.end, min_end=request.stops.min_end + further)
+    beside.rows, beside.salt = (None,) * len(request.rows), request.salt
+    beside.tenant, beside.party = request.tenant, request.party
+    request.speculates = False
+    lead.scale = guide.scale
+    lead.guide = Seq(
+        lead.id, beside, lead.sample, lead.seed, tokens=prompt, known=len(prompt), lead=lead
+    )
+
+
+# ---- while a step is planned -----------------------------------------------------------------------------------------
+
+
+def enter_guide(planner: Planner, lead: Seq, guide: Seq, protected: bool) -> None:
+    """The lead has just taken a slot; its guide takes one too, and each waits for the other."""
+    s = planner.slots
+    slot = s.enter(guide)
+    planner.joins.append((slot, guide))
+    guide.status = RUNNING
+    planner.cache.adopt(slot, planner.cache.lookup(guide, guide.known), guide.known)
+    if protected:
+        planner.cache.reserve(slot, guide.request.end)
+    pair = [lead.slot, slot]
+    s.mate[pair] = slot, lead.slot
+    s.leads[lead.slot], s.scale[lead.slot] = True, lead.scale
+    s.forking[pair], s.schedulable[pair] = True, s.known[pair] - 1
+    s.paired += 2
+
+
+def release(s: Slots, slot: int) -> None:
+    """This row and its mate lack one token each if all others of both are computed: they draw from now on."""
+    pair = [slot, s.mate[slot]]
+    if (s.computed[pair] >= s.schedulable[pair]).all():
+        s.forking[pair], s.schedulable[pair] = False, s.known[pair]
+
+
+def guided_rows(s: Slots, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(``guided``, ``scale``) of plan.StepPlan for a step in which the rows ``drawn`` draw."""
+    leads = np.flatnonzero(s.leads[drawn])
+    at = np.zeros(s.size, np.int32)
+    at[drawn] = np.arange(len(drawn))
+    guides = at[s.mate[drawn[leads]]]
+    return np.stack([leads, guides], axis=1).astype(np.int32), s.scale[drawn[leads]]

@@ -1,0 +1,67 @@
+"""Classifier-free guidance: the answer is drawn towards the prompt, away from a negative prompt (transformers'
+``guidance_scale``)::
+
+    p, q = log_softmax(logits after the prompt), log_softmax(logits after the negative prompt)
+    logits = guidance_scale * (p - q) + q
+
+Above 1 the prompt counts for more than it does by itself, at 1 nothing changes, and at 0 the negative prompt alone
+speaks.  Without a negative prompt the other side has the last token of the prompt, so that what came before it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy, Guide
+from minivllm.errors import RequestError, shown
+
+from .spec import GUIDANCE
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.params import SamplingParams
+
+SCALE, TEXT, IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_ids"
+
+
+class Guidance(DecodingStrategy):
+    """Takes requests with ``guidance_scale`` that want one output."""
+
+    reads = GUIDANCE.reads
+
+    def takes(self, params: SamplingParams) -> bool:
+        return _fault(params) is None
+
+    def start(self, params: SamplingParams) -> Sequence[Branch]:
+        if (fault := _fault(params)) is not None:
+            raise fault
+        ids = params.negative_prompt_token_ids
+        guide = Guide(params.guidance_scale, tuple(ids or ()), SCALE if ids is None else IDS)
+        return (Branch(0, guide),)
+
+    def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:
+        return tuple(end.sample for end in ends)
+
+
+def _fault(params: SamplingParams) -> RequestError | None:
+    """Why a request is not for this strategy."""
+    scale, text, ids = params.guidance_scale, params.negative_prompt, params.negative_prompt_token_ids
+    given = IDS if ids is not None else TEXT if text else ""
+    if scale == 1.0:
+        if given:
+            return RequestError(f"{given} without {SCALE}, or with {SCALE}=1, changes nothing: want another one", given)
+        return RequestError(f"{SCALE} is not set: the strategy 'guidance' is for requests that set it", SCALE)
+    for name, value in (("beam_width", params.beam_width), ("best_of", params.best_of)):
+        if value is not None:
+            return RequestError(f"{name}={value}: want no {name} beside {SCALE}={scale:g}", name)
+    if params.n != 1:
+        what = f"n={params.n}: want n=1 beside {SCALE}={scale:g}; send a request for each output"
+        return RequestError(what, "n")
+    if text and ids is not None:
+        return RequestError(f"{TEXT} and {IDS} say the same: want one of them", TEXT)
+    if text:
+        return RequestError(f"{TEXT}: a text needs a tokenizer; give {IDS}, or drop skip_tokenizer_init", TEXT)
+    if ids is not None and not (len(ids) and all(type(i) is int and 0 <= i < 2**31 for i in ids)):
+        want = f"token ids, at least one; without {IDS} it is the last token of the prompt"
+        return RequestError(f"{IDS}={shown(ids)}: want {want}", IDS)
+    return None
