@@ -150,6 +150,14 @@ def test_a_sampler_with_state_and_rows_with_drafts_are_those_of_separate_launche
     assert len(graphs.samples) > 4
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_rows_with_guides_are_drawn_as_separate_launches_behind_captured_layers(models, depth):
+    guided = ({"guidance_scale": 2.0, "negative_prompt_token_ids": [5, 9, 2]}, {"guidance_scale": 0.5, "logprobs": 2})
+    params = asked(*guided, *PLAIN[:2], ignore_eos=True)
+    graphs = compare(models["qwen3"], params, run_ahead=depth, strategies=["single", "guidance"])
+    assert {key.kind for key in graphs.forwards} == {"decode", "mixed"}
+
+
 def test_a_step_that_waits_for_the_device_is_not_captured_and_it_is_said_once(models):
     params = asked({"extra": {"waits": 1}}, *PLAIN)
     want, _ = play(models["qwen3"], params, False, processors=[f"{__name__}:Waits"])

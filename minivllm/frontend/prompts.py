@@ -14,7 +14,7 @@ from minivllm.errors import RequestError, shown
 if TYPE_CHECKING:
     from minivllm.text.tokenizer import Tokenizer
 
-NEGATIVE, NEGATIVE_IDS = "negative_prompt", "negative_prompt_token_ids"
+SCALE, NEGATIVE, NEGATIVE_IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_ids"
 MOST_NEGATIVE = 32768  # characters: what a server has time to encode between two turns
 MOST_WORDS = 1024  # in ``bad_words`` that are looked at here; more are refused by who reads them
 
@@ -50,7 +50,8 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[str | None, n
 def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
     """The parameters with token ids in place of a negative prompt, and of the words in ``bad_words``: as they are spelt
     at the beginning of a text and after a space, which most vocabularies tell apart."""
-    if NEGATIVE in params.extra and NEGATIVE_IDS not in params.extra and tokenizer is not None:
+    # one that nothing weighs, or that comes twice, is refused by its name
+    if {NEGATIVE, SCALE} <= params.extra.keys() and NEGATIVE_IDS not in params.extra and tokenizer is not None:
         text = params.extra[NEGATIVE]
         if len(text) > MOST_NEGATIVE:
             want = f"want at most {MOST_NEGATIVE}, or {NEGATIVE_IDS}"

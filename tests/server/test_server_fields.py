@@ -9,8 +9,10 @@ pytest.importorskip("fastapi")
 
 from http_helpers import served
 
+from minivllm import LLM, SamplingParams
+
 TALE = {"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
-server = served()
+server = served(engine={"strategies": ["single", "parallel", "beam", "guidance"]})
 
 
 def ids(server, **more):
@@ -49,6 +51,37 @@ def test_beams_over_http_are_those_of_the_engine_and_are_asked_for_by_either_nam
         for choice in event["choices"]:
             found.setdefault(choice["index"], []).extend(choice["token_ids"])
     assert sorted(found.values()) == sorted(beams)
+
+
+def test_guidance_over_http_is_that_of_the_engine_with_a_text_or_with_token_ids(server):
+    away = " there was a king"
+    ask = {"temperature": 0, "guidance_scale": 2.5}
+    got = ids(server, **ask, negative_prompt=away)
+    with LLM("pocket", strategies=["guidance"], batch_invariant=True) as llm:
+        params = SamplingParams.make(max_tokens=5, ignore_eos=True, **ask, negative_prompt=away)
+        assert got == [llm.generate(TALE["prompt"], params, use_tqdm=False)[0].tokens]
+        tokens = llm.tokenizer.encode(away)
+    assert ids(server, **ask, negative_prompt_token_ids=tokens) == got
+    assert got not in (ids(server, **ask), ids(server, temperature=0))
+    events = server.events("/v1/completions", {**TALE, **ask, "negative_prompt": away})
+    assert [t for e in events[:-1] for c in e["choices"] for t in c["token_ids"]] == got[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"guidance_scale": 2, "n": 2}, "n"),
+        ({"guidance_scale": 2, "beam_width": 2}, "beam_width"),
+        ({"guidance_scale": -1}, "guidance_scale"),
+        ({"guidance_scale": 2, "negative_prompt": 7}, "negative_prompt"),
+        ({"guidance_scale": 2, "negative_prompt_token_ids": [10**7]}, "negative_prompt_token_ids"),
+        ({"guidance_scale": 2, "negative_prompt": "a" * 40_000}, "negative_prompt"),
+        ({"negative_prompt": "no"}, "negative_prompt"),
+    ],
+)
+def test_guidance_that_cannot_be_given_is_refused_with_its_field(server, more, param):
+    answer = server.post("/v1/completions", {**TALE, **more})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 def test_scores_of_the_prompt_come_beside_the_answer_and_are_those_of_echo(server):

@@ -299,6 +299,8 @@ def test_mapped_fields_do_what_ours_do(server):
         ({"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1}, []),
         ({"mirostat": 1, "mirostat_tau": 5.0}, ["mirostat"]),
         ({"typical": 0.5}, ["typical", "typical_p"]),
+        ({"guidance_scale": 1.5, "negative_prompt": "no"}, ["guidance_scale", "negative_prompt"]),
+        ({"guidance_scale": 1, "negative_prompt": ""}, []),
         ({"length_penalty": 2.0}, ["length_penalty"]),
         ({"length_penalty": 1.0}, []),
         ({"early_stopping": True}, ["early_stopping"]),
