@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -183,6 +184,55 @@ def test_a_guided_request_has_no_drafts_and_its_neighbours_keep_theirs(models):
         assert outs[0].outputs[0].token_ids == transformers_tokens(model, prompt, negative, scale)
         assert outs[1].outputs[0].token_ids == alone
         assert (outs[0].metrics.drafted_tokens, outs[1].metrics.drafted_tokens > 0) == (0, True)
+
+
+@pytest.mark.parametrize("where", ["apply", "commit"])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_processor_that_fails_on_a_guided_row_ends_its_request_alone(models, where, ahead):
+    folder, model = models[0]
+    items = asked(13, 6, vocab=model.config.vocab_size)
+    faulty = dict(processors=["minivllm.testing.faulty:Faulty"], allow_targets=["minivllm.testing.faulty"])
+    params = [
+        params_of(q, s, **({"extra": {"fault": where}} if i in (1, 4) else {})) for i, (_, q, s) in enumerate(items)
+    ]
+    with LLM(folder, **SMALL, **faulty, run_ahead=ahead) as llm:
+        outs = llm.generate([p for p, _, _ in items], params, use_tqdm=False)
+        for i, (out, (prompt, negative, scale)) in enumerate(zip(outs, items, strict=True)):
+            if i in (1, 4):
+                assert out.outputs[0].finish_reason == "error" and f"boom in {where}" in out.error
+            else:
+                assert out.outputs[0].token_ids == transformers_tokens(model, prompt, negative, scale)
+        llm.check()
+        at_rest(llm.engine)
+
+
+def test_what_a_sampler_keeps_of_a_guided_row_comes_back_after_a_preemption(models):
+    folder, model = models[1]
+    items = asked(17, 8, vocab=model.config.vocab_size)
+    params = [
+        SamplingParams.make(seed=i, max_tokens=14, ignore_eos=True, mirostat_tau=3.0, mirostat_eta=0.4, **more)
+        for i, more in enumerate({"guidance_scale": s, "negative_prompt_token_ids": q} for _, q, s in items)
+    ]
+    found = []
+    for blocks in (200, 18):
+        options = dict(sampler="mirostat", num_kvcache_blocks=blocks, kvcache_block_size=4, batch_invariant=True)
+        with LLM(folder, **SMALL, **options) as llm:
+            found.append(tokens(llm, [p for p, _, _ in items], params))
+            assert (llm.stats()["preemptions"] > 0) == (blocks == 18)
+    assert found[0] == found[1]
+
+
+def test_a_form_and_scores_of_the_prompt_go_with_guidance():
+    form = {"regex": "(the|a) [a-z]{3,5} (ran|sat)"}
+    with LLM("pocket", strategies=["single", "guidance"], batch_invariant=True, run_ahead=1) as llm:
+        plain = SamplingParams(temperature=0, max_tokens=20, structured_outputs=form, prompt_logprobs=1)
+        other = SamplingParams.make(**{**vars(plain), "extra": {}}, guidance_scale=4.0, negative_prompt="The king")
+        outs = llm.generate(["Once upon a time"] * 2, [plain, other], use_tqdm=False)
+    texts = [out.outputs[0].text for out in outs]
+    assert all(re.fullmatch(form["regex"], text) for text in texts) and texts[0] != texts[1]
+    for row, same in zip(outs[0].prompt_logprobs[1:], outs[1].prompt_logprobs[1:], strict=True):
+        assert {t: s.rank for t, s in row.items()} == {t: s.rank for t, s in same.items()}
+        assert [s.logprob for s in row.values()] == pytest.approx([s.logprob for s in same.values()], abs=1e-4)
 
 
 # ---- on the simulated device -----------------------------------------------------------------------------------------
