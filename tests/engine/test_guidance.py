@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -370,6 +371,17 @@ def test_the_answer_ends_where_either_context_is_full():
     run(engine, check=True)
     assert [len(outputs(r)[0][0]) for r in (short, long)] == [7, 5]
     assert [outputs(r)[0][1] for r in (short, long)] == ["length", "length"]
+
+
+def test_each_of_a_pair_shares_prefixes_with_requests_of_its_own_length():
+    """Where the rotary embedding goes by how long a request may become: a guide of another length may change that."""
+    engine = sim_engine(strategy=Either(), blocks=200)
+    engine.wiring = replace(engine.wiring, rope_switch=100)
+    made = request(engine, "a", [1] * 5, max_tokens=200, guidance_scale=2.0, negative_prompt_token_ids=[4] * 240)
+    (lead,) = made.sequences
+    assert (made.salt, lead.guide.request.salt) == (("", ""), ("", "", "longer"))
+    plain = request(engine, "b", [1] * 5, max_tokens=200)
+    assert plain.salt == ("", "", "longer")
 
 
 def test_both_prompts_are_found_in_the_prefix_cache():

@@ -22,7 +22,7 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import no_rows
 from minivllm.errors import RequestError
 
-from .incoming import check_prompt
+from .incoming import check_prompt, salt_of
 from .request import RUNNING, Request, Seq
 
 if TYPE_CHECKING:
@@ -68,8 +68,10 @@ def add_guide(engine: Engine, lead: Seq, guide: Guide) -> None:
     request.stops = replace(request.stops, end=request.end)
     further = len(prompt) - len(request.prompt)
     beside.stops = replace(request.stops, end=beside.end, min_end=request.stops.min_end + further)
-    beside.rows, beside.salt = (None,) * len(request.rows), request.salt
-    beside.tenant, beside.party = request.tenant, request.party
+    for one in (request, beside):
+        one.salt = salt_of(one, engine.wiring)
+    beside.rows, beside.tenant = (None,) * len(request.rows), request.tenant
+    beside.party = request.party
     request.speculates = False
     lead.scale = guide.scale
     lead.guide = Seq(
