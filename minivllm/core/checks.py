@@ -214,15 +214,16 @@ def branches(value: Any, width: int, stepwise: bool) -> list[Branch]:
     samples = [whole(b.sample, 0, width - 1, "start() gave the sample") for b in found]
     if len(set(samples)) < len(samples):
         raise ValueError(f"start() gave the samples {samples}; want no two that are equal")
-    for guide in [b.guide for b in found if b.guide is not None]:
-        _guide(guide, alone=width == 1 and not stepwise)
+    if any(b.guide is not None for b in found):
+        for b in found:
+            _guide(b.guide, stepwise)
     return found
 
 
-def _guide(value: Any, alone: bool) -> None:
-    """The guide of a branch, which is ``alone`` if it is the only one of a free strategy."""
-    if not isinstance(value, Guide) or not alone:
-        want = "a Guide" if alone else "none for more than one branch, nor in a stepwise strategy"
+def _guide(value: Any, stepwise: bool) -> None:
+    """The guide of a branch of a request that has guides."""
+    if not isinstance(value, Guide) or stepwise:
+        want = "none in a stepwise strategy" if stepwise else "a Guide for each branch, or for none"
         raise ValueError(f"start() gave the guide {shown(value)}; want {want}")
     if not _number(value.scale):
         raise ValueError(f"its scale is {shown(value.scale)}; want a finite number")

@@ -119,14 +119,15 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 4)
     def test_a_guide_has_a_scale_and_token_ids(self) -> None:
-        """And names the parameter that asks for it.  Only the single branch of a free strategy has one: others share
-        the prompt's blocks, or are asked after each step."""
+        """And names the parameter that asks for it.  Of a free strategy's request each branch has one, or none has:
+        branches without one share the blocks of their prompt, and those of a search are asked after each step."""
         strategy = self.build()
         for what, params in self.variants():
             made = list(strategy.start(params)) if strategy.takes(params) else []
-            for guide in [b.guide for b in made if b.guide is not None]:
-                alone = strategy.mode == "free" and len(made) == 1
-                assert alone, f"{what}: a guide of one of {len(made)} branches of a {strategy.mode} strategy"
+            guides = [b.guide for b in made if b.guide is not None]
+            assert len(guides) in (0, len(made)), f"{what}: {len(guides)} of {len(made)} branches have a guide"
+            assert not guides or strategy.mode == "free", f"{what}: guides of a {strategy.mode} strategy"
+            for guide in guides:
                 assert isinstance(guide, Guide), f"{what}: guide={guide!r}: want a Guide"
                 number = isinstance(guide.scale, (int, float)) and math.isfinite(guide.scale)
                 assert number, f"{what}: a guide has scale={guide.scale!r}: want a finite number"
@@ -334,7 +335,7 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         for r in made:
             guide = self.build().start(r.params)[0].guide
             want = {i: answer(r.prompt, r.params, i) for i in range(r.params.n)}
-            want = want if guide is None else {0: guided_answer(r.prompt, guide, r.params)}
+            want = want if guide is None else dict.fromkeys(want, guided_answer(r.prompt, guide, r.params))
             by_sample = dict(zip([s.sample for s in r.sequences], outputs(r), strict=True))
             if r is not gone:
                 assert by_sample == want, f"{r.id} n={r.params.n}"

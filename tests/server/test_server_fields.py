@@ -70,7 +70,6 @@ def test_guidance_over_http_is_that_of_the_engine_with_a_text_or_with_token_ids(
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"guidance_scale": 2, "n": 2}, "n"),
         ({"guidance_scale": 2, "beam_width": 2}, "beam_width"),
         ({"guidance_scale": -1}, "guidance_scale"),
         ({"guidance_scale": 2, "negative_prompt": 7}, "negative_prompt"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from minivllm.core.interfaces.strategy import Branch, Guide
-from minivllm.errors import RequestError
 from minivllm.plugins.strategy.beam import Beam
 from minivllm.plugins.strategy.guidance import Guidance
 from minivllm.plugins.strategy.parallel import Parallel
@@ -14,7 +13,7 @@ from minivllm.plugins.strategy.spec import GUIDANCE
 SEAM = "strategy"
 GUIDES = "test_a_guide_has_a_scale_and_token_ids"
 FAULTS = {
-    "GuidesEachBranch": (GUIDES, "test_the_engine_serves_it"),
+    "GuidesTheFirst": (GUIDES, "test_the_engine_serves_it"),
     "ScalesWithEachRequest": ("test_rows_and_guides_are_preempted_and_come_back",),
     "PromptOfText": (GUIDES,),
     "GuidesBeams": (GUIDES,),
@@ -32,29 +31,23 @@ class Guided(Parallel):
 
     guide = Guide(1.5, (3, 4))
 
-    def takes(self, params):
-        return super().takes(params) and params.width == 1
-
     def start(self, params):
         return [Branch(b.sample, self.guide) for b in super().start(params)]
 
 
 class AlwaysGuided(Guided):
-    """Right, for requests of one branch."""
+    """Right."""
 
     spec = spec("AlwaysGuided")
 
+
+class GuidesTheFirst(Guided):
+    """And no other branch."""
+
+    spec = spec("GuidesTheFirst")
+
     def start(self, params):
-        if params.width > 1:
-            raise RequestError(f"n={params.n}: want 1", "n")
-        return super().start(params)
-
-
-class GuidesEachBranch(Guided):
-    """Also where there are several."""
-
-    spec = spec("GuidesEachBranch")
-    takes = Parallel.takes
+        return [b if b.sample == 0 else Branch(b.sample) for b in super().start(params)]
 
 
 class ScalesWithEachRequest(Guidance):

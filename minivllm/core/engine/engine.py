@@ -166,10 +166,16 @@ class Engine:
                 add_guide(self, seq, b.guide)
             request.sequences.append(seq)
         first, *rest = request.sequences
-        first.branches = list(rest) if request.beams is None else []
+        apart = first.guide is not None  # pairs queue up one by one: no branch forks from another
+        first.branches = list(rest) if request.beams is None and not apart else []
+        queued = request.sequences if apart else [first]
         try:
-            self.planner.add(first)
+            for seq in queued:
+                self.planner.add(seq)
         except Exception as e:
+            for seq in queued:
+                if seq.queued:
+                    self.planner.waiting.remove(seq)
             who = f"scheduler {type(self.planner.policy).__name__}"
             raise RequestError(f"{who} failed on this request: {told(e)}") from e
         self.requests[request.id] = request

@@ -381,7 +381,7 @@ class Planner:
         self.joins.append((slot, seq))
         seq.status = RUNNING
         cached = self.cache.adopt(slot, hit, most)
-        if not seq.preempted:
+        if not seq.preempted and seq is seq.request.sequences[0]:
             seq.request.cached_tokens = cached
         if protected:
             self.cache.reserve(slot, upto)

@@ -42,7 +42,9 @@ class Branch:
     """One sequence of a request: its sample number goes into the noise, so branches draw differently."""
 
     sample: int
-    guide: Guide | None = None  # only of a free strategy's request that has one branch
+    guide: Guide | None = (
+        None  # of a free strategy; either every branch of a request has one or none has
+    )
 
 
 @dataclass(frozen=True)

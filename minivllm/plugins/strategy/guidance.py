@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy, Guide
+from minivllm.core.interfaces.strategy import Branch, Guide
 from minivllm.errors import RequestError, shown
 
+from .parallel import Parallel
 from .spec import GUIDANCE
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 SCALE, TEXT, IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_ids"
 
 
-class Guidance(DecodingStrategy):
-    """Takes requests with ``guidance_scale`` that want one output."""
+class Guidance(Parallel):
+    """Takes requests with ``guidance_scale``; each of n samples, or of best_of, has a guide."""
 
-    reads = GUIDANCE.reads
+    reads = GUIDANCE.reads | {"best_of"}
 
     def takes(self, params: SamplingParams) -> bool:
         return _fault(params) is None
@@ -37,10 +38,7 @@ class Guidance(DecodingStrategy):
             raise fault
         ids = params.negative_prompt_token_ids
         guide = Guide(params.guidance_scale, tuple(ids or ()), SCALE if ids is None else IDS)
-        return (Branch(0, guide),)
-
-    def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:
-        return tuple(end.sample for end in ends)
+        return tuple(Branch(branch.sample, guide) for branch in super().start(params))
 
 
 def _fault(params: SamplingParams) -> RequestError | None:
@@ -51,12 +49,8 @@ def _fault(params: SamplingParams) -> RequestError | None:
         if given:
             return RequestError(f"{given} without {SCALE}, or with {SCALE}=1, changes nothing: want another one", given)
         return RequestError(f"{SCALE} is not set: the strategy 'guidance' is for requests that set it", SCALE)
-    for name, value in (("beam_width", params.beam_width), ("best_of", params.best_of)):
-        if value is not None:
-            return RequestError(f"{name}={value}: want no {name} beside {SCALE}={scale:g}", name)
-    if params.n != 1:
-        what = f"n={params.n}: want n=1 beside {SCALE}={scale:g}; send a request for each output"
-        return RequestError(what, "n")
+    if (width := params.beam_width) is not None:
+        return RequestError(f"beam_width={width}: want no beam_width beside {SCALE}={scale:g}", "beam_width")
     if text and ids is not None:
         return RequestError(f"{TEXT} and {IDS} say the same: want one of them", TEXT)
     if text:
