@@ -192,7 +192,7 @@ class FailsOnTheSecond(Fcfs):
 
 def test_a_policy_that_fails_on_the_second_pair_leaves_nothing_of_the_first():
     engine = sim_engine(strategy=Guidance(), policy=FailsOnTheSecond)
-    with pytest.raises(RequestError, match="scheduler FailsOnTheSecond failed on this request: .*no"):
+    with pytest.raises(RequestError, match=r"scheduler FailsOnTheSecond failed on this request: .*no"):
         request(engine, "a", [1, 2, 3], n=3, max_tokens=5, guidance_scale=2.0)
     at_rest(engine)
     made = request(engine, "a", [1, 2, 3], n=3, max_tokens=5, guidance_scale=2.0)
