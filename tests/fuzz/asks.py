@@ -19,6 +19,9 @@ def weighted(rng: random.Random, weights: dict[T, float]) -> T:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
+UNGUIDED = {"beam_width", "choose_fn", "logits_processors"}  # what cannot be asked for beside guidance
+
+
 def width(params: Params) -> int:
     """Branches that the request may have at once."""
     return params.get("beam_width") or max(params.get("n", 1), params.get("best_of") or 1)
@@ -29,7 +32,7 @@ def draw(rng: random.Random, engine: dict[str, Any], cap: int | None = None) -> 
     of which there are at least half as many."""
     while True:
         prompt, params = pooled(engine["model"], engine["sampler"], engine["logprobs_mode"], rng.randrange(POOL))
-        fits = len(prompt) + 8 < engine["max_model_len"] and width(params) <= engine["max_num_seqs"]
+        fits = len(prompt) + 8 < engine["max_model_len"] and rows(params) <= engine["max_num_seqs"]
         size = len(prompt) + width(params) * params["max_tokens"]
         if fits and (cap is None or cap / 2 <= size <= cap):
             return prompt, params
@@ -37,7 +40,17 @@ def draw(rng: random.Random, engine: dict[str, Any], cap: int | None = None) -> 
 
 def pooled(model: str, sampler: str, mode: str, i: int) -> tuple[list[int], Params]:
     rng = random.Random(f"ask {model} {sampler} {mode} {i}")
-    return draw_prompt(rng, model), draw_params(rng, model, sampler, mode)
+    prompt, params = draw_prompt(rng, model), draw_params(rng, model, sampler, mode)
+    if rng.random() < 0.15 and not UNGUIDED & params.keys():
+        params["guidance_scale"] = rng.choice([0.0, 0.5, 1.5, 3.0])
+        if rng.random() < 0.7:  # no longer than the prompt, so that it is not what fills the context
+            params["negative_prompt_token_ids"] = draw_prompt(rng, model)[: len(prompt)]
+    return prompt, params
+
+
+def rows(params: Params) -> int:
+    """Rows without which the engine refuses it: those of its branches, or of one and its guide."""
+    return max(width(params), 2 if "guidance_scale" in params else 1)
 
 
 def draw_prompt(rng: random.Random, model: str) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import asks, configs
 
-VERSION = "3"
+VERSION = "4"
 # of faults, the gravest first: a case is counted under the gravest of its own
 KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "finish",
          "stream", "text", "logprob", "ties")  # fmt: skip
@@ -97,7 +97,7 @@ def _ask(
     ask = Ask(prompt, params, engine=on, wave=wave, leave=leave, delay=rng.choice([0, 0, 0, 1, 3, 9]) * turns)
     earlier = [i for i, a in enumerate(before) if a.engine == on and a.wave < wave and a.after is None]
     earlier = [i for i in earlier if longest(before[i], before) + 12 + ask.params["max_tokens"] < (cap or 250)]
-    if earlier and rng.random() < 0.35:
+    if earlier and rng.random() < 0.35 and "guidance_scale" not in params:
         return replace(ask, prompt=ask.prompt[:12], after=rng.choice(earlier))
     return ask
 
@@ -115,7 +115,9 @@ def _needs(engine: dict[str, Any], on: int, made: list[Ask]) -> int:
 
 
 def _blocks(engine: dict[str, Any], ask: Ask, end: int) -> int:
-    """What a request can hold at most: its branches share the full blocks of the prompt, if that is known."""
+    """What a request can hold at most: its branches share the full blocks of the prompt, if that is known.  A guide has
+    at most as many as its row."""
     block, width = engine["kvcache_block_size"], asks.width(ask.params)
     shared = (len(ask.prompt) - 1) // block if ask.after is None else 0
-    return shared + width * (-(-min(end, engine["max_model_len"]) // block) - shared)
+    whole = -(-min(end, engine["max_model_len"]) // block)
+    return max(shared + width * (whole - shared), 2 * whole if "guidance_scale" in ask.params else 0)

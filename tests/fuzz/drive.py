@@ -17,6 +17,7 @@ from .configs import VOCAB, device_defaults
 from .functions import sampling_params
 from .models import draft_of, path_of
 
+STRATEGIES = ["single", "parallel", "beam", "guidance"]
 REST_SECONDS = 20.0  # until an engine is at rest once its clients have left
 Stage = Callable[[str], None]
 
@@ -92,7 +93,8 @@ def engine_options(options: dict[str, Any], case_device: str, dtype: str, folder
     if made.get("drafter") == "model":
         made["drafter"] = {"name": "model", "options": {"model": draft_of(folder, model)}}
     made["model"] = path_of(folder, model)
-    return {**device_defaults(case_device), "dtype": dtype, "skip_tokenizer_init": model != "pocket", **made}
+    own = {"skip_tokenizer_init": model != "pocket", "strategies": STRATEGIES}
+    return {**device_defaults(case_device), "dtype": dtype, **own, **made}
 
 
 class Run:

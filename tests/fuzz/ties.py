@@ -14,7 +14,13 @@ from .oracle import Oracle
 
 NEAR = 2e-3  # of logits after processors and temperature, and of noise: far above float32's rounding in these models
 EDGE = 2e-3  # of a probability that decides whether a token is left out
-TOO_MUCH = ("typical_p", "mirostat_tau", "beam_width", "best_of")  # what is drawn from cannot be told so
+TOO_MUCH = (
+    "typical_p",
+    "mirostat_tau",
+    "beam_width",
+    "best_of",
+    "guidance_scale",
+)  # what is drawn from cannot be told so
 
 
 class Ties:
