@@ -184,6 +184,7 @@ class Driver:
         at = lambda chosen: np.array([i for i, s in enumerate(drawn) if s in chosen], np.int32)  # noqa: E731
         self.known[[s for s in set(drawn) if s not in (*host, *held)]] += 1
         self.steps += 1
+        pairs = [(drawn.index(row), drawn.index(guide)) for row, guide, _ in guided]
         scored = [(i, prompt[s]) for i, s in enumerate(slots.tolist()) if prompt and s in prompt]
         return StepPlan(
             self.steps,
@@ -195,12 +196,12 @@ class Driver:
             at(late),
             at(host),
             at(held),
-            np.array([[drawn.index(row), drawn.index(guide)] for row, guide, _ in guided], np.int32).reshape(-1, 2),
-            np.array([scale for *_, scale in guided], np.float32),
             np.array(scored, np.int32).reshape(-1, 2),
             prompt_topk,
             draft,
             delta=self._delta(),
+            guided=np.array(pairs, np.int32).reshape(-1, 2),
+            scale=np.array([scale for *_, scale in guided], np.float32),
         )
 
     def drafted(self, slot: int, result: StepResult) -> int:

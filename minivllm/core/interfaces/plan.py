@@ -92,10 +92,6 @@ class StepPlan:
     host: np.ndarray = field(default_factory=no_rows)
     # i32 indices into ``samples`` that draw nothing: the host chooses from their log-probabilities
     held: np.ndarray = field(default_factory=no_rows)
-    # i32 [n, 2] indices into ``samples``: a row, and its guide (see ``strategy.Guide``), which gets the row's token
-    guided: np.ndarray = field(default_factory=lambda: no_rows(0, 2))
-    # f32 [n] the scale of each of these
-    scale: np.ndarray = field(default_factory=lambda: no_rows(dtype=np.float32))
     # i32 [P, 2] (row, count): the first ``count`` tokens of the row are followed by a token of its prompt, whose
     # log-probability is wanted
     prompt: np.ndarray = field(default_factory=lambda: no_rows(0, 2))
@@ -103,6 +99,10 @@ class StepPlan:
     # i32 [R] 1, 2 ... for the drafts of a row, 0 else; empty: none
     draft: np.ndarray = field(default_factory=no_rows)
     delta: Delta = Delta()
+    # i32 [n, 2] indices into ``samples``: a row, and its guide (see ``strategy.Guide``), which gets the row's token
+    guided: np.ndarray = field(default_factory=lambda: no_rows(0, 2))
+    # f32 [n] the scale of each of these
+    scale: np.ndarray = field(default_factory=lambda: no_rows(dtype=np.float32))
 
 
 @dataclass(frozen=True)
