@@ -169,7 +169,8 @@ def test_both_prompts_are_found_in_the_prefix_cache():
     computed = []
     for i in range(2):
         engine.executor.trail.clear()
-        asks = dict(guidance_scale=2.0, negative_prompt_token_ids=[4, 5] * 12, max_tokens=3)
+        ids = list(np.array([4, 5] * 12))  # numpy's numbers are as good
+        asks = dict(guidance_scale=2.0, negative_prompt_token_ids=ids, max_tokens=3)
         made = request(engine, f"r{i}", [7, 8, 9] * 9, **asks)
         run(engine, check=True)
         assert outputs(made) == wanted(made, 256)
@@ -210,6 +211,7 @@ def test_a_policy_that_fails_on_the_second_pair_leaves_nothing_of_the_first():
         (dict(guidance_scale=2.0, negative_prompt="no"), "negative_prompt", "a text needs a tokenizer"),
         (dict(guidance_scale=2.0, negative_prompt_token_ids=[]), "negative_prompt_token_ids", "at least one"),
         (dict(guidance_scale=2.0, negative_prompt_token_ids=["a"]), "negative_prompt_token_ids", "token ids"),
+        (dict(guidance_scale=2.0, negative_prompt_token_ids=[True]), "negative_prompt_token_ids", "token ids"),
         (dict(guidance_scale=2.0, negative_prompt_token_ids=[50]), "negative_prompt_token_ids", "want 0 to 49"),
         (dict(guidance_scale=2.0, negative_prompt_token_ids=[1] * 256), "negative_prompt_token_ids", "at most 255"),
         (dict(guidance_scale=2.0, choose_fn=lambda x, ids: 0), "choose_fn", "without guidance_scale"),

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from minivllm.core.interfaces.strategy import Branch, Guide
 from minivllm.errors import RequestError, shown
 
@@ -37,7 +39,7 @@ class Guidance(Parallel):
         if (fault := _fault(params)) is not None:
             raise fault
         ids = params.negative_prompt_token_ids
-        guide = Guide(params.guidance_scale, tuple(ids or ()), SCALE if ids is None else IDS)
+        guide = Guide(params.guidance_scale, tuple(map(int, ids or ())), SCALE if ids is None else IDS)
         return tuple(Branch(branch.sample, guide) for branch in super().start(params))
 
 
@@ -55,7 +57,11 @@ def _fault(params: SamplingParams) -> RequestError | None:
         return RequestError(f"{TEXT} and {IDS} say the same: want one of them", TEXT)
     if text:
         return RequestError(f"{TEXT}: a text needs a tokenizer; give {IDS}, or drop skip_tokenizer_init", TEXT)
-    if ids is not None and not (len(ids) and all(type(i) is int and 0 <= i < 2**31 for i in ids)):
+    if ids is not None and not (len(ids) and all(_is_id(i) for i in ids)):
         want = f"token ids, at least one; without {IDS} it is the last token of the prompt"
         return RequestError(f"{IDS}={shown(ids)}: want {want}", IDS)
     return None
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 <= value < 2**31
