@@ -389,6 +389,11 @@ class Spec:
         """The traits that the engine reads: words and numbers."""
         return {name: value for name, value in self.traits.items() if isinstance(value, (str, int, float))}
 
+    def listed(self, fact: str) -> list[str]:
+        """The values of a fact that are served, in order, where the limits list them."""
+        limit = self.limits.get(fact) if isinstance(self.limits, Mapping) else None
+        return sorted(limit) if isinstance(limit, (set, frozenset)) else []
+
     def refuse(self, request: PluginQuery, kind: Kind) -> tuple[Reason, ...]:
         """Every reason why this plug-in cannot serve the request; empty if it can."""
         if self.api[0] != kind.api[0] or self.api[1] > kind.api[1]:

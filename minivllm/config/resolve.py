@@ -27,7 +27,7 @@ from minivllm.errors import ConfigError, ModelError, PluginError, shown
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, longest_context, open_checkpoint
 from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selection, build_part
-from minivllm.spec import OPTION_OF, Needs, Spec
+from minivllm.spec import OPTION_OF, Needs
 from minivllm.validation import begins, source_of
 
 from .draft_limits import DraftLimits
@@ -257,7 +257,7 @@ class _Fold:
         self.notes.append(("model", f"{checkpoint.folder} ({checkpoint.architecture})"))
         selection = self._select("model", asked, ("device", "dtype"), named, features)
         if selection.chosen is None and asked.name == "auto":
-            served = {a for c in selection.candidates if c.spec for a in _architectures(c.spec)}
+            served = {a for c in selection.candidates if c.spec for a in c.spec.listed("architecture")}
             if checkpoint.architecture not in served:
                 raise ModelError(
                     f"{checkpoint.folder}/config.json: no plug-in serves the architecture "
@@ -445,8 +445,3 @@ def make_part(registry: Registry, chosen: Candidate, choice: PluginChoice, at: s
         spec.plain_traits,
         chosen.entry.source,
     )
-
-
-def _architectures(spec: Spec) -> Sequence[str]:
-    limit = spec.limits.get("architecture") if isinstance(spec.limits, Mapping) else None
-    return sorted(limit) if isinstance(limit, (set, frozenset)) else ()
