@@ -304,6 +304,18 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, Lasting, SpecC
                 rows = [(0, 1), (window % 50, 1), (3 * block, 1), (3 * block + 1, 2), (0, block + 2), (2 * block, 5)]
                 self.run(Setting((spec,), setting.dtype, setting.kv_format, block), rows)
 
+    @since(1, 3)
+    def test_where_the_rotary_tables_have_a_token_says_nothing_of_what_it_sees(self) -> None:
+        """``AttnMeta.position`` is for ``QKPre`` alone: with other numbers there each query sees the same keys."""
+        windows = [None, 6] if self.claims("window") else [None]
+        for window in windows:
+            plain = self.plain() if window is None else self.plain(window=2)
+            spec = replace(plain.specs[0], window=window)
+            setting = Setting((spec,), plain.dtype, plain.kv_format, plain.block)
+            world = World(self, setting, len(ROWS), 60)
+            world.behind = 1000
+            world.check([(world.add(past), new) for past, new in ROWS])
+
     @since(1, 0)
     def test_sinks_take_probability_and_give_nothing(self) -> None:
         """exp(sinks[head]) stands in the denominator of every query of the head."""

@@ -156,6 +156,7 @@ class World:
         static: bool = False,
     ) -> None:
         self.slope, self.static, self.made = slope, static, 0
+        self.behind = 0  # what AttnMeta.position lies behind a token's position
         self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> its tensor
         self.suite, self.setting, self.block = suite, setting, setting.block
         self.poison, self.q_size, self.tokens, self.null_nan = poison, q_size, tokens, null_nan
@@ -287,6 +288,7 @@ class World:
         at = [(seq.slot, new, seq.length + new) for seq, new in rows]
         gone = [i for i, (seq, _) in enumerate(rows) if not seq.live]
         meta = make_meta(at, table, self.block, self.device, gone, ahead)
+        meta.position = meta.position + self.behind
         keep_tensors(self.kept, meta, None if self.static else ("table",))
         return meta
 

@@ -66,14 +66,25 @@ class Writing:
                     for fused in (False, True):
                         self._prepared(setting, norms, rotary, fused)
 
-    def _prepared(self, setting: Setting, norms: str, rotary: int, fused: bool) -> None:
+    @since(1, 3)
+    def test_rows_of_the_tables_may_lie_behind_all_positions(self) -> None:
+        """``AttnMeta.position`` says where ``cos`` and ``sin`` have a token; of a request with another rotary embedding
+        that is in a second table, behind the first."""
+        setting = self.plain()
+        for fused in (False, True):
+            self._prepared(setting, "", setting.specs[0].dim_qk, fused, behind=60)
+
+    def _prepared(self, setting: Setting, norms: str, rotary: int, fused: bool, behind: int = 0) -> None:
         world = World(self, setting, 3, 60)
+        world.behind = behind
         (spec,), (layer,) = setting.specs, world.layers
         rows = [(world.add(50), 1), (world.add(7), 1), (world.add(2), 9)]
         weights = [world.randn(spec.dim_qk).to(world.device) if x in norms else None for x in "qk"]
         cos = sin = None
         if rotary:
-            turn = torch.outer(torch.arange(60.0), 100.0 ** -(torch.arange(0, rotary, 2) / rotary)).repeat(1, 2)
+            turn = torch.outer(torch.arange(60.0 + behind), 100.0 ** -(torch.arange(0, rotary, 2) / rotary)).repeat(
+                1, 2
+            )
             cos, sin = turn.cos().to(world.device), turn.sin().to(world.device)
         pre, meta, inputs = QKPre(cos, sin, *weights, eps=1e-3), world.meta(rows), world.inputs(layer, rows, fused)
         q, k, v = (x.cpu().clone() for x in inputs)

@@ -23,7 +23,7 @@ ALL = frozenset({"window", "sinks", "softcap", "v_in_k", "lse", "repeatable", "b
 
 
 def spec(name, features=ALL, module=__name__, **more):
-    return Spec(f"{module}:{name}", (1, 2), "for a test of the kit", limits={**LIMITS, **more}, features=features)
+    return Spec(f"{module}:{name}", (1, 3), "for a test of the kit", limits={**LIMITS, **more}, features=features)
 
 
 class RowByRow(AttentionBackend):

@@ -19,6 +19,7 @@ BORDER = "test_rows_end_at_either_side_of_a_block_border"
 NULL = "test_the_null_block_is_never_multiplied"
 GRAPH = "test_a_captured_step_replays_on_new_data"
 FAULTS = {
+    "SeesByThePlaceInTheTables": ("test_where_the_rotary_tables_have_a_token_says_nothing_of_what_it_sees",),
     "ReadsBelowTheWindow": (NULL,),
     "WholeFirstTile": (NULL,),
     "PaddingInTheSum": (NULL,),
@@ -35,7 +36,7 @@ SMALL = {**LIMITS, "dtype": {"float32"}, "kv_format": {"fp32"}, "dim_qk": {16}, 
 def spec(name):
     return Spec(
         f"{__name__}:{name}",
-        (1, 0),
+        (1, 3),
         "for a test of the kit",
         limits=SMALL,
         features=frozenset({"window"}),
@@ -54,7 +55,8 @@ class Gathered(AttentionBackend):
             raise NotImplementedError("gathered gives its result only")
         spec, group = layer.spec, layer.group
         key = torch.arange(self.longest(meta, group), device=q.device)
-        row, position = self.row(meta), meta.position[:, None]
+        row = self.row(meta)
+        position = self.position(meta, group, row)[:, None]
         table = self.table(meta)[group, meta.slots[row]]
         index = (key // meta.block).clamp(max=table.shape[1] - 1)
         at = table[:, index].long() * meta.block + key % meta.block  # [T, keys]
@@ -75,6 +77,11 @@ class Gathered(AttentionBackend):
     def row(self, meta):
         return meta.row
 
+    def position(self, meta, group, row):
+        """The queries of a row are the last ones of its context."""
+        here = torch.arange(len(meta.row), device=meta.row.device)
+        return meta.kv_len[group][row] - meta.cu_q[row + 1] + here
+
     def table(self, meta):
         return meta.table
 
@@ -83,6 +90,13 @@ class Gathered(AttentionBackend):
 
 
 # ---- the null block -------------------------------------------------------------------------------------------------
+
+
+class SeesByThePlaceInTheTables(Gathered):
+    spec = spec("SeesByThePlaceInTheTables")
+
+    def position(self, meta, group, row):
+        return meta.position
 
 
 class ReadsBelowTheWindow(Gathered):

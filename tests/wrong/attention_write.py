@@ -20,6 +20,7 @@ WRITE = "test_write_fills_the_named_slots_and_nothing_else"
 FAULTS = {
     "AssumesContiguous": (ANSWER,),
     "OnePlanForAllLayers": ("test_layers_of_several_kv_groups_share_a_step",),
+    "OneTableOnly": ("test_rows_of_the_tables_may_lie_behind_all_positions",),
     "WritesBehindOut": (ANSWER,),
     "LeavesOutOfTheLastRow": (ANSWER,),
     "ScalesQueriesInPlace": (ANSWER,),
@@ -143,6 +144,18 @@ class IgnoresWhatItDoesNotClaim(RowByRow):
 
 
 # ---- write and layout -----------------------------------------------------------------------------------------------
+
+
+class OneTableOnly(RowByRow):
+    """Rows behind the largest position that it has met are taken from the beginning."""
+
+    spec = spec("OneTableOnly")
+
+    def write(self, layer, q, k, v, meta, pre):
+        position = meta.position % 60
+        q, k = (q, k) if pre is None else prepare_qk(q, k, position, pre)
+        self.ctx.kv_format.store(layer.cache, k, v, meta.slot_map[layer.group])
+        return q
 
 
 class WritesTheNeighbour(RowByRow):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from .kvformat import KVFormat, KVLayout
 
-API = (1, 2)  # 1.1: AttentionContext.prepare_qk; 1.2: forward is asked for no scores
+# 1.1: AttentionContext.prepare_qk; 1.2: forward is asked for no scores; 1.3: AttnMeta.position
+API = (1, 3)
 # Never handed to a sequence.  Padded, stopped and failed rows write there, so it may hold NaN; ``write`` may clear it.
 NULL_BLOCK = 0
 

@@ -4,7 +4,7 @@ from minivllm.spec import ANY, MultipleOf, Needs, Spec
 
 FLEX = Spec(
     impl="minivllm_flex.backend:Flex",
-    api=(1, 2),
+    api=(1, 3),
     summary="torch's FlexAttention: windows, soft caps and sinks as score functions, compiled on a GPU",
     options="minivllm_flex.options:FlexOptions",
     limits={

@@ -4,7 +4,7 @@ from minivllm.spec import ANY, MultipleOf, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 2),
+    api=(1, 3),
     summary="attention row by row, in float32",
     limits={
         "device": ANY,
