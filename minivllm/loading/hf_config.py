@@ -13,6 +13,7 @@ from minivllm import files
 from minivllm.errors import ModelError, brief, shown
 
 from .numbers import check_numbers
+from .plain_config import plain_config
 
 IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft"}  # word -> directory in minivllm/pocket
 WANTED = (
@@ -60,8 +61,11 @@ class Checkpoint:
         return str(named.get("quant_method", "unknown")) if named else "none"
 
     def hf_config(self) -> Any:
-        """transformers' configuration object of the text model, made from the file without running code that comes
-        with the model."""
+        """The configuration of the text model with the attributes of transformers' object, made from the file without
+        running code that comes with the model."""
+        return plain_config(self.raw, self.from_transformers) or self.from_transformers()
+
+    def from_transformers(self) -> Any:
         from transformers.configuration_utils import PreTrainedConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -87,7 +91,7 @@ def open_checkpoint(model: str) -> Checkpoint:
 
 
 def read_config(folder: str | Path) -> Any:
-    """transformers' configuration object of the text model in a directory."""
+    """The configuration of the text model in a directory."""
     return open_checkpoint(str(folder)).hf_config()
 
 

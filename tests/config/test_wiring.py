@@ -367,7 +367,8 @@ def test_a_quantized_checkpoint_that_nobody_reads_is_refused(tmp_path):
 
 
 def test_the_config_object_is_that_of_transformers(model):
-    assert isinstance(read_config(model), Qwen3Config)
+    assert isinstance(open_checkpoint(model).from_transformers(), Qwen3Config)
+    assert read_config(model).hidden_size == SHAPE["hidden_size"]
 
 
 # ---------------------------------------------------------------- building

@@ -1,0 +1,121 @@
+"""config.json of Llama, Qwen 2 and Qwen 3 read without transformers, whose import takes a second of every start.
+
+A file is read here if all of its keys are known here and their values are of the usual kinds.  Any other one is left to
+transformers, and so is what is wrong with it.  What is made here has the values that transformers' object has, which a
+test compares; an attribute that is not known here comes from transformers after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+WHOLE, REAL, FLAG, WORD, NULL, MANY = int, (int, float), bool, str, type(None), list
+Kinds = tuple[type, ...]
+THETA = 10_000.0  # of the rotary embedding, where a file has none
+
+
+def _kinds(*kinds: Any) -> Kinds:
+    return tuple(k for kind in kinds for k in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+SIZES: Mapping[str, tuple[Any, Kinds]] = {  # field -> its default, the kinds of its values
+    "hidden_size": (4096, _kinds(WHOLE)),
+    "num_hidden_layers": (32, _kinds(WHOLE)),
+    "num_attention_heads": (32, _kinds(WHOLE)),
+    "hidden_act": ("silu", _kinds(WORD)),
+    "rms_norm_eps": (1e-6, _kinds(REAL)),
+    "tie_word_embeddings": (False, _kinds(FLAG)),
+}
+QWEN2: Mapping[str, tuple[Any, Kinds]] = {
+    **SIZES,
+    "vocab_size": (151936, _kinds(WHOLE)),
+    "intermediate_size": (22016, _kinds(WHOLE)),
+    "max_position_embeddings": (32768, _kinds(WHOLE)),
+    "num_key_value_heads": (32, _kinds(WHOLE, NULL)),
+    "use_sliding_window": (False, _kinds(FLAG)),
+    "sliding_window": (4096, _kinds(WHOLE, NULL)),
+    "max_window_layers": (28, _kinds(WHOLE)),
+    "layer_types": (None, _kinds(MANY, NULL)),
+}
+FIELDS: Mapping[str, Mapping[str, tuple[Any, Kinds]]] = {
+    "llama": {
+        **SIZES,
+        "vocab_size": (32000, _kinds(WHOLE)),
+        "intermediate_size": (11008, _kinds(WHOLE)),
+        "max_position_embeddings": (2048, _kinds(WHOLE)),
+        "num_key_value_heads": (None, _kinds(WHOLE, NULL)),
+        "head_dim": (None, _kinds(WHOLE, NULL)),
+        "attention_bias": (False, _kinds(FLAG)),
+        "mlp_bias": (False, _kinds(FLAG)),
+    },
+    "qwen2": QWEN2,
+    "qwen3": {**QWEN2, "head_dim": (128, _kinds(WHOLE)), "attention_bias": (False, _kinds(FLAG))},
+}
+NO_MATTER = {  # to what is computed
+    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+    "model_type", "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+ROPE = {"rope_parameters", "rope_scaling", "rope_theta"}
+ROPE_KINDS = {"default", "linear", "llama3"}
+ROPE_NUMBERS = {
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+}  # fmt: skip
+# what architectures ask for and no file that is read here has
+UNSET = {
+    "layer_types", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config",
+    "quantization_config", "rope_scaling", "rope_theta", "sliding_window", "use_bidirectional_attention", "use_mrope",
+}  # fmt: skip
+
+
+class PlainConfig:
+    """The fields of a config.json as attributes; ``whole`` makes transformers' object, if it is asked for more."""
+
+    def __init__(self, values: Mapping[str, Any], whole: Callable[[], Any]) -> None:
+        self.__dict__.update(values)
+        self._whole, self._made = whole, None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in UNSET:
+            raise AttributeError(name)
+        if self._made is None:
+            self._made = self._whole()
+        return getattr(self._made, name)
+
+
+def plain_config(raw: Mapping[str, Any], whole: Callable[[], Any]) -> PlainConfig | None:
+    """None: the file is not one that is read here."""
+    fields = FIELDS.get(str(raw.get("model_type")))
+    if fields is None or not set(raw) <= fields.keys() | NO_MATTER | ROPE:
+        return None
+    values = {name: raw.get(name, default) for name, (default, _) in fields.items()}
+    if not all(type(values[name]) in kinds for name, (_, kinds) in fields.items()):
+        return None
+    rope = _rope(raw)
+    heads, layers, types = (values.get(n) for n in ("num_attention_heads", "num_hidden_layers", "layer_types"))
+    if rope is None or heads < 1 or values["hidden_size"] % heads or (types is not None and len(types) != layers):
+        return None
+    values["num_key_value_heads"] = values["num_key_value_heads"] or heads
+    if "head_dim" in values:
+        values["head_dim"] = values["head_dim"] or values["hidden_size"] // heads
+    if "use_sliding_window" in values:
+        window = values["sliding_window"] if values["use_sliding_window"] else None
+        first = values["max_window_layers"] if window is not None else layers
+        values["sliding_window"] = window
+        values["layer_types"] = types or [
+            "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+        ]
+    return PlainConfig({**values, "rope_parameters": rope, "is_causal": True, "is_heterogeneous": False}, whole)
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``rope_parameters`` as transformers 5 has them, of new files and old ones."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict) or not given.keys() <= ROPE_NUMBERS | {"rope_type", "type"}:
+        return None
+    kind = given.get("rope_type") or given.get("type") or "default"
+    theta = given.get("rope_theta", raw.get("rope_theta", THETA))
+    numbers = {name: given[name] for name in given.keys() & ROPE_NUMBERS}
+    if kind not in ROPE_KINDS or not all(type(v) in (int, float) for v in (theta, *numbers.values())):
+        return None
+    return {**numbers, "rope_type": kind, "rope_theta": theta}
