@@ -82,7 +82,7 @@ def test_every_activation_of_a_gate_in_both_kernels(name):
     near(product(x, squares, 1e-5)[0], gate_mul(rms_norm(x, before, 1e-5) @ w.t(), name))
 
 
-def test_silu_mul_over_more_than_one_block():
+def test_gate_mul_over_more_than_one_block():
     x = torch.randn(3, 2 * 1500)
     near(activation.gate_mul(x), gate_mul(x))
     squares = torch.rand(3, 5) * 100

@@ -16,9 +16,19 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import QKPre
-from minivllm.core.interfaces.decoder import AFTER, AROUND, HEAD, WIDTH, DecoderSpec, LayerSpec
+from minivllm.core.interfaces.decoder import (
+    ACTIVATIONS,
+    AFTER,
+    AROUND,
+    BEFORE,
+    HEAD,
+    ROPE_KINDS,
+    WIDTH,
+    DecoderSpec,
+    LayerSpec,
+)
 from minivllm.core.interfaces.model import StepTensors
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 
 from .fused import Joined, Normed
 
@@ -139,11 +149,20 @@ def _norm(parts: ModelParts, spec: DecoderSpec, name: str, there: bool) -> Any:
 
 
 def check(spec: DecoderSpec, parts: ModelParts) -> None:
-    """ModelError for what the parts cannot do together."""
+    """ModelError for words that a table may not have, and for what the parts cannot do together."""
     for i, layer in enumerate(spec.layers):
+        kind = "default" if layer.rope is None else layer.rope.kind
+        for name, word, known in (
+            ("norms", layer.norms, (BEFORE, AFTER, AROUND)),
+            ("qk_norm", layer.qk_norm, (None, HEAD, WIDTH)),
+            ("mlp.activation", layer.mlp.activation, ACTIVATIONS),
+            ("rope.kind", kind, ROPE_KINDS),
+        ):
+            if word not in known:
+                raise ModelError(f"layer {i}: {name}={shown(word)}: want one of {', '.join(map(str, known))}")
         if layer.qk_norm == WIDTH and parts.shard.size > 1:
-            raise ModelError(f"layer {i}: a norm over all heads of q is not split over processes: want one process")
+            raise ModelError(f"layer {i}: a norm over all heads of q is not split: want tensor_parallel_size=1")
         if layer.qk_norm == HEAD and spec.norm.centered:
             raise ModelError(f"layer {i}: LayerNorm of each head is not implemented: want RMSNorm")
-        if layer.parallel and layer.norms in (AFTER, AROUND):
+        if layer.parallel and layer.norms != BEFORE:
             raise ModelError(f"layer {i}: a parallel block has its norm before: want norms='before'")

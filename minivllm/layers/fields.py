@@ -28,7 +28,7 @@ LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positio
 YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 ORIGINAL = "original_max_position_embeddings"
 ROPES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
+    "default": ((), ("factor",)),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
     "llama3": (LLAMA3, ()),
@@ -36,7 +36,7 @@ ROPES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")),
     "proportional": ((), ("factor",)),
 }
-HARMLESS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL}
+HARMLESS = {"finetuned", "rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL}
 LISTS, FLAGS = {"short_factor", "long_factor"}, {"truncate"}
 
 

@@ -107,6 +107,13 @@ def longest_context(cfg: Any) -> int | None:
     return max(most, int((trained or most) * factor))
 
 
+def context_said(cfg: Any) -> str:
+    """``longest_context``, as a user is told of it."""
+    most, named = longest_context(cfg), getattr(cfg, "max_position_embeddings", None)
+    stretched = "" if most == named else f", which its rotary embedding stretches to {most}"
+    return f"the model has max_position_embeddings={named}{stretched}"
+
+
 def find_model(model: str) -> Path:
     """The directory of a model: the words ``pocket`` and ``pocket-draft``, a directory, or a Hugging Face hub id."""
     if model in IN_PACKAGE:

@@ -124,7 +124,9 @@ def _said(cfg: Any, size: int) -> list[str]:
 def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
     """ModelError if config.json says another number of layers than the checkpoint has."""
     asked = getattr(cfg, "num_hidden_layers", None)
-    patterns = [re.compile(rule_pattern(r.source).pattern + r"\..+") for r in rules if r.module and "{i}" in r.source]
+    # where layers differ each has rules of its own
+    sources = {re.sub(r"\.\d+\.", ".{i}.", r.source) for r in rules if r.module}
+    patterns = [re.compile(rule_pattern(s).pattern + r"\..+") for s in sorted(sources) if "{i}" in s]
     spare = [re.compile(rule_pattern(r.source).pattern + r"\..+") for r in rules if not r.module]
     layers: dict[int, str] = {}
     for name in headers:

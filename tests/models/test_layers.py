@@ -48,7 +48,7 @@ def test_norm_adds_the_residual_and_normalises_the_sum(dtype, tolerance):
     assert torch.equal(stream, x) and (y - rms(x, norm.weight)).abs().max() <= tolerance * 3
 
 
-def test_silu_mul_is_swiglu():
+def test_the_gate_of_silu_is_swiglu():
     x = torch.randn(5, 12)
     gate, up = x.double().chunk(2, -1)
     assert (gate_mul(x) - gate * torch.sigmoid(gate) * up).abs().max() < 1e-6

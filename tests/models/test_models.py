@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.interfaces.model import takes_logits_indices
+from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.core.interfaces.decoder import HEAD, MLP, DecoderSpec, LayerSpec, Norm, Rope
+from minivllm.core.interfaces.model import ModelArch, decoder_rules, takes_logits_indices
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
 from minivllm.layers.decoder import Decoder
+from minivllm.loading.weights import as_halves
+from minivllm.plugins.specs import BUILTINS
 from minivllm.testing import ModelConformance
 from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import ARCHS, LLAMA3_ROPE, tiny_config, tiny_dir, tiny_model
@@ -149,3 +154,70 @@ def test_a_model_with_a_call_of_its_own_says_itself_whether_it_takes_logits_indi
 
     made = [cls.__new__(cls) for cls in (Decoder, Other, Whole)]
     assert [takes_logits_indices(model) for model in made] == [True, True, False]
+
+
+OTHERS = sorted({name for seam, name, _ in BUILTINS if seam == "model"} - set(SERVED))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_family_gives_the_logits_of_transformers_whole_and_in_chunks(name, tmp_path):
+    """The slow tests hold each to the whole kit."""
+    suite = type("Suite", (ModelConformance,), {"plugin": f"minivllm/{name}"})()
+    for i, cls in enumerate(suite.families().values()):
+        assert suite.judge(cls, tmp_path / str(i), {}, (5, 6, 23)) == ("equal", "")
+
+
+TABLE = DecoderSpec(61, 32, (LayerSpec(AttnSpec(4, 2, 8, 8), MLP(48), Rope(8, 100.0)),) * 2, Norm(1e-6))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"norms": "arround"}, "layer 0: norms='arround': want one of before, after, around"),
+        ({"qk_norm": "heads"}, "layer 0: qk_norm='heads': want one of None, head, width"),
+        ({"mlp": MLP(48, "mish")}, "layer 0: mlp.activation='mish': want one of silu, gelu, "),
+        ({"rope": Rope(8, 100.0, "ntk")}, "layer 0: rope.kind='ntk': want one of default, linear, "),
+        ({"parallel": True, "norms": "around"}, "layer 0: a parallel block has its norm before"),
+    ],
+)
+def test_a_word_that_no_table_has_is_refused(change, message):
+    class Typed(ModelArch):
+        def describe(self, cfg):
+            return replace(TABLE, layers=tuple(replace(layer, **change) for layer in TABLE.layers))
+
+    with pytest.raises(ModelError) as info:
+        Harness(None, Typed(), None)
+    assert str(info.value).startswith(message)
+
+
+def test_norms_of_heads_are_put_in_order_with_the_rows_that_they_weigh():
+    rope = Rope(4, 100.0, interleaved=True)
+    spec = replace(TABLE, layers=tuple(replace(layer, rope=rope, qk_norm=HEAD) for layer in TABLE.layers))
+    ordered = {rule.source.rpartition(".")[2]: rule.pairs for rule in decoder_rules(spec) if rule.pairs}
+    assert ordered == dict.fromkeys(("q_proj", "k_proj", "q_norm", "k_norm"), (8, 4))
+    assert as_halves(torch.arange(8), 8, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "cohere2", "phi3"])
+def test_a_number_of_layers_that_the_checkpoint_contradicts_is_named(family, tmp_path):
+    """Also where layers differ from each other."""
+    path, _, _ = tiny_dir(tmp_path, family, num_hidden_layers=4)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 2, "layer_types": None}))
+    with pytest.raises(ModelError, match=r"num_hidden_layers=2: .* want 4, as the checkpoint has"):
+        LLM(model=str(path), device="cpu", dtype="float32", skip_tokenizer_init=True, max_model_len=32)
+
+
+def test_drafts_of_a_row_near_its_end_beside_one_with_many():
+    """The draft model goes on for the row with most drafts; of the others it reads nothing behind their end."""
+    drafter = {"name": "model", "options": {"model": "pocket-draft"}}
+    sizes = {"max_num_seqs": 4, "max_model_len": 64, "num_kvcache_blocks": 64}
+    prompts = [{"prompt_token_ids": [20 + i * k % 40 for i in range(n)]} for k, n in ((3, 45), (1, 20), (2, 48))]
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    found = []
+    for more in ({}, {"drafter": drafter, "num_speculative_tokens": 7, "speculate": "always"}):
+        with LLM(model="pocket", device="cpu", dtype="float32", **sizes, **more) as llm:
+            found.append([out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
+            speculating = llm.engine.speculation
+            assert speculating is None or not speculating.failed, "speculation is off"
+    assert found[0] == found[1]

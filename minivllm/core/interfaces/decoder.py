@@ -18,11 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from minivllm.errors import ModelError
+
 from .attention import AttnSpec
 
 BEFORE, AFTER, AROUND = "before", "after", "around"
 HEAD, WIDTH = "head", "width"  # what a norm of q and k goes over
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Rope:
 
     dim: int
     theta: float
-    kind: str = "default"
+    kind: str = "default"  # of ROPE_KINDS
     numbers: tuple[tuple[str, Any], ...] = ()
     switch: int | None = None
     # pairs are (0, 1), (2, 3) ... in the checkpoint; the rows of q and k are put in order when it is loaded
@@ -112,13 +115,12 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     norm: Norm  # of all layers, and the last one
     tied: bool = False  # the head's weight is the embedding's
-    embed_scale: float = 1.0
+    embed_scale: float = 1.0  # rounded to the dtype of the model first
     # rows of a table of learned positions, and the row of position 0; 0 rows: there is none
     positions: int = 0
     first_position: int = 0
     logit_scale: float = 1.0
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap), after the scale
-    head_bias: bool = False
     names: WeightNames = field(default_factory=WeightNames)
 
     @property
@@ -126,5 +128,8 @@ class DecoderSpec:
         """The length at which the rotary embedding of a request is another one, see ``Rope``."""
         ropes = [layer.rope for layer in self.layers if layer.rope is not None]
         found = {rope.switch for rope in ropes if rope.switch is not None}
-        assert len(found) <= 1, f"layers switch at lengths {found}: want one"
+        if len(found) > 1:
+            raise ModelError(
+                f"the rotary embedding of layers changes at {sorted(found)} tokens: want one length"
+            )
         return min(found, default=None)

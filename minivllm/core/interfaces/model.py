@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .decoder import AFTER, AROUND, HEAD, WIDTH, DecoderSpec, LayerSpec
+from .decoder import AROUND, HEAD, WIDTH, DecoderSpec, LayerSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +128,9 @@ class ModelArch:
     """
 
     def describe(self, cfg: Any) -> DecoderSpec:
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} says of no model what it is: want describe, or attention, build and weights"
+        )
 
     def attention(self, cfg: Any) -> Sequence[AttnSpec]:
         """One spec per layer, for the whole model (not a process's share)."""
@@ -167,7 +169,8 @@ def _weights_of(layer: LayerSpec) -> tuple:
     """What of a layer its rules go by."""
     rope = layer.rope
     turned = rope.dim if rope is not None and rope.interleaved else 0
-    return layer.norms, layer.parallel, layer.qk_norm, layer.mlp.gated, layer.attention, turned
+    a = layer.attention
+    return layer.norms, layer.parallel, layer.qk_norm, layer.mlp.gated, a.dim_qk, a.sinks, turned
 
 
 def _layer_rules(
@@ -178,11 +181,12 @@ def _layer_rules(
     parallel: bool,
     qk_norm: str | None,
     gated: bool,
-    attention: AttnSpec,
+    dim: int,
+    sinks: bool,
     turned: int,
 ) -> list[Rule]:
     names = spec.names
-    pairs = (attention.dim_qk, turned) if turned else None
+    pairs = (dim, turned) if turned else None
     rules = [Rule(hf + names.out, our + "attn.o"), Rule(hf + names.down, our + "mlp.down")]
     if len(names.qkv) == 1:
         rules.append(Rule(hf + names.qkv[0], our + "attn.qkv", ("q", "k", "v"), pairs))
@@ -198,11 +202,10 @@ def _layer_rules(
         rules += [Rule(hf + name, our + "mlp.gate_up", part) for part, name in parts]
     if qk_norm in (HEAD, WIDTH):
         parts = zip("qk", names.qk_norm, strict=True)
-        rules += [Rule(hf + name, f"{our}attn.{part}_norm") for part, name in parts]
-    if attention.sinks:
+        rules += [Rule(hf + name, f"{our}attn.{part}_norm", pairs=pairs) for part, name in parts]
+    if sinks:
         rules.append(Rule(hf + names.sinks, our + "attn"))
     count = 4 if norms == AROUND else 1 if parallel else 2
-    assert norms != AFTER or not parallel, "a parallel block has its norm before"
     for n, name in enumerate(names.norms[:count], 1):
         rules.append(Rule(hf + name, f"{our}norm{n}"))
     return rules

@@ -44,7 +44,9 @@ class OwnModel(DraftModel):
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
         if j:
-            return self._run(ask.slots, np.ones(len(ask.slots), np.int32), ask.known + j - 1)
+            # the others go on for the row with most drafts; what that gives for them is dropped
+            behind = np.minimum(ask.known + j - 1, self.runner.wiring.max_model_len - 1)
+            return self._run(ask.slots, np.ones(len(ask.slots), np.int32), behind)
         done = self.read[ask.slots] + np.clip(
             ask.known - 1 - self.read[ask.slots], 0, self.extra[ask.slots]
         )

@@ -18,7 +18,7 @@ def family(target: str, summary: str, architecture: str, model_type: str, ignore
     )
 
 
-COHERE = family("cohere:Cohere", "Command R and R+", "CohereForCausalLM", "cohere")
+COHERE = family("cohere:Cohere", "Command R", "CohereForCausalLM", "cohere")
 COHERE2 = family("cohere:Cohere2", "Command R7B and A", "Cohere2ForCausalLM", "cohere2")
 GEMMA2 = family("gemma:Gemma2", "Gemma 2", "Gemma2ForCausalLM", "gemma2")
 GEMMA3 = family("gemma:Gemma3", "Gemma 3, text", "Gemma3ForCausalLM", "gemma3_text", ("attn_logit_softcapping",))
