@@ -28,7 +28,7 @@ class DraftLimits:
             )
         most = longest_context(own)
         if most is not None and most < self.max_len:
-            raise ConfigError(f"{said}: {context_said(own)}; want max_model_len={self.max_len}: lower that")
+            raise ConfigError(f"{said} has {context_said(own)}; want max_model_len={self.max_len}: lower that")
 
     def check_layers(self, said: str, specs: Sequence[AttnSpec], switch: int | None) -> None:
         if (None if switch is None or switch >= self.max_len else switch) != self.switch:

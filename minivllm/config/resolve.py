@@ -281,7 +281,7 @@ class _Fold:
     def _max_len(self, hf_config: Any) -> int:
         asked, most = self.config.max_model_len, longest_context(hf_config)
         if asked is not None and most is not None and asked > most:
-            raise ConfigError(f"max_model_len={asked}: {context_said(hf_config)}; want at most that")
+            raise ConfigError(f"max_model_len={asked}: the model has {context_said(hf_config)}; want at most that")
         value = asked if asked is not None else min(DEFAULT_MAX_LEN, most or DEFAULT_MAX_LEN)
         why = "asked for" if asked is not None else ("the model's" if value == most else f"the model's is {most}")
         self._learn("max_model_len", value, f"{value} ({why})")

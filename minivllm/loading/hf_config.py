@@ -111,7 +111,7 @@ def context_said(cfg: Any) -> str:
     """``longest_context``, as a user is told of it."""
     most, named = longest_context(cfg), getattr(cfg, "max_position_embeddings", None)
     stretched = "" if most == named else f", which its rotary embedding stretches to {most}"
-    return f"the model has max_position_embeddings={named}{stretched}"
+    return f"max_position_embeddings={named}{stretched}"
 
 
 def find_model(model: str) -> Path:

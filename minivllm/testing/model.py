@@ -21,7 +21,7 @@ from torch import Tensor
 from minivllm.core.interfaces.model import ModelArch, takes_logits_indices
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
-from minivllm.loading.hf_config import read_config
+from minivllm.loading.hf_config import open_checkpoint
 from minivllm.spec import ANY
 
 from .base import Seen, since
@@ -75,7 +75,9 @@ class ModelConformance(SpecConformance):
         """The plug-in's model with the weights of a directory."""
         more = {"dtype": self.dtype(), "device": self.place(), **more}
         with quiet():
-            return Harness(path, self.build(), more.pop("cfg", None) or read_config(path), **more)
+            return Harness(
+                path, self.build(), more.pop("cfg", None) or open_checkpoint(str(path)).from_transformers(), **more
+            )
 
     # ---- comparing -----------------------------------------------------------------------------------------------
 
@@ -376,7 +378,7 @@ class ModelConformance(SpecConformance):
         ignores = set(self.spec.traits.get("ignores", ()))
         for name, cls in self.families().items():
             path = self.case(cls, tmp_path / name).path
-            cfg = read_config(path)
+            cfg = open_checkpoint(str(path)).from_transformers()
             fields = {k for k in vars(cfg) if not k.startswith("_")}
             stale = sorted(ignores - fields)
             assert not stale, f"{name}: traits ignores={stale}: the config has no such field"
