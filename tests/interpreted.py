@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
 from minivllm.core.interfaces.decoder import ACTIVATIONS
@@ -71,6 +72,16 @@ def test_a_norm_before_the_addition_is_the_same_kernel():
     near(y, rms_norm(total, w, 1e-6))
     assert kept is r
     near(r, total)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_add_layer_norm_adds_in_place_and_normalises(biased):
+    x, r, w = torch.randn(3, 48) + 2, torch.randn(3, 48), torch.randn(48)
+    bias, total = torch.randn(48) if biased else None, x + r
+    y, kept = norm.add_layer_norm(x, r, w, bias, 1e-5)
+    near(y, F.layer_norm(total, (48,), w, bias, 1e-5))
+    assert kept is r and torch.equal(r, total)
+    near(norm.add_layer_norm(x, None, w, bias, 1e-5)[0], F.layer_norm(x, (48,), w, bias, 1e-5))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -1,6 +1,7 @@
 """Residual addition and RMSNorm in one kernel: x and the residual are read once, the sum and the norm written once.
 
-What is added may be normalised first: two norms, with the addition between them, are one kernel too.
+What is added may be normalised first: two norms, with the addition between them, are one kernel too.  LayerNorm
+(``CENTERED``) is the same with the mean subtracted, and perhaps a bias.
 
 grid (T,): a program takes one token;  bytes: 4 * dim * 2 a token.  Reference: ``layers.norm.rms_norm``.
 """
@@ -16,8 +17,9 @@ from .launch import pdl, wait
 
 
 @triton.jit
-def _add_rms_norm(x, residual, first, weight, y, x_stride, first_eps, eps, DIM: tl.constexpr, P: tl.constexpr,
-                  ADD: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _add_norm(x, residual, first, weight, bias, y, x_stride, first_eps, eps, DIM: tl.constexpr, P: tl.constexpr,
+              ADD: tl.constexpr, FIRST: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
+              PDL: tl.constexpr):  # fmt: skip
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, P)
@@ -33,9 +35,14 @@ def _add_rms_norm(x, residual, first, weight, y, x_stride, first_eps, eps, DIM: 
         value = (tl.load(residual + row * DIM + at, mask=on, other=0.0) + value).to(x.dtype.element_ty)
         tl.store(residual + row * DIM + at, value, mask=on)
     wide = value.to(tl.float32)
+    if CENTERED:
+        wide = tl.where(on, wide - tl.sum(wide, 0) / DIM, 0.0)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
     w = tl.load(weight + at, mask=on, other=0.0).to(tl.float32)
-    tl.store(y + row * DIM + at, (wide * inverse * w).to(y.dtype.element_ty), mask=on)
+    normed = wide * inverse * w
+    if BIAS:
+        normed += tl.load(bias + at, mask=on, other=0.0).to(tl.float32)
+    tl.store(y + row * DIM + at, normed.to(y.dtype.element_ty), mask=on)
 
 
 def add_rms_norm(
@@ -51,14 +58,35 @@ def add_rms_norm(
 
     The tokens of x may lie apart (a slice); the residual is contiguous.
     """
+    return _launch(x, residual, weight, eps, first, first_eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As ``add_rms_norm``, LayerNorm: ``bias`` [dim] is added to the result if there is one."""
+    return _launch(x, residual, weight, eps, bias=bias, centered=True)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    first: Tensor | None = None,
+    first_eps: float = 0.0,
+    bias: Tensor | None = None,
+    centered: bool = False,
+) -> tuple[Tensor, Tensor]:
     tokens, dim = x.shape
     y = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
     if tokens:
-        _add_rms_norm[(tokens,)](
+        _add_norm[(tokens,)](
             x,
             x if residual is None else residual,
             weight if first is None else first,
             weight,
+            weight if bias is None else bias,
             y,
             x.stride(0),
             first_eps,
@@ -67,6 +95,8 @@ def add_rms_norm(
             P=triton.next_power_of_2(dim),
             ADD=residual is not None,
             FIRST=first is not None,
+            CENTERED=centered,
+            BIAS=bias is not None,
             num_warps=4 if dim <= 2048 else 16,
             **pdl(x),
         )

@@ -44,14 +44,20 @@ class RMSNorm(Module):
 class LayerNorm(Module):
     """As ``RMSNorm``, of what is left of x when its mean is subtracted; with a bias if ``kind`` says so."""
 
-    def __init__(self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str, fuse: bool = False) -> None:
         super().__init__(name)
-        self.eps = kind.eps
+        self.eps, self.fused = kind.eps, None
+        if fuse:
+            from minivllm.kernels.norm import add_layer_norm
+
+            self.fused = add_layer_norm
         self.weight = torch.empty(dim, dtype=dtype, device=device)
         self.bias = torch.empty(dim, dtype=dtype, device=device) if kind.bias else None
         self.tensors = {"weight": self.weight, **({} if self.bias is None else {"bias": self.bias})}
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.fused is not None:
+            return self.fused(x, residual, self.weight, self.bias, self.eps)
         residual = x if residual is None else x + residual
         return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, self.eps), residual
 

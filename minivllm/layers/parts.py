@@ -110,7 +110,7 @@ class ModelParts:
         """``kind``: a number is the epsilon of a plain RMSNorm."""
         kind = kind if isinstance(kind, Norm) else Norm(kind)
         if kind.centered:
-            return self._add(LayerNorm(name, dim, kind, self.dtype, self.device))
+            return self._add(LayerNorm(name, dim, kind, self.dtype, self.device, self.fuse))
         return self._add(RMSNorm(name, dim, kind, self.dtype, self.device, self.fuse))
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
