@@ -58,6 +58,10 @@ _SAMPLING = {
     "graph_safe": "can be captured in a CUDA graph and replayed on new data",
     "multi_position": "serves several positions of one row in a step, so that rows which bind it can speculate",
 }
+_PROCESSING = {
+    **_SAMPLING,
+    "own_model": "is given the logits of a model of its own, which its option `model` names; claimed alone",
+}
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         kind.name: kind
@@ -100,7 +104,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
-                api=(2, 1),
+                api=(2, 2),
                 changed="Wiring nests since 2.0 (wiring.num_blocks is wiring.cache.num_kvcache_blocks, "
                 "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),
@@ -133,7 +137,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 features=_INVARIANT,
                 traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
             ),
-            Kind("processor", _SEAMS + "sampling:Processor", api=(1, 3), facts=("device",), features=_SAMPLING),
+            Kind("processor", _SEAMS + "sampling:Processor", api=(1, 4), facts=("device",), features=_PROCESSING),
             Kind(
                 "quantizer",
                 _SEAMS + "quantizer:Quantizer",
@@ -144,7 +148,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 },
                 traits={"bits": "bits of a quantized weight element, scales not counted"},
             ),
-            Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 3), facts=("device",), features=_SAMPLING),
+            Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 4), facts=("device",), features=_SAMPLING),
             Kind(
                 "scheduler",
                 _SEAMS + "scheduler:SchedulerPolicy",

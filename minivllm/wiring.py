@@ -40,7 +40,8 @@ def wiring_from_json(text: str) -> Wiring:
     values["eos_ids"] = tuple(values["eos_ids"])
     cache, speculation = values["cache"], values["speculation"]
     if (draft := speculation["draft_model"]) is not None:
-        speculation["draft_model"] = DraftWiring(draft["model_dir"], _parts(draft["parts"]))
+        speculation["draft_model"] = _own_model(draft)
+    values["own_models"] = {name: _own_model(found) for name, found in values["own_models"].items()}
     nested = {
         "cache": CacheWiring(**{**cache, "groups": tuple(map(tuple, cache["groups"]))}),
         "steps": StepWiring(**values["steps"]),
@@ -48,6 +49,10 @@ def wiring_from_json(text: str) -> Wiring:
         "parallel": ParallelWiring(**values["parallel"]),
     }
     return Wiring(**{**values, **nested})
+
+
+def _own_model(found: dict) -> DraftWiring:
+    return DraftWiring(found["model_dir"], _parts(found["parts"]))
 
 
 def _parts(found: dict[str, dict]) -> dict[str, Part]:

@@ -1,7 +1,7 @@
 """From a configuration to everything that is needed to build the engine: one choice after another, each adding facts.
 
-    hooks → device → executor → model → drafter → quantizer → KV format → attention → block size → evictor → scheduler
-           → processors → sampler → strategies → grammar
+    hooks → device → executor → model → drafter → quantizer → KV format → processors → attention → block size → evictor
+           → scheduler → sampler → strategies → grammar
 
 The result is data: import targets and options as JSON, so that a worker process builds exactly what was chosen here.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minivllm import declared
 from minivllm.core.interfaces.executor import (
     CacheWiring,
-    DraftWiring,
     ParallelWiring,
     Part,
     SpeculationWiring,
@@ -33,6 +33,7 @@ from minivllm.validation import begins, source_of
 from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .kv_groups import group_layers
+from .own_models import OwnModels
 from .unused import refuse_unused
 from .values import PluginChoice
 
@@ -138,14 +139,16 @@ class _Fold:
         max_len = self._max_len(hf_config)
         switch = None if switch is None or switch >= max_len else switch
         limits = DraftLimits(hf_config.vocab_size, max_len, switch)
-        speculation, draft_specs = self._drafter(limits, invariant)
+        own = OwnModels(limits, partial(self._model_parts, invariant), notes=self.notes)
+        speculation = self._drafter(own)
         known = ("device", "sm", "dtype")
         self._pick("quantizer", config.quantizer, known, {"checkpoint": checkpoint.quantization}, invariant)
         self._kv_format(dtype)
-        block = self._attention((*specs, *draft_specs), invariant)
+        processors = tuple(self._several("processor", config.processors, ("device",)))
+        models = own.of_processors(processors, begins(source_of(self.origins, "processors")))
+        block = self._attention((*specs, *own.layers), invariant)
         self._pick("evictor", config.evictor)
         self._pick("scheduler", config.scheduler)
-        processors = tuple(self._several("processor", config.processors, ("device",)))
         several = frozenset({"multi_position"} if speculation.num_speculative_tokens else ())
         self._pick("sampler", config.sampler, ("device",), {}, several)
         strategies = tuple(self._several("strategy", config.strategies, ()))
@@ -154,7 +157,9 @@ class _Fold:
         cache = CacheWiring(block, config.num_kvcache_blocks, config.gpu_memory_utilization, groups)
         return Resolved(
             config=config,
-            wiring=self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation),
+            wiring=replace(
+                self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation), own_models=models
+            ),
             hf_config=hf_config,
             device=device,
             attention=specs,
@@ -287,42 +292,28 @@ class _Fold:
         self._learn("max_model_len", value, f"{value} ({why})")
         return value
 
-    def _drafter(self, limits: DraftLimits, invariant: frozenset[str]) -> tuple[SpeculationWiring, tuple]:
-        """How many drafts a step may have, and the drafter's model with its AttnSpecs, if it has one."""
-        chosen = self._pick("drafter", self.config.drafter, ("device",))
+    def _drafter(self, own: OwnModels) -> SpeculationWiring:
+        """How many drafts a step may have, and the drafter's model, if it has one."""
+        self._pick("drafter", self.config.drafter, ("device",))
         part, asked = self.parts["drafter"], self.config.num_speculative_tokens
         drafts = min(asked, int(part.traits.get("drafts", asked)))
         if "draft_model" not in part.features:
-            return SpeculationWiring(drafts, self.config.speculate), ()
-        assert chosen.spec is not None
-        path = part.options.get("model")
-        if not isinstance(path, str) or not path:
-            raise PluginError(
-                f"{chosen.entry}: it claims draft_model, and its option 'model' is {shown(path)}; want a path"
-            )
-        model_wiring, specs = self._draft_model(path, limits, invariant)
-        return SpeculationWiring(drafts, self.config.speculate, model_wiring), specs
+            return SpeculationWiring(drafts, self.config.speculate)
+        said = f"{begins(source_of(self.origins, 'drafter'))}the draft model"
+        model = own.add(part, "draft_model", "draft_model", said)
+        return SpeculationWiring(drafts, self.config.speculate, model)
 
-    def _draft_model(self, path: str, limits: DraftLimits, invariant: frozenset[str]) -> tuple[DraftWiring, tuple]:
-        """Chosen as the model is."""
-        checkpoint = open_checkpoint(path)
-        said = f"{begins(source_of(self.origins, 'drafter'))}the draft model {checkpoint.folder}"
-        own = checkpoint.hf_config()
-        limits.check_config(said, own)
+    def _model_parts(self, invariant: frozenset[str], checkpoint: Checkpoint) -> dict[str, Part]:
+        """Those of a model beside the one that is served, chosen as its are."""
         named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
         known, registry = ("device", "dtype"), self.catalog
         model = self._select("model", PluginChoice(), known, named, invariant)
         quantizer = self._select(
             "quantizer", PluginChoice(), (*known, "sm"), {"checkpoint": checkpoint.quantization}, invariant
         )
-        parts = {
+        return {
             s.kind: make_part(registry[s.kind], s.require(), PluginChoice(), s.kind, {}) for s in (model, quantizer)
         }
-        arch = build_part("model", parts["model"])
-        specs = tuple(arch.attention(own))
-        limits.check_layers(said, specs, arch.switch(own))
-        self.notes.append(("draft_model", f"{checkpoint.folder} ({checkpoint.architecture})"))
-        return DraftWiring(str(checkpoint.folder), parts), specs
 
     def _kv_format(self, dtype: str) -> None:
         choice = self.config.kv_format

@@ -11,8 +11,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minivllm.config.own_models import WITHOUT
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Processor, Rows
+from minivllm.registry import import_target
 
 from .base import Seen, since
 from .sampling import SamplingConformance
@@ -25,7 +27,8 @@ TOLERANCE = 2e-6  # of the largest number in a row: some roundings of float32
 
 
 class ProcessorConformance(ProcessorSizes, SamplingConformance):
-    """Beside ``params`` an author overrides ``reference`` for parameters of the processor's own."""
+    """Beside ``params`` an author overrides ``reference`` for parameters of the processor's own.  One that claims
+    ``own_model`` gets ``own_logits`` here, which its ``reference`` may ask for too."""
 
     kind = "processor"
 
@@ -36,6 +39,10 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         if self.reads - set(LOGITS) or not self.reads:
             return None
         return standard_reference(self.reads, params, logits, prompt, output)
+
+    def own_logits(self, ids: Sequence[int], vocab: int) -> Tensor:
+        """Logits f32 [V] that the model of a processor which claims ``own_model`` has behind these tokens."""
+        return torch.tensor(np.random.default_rng([vocab, *ids]).normal(0, 3, vocab), dtype=torch.float32)
 
     def output(self, stage: Stage, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
         return stage.apply(slots, logits, max_position)
@@ -115,6 +122,16 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
                     f"{s}: the one token that was left, {token}, became {got[token]}; a processor that may ban it "
                     "says so in reference(): what the logits must become"
                 )
+
+    @since(1, 4, spec_only=True)
+    def test_an_own_model_is_named_by_an_option(self) -> None:
+        """The engine loads what the option ``model`` names.  It reads a row once in a step, outside of a capture, so
+        the spec claims neither ``multi_position`` nor ``graph_safe`` beside ``own_model``."""
+        self.need("own_model")
+        options = import_target(self.spec.options).model_fields if self.spec.options else {}
+        assert "model" in options, f"own_model is claimed, and the options are {sorted(options)}: want one called model"
+        beside = sorted(self.spec.features & set(WITHOUT))
+        assert not beside, f"own_model is claimed, and {', '.join(beside)} beside it: want it alone"
 
     def _tried(self, name: str) -> list[Mapping[str, Any]]:
         """Keywords that set one of the parameters that it reads."""

@@ -209,6 +209,10 @@ class Stage:
     def rows(self, slots: np.ndarray, variant: int, max_position: int = 0) -> Rows:
         to = lambda array: torch.tensor(array[slots], device=self.device)  # noqa: E731
         at = self.position[slots] + self.ahead
+        own = None
+        if self.suite.claims("own_model"):
+            ids = [self.tokens[slot, :n].tolist() for slot, n in zip(slots.tolist(), at.tolist(), strict=True)]
+            own = torch.stack([self.suite.own_logits(row, self.vocab) for row in ids]).to(self.device)
         return Rows(
             torch.tensor(slots, device=self.device),
             torch.tensor(at, device=self.device),
@@ -218,6 +222,7 @@ class Stage:
             variant,
             self.tokens,
             max_position or int(at.max()),
+            own,
         )
 
     def variant(self, slots: np.ndarray) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .plan import LateInputs, StepPlan, StepResult
 
-API = (2, 1)  # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides
+API = (2, 2)  # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class DraftWiring:
-    """The model of a drafter.  Its layers are one KV group, in the blocks of the target's leading group."""
+    """The model of a drafter or processor.  Its layers keep their KV in the blocks of the target's leading group."""
 
     model_dir: str
     parts: Mapping[str, Part]  # seam -> part, for model and quantizer
@@ -96,6 +96,8 @@ class Wiring:
     speculation: SpeculationWiring = SpeculationWiring()
     parallel: ParallelWiring = ParallelWiring()
     processors: tuple[Part, ...] = ()
+    # name of a processor that claims ``own_model`` -> that model
+    own_models: Mapping[str, DraftWiring] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
     # or "processed_logprobs": of what the sampler draws from
     logprobs_mode: str = "raw_logprobs"

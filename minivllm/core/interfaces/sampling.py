@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .params import SamplingParams
 
-API = (1, 3)  # 1.1: Column.kept; 1.2: Spec.params; 1.3: bind_prompt
+API = (1, 4)  # 1.1: Column.kept; 1.2: Spec.params; 1.3: bind_prompt; 1.4: Rows.own_logits
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class Rows:
     variant: int  # or of the rows' variant bits
     tokens: Tensor  # i32 [S, max_len] token history by slot
     max_position: int  # host upper bound of ``position``
+    # f32 [N, V], for ``apply`` of a processor that claims ``own_model``: logits of the model that its option
+    # ``model`` names, behind the same tokens; it may overwrite them
+    own_logits: Tensor | None = None
 
     def history(self) -> Tensor:
         """Token history i64 [N, max_position]; entries at or after ``position[j]`` are stale."""
@@ -68,7 +71,9 @@ class Rows:
 
     def pick(self, index: Tensor) -> Rows:
         """Those at ``index`` i64 [n]."""
-        columns = ("slots", "position", "prompt", "seed", "sample")
+        columns = ["slots", "position", "prompt", "seed", "sample"]
+        if self.own_logits is not None:
+            columns.append("own_logits")
         return replace(self, **{name: getattr(self, name)[index] for name in columns})
 
 

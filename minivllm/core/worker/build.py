@@ -54,12 +54,13 @@ class Worker:
     num_blocks: list[int] = field(default_factory=list)
     block_bytes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    draft: Draft | None = None  # a drafter's model
+    # by "drafter", or the name of the processor
+    own_models: dict[str, SecondModel] = field(default_factory=dict)
 
 
 @dataclass
-class Draft:
-    """A drafter's model, whose layers keep their KV in the blocks of the leading group."""
+class SecondModel:
+    """The model of a drafter or processor, whose layers keep their KV in the blocks of the leading group."""
 
     model: Any
     backend: AttentionBackend
@@ -113,14 +114,17 @@ def build_worker(wiring: Wiring) -> Worker:
         weight_bytes(parts),
         notes=notes,
     )
-    if (draft := wiring.speculation.draft_model) is not None:
-        own = open_checkpoint(draft.model_dir).hf_config()
-        layers = build_part("model", draft.parts["model"]).attention(own)
+    draft = wiring.speculation.draft_model
+    second = {} if draft is None else {"drafter": draft}
+    for name, chosen in {**second, **wiring.own_models}.items():
+        own = open_checkpoint(chosen.model_dir).hf_config()
+        layers = build_part("model", chosen.parts["model"]).attention(own)
         made, its, notes = _load(
-            wiring, draft.model_dir, draft.parts, own, fmt, (tuple(range(len(layers))),)
+            wiring, chosen.model_dir, chosen.parts, own, fmt, (tuple(range(len(layers))),)
         )
-        worker.draft = Draft(made, its.backend, its)
-        worker.notes += [f"the draft model: {note}" for note in notes]
+        worker.own_models[name] = SecondModel(made, its.backend, its)
+        said = "the draft model" if name == "drafter" else f"the model of {name}"
+        worker.notes += [f"{said}: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
     _take_cache(worker, wiring, parts, fmt)
     return worker
@@ -190,10 +194,10 @@ def _load(
 def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> None:
     layouts = [worker.backend.layout(layer.spec, fmt, wiring.block) for layer in parts.layers]
     worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
-    if worker.draft is not None:
-        mine = worker.draft.parts.layers
-        layouts += [worker.draft.backend.layout(layer.spec, fmt, wiring.block) for layer in mine]
-        worker.block_bytes[0] += sum(layout.bytes for layout in layouts[-len(mine) :])
+    for own in worker.own_models.values():
+        its = [own.backend.layout(layer.spec, fmt, wiring.block) for layer in own.parts.layers]
+        worker.block_bytes[0] += sum(layout.bytes for layout in its)
+        layouts += its
     windows = [parts.layers[group[0]].spec.window for group in worker.groups]
     if wiring.cache.num_kvcache_blocks > 0:
         blocks = [wiring.cache.num_kvcache_blocks + 1] * len(worker.groups)
@@ -210,8 +214,8 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
 
 def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int]) -> None:
     """Zeroed, so that a slot which nobody has written holds no NaN."""
-    drafts = [] if worker.draft is None else worker.draft.parts.layers
-    layers, n_layers = [*parts.layers, *drafts], len(parts.layers)
+    second = [layer for own in worker.own_models.values() for layer in own.parts.layers]
+    layers, n_layers = [*parts.layers, *second], len(parts.layers)
     groups = [
         [*group, *(range(n_layers, len(layers)) if g == 0 else ())]
         for g, group in enumerate(worker.groups)

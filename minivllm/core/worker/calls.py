@@ -68,6 +68,10 @@ class SampleCalls(ABC):
     def blank(self, logits: Tensor) -> Tensor:
         """i64 [N] for the sampler to write tokens to."""
 
+    def own_logits(self, p: int, some: np.ndarray | None) -> Tensor | None:
+        """f32 [n, V] of the model of processor ``p``, if it has one, for the rows ``some`` i64 [n], None: all."""
+        return None
+
     def run(self, p: int, call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
@@ -88,10 +92,12 @@ class SampleCalls(ABC):
         part, its = (logits, rows) if index is None else (logits[index], rows.pick(index))
         its.variant = variant
         try:
+            its.own_logits = self.own_logits(p, some)
             self.run(p, self.chain.made[p].apply, part, its, self.state.processors[p].columns)
         except Exception as e:
             self.fail(p, e, some)
             part.zero_()
+        its.own_logits = None  # ``its`` may be what the others get
         if index is not None:
             logits[index] = part
 
@@ -202,6 +208,14 @@ class SeparateCalls(GuardedCalls):
                 self.failed[j] = True
         for slot in self.slots[self.failed].tolist():
             poison.pop(slot, None)
+
+    def own_logits(self, p: int, some: np.ndarray | None) -> Tensor | None:
+        own = self.runner.own_models.get(self.chain.names[p])
+        if own is None:
+            return None
+        at = slice(None) if some is None else some
+        slots, known = (x[at].astype(np.int32) for x in (self.slots, self.position))
+        return self.run(p, own.logits_behind, slots, known)
 
     def guide(self, logits: Tensor) -> Tensor:
         if self.pairs is None:

@@ -22,7 +22,6 @@ from minivllm.core.interfaces.plan import StepError, StepPlan, StepResult, group
 from minivllm.errors import told
 from minivllm.registry import build_part
 
-from .own_model import OwnModel
 from .step import rows_of
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class Drafting:
     def __init__(self, runner: Runner) -> None:
         self.runner, wiring = runner, runner.wiring
         self.part = wiring.parts["drafter"]
-        self.model = OwnModel(runner) if runner.worker.draft is not None else None
+        self.model = runner.own_models.get("drafter")
         ctx = DrafterContext(
             runner.worker.vocab_size, wiring.max_model_len, wiring.device, self.model
         )
@@ -45,8 +44,6 @@ class Drafting:
     def prepare(self, running: Running) -> None:
         """Write the drafts of a step to the history.  On a CPU rows of drafts that there are not leave the step."""
         plan, state = running.plan, self.runner.state
-        if self.model is not None:
-            self.model.note(plan)
         if not len(plan.draft):
             return
         first, heads = group_rows(plan.draft)

@@ -1,4 +1,4 @@
-"""The draft model of a drafter: a second model on the block tables of the first."""
+"""The model of a drafter or processor: a second model on the block tables of the first."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from . import step
 from .calls import BoundCalls
 
 if TYPE_CHECKING:
+    from .build import SecondModel
     from .runner import Runner
 
 
 class OwnModel(DraftModel):
-    """The draft model on the target's block tables.  Invariant: of the row in slot s the KV of the first ``read[s]``
+    """A second model on the target's block tables.  Invariant: of the row in slot s the KV of the first ``read[s]``
     tokens is there, and of up to ``extra[s]`` more if the last step's drafts were accepted."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner, self.worker = runner, runner.worker.draft
+    def __init__(self, runner: Runner, worker: SecondModel) -> None:
+        self.runner, self.worker = runner, worker
         size = runner.wiring.max_num_seqs + 1
         self.read, self.extra = np.zeros(size, np.int64), np.zeros(size, np.int64)
 
@@ -47,16 +48,20 @@ class OwnModel(DraftModel):
             # the others go on for the row with most drafts; what that gives for them is dropped
             behind = np.minimum(ask.known + j - 1, self.runner.wiring.max_model_len - 1)
             return self._run(ask.slots, np.ones(len(ask.slots), np.int32), behind)
-        done = self.read[ask.slots] + np.clip(
-            ask.known - 1 - self.read[ask.slots], 0, self.extra[ask.slots]
-        )
-        most = max(1, self.runner.wiring.max_num_batched_tokens // len(ask.slots))
-        while (far := np.flatnonzero(ask.known - done > most)).size:
+        return self.logits_behind(ask.slots, ask.known, max(ask.k - 1, 0))
+
+    def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
+        """Logits [N, V] behind the first ``known`` i32 [N] tokens of the rows in ``slots`` i32 [N], each there once.
+        What the model has not read of them yet it reads now; of ``extra`` more tokens each row will have the KV."""
+        done = self.read[slots] + np.clip(known - 1 - self.read[slots], 0, self.extra[slots])
+        done = np.minimum(done, known - 1)  # a row whose last draw was not accepted asks again
+        most = max(1, self.runner.wiring.max_num_batched_tokens // len(slots))
+        while (far := np.flatnonzero(known - done > most)).size:
             q_len = np.full(len(far), most, np.int32)
-            self._run(ask.slots[far], q_len, done[far])
+            self._run(slots[far], q_len, done[far])
             done[far] += most
-        self.read[ask.slots], self.extra[ask.slots] = ask.known, max(ask.k - 1, 0)
-        return self._run(ask.slots, (ask.known - done).astype(np.int32), done)
+        self.read[slots], self.extra[slots] = known, extra
+        return self._run(slots, (known - done).astype(np.int32), done)
 
     def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
         """Read ``q_len`` tokens of each row behind ``computed``; logits [N, V] behind the last of each."""

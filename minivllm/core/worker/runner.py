@@ -30,6 +30,7 @@ from .build import build_worker, has_kernels
 from .calls import GuardedCalls, ProcessorChain, SeparateCalls, as_error
 from .capture import ALONE, synchronize
 from .drafting import Drafting, merged
+from .own_model import OwnModel
 from .running import Running
 from .scoring import score_prompt
 from .state import DeviceState
@@ -61,6 +62,8 @@ class Runner:
         self.processed = wiring.logprobs_mode == "processed_logprobs"
         self._poison: dict[int, StepError] = {}  # slots whose processors failed between steps
         self._trace: Any = None  # a profile that is running
+        # by "drafter", or the name of the processor
+        self.own_models = {name: OwnModel(self, model) for name, model in w.own_models.items()}
         self.drafting = Drafting(self) if wiring.speculation.num_speculative_tokens else None
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = [
@@ -118,6 +121,8 @@ class Runner:
                 self._recommit(plan)
                 self.state.restore(plan.delta.join)
                 self._take_tokens(plan)
+                for model in self.own_models.values():
+                    model.note(plan)
                 if self.drafting is not None:
                     self.drafting.prepare(running)
                     plan = running.plan
@@ -295,6 +300,7 @@ class Runner:
                 # graphs and memory go away: no step that is still on its way may need them
                 synchronize()
         self.worker = self.model = self.backend = self.state = self.graphs = self.drafting = None
+        self.own_models = {}
         if self.device.type == "cuda":
             with ALONE:
                 torch.cuda.empty_cache()

@@ -7,28 +7,28 @@ MOST_PENALTY = 100.0
 
 ALLOWED_TOKENS = Spec(
     impl="minivllm.plugins.processor.allowed_tokens:AllowedTokens",
-    api=(1, 3),
+    api=(1, 4),
     summary="only tokens of a list: allowed_token_ids",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
 )
 BAD_WORDS = Spec(
     impl="minivllm.plugins.processor.bad_words:BadWords",
-    api=(1, 3),
+    api=(1, 4),
     summary="sequences of tokens that must not come",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
 )
 LOGIT_BIAS = Spec(
     impl="minivllm.plugins.processor.logit_bias:LogitBias",
-    api=(1, 3),
+    api=(1, 4),
     summary="adds a number to the logits of chosen tokens",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
 )
 NO_REPEAT_NGRAM = Spec(
     impl="minivllm.plugins.processor.no_repeat_ngram:NoRepeatNgram",
-    api=(1, 3),
+    api=(1, 4),
     summary="no n tokens in a row come twice",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
@@ -46,14 +46,14 @@ NO_REPEAT_NGRAM = Spec(
 )
 PENALTIES = Spec(
     impl="minivllm.plugins.processor.penalties:Penalties",
-    api=(1, 3),
+    api=(1, 4),
     summary="repetition, presence and frequency penalties",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
 )
 PROMPT_PENALTY = Spec(
     impl="minivllm.plugins.processor.prompt_penalty:PromptPenalty",
-    api=(1, 3),
+    api=(1, 4),
     summary="makes the prompt's tokens likelier, or less likely",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
@@ -71,7 +71,7 @@ PROMPT_PENALTY = Spec(
 )
 TEMPERATURE_SCHEDULE = Spec(
     impl="minivllm.plugins.processor.temperature_schedule:TemperatureSchedule",
-    api=(1, 3),
+    api=(1, 4),
     summary="a temperature that changes with the position or the entropy",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),

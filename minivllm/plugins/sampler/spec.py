@@ -6,7 +6,7 @@ SMALL_K = 1024  # up to here the k best are selected; above, or for top-p alone,
 
 DEFAULT = Spec(
     impl="minivllm.plugins.sampler.default:DefaultSampler",
-    api=(1, 3),
+    api=(1, 4),
     summary="greedy, temperature, top-k, top-p and min-p",
     priority=10,
     limits={"device": ANY},
@@ -14,7 +14,7 @@ DEFAULT = Spec(
 )
 MIROSTAT = Spec(
     impl="minivllm.plugins.sampler.mirostat:MirostatSampler",
-    api=(1, 3),
+    api=(1, 4),
     summary="default, and mirostat 2.0: holds the surprise at a target",
     limits={"device": ANY},
     features=frozenset({"graph_safe"}),
@@ -40,7 +40,7 @@ MIROSTAT = Spec(
 )
 TYPICAL = Spec(
     impl="minivllm.plugins.sampler.typical:TypicalSampler",
-    api=(1, 3),
+    api=(1, 4),
     summary="default, and locally typical sampling",
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),

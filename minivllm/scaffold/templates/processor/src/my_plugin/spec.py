@@ -4,7 +4,7 @@ from minivllm.spec import ANY, Param, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 3),
+    api=(1, 4),
     summary="makes tokens that came a short while ago less likely",
     options="my_plugin.options:Options",
     limits={"device": ANY},

@@ -4,7 +4,7 @@ from minivllm.spec import ANY, Param, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 3),
+    api=(1, 4),
     summary="temperature and top-a",
     limits={"device": ANY},
     features=frozenset({"multi_position"}),
