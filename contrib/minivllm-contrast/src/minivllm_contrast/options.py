@@ -1,0 +1,17 @@
+"""Options of the processor."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ContrastOptions(BaseModel):
+    """The smaller model, and what a request gets that sets one of the two parameters and not the other."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(
+        "pocket-draft",
+        min_length=1,
+        description="The smaller model, with the tokenizer of the model: a directory, or a Hugging Face id.",
+    )
+    beta: float = Field(0.5, ge=0, le=100, description="contrast_beta of a request that sets contrast_alpha alone.")
+    alpha: float = Field(0.1, gt=0, le=1, description="contrast_alpha of a request that sets contrast_beta alone.")
