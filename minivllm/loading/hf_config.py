@@ -90,11 +90,6 @@ def open_checkpoint(model: str) -> Checkpoint:
     return Checkpoint(folder, raw)
 
 
-def read_config(folder: str | Path) -> Any:
-    """The configuration of the text model in a directory."""
-    return open_checkpoint(str(folder)).hf_config()
-
-
 def longest_context(cfg: Any) -> int | None:
     """Tokens that a sequence may have: ``max_position_embeddings``, or more where the rotary embedding stretches what
     that counts.  None: the configuration does not say."""

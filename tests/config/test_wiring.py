@@ -19,7 +19,7 @@ from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.errors import ConfigError, ModelError, PluginError
 from minivllm.hardware import Device
-from minivllm.loading.hf_config import find_model, open_checkpoint, read_config
+from minivllm.loading.hf_config import find_model, open_checkpoint
 from minivllm.registry import Catalog, build_part
 from minivllm.wiring import wiring_from_json, wiring_to_json
 
@@ -368,7 +368,7 @@ def test_a_quantized_checkpoint_that_nobody_reads_is_refused(tmp_path):
 
 def test_the_config_object_is_that_of_transformers(model):
     assert isinstance(open_checkpoint(model).from_transformers(), Qwen3Config)
-    assert read_config(model).hidden_size == SHAPE["hidden_size"]
+    assert open_checkpoint(model).hf_config().hidden_size == SHAPE["hidden_size"]
 
 
 # ---------------------------------------------------------------- building

@@ -14,7 +14,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.model import Rule
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
-from minivllm.loading.hf_config import read_config
+from minivllm.loading.hf_config import open_checkpoint
 from minivllm.loading.weights import find_targets, load_weights, weight_bytes
 from minivllm.plugins.quantizer.int8 import Int8
 from minivllm.plugins.quantizer.options import Int8Options
@@ -116,7 +116,7 @@ def test_a_tied_head_is_what_transformers_makes_of_it(tmp_path, family, shard, w
     path, _, _ = tiny_dir(tmp_path, family, shard=shard)
     edit_all(path, HEADS[what])
     change_config(path, tie_word_embeddings=True)
-    harness = Harness(path, ARCHS[family](), read_config(path))
+    harness = Harness(path, ARCHS[family](), open_checkpoint(str(path)).hf_config())
     want = reference(path, [5, 6, 7])
     assert (harness.step({0: [5, 6, 7]})[0] - want).abs().max() < 1e-4
     shared = sum(t.numel() for t in AutoModelForCausalLM.from_pretrained(path).parameters())  # shared ones once
@@ -129,7 +129,7 @@ def test_a_quantized_head_is_made_of_the_weight_that_transformers_takes(tmp_path
     path, _, _ = tiny_dir(tmp_path)
     edit_all(path, HEADS[what])
     change_config(path, tie_word_embeddings=True)
-    harness = Harness(path, LLAMA, read_config(path), quantizer=Int8(Int8Options(**options)))
+    harness = Harness(path, LLAMA, open_checkpoint(str(path)).hf_config(), quantizer=Int8(Int8Options(**options)))
     with quiet():
         hf = AutoModelForCausalLM.from_pretrained(path)
     hidden = torch.randn(3, 32)
@@ -170,7 +170,7 @@ def test_a_head_that_transformers_would_invent_or_refuse_is_refused(tmp_path, ti
     path, _, _ = tiny_dir(tmp_path)
     edit_all(path, change)
     change_config(path, tie_word_embeddings=tied)
-    refuses(path, read_config(path), says)
+    refuses(path, open_checkpoint(str(path)).hf_config(), says)
 
 
 def test_an_unknown_tensor_is_refused_with_the_nearest_name(tiny):
