@@ -14,9 +14,8 @@ from minivllm.layers.invariant import logsumexp
 
 _WORD = 1 << 32
 GROUP = 64  # logits of which the largest is looked at first, where the best are looked for
-KEYS = (
-    1 << 22
-)  # of their sort keys, or logits, at a time: bounds the temporary memory to about 0.1 GB
+# sort keys, or logits of guided rows, that are made at a time: bounds temporary memory to 0.1 GB
+KEYS = 1 << 22
 
 
 def _signed(word: int) -> int:
