@@ -27,9 +27,8 @@ def _write(
     q, k, v, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, position, slot_map,
     q_stride, k_stride, v_stride, slot_stride, eps,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, H: tl.constexpr,
-    DVP: tl.constexpr,
-    HB: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, HAS_V: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    DVP: tl.constexpr, HB: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
+    HAS_V: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first R elements of a head are turned in pairs (i, i + R / 2), the others pass: lane i holds two of them too.
     EARLY: positions and slots are those of an earlier layer too, and read before q, k and v are there."""
@@ -58,12 +57,10 @@ def _write(
         is_q = head < QH
         is_k = (head >= QH) & (head < QH + KH)
         on = (od < D // 2)[None, :]
-        a = tl.zeros([HB, H], tl.float32)
-        b = tl.zeros([HB, H], tl.float32)
         at_q = q + token * q_stride + head[:, None] * D
         at_k = k + token * k_stride + (head - QH)[:, None] * D
-        a += tl.load(at_q + ia[None, :], mask=is_q[:, None] & on, other=0.0).to(tl.float32)
-        b += tl.load(at_q + ib[None, :], mask=is_q[:, None] & on, other=0.0).to(tl.float32)
+        a = tl.load(at_q + ia[None, :], mask=is_q[:, None] & on, other=0.0).to(tl.float32)
+        b = tl.load(at_q + ib[None, :], mask=is_q[:, None] & on, other=0.0).to(tl.float32)
         a += tl.load(at_k + ia[None, :], mask=is_k[:, None] & on, other=0.0).to(tl.float32)
         b += tl.load(at_k + ib[None, :], mask=is_k[:, None] & on, other=0.0).to(tl.float32)
         if NORM:
