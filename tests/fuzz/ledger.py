@@ -12,11 +12,13 @@ from .cases import VERSION
 
 @dataclass
 class Ledger:
-    """``failed``: what became last of each (seed, dtype) that failed once on the device, with this generator: the kind
-    of its fault, or "" if it passed.  ``next``: the first seed that no run of this generator has had, on any device."""
+    """``failed``: what became last of each (seed, dtype) that failed once on the device with this executor ("": the
+    default) and this generator: the kind of its fault, or "" if it passed.  ``next``: the first seed that no run of
+    this generator has had, on any device."""
 
     device: str
     paths: list[Path] = field(default_factory=list)
+    executor: str = ""
     failed: dict[tuple[int, str], str] = field(default_factory=dict)
     next: int = 0
     other: int = 0  # lines of other generators, whose seeds stand for other cases
@@ -33,7 +35,7 @@ class Ledger:
             self.other += 1
         elif "run" in line:
             self.next = max(self.next, line["run"]["last_seed"] + 1)
-        elif line["device"] == self.device:
+        elif (line["device"], line.get("executor", "")) == (self.device, self.executor):
             self.failed[line["seed"], line["dtype"]] = line["kind"]
 
     def note(self, seed: int, dtype: str, kind: str, message: str, requests: int) -> None:
@@ -49,6 +51,7 @@ class Ledger:
                     "kind": kind,
                     "message": message[:300],
                     "requests": requests,
+                    **({"executor": self.executor} if self.executor else {}),
                 }
             )
 

@@ -113,7 +113,7 @@ def cases(ledger: Ledger, args: argparse.Namespace) -> Iterator[Case]:
 
 
 def fuzz(args: argparse.Namespace, folder: Path) -> int:
-    tally, ledger = Tally(args.device, args.ignore), Ledger(args.device, [Path(p) for p in args.ledger])
+    tally, ledger = Tally(args.device, args.ignore), Ledger(args.device, list(map(Path, args.ledger)), args.executor)
     args.last_seed = -1
     if ledger.failed or ledger.other:
         print(

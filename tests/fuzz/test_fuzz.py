@@ -337,6 +337,14 @@ def test_a_ledger_tells_what_failed_before_and_which_seeds_are_new(tmp_path):
     assert Ledger("cpu", [path]).failed == {} and Ledger("cpu", [path]).next == 42
 
 
+def test_a_seed_that_failed_is_run_again_with_the_executor_that_it_failed_with(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    Ledger("cpu", [path], "process").note(5, "float32", "leak", "two blocks", 3)
+    assert json.loads(path.read_text())["executor"] == "process"
+    assert Ledger("cpu", [path], "process").failed == {(5, "float32"): "leak"}
+    assert Ledger("cpu", [path]).failed == {}, "with another it may never have failed"
+
+
 def test_the_committed_ledger_can_be_read():
     path = Path(__file__).with_name("ledger.jsonl")
     assert all(json.loads(line)["generator"] for line in path.read_text().splitlines()) and VERSION
