@@ -166,7 +166,7 @@ class EngineHooks:
     def _figures(self) -> dict[str, int]:
         e, lead = self.engine, self.engine.cache.pools[0]
         return {
-            "running": len(e.slots.running),
+            "running": e.slots.n_running,
             "waiting": e.planner.n_waiting,
             "blocks_total": lead.total - 1,
             "blocks_free": lead.free,

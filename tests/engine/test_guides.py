@@ -142,6 +142,20 @@ def test_an_abort_gives_both_rows_back_at_once():
     assert outputs(beside) == wanted(beside, 256)
 
 
+def test_what_runs_is_counted_without_guides():
+    """A guide is no sequence of a user, who sees ``stats`` and the metrics made of it."""
+    engine, seen = sim_engine(strategy=Either(), slots=16), set()
+    for i in range(3):
+        request(engine, f"g{i}", [1, 2, 3], max_tokens=4 + i, n=1 + i, guidance_scale=2.0)
+    request(engine, "plain", [5, 6], max_tokens=20)
+    while engine.busy:
+        engine.step()
+        own = [slot for slot in engine.slots.running.tolist() if engine.slots.at(slot).lead is None]
+        assert engine.stats()["running"] == len(own)
+        seen.add((len(own), len(engine.slots.running)))
+    assert (7, 13) in seen and (1, 1) in seen, "guided and plain ones beside each other, and a plain one alone"
+
+
 def test_the_answer_ends_where_either_context_is_full():
     engine = sim_engine(strategy=Either(), max_len=40)
     short = request(

@@ -412,7 +412,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         lead = self.cache.pools[0]
         stats = {
-            "running": len(self.slots.running),
+            "running": self.slots.n_running,
             "waiting": self.planner.n_waiting,
             "finished": self.finished,
             "generated_tokens": self.publisher.tokens,

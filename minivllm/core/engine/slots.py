@@ -76,6 +76,11 @@ class Slots:
         self.table = np.zeros((groups, size, -(-max_len // block) + 1), np.int32)
         self.tokens = np.zeros((size, max_len + 1), np.int32)
 
+    @property
+    def n_running(self) -> int:
+        """Sequences of requests that run, which their guides are not."""
+        return len(self.running) - self.paired // 2
+
     def enter(self, seq: Seq) -> int:
         """Give a sequence a row; all columns are set from it."""
         slot = self.free.pop()
