@@ -54,11 +54,14 @@ class LLM(FrontDoor):
 
     # ---- generation ----------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True, taps: Any = None
+    ) -> list[RequestOutput]:
         """Complete prompts: a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these; one
-        SamplingParams or one each.  Outputs come in the order of the prompts.  RequestError (and nothing is run) if one
-        is refused; a request that fails later has finish_reason "error" and says why in ``error``."""
-        from .prompts import is_one_prompt, params_for
+        SamplingParams or one each; a list of ``Tap`` for all, or a list of them each.  Outputs come in the order of the
+        prompts.  RequestError (and nothing is run) if one is refused; a request that fails later has finish_reason
+        "error" and says why in ``error``."""
+        from .prompts import is_one_prompt, params_for, taps_for
         from .requests import Tracked
 
         if hasattr(prompts, "tolist"):  # a tensor or an array
@@ -70,7 +73,8 @@ class LLM(FrontDoor):
         params = params_for(self._default(sampling_params), len(items))
         bar = _bar(len(items), use_tqdm)
         tracked = [
-            Tracked(p, sp, self.tokenizer, done=lambda t: bar.update(1)) for p, sp in zip(items, params, strict=True)
+            Tracked(p, sp, self.tokenizer, done=lambda t: bar.update(1), taps=own)
+            for p, sp, own in zip(items, params, taps_for(taps, len(items)), strict=True)
         ]
         with bar:
             self._run(tracked)
@@ -163,6 +167,10 @@ class LLM(FrontDoor):
             worked = self.engine.step()
         if not worked:
             time.sleep(self.engine.idle())
+
+    def tap_points(self) -> dict[str, int]:
+        """The points of the model that a ``Tap`` may name, and how wide each is; empty if it has none."""
+        return dict(self.engine.capacity.taps or {})
 
     # ---- care ----------------------------------------------------------------------------------------------------
 

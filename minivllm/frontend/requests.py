@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.request import Seq
     from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.core.interfaces.taps import Tap
     from minivllm.text.tokenizer import Tokenizer
 
 
@@ -50,6 +51,7 @@ class Tracked(RequestText):
         request_id: str | None = None,
         stream: Callable[[StreamOutput], None] | None = None,
         done: Callable[[Tracked], None] | None = None,
+        taps: tuple[Tap, ...] = (),
     ) -> None:
         if request_id is not None and flaw(request_id):
             raise RequestError(f"request_id={shown(request_id)}: want Unicode text", "request_id")
@@ -69,6 +71,7 @@ class Tracked(RequestText):
             completes=StopProbe(tokenizer, params) if params.beam_width is not None and params.stop else None,
             sink=self._sink,
             on_done=self._done,
+            taps=taps,
         )
 
     def prepare(self, engine: Engine) -> None:

@@ -130,6 +130,8 @@ def prepare(engine: Engine, request: Request) -> list[Branch]:
         raise RequestError(
             "structured_outputs: nobody has compiled them for this request", "structured_outputs"
         )
+    if request.taps:
+        raise RequestError("taps: no executor serves them yet; leave them out", "taps")
     constrained = request.grammar is not None
     request.stops = StopRule.of(p, engine.eos_ids, len(request.prompt), request.end, constrained)
     if (n := len(request.stops.ids)) > STOP_IDS:

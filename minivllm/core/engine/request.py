@@ -23,6 +23,7 @@ from .stops import StopRule
 if TYPE_CHECKING:
     from minivllm.core.interfaces.finish import FinishReason
     from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.core.interfaces.taps import Tap
 
 WAITING, RUNNING, FINISHED = 0, 1, 2
 
@@ -144,6 +145,7 @@ class Request:
     # once it has finished: its sequences, best first
     answer: list[Seq] = field(default_factory=list)
     on_done: Any = None  # on_done(request), once, when its last sequence has ended
+    taps: tuple[Tap, ...] = ()  # as its client gave them
 
     @property
     def expected(self) -> int:

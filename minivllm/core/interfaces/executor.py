@@ -11,7 +11,8 @@ import numpy as np
 
 from .plan import LateInputs, StepPlan, StepResult
 
-API = (2, 1)  # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides
+# 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: StepPlan.taps, Join.steer, Capacity.taps
+API = (2, 2)
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,9 @@ class Capacity:
     depth: int  # steps that may be in flight beside the newest
     notes: tuple[str, ...] = ()
     guides: bool = False  # ``StepPlan.guided`` is obeyed; else requests with a guide are refused
+    # points of the model that requests may tap, and how wide each is: ``StepPlan.taps`` counts them in this order.  None:
+    # the executor serves no taps, and such requests are refused
+    taps: Mapping[str, int] | None = None
 
 
 class Executor(ABC):
