@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.engine.request import Request
+from minivllm.core.engine.taps import values_of
 from minivllm.core.interfaces.finish import Finish, FinishReason
 from minivllm.errors import RequestError, shown, told
 from minivllm.plain import flaw
@@ -140,6 +141,10 @@ class Tracked(RequestText):
         """The answer so far; complete once the request is done."""
         r = self.request
         outputs = [text.output() for text in self.answer]
+        if r.tapped is not None:
+            by_sample = {seq.sample: seq for seq in r.sequences}
+            for out, text in zip(outputs, self.answer, strict=True):
+                out.taps = values_of(by_sample[text.index], len(text.token_ids) or None)
         if self.late and self.order is not None:  # they were ranked
             outputs = [
                 replace(out, index=i, score=s.score, cumulative_logprob=s.cumulative_logprob)

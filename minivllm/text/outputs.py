@@ -116,8 +116,8 @@ class CompletionOutput(_Record):
     has one dict per token, {token id: Logprob}: the chosen token first, then the best, of equal ones the lower id
     first; made when they are first looked at.  A token without any probability (-inf) is listed only if it was chosen,
     so there may be fewer than were asked for.  ``score`` orders the outputs of beam search: ``cumulative_logprob`` /
-    tokens ** length_penalty.  ``taps``: of each point that was read float32 [positions, width], a numpy array with a row
-    for each token that the model has read (the prompt's, and the generated ones but the last); of "logits" one for each
+    tokens ** length_penalty.  ``taps``: of each point that was read a numpy array float32 [positions, width], a row for
+    each token that the model was given (the prompt's, and the generated ones but the last), of "logits" one for each
     generated token; None if nothing was read.
     """
 

@@ -101,6 +101,7 @@ class Wiring:
     # or "processed_logprobs": of what the sampler draws from
     logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = 20  # that a request may ask for; -1: as many as there are tokens
+    max_tap_bytes: int = 256 << 20  # float32 values that a request may read by taps
     # a request that may become longer has another rotary embedding (decoder.Rope.switch)
     rope_switch: int | None = None
 
@@ -121,8 +122,8 @@ class Capacity:
     depth: int  # steps that may be in flight beside the newest
     notes: tuple[str, ...] = ()
     guides: bool = False  # ``StepPlan.guided`` is obeyed; else requests with a guide are refused
-    # points of the model that requests may tap, and how wide each is: ``StepPlan.taps`` counts them in this order.  None:
-    # the executor serves no taps, and such requests are refused
+    # points of the model that requests may tap and their widths, in the order that ``StepPlan.taps``
+    # counts; None: the executor serves no taps, and such requests are refused
     taps: Mapping[str, int] | None = None
 
 
