@@ -129,4 +129,4 @@ def test_each_position_is_told_once_and_steps_name_what_is_added_to_their_rows(i
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_what_is_computed_again_after_a_preemption_is_not_told_again(depth):
     items = [([i, *range(1, 20)], 1 + i % 2, 30, [*POINTS][: 1 + i % 3], i % 2 == 1, i, 0) for i in range(8)]
-    assert play(items, depth, 34, 16) > 3
+    assert play(items, depth, 34, 16) > 1
