@@ -87,15 +87,17 @@ class LLM(FrontDoor):
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         split_special_tokens: bool = True,
+        taps: Any = None,
     ) -> list[RequestOutput]:
         """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of them, through the chat template.
 
         What a message spells like a special token stays text, so that none can end its turn; with
-        ``split_special_tokens=False`` it is the token, as with transformers' ``apply_chat_template``."""
+        ``split_special_tokens=False`` it is the token, as with transformers' ``apply_chat_template``.  ``taps`` as in
+        ``generate``."""
         many = bool(messages) and isinstance(messages, Sequence) and all(isinstance(m, (list, tuple)) for m in messages)
         conversations = messages if many else [messages]
         prompts = [render_chat(self.tokenizer, m, add_generation_prompt, split_special_tokens) for m in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, taps)
 
     def stream(self, prompt: Any, sampling_params: Any = None) -> OutputStream:
         """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request."""

@@ -18,8 +18,8 @@ from .spec import SpecConformance
 
 
 class Passed:
-    """``model.StepTaps`` that keeps what passes through each point, and adds up to ``add`` to that of ``point``, another
-    vector for each token: one that all keys have in common changes nothing without a rotary embedding."""
+    """``model.StepTaps`` that keeps what passes through each point, and adds up to ``add`` to that of ``point``: a
+    vector for each token, as one that all keys have in common changes nothing without a rotary embedding."""
 
     def __init__(self, points: Mapping[str, int], point: str = "", add: float = 0.0) -> None:
         self.points, self.point, self.add = frozenset(points), point, add
