@@ -105,6 +105,7 @@ class DecoderBlock:
         name, self.last, self.parallel = f"layers.{i}.", i + 1 == len(spec.layers), layer.parallel
         self.name, self.hidden, self.follower = name, spec.hidden, None if self.last else f"layers.{i + 1}.input"
         self._attention(spec, layer, i, parts)
+        self.points = self._points()
         self._mlp(spec, layer, name, parts)
         out, down = self._outputs(spec, layer, name, parts)
         scale = layer.residual_scale
@@ -118,8 +119,7 @@ class DecoderBlock:
         self.o = parts.linear_norm(out, middle, after=after[0], scale=scale)
         self.down = parts.linear_norm(down, follows, whole=self.last, after=after[1], scale=scale)
 
-    @property
-    def points(self) -> dict[str, int]:
+    def _points(self) -> dict[str, int]:
         """What can be tapped in this layer, and behind it, and the widths."""
         widths = dict(zip("qkv", self.sizes, strict=True))
         widths |= dict.fromkeys(("attention", "mlp", "residual"), self.hidden)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import transformers
 from greedy import hf_greedy, prompts, tokens
 
-from minivllm import LLM, RequestError, SamplingParams, Tap
+from minivllm import LLM, AsyncLLM, RequestError, SamplingParams, Tap
+from minivllm.layers.decoder import Decoder
 from minivllm.testing.sim import at_rest
 from minivllm.testing.tiny import save, small_config, tiny_model
 
@@ -331,6 +335,45 @@ def test_what_cannot_be_tapped_is_refused_by_name(models):
         assert llm.tap_points() == {}
         with pytest.raises(RequestError, match="the executor Sim serves none"):
             llm.generate([ids], SamplingParams(max_tokens=1), False, [Tap("norm", read=True)])
+
+
+def test_a_model_that_overrides_its_call_has_no_points_until_it_says_so(models, monkeypatch):
+    class Own(Decoder):
+        def __call__(self, step):
+            return super().__call__(replace(step, logits_indices=None))
+
+    monkeypatch.setattr("minivllm.layers.parts.Decoder", Own)
+    folder, _ = models("Llama")
+    with LLM(folder, **SMALL) as llm:
+        assert llm.tap_points() == {}
+        with pytest.raises(RequestError, match="the model minivllm/llama names no points"):
+            llm.generate([[1, 2]], SamplingParams(max_tokens=1), False, [Tap("norm", read=True)])
+
+
+def test_a_point_that_a_model_names_and_passes_nothing_through_fails_the_step_by_its_name(models, monkeypatch):
+    folder, _ = models("Llama")
+    with LLM(folder, **SMALL) as llm:
+        block = llm.engine.executor.runner.model.blocks[1]
+        block.tapped = block.__call__
+        (out,) = llm.generate([[1, 2]], SamplingParams(max_tokens=1), False, [Tap("layers.1.mlp", read=True)])
+        assert out.finish_reason == "error" and "names the point 'layers.1.mlp'" in out.error
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=1), False)[0].error is None
+
+
+def test_coroutines_read_and_steer_too(models):
+    folder, model = models("Llama")
+    (prompt,) = prompts(61, [12], seed=11)
+
+    async def main():
+        llm = AsyncLLM(folder, **SMALL)
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        taps = [Tap("layers.0.residual", add=vector(5)), Tap("norm", read=True)]
+        pieces = [piece async for piece in llm.generate(prompt, params, taps=taps)]
+        llm.close()
+        return pieces[-1].output
+
+    out = asyncio.run(main())
+    assert out.tokens == steered_greedy(model, prompt, 0, vector(5), 6) and out.taps["norm"].shape == (17, 32)
 
 
 @pytest.mark.parametrize(
