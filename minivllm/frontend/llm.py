@@ -99,14 +99,15 @@ class LLM(FrontDoor):
         prompts = [render_chat(self.tokenizer, m, add_generation_prompt, split_special_tokens) for m in conversations]
         return self.generate(prompts, sampling_params, use_tqdm, taps)
 
-    def stream(self, prompt: Any, sampling_params: Any = None) -> OutputStream:
-        """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request."""
-        from .prompts import params_for
+    def stream(self, prompt: Any, sampling_params: Any = None, taps: Any = None) -> OutputStream:
+        """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request.  ``taps``:
+        a list of ``Tap``; what is read comes with the last piece."""
+        from .prompts import params_for, taps_for
         from .requests import Tracked
 
         pieces: deque[StreamOutput] = deque()
         params = params_for(self._default(sampling_params), 1)[0]
-        tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append)
+        tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append, taps=taps_for(taps, 1)[0])
         refuse_within(self.engine.within, "stream")
         self._recorder.tally.next_batch()
         tracked.prepare(self.engine)
