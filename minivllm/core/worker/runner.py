@@ -170,8 +170,14 @@ class Runner:
             running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(at)]
 
     def _keep_taps(self, running: Running, plan: StepPlan, found: dict[str, Tensor]) -> None:
-        """Start the copy of what rows read; a later step may write where it was found."""
-        running.taps = [self._host(t) for t in self.taps.in_order(plan, found)]
+        """Start the copy of what rows read; a later step may write where it was found.  ValueError if the model left a
+        point out."""
+        _, read = self.taps.of_step(plan)
+        if lost := [self.taps.names[n] for n in read if self.taps.names[n] not in found]:
+            raise ValueError(
+                f"the model names the point {lost[0]!r}, and passed nothing through it"
+            )
+        running.taps = [self._host(self.taps.flat(found))]
 
     def read(self, plan: StepPlan) -> StepTensors:
         """What a model is called with: one copy to the device, then gathers."""

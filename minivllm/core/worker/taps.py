@@ -100,8 +100,7 @@ class TapState:
         [n, width], the tokens of ``plan.taps``."""
         if not len(plan.taps) and not len(plan.steered):
             return None
-        indices = {self.names[number]: self._tokens(plan, rows) for number, rows in _by_point(plan)}
-        indices.pop(LOGITS, None)
+        indices = self._indices(plan)
 
         def keep(point: str, x: Tensor) -> None:
             found[point] = x[indices[point]]
@@ -121,31 +120,31 @@ class TapState:
 
     def replayed(self, plan: StepPlan) -> dict[str, Tensor]:
         """What ``eager`` finds, of a decode step that was replayed: rows are tokens."""
-        lines = {self.names[number]: rows for number, rows in _by_point(plan)}
-        lines.pop(LOGITS, None)
-        return {p: self.buffers[p][self._tokens(plan, rows)] for p, rows in lines.items()}
+        return {point: self.buffers[point][at] for point, at in self._indices(plan).items()}
 
-    def in_order(self, plan: StepPlan, found: Mapping[str, Tensor]) -> list[Tensor]:
-        """The values that were found, in the order of ``plan.taps``, float32; ValueError if the model left one out."""
-        points = [self.names[number] for number, _ in _by_point(plan)]
-        points = [point for point in points if point != LOGITS]
-        if lost := [point for point in points if point not in found]:
-            raise ValueError(
-                f"the model names the point {lost[0]!r}, and passed nothing through it"
-            )
-        return [found[point].float() for point in points]
+    def flat(self, found: Mapping[str, Tensor]) -> Tensor:
+        """f32, the values that were found, one after another in the order of the points."""
+        parts = [found[point].float().ravel() for point in self.names if point in found]
+        return torch.cat(parts) if parts else torch.empty(0)
 
     def _of_step(self, steered: Any, meta: AttnMeta, read: frozenset[str], keep: Any) -> TapsOfStep:
         steering = {self.names[n]: self.steering[self.names[n]] for n in steered}
         return TapsOfStep(steering, meta.slots[meta.row], read, keep)
 
-    def _tokens(self, plan: StepPlan, rows: list[list[int]]) -> Tensor:
-        """i64 [n] numbers of the tokens that are read of a point."""
-        ends = plan.q_len.cumsum()
-        parts = [
-            np.arange(ends[row] - plan.q_len[row] + first, ends[row]) for _, row, first in rows
-        ]
-        return self.state.to(np.concatenate(parts).astype(np.int64))
+    def _indices(self, plan: StepPlan) -> dict[str, Tensor]:
+        """point of the layers -> i64 [n] numbers of the tokens that are read there; mostly the same for all."""
+        ends, made, found = plan.q_len.cumsum(), dict[bytes, Tensor](), dict[str, Tensor]()
+        for number, lines in groupby(plan.taps.tolist(), lambda line: line[0]):
+            if self.names[number] == LOGITS:
+                continue
+            parts = [
+                np.arange(ends[row] - plan.q_len[row] + first, ends[row]) for _, row, first in lines
+            ]
+            at = np.concatenate(parts).astype(np.int64)
+            if (key := at.tobytes()) not in made:
+                made[key] = self.state.to(at)
+            found[self.names[number]] = made[key]
+        return found
 
     def reads_logits(self, plan: StepPlan) -> bool:
         """Whether a row of the step reads the logits that it draws from."""
@@ -155,10 +154,3 @@ class TapState:
         """f32 [n, V], those that are read of ``logits`` [N, V] of the rows that draw."""
         rows = plan.taps[plan.taps[:, 0] == len(self.names) - 1, 1]
         return logits[self.state.to(np.searchsorted(plan.samples, rows))].float()
-
-
-def _by_point(plan: StepPlan) -> Any:
-    """(number of the point, its lines of ``plan.taps``) in order."""
-    return (
-        (number, list(lines)) for number, lines in groupby(plan.taps.tolist(), lambda line: line[0])
-    )
