@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("minivllm", "contrib", "benchmarks", "tests", "docs", ".ci")
 FILE, FUNCTION = 450, 60  # lines; a function's are those of the package, not of tests or Triton kernels
-CORE, CORE_DENSITY = 11_000, 10.0  # lines of minivllm/core; its tokens a line
+CORE, CORE_DENSITY = 12_000, 10.0  # lines of minivllm/core; its tokens a line
 DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.Tuple)
 DATA = (*DISPLAYS, ast.Constant, ast.Name, ast.Subscript, ast.UnaryOp)
 TABLE = 6  # elements of a table within a function, at least

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from .core.interfaces.params import SamplingParams
     from .core.interfaces.structured import StructuredOutputsParams
+    from .core.interfaces.taps import Tap
     from .frontend.async_llm import AsyncLLM
     from .frontend.explaining import explain
     from .frontend.llm import LLM
@@ -40,6 +41,7 @@ _LAZY = {
     "RequestOutput": "minivllm.text.outputs",
     "SamplingParams": "minivllm.core.interfaces.params",
     "StructuredOutputsParams": "minivllm.core.interfaces.structured",
+    "Tap": "minivllm.core.interfaces.taps",
     "explain": "minivllm.frontend.explaining",
 }
 
@@ -57,6 +59,7 @@ __all__ = [
     "ResourceError",
     "SamplingParams",
     "StructuredOutputsParams",
+    "Tap",
     "__version__",
     "explain",
 ]

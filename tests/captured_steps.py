@@ -15,11 +15,12 @@ import torch
 from cpu_captures import CpuRecorder, cpu_captures
 from greedy import prompts
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, Tap
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.plan import StepPlan
 from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.worker import captured, sampling, step
+from minivllm.core.worker.graphs import TappedKey
 from minivllm.core.worker.state import DeviceState
 from minivllm.kernels.peaks import best_of_tiles
 from minivllm.kernels.step import commit
@@ -70,11 +71,11 @@ def engine(folder, **options):
     return LLM(model=str(folder), **{**base, **options})
 
 
-def play(folder, params, captures, **options):
+def play(folder, params, captures, taps=None, **options):
     """(what each request got, the captures): prompts of many lengths, twice, so that the second time hits prefixes."""
     items = prompts(61, [1 + 13 * i % 50 for i in range(len(params))])
     with engine(folder, **options if captures else {**options, "graph": "off"}) as llm:
-        outs = [o for _ in range(2) for o in llm.generate(items, params, use_tqdm=False)]
+        outs = [o for _ in range(2) for o in llm.generate(items, params, False, taps)]
         llm.engine.cache.check()
         assert [o.error for o in outs] == [None] * len(outs)
         runner = llm.engine.executor.runner
@@ -94,6 +95,9 @@ def compare(folder, params, **options):
             (c.token_ids, c.finish_reason) for c in a.outputs
         ]
         for x, y in zip(a.outputs, b.outputs, strict=True):
+            assert (x.taps or {}).keys() == (y.taps or {}).keys()
+            for point, values in (x.taps or {}).items():
+                assert values.shape == y.taps[point].shape and np.abs(values - y.taps[point]).max() <= 1e-4, point
             for p, q in zip(x.logprobs or (), y.logprobs or (), strict=True):
                 assert {t: found.rank for t, found in p.items()} == {t: found.rank for t, found in q.items()}
                 assert [f.logprob for f in q.values()] == pytest.approx([f.logprob for f in p.values()], abs=1e-4)
@@ -156,6 +160,28 @@ def test_rows_with_guides_are_drawn_as_separate_launches_behind_captured_layers(
     params = asked(*guided, *PLAIN[:2], ignore_eos=True)
     graphs = compare(models["qwen3"], params, run_ahead=depth, strategies=["single", "guidance"])
     assert {key.kind for key in graphs.forwards} == {"decode", "mixed"}
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_rows_with_taps_run_in_captures_of_their_points_beside_rows_without(models, depth):
+    add = np.random.default_rng(3).standard_normal(32)
+    steer, read = Tap("layers.0.residual", add=add), [Tap(p, read=True) for p in ("layers.1.q", "norm", "embedding")]
+    graphs = compare(
+        models["qwen3"],
+        asked(*[{"temperature": 0}, {"logprobs": 2}] * 3, max_tokens=22, ignore_eos=True),
+        taps=[[steer], [], [*read, steer], [], [Tap("layers.1.mlp", add=add, read=True), Tap("logits", read=True)], []],
+        run_ahead=depth,
+    )
+    tapped = [key for key in graphs.forwards if isinstance(key, TappedKey)]
+    assert any(key.kind == "decode" and key.steered and len(key.read) == 4 for key in tapped)
+    assert not any(key.read for key in tapped if key.kind == "mixed")
+
+
+def test_steps_that_only_add_are_captured_in_mixed_steps_too(models):
+    taps = [[Tap("layers.0.residual", add=np.ones(32))], [], [], [], []]
+    more = asked(*PLAIN, ignore_eos=True, max_tokens=30)
+    graphs = compare(models["qwen3"], more, taps=taps, max_num_batched_tokens=16)
+    assert any(isinstance(key, TappedKey) and key.kind == "mixed" for key in graphs.forwards)
 
 
 def test_a_step_that_waits_for_the_device_is_not_captured_and_it_is_said_once(models):

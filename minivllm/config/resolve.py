@@ -203,6 +203,7 @@ class _Fold:
             parallel=ParallelWiring(config.tensor_parallel_size),
             logprobs_mode=config.logprobs_mode,
             max_logprobs=config.max_logprobs,
+            max_tap_bytes=config.max_tap_bytes,
         )
 
     def _learn(self, name: str, value: Any, sentence: str) -> None:

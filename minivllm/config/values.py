@@ -112,6 +112,7 @@ class EngineConfig(Strict):
         "raw_logprobs", description="of the model's logits, or of what is drawn from: penalties, temperature, limits"
     )
     max_logprobs: int = Field(20, ge=-1, description="that a request may ask for; -1: the whole vocabulary")
+    max_tap_bytes: int = Field(256 << 20, ge=0, description="float32 values that a request may read by taps")
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model, if the executor can")
     run_ahead: int | None = Field(None, ge=0, description="steps in flight beside the newest; None: the executor's")
     num_speculative_tokens: int = Field(4, ge=1, le=64, description="tokens that a drafter guesses for a row and step")

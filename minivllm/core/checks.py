@@ -25,6 +25,8 @@ from .interfaces.strategy import Branch, Guide
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from .interfaces.executor import Capacity
+
 RESULT = {"tokens": np.dtype(np.int32), "count": np.dtype(np.int32), "flags": np.dtype(np.uint8)}
 MOST_FIGURES = 64  # of a plug-in
 FIGURE = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -285,8 +287,9 @@ def stuck(value: Any, n: int) -> dict[int, str]:
 # ---- executors -------------------------------------------------------------------------------------------------------
 
 
-def result(found: Any, plan: StepPlan, vocab: int) -> StepResult:
+def result(found: Any, plan: StepPlan, capacity: Capacity) -> StepResult:
     """A step's outcome that fits its plan, unless the step failed: then nobody reads its columns."""
+    vocab = capacity.vocab_size
     if not isinstance(found, StepResult) or found.id != plan.id:
         what = f"step {found.id}" if isinstance(found, StepResult) else shown(found)
         raise ValueError(f"it answered {what} where step {plan.id} was due")
@@ -318,6 +321,13 @@ def result(found: Any, plan: StepPlan, vocab: int) -> StepResult:
         raise ValueError(
             f"logits of step {plan.id} have shape {np.shape(found.logits)}; want {(len(plan.host), vocab)}"
         )
+    if len(plan.taps):
+        count = plan.q_len[plan.taps[:, 1]] - plan.taps[:, 2]
+        want = int(count @ np.array([*(capacity.taps or {}).values()])[plan.taps[:, 0]])
+        if np.shape(found.taps) != (want,) or found.taps.dtype != np.float32:
+            raise ValueError(
+                f"taps of step {plan.id} are {shown(found.taps)}; want float32 [{want}]"
+            )
     return found
 
 

@@ -50,10 +50,11 @@ class AsyncLLM(FrontDoor):
     # ---- the event loop's side -----------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt: Any, sampling_params: Any = None, request_id: str | None = None
+        self, prompt: Any, sampling_params: Any = None, request_id: str | None = None, taps: Any = None
     ) -> AsyncIterator[StreamOutput]:
-        """Pieces as they come; the last has ``finished`` and the whole ``output``.  RequestError if it is refused."""
-        from .prompts import params_for
+        """Pieces as they come; the last has ``finished`` and the whole ``output``.  ``taps``: a list of ``Tap``.
+        RequestError if it is refused."""
+        from .prompts import params_for, taps_for
         from .requests import Tracked
 
         self._refuse_within("generate")
@@ -62,7 +63,7 @@ class AsyncLLM(FrontDoor):
         default = SamplingParams.make(**self._loaded.sampling) if sampling_params is None else sampling_params
         params = params_for(default, 1)[0]
         put = lambda piece: _post(loop, queue, piece)  # noqa: E731
-        tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put)
+        tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put, taps=taps_for(taps, 1)[0])
 
         if params.structured_outputs is not None:
             try:

@@ -54,11 +54,14 @@ class LLM(FrontDoor):
 
     # ---- generation ----------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True, taps: Any = None
+    ) -> list[RequestOutput]:
         """Complete prompts: a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these; one
-        SamplingParams or one each.  Outputs come in the order of the prompts.  RequestError (and nothing is run) if one
-        is refused; a request that fails later has finish_reason "error" and says why in ``error``."""
-        from .prompts import is_one_prompt, params_for
+        SamplingParams or one each; a list of ``Tap`` for all, or a list of them each.  Outputs come in the order of the
+        prompts.  RequestError (and nothing is run) if one is refused; a request that fails later has finish_reason
+        "error" and says why in ``error``."""
+        from .prompts import is_one_prompt, params_for, taps_for
         from .requests import Tracked
 
         if hasattr(prompts, "tolist"):  # a tensor or an array
@@ -70,7 +73,8 @@ class LLM(FrontDoor):
         params = params_for(self._default(sampling_params), len(items))
         bar = _bar(len(items), use_tqdm)
         tracked = [
-            Tracked(p, sp, self.tokenizer, done=lambda t: bar.update(1)) for p, sp in zip(items, params, strict=True)
+            Tracked(p, sp, self.tokenizer, done=lambda t: bar.update(1), taps=own)
+            for p, sp, own in zip(items, params, taps_for(taps, len(items)), strict=True)
         ]
         with bar:
             self._run(tracked)
@@ -83,24 +87,27 @@ class LLM(FrontDoor):
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         split_special_tokens: bool = True,
+        taps: Any = None,
     ) -> list[RequestOutput]:
         """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of them, through the chat template.
 
         What a message spells like a special token stays text, so that none can end its turn; with
-        ``split_special_tokens=False`` it is the token, as with transformers' ``apply_chat_template``."""
+        ``split_special_tokens=False`` it is the token, as with transformers' ``apply_chat_template``.  ``taps`` as in
+        ``generate``."""
         many = bool(messages) and isinstance(messages, Sequence) and all(isinstance(m, (list, tuple)) for m in messages)
         conversations = messages if many else [messages]
         prompts = [render_chat(self.tokenizer, m, add_generation_prompt, split_special_tokens) for m in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, taps)
 
-    def stream(self, prompt: Any, sampling_params: Any = None) -> OutputStream:
-        """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request."""
-        from .prompts import params_for
+    def stream(self, prompt: Any, sampling_params: Any = None, taps: Any = None) -> OutputStream:
+        """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request.  ``taps``:
+        a list of ``Tap``; what is read comes with the last piece."""
+        from .prompts import params_for, taps_for
         from .requests import Tracked
 
         pieces: deque[StreamOutput] = deque()
         params = params_for(self._default(sampling_params), 1)[0]
-        tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append)
+        tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append, taps=taps_for(taps, 1)[0])
         refuse_within(self.engine.within, "stream")
         self._recorder.tally.next_batch()
         tracked.prepare(self.engine)
@@ -163,6 +170,10 @@ class LLM(FrontDoor):
             worked = self.engine.step()
         if not worked:
             time.sleep(self.engine.idle())
+
+    def tap_points(self) -> dict[str, int]:
+        """The points of the model that a ``Tap`` may name, and how wide each is; empty if it has none."""
+        return dict(self.engine.capacity.taps or {})
 
     # ---- care ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.core.interfaces.taps import Tap
 from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
@@ -105,3 +106,17 @@ def params_for(params: Any, n: int) -> list[SamplingParams]:
     if len(made) != n:
         raise RequestError(f"{len(made)} sampling_params for {n} prompts; want one, or one each", "sampling_params")
     return made
+
+
+def taps_for(taps: Any, n: int) -> list[tuple[Tap, ...]]:
+    """The taps of each of n prompts, from a list of ``Tap`` for all of them, a list of such lists, or None."""
+    given = () if taps is None else taps
+    if not isinstance(given, (list, tuple)):
+        raise RequestError(f"taps of {type(taps).__name__}; want a list of Tap, or one for each prompt", "taps")
+    if all(isinstance(tap, Tap) for tap in given):
+        return [tuple(given)] * n
+    if not all(isinstance(own, (list, tuple)) and all(isinstance(tap, Tap) for tap in own) for own in given):
+        raise RequestError(f"taps={shown(taps)}: want a list of Tap, or one for each prompt", "taps")
+    if len(given) != n:
+        raise RequestError(f"{len(given)} lists of taps for {n} prompts; want one list, or one each", "taps")
+    return [tuple(own) for own in given]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.engine.request import Request
+from minivllm.core.engine.taps import values_of
 from minivllm.core.interfaces.finish import Finish, FinishReason
 from minivllm.errors import RequestError, shown, told
 from minivllm.plain import flaw
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.request import Seq
     from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.core.interfaces.taps import Tap
     from minivllm.text.tokenizer import Tokenizer
 
 
@@ -50,6 +52,7 @@ class Tracked(RequestText):
         request_id: str | None = None,
         stream: Callable[[StreamOutput], None] | None = None,
         done: Callable[[Tracked], None] | None = None,
+        taps: tuple[Tap, ...] = (),
     ) -> None:
         if request_id is not None and flaw(request_id):
             raise RequestError(f"request_id={shown(request_id)}: want Unicode text", "request_id")
@@ -69,6 +72,7 @@ class Tracked(RequestText):
             completes=StopProbe(tokenizer, params) if params.beam_width is not None and params.stop else None,
             sink=self._sink,
             on_done=self._done,
+            taps=taps,
         )
 
     def prepare(self, engine: Engine) -> None:
@@ -137,6 +141,10 @@ class Tracked(RequestText):
         """The answer so far; complete once the request is done."""
         r = self.request
         outputs = [text.output() for text in self.answer]
+        if r.tapped is not None:
+            by_sample = {seq.sample: seq for seq in r.sequences}
+            for out, text in zip(outputs, self.answer, strict=True):
+                out.taps = values_of(by_sample[text.index], len(text.token_ids) or None)
         if self.late and self.order is not None:  # they were ranked
             outputs = [
                 replace(out, index=i, score=s.score, cumulative_logprob=s.cumulative_logprob)

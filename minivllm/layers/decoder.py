@@ -6,6 +6,8 @@ takes, so that a norm runs where the stream is written, whatever stands on the t
     embed ─ n1 ─► qkv ─ attention ─► out  ┐                  ┌► gate_up ─► down ┐
       └─ stream ───────────────────────── + ─ after, before ─┤                  + ─ after, before ─► next layer ... norm
                                                              └── stream ────────┘
+
+A layer of which a request taps a point runs by its parts (``DecoderBlock.tapped``), and the others as they always do.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from minivllm.core.interfaces.decoder import (
     DecoderSpec,
     LayerSpec,
 )
-from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.model import StepTaps, StepTensors
 from minivllm.errors import ModelError, shown
 
 from .fused import Joined, Normed
+from .rotary import order_of_halves
 
 if TYPE_CHECKING:
     from .parts import ModelParts
@@ -60,14 +63,31 @@ class Decoder:
             x = x * self.scale
         if self.positions is not None:
             x = x + self.positions(step.position + self.spec.first_position)
+        taps = step.taps
+        if taps is not None:
+            x = taps("layers.0.input", taps("embedding", x))
         if self.first is None:
             h, residual = Normed(x), x
         else:
             x, residual = self.first(x)
             h = Normed(x)
+        if taps is None:
+            for block in self.blocks:
+                h, residual = block(h, residual, step)
+            return h.x
         for block in self.blocks:
-            h, residual = block(h, residual, step)
-        return h.x
+            run = block.tapped if taps.points & block.points.keys() else block
+            h, residual = run(h, residual, step)
+        return taps("norm", h.x)
+
+    @property
+    def tap_points(self) -> dict[str, int]:
+        """In the order in which a token comes to them."""
+        hidden = self.spec.hidden
+        points = {"embedding": hidden, "layers.0.input": hidden}
+        for block in self.blocks:
+            points |= block.points
+        return {**points, "norm": hidden}
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits, cap = self.head(hidden), self.spec.logit_cap
@@ -83,7 +103,9 @@ class DecoderBlock:
     def __init__(self, spec: DecoderSpec, i: int, parts: ModelParts, follows: Any) -> None:
         layer = spec.layers[i]
         name, self.last, self.parallel = f"layers.{i}.", i + 1 == len(spec.layers), layer.parallel
+        self.name, self.hidden, self.follower = name, spec.hidden, None if self.last else f"layers.{i + 1}.input"
         self._attention(spec, layer, i, parts)
+        self.points = self._points()
         self._mlp(spec, layer, name, parts)
         out, down = self._outputs(spec, layer, name, parts)
         scale = layer.residual_scale
@@ -96,6 +118,13 @@ class DecoderBlock:
         middle = _norm(parts, spec, name + ("norm3" if around else "norm2"), layer.norms != AFTER)
         self.o = parts.linear_norm(out, middle, after=after[0], scale=scale)
         self.down = parts.linear_norm(down, follows, whole=self.last, after=after[1], scale=scale)
+
+    def _points(self) -> dict[str, int]:
+        """What can be tapped in this layer, and behind it, and the widths."""
+        widths = dict(zip("qkv", self.sizes, strict=True))
+        widths |= dict.fromkeys(("attention", "mlp", "residual"), self.hidden)
+        points = {self.name + point: width for point, width in widths.items()}
+        return points if self.follower is None else {**points, self.follower: self.hidden}
 
     def _attention(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModelParts) -> None:
         a, name, twice = layer.attention, f"layers.{i}.attn", spec.switch is not None
@@ -112,6 +141,10 @@ class DecoderBlock:
             norms = [parts.norm(f"{name}.{x}_norm", a.dim_qk, spec.norm).weight for x in "qk"]
         tables = (None, None) if layer.rope is None else parts.rotary(layer.rope, twice)
         self.pre = QKPre(*tables, *norms, spec.norm.eps)
+        self.order = None
+        if layer.rope is not None and layer.rope.interleaved:
+            back = order_of_halves(a.dim_qk, layer.rope.dim)
+            self.order = back.argsort().to(parts.device), back.to(parts.device)
 
     def _mlp(self, spec: DecoderSpec, layer: LayerSpec, name: str, parts: ModelParts) -> None:
         mlp = layer.mlp
@@ -142,6 +175,35 @@ class DecoderBlock:
             return self.both.add(self.out(x).add_(self.both.linear(self.up(h))), residual)
         h, residual = self.o(x, residual)
         return self.down(self.up(h), residual)
+
+    def tapped(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
+        """The same in parts, each of which passes through ``step.taps``."""
+        taps, name = step.taps, self.name
+        assert taps is not None
+        q, k, v = self.qkv(h).split(self.sizes, dim=-1)
+        q, k, v = self._tap_head(taps, "q", q), self._tap_head(taps, "k", k), taps(name + "v", v)
+        if self.wide:
+            q, k = self.wide[0](q)[0], self.wide[1](k)[0]
+        x = self.attn(q, k, v, step, self.pre)
+        if self.parallel:
+            down = self.both
+            y = taps(name + "attention", down.scaled(self.out(x))) + taps(name + "mlp", down.branch(self.up(h)))
+        else:
+            residual = residual + taps(name + "attention", self.o.branch(x))
+            down = self.down
+            y = taps(name + "mlp", down.branch(self.up(self.o.entry(residual))))
+        residual = taps(name + "residual", residual + y)
+        if self.follower is not None:
+            residual = taps(self.follower, residual)
+        return down.entry(residual), residual
+
+    def _tap_head(self, taps: StepTaps, which: str, x: Tensor) -> Tensor:
+        """q or k [T, heads * dim], tapped as the checkpoint has its rows: without the order of the rotary embedding."""
+        if self.order is None:
+            return taps(self.name + which, x)
+        there, back = self.order
+        heads = x.unflatten(1, (-1, len(there)))
+        return taps(self.name + which, heads[..., there].flatten(1)).unflatten(1, heads.shape[1:])[..., back].flatten(1)
 
 
 def _norm(parts: ModelParts, spec: DecoderSpec, name: str, there: bool) -> Any:

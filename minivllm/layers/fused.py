@@ -108,6 +108,14 @@ class LinearNorm(_Pair):
         y, squares = kernel(x, residual=residual, norm=self.norm.weight)
         return Normed(y, squares, self.norm.eps), residual
 
+    def branch(self, x: Tensor) -> Tensor:
+        """What is added to the residual, by itself."""
+        return self.linear(x)
+
+    def entry(self, residual: Tensor) -> Normed:
+        """What the next product takes of a residual to which that was added."""
+        return Normed(self.norm(residual)[0])
+
 
 class Joined:
     """``(x, residual) -> (what the next product takes, residual + scale * after(linear(x)))``; ``after`` and the norm
@@ -130,12 +138,23 @@ class Joined:
             at = self.before.weight, self.before.eps, self.after.weight, self.after.eps
             y, residual = self.kernel(y, residual, *at)
             return Normed(y), residual
-        if self.after is not None:
-            y = self.after(y)[0]
-        if self.scale != 1.0:
-            y = y * self.scale
+        y = self.scaled(y)
         if self.before is None:
             residual = residual + y
             return Normed(residual), residual
         y, residual = self.before(y, residual)
         return Normed(y), residual
+
+    def scaled(self, y: Tensor) -> Tensor:
+        """``scale * after(y)``."""
+        if self.after is not None:
+            y = self.after(y)[0]
+        return y if self.scale == 1.0 else y * self.scale
+
+    def branch(self, x: Tensor) -> Tensor:
+        """What is added to the residual, by itself."""
+        return self.scaled(self.linear(x))
+
+    def entry(self, residual: Tensor) -> Normed:
+        """What the next product takes of a residual to which that was added."""
+        return Normed(residual if self.before is None else self.before(residual)[0])

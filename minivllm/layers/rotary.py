@@ -15,6 +15,14 @@ from minivllm.core.interfaces.decoder import Rope
 from .norm import rms_norm
 
 
+def order_of_halves(dim: int, turned: int) -> Tensor:
+    """i64 [dim] which element of a checkpoint's head stands at each place here, if its first ``turned`` are pairs
+    (0, 1), (2, 3) ...: the even ones, then the odd ones, then the rest."""
+    order = torch.arange(dim)
+    order[:turned] = torch.cat((torch.arange(0, turned, 2), torch.arange(1, turned, 2)))
+    return order
+
+
 def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
     """(radians per position, float32 [dim / 2], rounded as transformers rounds them; what cos and sin are multiplied
     by).  ``longest``: 0, or of requests longer than ``rope.switch``, the most tokens that one may have."""

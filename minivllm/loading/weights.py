@@ -26,6 +26,7 @@ from minivllm.errors import ModelError, shown, suggest
 from minivllm.layers.embedding import TiedLMHead
 from minivllm.layers.module import Module
 from minivllm.layers.parts import ModelParts
+from minivllm.layers.rotary import order_of_halves
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")  # older checkpoints carry tables that are computed here
@@ -68,9 +69,7 @@ class Target:
 def as_halves(x: Tensor, dim: int, turned: int) -> Tensor:
     """Rows of heads [heads * dim, ...], whose first ``turned`` are pairs (0, 1), (2, 3) ..., as halves: the even ones,
     then the odd ones, then the rest."""
-    order = torch.arange(dim)
-    order[:turned] = torch.cat((torch.arange(0, turned, 2), torch.arange(1, turned, 2)))
-    return x.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+    return x.unflatten(0, (-1, dim))[:, order_of_halves(dim, turned)].flatten(0, 1)
 
 
 def build_model(arch: ModelArch, cfg: Any, parts: ModelParts) -> Model:

@@ -22,7 +22,7 @@ def as_config(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def batches(record: Mapping[str, Any], path: str) -> list[tuple[list[Any], list[dict[str, Any]]]]:
     """The recorded requests, (prompts, sampling parameters) for each call that brought some.  ConfigError if there are
-    none, or if a Python function belonged to one."""
+    none, or if a Python function or vectors belonged to one."""
     kept = record.get("requests")
     if not kept:
         raise ConfigError(
@@ -30,6 +30,11 @@ def batches(record: Mapping[str, Any], path: str) -> list[tuple[list[Any], list[
             "LLM(record=...), not by LLM.record(), up to 10,000 of them"
         )
     for number, request in enumerate(kept, 1):
+        if steered := [tap["point"] for tap in request.get("taps", ()) if "add_sha256" in tap]:
+            raise ConfigError(
+                f"{path}: request {number} added a vector at {steered[0]}, which a record does not hold: it cannot be "
+                "started from a file; run it from Python"
+            )
         for name, value in request["params"].items():
             if isinstance(value, Mapping) and "function" in value:
                 raise ConfigError(

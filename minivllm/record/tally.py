@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from minivllm import declared
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.core.interfaces.taps import Tap
     from minivllm.frontend.requests import Tracked
 
 MOST_DIGESTS = 10_000  # requests whose digests are kept one by one, so that a diff can say which of them differ
@@ -64,7 +65,8 @@ class ResultTally:
             params = plain_params(request.params)
             self._params = (request.params, params, _number(repr(sorted(params.items())).encode()))
         self._prompts += _number(_prompt_bytes(request))
-        self._sampling += self._params[2]
+        taps = plain_taps(request.taps)
+        self._sampling += self._params[2] + (_number(repr(taps).encode()) if taps else 0)
         self._keep(request, self._params[1])
 
         def done(ended: Tracked) -> None:
@@ -84,7 +86,8 @@ class ResultTally:
             return
         prompt = {"prompt": request.text} if request.text is not None else {}
         ids = {"prompt_token_ids": request.prompt.tolist()}
-        self.requests.append({"batch": self._batch, **prompt, **ids, "params": params})
+        taps = {"taps": plain_taps(request.taps)} if request.taps else {}
+        self.requests.append({"batch": self._batch, **prompt, **ids, "params": params, **taps})
 
     def _ended(self, tracked: Tracked, number: int) -> None:
         found = hashlib.sha256(tracked.request.prompt.tobytes())
@@ -126,6 +129,18 @@ class ResultTally:
             "outputs": list(self._digests) if whole else None,
             "stats": dict(stats),
         }
+
+
+def plain_taps(taps: Sequence[Tap]) -> list[dict[str, Any]]:
+    """JSON; of a vector its hash, as it can be as large as a model's weights."""
+    return [
+        {
+            "point": tap.point,
+            "read": tap.read,
+            **({} if tap.add is None else {"add_sha256": hashlib.sha256(tap.vector.tobytes()).hexdigest()}),
+        }
+        for tap in taps
+    ]
 
 
 def plain_params(params: SamplingParams) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from .tiny import tiny_dir
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 SLOTS, BLOCK, MAX_LEN = 8, 4, 96
+NOTHING: Mapping[str, Sequence[float]] = {}
 NEAR = 1e-3  # two log-probabilities: sums in another order, nothing else
 LAYERS = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=20, max_window_layers=2)  # two KV groups
 
@@ -74,6 +75,7 @@ class Joining:
     params: SamplingParams
     drawn: list[int]
     saved: int
+    add: Mapping[str, Sequence[float]]  # point -> vector that is added there
 
     @property
     def tokens(self) -> list[int]:
@@ -89,6 +91,7 @@ class Driver:
         self.processors = [made for _, made in make_processors(wiring, capacity.vocab_size)]
         self.known, self.computed, self.end = (np.zeros(SLOTS, np.int32) for _ in range(3))
         self.steps = 0
+        self.steered: dict[int, list[int]] = {}  # slot -> numbers of the points at which something is added
         self._forget()
 
     def _forget(self) -> None:
@@ -113,15 +116,21 @@ class Driver:
         saved: int = -1,
         pile: int | None = None,
         blocks: int | None = None,
+        add: Mapping[str, Sequence[float]] = NOTHING,
     ) -> None:
         """``tally``: each token that it draws tells how many came before (``faulty.CountingProcessor``); ``blocks``:
         how many it gets with its join, which without it are all that it will ever need."""
         extra = {"fault": fault} if fault else {}
         params = SamplingParams(temperature=0, extra={**extra, "tally": True} if tally else extra)
-        self._joins.append(Joining(slot, list(prompt), out, stop, params, list(drawn), saved))
+        self._joins.append(Joining(slot, list(prompt), out, stop, params, list(drawn), saved, add))
+        self.steered[slot] = [self.point(name) for name in add]
         self.known[slot], self.computed[slot] = len(prompt) + len(drawn), 0
         self.end[slot] = len(prompt) + out
         self.give(slot, range(-(-(len(prompt) + out) // BLOCK) if blocks is None else blocks), pile)
+
+    def point(self, name: str) -> int:
+        """Its number in ``Capacity.taps``."""
+        return list(self.capacity.taps or ()).index(name)
 
     def block(self, group: int, pile: int, i: int) -> int:
         return self.capacity.blocks[group] - 1 - pile * -(-MAX_LEN // BLOCK) - i
@@ -141,6 +150,7 @@ class Driver:
         self._forks.append((source, slot, sample))
         for column in (self.known, self.computed, self.end):
             column[slot] = column[source]
+        self.steered[slot] = self.steered[source]
         self.give(slot, range(-(-int(self.end[slot]) // BLOCK)))
         self.copy(source, slot, -(-int(self.computed[source]) // BLOCK))
 
@@ -167,10 +177,11 @@ class Driver:
         prompt_topk: int = 0,
         drafts: Mapping[int, int] | None = None,
         guided: Sequence[tuple[int, int, float]] = (),
+        taps: Sequence[tuple[str, int, int]] = (),
     ) -> StepPlan:
         """``rows``: slot -> tokens; ``late``, ``host`` and ``held``: slots; ``prompt``: slot -> tokens that are scored;
-        ``drafts``: slot -> drafts behind its newest token; ``guided``: (slot, slot of its guide, scale).  A row that
-        reaches what is known draws."""
+        ``drafts``: slot -> drafts behind its newest token; ``guided``: (slot, slot of its guide, scale); ``taps``:
+        (point, slot, first token that is read).  A row that reaches what is known draws."""
         drafts = drafts or {}
         slots = np.array(sorted(rows, key=lambda s: 2 * (rows[s] != 1) + (s in drafts)), np.int32)
         draft = np.empty(0, np.int32)
@@ -185,6 +196,7 @@ class Driver:
         self.known[[s for s in set(drawn) if s not in (*host, *held)]] += 1
         self.steps += 1
         pairs = [(drawn.index(row), drawn.index(guide)) for row, guide, _ in guided]
+        read = sorted((self.point(p), slots.tolist().index(slot), first) for p, slot, first in taps)
         scored = [(i, prompt[s]) for i, s in enumerate(slots.tolist()) if prompt and s in prompt]
         return StepPlan(
             self.steps,
@@ -202,6 +214,8 @@ class Driver:
             delta=self._delta(),
             guided=np.array(pairs, np.int32).reshape(-1, 2),
             scale=np.array([scale for *_, scale in guided], np.float32),
+            taps=np.array(read, np.int32).reshape(-1, 3),
+            steered=np.array(sorted({n for s in slots.tolist() for n in self.steered.get(s, ())}), np.int32),
         )
 
     def drafted(self, slot: int, result: StepResult) -> int:
@@ -253,6 +267,8 @@ class Driver:
             tokens=i32(t for j in joins for t in j.tokens),
             bound=tuple({i: row for i, row in rows.items() if row is not None} for rows in bound),
             saved=np.array([j.saved for j in joins], np.int64),
+            steer=i32((i, self.point(name)) for i, j in enumerate(joins) for name in j.add).reshape(-1, 2),
+            vectors=np.array([x for j in joins for vector in j.add.values() for x in vector], np.float32),
         )
 
     def generate(self, items: Sequence[Sequence[int]], n: int, ahead: int = 0, chunk: int = 7) -> list[list[int]]:

@@ -42,13 +42,13 @@ from .driver import (
 )
 from .executor_device import ExecutorDevice, masks
 from .executor_engine import check_greedy, check_made_up, check_random, reference
-from .executor_rows import ExecutorRows
+from .executor_taps import ExecutorTaps
 from .faulty import FATAL_CHUNK, TARGETS
 
 BUDGET, BLOCKS = 64, 200
 
 
-class ExecutorConformance(ExecutorDevice, ExecutorRows):
+class ExecutorConformance(ExecutorDevice, ExecutorTaps):
     """Override ``sizes`` if this machine cannot hold a claimed ``tensor_parallel_size``."""
 
     kind = "executor"

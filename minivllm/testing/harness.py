@@ -79,6 +79,7 @@ class Harness:
         # a sequence longer than ``switch`` has another rotary embedding from its first token on: ``ends`` says how long
         # it becomes, where a step does not bring it all
         self.switch, self.ends, self.rope_rows = arch.switch(cfg), [0] * slots, max_len + 1
+        self.taps: Any = None  # of all steps (``model.StepTaps``)
         self.kept: dict[tuple[str, Any], torch.Tensor] = {}  # what is one tensor for all steps, as in the engine
 
     def step(self, feed: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
@@ -104,7 +105,8 @@ class Harness:
         ids = torch.tensor([t for s in order for t in feed[s]], device=self.device)
         with torch.inference_mode():
             pick = None if wanted is None else torch.tensor(wanted, device=self.device)
-            return self.model.logits(self.model(StepTensors(ids, position, meta, pick))).float(), order
+            hidden = self.model(StepTensors(ids, position, meta, pick, self.taps))
+            return self.model.logits(hidden).float(), order
 
     def chunked(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
         """Logits [tokens, V] of a sequence that comes in several steps, cut before the tokens of these numbers."""

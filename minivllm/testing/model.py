@@ -27,7 +27,7 @@ from minivllm.spec import ANY
 from .base import Seen, since
 from .harness import Harness, Seat, play, seats
 from .model_config import IGNORED, UNCHANGED, names, others, record
-from .spec import SpecConformance
+from .model_taps import ModelTaps
 from .tiny import VARIANTS, edits, quiet, read_tensors, save, small_config, tiny_model, write_tensors
 
 PROMPT = [(7 * i * i + 3 * i + 5) % 61 for i in range(48)]
@@ -45,7 +45,7 @@ class ModelCase:
     room: float  # largest difference of a logit
 
 
-class ModelConformance(SpecConformance):
+class ModelConformance(ModelTaps):
     """Override ``families``, ``config`` or ``variants`` if the defaults make no right config of the architecture."""
 
     kind = "model"

@@ -116,7 +116,9 @@ class CompletionOutput(_Record):
     has one dict per token, {token id: Logprob}: the chosen token first, then the best, of equal ones the lower id
     first; made when they are first looked at.  A token without any probability (-inf) is listed only if it was chosen,
     so there may be fewer than were asked for.  ``score`` orders the outputs of beam search: ``cumulative_logprob`` /
-    tokens ** length_penalty.
+    tokens ** length_penalty.  ``taps``: of each point that was read a numpy array float32 [positions, width], a row for
+    each token that the model was given (the prompt's, and the generated ones but the last), of "logits" one for each
+    generated token; None if nothing was read.
     """
 
     _also = ("tokens", "finished")
@@ -129,6 +131,7 @@ class CompletionOutput(_Record):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     score: float | None = None
+    taps: dict[str, Any] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -158,10 +161,10 @@ class RequestMetrics(_Record):
 @_entries
 @dataclass(eq=False)
 class RequestOutput(_Record):
-    """A request's answer so far.  As a mapping, and as an object, it also has ``text``, ``tokens``, ``finish_reason``
-    and ``stop_reason``, those of the first output."""
+    """A request's answer so far.  As a mapping, and as an object, it also has ``text``, ``tokens``, ``finish_reason``,
+    ``stop_reason`` and ``taps``, those of the first output."""
 
-    _also = ("text", "tokens", "finish_reason", "stop_reason", "num_cached_tokens")
+    _also = ("text", "tokens", "finish_reason", "stop_reason", "num_cached_tokens", "taps")
 
     request_id: str
     prompt: str | None
@@ -187,6 +190,10 @@ class RequestOutput(_Record):
     @property
     def stop_reason(self) -> int | str | None:
         return self.outputs[0].stop_reason if self.outputs else None
+
+    @property
+    def taps(self) -> dict[str, Any] | None:
+        return self.outputs[0].taps if self.outputs else None
 
     @property
     def num_cached_tokens(self) -> int:

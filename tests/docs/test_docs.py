@@ -63,6 +63,7 @@ PAGES = {
     "python": 7,
     "configuration": 12,
     "structured": 2,
+    "taps": 2,
     "caching": 1,
     "reproducibility": 2,
     "speculative": 1,

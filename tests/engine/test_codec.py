@@ -67,6 +67,8 @@ def joins(draw):
         bound=tuple(bound),
         tokens=array(draw, "i4", draw(st.integers(0, 5))),
         saved=array(draw, "i8", draw(st.sampled_from([0, n]))),
+        steer=array(draw, "i4", draw(st.integers(0, 2)), 2),
+        vectors=array(draw, "f4", draw(st.integers(0, 4))),
     )
 
 
@@ -90,6 +92,8 @@ def plans(draw):
         prompt=array(draw, "i4", draw(size), 2),
         guided=array(draw, "i4", draw(size), 2),
         scale=array(draw, "f4", draw(size)),
+        taps=array(draw, "i4", draw(size), 3),
+        steered=array(draw, "i4", draw(size)),
         prompt_topk=draw(WHOLE),
         delta=delta,
         **rows,
@@ -117,6 +121,7 @@ def results(draw):
         errors=tuple(draw(st.lists(errors, max_size=2))),
         device_ms=draw(st.floats(allow_nan=False)),
         drafted=array(draw, "i4", draw(st.integers(0, 2))),
+        taps=array(draw, "f4", draw(st.integers(0, 5))),
         seams=draw(st.dictionaries(NAMES, st.floats(0, 9))),
     )
 
@@ -175,7 +180,7 @@ def test_bytes_of_another_kind_or_version_are_refused_and_named(monkeypatch):
     with pytest.raises(CodecError, match=r"kind 2; want .* kind 1"):
         codec.decode_plan(late.ljust(2000, b"\0"))
     monkeypatch.setattr(codec, "VERSION", 99)
-    with pytest.raises(CodecError, match=r"2, kind 2; want .* 99, kind 2"):
+    with pytest.raises(CodecError, match=r"3, kind 2; want .* 99, kind 2"):
         codec.decode_late(late)
 
 

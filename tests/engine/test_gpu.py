@@ -7,10 +7,12 @@ import threading
 import numpy as np
 import pytest
 import torch
+import transformers
 from greedy import hf_greedy, prompts, tokens
+from test_taps import FAMILIES, hooked, steered_greedy
 
-from minivllm import LLM, SamplingParams
-from minivllm.testing.tiny import tiny_dir
+from minivllm import LLM, SamplingParams, Tap
+from minivllm.testing.tiny import save, small_config, tiny_dir, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -181,3 +183,60 @@ def test_engines_in_threads_of_one_process_capture_side_by_side(tmp_path):
         t.join()
     assert not failed, failed
     assert found == {i: [want] * 6 for i in range(4)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"run_ahead": 0}, {"run_ahead": 3}, {"num_kvcache_blocks": 14}, {"graph": "off"}, {"fuse": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Cohere"])
+def test_taps_in_captured_steps_are_those_of_transformers(name, options, tmp_path):
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    values, branches = FAMILIES[name]
+    model = tiny_model(small_config(cls.config_class, **{**values, "vocab_size": 257}), cls=cls)
+    save(model, tmp_path)
+    items, added = prompts(257, (40, 9, 33, 21)), np.linspace(-0.5, 0.5, 32)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    with engine(tmp_path, **options) as llm:
+        plain = tokens(llm, items)
+        assert plain == [hf_greedy(model, p) for p in items]
+        read = [Tap(point, read=True) for point in llm.tap_points()]
+        taps = [read, [], [Tap("layers.0.residual", add=added), *read[:5]], []]
+        for _ in range(2):
+            outs = llm.generate(items, params, False, taps)
+            assert [outs[i].tokens for i in (0, 1, 3)] == [plain[i] for i in (0, 1, 3)]
+            assert outs[2].tokens == steered_greedy(model, items[2], 0, added) != plain[2]
+            want = hooked(model, branches, items[0] + plain[0][:-1])
+            want["logits"] = want["logits"][len(items[0]) - 1 :]
+            for point, x in outs[0].taps.items():
+                assert x.shape == want[point].shape and np.abs(x - want[point]).max() < 2e-3, point
+        graphs = llm.engine.executor.runner.graphs
+        if graphs is not None:
+            from minivllm.core.worker.graphs import TappedKey
+
+            assert not graphs.notes and any(isinstance(k, TappedKey) and k.read and k.steered for k in graphs.forwards)
+        assert tokens(llm, items) == plain
+        llm.engine.cache.check()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_taps_of_the_fused_layers_of_half_precision_stay_near_those_of_separate_launches(dtype):
+    """A model large enough for the kernels of products; values are float32 whatever the model computes in."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = []
+    for options in ({}, {"graph": "off"}, {"graph": "off", "fuse": False}):
+        with LLM(model="pocket", device="cuda", dtype=dtype, max_num_seqs=8, num_kvcache_blocks=200, **options) as llm:
+            points = [p for p in llm.tap_points() if p.split(".")[-1] in ("q", "mlp", "residual", "norm", "embedding")]
+            taps = [[Tap(p, read=True) for p in points], []]
+            (out, _) = llm.generate(["Tell me a story."] * 2, params, False, taps)
+            found.append(out)
+    first, *others = found
+    for other in others:
+        n = next((i for i, (a, b) in enumerate(zip(first.tokens, other.tokens, strict=True)) if a != b), 12)
+        for point, x in first.taps.items():
+            y = other.taps[point]
+            assert x.dtype == np.float32 and x.shape == y.shape
+            same = len(first.prompt_token_ids) + n
+            off = np.abs(x[:same] - y[:same]).max() / np.abs(y[:same]).max()
+            assert off < 0.05, (point, off)

@@ -16,20 +16,31 @@ pytest.importorskip("triton")  # the kernels of a step are imported with the cap
 from minivllm import LLM
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.worker import build, graphs
-from minivllm.core.worker.graphs import CAPTURES, SIGHTS, Captured, Graphs, coarse_sizes, row_sizes, token_size
+from minivllm.core.worker.graphs import (
+    CAPTURES,
+    SIGHTS,
+    TAPPED_CAPTURES,
+    Captured,
+    Graphs,
+    TappedKey,
+    coarse_sizes,
+    row_sizes,
+    token_size,
+)
 from minivllm.testing.tiny import tiny_dir
 
 
 def captures(most: int = 64) -> Graphs:
     """Of a runner for ``most`` rows; without a device."""
     made = Graphs.__new__(Graphs)
-    made.runner = SimpleNamespace(wiring=SimpleNamespace(max_num_seqs=most, max_model_len=4096))
+    wiring, of_step = SimpleNamespace(max_num_seqs=most, max_model_len=4096), lambda plan: (plan.steered, plan.read)
+    made.runner = SimpleNamespace(wiring=wiring, taps=SimpleNamespace(of_step=of_step))
     made.mixed, made.sizes, made.coarse = True, row_sizes(most), coarse_sizes(most)
     made.forwards, made.samples, made.sights, made.refused, made.notes, made.masks = {}, {}, {}, set(), [], None
     return made
 
 
-def plan(*q_len: int, computed: int = 10) -> SimpleNamespace:
+def plan(*q_len: int, computed: int = 10, steered: tuple = (), read: tuple = ()) -> SimpleNamespace:
     rows, none = np.arange(len(q_len)), np.zeros(0, np.int64)
     return SimpleNamespace(
         slots=rows,
@@ -39,6 +50,8 @@ def plan(*q_len: int, computed: int = 10) -> SimpleNamespace:
         host=none,
         prompt=none,
         draft=none,
+        steered=steered,
+        read=read,
     )
 
 
@@ -49,6 +62,25 @@ def test_a_decode_step_runs_in_the_next_size_and_a_mixed_one_once_it_was_seen_of
     seen = [some.key(plan(1, 1, 70)) for _ in range(SIGHTS)]
     assert seen[:-1] == [None] * (SIGHTS - 1) and seen[-1] == GraphKey("mixed", 16, 128, graphs.SHORT)
     assert some.key(plan(1, graphs.MOST_TOKENS)) is None
+
+
+def test_steps_with_taps_have_captures_of_their_own_points_once_seen_often_and_no_more_than_a_share():
+    some = captures()
+    for more in ({"steered": (3,)}, {"read": (3,)}, {"steered": (3,), "read": (1, 3)}):
+        seen = [some.key(plan(*[1] * 9, **more)) for _ in range(SIGHTS)]
+        want = TappedKey("decode", 16, 16, graphs.SHORT, more.get("steered", ()), more.get("read", ()))
+        assert seen == [None] * (SIGHTS - 1) + [want] and want != GraphKey("decode", 16, 16, graphs.SHORT)
+    steered = [some.key(plan(1, 70, steered=(2,))) for _ in range(SIGHTS)]
+    assert steered[-1] == TappedKey("mixed", 16, 128, graphs.SHORT, (2,))
+    assert [some.key(plan(1, 70, read=(2,))) for _ in range(SIGHTS + 1)] == [None] * (SIGHTS + 1)
+    keys = [TappedKey("decode", 1, 1, graphs.SHORT, (i,)) for i in range(TAPPED_CAPTURES)]
+    some.forwards = dict.fromkeys(keys, Captured(None))
+    assert [some.key(plan(1, steered=(500,))) for _ in range(SIGHTS + 1)] == [None] * (SIGHTS + 1)
+    assert some.key(plan(1, steered=(5,))) == keys[5]
+    assert [some.key(plan(1, 1, 70)) for _ in range(SIGHTS)][-1] == GraphKey("mixed", 16, 128, graphs.SHORT)
+    for i in range(graphs.MOST_SIGHTS):
+        some.key(plan(1, steered=(1000 + i,)))
+    assert len(some.sights) <= graphs.MOST_SIGHTS
 
 
 def test_what_is_captured_stays_in_use_however_many_kinds_of_steps_there_are():

@@ -13,5 +13,5 @@ process, so that one that dies or hangs is a fault like others, and every answer
 * Afterwards nothing runs or waits, no block is held, the walk over the cache finds nothing, the engine lives.
 
 A fault's kind is one of: wrong token, mask, nan, device assert, count, finish, text, logprob, ties (which of equal
-log-probabilities are told, in what order), stream, leak, dead, exception, died (its process), hung.
+log-probabilities are told, in what order), taps, stream, leak, dead, exception, died (its process), hung.
 """

@@ -45,6 +45,10 @@ def pooled(model: str, sampler: str, mode: str, i: int) -> tuple[list[int], Para
         params["guidance_scale"] = rng.choice([0.0, 0.5, 1.5, 3.0])
         if rng.random() < 0.7:  # no longer than the prompt, so that it is not what fills the context
             params["negative_prompt_token_ids"] = draw_prompt(rng, model)[: len(prompt)]
+    tapped = random.Random(f"taps {model} {sampler} {mode} {i}")  # what is drawn otherwise does not go by it
+    if tapped.random() < 0.2:
+        add, beams = tapped.random() < 0.6, "beam_width" in params
+        params["taps"] = {"seed": i, "add": add or beams, "read": not beams and (not add or tapped.random() < 0.5)}
     return prompt, params
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from . import asks, configs
 
-VERSION = "4"
+VERSION = "5"
 # of faults, the gravest first: a case is counted under the gravest of its own
 KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "finish",
-         "stream", "text", "logprob", "ties")  # fmt: skip
+         "stream", "text", "logprob", "taps", "ties")  # fmt: skip
 DRIVES = {"generate": 5, "streams": 4, "async": 4}
 DEFAULT_DTYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
 

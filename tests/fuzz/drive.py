@@ -14,7 +14,7 @@ from typing import Any
 
 from .cases import Ask, Case
 from .configs import VOCAB, device_defaults
-from .functions import sampling_params
+from .functions import sampling_params, taps_of
 from .models import draft_of, path_of
 
 STRATEGIES = ["single", "parallel", "beam", "guidance"]
@@ -32,6 +32,7 @@ class Output:
     cumulative: float | None
     score: float | None
     logprobs: list[list[tuple[int, float, int | None]]] | None  # of each token (id, log-probability, rank)
+    taps: dict[str, Any] | None = None  # what was read, f32 [positions, width] by point
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Answer:
                 o.cumulative_logprob,
                 o.score,
                 None if o.logprobs is None else [_entries(step) for step in o.logprobs],
+                o.taps,
             )
             for o in output.outputs
         ]
@@ -168,6 +170,9 @@ class Run:
     def _params(self, ask: Ask) -> Any:
         return sampling_params(ask.params, VOCAB[self.case.engines[ask.engine]["model"]])
 
+    def _taps(self, ask: Ask) -> list[Any]:
+        return taps_of(ask.params, self.engines[ask.engine].engine.capacity.taps)
+
     def _call(self, which: list[int]) -> None:
         from minivllm import RequestError
 
@@ -178,7 +183,8 @@ class Run:
             asks = [self.case.asks[i] for i in mine]
             prompts = [{"prompt_token_ids": self.prompt_of(i)} for i in mine]
             try:
-                got = llm.generate(prompts, [self._params(a) for a in asks], use_tqdm=False)
+                taps = [self._taps(a) for a in asks]
+                got = llm.generate(prompts, [self._params(a) for a in asks], use_tqdm=False, taps=taps)
             except RequestError as e:
                 for i in mine:
                     self.answers[i].refused = str(e)
@@ -198,7 +204,7 @@ class Run:
                 ask = self.case.asks[i]
                 prompt = {"prompt_token_ids": self.prompt_of(i)}
                 try:
-                    open_[i] = self.engines[ask.engine].stream(prompt, self._params(ask))
+                    open_[i] = self.engines[ask.engine].stream(prompt, self._params(ask), self._taps(ask))
                 except RequestError as e:
                     self.answers[i].refused = str(e)
             turn += 1
@@ -238,7 +244,8 @@ class Run:
 
         ask, answer, pieces = self.case.asks[i], self.answers[i], 0
         await asyncio.sleep(0.003 * ask.delay)
-        stream = self.engines[ask.engine].generate({"prompt_token_ids": self.prompt_of(i)}, self._params(ask))
+        prompt = {"prompt_token_ids": self.prompt_of(i)}
+        stream = self.engines[ask.engine].generate(prompt, self._params(ask), taps=self._taps(ask))
         task = asyncio.current_task()
         try:
             async with contextlib.aclosing(stream):

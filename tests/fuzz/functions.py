@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,31 @@ def processor(name: str, number: int) -> Callable[..., Any]:
     return found[name]
 
 
+def taps_of(params: dict[str, Any], points: Mapping[str, int]) -> list[Any]:
+    """The taps of a request, {"seed": n, "add": bool, "read": bool}, at some of the model's points."""
+    from minivllm import Tap
+
+    if "taps" not in params:
+        return []
+    asked, names = params["taps"], list(points)
+    rng, made = random.Random(f"taps {asked['seed']}"), []
+    if asked["add"]:
+        for name in rng.sample(names[:-1], rng.choice([1, 1, 2])):
+            vector = np.random.default_rng(rng.randrange(1000)).standard_normal(points[name])
+            made.append(Tap(name, add=vector, scale=rng.choice([0.1, 0.5])))
+    if asked["read"]:
+        made += [
+            Tap(name, read=True) for name in rng.sample(names, rng.choice([1, 3])) + names[-1:] * (rng.random() < 0.5)
+        ]
+    return made
+
+
 def sampling_params(params: dict[str, Any], vocab: int) -> Any:
-    """``SamplingParams`` of plain data: functions are [name, number], ``logit_bias`` is a list of pairs."""
+    """``SamplingParams`` of plain data: functions are [name, number], ``logit_bias`` is a list of pairs; ``taps`` are
+    none of them."""
     from minivllm import SamplingParams
 
-    made = dict(params)
+    made = {name: value for name, value in params.items() if name != "taps"}
     if "allowed_tokens_fn" in made:
         made["allowed_tokens_fn"] = allowed(*made["allowed_tokens_fn"], vocab)
     if "choose_fn" in made:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from . import functions
 from .configs import VOCAB
 from .drive import Answer, Output
@@ -55,6 +57,7 @@ def check(params: dict[str, Any], model: str, prompt: list[int], most: int, mode
             *_masks(params, model, prompt, out.tokens),
             *_form(params, out),
             *_numbers(params, mode, out),
+            *_read(params, prompt, out),
         ]
         found += [(kind, f"output {out.index}: {message}") for kind, message in rules]
     found += _prompt_scores(params, prompt, answer)
@@ -168,6 +171,23 @@ def _numbers(params: dict[str, Any], mode: str, out: Output) -> Iterator[Said]:
         total += entry[0][1]
     if out.cumulative is None or not abs(out.cumulative - total) <= 1e-3 * max(1.0, abs(total)):
         yield "logprob", f"cumulative_logprob {out.cumulative}, the sum of those given is {total}"
+
+
+def _read(params: dict[str, Any], prompt: list[int], out: Output) -> Iterator[Said]:
+    """A row for each position, all of them numbers."""
+    if not params.get("taps", {}).get("read"):
+        if out.taps is not None:
+            yield "taps", "values that nobody reads"
+        return
+    if not out.taps:
+        yield "taps", "nothing was read"
+        return
+    for point, x in out.taps.items():
+        want = len(out.tokens) + (0 if point == "logits" else len(prompt) - 1)
+        if len(x) != want:
+            yield "taps", f"{point} has {len(x)} rows, want {want} for {len(prompt)} and {len(out.tokens)} tokens"
+        elif not np.isfinite(x).all():
+            yield "taps", f"{point} has values that are no numbers"
 
 
 def entry_faults(entry: list[Any], token: int, k: int, mode: str = "raw_logprobs") -> str:

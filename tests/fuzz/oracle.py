@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .configs import PLAIN, VOCAB, plain_of
 from .drive import Answer, Output, engine_options
-from .functions import sampling_params
+from .functions import sampling_params, taps_of
 
 KEPT = {"cpu": 8, "cuda": 4}  # plain engines of a process and dtype at once
 NEAR = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}  # of log-probabilities whose tokens are equal
+READ = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}  # of what is read at points, of its largest
 NEAR_TIES = 5e-3  # the same where the last bits of logits go by the batch, which is compared in float32 only
 TIES = "of equal ones"  # how a fault of the kind "ties" begins
 SERVICE = ("priority", "tenant", "cache_salt", "ttft_ms", "tpot_ms", "expected_tokens")
@@ -77,7 +80,8 @@ class Oracle:
             answer = Answer()
             made = sampling_params(params, VOCAB[options["model"]])
             llm = self.engine(options)
-            answer.take(llm.generate([{"prompt_token_ids": prompt}], made, use_tqdm=False)[0])
+            taps = taps_of(params, llm.tap_points())
+            answer.take(llm.generate([{"prompt_token_ids": prompt}], made, False, taps)[0])
             if anew:
                 return answer
             self.answers[key] = answer
@@ -126,6 +130,14 @@ def differences(
             if x != y:
                 found.append(("text" if name == "text" else "finish", f"output {a.index}: {name} {x!r}, alone {y!r}"))
         found += _scores(a, b, near, tie is None)
+        for point, x in (a.taps or {}).items():
+            y = (b.taps or {}).get(point)
+            if (
+                y is None
+                or x.shape != y.shape
+                or not np.abs(x - y).max(initial=0) <= READ[dtype] * np.abs(y).max(initial=1)
+            ):
+                found.append(("taps", f"output {a.index}: {point} {x.tolist()}, alone {y}"[:400]))
     if not split and (got.prompt_logprobs is None) == (want.prompt_logprobs is None):
         for i, (x, y) in enumerate(zip(got.prompt_logprobs or (), want.prompt_logprobs or (), strict=False)):
             if x is not None and y is not None and (said := _entry(x, y, near, tie is None)):

@@ -65,7 +65,8 @@ class Ties:
         made = functions.sampling_params(asked, vocab)
         made.choose_fn = follow
         llm = self.oracle.engine(self.options)
-        llm.generate([{"prompt_token_ids": self.prompt}], made, use_tqdm=False)
+        taps = [tap for tap in functions.taps_of(p, llm.tap_points()) if tap.add is not None]
+        llm.generate([{"prompt_token_ids": self.prompt}], made, False, taps)
         x = found[0]
         if "allowed_tokens_fn" in p:
             keep = np.full(vocab, -np.inf)

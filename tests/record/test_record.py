@@ -174,7 +174,13 @@ def test_the_environment_is_what_changes_numbers_and_no_secret(tmp_path):
 
 def request(prompt, output, text=None, params=GREEDY):
     inner = SimpleNamespace(
-        prompt=np.array(prompt, np.int32), text=text, params=params, cached_tokens=0, sequences=[], finished=None
+        taps=(),
+        prompt=np.array(prompt, np.int32),
+        text=text,
+        params=params,
+        cached_tokens=0,
+        sequences=[],
+        finished=None,
     )
     answer = SimpleNamespace(token_ids=output, finish_reason="length")
     return SimpleNamespace(request=inner, texts=[answer], done=None)

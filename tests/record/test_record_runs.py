@@ -16,7 +16,7 @@ import torch
 from plugin_helpers import install, write_package
 from record_helpers import EVICTOR, GREEDY, OPTIONS, bills, changed, one_thread, tiny_model
 
-from minivllm import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
+from minivllm import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams, Tap
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.config.resolve import resolve
@@ -107,6 +107,26 @@ def test_a_function_of_python_cannot_be_run_from_a_file(model, tmp_path):
         replay.batches(bill.read(path), "f.json")
     with pytest.raises(ConfigError, match=r"f\.json: holds no requests to run again"):
         replay.batches({"requests": []}, "f.json")
+
+
+def test_a_run_that_added_vectors_is_another_one_and_cannot_be_run_from_a_file(model, tmp_path):
+    hashes = []
+    for i, size in enumerate((None, 1.0, 2.0, 2.0)):
+        path = tmp_path / f"{i}.json"
+        with LLM(model=str(model), record=path, **OPTIONS) as llm:
+            point, width = next(iter(llm.tap_points().items()))
+            taps = [Tap(point, read=True) if size is None else Tap(point, add=[size] * width)]
+            llm.generate([1, 2], SamplingParams(max_tokens=2), False, taps)
+        record = bill.read(path)
+        hashes.append(record["results"]["sampling_hash"])
+        if size is None:
+            assert len(replay.batches(record, "f.json")) == 1
+        else:
+            with pytest.raises(
+                ConfigError, match=rf"request 1 added a vector at {point}, which a record does not hold"
+            ):
+                replay.batches(record, "f.json")
+    assert hashes[2] == hashes[3] and len(set(hashes)) == 3
 
 
 def test_what_was_refused_or_failed_is_in_the_record(model, tmp_path):

@@ -19,6 +19,8 @@ PROMPT = "test_prompt_logprobs_come_with_the_chunks_that_compute_them"
 DRAFTS = "test_steps_with_drafts_give_the_tokens_of_steps_without"
 GUIDES = "test_a_row_with_a_guide_is_drawn_from_both"
 LOGPROBS = "test_logprobs_come_if_they_are_asked_for"
+READ = "test_rows_read_what_transformers_has_at_points_of_the_model"
+ADDED = "test_what_is_added_to_a_row_changes_it_alone_and_goes_on_with_its_forks"
 FAULTS = {
     "SeedsInHalf": (ENGINE,),
     "OneSample": (ENGINE,),
@@ -35,12 +37,18 @@ FAULTS = {
     "ForgetsDrafted": (DRAFTS,),
     "IgnoresGuides": (GUIDES,),
     "ScalesByOne": (GUIDES,),
+    "ReadsNothing": (READ,),
+    "ReadsOneEarlier": (READ,),
+    "AddsNothing": (ADDED,),
+    "AddsToEverybody": (ADDED,),
+    "AddsToTheNextOwner": (ADDED,),
+    "ForksAddNothing": (ADDED,),
 }
 RIGHT = ()
 
 
 def spec(name: str) -> Spec:
-    return Spec(f"{__name__}:{name}", (2, 1), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
+    return Spec(f"{__name__}:{name}", (2, 2), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
 
 
 class Joins(Local):
@@ -179,3 +187,65 @@ class ScalesByOne(Local):
 
     def submit(self, plan):
         super().submit(replace(plan, scale=np.ones_like(plan.scale)))
+
+
+class ReadsNothing(Edited):
+    spec = spec("ReadsNothing")
+
+    def edit(self, result):
+        return replace(result, taps=result.taps[:0])
+
+
+class ReadsOneEarlier(Local):
+    """Where not all tokens of a row are read, those from the one before on."""
+
+    spec = spec("ReadsOneEarlier")
+
+    def submit(self, plan):
+        super().submit(replace(plan, taps=np.maximum(plan.taps - [0, 0, 1], 0).astype(np.int32)))
+
+
+class AddsNothing(Local):
+    spec = spec("AddsNothing")
+
+    def submit(self, plan):
+        super().submit(replace(plan, steered=plan.steered[:0]))
+
+
+class AddsToEverybody(Local):
+    spec = spec("AddsToEverybody")
+
+    def submit(self, plan):
+        super().submit(plan)
+        for column in self.runner.taps.steering.values():
+            column[:] = column.sum(0)
+
+
+class AddsToTheNextOwner(Local):
+    """What was added in a slot is added to whoever has it next, at all points that were ever asked for."""
+
+    spec = spec("AddsToTheNextOwner")
+
+    def submit(self, plan):
+        taps = self.runner.taps
+        kept = {point: column.clone() for point, column in taps.steering.items()}
+        apply = taps.apply
+
+        def again(delta):
+            apply(delta)
+            for point, column in kept.items():
+                taps.steering[point].copy_(column)
+
+        taps.apply = again if kept and plan.delta.join is not None else apply
+        numbers = [taps.names.index(point) for point in taps.steering]
+        super().submit(replace(plan, steered=np.array(numbers or plan.steered, np.int32)))
+        taps.apply = apply
+
+
+class ForksAddNothing(Local):
+    spec = spec("ForksAddNothing")
+
+    def submit(self, plan):
+        super().submit(plan)
+        for column in self.runner.taps.steering.values():
+            column[plan.delta.fork[:, 1]] = 0

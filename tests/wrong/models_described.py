@@ -10,6 +10,7 @@ from minivllm.plugins.model.cohere import Cohere
 from minivllm.plugins.model.gemma import Gemma2, Gemma3
 from minivllm.plugins.model.glm4 import Glm4
 from minivllm.plugins.model.granite import Granite
+from minivllm.plugins.model.llama import Llama
 from minivllm.plugins.model.phi3 import Phi3
 from minivllm.spec import Spec
 
@@ -17,6 +18,7 @@ from .models import CLAIMS, CONFIGS, changed, layers
 from .models import spec as family_spec
 
 SEAM = "model"
+POINTS = "test_each_point_passes_once_and_what_comes_back_goes_on"
 FAULTS = {
     "ForgetsTheOffset": (CLAIMS, CONFIGS),
     "OneRopeForAll": (CONFIGS,),
@@ -24,6 +26,9 @@ FAULTS = {
     "TakesPairsForHalves": (CLAIMS, CONFIGS),
     "MlpBehindAttention": (CLAIMS, CONFIGS),
     "NeverLong": (CONFIGS,),
+    "LeavesOutAPoint": (POINTS,),
+    "PassesAfterTheSum": (POINTS,),
+    "DropsWhatIsAdded": (POINTS,),
 }
 RIGHT = ()
 
@@ -92,3 +97,52 @@ class NeverLong(Phi3):
 
     def switch(self, cfg):
         super().switch(cfg)
+
+
+class PointOfABlock(Llama):
+    """A model whose blocks run otherwise where they are tapped."""
+
+    block: type
+
+    def build(self, cfg, parts):
+        model = super().build(cfg, parts)
+        for block in model.blocks:
+            block.__class__ = self.block
+        return model
+
+
+def tapped_spec(name: str) -> Spec:
+    return replace(spec(name, "llama"), api=(2, 1))
+
+
+class _WithoutMlp(DecoderBlock):
+    def tapped(self, h, residual, step):
+        taps = step.taps
+        step = replace(step, taps=lambda point, x: x if point.endswith("mlp") else taps(point, x))
+        return super().tapped(h, residual, step)
+
+
+class LeavesOutAPoint(PointOfABlock):
+    spec, block = tapped_spec("LeavesOutAPoint"), _WithoutMlp
+
+
+class _Doubled(DecoderBlock):
+    def tapped(self, h, residual, step):
+        h, residual = super().tapped(h, residual, step)
+        return h, residual.mul(1.01)
+
+
+class PassesAfterTheSum(PointOfABlock):
+    """The stream behind a layer that is tapped is another one."""
+
+    spec, block = tapped_spec("PassesAfterTheSum"), _Doubled
+
+
+class _Deaf(DecoderBlock):
+    def tapped(self, h, residual, step):
+        taps = step.taps
+        return super().tapped(h, residual, replace(step, taps=lambda point, x: (taps(point, x), x)[1]))
+
+
+class DropsWhatIsAdded(PointOfABlock):
+    spec, block = tapped_spec("DropsWhatIsAdded"), _Deaf

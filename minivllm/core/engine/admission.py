@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join
+from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join, no_rows
 from minivllm.core.interfaces.scheduler import Load, QueueView
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"id": np.int64, **dict.fromkeys(("arrival", "ttft_due", "tpot_due"), np.float64)}
 ROW = np.dtype([(f.name, DTYPES.get(f.name, np.int32)) for f in fields(QueueView)], align=True)
+NO_VECTORS = no_rows(dtype=np.float32)
 COLUMNS = frozenset(f.name for f in fields(QueueView))
 
 
@@ -84,6 +85,13 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
     at = np.array([slot for slot, _ in joins], np.int32)
     seqs = [seq for _, seq in joins]
     known = [seq.known for seq in seqs]
+    added = [
+        (i, number, vector)
+        for i, seq in enumerate(seqs)
+        for number, vector in (
+            {} if seq.request.tapped is None else seq.request.tapped.steering
+        ).items()
+    ]
     stop_ids = np.full((len(seqs), STOP_IDS), -1, np.int32)
     for row, seq in zip(stop_ids, seqs, strict=True):
         ids = seq.request.stops.ids
@@ -105,6 +113,8 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
             for p in range(len(seqs[0].request.rows))
         ),
         saved=np.array([s.id if s.saved else -1 for s in seqs], np.int64),
+        steer=np.array([line[:2] for line in added], np.int32).reshape(-1, 2),
+        vectors=np.concatenate([NO_VECTORS, *(vector for *_, vector in added)]),
     )
 
 

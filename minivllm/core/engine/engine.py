@@ -40,6 +40,7 @@ from .request import FINISHED, Request, Seq
 from .slots import Slots
 from .speculation import Speculation
 from .strategies import answer
+from .taps import TapLimits
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.evictor import Evictor
@@ -75,8 +76,7 @@ class Engine:
         self.events, self.now = parts.events, parts.now
         self.within = ""  # the method that runs (see ``foreign.alone``)
         self.clock = StepClock()
-        self.processors = parts.processors
-        self.strategies = parts.strategies
+        self.processors, self.strategies = parts.processors, parts.strategies
         self.host_sampler = parts.host_sampler
         self.eos_ids = eos_within(wiring.eos_ids, capacity.vocab_size)
         windows = list(caching.windows)
@@ -107,6 +107,7 @@ class Engine:
             self.events,
             self.now,
             self.speculation,
+            TapLimits.of(capacity, wiring),
         )
         self.grammars = parts.grammars
         memory = executor.mask_memory
@@ -315,8 +316,8 @@ class Engine:
         due = [flight.plan for flight in itertools.islice(self.in_flight, len(found))]
         if len(found) > len(due):
             raise ValueError(f"it collected {len(found)} steps where {len(due)} are in flight")
-        vocab = self.capacity.vocab_size
-        return [checks.result(result, plan, vocab) for result, plan in zip(found, due, strict=True)]
+        at = self.capacity
+        return [checks.result(result, plan, at) for result, plan in zip(found, due, strict=True)]
 
     def ask(self, question: Callable[..., Any], *args: Any) -> Any:
         """The executor.  EngineDeadError names it if it raises: it promised not to."""

@@ -14,6 +14,7 @@ from minivllm.errors import RequestError, suggest, told
 from .prompt_scores import check_logprobs
 from .stops import StopRule
 from .strategies import branches, own_names
+from .taps import check_taps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -142,11 +143,14 @@ def prepare(engine: Engine, request: Request) -> list[Branch]:
     request.speculates = engine.speculation is not None and engine.speculation.serves(request)
     started = run("strategy", branches, engine.strategies, request)
     check_logprobs(request, engine.wiring, engine.capacity.vocab_size)
+    check_taps(engine, request)
     return started
 
 
 def salt_of(request: Request, wiring: Wiring) -> tuple[str, ...]:
-    """What must be equal of requests that share a prefix beside its tokens: who may share, and the rotary embedding."""
-    switch = wiring.rope_switch
+    """What must be equal of requests that share a prefix beside its tokens: who may share, the rotary embedding, and
+    what is added at points of the model."""
+    switch, taps = wiring.rope_switch, request.tapped
     longer = switch is not None and request.end - 1 > switch
-    return (*request.params.salt, "longer") if longer else request.params.salt
+    salt = (*request.params.salt, "longer") if longer else request.params.salt
+    return salt if taps is None or not taps.steering else (*salt, taps.salt)

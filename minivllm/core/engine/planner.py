@@ -28,6 +28,7 @@ from .guides import NO_GUIDES, enter_guide, guided_rows
 from .owners import OwnerShares, candidates, make_way, of_the_largest, parties, who_is_stuck
 from .prompt_scores import NO_PROMPT, prompt_rows
 from .request import RUNNING, WAITING
+from .taps import NO_TAPS, most_cached, tap_rows
 from .waiting import WaitingQueue
 
 if TYPE_CHECKING:
@@ -73,14 +74,11 @@ class Planner:
         self.reserved = 0  # slots kept for branches that will fork
         self.wake_at = 0.0  # clock before which a policy holds newcomers back; 0 = it does not
         self.preemptions = 0
-        # by serial: sequences that left their slot with steps in flight
-        self.departed: dict[int, Seq] = {}
+        self.departed: dict[int, Seq] = {}  # by serial: left its slot with steps in flight
         self.left: list[int] = []  # slots left since the last plan
         self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
-        # sequences ended since the last plan that had been preempted
-        self.forgotten: list[int] = []
-        # (slot, token) chosen on the host since the last plan
-        self.chosen: list[tuple[int, int]] = []
+        self.forgotten: list[int] = []  # sequences ended since then that had been preempted
+        self.chosen: list[tuple[int, int]] = []  # (slot, token) of the host since then
         self.joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
         self.forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
         self.searches: list[Beams] = []  # that have decided something which is not applied yet
@@ -367,8 +365,7 @@ class Planner:
         if len(s.free) - self.reserved < wide:
             return False
         most = seq.known if beams is None or len(beams.live) == 1 else beams.common() + 1
-        # a cached prefix has no log-probabilities
-        most = most if seq.request.prompt_topk < 0 else 1
+        most = most_cached(seq, most)
         hit = self.cache.lookup(seq, most)
         protected = seq.preempted >= PROTECTED_AFTER and beams is None
         upto = seq.request.end if protected else seq.known
@@ -430,6 +427,7 @@ class Planner:
         beam = s.beam[drawn[chosen]]
         guided, scale = guided_rows(s, drawn) if s.paired else NO_GUIDES
         prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else NO_PROMPT
+        taps, steered = tap_rows(s, slots, computed, q_len, draws) if s.tapping else NO_TAPS
         self.step_id += 1
         return StepPlan(
             id=self.step_id,
@@ -445,6 +443,8 @@ class Planner:
             scale=scale,
             prompt=prompt,
             prompt_topk=most,
+            taps=taps,
+            steered=steered,
             draft=draft,
             delta=delta,
         )

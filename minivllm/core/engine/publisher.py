@@ -28,9 +28,10 @@ from minivllm.errors import told
 
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
+from .taps import NO_LIMITS, TapLimits, keep_taps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from .beams import Beams
     from .cache import KVCache
@@ -70,7 +71,9 @@ class Publisher:
         events: EngineEvents,
         now: Callable[[], float],
         speculation: Speculation | None = None,
+        taps: TapLimits = NO_LIMITS,
     ) -> None:
+        self.taps = taps
         self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
         self.events, self.now, self.speculation = events, now, speculation
         self.tokens = self.overshoot = 0
@@ -101,6 +104,10 @@ class Publisher:
             self.tokens -= int(ok[plan.guided[:, 1]].sum())
         if result.prompt is not None:
             keep_prompt(s, plan, lambda row: self._sequence(flight, live, row), result.prompt)
+        many: Iterable[Seq] = ()
+        if len(plan.taps):
+            whose = lambda row: self._sequence(flight, live, row)  # noqa: E731
+            many = keep_taps(plan, whose, result.taps, self.taps)
         if self.speculation is not None:
             self._speculated(self.speculation, flight, live, result, now)
         self._publish_blocks(flight, live, result)
@@ -116,6 +123,9 @@ class Publisher:
         self._tell(flight, result, live, ok)
         if len(plan.host):
             self._choose(flight, result, live)
+        for seq in many:
+            if seq.status != FINISHED:
+                self.finish(seq, "error", error=self.taps.too_many)
         return self._hold(flight, result) if len(plan.held) else []
 
     def _tell(self, flight: Flight, result: StepResult, live: np.ndarray, ok: np.ndarray) -> None:

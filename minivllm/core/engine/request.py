@@ -23,6 +23,9 @@ from .stops import StopRule
 if TYPE_CHECKING:
     from minivllm.core.interfaces.finish import FinishReason
     from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.core.interfaces.taps import Tap
+
+    from .taps import RequestTaps, TapValues
 
 WAITING, RUNNING, FINISHED = 0, 1, 2
 
@@ -70,6 +73,7 @@ class Seq:
     # output tokens handed to the text side, as of its last ``sink`` (in a slot: ``Slots.emitted``)
     emitted: int = 0
     score: float | None = None  # that a stepwise strategy gave it
+    tap_values: TapValues | None = None  # what it has read at points of the model
     # its grammar's, from the first mask on: it has taken the tokens ``[prompt, matched)``
     matcher: Any = None
     matched: int = 0
@@ -144,6 +148,9 @@ class Request:
     # once it has finished: its sequences, best first
     answer: list[Seq] = field(default_factory=list)
     on_done: Any = None  # on_done(request), once, when its last sequence has ended
+    taps: tuple[Tap, ...] = ()  # as its client gave them
+    tapped: RequestTaps | None = None  # and as the engine has them; None: there are none
+    tap_bytes: int = 0  # of the values that its sequences have read
 
     @property
     def expected(self) -> int:

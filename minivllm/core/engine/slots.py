@@ -53,7 +53,7 @@ class Slots:
         self.emitted = self._ints[13]  # tokens handed to the text side, the prompt's among them
         self.sample = self._ints[14]
         self.mate = self._ints[16]  # slot of the row that draws with it (see ``guides``), or -1
-        self._flags = np.zeros((10, size), bool)
+        self._flags = np.zeros((11, size), bool)
         self.forking = self._flags[0]  # waits for branches, or for its mate
         # False: sits out until its last token was collected (host rows)
         self.ready = self._flags[1]
@@ -65,10 +65,12 @@ class Slots:
         self.watch = self._flags[7]  # somebody wants each token as it comes
         self.scored = self._flags[8]  # it wants log-probabilities
         self.leads = self._flags[9]  # its mate is its guide
+        self.tapped = self._flags[10]  # its request reads or adds at points of the model
         self.scale = np.zeros(size, np.float32)  # of the guide
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
         self.asking = 0  # rows with such
         self.paired = 0  # rows with a mate
+        self.tapping = 0  # rows with taps
         self.prefix_published = np.zeros(size, np.int32)  # blocks handed to the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
         # leading blocks given back (sliding window)
@@ -126,9 +128,11 @@ class Slots:
             bool(r.watch) or host,
             r.topk >= 0,
             False,
+            r.tapped is not None,
         )
         self.tokens[slot, :n] = seq.tokens[:n]
         self.asking += r.prompt_topk >= 0
+        self.tapping += r.tapped is not None
         self.prefix_published[slot] = 0
         self.blocks[:, slot], self.trimmed[:, slot] = 0, 0
         self.running = np.concatenate((self.running, np.array((slot,), np.int32)))
@@ -145,6 +149,7 @@ class Slots:
         seq = self.at(slot)
         self.asking -= int(self.prompt_topk[slot] >= 0)
         self.paired -= int(self.mate[slot] >= 0)
+        self.tapping -= int(self.tapped[slot])
         n = int(self.collected[slot])
         seq.tokens = self.tokens[slot, :n].copy()
         seq.known = n

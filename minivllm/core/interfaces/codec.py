@@ -33,7 +33,7 @@ from .plan import (
 )
 from .sampling import Row
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"mvllmstp"
 PLAN, LATE, RESULT = 1, 2, 3  # kinds
 HEAD = struct.Struct("<8sIIQ")
@@ -164,7 +164,7 @@ _PLAN = Layout(
             "plan",
             [("samples", 0), ("late", 0), ("host", 0), ("held", 0), ("prompt", 2), ("draft", 0)],
         ),
-        *_own("plan", [("guided", 2)]),
+        *_own("plan", [("guided", 2), ("taps", 3), ("steered", 0)]),
         *_own("plan", [("scale", 0)], F4),
         *_own(
             "delta",
@@ -175,7 +175,8 @@ _PLAN = Layout(
         *_columns("join", I4, "joins", "stop_ids", STOP_IDS),
         *_columns("join", I8, "joins", "seed"),
         *_own("join", [("saved", 0)], I8),
-        *_own("join", [("tokens", 0)]),
+        *_own("join", [("tokens", 0), ("steer", 2)]),
+        *_own("join", [("vectors", 0)], F4),
     ],
 )
 
@@ -290,6 +291,7 @@ _RESULT = Layout(
         *_columns("result", I4, "rows", "slots tokens count"),
         *_columns("result", U1, "rows", "flags"),
         *_own("result", [("drafted", 0)]),
+        *_own("result", [("taps", 0)], F4),
         *(
             ColumnSpec(of, name, dtype, f"{of}.{name}")
             for of in ("logprobs", "prompt")

@@ -11,7 +11,9 @@ import numpy as np
 
 from .plan import LateInputs, StepPlan, StepResult
 
-API = (2, 2)  # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models
+# 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: StepPlan.taps, Join.steer, Capacity.taps,
+# Wiring.own_models
+API = (2, 2)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Wiring:
     # or "processed_logprobs": of what the sampler draws from
     logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = 20  # that a request may ask for; -1: as many as there are tokens
+    max_tap_bytes: int = 256 << 20  # float32 values that a request may read by taps
     # a request that may become longer has another rotary embedding (decoder.Rope.switch)
     rope_switch: int | None = None
 
@@ -122,6 +125,9 @@ class Capacity:
     depth: int  # steps that may be in flight beside the newest
     notes: tuple[str, ...] = ()
     guides: bool = False  # ``StepPlan.guided`` is obeyed; else requests with a guide are refused
+    # points of the model that requests may tap and their widths, in the order that ``StepPlan.taps``
+    # counts; None: the executor serves no taps, and such requests are refused
+    taps: Mapping[str, int] | None = None
 
 
 class Executor(ABC):

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from .attention import AttnMeta, AttnSpec, QKPre
     from .decoder import Norm, Rope
 
-# 2.0: describe; Parts.rotary(rope); StepTensors.logits_indices and Model.takes_logits_indices (1.1: wanted, picks)
-API = (2, 0)
+# 2.0: describe; Parts.rotary(rope); StepTensors.logits_indices and Model.takes_logits_indices (1.1: wanted, picks);
+# 2.1: StepTensors.taps and Model.tap_points
+API = (2, 1)
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,17 @@ class Rule:
     pairs: tuple[int, int] | None = None
 
 
+class StepTaps(Protocol):
+    """What the rows of a step read from points of the model, and add there (``Model.tap_points``)."""
+
+    points: frozenset[str]  # those that some row of the step has to do with
+
+    def __call__(self, point: str, x: Tensor) -> Tensor:
+        """x [T, width] is the value of a point; what comes back goes on in its place, and x is not written to.  Of a
+        point that nobody has to do with it is x itself."""
+        ...
+
+
 @dataclass
 class StepTensors:
     """What a model is called with: T tokens."""
@@ -49,6 +61,8 @@ class StepTensors:
     meta: AttnMeta
     # i64 [N] numbers of the tokens whose hidden states are asked for; None: all
     logits_indices: Tensor | None = None
+    # None: no row has taps.  Never beside ``logits_indices``: a point has a vector of every token
+    taps: StepTaps | None = None
 
 
 class LinearModule(Protocol):
@@ -107,6 +121,11 @@ class Model(Protocol):
     computed for no other token.  Keys and values of all T are written in every layer all the same.  They are on the
     device and not to be read by the host (the step may be captured); a token may be there twice, and in any place.
     Without the attribute a model gives all.
+
+    A class with ``tap_points`` beside its ``__call__``, a mapping of names to widths, passes the tensor [T, width] of
+    each through ``step.taps`` where that is not None, once in each call, so that requests may read it and add to it.
+    The point "logits", which needs no word of the model, is what ``logits`` gives.  Without the attribute a model has
+    no points, and requests with taps are refused.
     """
 
     def __call__(self, step: StepTensors) -> Tensor: ...
@@ -115,8 +134,17 @@ class Model(Protocol):
 
 def takes_logits_indices(model: Model) -> bool:
     """Whether the class that has the model's ``__call__`` says so: one that overrides it says it again, or does not."""
-    owner = next((c for c in type(model).__mro__ if "__call__" in vars(c)), type(model))
-    return bool(vars(owner).get("takes_logits_indices", False))
+    return bool(vars(_caller(model)).get("takes_logits_indices", False))
+
+
+def tap_points(model: Model) -> dict[str, int]:
+    """The points that a model's ``__call__`` passes through ``StepTensors.taps``, and their widths; likewise."""
+    return dict(getattr(model, "tap_points", {})) if "tap_points" in vars(_caller(model)) else {}
+
+
+def _caller(model: Model) -> type:
+    """The class that has the model's ``__call__``."""
+    return next((c for c in type(model).__mro__ if "__call__" in vars(c)), type(model))
 
 
 class ModelArch:

@@ -44,6 +44,10 @@ class Join:
     bound: tuple[Mapping[int, Any], ...] = ()
     # i64 [n] sequence whose kept columns come back, -1 = none; empty: none of any
     saved: np.ndarray = field(default_factory=lambda: no_rows(dtype=np.int64))
+    # i32 [m, 2] (index into the join, point of ``Capacity.taps``): what is added there to each of the
+    # row's tokens, and f32 these vectors, one after another
+    steer: np.ndarray = field(default_factory=lambda: no_rows(0, 2))
+    vectors: np.ndarray = field(default_factory=lambda: no_rows(dtype=np.float32))
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,11 @@ class StepPlan:
     guided: np.ndarray = field(default_factory=lambda: no_rows(0, 2))
     # f32 [n] the scale of each of these
     scale: np.ndarray = field(default_factory=lambda: no_rows(dtype=np.float32))
+    # i32 [n, 3] (point of ``Capacity.taps``, row, first), in this order: what the row's tokens of this step from number
+    # ``first`` on have there is wanted; of the point "logits" a row that draws has one, with its last token
+    taps: np.ndarray = field(default_factory=lambda: no_rows(0, 3))
+    # i32 [k] points at which something is added to some row of the step (``Join.steer``), ascending
+    steered: np.ndarray = field(default_factory=no_rows)
 
 
 @dataclass(frozen=True)
@@ -168,6 +177,8 @@ class StepResult:
     device_ms: float = 0.0  # time on the device (wall time of the compute on CPU)
     # i32, for each row that speculates: drafts that there were
     drafted: np.ndarray = field(default_factory=no_rows)
+    # f32 the vectors of ``plan.taps``, one after another
+    taps: np.ndarray = field(default_factory=lambda: no_rows(dtype=np.float32))
     # host seconds of each plug-in that this step ran
     seams: Mapping[str, float] = field(default_factory=dict)
 

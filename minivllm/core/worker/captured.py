@@ -113,8 +113,11 @@ class CapturedCalls(SampleCalls):
     def blank(self, logits: Tensor) -> Tensor:
         return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
 
+    def tap(self, logits: Tensor) -> None:
+        """A step whose logits are read is drawn as separate launches."""
+
     def guide(self, logits: Tensor) -> Tensor:
-        """A step with guides is drawn as separate launches."""
+        """And so is one with guides."""
         return logits
 
     def rows(self) -> Rows:

@@ -125,8 +125,8 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     back = at[rows][samples]
     new, row = np.zeros(len(plan.samples), np.int32), np.zeros(len(keep), np.int32)
     new[back], row[rows] = np.arange(len(back)), np.arange(len(rows))
-    prompt = plan.prompt.copy()
-    prompt[:, 0] = row[prompt[:, 0]]
+    prompt, taps = plan.prompt.copy(), plan.taps.copy()
+    prompt[:, 0], taps[:, 1] = row[prompt[:, 0]], row[taps[:, 1]]
     return replace(
         plan,
         slots=plan.slots[rows],
@@ -139,6 +139,7 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
         held=new[plan.held],
         guided=new[plan.guided],
         prompt=prompt,
+        taps=taps,
     ), back
 
 

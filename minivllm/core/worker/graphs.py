@@ -38,6 +38,7 @@ from .captured import Asked, Buffers, CapturedCalls, bounds, column_tensors, rea
 from .state import staged
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.model import StepTensors
     from minivllm.core.interfaces.plan import LateInputs, StepPlan
 
     from .runner import Runner
@@ -51,6 +52,17 @@ MEASURED_FROM = 128
 CAPTURES = 160  # mixed steps and sampling variants that are kept
 # of a mixed step until it is captured, which takes as long as several uncaptured ones: a burst has many kinds
 SIGHTS = 4
+MOST_SIGHTS = 4096  # kinds that are counted; points can be tapped in many combinations
+TAPPED_CAPTURES = 48  # of the captures, those of steps with taps
+
+
+@dataclass(frozen=True)
+class TappedKey(GraphKey):
+    """The captured shape of a step with taps: numbers of the points at which something is added, and of those that are
+    read."""
+
+    steered: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
 
 
 def row_sizes(most: int) -> list[int]:
@@ -146,19 +158,31 @@ class Graphs:
             return None
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
+        steered, read = self.runner.taps.of_step(plan)
         # drafts have places of their own
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
-            return self._unless_refused(GraphKey("decode", size, size, span))
-        if not self.mixed or tokens > MOST_TOKENS:
-            return None
-        size = self.coarse[int(np.searchsorted(self.coarse, rows))]
-        key = GraphKey("mixed", size, max(token_size(tokens), size), span)
-        if key not in self.forwards:
-            self.sights[key] = self.sights.get(key, 0) + 1
-            if self.sights[key] < SIGHTS or len(self.forwards) >= CAPTURES:
-                return None
-        return self._unless_refused(key)
+            key = GraphKey("decode", size, size, span)
+            if not steered and not read:
+                return self._unless_refused(key)
+        elif not self.mixed or tokens > MOST_TOKENS or read:
+            return None  # what many tokens have at a point is kept by no capture
+        else:
+            size = self.coarse[int(np.searchsorted(self.coarse, rows))]
+            key = GraphKey("mixed", size, max(token_size(tokens), size), span)
+        if steered or read:
+            key = TappedKey(key.kind, key.rows, key.tokens, key.span, steered, read)
+        return self._unless_refused(key) if key in self.forwards or self._is_due(key) else None
+
+    def _is_due(self, key: GraphKey) -> bool:
+        """Whether a step of a kind that is not captured at the start has come often enough, and there is room."""
+        if len(self.sights) >= MOST_SIGHTS:
+            self.sights.clear()
+        self.sights[key] = self.sights.get(key, 0) + 1
+        if self.sights[key] < SIGHTS or len(self.forwards) >= CAPTURES:
+            return False
+        tapped = sum(isinstance(held, TappedKey) for held in self.forwards)
+        return tapped < TAPPED_CAPTURES or not isinstance(key, TappedKey)
 
     def _unless_refused(self, key: GraphKey) -> GraphKey | None:
         return None if key in self.refused else key
@@ -166,6 +190,8 @@ class Graphs:
     def asked(self, plan: StepPlan) -> Asked | None:
         """What the rows of a step ask of processors and sampler; None if that cannot be captured."""
         if not len(plan.samples) or len(plan.held) or len(plan.draft) or len(plan.guided):
+            return None
+        if self.runner.taps.reads_logits(plan):
             return None
         slots = plan.slots[plan.samples]
         state = self.runner.state
@@ -328,6 +354,7 @@ class Graphs:
 
         def run() -> None:
             read = read_columns(r.state, static)
+            self._tap(key, read)
             step.forward(r.model, r.backend, read, key, out=b.hidden)
 
         captured = self._capture(run)
@@ -342,11 +369,17 @@ class Graphs:
 
         def run() -> None:
             read, last = step.read_rows(r.state, table, host, padded=True)
-            step.forward(r.model, r.backend, read, key, last, r.selects, b.hidden)
+            self._tap(key, read)
+            selects = r.selects and read.taps is None
+            step.forward(r.model, r.backend, read, key, last, selects, b.hidden)
 
         captured = self._capture(run)
         captured.rows = table
         return captured
+
+    def _tap(self, key: GraphKey, read: StepTensors) -> None:
+        if isinstance(key, TappedKey):
+            read.taps = self.runner.taps.captured(key.steered, key.read, read.meta)
 
     def _capture_sample(self, size: int, asked: Asked) -> Captured | None:
         b, r = self._buffers(size), self.runner

@@ -34,6 +34,7 @@ from .own_model import OwnModel
 from .running import Running
 from .scoring import score_prompt
 from .state import DeviceState
+from .taps import TapState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +57,7 @@ class Runner:
         self.state = DeviceState(
             slots, wiring.max_model_len, len(w.groups), wiring.block, w.device, wiring.rope_switch
         )
+        self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state)
         self.seams = SeamTimes()
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
         self.names, self.processors, self.sampler = chain.names, chain.made, chain.sampler
@@ -104,6 +106,7 @@ class Runner:
             depth=depth if depth is not None else int(self.device.type == "cuda"),
             notes=tuple(w.notes),
             guides=True,
+            taps=self.taps.points,
         )
 
     # ---- FORWARD -------------------------------------------------------------------------------------------------
@@ -116,6 +119,7 @@ class Runner:
             running.begun = self._mark()
             with torch.inference_mode():
                 self.state.apply(plan.delta, self.worker.caches)
+                self.taps.apply(plan.delta)
                 for slot in plan.delta.leave.tolist() if self._poison else ():
                     self._poison.pop(slot, None)
                 self._recommit(plan)
@@ -131,6 +135,8 @@ class Runner:
                 hidden = self.graphs.forward(key, plan) if key is not None else None
                 if hidden is not None:
                     running.graph, running.hidden = key, hidden
+                    if len(plan.taps):
+                        self._keep_taps(running, plan, self.taps.replayed(plan))
                     if len(plan.samples) < len(plan.slots):
                         running.hidden = (
                             hidden[self.state.to(plan.samples).long()]
@@ -153,18 +159,30 @@ class Runner:
 
     def _forward(self, running: Running, plan: StepPlan, run: Callable[..., Any]) -> None:
         """As separate launches."""
-        read = self.read(plan)
+        read, found = self.read(plan), dict[str, "Tensor"]()
+        read.taps = self.taps.eager(plan, read.meta, found)
+        selects = self.selects and read.taps is None
         at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
-        if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or self.selects):
+        if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or selects):
             # one token where nobody draws: kernels are not launched for none
             indices = self.state.to(at if len(at) else np.zeros(1, np.int64))
-        hidden = step.forward(
-            self.model, self.backend, read, GraphKey(), indices, self.selects, run=run
-        )
+        hidden = step.forward(self.model, self.backend, read, GraphKey(), indices, selects, run=run)
+        if len(plan.taps):
+            self._keep_taps(running, plan, found)
         if len(plan.prompt):
             running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
         if len(at):
             running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(at)]
+
+    def _keep_taps(self, running: Running, plan: StepPlan, found: dict[str, Tensor]) -> None:
+        """Start the copy of what rows read; a later step may write where it was found.  ValueError if the model left a
+        point out."""
+        _, read = self.taps.of_step(plan)
+        if lost := [self.taps.names[n] for n in read if self.taps.names[n] not in found]:
+            raise ValueError(
+                f"the model names the point {lost[0]!r}, and passed nothing through it"
+            )
+        running.taps = [self._host(self.taps.flat(found))]
 
     def read(self, plan: StepPlan) -> StepTensors:
         """What a model is called with: one copy to the device, then gathers."""

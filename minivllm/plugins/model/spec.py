@@ -10,7 +10,7 @@ def family(target: str, summary: str, architecture: str, model_type: str, ignore
     fields of that class which change nothing."""
     return Spec(
         impl=f"minivllm.plugins.model.{target}",
-        api=(2, 0),
+        api=(2, 1),
         summary=summary,
         limits={"architecture": {architecture}, "model_type": {model_type}, "device": ANY, "dtype": ANY},
         features=frozenset({"batch_invariant"}),  # made of the layers it is given

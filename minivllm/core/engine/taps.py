@@ -1,0 +1,224 @@
+"""Taps on the host: what a request may tap, which rows of a step read what, and where the values go.
+
+    step              1             2           3 (preempted)   4               5
+    computed          p p p p       p p g       .               p p p p p p     g g
+    read              0 1 2 3       4 5 6                       (none again)    7 8
+
+A sequence reads each position once, in order (``TapValues.upto``): what is computed a second time is not read again,
+and a request that reads takes no more from the prefix cache than what it has read.  A branch of a request begins where
+it forked; what lies before that are the values of the first sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from minivllm.core.interfaces.plan import StepPlan, no_rows
+from minivllm.core.interfaces.taps import LOGITS, Tap
+from minivllm.errors import RequestError, shown, suggest
+
+from .request import FINISHED
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.executor import Capacity, Wiring
+
+    from .engine import Engine
+    from .request import Request, Seq
+    from .slots import Slots
+
+NO_TAPS = (no_rows(0, 3), no_rows())  # of a step in which nobody has any
+HALF = float(np.finfo(np.float16).max)
+
+
+@dataclass(frozen=True)
+class RequestTaps:
+    """The taps of a request, points by their number in ``Capacity.taps``."""
+
+    read: Mapping[int, tuple[str, int]]  # name and width of the points that it reads, ascending
+    steering: Mapping[int, np.ndarray]  # f32 [width] what it adds, likewise
+    logits: int  # the number of that point
+
+    @property
+    def salt(self) -> str:
+        """Equal for requests that add the same: they may share prefixes."""
+        digest = hashlib.sha256()
+        for number, vector in self.steering.items():
+            digest.update(number.to_bytes(4, "little") + vector.tobytes())
+        return f"steered {digest.hexdigest()}"
+
+
+class TapLimits(NamedTuple):
+    """``widths`` of the points that can be tapped, and ``most`` bytes that a request may read."""
+
+    widths: tuple[int, ...] = ()
+    most: int = 0
+
+    @classmethod
+    def of(cls, capacity: Capacity, wiring: Wiring) -> TapLimits:
+        return cls(tuple((capacity.taps or {}).values()), wiring.max_tap_bytes)
+
+    @property
+    def too_many(self) -> str:
+        """What a request is told that reads more."""
+        return (
+            f"taps: the values that are read take more than {self.most} bytes; read fewer points, "
+            "give a shorter prompt or fewer max_tokens, or raise the engine's max_tap_bytes"
+        )
+
+
+NO_LIMITS = TapLimits()
+
+
+@dataclass(eq=False)
+class TapValues:
+    """What a sequence has read: positions [first, upto), of which those of steps in flight are still to come."""
+
+    first: int
+    upto: int
+    parts: dict[int, list[np.ndarray]] = field(default_factory=dict)  # f32 [n, width] each
+
+
+def check_taps(engine: Engine, request: Request) -> None:
+    """Sets the request's ``tapped``.  RequestError: an unknown point, a vector that does not fit, values that nobody
+    can have or that are too many from the start."""
+    if not request.taps:
+        return
+    points = engine.capacity.taps
+    if points is None:
+        who = f"the executor {type(engine.executor).__name__}"
+        raise RequestError(f"taps: {who} serves none; use another one", "taps")
+    if not points:
+        name = engine.wiring.parts["model"].name
+        raise RequestError(f"taps: the model {name} names no points; leave them out", "taps")
+    numbers = {name: i for i, name in enumerate(points)}
+    read: dict[int, tuple[str, int]] = {}
+    steering: dict[int, np.ndarray] = {}
+    for tap in request.taps:
+        if tap.point not in numbers:
+            what = f"taps: the model has no point {shown(tap.point)}; want one of those that LLM.tap_points() lists"
+            raise RequestError(f"{what}.{suggest(tap.point, points)}", "taps")
+        number = numbers[tap.point]
+        if tap.read:
+            read[number] = tap.point, points[tap.point]
+        if tap.add is not None:
+            before = steering.get(number, np.float32(0))
+            steering[number] = before + _fitting(tap, points[tap.point])
+    limit = HALF if engine.wiring.dtype == "float16" else np.inf
+    for number, vector in steering.items():
+        if not np.isfinite(vector).all() or np.abs(vector).max() > limit:
+            name = list(points)[number]
+            what = f"taps: what is added at {name} is out of the range of {engine.wiring.dtype}"
+            raise RequestError(f"{what}; want smaller numbers or a smaller scale", "taps")
+    if read and request.beams is not None:
+        what = "taps: values are not read of a request whose strategy is asked after every step"
+        raise RequestError(f"{what}; want read=False, or no beam_width", "taps")
+    request.tapped = RequestTaps(
+        dict(sorted(read.items())), dict(sorted(steering.items())), numbers[LOGITS]
+    )
+    row = 4 * sum(width for name, width in read.values() if name != LOGITS)
+    limits = TapLimits.of(engine.capacity, engine.wiring)
+    if row * len(request.prompt) > limits.most:
+        raise RequestError(limits.too_many, "taps")
+    request.speculates = False
+
+
+def _fitting(tap: Tap, width: int) -> np.ndarray:
+    if tap.point == LOGITS:
+        what = "taps: nothing is added to the model's own logits"
+        raise RequestError(f"{what}; want read=True alone, and logit_bias or a processor", "taps")
+    if len(tap.add) != width:
+        what = f"taps: a vector of {len(tap.add)} numbers for {tap.point}"
+        raise RequestError(f"{what}; want {width}, the width of that point", "taps")
+    return tap.vector
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def most_cached(seq: Seq, most: int) -> int:
+    """How many of its first ``most`` tokens a prefix hit may look at: of what is cached there are no log-probabilities
+    and no values."""
+    request = seq.request
+    if request.prompt_topk >= 0:
+        return 1
+    if request.tapped is not None and request.tapped.read:
+        return min(most, 1 + (0 if seq.tap_values is None else seq.tap_values.upto))
+    return most
+
+
+def tap_rows(
+    s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray, draws: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(``taps``, ``steered``) of plan.StepPlan for the rows of a step, of which those that ``draws`` draw; what they
+    read counts as read from now on."""
+    lines: list[tuple[int, int, int]] = []
+    steered: set[int] = set()
+    for row in np.flatnonzero(s.tapped[slots]).tolist():
+        seq, at, n = s.at(int(slots[row])), int(computed[row]), int(q_len[row])
+        taps = seq.request.tapped
+        assert taps is not None
+        steered.update(taps.steering)
+        if not taps.read:
+            continue
+        if seq.tap_values is None:
+            seq.tap_values = TapValues(at, at)
+        first = max(seq.tap_values.upto - at, 0)
+        seq.tap_values.upto = max(seq.tap_values.upto, at + n)
+        if first < n:
+            lines += [(number, row, first) for number in taps.read if number != taps.logits]
+        if taps.logits in taps.read and draws[row]:
+            lines.append((taps.logits, row, n - 1))
+    return (
+        np.array(sorted(lines), np.int32).reshape(-1, 3),
+        np.array(sorted(steered), np.int32),
+    )
+
+
+def keep_taps(
+    plan: StepPlan,
+    sequence: Callable[[int], Seq | None],
+    values: np.ndarray,
+    limits: TapLimits,
+) -> Iterable[Seq]:
+    """Values of a step, f32 one after another, to the sequences of its rows; those sequences whose request has too many
+    now.  ``sequence`` gives that of a row, also one that was preempted meanwhile."""
+    over, at = {}, 0
+    for number, row, first in plan.taps.tolist():
+        n, width = int(plan.q_len[row]) - first, limits.widths[number]
+        part, at = values[at : at + n * width], at + n * width
+        seq = sequence(row)
+        if seq is None or seq.status == FINISHED or seq.tap_values is None:
+            continue
+        # a copy: the step's own memory may be the device's, and holds all rows
+        seq.tap_values.parts.setdefault(number, []).append(part.reshape(n, width).copy())
+        request = seq.request
+        request.tap_bytes += part.nbytes
+        if request.tap_bytes > limits.most:
+            over[seq.id, seq.sample] = seq
+    return over.values()
+
+
+def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | None:
+    """What a sequence has read, f32 [positions, width] by point; None if its request reads nothing.  ``tokens``: no
+    more than for so many generated tokens."""
+    request, own, head = seq.request, seq.tap_values, seq.request.sequences[0].tap_values
+    taps = request.tapped
+    if taps is None or not taps.read:
+        return None
+    found = {}
+    for number, (name, width) in taps.read.items():
+        parts = [np.empty((0, width), np.float32)]
+        if own is not None:
+            if own.first and head is not None and name != LOGITS:  # a branch
+                parts += [np.concatenate(head.parts[number])[: own.first]]
+            parts += own.parts.get(number, ())
+        most = tokens
+        if tokens is not None and name != LOGITS:
+            most = len(request.prompt) + tokens - 1
+        found[name] = np.concatenate(parts)[:most]
+    return found

@@ -1,0 +1,156 @@
+"""Taps on the device: vectors that are added at points of the model, and values that are read there.
+
+    steering[point]  [S, width]    a row of each slot, zeros for those that add nothing there
+    x [T, width] at a point ──► x + steering[point][slot of each token] ──┬──► goes on in the model
+                                                                          └──► tokens that are read ──► host
+
+A step in which nobody has taps hears of none of this (``StepTensors.taps`` is None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.model import tap_points
+from minivllm.core.interfaces.taps import LOGITS
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.attention import AttnMeta
+    from minivllm.core.interfaces.model import Model
+    from minivllm.core.interfaces.plan import Delta, StepPlan
+
+    from .state import DeviceState
+
+
+class TapsOfStep:
+    """``model.StepTaps``: ``steering`` [S, width] by point, ``slots`` i64 [T] of the tokens; ``keep(point, x)`` is
+    called with the value of each point in ``read``."""
+
+    def __init__(
+        self,
+        steering: Mapping[str, Tensor],
+        slots: Tensor,
+        read: frozenset[str],
+        keep: Callable[[str, Tensor], Any],
+    ) -> None:
+        self.steering, self.slots, self.read, self.keep = steering, slots, read, keep
+        self.points = read | steering.keys()
+
+    def __call__(self, point: str, x: Tensor) -> Tensor:
+        if point in self.steering:
+            x = x + self.steering[point][self.slots]
+        if point in self.read:
+            self.keep(point, x)
+        return x
+
+
+class TapState:
+    """What the taps of one device's rows need: ``points`` of the model and their widths, "logits" last; empty: none."""
+
+    def __init__(self, model: Model, vocab: int, dtype: torch.dtype, state: DeviceState) -> None:
+        found = tap_points(model)
+        self.points: dict[str, int] = {**found, LOGITS: vocab} if found else {}
+        self.names, self.dtype, self.state = list(self.points), dtype, state
+        self.slots = len(state.known)
+        self.steering: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}  # [S, width] what rows of captured decode steps have
+
+    def _rows(self, held: dict[str, Tensor], point: str) -> Tensor:
+        """[S, width], made when the point is first asked for."""
+        if point not in held:
+            width = self.points[point]
+            held[point] = torch.zeros(self.slots, width, dtype=self.dtype, device=self.state.device)
+        return held[point]
+
+    def apply(self, delta: Delta) -> None:
+        """Rows that joined or forked: what is added to them."""
+        join, to = delta.join, self.state.to
+        if join is not None and self.steering:
+            slots = to(join.slot).long()
+            for column in self.steering.values():
+                column.index_fill_(0, slots, 0)
+        at = 0
+        for row, number in () if join is None else join.steer.tolist():
+            column = self._rows(self.steering, self.names[number])
+            vector = join.vectors[at : at + column.shape[1]]
+            at += len(vector)
+            column[join.slot[row].item()].copy_(to(vector), non_blocking=True)
+        if len(delta.fork) and self.steering:
+            source, child = to(delta.fork[:, 0]).long(), to(delta.fork[:, 1]).long()
+            for column in self.steering.values():
+                column[child] = column[source]
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def of_step(self, plan: StepPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of the points at which rows of a step add something, and of those of the layers that they read."""
+        if not len(plan.taps) and not len(plan.steered):
+            return (), ()
+        read = set(plan.taps[:, 0].tolist()) - {len(self.names) - 1}
+        return tuple(plan.steered.tolist()), tuple(sorted(read))
+
+    def eager(self, plan: StepPlan, meta: AttnMeta, found: dict[str, Tensor]) -> TapsOfStep | None:
+        """Those of a step of separate launches; None if it has none.  What is read of a point is put into ``found``:
+        [n, width], the tokens of ``plan.taps``."""
+        if not len(plan.taps) and not len(plan.steered):
+            return None
+        indices = self._indices(plan)
+
+        def keep(point: str, x: Tensor) -> None:
+            found[point] = x[indices[point]]
+
+        return self._of_step(plan.steered.tolist(), meta, frozenset(indices), keep)
+
+    def captured(
+        self, steered: tuple[int, ...], read: tuple[int, ...], meta: AttnMeta
+    ) -> TapsOfStep:
+        """Those of a captured step: what all rows have goes to ``buffers``."""
+        buffers = {p: self._rows(self.buffers, p) for p in (self.names[n] for n in read)}
+
+        def keep(point: str, x: Tensor) -> None:
+            buffers[point][: len(x)].copy_(x)
+
+        return self._of_step(steered, meta, frozenset(buffers), keep)
+
+    def replayed(self, plan: StepPlan) -> dict[str, Tensor]:
+        """What ``eager`` finds, of a decode step that was replayed: rows are tokens."""
+        return {point: self.buffers[point][at] for point, at in self._indices(plan).items()}
+
+    def flat(self, found: Mapping[str, Tensor]) -> Tensor:
+        """f32, the values that were found, one after another in the order of the points."""
+        parts = [found[point].float().ravel() for point in self.names if point in found]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def _of_step(self, steered: Any, meta: AttnMeta, read: frozenset[str], keep: Any) -> TapsOfStep:
+        steering = {self.names[n]: self.steering[self.names[n]] for n in steered}
+        return TapsOfStep(steering, meta.slots[meta.row], read, keep)
+
+    def _indices(self, plan: StepPlan) -> dict[str, Tensor]:
+        """point of the layers -> i64 [n] numbers of the tokens that are read there; mostly the same for all."""
+        ends, made, found = plan.q_len.cumsum(), dict[bytes, Tensor](), dict[str, Tensor]()
+        for number, lines in groupby(plan.taps.tolist(), lambda line: line[0]):
+            if self.names[number] == LOGITS:
+                continue
+            parts = [
+                np.arange(ends[row] - plan.q_len[row] + first, ends[row]) for _, row, first in lines
+            ]
+            at = np.concatenate(parts).astype(np.int64)
+            if (key := at.tobytes()) not in made:
+                made[key] = self.state.to(at)
+            found[self.names[number]] = made[key]
+        return found
+
+    def reads_logits(self, plan: StepPlan) -> bool:
+        """Whether a row of the step reads the logits that it draws from."""
+        return len(plan.taps) > 0 and int(plan.taps[-1, 0]) == len(self.names) - 1
+
+    def logits(self, plan: StepPlan, logits: Tensor) -> Tensor:
+        """f32 [n, V], those that are read of ``logits`` [N, V] of the rows that draw."""
+        rows = plan.taps[plan.taps[:, 0] == len(self.names) - 1, 1]
+        return logits[self.state.to(np.searchsorted(plan.samples, rows))].float()

@@ -1,0 +1,132 @@
+"""Taps on the host, over a simulated device: whatever happens to a request, it is told of each position once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minivllm.testing.sim as sim_module
+from minivllm import SamplingParams, Tap
+from minivllm.core.engine.request import Request
+from minivllm.core.engine.taps import values_of
+from minivllm.testing.sim import VOCAB, answer, at_rest, outputs, sim_engine
+
+POINTS = {"place": 2, "stream": 3, "logits": VOCAB}
+
+
+class TapSim(sim_module.SimExecutor):
+    """At ``place`` each token has its id and its position; the logits are the number of tokens before.  What is added
+    is kept by slot, so that a step names the points of its rows and no others."""
+
+    def start(self, wiring):
+        self.steering = {}
+        return replace(super().start(wiring), taps=POINTS)
+
+    def _delta(self, d):
+        super()._delta(d)
+        if d.join is not None:
+            self.steering |= {slot: {} for slot in d.join.slot.tolist()}
+            at = 0
+            for i, number in d.join.steer.tolist():
+                width = list(POINTS.values())[number]
+                self.steering[int(d.join.slot[i])][number] = d.join.vectors[at : at + width].tolist()
+                at += width
+            assert at == len(d.join.vectors)
+        for source, slot, _ in d.fork.tolist():
+            self.steering[slot] = dict(self.steering[source])
+
+    def _run(self, plan, late, ms):
+        want = set().union(*(self.steering[slot] for slot in plan.slots.tolist()))
+        assert plan.steered.tolist() == sorted(want)
+        assert plan.taps.tolist() == sorted(plan.taps.tolist())
+        found = [np.empty(0, np.float32)]
+        for number, row, first in plan.taps.tolist():
+            slot, at = plan.slots[row], np.arange(first, plan.q_len[row]) + plan.computed[row]
+            if number == 0:
+                found.append(np.stack([self.text.tokens[slot, at], at], 1).astype(np.float32).ravel())
+            elif number == 1:
+                found.append(np.tile(self.steering[slot].get(1, [0.0] * 3), len(at)).astype(np.float32))
+            else:
+                assert row in plan.samples and len(at) == 1
+                found.append(np.full(VOCAB, plan.computed[row] + plan.q_len[row], np.float32))
+        return replace(super()._run(plan, late, ms), taps=np.concatenate(found))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tapped_sim():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim_module, "SimExecutor", TapSim)
+        yield
+
+
+def check(r: Request, add: list[float]) -> None:
+    for seq, (ids, _) in zip(r.sequences, outputs(r), strict=True):
+        told, known = values_of(seq), [*r.prompt.tolist(), *ids]
+        if r.tapped is None or not r.tapped.read:
+            assert told is None
+            continue
+        assert list(told) == [name for name in POINTS if name in {t.point for t in r.taps if t.read}]
+        if "place" in told:
+            assert told["place"].tolist() == [[token, i] for i, token in enumerate(known[:-1])]
+        if "stream" in told:
+            assert told["stream"].tolist() == [add] * (len(known) - 1)
+        if "logits" in told:
+            assert told["logits"][:, 0].tolist() == list(range(len(r.prompt), len(known)))
+
+
+@st.composite
+def asks(draw):
+    """(prompt, n, tokens, points that are read, whether something is added, turn at which it comes, aborted after)"""
+    prompt = [draw(st.integers(1, 3)), *range(1, draw(st.integers(1, 24)))]
+    read = draw(st.lists(st.sampled_from(list(POINTS)), unique=True))
+    turn = st.integers(0, 12)
+    return prompt, draw(st.integers(1, 3)), draw(st.integers(1, 30)), read, draw(st.booleans()), draw(turn), draw(turn)
+
+
+def play(items, depth, blocks, budget, aborts=False):
+    """Run them all and check what each was told; how many were preempted."""
+    engine = sim_engine(slots=5, max_len=60, blocks=blocks, depth=depth, budget=max(budget, 5), reads=("n",))
+    asked, turn = [], 0
+    while len(asked) < len(items) or engine.busy:
+        for i, (prompt, n, tokens, read, adds, when, after) in enumerate(items):
+            if when == turn:
+                add = [1.0 + i, 0.5, -2.0]
+                taps = [Tap(p, read=True) for p in read] + [Tap("stream", add=add)] * adds
+                params = SamplingParams.make(n=n, max_tokens=tokens, seed=0)
+                r = Request(str(i), np.array(prompt, np.int32), params, float(turn), taps=tuple(taps))
+                engine.add(r)
+                asked.append((r, add if adds else [0.0] * 3))
+            if aborts and when + after == turn and after % 3 == 0:
+                engine.abort(str(i))
+        engine.step()
+        turn += 1
+        assert turn < 5000
+    for r, add in asked:
+        if all(s.finish_reason != "abort" for s in r.sequences):
+            assert outputs(r) == [answer(r.prompt.tolist(), r.params, s.sample, 60) for s in r.sequences]
+            check(r, add)
+    at_rest(engine)
+    assert engine.slots.tapping == 0
+    return engine.planner.preemptions
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(asks(), min_size=1, max_size=8),
+    st.sampled_from([0, 1, 2]),
+    st.sampled_from([34, 40, 64]),
+    st.sampled_from([5, 9, 64]),
+    st.booleans(),
+)
+def test_each_position_is_told_once_and_steps_name_what_is_added_to_their_rows(items, depth, blocks, budget, aborts):
+    play(items, depth, blocks, budget, aborts)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_is_computed_again_after_a_preemption_is_not_told_again(depth):
+    items = [([i, *range(1, 20)], 1 + i % 2, 30, [*POINTS][: 1 + i % 3], i % 2 == 1, i, 0) for i in range(8)]
+    assert play(items, depth, 34, 16) > 1
