@@ -29,7 +29,8 @@ from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import order_of_halves
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")  # older checkpoints carry tables that are computed here
+# older checkpoints carry tables that are computed here
+BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(masked_)?bias")
 PICKLES = ("*.bin", "*.pt", "*.pth")
 DUMMY_STD = 0.02
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
@@ -54,8 +55,11 @@ class Target:
     shape: tuple[int, ...] | None  # full, before tensor-parallel slicing; None = the weight scheme checks it
     rows: tuple[int, ...] = ()  # of each part, where there are several
     pairs: tuple[int, int] | None = None  # see ``Rule``
+    transposed: bool = False  # likewise; ``shape`` is that of the checkpoint
 
     def fill(self, tensor: Tensor) -> None:
+        if self.transposed:
+            tensor = tensor.T
         if len(self.parts) == 1:
             pieces: Sequence[Tensor] = [tensor]
         else:
@@ -172,7 +176,7 @@ def find_targets(rules: Sequence[Rule], parts: ModelParts) -> dict[str, Target]:
                     )
                 filled.add((name, one, param))
             shapes = [wanted[name, one, param] for one in parts_of]
-            targets[f"{source}.{param}"] = _target(source, parts.modules[name], parts_of, param, shapes, rule.pairs)
+            targets[f"{source}.{param}"] = _target(source, parts.modules[name], parts_of, param, shapes, rule)
     for name, part, param in wanted:
         if (name, part, param) not in filled:
             raise ModelError(
@@ -187,17 +191,19 @@ def _target(
     parts: tuple[str, ...],
     param: str,
     shapes: Sequence[tuple[int, ...] | None],
-    pairs: tuple[int, int] | None,
+    rule: Rule,
 ) -> Target:
     whole = [shape for shape in shapes if shape is not None]
-    if len(whole) < len(shapes) and (len(parts) > 1 or pairs is not None):
+    if len(whole) < len(shapes) and (len(parts) > 1 or rule.pairs is not None or rule.transposed):
+        what = "cut" if len(parts) > 1 else "transposed" if rule.transposed else "put in order"
         raise ModelError(
-            f"{source}.{param} is quantized, and its rows are to be {'cut' if len(parts) > 1 else 'put in order'}: "
+            f"{source}.{param} is quantized, and its rows are to be {what}: "
             "that is not implemented; want the model in a floating dtype"
         )
     rows = tuple(shape[0] for shape in whole)
     shape = (sum(rows), *whole[0][1:]) if whole else None
-    return Target(module, parts, param, shape, rows, pairs)
+    turned = rule.transposed and shape is not None and len(shape) == 2
+    return Target(module, parts, param, shape[::-1] if shape and turned else shape, rows, rule.pairs, turned)
 
 
 def rule_pattern(text: str) -> re.Pattern:

@@ -31,6 +31,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("model", "gemma2", "minivllm.plugins.model.spec:GEMMA2"),
     ("model", "gemma3", "minivllm.plugins.model.spec:GEMMA3"),
     ("model", "glm4", "minivllm.plugins.model.spec:GLM4"),
+    ("model", "gpt2", "minivllm.plugins.model.spec:GPT2"),
     ("model", "granite", "minivllm.plugins.model.spec:GRANITE"),
     ("model", "llama", "minivllm.plugins.model.spec:LLAMA"),
     ("model", "mistral", "minivllm.plugins.model.spec:MISTRAL"),

@@ -43,7 +43,7 @@ def record(cfg: Any) -> set[str]:
     read: set[str] = set()
 
     def recorder(self: Any, name: str) -> Any:
-        read.add(name)
+        read.update((name, cls.attribute_map.get(name, name)))  # a class may have a name of its own for it
         return cls.__getattribute__(self, name)
 
     cfg.__class__ = type(cls.__name__, (cls,), {"__getattribute__": recorder})

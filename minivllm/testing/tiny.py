@@ -129,9 +129,9 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-def small_config(cls: type, **values: Any) -> PretrainedConfig:
-    """A config of any class of transformers: the fields of ``SMALL`` that it has, and ``values``."""
-    known = {f.name for f in dataclasses.fields(cls)}
+def small_config(cls: Any, **values: Any) -> PretrainedConfig:
+    """A config of any class of transformers: the fields of ``SMALL`` that it has, by whatever name, and ``values``."""
+    known = {f.name for f in dataclasses.fields(cls)} | cls.attribute_map.keys()
     # some classes write to what they are given
     return cls(**copy.deepcopy({**{k: v for k, v in SMALL.items() if k in known}, **values}))
 

@@ -104,6 +104,7 @@ class WeightNames:
     down: str = "mlp.down_proj"
     # in the order n1 .. n4 above, as many as the layers have
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    transposed: bool = False  # matrices of the layers lie as [in, out]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .decoder import AROUND, HEAD, WIDTH, DecoderSpec, LayerSpec
@@ -31,13 +31,14 @@ class Rule:
 
     A tensor may hold several parts one after another: ``part=("q", "k", "v")``.  ``pairs=(dim, turned)``: of each head
     of ``dim`` rows the first ``turned`` lie as pairs (0, 1), (2, 3) ... and come to lie as halves, as the rotary
-    embedding here wants them.
+    embedding here wants them.  ``transposed``: matrices lie as [in, out], and not as [out, in].
     """
 
     source: str
     module: str | None
     part: str | tuple[str, ...] = ""
     pairs: tuple[int, int] | None = None
+    transposed: bool = False
 
 
 class StepTaps(Protocol):
@@ -236,4 +237,4 @@ def _layer_rules(
     count = 4 if norms == AROUND else 1 if parallel else 2
     for n, name in enumerate(names.norms[:count], 1):
         rules.append(Rule(hf + name, f"{our}norm{n}"))
-    return rules
+    return [replace(rule, transposed=True) for rule in rules] if names.transposed else rules

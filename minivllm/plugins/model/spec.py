@@ -23,6 +23,20 @@ COHERE2 = family("cohere:Cohere2", "Command R7B and A", "Cohere2ForCausalLM", "c
 GEMMA2 = family("gemma:Gemma2", "Gemma 2", "Gemma2ForCausalLM", "gemma2")
 GEMMA3 = family("gemma:Gemma3", "Gemma 3, text", "Gemma3ForCausalLM", "gemma3_text", ("attn_logit_softcapping",))
 GLM4 = family("glm4:Glm4", "GLM-4-0414 and GLM-Z1", "Glm4ForCausalLM", "glm4", ("ignore_keys_at_rope_validation",))
+GPT2 = family(
+    "gpt2:GPT2",
+    "GPT-2",
+    "GPT2LMHeadModel",
+    "gpt2",
+    (
+        "reorder_and_upcast_attn",  # the softmax is in float32 whatever it says
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
+        "summary_first_dropout",
+    ),
+)
 GRANITE = family("granite:Granite", "Granite 3", "GraniteForCausalLM", "granite")
 LLAMA = family("llama:Llama", "Llama 2 and 3", "LlamaForCausalLM", "llama", ("pretraining_tp",))
 MISTRAL = family("mistral:Mistral", "Mistral and Nemo", "MistralForCausalLM", "mistral")

@@ -1,0 +1,56 @@
+"""GPT-2 (Radford et al. 2019, "Language models are unsupervised multitask learners"): learned positions, LayerNorm,
+GELU; weights lie as [in, out]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, WeightNames
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.errors import ModelError, shown
+from minivllm.layers import fields
+
+NAMES = WeightNames(
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    norm="transformer.ln_f",
+    layer="transformer.h.{i}.",
+    qkv=("attn.c_attn",),
+    out="attn.c_proj",
+    gate_up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    norms=("ln_1", "ln_2"),
+    transposed=True,
+)
+
+
+class GPT2(ModelArch):
+    """``GPT2LMHeadModel``."""
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        fields.check_plain(cfg)
+        if cfg.add_cross_attention:
+            raise ModelError("add_cross_attention=True: want False, an encoder's output is not read")
+        hidden, heads = cfg.hidden_size, cfg.num_attention_heads
+        if hidden % heads:
+            raise ModelError(f"n_embd={shown(hidden)}: want a multiple of n_head={heads}")
+        dim = hidden // heads
+        scale = dim**-0.5 if cfg.scale_attn_weights else 1.0
+        inner = 4 * hidden if cfg.n_inner is None else cfg.n_inner
+        mlp = MLP(inner, fields.activation(cfg, "activation_function"), gated=False, bias=True)
+
+        def layer(i: int) -> LayerSpec:
+            share = i + 1 if cfg.scale_attn_by_inverse_layer_idx else 1
+            spec = AttnSpec(heads, heads, dim, dim, scale=scale / share)
+            return LayerSpec(spec, mlp, rope=None, qkv_bias=True, out_bias=True)
+
+        return DecoderSpec(
+            cfg.vocab_size,
+            hidden,
+            tuple(layer(i) for i in range(cfg.num_hidden_layers)),
+            Norm(cfg.layer_norm_epsilon, centered=True, bias=True),
+            cfg.tie_word_embeddings,
+            positions=cfg.max_position_embeddings,
+            names=NAMES,
+        )
