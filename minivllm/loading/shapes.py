@@ -22,7 +22,7 @@ from minivllm.layers.embedding import Embedding
 from minivllm.layers.norm import LayerNorm, RMSNorm
 from minivllm.layers.parts import ModelParts
 
-from .weights import Header, Target, find_targets, rule_pattern
+from .weights import Header, Target, find_targets, roots_of, rule_pattern, whole_name
 
 KEYS = (
     ("vocab_size",), ("hidden_size",), ("intermediate_size",), ("num_attention_heads", "head_dim"),
@@ -84,10 +84,13 @@ def check(
     """ModelError naming the key of config.json that the checkpoint's tensors contradict (``headers``; none for random
     weights), ResourceError for weights that take more than the ``free`` bytes.  ``quantized``: they are made smaller
     while they are loaded, nobody says here how much."""
-    rules = arch.weights(cfg)
+    rules, plan = arch.weights(cfg), blueprint(arch, cfg, parts)
+    targets = {} if plan is None else find_targets(rules, plan)
+    roots = roots_of(targets)
+    headers = {whole_name(name, targets, roots): header for name, header in headers.items()}
     _check_layers(folder, cfg, rules, headers)
-    if (plan := blueprint(arch, cfg, parts)) is not None:
-        _check_shapes(folder, cfg, find_targets(rules, plan), headers)
+    if plan is not None:
+        _check_shapes(folder, cfg, targets, headers)
         _check_memory(folder, plan, plan.bytes(quantized), free)
 
 

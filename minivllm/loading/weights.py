@@ -12,7 +12,7 @@ import copy
 import logging
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,18 @@ def _target(
     return Target(module, parts, param, shape[::-1] if shape and turned else shape, rows, rule.pairs, turned)
 
 
+def roots_of(targets: Mapping[str, Target]) -> list[str]:
+    """What the names of a model's tensors begin with, as "model." in "model.layers.0.mlp.up_proj.weight"."""
+    return sorted({name.partition(".")[0] + "." for name in targets})
+
+
+def whole_name(name: str, targets: Mapping[str, Target], roots: Sequence[str]) -> str:
+    """Which target a checkpoint's tensor is.  One that was saved from a model without its head ("layers.0...", as
+    GPT-2's on the hub) lacks the root; transformers reads it all the same."""
+    found = (root + name for root in roots if root + name in targets)
+    return name if name in targets else next(found, name)
+
+
 def rule_pattern(text: str) -> re.Pattern:
     """A rule's name with ``{i}`` for one number, the same wherever it stands."""
     first, *rest = re.escape(text).split(re.escape("{i}"))
@@ -215,7 +227,9 @@ def rule_pattern(text: str) -> re.Pattern:
 def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rules: Sequence[Rule], where: str) -> None:
     known = [re.compile(rule_pattern(rule.source).pattern + r"\..+") for rule in rules if rule.module is None]
     done: set[str] = set()
+    roots = roots_of(targets)
     for name, tensor in tensors:
+        name = whole_name(name, targets, roots)
         target = targets.get(name)
         if target is None:
             if BUFFERS.fullmatch(name) or any(pattern.fullmatch(name) for pattern in known):

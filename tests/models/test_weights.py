@@ -19,7 +19,7 @@ from minivllm.loading.weights import find_targets, load_weights, weight_bytes
 from minivllm.plugins.quantizer.int8 import Int8
 from minivllm.plugins.quantizer.options import Int8Options
 from minivllm.testing.harness import Harness
-from minivllm.testing.tiny import ARCHS, quiet, tiny_dir
+from minivllm.testing.tiny import ARCHS, quiet, save, small_config, tiny_dir, tiny_model
 
 LLAMA = ARCHS["llama"]()
 
@@ -319,3 +319,35 @@ def test_loading_twice_gives_the_same_model(tiny):
     before = harness.step({0: [5, 6]})[0]
     load_weights(path, LLAMA, cfg, harness.parts)
     assert torch.equal(harness.step({1: [5, 6]})[1], before)
+
+
+@pytest.mark.parametrize("family", ["LlamaConfig", "GPT2Config"])
+def test_a_checkpoint_of_the_model_without_its_head_is_read_as_transformers_reads_it(tmp_path, family):
+    import transformers
+
+    with quiet():
+        hf = tiny_model(small_config(getattr(transformers, family), tie_word_embeddings=True))
+        save(hf, tmp_path / "whole")
+        save(hf, tmp_path / "base")
+        prefix = hf.base_model_prefix + "."
+        edit(tmp_path / "base", lambda tensors: bare(tensors, prefix))
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert all(torch.equal(p, dict(again.named_parameters())[n]) for n, p in hf.named_parameters())
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    answers = []
+    for name in ("whole", "base"):
+        with LLM(model=str(tmp_path / name), skip_tokenizer_init=True, num_kvcache_blocks=20) as llm:
+            answers.append(llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].tokens)
+    assert answers[0] == answers[1]
+
+
+def bare(tensors, prefix):
+    for name in list(tensors):
+        tensors[name.removeprefix(prefix)] = tensors.pop(name)
+        assert name.startswith(prefix), name
+
+
+def test_a_tensor_that_is_there_with_and_without_the_root_is_refused(tiny):
+    path, cfg, _ = tiny
+    edit(path, lambda tensors: tensors.update({"norm.weight": tensors["model.norm.weight"].clone()}))
+    refuses(path, cfg, "there twice")
