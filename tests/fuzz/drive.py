@@ -137,6 +137,8 @@ class Run:
             self.engines.clear()
 
     def _count_captured(self, engine: Any) -> None:
+        from minivllm.core.worker.graphs import TappedKey
+
         graphs = getattr(getattr(engine.executor, "runner", None), "graphs", None)
         if graphs is None:
             return
@@ -145,6 +147,7 @@ class Run:
         def counting(key: Any, *args: Any) -> Any:
             made = forward(key, *args)
             self.captured[key.kind] += made is not None
+            self.captured["tapped"] += made is not None and isinstance(key, TappedKey)
             return made
 
         def drawing(*args: Any) -> Any:

@@ -11,8 +11,8 @@ from .drive import Answer, Run
 EXPECTED = {  # of a run with some hundred configurations; the others of one on a GPU
     "any": ("preemptions", "prefix hits", "partial hits", "evictions", "late rows", "host rows", "forks", "beams",
             "drafts accepted", "drafts rejected", "abandoned", "chunked prompts", "log-probabilities", "next turns",
-            "resets", "delays", "side by side", "steps ahead", "early stops"),
-    "cuda": ("captured decode steps", "captured mixed steps", "captured draws"),
+            "resets", "delays", "side by side", "steps ahead", "early stops", "values read", "steered"),
+    "cuda": ("captured decode steps", "captured mixed steps", "captured draws", "captured steps with taps"),
 }  # fmt: skip
 
 
@@ -27,6 +27,7 @@ def count(case: Case, driven: Run, prompts: dict[int, list[int]]) -> Counter[str
         met["steps"] += stats.get("steps", 0)
     met["captured decode steps"], met["captured mixed steps"] = driven.captured["decode"], driven.captured["mixed"]
     met["captured draws"] = driven.captured["draw"]
+    met["captured steps with taps"] = driven.captured["tapped"]
     met["side by side"] += len(case.engines) > 1
     met["resets"] += len(case.resets)
     met["delays"] += case.late > 0
@@ -51,6 +52,8 @@ def _request(params: dict[str, Any], answer: Answer) -> Counter[str]:
     met["drafts rejected"] = answer.drafted - answer.accepted
     met["log-probabilities"] = int("logprobs" in params) + int("prompt_logprobs" in params)
     met["early stops"] = sum(o.finish == "stop" for o in answer.outputs)
+    met["values read"] = sum(len(v) for o in answer.outputs for v in (o.taps or {}).values())
+    met["steered"] = int(params.get("taps", {}).get("add", False))
     met["errors for good"] = int(answer.error is not None)
     return met
 
