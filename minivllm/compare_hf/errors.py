@@ -1,0 +1,229 @@
+"""How far values are apart, point by point, and which point is the first beyond the bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .points import (
+    ATTENTION,
+    BEFORE_QKV,
+    INSIDE,
+    K_ROPE,
+    LOGITS,
+    Q_ROPE,
+    SAYS,
+    TOKEN,
+    K,
+    Q,
+    V,
+    layer_point,
+    place,
+    split,
+)
+
+# relative error of one operation that is right; the numbers of each dtype are rounded to 2**-24, 2**-11 and 2**-8
+BOUNDS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """What the engine made of a prompt: ``ids`` are the tokens that were computed, the prompt's and all but the last of
+    those generated; ``values`` are float32 [tokens, width] by point, of ``logits`` the last rows alone."""
+
+    ids: list[int]
+    generated: list[int]
+    values: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PointError:
+    """Of all tokens of all prompts: the largest difference, and the largest ratio of a token's difference to
+    transformers' value (Euclidean norms).  ``prompt`` and ``position``: the first token beyond the bound, or else that
+    of the largest ratio; counted from 0."""
+
+    point: str
+    largest: float
+    relative: float
+    prompt: int
+    position: int
+
+
+@dataclass
+class TokenTally:
+    """Greedy tokens, each judged by transformers' logits behind the engine's tokens before it."""
+
+    count: int = 0
+    same: int = 0
+    ties: int = 0  # that differ, by less than the bound
+    # (prompt, number of the token, the engine's, transformers', how much higher its logit is)
+    differing: list[tuple[int, int, int, int, float]] = field(default_factory=list)
+
+
+@dataclass
+class DtypeComparison:
+    """``errors`` of operations that were given the engine's inputs, ``along`` of a pass without them; both by point.
+    ``missing``: operation -> why no value of it is compared."""
+
+    dtype: str
+    bound: float
+    errors: dict[str, PointError] = field(default_factory=dict)
+    along: dict[str, PointError] = field(default_factory=dict)
+    tokens: TokenTally = field(default_factory=TokenTally)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def beyond(self) -> list[PointError]:
+        """Those beyond the bound, in the order of their computation."""
+        found = [e for e in self.errors.values() if not e.relative <= self.bound]
+        return sorted(found, key=lambda e: place(e.point))
+
+    @property
+    def within(self) -> bool:
+        return not self.beyond and not self.tokens.differing
+
+    def as_dict(self) -> dict[str, Any]:
+        beyond, rows = self.beyond, sorted(self.errors.values(), key=lambda e: place(e.point))
+        along = {point: error.relative for point, error in self.along.items()}
+        return {
+            "dtype": self.dtype,
+            "bound": self.bound,
+            "within": self.within,
+            "first": None if not beyond else {**asdict(beyond[0]), "where": explained(self)},
+            "errors": [{**asdict(error), "along": along.get(error.point)} for error in rows],
+            "tokens": asdict(self.tokens),
+            "not_compared": self.missing,
+        }
+
+    def take(self, number: int, run: EngineRun, own: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> None:
+        """Add a prompt.  ``own`` are transformers' values given the engine's, ``plain`` those of the prompt alone."""
+        for theirs, found in ((own, self.errors), (plain, self.along)):
+            for point in run.values.keys() & theirs.keys():
+                ours = run.values[point]
+                new = measure(point, ours, theirs[point][-len(ours) :], self.bound, number)
+                found[point] = worse(found[point], new, self.bound) if point in found else new
+        if LOGITS in run.values:
+            self._check_draws(number, run, run.values[LOGITS])
+        self._judge(number, run, plain[LOGITS])
+
+    def _check_draws(self, number: int, run: EngineRun, logits: Tensor) -> None:
+        """Greedy tokens are the best of the engine's own logits: the point ``token``."""
+        drawn = logits[-len(run.generated) :].gather(1, torch.tensor(run.generated)[:, None])
+        new = measure(TOKEN, drawn, logits.amax(-1, keepdim=True), self.bound, number)
+        self.errors[TOKEN] = worse(self.errors[TOKEN], new, self.bound) if TOKEN in self.errors else new
+
+    def _judge(self, number: int, run: EngineRun, logits: Tensor) -> None:
+        tally = self.tokens
+        for at, (token, row) in enumerate(zip(run.generated, logits[-len(run.generated) :], strict=True)):
+            best = int(row.argmax())
+            tally.count += 1
+            if token == best:
+                tally.same += 1
+            elif (more := float(row[best] - row[token])) <= self.bound * float(row.abs().max()):
+                tally.ties += 1
+            else:
+                tally.differing.append((number, at, token, best, more))
+
+
+def measure(point: str, ours: Tensor, theirs: Tensor, bound: float, prompt: int) -> PointError:
+    """Of [tokens, width] each; what is not finite, or not of one shape, is infinitely far apart."""
+    if ours.shape != theirs.shape:
+        return PointError(point, math.inf, math.inf, prompt, 0)
+    off = (ours - theirs).double()
+    ratio = off.norm(dim=-1) / theirs.double().norm(dim=-1)
+    ratio[off.abs().amax(-1) == 0] = 0.0  # zeros on both sides
+    ratio.nan_to_num_(math.inf, math.inf)
+    first = (ratio > bound).nonzero()
+    at = int(first[0]) if len(first) else int(ratio.argmax())
+    largest = float(off.abs().max().nan_to_num(math.inf, math.inf))
+    return PointError(point, largest, float(ratio.max()), prompt, at)
+
+
+def worse(a: PointError, b: PointError, bound: float) -> PointError:
+    """Both in one: of where they part the first is told."""
+    where = a if a.relative > bound or a.relative >= b.relative else b
+    largest, relative = max(a.largest, b.largest), max(a.relative, b.relative)
+    return PointError(a.point, largest, relative, where.prompt, where.position)
+
+
+def explained(found: DtypeComparison) -> str:
+    """What stands at the first place that parts."""
+    first = found.beyond[0].point
+    layer, operation = split(first)
+    if layer is not None:
+        parted = {e.point for e in found.beyond}
+        if operation == Q and {layer_point(layer, one) for one in (K, V)} <= parted:
+            return BEFORE_QKV
+        if operation == ATTENTION and not {layer_point(layer, one) for one in (Q_ROPE, K_ROPE)} <= found.errors.keys():
+            return INSIDE
+    return SAYS.get(operation, operation)
+
+
+def lines(found: DtypeComparison, prompts: Sequence[EngineRun]) -> Iterator[str]:
+    """A dtype's table and verdict."""
+    tokens = sum(len(run.ids) for run in prompts)
+    many = f"{len(prompts)} prompt{'s' * (len(prompts) != 1)}, {tokens} tokens"
+    yield f"{found.dtype}: {many}; relative errors of each operation, bound {found.bound:g}"
+    yield from table(found)
+    for operation, why in found.missing.items():
+        yield f"not compared: {operation} ({why})"
+    yield from _tokens(found.tokens)
+    if not (beyond := found.beyond):
+        yield f"{found.dtype}: every operation is within the bound" + (", the tokens are not" * (not found.within))
+        return
+    first = beyond[0]
+    where = f"from token {first.position} of prompt {first.prompt + 1} on"
+    yield f"{found.dtype}: parts first at {first.point}: {explained(found)}"
+    yield f"  relative {first.relative:.1e}, bound {found.bound:g}, largest difference {first.largest:.1e}, {where}"
+    if rest := [e.point for e in beyond[1:]]:
+        more = f" and {len(rest) - MOST_NAMED} more" if len(rest) > MOST_NAMED else ""
+        yield f"  beyond the bound too: {', '.join(rest[:MOST_NAMED])}{more}"
+
+
+MOST_NAMED = 8
+
+
+def _tokens(tally: TokenTally) -> Iterator[str]:
+    ties = f", {tally.ties} differ within the bound" * bool(tally.ties)
+    yield f"greedy tokens: {tally.same} of {tally.count} are transformers' best{ties}"
+    for prompt, at, ours, theirs, more in tally.differing[:MOST_NAMED]:
+        yield f"  prompt {prompt + 1}, token {at}: {ours} here, {theirs} there, whose logit is higher by {more:.2g}"
+
+
+def table(found: DtypeComparison) -> list[str]:
+    """A row a layer, a column an operation; then the largest of each column, relative and absolute."""
+    layers: dict[int, dict[str, PointError]] = {}
+    single: dict[str, PointError] = {}
+    for point, error in sorted(found.errors.items(), key=lambda item: place(item[0])):
+        layer, operation = split(point)
+        (single if layer is None else layers.setdefault(layer, {}))[operation] = error
+    columns = list(dict.fromkeys(name for row in layers.values() for name in row))
+    rows = [["layer", *columns, "along"]]
+    for layer, row in layers.items():
+        along = found.along.get(layer_point(layer, "residual"))
+        cells = [_number(row[name].relative) if name in row else "-" for name in columns]
+        rows.append([str(layer), *cells, "-" if along is None else _number(along.relative)])
+    for title, field_ in (("largest", "relative"), ("absolute", "largest")):
+        found_ = [[getattr(row[name], field_) for row in layers.values() if name in row] for name in columns]
+        rows.append([title, *(_number(max(column)) for column in found_), ""])
+    out = aligned(rows)
+    rows = [["", "relative", "absolute", "along"]]
+    for operation, error in single.items():
+        along = found.along.get(operation)
+        after = "" if along is None else _number(along.relative)
+        rows.append([operation, _number(error.relative), _number(error.largest), after])
+    return [*out, *aligned(rows)]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _number(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
