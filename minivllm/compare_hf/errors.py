@@ -53,6 +53,10 @@ class PointError:
     prompt: int
     position: int
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: None in place of a number that is not finite."""
+        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+
 
 @dataclass
 class TokenTally:
@@ -89,13 +93,13 @@ class DtypeComparison:
 
     def as_dict(self) -> dict[str, Any]:
         beyond, rows = self.beyond, sorted(self.errors.values(), key=lambda e: place(e.point))
-        along = {point: error.relative for point, error in self.along.items()}
+        along = {point: error.as_dict()["relative"] for point, error in self.along.items()}
         return {
             "dtype": self.dtype,
             "bound": self.bound,
             "within": self.within,
-            "first": None if not beyond else {**asdict(beyond[0]), "where": explained(self)},
-            "errors": [{**asdict(error), "along": along.get(error.point)} for error in rows],
+            "first": None if not beyond else {**beyond[0].as_dict(), "where": explained(self)},
+            "errors": [{**error.as_dict(), "along": along.get(error.point)} for error in rows],
             "tokens": asdict(self.tokens),
             "not_compared": self.missing,
         }
