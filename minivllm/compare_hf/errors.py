@@ -13,6 +13,7 @@ from torch import Tensor
 from .points import (
     ATTENTION,
     BEFORE_QKV,
+    FUSED,
     INSIDE,
     K_ROPE,
     LOGITS,
@@ -34,11 +35,13 @@ BOUNDS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
 @dataclass(frozen=True)
 class EngineRun:
     """What the engine made of a prompt: ``ids`` are the tokens that were computed, the prompt's and all but the last of
-    those generated; ``values`` are float32 [tokens, width] by point, of ``logits`` the last rows alone."""
+    those generated; ``values`` are float32 [tokens, width] by point, of ``logits`` the last rows alone; ``fused`` are
+    the first of these rows once more, of a run in which layers were not taken apart."""
 
     ids: list[int]
     generated: list[int]
-    values: Mapping[str, Tensor]
+    values: dict[str, Tensor]
+    fused: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,15 @@ class DtypeComparison:
     @property
     def beyond(self) -> list[PointError]:
         """Those beyond the bound, in the order of their computation."""
-        found = [e for e in self.errors.values() if not e.relative <= self.bound]
+        found = [e for e in self.errors.values() if not e.relative <= self.bound_of(e.point)]
         return sorted(found, key=lambda e: place(e.point))
+
+    def bound_of(self, point: str) -> float:
+        """The logits of fused layers are those of a whole model: rounding counts as much as on the way through
+        transformers'."""
+        if point == FUSED and LOGITS in self.along and self.along[LOGITS].relative < math.inf:
+            return max(self.bound, 2 * self.along[LOGITS].relative)
+        return self.bound
 
     @property
     def within(self) -> bool:
@@ -113,13 +123,18 @@ class DtypeComparison:
                 found[point] = worse(found[point], new, self.bound) if point in found else new
         if LOGITS in run.values:
             self._check_draws(number, run, run.values[LOGITS])
+            if run.fused is not None:
+                self._add(measure(FUSED, run.fused, run.values[LOGITS][: len(run.fused)], self.bound, number))
         self._judge(number, run, plain[LOGITS])
 
     def _check_draws(self, number: int, run: EngineRun, logits: Tensor) -> None:
         """Greedy tokens are the best of the engine's own logits: the point ``token``."""
         drawn = logits[-len(run.generated) :].gather(1, torch.tensor(run.generated)[:, None])
-        new = measure(TOKEN, drawn, logits.amax(-1, keepdim=True), self.bound, number)
-        self.errors[TOKEN] = worse(self.errors[TOKEN], new, self.bound) if TOKEN in self.errors else new
+        self._add(measure(TOKEN, drawn, logits.amax(-1, keepdim=True), self.bound, number))
+
+    def _add(self, new: PointError) -> None:
+        before = self.errors.get(new.point)
+        self.errors[new.point] = new if before is None else worse(before, new, self.bound)
 
     def _judge(self, number: int, run: EngineRun, logits: Tensor) -> None:
         tally = self.tokens
@@ -183,7 +198,8 @@ def lines(found: DtypeComparison, prompts: Sequence[EngineRun]) -> Iterator[str]
     first = beyond[0]
     where = f"from token {first.position} of prompt {first.prompt + 1} on"
     yield f"{found.dtype}: parts first at {first.point}: {explained(found)}"
-    yield f"  relative {first.relative:.1e}, bound {found.bound:g}, largest difference {first.largest:.1e}, {where}"
+    bound = found.bound_of(first.point)
+    yield f"  relative {first.relative:.1e}, bound {bound:.2g}, largest difference {first.largest:.1e}, {where}"
     if rest := [e.point for e in beyond[1:]]:
         more = f" and {len(rest) - MOST_NAMED} more" if len(rest) > MOST_NAMED else ""
         yield f"  beyond the bound too: {', '.join(rest[:MOST_NAMED])}{more}"

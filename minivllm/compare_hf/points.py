@@ -8,7 +8,7 @@ from collections.abc import Iterable
 Q, K, V = "q", "k", "v"
 Q_NORM, K_NORM, Q_ROPE, K_ROPE = "q_norm", "k_norm", "q_rope", "k_rope"
 INPUT, ATTENTION, MLP, RESIDUAL = "input", "attention", "mlp", "residual"
-EMBEDDING, NORM, LOGITS, TOKEN = "embedding", "norm", "logits", "token"
+EMBEDDING, NORM, LOGITS, TOKEN, FUSED = "embedding", "norm", "logits", "token", "fused"
 # of a layer, in the order of their computation
 OPERATIONS = (INPUT, Q, K, V, Q_NORM, K_NORM, Q_ROPE, K_ROPE, ATTENTION, MLP, RESIDUAL)
 DERIVED = (Q_NORM, K_NORM, Q_ROPE, K_ROPE)  # no tap points: computed of q and k with the weights of the engine's model
@@ -30,6 +30,7 @@ SAYS = {
     RESIDUAL: "the sum of the residual stream",
     NORM: "the final norm",
     LOGITS: "the head: weight, scale or cap",
+    FUSED: "the fused kernels: layers that run as they do without taps give other logits than by their parts",
     TOKEN: "the choice of the token: it is not the best of the engine's own logits",
 }
 BEFORE_QKV = "the norm before attention, or its projections: q, k and v part together"
@@ -50,7 +51,7 @@ def place(point: str) -> tuple[int, int]:
     """By which points are put in the order of their computation."""
     layer, operation = split(point)
     if layer is None:
-        ends = (NORM, LOGITS, TOKEN)
+        ends = (NORM, LOGITS, TOKEN, FUSED)
         return (1 << 30, ends.index(operation)) if operation in ends else (-1, 0)
     return layer, OPERATIONS.index(operation) if operation in OPERATIONS else len(OPERATIONS)
 

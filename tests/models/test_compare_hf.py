@@ -20,6 +20,7 @@ from minivllm.compare_hf.errors import DtypeComparison, EngineRun
 from minivllm.compare_hf.points import DERIVED, place
 from minivllm.compare_hf.reference import Reference
 from minivllm.errors import ModelError
+from minivllm.layers.decoder import DecoderBlock
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
 from minivllm.plugins.model import spec as families
@@ -60,7 +61,7 @@ def test_each_operation_of_each_family_is_that_of_transformers(architecture, tmp
     layer = {point.partition("layers.1.")[2] for point in found.errors if point.startswith("layers.1.")}
     norms = {"q_norm", "k_norm"} if architecture.startswith(("Qwen3", "Gemma3", "Olmo")) else set()
     assert layer == {"input", "q", "k", "v", "q_rope", "k_rope", "attention", "mlp", "residual"} | norms
-    assert {"embedding", "norm", "logits", "token"} < found.errors.keys() and found.tokens.same == 12
+    assert {"embedding", "norm", "logits", "token", "fused"} < found.errors.keys() and found.tokens.same == 12
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -136,6 +137,15 @@ NO_MULTIPLIER = in_layer(1, lambda layer: replace(layer, residual_scale=1.0))
 K_AS_V = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj")
 NEAR = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0}
 
+
+class LosesSome(DecoderBlock):
+    """Where it is not taken apart, a part of the stream is lost."""
+
+    def __call__(self, h, residual, step):
+        h, residual = super().__call__(h, residual, step)
+        return h, residual * 0.9
+
+
 # name -> (architecture, its plug-in, fields of config.json, what is planted, first place, words that say it)
 FAULTS = {
     "NormOfQ": ("Qwen3", Qwen3, {}, {"edit": pre(1, **SWAP)}, "layers.1.q_norm", "norm of q"),
@@ -163,6 +173,10 @@ FAULTS = {
     "Cap": (
         "Gemma2", Gemma2, {"final_logit_softcapping": 3.0}, {"table": lambda made: replace(made, logit_cap=None)},
         "logits", "cap",
+    ),
+    "Fused": (
+        "Llama", Llama, {}, {"edit": lambda model: setattr(model.blocks[0], "__class__", LosesSome)}, "fused",
+        "fused kernels",
     ),
 }  # fmt: skip
 
@@ -247,6 +261,7 @@ def test_tokens_that_are_not_the_best_of_their_own_logits_are_a_place_of_their_o
 def test_places_are_in_the_order_of_the_computation():
     points = ["embedding", "layers.0.input", "layers.0.q", *(f"layers.0.{name}" for name in DERIVED)]
     points += ["layers.0.attention", "layers.0.mlp", "layers.0.residual", "layers.1.input", "norm", "logits", "token"]
+    points.append("fused")
     mixed = points[::-1]
     assert sorted(mixed, key=place) == points
 
