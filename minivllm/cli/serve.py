@@ -27,6 +27,7 @@ SERVER = (
     ("ssl_ciphers", str, "ciphers of TLS 1.2, as OpenSSL writes them"),
     ("root_path", str, "the path under which a proxy shows the server"),
     ("api_key_file", str, "a file with one key a line"),
+    ("steering_dir", str, "a folder of vectors NAME.npy that operators' taps may add; with --admin"),
     ("tool_parser", str, "how the model writes calls of tools: hermes (default) or json; also --tool-call-parser"),
     ("log_format", str, "auto (default: text on a terminal, else json), json or text"),
     ("log_level", str, "debug, info (default) or warning"),

@@ -8,6 +8,7 @@ What a request holds (its place inside, its streams) lies on an exit stack: it i
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -25,6 +26,7 @@ from minivllm.server.http import body as bodies
 from minivllm.server.http.sse import DONE, EventStream, Gone, LongAnswer, dump, encode, supervise
 from minivllm.server.link.client import params_to_json
 from minivllm.server.link.streams import end, take
+from minivllm.server.link.taps import NOTHING, PooledTaps
 from minivllm.server.metrics import times_of
 
 from .answers import Shaper, Slices, pieces
@@ -84,6 +86,7 @@ class ProtocolWork(Protocol):
         """What a stream says of choices before the first piece."""
 
     speller: Speller
+    silent: Mapping[str, Any]  # of a stream's choice that has no text to tell
 
     def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[dict[str, Any]]:
         """What a stream says of the choice ``number`` with a piece; it may be nothing.  Each is made when it is asked
@@ -109,6 +112,7 @@ class Answer:
     warnings: list[dict[str, str]] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)  # beside the choices of an answer, or of a stream's opening
     hidden: bool = False  # what was generated is no part of the answer
+    reads: Sequence[tuple[str, str]] = ()  # points that the request reads, and how
     told: int = 0  # tokens in the chunks of a stream so far
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -126,6 +130,20 @@ class Answer:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in self.streams)},
         }
+
+    def tapped(self, number: int, sample: int) -> list[dict[str, Any]]:
+        """What the branch ``sample`` read, of the stream that the choice ``number`` is of; it has ended."""
+        found = self.streams[number // self.n].tapped.get(sample, ())
+        return [
+            {"point": point, "read": how, "values": [v if math.isfinite(v) else None for v in values.tolist()]}
+            for (point, how), values in zip(self.reads, found, strict=False)
+        ]
+
+    def _tapped_choices(self, work: ProtocolWork) -> Iterator[dict[str, Any]]:
+        """Of a stream, behind the text of all choices."""
+        for number in range(len(self.streams) * self.n) if self.reads else ():
+            rest = {"logprobs": None, "finish_reason": None, "taps": self.tapped(number, number % self.n)}
+            yield self._chunk({"index": number, **work.silent, **rest})
 
     async def take(self) -> list[tuple[int, TextPiece]]:
         """(number of the choice, piece) of all that is there, once something is; [] at the end.  ApiError (500) if the
@@ -156,6 +174,8 @@ class Answer:
                         said, until = [], await slices.next()
             if said:
                 yield b"".join(said)
+        for chunk in self._tapped_choices(work):
+            yield encode(chunk)
         if self.include_usage:
             yield encode({**self.head(), "choices": [], "usage": self.usage()})
         yield DONE
@@ -171,6 +191,8 @@ class Answer:
                 yield chunk
                 if time.perf_counter() > until:
                     until = await slices.next()
+        for chunk in self._tapped_choices(work):
+            yield chunk
         if self.include_usage:
             yield {**self.head(), "choices": [], "usage": self.usage()}
 
@@ -196,6 +218,9 @@ class Answer:
     async def whole(self, work: ProtocolWork, who: str) -> AsyncIterator[bytes]:
         """The answer as JSON, in pieces; ``who`` asks."""
         choices = await work.whole(self)
+        for choice in choices if self.reads else ():
+            order = self.streams[choice["index"] // self.n].order or range(self.n)
+            choice["taps"] = self.tapped(choice["index"], order[choice["index"] % self.n])
         out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None, **self.more}
         out |= {"warnings": self.warnings} if self.warnings else {}
         tokens = self.service.tokens
@@ -280,14 +305,17 @@ async def open_streams(
     state: dict[str, Any],
     prompts: Sequence[tuple[Any, SamplingParams]],
     pieces: bool,
+    taps: PooledTaps = NOTHING,
 ) -> list[Stream]:
-    """One stream a prompt, closed by ``held``.  The error of the first that is refused; then none stays."""
+    """One stream a prompt with the same taps, closed by ``held``.  The error of the first that is refused; then none
+    stays."""
     client, request_id, log = service.client, state["request_id"], state["log"]
     log.update(prompt_tokens=sum(len(ids) for ids, _ in prompts), completion_tokens=0)  # if it goes before it begins
     opening: list[asyncio.Task[Stream]] = []
     try:
         for number, (ids, params) in enumerate(prompts):
-            asked = client.stream(ids, params, f"{request_id}-{number}", pieces=pieces, owner=state["owner"])
+            name, owner = f"{request_id}-{number}", state["owner"]
+            asked = client.stream(ids, params, name, pieces=pieces, owner=owner, taps=taps)
             opening.append(asyncio.create_task(asked))
             await asyncio.sleep(0)  # others have their turn: each prompt is told with all its parameters
         opened = await asyncio.gather(*opening, return_exceptions=True)
