@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from minivllm.errors import ConfigError
 
 from . import engine
 from .errors import BOUNDS, DtypeComparison, EngineRun, lines
-from .points import layers_of
+from .points import NORM_OF, layer_point, layers_of, split
 
 PROMPTS = ("Once upon a time, in a village by the sea, there lived", "The answer to 12 + 30 is")
 IDS = 24  # tokens of the prompt that is made up where there is no tokenizer
@@ -63,8 +65,31 @@ def compare(llm: Any, prompts: Sequence[Any], max_tokens: int, bound: float | No
     from .reference import Reference
 
     reference = Reference(wiring.model_dir, wiring.dtype, wiring.device, layers_of(runs[0].values))
+    _leave_out_idle_norms(runs, reference.norms)
+    known: set[str] = set()
     for number, run in enumerate(runs):
-        found.take(number, run, reference.run(run.ids, run.values), reference.run(run.ids))
-    found.missing = {**missing, **reference.missing}
+        own, plain = reference.run(run.ids, run.values), reference.run(run.ids)
+        known |= own.keys()
+        found.take(number, run, own, plain)
+    why = f"{reference.name} has no value that is known as it"
+    alone = dict.fromkeys((split(point)[1] for point in runs[0].values if point not in known), why)
+    found.missing = {**missing, **alone, **reference.missing}
     parts = {seam: resolved.parts[seam].name for seam in ("model", "attention", "quantizer")}
     return ComparedModel(llm.config.model, reference.name, wiring.device, parts, runs, found)
+
+
+def _leave_out_idle_norms(runs: Sequence[EngineRun], norms: set[str]) -> None:
+    """Where neither model has a norm of q and k there is nothing to compare."""
+    for operation, of in NORM_OF.items():
+        pairs = [
+            (run.values, point, layer_point(layer, of))
+            for run in runs
+            for point in run.values
+            for layer, name in (split(point),)
+            if layer is not None and name == operation
+        ]
+        if operation not in norms and all(
+            torch.equal(values[point], values[before]) for values, point, before in pairs
+        ):
+            for values, point, _ in pairs:
+                del values[point]

@@ -14,7 +14,7 @@ from minivllm.errors import MinivllmError, ModelError
 from minivllm.layers.rotary import order_of_halves, prepare_qk
 
 from .errors import EngineRun
-from .points import DERIVED, K_NORM, K_ROPE, LOGITS, Q_NORM, Q_ROPE, K, Q, layer_point
+from .points import DERIVED, LOGITS, K, Q, layer_point
 
 AT_ONCE = 1 << 26  # bytes of values that a run of a prompt reads; it is run once for each such part of the points
 NO_DECODER = "the engine's model is not one that a DecoderSpec describes, or not in this process"
@@ -107,8 +107,7 @@ def _attention_inputs(decoder: Any, run: EngineRun, longest: int, dtype: torch.d
             position = position + len(block.pre.cos) // 2
         normed = prepare_qk(q, k, position, replace(block.pre, cos=None, sin=None))
         rotated = prepare_qk(q, k, position, block.pre)
-        names = (Q_NORM, K_NORM) if layer.qk_norm is not None else ()
-        for name, x in (*zip(names, normed, strict=False), *zip((Q_ROPE, K_ROPE), rotated, strict=True)):
+        for name, x in zip(DERIVED, (*normed, *rotated), strict=True):
             found[layer_point(number, name)] = x[..., order.argsort()].flatten(1).float().cpu()
     return found
 

@@ -189,8 +189,9 @@ def lines(found: DtypeComparison, prompts: Sequence[EngineRun]) -> Iterator[str]
     many = f"{len(prompts)} prompt{'s' * (len(prompts) != 1)}, {tokens} tokens"
     yield f"{found.dtype}: {many}; relative errors of each operation, bound {found.bound:g}"
     yield from table(found)
-    for operation, why in found.missing.items():
-        yield f"not compared: {operation} ({why})"
+    for why in dict.fromkeys(found.missing.values()):
+        names = ", ".join(operation for operation, other in found.missing.items() if other == why)
+        yield f"not compared: {names} ({why})"
     yield from _tokens(found.tokens)
     if not (beyond := found.beyond):
         yield f"{found.dtype}: every operation is within the bound" + (", the tokens are not" * (not found.within))

@@ -12,6 +12,7 @@ EMBEDDING, NORM, LOGITS, TOKEN, FUSED = "embedding", "norm", "logits", "token", 
 # of a layer, in the order of their computation
 OPERATIONS = (INPUT, Q, K, V, Q_NORM, K_NORM, Q_ROPE, K_ROPE, ATTENTION, MLP, RESIDUAL)
 DERIVED = (Q_NORM, K_NORM, Q_ROPE, K_ROPE)  # no tap points: computed of q and k with the weights of the engine's model
+NORM_OF = {Q_NORM: Q, K_NORM: K}  # a model without such a norm has the same values at both
 _LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 
 # what stands between a point and those before it, whose values both sides share

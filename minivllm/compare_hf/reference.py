@@ -25,6 +25,7 @@ from .points import (
     LOGITS,
     MLP,
     NORM,
+    NORM_OF,
     Q_NORM,
     Q_ROPE,
     RESIDUAL,
@@ -48,17 +49,19 @@ BRANCHES: Mapping[str, Sequence[tuple[str, str]]] = {
     MLP: (("post_mlp_layernorm", ""), ("post_feedforward_layernorm", ""), ("mlp", ""), ("fc2", "")),
 }
 PROJECTIONS = {Q: "q_proj", K: "k_proj", V: "v_proj"}
-HEAD_NORMS = {Q_NORM: ("q_norm", Q), K_NORM: ("k_norm", K)}
+HEAD_NORMS = {Q_NORM: "q_norm", K_NORM: "k_norm"}
 RECORDED = "minivllm_recorded"  # transformers' name for an attention function
 
 
 class Reference:
     """``layers`` is how many the engine's model has.  ModelError if transformers cannot load the directory, or has
-    another number of layers.  ``missing``: operation -> why none of its values is compared."""
+    another number of layers.  ``missing``: operation -> why none of its values is compared; ``norms``: those of q and k
+    that the model has."""
 
     def __init__(self, folder: str | Path, dtype: str, device: str, layers: int) -> None:
         self.model = _load(folder, dtype).to(device)
-        self.device, self.missing = device, dict[str, str]()
+        self.device, self.missing, self.norms = device, dict[str, str](), set[str]()
+        self._count = layers
         self._given: Mapping[str, Tensor] = {}
         self._found: dict[str, Tensor] = {}
         self._seen: dict[str, Tensor] = {}  # projections of the layer at hand, as its norms are given them
@@ -85,6 +88,10 @@ class Reference:
         with torch.inference_mode():
             out = self.model(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)
         found, self._found = self._found, {}
+        for operation in NORM_OF.keys() - self.norms:
+            for number in range(self._count):
+                if (of := layer_point(number, NORM_OF[operation])) in found:
+                    found[layer_point(number, operation)] = self._given.get(of, found[of])
         found[LOGITS] = out.logits[0].float().cpu()
         return found
 
@@ -107,9 +114,10 @@ class Reference:
                 self._miss(operation, layer, SELF_ATTENTION)
             return
         self._watch_projections(number, inner)
-        for operation, (name, of) in HEAD_NORMS.items():
+        for operation, name in HEAD_NORMS.items():
             if (module := _module(inner, name)) is not None:
-                self._watch_head_norm(module, at(operation), of)
+                self._watch_head_norm(module, at(operation), NORM_OF[operation])
+                self.norms.add(operation)
         if recorded:
             inner.recorded_by = lambda *args, **kwargs: self._attend(number, *args, **kwargs)  # type: ignore[assignment]
 

@@ -149,6 +149,8 @@ class LosesSome(DecoderBlock):
 # name -> (architecture, its plug-in, fields of config.json, what is planted, first place, words that say it)
 FAULTS = {
     "NormOfQ": ("Qwen3", Qwen3, {}, {"edit": pre(1, **SWAP)}, "layers.1.q_norm", "norm of q"),
+    "ForgottenNorm": ("Qwen3", Qwen3, {}, {"edit": pre(1, q_norm=None, k_norm=None)}, "layers.1.q_norm", "norm of q"),
+    "OneNormMore": ("Llama", Llama, {}, {"edit": pre(1, q_norm=torch.ones(8))}, "layers.1.q_norm", "norm of q"),
     "EpsOfHeads": ("Qwen3", Qwen3, {}, {"edit": pre(1, eps=0.3)}, "layers.1.q_norm", "eps"),
     "EpsOfAll": (
         "Llama", Llama, {}, {"table": lambda made: replace(made, norm=replace(made.norm, eps=0.3))}, "layers.0.q",
@@ -216,6 +218,14 @@ def test_a_wrong_kernel_of_decode_steps_is_named_from_the_first_of_them_on(tmp_p
     assert (first.point, first.position) == ("layers.0.attention", len(IDS))
     assert {error.point for error in told.found.beyond} == {"layers.0.attention", "layers.1.attention"}
     assert told.parts["attention"] == f"local/{HERE}:LargeWhenAlone"
+
+
+def test_what_another_process_computes_is_compared_as_far_as_taps_go(tmp_path):
+    """Between the projections and attention nothing is known of it, which is said."""
+    path = directory(tmp_path, "Qwen3ForCausalLM")
+    told = compared(path, executor="process")
+    assert told.found.within and "layers.0.attention" in told.found.errors
+    assert set(told.found.missing) == set(DERIVED) and "not compared: q_norm, k_norm, q_rope, k_rope (" in told.text()
 
 
 # ---- what cannot be compared -----------------------------------------------------------------------------------------
