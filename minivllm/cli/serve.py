@@ -77,7 +77,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     for name, text in SWITCHES:
         flag = f"--{name.replace('_', '-')}"
         sub.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
-    sub.add_argument("--admin", action="store_true", default=None, help="offer routes for the profiler and the cache")
+    sub.add_argument("--admin", action="store_true", default=None, help="offer operators' routes, and taps")
     sub.add_argument("--served-model-name", nargs="+", default=None, metavar="NAME", help="names for requests")
     sub.add_argument(
         "--allowed-origins", nargs="+", default=None, metavar="URL", help="web pages that may ask; or a JSON list"

@@ -36,7 +36,9 @@ class ServerConfig(Strict):
     allowed_hosts: list[str] = Field(
         [], description="names that the server is asked for by; '*.NAME': all below, '*': all"
     )
-    admin: bool = Field(False, description="offer /start_profile, /stop_profile, /reset_prefix_cache, /debug/state")
+    admin: bool = Field(
+        False, description="offer /start_profile, /stop_profile, /reset_prefix_cache, /debug/state and the field taps"
+    )
     steering_dir: str | None = Field(None, description="a folder of vectors NAME.npy that operators' taps may add")
     tool_parser: str = Field("hermes", min_length=1, description="how calls of tools are written in this model's text")
     log_format: Literal["auto", "json", "text"] = Field(
