@@ -40,9 +40,7 @@ class ComparedModel:
         about = {"model": self.model, "reference": self.reference, "device": self.device, "parts": self.parts}
         return {
             **about,
-            "prompts": [
-                {"tokens": len(run.ids) + 1 - len(run.generated), "token_ids": run.generated} for run in self.runs
-            ],
+            "prompts": [{"tokens": run.drawn + 1, "token_ids": run.generated} for run in self.runs],
             **found.as_dict(),
         }
 

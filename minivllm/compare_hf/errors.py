@@ -28,6 +28,7 @@ from .points import (
     split,
 )
 
+MOST_NAMED = 8  # places, and tokens
 # relative error of one operation that is right; the numbers of each dtype are rounded to 2**-24, 2**-11 and 2**-8
 BOUNDS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
 
@@ -42,6 +43,11 @@ class EngineRun:
     generated: list[int]
     values: dict[str, Tensor]
     fused: Tensor | None = None
+
+    @property
+    def drawn(self) -> int:
+        """The position of the token whose logits the first one was drawn from."""
+        return len(self.ids) - len(self.generated)
 
 
 @dataclass(frozen=True)
@@ -119,18 +125,20 @@ class DtypeComparison:
         for theirs, found in ((own, self.errors), (plain, self.along)):
             for point in run.values.keys() & theirs.keys():
                 ours = run.values[point]
-                new = measure(point, ours, theirs[point][-len(ours) :], self.bound, number)
+                new = measure(point, ours, theirs[point][-len(ours) :], self.bound, number, len(run.ids) - len(ours))
                 found[point] = worse(found[point], new, self.bound) if point in found else new
         if LOGITS in run.values:
             self._check_draws(number, run, run.values[LOGITS])
             if run.fused is not None:
-                self._add(measure(FUSED, run.fused, run.values[LOGITS][: len(run.fused)], self.bound, number))
+                self._add(
+                    measure(FUSED, run.fused, run.values[LOGITS][: len(run.fused)], self.bound, number, run.drawn)
+                )
         self._judge(number, run, plain[LOGITS])
 
     def _check_draws(self, number: int, run: EngineRun, logits: Tensor) -> None:
         """Greedy tokens are the best of the engine's own logits: the point ``token``."""
         drawn = logits[-len(run.generated) :].gather(1, torch.tensor(run.generated)[:, None])
-        self._add(measure(TOKEN, drawn, logits.amax(-1, keepdim=True), self.bound, number))
+        self._add(measure(TOKEN, drawn, logits.amax(-1, keepdim=True), self.bound, number, run.drawn))
 
     def _add(self, new: PointError) -> None:
         before = self.errors.get(new.point)
@@ -149,18 +157,19 @@ class DtypeComparison:
                 tally.differing.append((number, at, token, best, more))
 
 
-def measure(point: str, ours: Tensor, theirs: Tensor, bound: float, prompt: int) -> PointError:
-    """Of [tokens, width] each; what is not finite, or not of one shape, is infinitely far apart."""
+def measure(point: str, ours: Tensor, theirs: Tensor, bound: float, prompt: int, first: int = 0) -> PointError:
+    """Of [tokens, width] each, the first token at position ``first`` of its prompt; what is not finite, or not of one
+    shape, is infinitely far apart."""
     if ours.shape != theirs.shape:
-        return PointError(point, math.inf, math.inf, prompt, 0)
+        return PointError(point, math.inf, math.inf, prompt, first)
     off = (ours - theirs).double()
     ratio = off.norm(dim=-1) / theirs.double().norm(dim=-1)
     ratio[off.abs().amax(-1) == 0] = 0.0  # zeros on both sides
     ratio.nan_to_num_(math.inf, math.inf)
-    first = (ratio > bound).nonzero()
-    at = int(first[0]) if len(first) else int(ratio.argmax())
+    beyond = (ratio > bound).nonzero()
+    at = int(beyond[0]) if len(beyond) else int(ratio.argmax())
     largest = float(off.abs().max().nan_to_num(math.inf, math.inf))
-    return PointError(point, largest, float(ratio.max()), prompt, at)
+    return PointError(point, largest, float(ratio.max()), prompt, first + at)
 
 
 def worse(a: PointError, b: PointError, bound: float) -> PointError:
@@ -204,9 +213,6 @@ def lines(found: DtypeComparison, prompts: Sequence[EngineRun]) -> Iterator[str]
     if rest := [e.point for e in beyond[1:]]:
         more = f" and {len(rest) - MOST_NAMED} more" if len(rest) > MOST_NAMED else ""
         yield f"  beyond the bound too: {', '.join(rest[:MOST_NAMED])}{more}"
-
-
-MOST_NAMED = 8
 
 
 def _tokens(tally: TokenTally) -> Iterator[str]:

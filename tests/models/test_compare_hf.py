@@ -199,6 +199,8 @@ def test_the_place_that_is_named_is_where_the_fault_is(name, tmp_path):
         assert first.position == values["sliding_window"]  # the first token whose window leaves one out
     if name in ("Theta", "NoRope"):
         assert first.position == 1  # nothing turns at position 0
+    if name == "Fused":
+        assert first.position == len(IDS) - 1  # of which the first token is drawn
 
 
 class LargeWhenAlone(Sdpa):

@@ -9,15 +9,13 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
-from minivllm import LLM, EngineDeadError, RequestError, SamplingParams, Tap
+from minivllm import LLM, EngineDeadError, RequestError, SamplingParams
 from minivllm.errors import ConfigError, MinivllmError, ModelError, PluginError, ResourceError
 from minivllm.frontend.front_door import load
 from minivllm.server.link.client import LocalClient
 from minivllm.server.link.process_client import ProcessClient
-from minivllm.server.link.taps import PooledTaps
 from minivllm.testing.faulty import FATAL_CHUNK
 from minivllm.testing.faulty import TARGETS as FAULTY
 
@@ -149,35 +147,6 @@ def served():
     yield lambda task: loop.run_until_complete(job(task))
     assert loop.run_until_complete(client.close())
     loop.close()
-
-
-def test_taps_of_a_process_read_and_steer_as_those_of_generate_do(served):
-    """Beside a neighbour that has none, and aborted requests, of which nothing is told."""
-    point, vector = "layers.2.residual", [1.0, -2.0, 0.5, 0.0] * 256
-
-    async def task(client):
-        ids = client.tokenizer.encode(PROMPTS[0])
-        tapped = PooledTaps((Tap(point, add=vector[:width], scale=40.0),), (("norm", "mean"), ("layers.0.q", "last")))
-        stream = await client.stream(ids, greedy(8, n=2), "tapped", taps=tapped)
-        gone = await client.stream(ids, greedy(500), "gone", taps=tapped)
-        plain = asyncio.create_task(collect(client, PROMPTS[0], greedy(8), "plain"))
-        await client.abort("gone")
-        for one in (stream, gone):
-            async for _ in one:
-                pass
-        assert gone.tapped == {}
-        return [text.token_ids for text in stream.texts], stream.tapped, (await plain)[0][1]
-
-    with LLM(**OPTIONS) as llm:
-        width = llm.tap_points()[point]
-        taps = [Tap(point, add=vector[:width], scale=40.0), Tap("norm", read=True), Tap("layers.0.q", read=True)]
-        want, plain = llm.generate([PROMPTS[0]] * 2, greedy(8), use_tqdm=False, taps=[taps, []])
-    tokens, tapped, alone = served(task)
-    assert tokens == [want.tokens] * 2 and alone == plain.tokens != want.tokens
-    for sample in (0, 1):
-        mean, last = tapped[sample]
-        np.testing.assert_allclose(mean, want.taps["norm"].mean(0), atol=1e-5)
-        np.testing.assert_allclose(last, want.taps["layers.0.q"][-1], atol=1e-5)
 
 
 async def together(client):

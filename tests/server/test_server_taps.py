@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import io
 import json
 
@@ -16,6 +18,7 @@ from minivllm import LLM, SamplingParams, Tap
 from minivllm.config import load_config
 from minivllm.errors import ConfigError
 from minivllm.server.link import frames
+from minivllm.server.link.process_client import ProcessClient
 from minivllm.server.link.taps import PooledTaps, PooledValues, read_values
 from minivllm.server.openai.taps import read_npy
 
@@ -253,6 +256,43 @@ def test_values_are_the_same_on_both_ends_of_the_link():
     rows = [(number, sample, part.tolist()) for number, sample, part in read_values(frame.columns)]
     assert rows == [(7, 0, [1.0, 2.0]), (7, 1, []), (9, 0, [3.0])]
     assert list(read_values({})) == [] and PooledValues().columns() == {}
+
+
+def test_taps_of_a_process_read_and_steer_as_those_of_generate_do():
+    """Beside a neighbour that has none, and an aborted request, of which nothing is told."""
+    options = {"model": "pocket", "max_num_seqs": 8, "num_kvcache_blocks": 128, "batch_invariant": True}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with LLM(**options) as llm:
+        vector = np.resize([1.0, -2.0, 0.5, 0.0], llm.tap_points()[POINT])
+        steering = Tap(POINT, add=vector, scale=40.0)
+        taps = [steering, Tap("norm", read=True), Tap("layers.0.q", read=True)]
+        want, plain = llm.generate([TALE["prompt"]] * 2, params, use_tqdm=False, taps=[taps, []])
+        ids = want.prompt_token_ids
+    asked = PooledTaps((steering,), (("norm", "mean"), ("layers.0.q", "last")))
+
+    async def main():
+        client = ProcessClient(load_config(keywords=options))
+        await client.open()
+        try:
+            stream = await client.stream(ids, dataclasses.replace(params, n=2), "tapped", taps=asked)
+            gone = await client.stream(ids, dataclasses.replace(params, max_tokens=500), "gone", taps=asked)
+            alone = await client.stream(ids, params, "alone")
+            await client.abort("gone")
+            for one in (stream, gone, alone):
+                async for _ in one:
+                    pass
+            return stream, gone, alone
+        finally:
+            await client.close()
+
+    stream, gone, alone = asyncio.run(main())
+    assert [text.token_ids for text in stream.texts] == [want.tokens] * 2
+    assert alone.texts[0].token_ids == plain.tokens != want.tokens
+    assert gone.tapped == alone.tapped == {}
+    for sample in (0, 1):
+        mean, last = stream.tapped[sample]
+        np.testing.assert_allclose(mean, want.taps["norm"].mean(0), atol=1e-5)
+        np.testing.assert_allclose(last, want.taps["layers.0.q"][-1], atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["<f4", "<f8", ">f8", "<i2", "<f2"])
