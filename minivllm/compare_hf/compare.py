@@ -86,8 +86,7 @@ def _leave_out_idle_norms(runs: Sequence[EngineRun], norms: set[str]) -> None:
             for layer, name in (split(point),)
             if layer is not None and name == operation
         ]
-        if operation not in norms and all(
-            torch.equal(values[point], values[before]) for values, point, before in pairs
-        ):
+        there = any(split(point)[1] == operation for point in norms)
+        if not there and all(torch.equal(values[point], values[before]) for values, point, before in pairs):
             for values, point, _ in pairs:
                 del values[point]

@@ -55,8 +55,8 @@ RECORDED = "minivllm_recorded"  # transformers' name for an attention function
 
 class Reference:
     """``layers`` is how many the engine's model has.  ModelError if transformers cannot load the directory, or has
-    another number of layers.  ``missing``: operation -> why none of its values is compared; ``norms``: those of q and k
-    that the model has."""
+    another number of layers.  ``missing``: operation -> why none of its values is compared; ``norms``: the
+    points of those of q and k that the model has."""
 
     def __init__(self, folder: str | Path, dtype: str, device: str, layers: int) -> None:
         self.model = _load(folder, dtype).to(device)
@@ -70,7 +70,7 @@ class Reference:
         recorded = self._record_attention(found)
         for number, layer in enumerate(found):
             self._watch_layer(number, layer, recorded)
-        final = next((getattr(parent, name) for name in FINAL_NORM if hasattr(parent, name)), None)
+        final = next((m for name in FINAL_NORM if (m := _module(parent, name)) is not None), None)
         if final is None:
             self.missing[NORM] = f"{type(parent).__name__} has none of {', '.join(FINAL_NORM)}"
         else:
@@ -85,13 +85,17 @@ class Reference:
         the same shapes; each is put in the place of transformers' own once that has been noted, so that what follows is
         computed of it."""
         self._given, self._found, self._tokens = given or {}, {}, len(ids)
-        with torch.inference_mode():
-            out = self.model(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)
+        try:
+            with torch.inference_mode():
+                out = self.model(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)
+        except Exception as exc:
+            raise ModelError(f"transformers failed on a prompt of {len(ids)} tokens: {told(exc)}") from exc
         found, self._found = self._found, {}
-        for operation in NORM_OF.keys() - self.norms:
-            for number in range(self._count):
-                if (of := layer_point(number, NORM_OF[operation])) in found:
-                    found[layer_point(number, operation)] = self._given.get(of, found[of])
+        for number in range(self._count):
+            for operation, of in NORM_OF.items():
+                norm, before = layer_point(number, operation), layer_point(number, of)
+                if norm not in self.norms and before in found:
+                    found[norm] = self._given.get(before, found[before])
         found[LOGITS] = out.logits[0].float().cpu()
         return found
 
@@ -117,7 +121,7 @@ class Reference:
         for operation, name in HEAD_NORMS.items():
             if (module := _module(inner, name)) is not None:
                 self._watch_head_norm(module, at(operation), NORM_OF[operation])
-                self.norms.add(operation)
+                self.norms.add(at(operation))
         if recorded:
             inner.recorded_by = lambda *args, **kwargs: self._attend(number, *args, **kwargs)  # type: ignore[assignment]
 
@@ -174,7 +178,7 @@ class Reference:
         flat = x.detach().reshape(self._tokens, -1)
         self._found[point] = flat.float().cpu() * scale
         given = self._given.get(point)
-        if given is not None:
+        if given is not None and given.shape == flat.shape:
             x = (given / scale).to(x.device, x.dtype).reshape(x.shape)
         if remember:
             self._seen[remember] = x

@@ -253,6 +253,23 @@ def test_another_number_of_layers_and_a_directory_that_is_not_loaded_are_refused
         Reference(path, "float32", "cpu", 2)
 
 
+def test_values_of_another_width_take_no_place_and_are_apart(tmp_path):
+    """As those of a model with heads of another size."""
+    made = Reference(directory(tmp_path, "Qwen3ForCausalLM"), "float32", "cpu", 2)
+    plain = made.run(IDS)
+    given = {**plain, "layers.0.q": plain["layers.0.q"][:, :16], "logits": plain["logits"][-1:]}
+    own = made.run(IDS, given)
+    found = DtypeComparison("float32", 1e-4)
+    found.take(0, EngineRun(IDS, [int(plain["logits"][-1].argmax())], given), own, plain)
+    assert [error.point for error in found.beyond] == ["layers.0.q"]
+
+
+def test_a_prompt_that_transformers_fails_on_is_an_error_of_its_model(tmp_path):
+    made = Reference(directory(tmp_path, "LlamaForCausalLM"), "float32", "cpu", 2)
+    with pytest.raises(ModelError, match="transformers failed on a prompt of 2 tokens"):
+        made.run([1, 61])
+
+
 def test_values_that_are_not_finite_are_beyond_every_bound():
     found = DtypeComparison("float32", 1e-4)
     ours = {"norm": torch.tensor([[1.0, 2.0], [float("nan"), 2.0]])}
