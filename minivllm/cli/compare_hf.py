@@ -23,8 +23,8 @@ def add_commands(command: Any) -> None:
     text = "Compare each operation of a model with that of transformers; exit code 5 where they part."
     sub = command("compare-hf", "cli.compare_hf:compare", text)
     sub.add_argument("model", help="a directory, a Hugging Face id, or pocket")
-    sub.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="again for several")
-    sub.add_argument("--ids", action="append", default=[], metavar="N,N,...", help="a prompt as token ids")
+    sub.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; again for several")
+    sub.add_argument("--ids", action="append", default=[], metavar="N,N,...", help="the same as token ids")
     sub.add_argument("--max-tokens", type=int, default=8, metavar="N", help="greedy tokens of each prompt (default 8)")
     sub.add_argument("--dtype", action="append", default=[], choices=DTYPES, help="default float32; again for several")
     sub.add_argument("--bound", type=float, default=None, metavar="X", help="of an operation's relative error")

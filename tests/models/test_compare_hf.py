@@ -80,6 +80,15 @@ def test_a_request_with_the_other_rotary_embedding_is_compared_with_it(tmp_path)
     assert compared(directory(tmp_path, "Phi3ForCausalLM", **more), [IDS]).found.within
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_kernels_of_a_gpu_compute_what_transformers_does(dtype, tmp_path):
+    """Eager, by parts, and as captured steps with fused kernels."""
+    with LLM(model="pocket", dtype=dtype, device="cuda", max_num_seqs=4, num_kvcache_blocks=64) as llm:
+        told = compare(llm, [], 8)
+    assert told.found.within and not told.found.missing, told.text()
+
+
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
 
 

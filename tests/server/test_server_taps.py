@@ -142,6 +142,11 @@ def test_a_named_vector_steers_as_the_vector_itself_does_in_an_llm(stream, opera
     assert text == want.text != operator.ask(TALE).json()["choices"][0]["text"]
 
 
+def test_an_operator_is_told_the_points_of_the_model(running, llm):
+    key = {"Authorization": f"Bearer {running.app.admin_token}"}
+    assert running.client.get("/debug/state", headers=key).json()["engine"]["tap_points"] == llm.tap_points()
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
