@@ -11,10 +11,12 @@ import torch
 from minivllm.errors import ConfigError
 
 from . import engine
-from .errors import BOUNDS, DtypeComparison, EngineRun, lines
+from .errors import BOUNDS, DtypeComparison, EngineRun
 from .points import NORM_OF, layer_point, layers_of, split
+from .report import lines
 
 PROMPTS = ("Once upon a time, in a village by the sea, there lived", "The answer to 12 + 30 is")
+SEAMS = ("model", "attention", "quantizer")  # whose plug-ins compute what is compared
 IDS = 24  # tokens of the prompt that is made up where there is no tokenizer
 
 
@@ -72,7 +74,7 @@ def compare(llm: Any, prompts: Sequence[Any], max_tokens: int, bound: float | No
     why = f"{reference.name} has no value that is known as it"
     alone = dict.fromkeys((split(point)[1] for point in runs[0].values if point not in known), why)
     found.missing = {**missing, **alone, **reference.missing}
-    parts = {seam: resolved.parts[seam].name for seam in ("model", "attention", "quantizer")}
+    parts = {seam: resolved.parts[seam].name for seam in SEAMS if seam in resolved.parts}
     return ComparedModel(llm.config.model, reference.name, wiring.device, parts, runs, found)
 
 

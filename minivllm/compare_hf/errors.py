@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ from .points import (
     split,
 )
 
-MOST_NAMED = 8  # places, and tokens
 # relative error of one operation that is right; the numbers of each dtype are rounded to 2**-24, 2**-11 and 2**-8
 BOUNDS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
 
@@ -190,67 +189,3 @@ def explained(found: DtypeComparison) -> str:
         if operation == ATTENTION and not {layer_point(layer, one) for one in (Q_ROPE, K_ROPE)} <= found.errors.keys():
             return INSIDE
     return SAYS.get(operation, operation)
-
-
-def lines(found: DtypeComparison, prompts: Sequence[EngineRun]) -> Iterator[str]:
-    """A dtype's table and verdict."""
-    tokens = sum(len(run.ids) for run in prompts)
-    many = f"{len(prompts)} prompt{'s' * (len(prompts) != 1)}, {tokens} tokens"
-    yield f"{found.dtype}: {many}; relative errors of each operation, bound {found.bound:g}"
-    yield from table(found)
-    for why in dict.fromkeys(found.missing.values()):
-        names = ", ".join(operation for operation, other in found.missing.items() if other == why)
-        yield f"not compared: {names} ({why})"
-    yield from _tokens(found.tokens)
-    if not (beyond := found.beyond):
-        yield f"{found.dtype}: every operation is within the bound" + (", the tokens are not" * (not found.within))
-        return
-    first = beyond[0]
-    where = f"from token {first.position} of prompt {first.prompt + 1} on"
-    yield f"{found.dtype}: parts first at {first.point}: {explained(found)}"
-    bound = found.bound_of(first.point)
-    yield f"  relative {first.relative:.1e}, bound {bound:.2g}, largest difference {first.largest:.1e}, {where}"
-    if rest := [e.point for e in beyond[1:]]:
-        more = f" and {len(rest) - MOST_NAMED} more" if len(rest) > MOST_NAMED else ""
-        yield f"  beyond the bound too: {', '.join(rest[:MOST_NAMED])}{more}"
-
-
-def _tokens(tally: TokenTally) -> Iterator[str]:
-    ties = f", {tally.ties} differ within the bound" * bool(tally.ties)
-    yield f"greedy tokens: {tally.same} of {tally.count} are transformers' best{ties}"
-    for prompt, at, ours, theirs, more in tally.differing[:MOST_NAMED]:
-        yield f"  prompt {prompt + 1}, token {at}: {ours} here, {theirs} there, whose logit is higher by {more:.2g}"
-
-
-def table(found: DtypeComparison) -> list[str]:
-    """A row a layer, a column an operation; then the largest of each column, relative and absolute."""
-    layers: dict[int, dict[str, PointError]] = {}
-    single: dict[str, PointError] = {}
-    for point, error in sorted(found.errors.items(), key=lambda item: place(item[0])):
-        layer, operation = split(point)
-        (single if layer is None else layers.setdefault(layer, {}))[operation] = error
-    columns = list(dict.fromkeys(name for row in layers.values() for name in row))
-    rows = [["layer", *columns, "along"]]
-    for layer, row in layers.items():
-        along = found.along.get(layer_point(layer, "residual"))
-        cells = [_number(row[name].relative) if name in row else "-" for name in columns]
-        rows.append([str(layer), *cells, "-" if along is None else _number(along.relative)])
-    for title, field_ in (("largest", "relative"), ("absolute", "largest")):
-        found_ = [[getattr(row[name], field_) for row in layers.values() if name in row] for name in columns]
-        rows.append([title, *(_number(max(column)) for column in found_), ""])
-    out = aligned(rows)
-    rows = [["", "relative", "absolute", "along"]]
-    for operation, error in single.items():
-        along = found.along.get(operation)
-        after = "" if along is None else _number(along.relative)
-        rows.append([operation, _number(error.relative), _number(error.largest), after])
-    return [*out, *aligned(rows)]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _number(value: float) -> str:
-    return f"{value:.1e}" if value else "0"

@@ -20,6 +20,7 @@ from minivllm.errors import ConfigError
 from minivllm.server.link import frames
 from minivllm.server.link.process_client import ProcessClient
 from minivllm.server.link.taps import PooledTaps, PooledValues, read_values
+from minivllm.server.openai.generate import numbers
 from minivllm.server.openai.taps import read_npy
 
 TALE = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -47,7 +48,7 @@ def vectors(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(vectors):
-    made = Running(["user", "other"], admin=True, steering_dir=str(vectors))
+    made = Running(["user", "other"], admin=True, steering_dir=str(vectors), max_body_bytes=1 << 20)
     yield made
     made.at_rest()
     made.close()
@@ -212,6 +213,17 @@ def test_values_are_not_read_beside_what_ends_elsewhere(operator):
     for more in ({"stop": "a"}, {"beam_width": 2}):
         answer = operator.ask({**TALE, **more, "taps": [MEAN]})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "taps", answer.text
+
+
+def test_vectors_for_each_prompt_of_a_batch_are_bounded_together(operator):
+    """16 vectors of 1 KiB for each of 256 prompts are 4 MiB."""
+    answer = operator.ask({**TALE, "prompt": ["a"] * 256, "taps": [{"point": POINT, "add": "calm"}] * 16})
+    assert answer.status_code == 400 and "for each of 256 prompts" in answer.json()["error"]["message"]
+
+
+def test_numbers_that_are_not_finite_are_null():
+    assert numbers(np.array([1.5, np.nan, -np.inf], "f4")) == [1.5, None, None]
+    assert numbers(np.array([1.5, 2], "f4")) == [1.5, 2.0] and numbers(np.empty(0, "f4")) == []
 
 
 def test_a_socket_serves_no_taps(running):

@@ -39,6 +39,11 @@ class PooledTaps:
         """As the engine takes them."""
         return (*self.adds, *(Tap(point, read=True) for point in dict.fromkeys(point for point, _ in self.reads)))
 
+    @property
+    def bytes(self) -> int:
+        """Of the vectors, which travel for each prompt of a request."""
+        return sum(tap.add.nbytes for tap in self.adds)
+
     def header(self) -> dict[str, Any]:
         return {"taps": [[tap.point, tap.scale, len(tap.add)] for tap in self.adds], "reads": list(self.reads)}
 

@@ -82,7 +82,7 @@ class Completion:
         self.taps = read_taps(body.taps, self.state, service.server, self.params)
         self.silent: Mapping[str, Any] = {"text": ""}
         check_branches(service, len(self.prompts), self.params)
-        check_told(service, len(self.prompts), self.params)
+        check_told(service, len(self.prompts), self.params, self.taps)
         as_ids = bool(body.return_tokens_as_token_ids)
         self.speller = logprobs.Speller(service.tokens.tokenizer, as_ids, self.params.detokenize)
         self.asks_scores = self.params.prompt_logprobs is not None

@@ -8,7 +8,6 @@ What a request holds (its place inside, its streams) lies on an exit stack: it i
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -135,7 +135,7 @@ class Answer:
         """What the branch ``sample`` read, of the stream that the choice ``number`` is of; it has ended."""
         found = self.streams[number // self.n].tapped.get(sample, ())
         return [
-            {"point": point, "read": how, "values": [v if math.isfinite(v) else None for v in values.tolist()]}
+            {"point": point, "read": how, "values": numbers(values)}
             for (point, how), values in zip(self.reads, found, strict=False)
         ]
 
@@ -229,6 +229,14 @@ class Answer:
             yield piece
 
 
+def numbers(values: np.ndarray) -> list[float | None]:
+    """As JSON has them: None for one that is not finite."""
+    finite = np.isfinite(values)
+    if finite.all():
+        return values.tolist()
+    return [value if good else None for value, good in zip(values.tolist(), finite, strict=True)]
+
+
 async def read_body(request: Request, service: Service, model: type[Any]) -> Any:
     """The body within the limits.  ApiError where it is wrong, or where nobody can answer it now."""
     server = service.server
@@ -271,11 +279,12 @@ def check_branches(service: Service, prompts: int, params: SamplingParams) -> No
         raise ApiError(400, f"{what}; want at most {most} in a request (max_branches)", wide)
 
 
-def check_told(service: Service, prompts: int, params: SamplingParams) -> None:
-    """ApiError (400) for parameters that are too large to be told, and read, once for each prompt of a batch."""
+def check_told(service: Service, prompts: int, params: SamplingParams, taps: PooledTaps) -> None:
+    """ApiError (400) for parameters, vectors of taps among them, that are too large to be told, and read, once for each
+    prompt of a batch."""
     if prompts == 1:
         return
-    most, size = service.server.max_body_bytes, len(to_json(params_to_json(params)))
+    most, size = service.server.max_body_bytes, len(to_json(params_to_json(params))) + taps.bytes
     if size * prompts > most:
         what = f"the parameters of this request are {size} bytes for each of {prompts} prompts"
         raise ApiError(400, f"{what}; want at most {most} together: send fewer prompts at once", "prompt")
