@@ -15,6 +15,7 @@ pytest.importorskip("fastapi")
 from http_helpers import Running
 
 from minivllm import LLM, SamplingParams, Tap
+from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.errors import ConfigError
 from minivllm.server.link import frames
@@ -244,6 +245,14 @@ def test_a_server_without_a_folder_says_how_to_give_one(tmp_path):
         one.close()
     with pytest.raises(ConfigError, match=r"steering_dir without server\.admin"):
         load_config(keywords={"server": {"steering_dir": str(tmp_path)}})
+
+
+def test_a_folder_is_beside_the_file_that_names_it_and_one_that_is_not_there_is_refused(tmp_path, capsys):
+    file = tmp_path / "serve.toml"
+    file.write_text('[server]\nadmin = true\nsteering_dir = "vectors"\n')
+    assert load_config([file]).server.steering_dir == str(tmp_path / "vectors")
+    assert main(["serve", "pocket", "--config", str(file)]) == 2
+    assert "vectors': no such folder" in capsys.readouterr().err
 
 
 # ---- the link --------------------------------------------------------------------------------------------------------
