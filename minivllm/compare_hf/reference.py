@@ -36,7 +36,7 @@ from .points import (
 )
 
 LAYERS = ("layers", "h", "blocks")  # lists of layers end with one of these names
-FINAL_NORM = ("norm", "final_layer_norm", "final_layernorm", "ln_f")  # beside them
+FINAL_NORM = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm")  # beside them
 SELF_ATTENTION = ("self_attn", "attention", "attn")
 FUSED = ("qkv_proj",)  # rows of q, of k, of v
 # (module whose output it is, module that must stand beside it): the first that a layer has
@@ -46,10 +46,14 @@ BRANCHES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("post_attention_layernorm", "post_feedforward_layernorm"),
         *((name, "") for name in SELF_ATTENTION),
     ),
-    MLP: (("post_mlp_layernorm", ""), ("post_feedforward_layernorm", ""), ("mlp", ""), ("fc2", "")),
+    MLP: (
+        ("post_mlp_layernorm", ""),
+        ("post_feedforward_layernorm", ""),
+        *((name, "") for name in ("mlp", "feed_forward", "block_sparse_moe", "fc2")),
+    ),
 }
 PROJECTIONS = {Q: "q_proj", K: "k_proj", V: "v_proj"}
-HEAD_NORMS = {Q_NORM: "q_norm", K_NORM: "k_norm"}
+HEAD_NORMS = {Q_NORM: ("q_norm", "q_layernorm"), K_NORM: ("k_norm", "k_layernorm")}
 RECORDED = "minivllm_recorded"  # transformers' name for an attention function
 
 
@@ -70,7 +74,7 @@ class Reference:
         recorded = self._record_attention(found)
         for number, layer in enumerate(found):
             self._watch_layer(number, layer, recorded)
-        final = next((m for name in FINAL_NORM if (m := _module(parent, name)) is not None), None)
+        final = _first(parent, FINAL_NORM)
         if final is None:
             self.missing[NORM] = f"{type(parent).__name__} has none of {', '.join(FINAL_NORM)}"
         else:
@@ -94,7 +98,7 @@ class Reference:
         for number in range(self._count):
             for operation, of in NORM_OF.items():
                 norm, before = layer_point(number, operation), layer_point(number, of)
-                if norm not in self.norms and before in found:
+                if norm not in self.norms and operation not in self.missing and before in found:
                     found[norm] = self._given.get(before, found[before])
         found[LOGITS] = out.logits[0].float().cpu()
         return found
@@ -112,21 +116,23 @@ class Reference:
             else:
                 self._watch(module, at(operation), scale)
         self._watch(layer, at(RESIDUAL))
-        inner = next((m for name in SELF_ATTENTION if (m := _module(layer, name)) is not None), None)
+        inner = _first(layer, SELF_ATTENTION)
         if inner is None:
             for operation in (*PROJECTIONS, Q_NORM, K_NORM, Q_ROPE, K_ROPE):
                 self._miss(operation, layer, SELF_ATTENTION)
             return
         self._watch_projections(number, inner)
-        for operation, name in HEAD_NORMS.items():
-            if (module := _module(inner, name)) is not None:
+        for operation, names in HEAD_NORMS.items():
+            if (module := _first(inner, names)) is not None:
                 self._watch_head_norm(module, at(operation), NORM_OF[operation])
                 self.norms.add(at(operation))
+            elif any("norm" in name for name, _ in inner.named_children()):
+                self._miss(operation, inner, names)
         if recorded:
             inner.recorded_by = lambda *args, **kwargs: self._attend(number, *args, **kwargs)  # type: ignore[assignment]
 
     def _watch_projections(self, number: int, inner: nn.Module) -> None:
-        fused = next((m for name in FUSED if (m := _module(inner, name)) is not None), None)
+        fused = _first(inner, FUSED)
         if fused is None:
             for operation, name in PROJECTIONS.items():
                 if (module := _module(inner, name)) is None:
@@ -266,6 +272,10 @@ def _module(parent: nn.Module, name: str, beside: str = "") -> nn.Module | None:
     if not isinstance(found, nn.Module) or (beside and not isinstance(getattr(parent, beside, None), nn.Module)):
         return None
     return found
+
+
+def _first(parent: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    return next((m for name in names if (m := _module(parent, name)) is not None), None)
 
 
 def _sizes(inner: Any, width: int) -> list[int]:

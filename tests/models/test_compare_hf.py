@@ -253,6 +253,13 @@ def test_what_transformers_calls_otherwise_is_named_and_the_rest_is_found(tmp_pa
     assert {"embedding", "layers.1.attention", "layers.1.mlp", "layers.1.residual", "norm", "logits"} <= found.keys()
 
 
+def test_a_norm_under_another_name_is_not_taken_for_none(tmp_path):
+    """HunYuan has norms of q and k behind the rotary embedding."""
+    made = Reference(directory(tmp_path, "HunYuanDenseV1ForCausalLM"), "float32", "cpu", 2)
+    assert set(made.missing) == {"q_norm", "k_norm"} and "has none of q_norm" in made.missing["q_norm"]
+    assert "layers.0.q_norm" not in made.run(IDS)
+
+
 def test_another_number_of_layers_and_a_directory_that_is_not_loaded_are_refused(tmp_path):
     path = directory(tmp_path, "LlamaForCausalLM")
     with pytest.raises(ModelError, match=r"want a list of 3 layers.*its lists are: model.layers of 2"):
