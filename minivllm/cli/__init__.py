@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from minivllm import __version__
-from minivllm.cli import bench, config, plugins, replay, serve
+from minivllm.cli import bench, compare_hf, config, plugins, replay, serve
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
@@ -89,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     config.add_commands(command, wiring, common)
     bench.add_commands(command, common, wiring, record)
     replay.add_commands(command)
+    compare_hf.add_commands(command)
     serve.add_commands(command, wiring)
     command("version", "cli.commands:version", "Print the version, as --version does.")
     text = "Put a number on the quality of the model in the package."

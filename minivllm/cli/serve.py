@@ -27,6 +27,7 @@ SERVER = (
     ("ssl_ciphers", str, "ciphers of TLS 1.2, as OpenSSL writes them"),
     ("root_path", str, "the path under which a proxy shows the server"),
     ("api_key_file", str, "a file with one key a line"),
+    ("steering_dir", str, "a folder of vectors NAME.npy that operators' taps may add; with --admin"),
     ("tool_parser", str, "how the model writes calls of tools: hermes (default) or json; also --tool-call-parser"),
     ("log_format", str, "auto (default: text on a terminal, else json), json or text"),
     ("log_level", str, "debug, info (default) or warning"),
@@ -76,7 +77,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     for name, text in SWITCHES:
         flag = f"--{name.replace('_', '-')}"
         sub.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
-    sub.add_argument("--admin", action="store_true", default=None, help="offer routes for the profiler and the cache")
+    sub.add_argument("--admin", action="store_true", default=None, help="offer operators' routes, and taps")
     sub.add_argument("--served-model-name", nargs="+", default=None, metavar="NAME", help="names for requests")
     sub.add_argument(
         "--allowed-origins", nargs="+", default=None, metavar="URL", help="web pages that may ask; or a JSON list"

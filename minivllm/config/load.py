@@ -168,7 +168,7 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
                 run[key] = os.path.normpath(folder / run[key])
     server = values.get("server")
     if isinstance(server, dict):
-        for key in ("api_key_file", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        for key in ("api_key_file", "steering_dir", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             if isinstance(server.get(key), str) and server[key]:
                 server[key] = os.path.normpath(folder / server[key])
     return values

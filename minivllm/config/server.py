@@ -36,7 +36,10 @@ class ServerConfig(Strict):
     allowed_hosts: list[str] = Field(
         [], description="names that the server is asked for by; '*.NAME': all below, '*': all"
     )
-    admin: bool = Field(False, description="offer /start_profile, /stop_profile, /reset_prefix_cache, /debug/state")
+    admin: bool = Field(
+        False, description="offer /start_profile, /stop_profile, /reset_prefix_cache, /debug/state and the field taps"
+    )
+    steering_dir: str | None = Field(None, description="a folder of vectors NAME.npy that operators' taps may add")
     tool_parser: str = Field("hermes", min_length=1, description="how calls of tools are written in this model's text")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="of the log on standard error; auto: text on a terminal, else JSON, a line an event"
@@ -82,6 +85,8 @@ class ServerConfig(Strict):
         both = [name for name in ("host", "port") if name in self.model_fields_set]
         if self.uds is not None and both:
             raise refusal([FieldFault("uds", f"uds beside server.{both[0]}: want a Unix socket or an address")])
+        if self.steering_dir is not None and not self.admin:
+            raise refusal([FieldFault("steering_dir", "steering_dir without server.admin: want both")])
         if self.ssl_certfile is None:
             for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs"):
                 if getattr(self, name):

@@ -80,7 +80,7 @@ class Application:
         self.service: Service | None = None
         self.reason = "the model is loading"
         keys = list(keys)
-        self.admin_token = admin_token(server, keys, admin_key)
+        self.admin, self.admin_token = server.admin, admin_token(server, keys, admin_key)
         self.told_token = None if self.admin_token == admin_key else self.admin_token  # which nobody knows yet
         keys += [self.admin_token] if keys and self.admin_token is not None else []
         app = FastAPI(
@@ -92,10 +92,9 @@ class Application:
             openapi_url="/openapi.json",
         )
         for path, route, method, body, kinds, codes in (*ROUTES, *(ADMIN if server.admin else ())):
-            wanted = self.admin_token if route in OPERATORS else None
             app.add_api_route(
                 path,
-                self._endpoint(route, wanted),
+                self._endpoint(route),
                 methods=[method],
                 response_model=None,
                 name=route.__name__,
@@ -146,11 +145,14 @@ class Application:
             return _answer(_unavailable("the server is shutting down"))
         return await self.health(request)
 
-    def _endpoint(self, route: Callable[..., Any], token: str | None) -> Callable[..., Any]:
-        held = ApiKeys([] if token is None else [token])
+    def _endpoint(self, route: Callable[..., Any]) -> Callable[..., Any]:
+        """The route; ``scope["state"]["operator"]`` says whether who asks may ask the routes of ``--admin``."""
+        held = ApiKeys([] if self.admin_token is None else [self.admin_token])
 
         async def endpoint(request: Request) -> Any:
-            if held.tenant(dict(request.scope["headers"])) is None:
+            known = held.tenant(dict(request.scope["headers"])) is not None
+            request.scope["state"]["operator"] = self.admin and known
+            if route in OPERATORS and not known:
                 what = (
                     f"want Authorization: Bearer KEY, with {ADMIN_KEY} or the token that the server told at its start"
                 )

@@ -69,6 +69,8 @@ def serve(args: argparse.Namespace, loaded: Loaded) -> int:
         raise ConfigError(f"--api-key, {ENVIRONMENT} or {ADMIN}: is empty, or no Unicode text; want a key")
     if loaded.server.api_key_file is not None:
         keys += read_keys(loaded.server.api_key_file)
+    if loaded.server.steering_dir is not None and not os.path.isdir(loaded.server.steering_dir):
+        raise ConfigError(f"server.steering_dir={loaded.server.steering_dir!r}: no such folder")
     tools.parser_of(loaded.server.tool_parser)
     if loaded.engine.chat_template is not None:
         read_template(loaded.engine.chat_template)

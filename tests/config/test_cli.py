@@ -51,7 +51,15 @@ def said(capsys, *args):
 
 @pytest.mark.parametrize(
     "args",
-    [["--help"], ["--version"], ["plugins"], ["generate", "--help"], ["plugins", "scheduler"], ["diff", "--help"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["plugins"],
+        ["generate", "--help"],
+        ["plugins", "scheduler"],
+        ["diff", "--help"],
+        ["compare-hf", "--help"],
+    ],
 )
 def test_light_commands_import_nothing_heavy(args):
     code = (

@@ -74,6 +74,7 @@ PAGES = {
     "scheduling": 0,
     "server": 3,
     "attention": 0,
+    "compare-hf": 2,
     "performance": 0,
     "glossary": 0,
     "finding-your-way": 0,

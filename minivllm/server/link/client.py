@@ -31,6 +31,7 @@ from .engine_loop import EngineLoop, describe
 from .frames import ENDS, ROW, Frame
 from .scored import Columns
 from .streams import Stream, TextPiece
+from .taps import NOTHING, PooledTaps, read_values
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -70,7 +71,14 @@ class EngineClient(Protocol):
         """Start the engine.  The errors are those of ``LLM(...)``."""
 
     async def stream(
-        self, prompt_ids: Any, params: SamplingParams, request_id: str, *, pieces: bool = True, owner: str = ""
+        self,
+        prompt_ids: Any,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        pieces: bool = True,
+        owner: str = "",
+        taps: PooledTaps = NOTHING,
     ) -> Stream:
         """A request that the engine has accepted.  ``pieces=False``: one piece per branch, at its end, is enough.
         ``owner``: whose it is (``line.owner_of``); owners take turns wherever requests wait.  RequestError if it is
@@ -134,7 +142,14 @@ class FrameClient:
     # ---- requests ------------------------------------------------------------------------------------------------
 
     async def stream(
-        self, prompt_ids: Any, params: SamplingParams, request_id: str, *, pieces: bool = True, owner: str = ""
+        self,
+        prompt_ids: Any,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        pieces: bool = True,
+        owner: str = "",
+        taps: PooledTaps = NOTHING,
     ) -> Stream:
         self._check_open()
         ids = _prompt(prompt_ids)
@@ -152,9 +167,10 @@ class FrameClient:
             "arrival": stream.metrics.arrival_time,
             "watch": pieces or bool(params.stop),
             "owner": owner,
+            **(taps.header() if taps else {}),
         }
         try:
-            self._send("add", header, {"prompt": ids})
+            self._send("add", header, {"prompt": ids, **taps.columns()})
         except (TypeError, ValueError) as e:
             raise RequestError(f"a sampling parameter cannot be sent to the engine: {e}", "extra") from e
         self._streams[number], self._ids[request_id] = stream, number
@@ -275,6 +291,9 @@ class FrameClient:
             return
         self._score_prompts(columns)
         self._feed(header, columns)
+        for number, sample, values in read_values(columns):
+            if (stream := self._streams.get(number)) is not None:
+                stream.tapped.setdefault(sample, []).append(values)
         orders, failed = dict(header.get("order", ())), dict(header.get("failed", ()))
         if "done" in columns:
             for number, at in zip(columns["done"].tolist(), columns["done_at"].tolist(), strict=True):

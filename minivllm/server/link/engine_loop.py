@@ -17,6 +17,7 @@ requests together (of these types once ``frames.encode`` has it):
     first i64, first_at f64, cached i32, entered f64 (they left the queue)    requests whose first token came
     prompts i64 [4 P]: (stream, first position, tokens, best of each) of scored parts of prompts of these requests; and
     prompt_chosen f32, prompt_rank i32, a token each, prompt_top_ids i32, prompt_top f32
+    tap_rows i64 [3 B], tap_values f32     what branches read at points of the model (``taps``)
     done i64, done_at f64                  requests that ended, which is said after their last rows
 
 and in its header what is rare: accepted and refused requests, errors of branches, requests that failed once their
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,12 +50,14 @@ from . import state
 from .compiling import LOOK, Compiling
 from .frames import ENDS, ROW, Frame
 from .pace import FIRST, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, Pace
+from .taps import PooledTaps, PooledValues
 
 END = {reason: code for code, reason in enumerate(ENDS)}
 HEARTBEAT = 1.0  # seconds after which a frame is sent though there is nothing to say
 COMMANDS = frozenset(("add", "abort", "cut", "ask", "stop"))
 FRAME = 1 << 16  # scores and tokens of a frame, after which the next begins: 0.5 MB, some milliseconds for who reads it
 TOKEN = 32  # what a token weighs: text is made of it
+NO_VECTORS = np.empty(0, np.float32)
 PATIENCE = 0.005  # seconds of a turn for new requests: the running ones wait meanwhile
 log = logging.getLogger("minivllm")
 
@@ -70,10 +74,10 @@ class Link(Protocol):
 class _Live:
     """A request in the engine: its number on the link and which of its branches have been told to have ended."""
 
-    __slots__ = ("ended", "number", "request", "started")
+    __slots__ = ("ended", "number", "reads", "request", "started")
 
-    def __init__(self, number: int, request: Request) -> None:
-        self.number, self.request = number, request
+    def __init__(self, number: int, request: Request, reads: Sequence[tuple[str, str]] = ()) -> None:
+        self.number, self.request, self.reads = number, request, reads
         self.ended: set[int] = set()
         self.started = False
 
@@ -185,12 +189,16 @@ class EngineLoop(TurnLoop):
         arrival: float,
         watch: bool,
         owner: str = "",
+        taps: Sequence[Sequence[Any]] = (),
+        reads: Sequence[Sequence[str]] = (),
+        vectors: np.ndarray = NO_VECTORS,
     ) -> None:
         try:
             if params.get("logit_bias"):  # the keys of a JSON object are strings
                 params = {**params, "logit_bias": {int(i): by for i, by in params["logit_bias"].items()}}
             made = SamplingParams.make(**params)
             _travels(made)
+            asked = PooledTaps.of(taps, reads, vectors)
             live: _Live  # whom the request tells
             request = Request(
                 id,
@@ -202,8 +210,9 @@ class EngineLoop(TurnLoop):
                 stream=number if made.logprobs is None else 0,
                 sink=lambda seq, ids, ended: self._sink(live, seq, ids, ended),
                 on_done=lambda request: self._done(live),
+                taps=asked.taps,
             )
-            live = _Live(number, request)
+            live = _Live(number, request, asked.reads)
         except BaseException as e:
             self._refuse(number, e)
             return
@@ -281,6 +290,7 @@ class EngineLoop(TurnLoop):
         self.firsts: list[tuple[int, float, int, float]] = []
         self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
         self.dones: list[tuple[int, float]] = []
+        self.tapped = PooledValues()
         self.weight = 0
 
     def _tell(self, stream: np.ndarray, sample: np.ndarray, token: np.ndarray) -> None:
@@ -349,6 +359,7 @@ class EngineLoop(TurnLoop):
     def _done(self, live: _Live) -> None:
         request = live.request
         self.live.pop(live.number, None)
+        self._weigh(self.tapped.add(live.number, request, live.reads))
         for seq in request.sequences:
             if seq.sample not in live.ended:  # aborted or failed: no sink was told
                 self.rows.append((live.number, seq.sample, 0, END[seq.finish_reason or "abort"], -1, 0))
@@ -378,7 +389,7 @@ class EngineLoop(TurnLoop):
         return full
 
     def _columns(self) -> dict[str, np.ndarray]:
-        columns: dict[str, np.ndarray] = {}
+        columns = self.tapped.columns()
         if self.parts:
             rows, tokens = (np.concatenate(some, axis=-1) for some in zip(*self.parts, strict=True))
             columns |= dict(zip((*ROW, "tokens"), (*rows, tokens), strict=True))

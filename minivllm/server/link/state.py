@@ -51,7 +51,8 @@ def process(trim: bool) -> dict[str, Any]:
 
 
 def engine(loop: EngineLoop, trim: bool) -> dict[str, Any]:
-    """Of the engine and its process.  ``fault``: what the walk over every block and table found, or None."""
+    """Of the engine and its process.  ``fault``: what the walk over every block and table found, or None;
+    ``tap_points``: those of the model, and how wide each is."""
     made, fault = loop.engine, None
     try:
         made.check()
@@ -83,6 +84,7 @@ def engine(loop: EngineLoop, trim: bool) -> dict[str, Any]:
         "counts": counts,
         "memory": memory,
         "process": process(trim),
+        "tap_points": dict(made.capacity.taps or {}),
     }
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from minivllm.core.interfaces.finish import Finish, FinishReason
 from minivllm.errors import EngineDeadError
 from minivllm.frontend.text import RequestText
@@ -67,6 +69,8 @@ class Stream(RequestText):
         spell = None if tokenizer is None or not params.detokenize else partial(_spelled, tokenizer)
         self._spell = spell
         self.scored = None if params.logprobs is None else [Scored(spell) for _ in range(branches)]  # of all tokens
+        # f32 [width] of each read of each branch that has ended well, once the request has ended
+        self.tapped: dict[int, list[np.ndarray]] = {}
         self._drop, self._cut, self._read = drop, cut, read
         self._pending: dict[int, TextPiece] = {}
         self._fed: dict[int, float] = {}  # branch -> when its last tokens came

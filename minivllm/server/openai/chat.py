@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from .prompts import answer_role, begins_answer, last_content, truncated, trunca
 from .protocol.chat import ChatBody
 from .protocol.common import naming
 from .reader import Reader
+from .taps import read_taps
 
 if TYPE_CHECKING:
     from minivllm.server.link.client import TextPiece
@@ -93,6 +94,8 @@ class Chat:
             service.server,
             service.defaults,
         )
+        self.taps = read_taps(body.taps, self.state, service.server, self.params)
+        self.silent: Mapping[str, Any] = {"delta": {}}
         check_branches(service, 1, self.params)
         as_ids = bool(body.return_tokens_as_token_ids)
         self.speller = logprobs.Speller(service.tokens.tokenizer, as_ids, self.params.detokenize)
@@ -104,7 +107,7 @@ class Chat:
         ids = truncated(ids, self.kept, self.body.truncation_side)
         most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
         asks = [(ids, self.params.ending_after(most))]
-        streams = await open_streams(service, held, self.state, asks, bool(self.body.stream))
+        streams = await open_streams(service, held, self.state, asks, bool(self.body.stream), self.taps)
         object = "chat.completion.chunk" if self.body.stream else "chat.completion"
         return Answer(
             service,
@@ -116,6 +119,7 @@ class Chat:
             *self.usage,
             self.warnings,
             {"prompt_token_ids": ids} if self.body.return_token_ids else {},
+            reads=self.taps.reads,
         )
 
     def _reader(self) -> Reader:

@@ -31,6 +31,7 @@ from .params import asked_tokens, fit, limited, make_params, note_default, whole
 from .prompts import truncated, truncation
 from .protocol.common import naming
 from .protocol.completion import CompletionBody
+from .taps import read_taps
 from .tokens import Ids, read_prompts
 
 if TYPE_CHECKING:
@@ -78,8 +79,10 @@ class Completion:
         more = self.passed if body.best_of is None else {**self.passed, "best_of": body.best_of}
         form = whole_form(body)
         self.params = make_params(body, more, body.logprobs, form, self.state, info, service.server, service.defaults)
+        self.taps = read_taps(body.taps, self.state, service.server, self.params)
+        self.silent: Mapping[str, Any] = {"text": ""}
         check_branches(service, len(self.prompts), self.params)
-        check_told(service, len(self.prompts), self.params)
+        check_told(service, len(self.prompts), self.params, self.taps)
         as_ids = bool(body.return_tokens_as_token_ids)
         self.speller = logprobs.Speller(service.tokens.tokenizer, as_ids, self.params.detokenize)
         self.asks_scores = self.params.prompt_logprobs is not None
@@ -105,7 +108,7 @@ class Completion:
             if most not in for_most:
                 for_most[most] = self.params.ending_after(most)
             asks.append((ids, for_most[most]))
-        streams = await open_streams(service, held, self.state, asks, bool(body.stream))
+        streams = await open_streams(service, held, self.state, asks, bool(body.stream), self.taps)
         return Answer(
             service,
             f"cmpl-{self.state['request_id']}",
@@ -116,6 +119,7 @@ class Completion:
             *self.usage,
             self.warnings,
             hidden=self.only_scores,
+            reads=self.taps.reads,
         )
 
     def _shorter(self, text: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,6 +26,7 @@ from minivllm.server.http import body as bodies
 from minivllm.server.http.sse import DONE, EventStream, Gone, LongAnswer, dump, encode, supervise
 from minivllm.server.link.client import params_to_json
 from minivllm.server.link.streams import end, take
+from minivllm.server.link.taps import NOTHING, PooledTaps
 from minivllm.server.metrics import times_of
 
 from .answers import Shaper, Slices, pieces
@@ -84,6 +86,7 @@ class ProtocolWork(Protocol):
         """What a stream says of choices before the first piece."""
 
     speller: Speller
+    silent: Mapping[str, Any]  # of a stream's choice that has no text to tell
 
     def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[dict[str, Any]]:
         """What a stream says of the choice ``number`` with a piece; it may be nothing.  Each is made when it is asked
@@ -109,6 +112,7 @@ class Answer:
     warnings: list[dict[str, str]] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)  # beside the choices of an answer, or of a stream's opening
     hidden: bool = False  # what was generated is no part of the answer
+    reads: Sequence[tuple[str, str]] = ()  # points that the request reads, and how
     told: int = 0  # tokens in the chunks of a stream so far
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -126,6 +130,20 @@ class Answer:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in self.streams)},
         }
+
+    def tapped(self, number: int, sample: int) -> list[dict[str, Any]]:
+        """What the branch ``sample`` read, of the stream that the choice ``number`` is of; it has ended."""
+        found = self.streams[number // self.n].tapped.get(sample, ())
+        return [
+            {"point": point, "read": how, "values": numbers(values)}
+            for (point, how), values in zip(self.reads, found, strict=False)
+        ]
+
+    def _tapped_choices(self, work: ProtocolWork) -> Iterator[dict[str, Any]]:
+        """Of a stream, behind the text of all choices."""
+        for number in range(len(self.streams) * self.n) if self.reads else ():
+            rest = {"logprobs": None, "finish_reason": None, "taps": self.tapped(number, number % self.n)}
+            yield self._chunk({"index": number, **work.silent, **rest})
 
     async def take(self) -> list[tuple[int, TextPiece]]:
         """(number of the choice, piece) of all that is there, once something is; [] at the end.  ApiError (500) if the
@@ -156,6 +174,8 @@ class Answer:
                         said, until = [], await slices.next()
             if said:
                 yield b"".join(said)
+        for chunk in self._tapped_choices(work):
+            yield encode(chunk)
         if self.include_usage:
             yield encode({**self.head(), "choices": [], "usage": self.usage()})
         yield DONE
@@ -171,6 +191,8 @@ class Answer:
                 yield chunk
                 if time.perf_counter() > until:
                     until = await slices.next()
+        for chunk in self._tapped_choices(work):
+            yield chunk
         if self.include_usage:
             yield {**self.head(), "choices": [], "usage": self.usage()}
 
@@ -196,12 +218,23 @@ class Answer:
     async def whole(self, work: ProtocolWork, who: str) -> AsyncIterator[bytes]:
         """The answer as JSON, in pieces; ``who`` asks."""
         choices = await work.whole(self)
+        for choice in choices if self.reads else ():
+            order = self.streams[choice["index"] // self.n].order or range(self.n)
+            choice["taps"] = self.tapped(choice["index"], order[choice["index"] % self.n])
         out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None, **self.more}
         out |= {"warnings": self.warnings} if self.warnings else {}
         tokens = self.service.tokens
         shaper = Shaper(tokens.desk, tokens.tokenizer, work.speller, who)
         async for piece in pieces(out, shaper, self.service.slices):
             yield piece
+
+
+def numbers(values: np.ndarray) -> list[float | None]:
+    """As JSON has them: None for one that is not finite."""
+    finite = np.isfinite(values)
+    if finite.all():
+        return values.tolist()
+    return [value if good else None for value, good in zip(values.tolist(), finite, strict=True)]
 
 
 async def read_body(request: Request, service: Service, model: type[Any]) -> Any:
@@ -246,11 +279,12 @@ def check_branches(service: Service, prompts: int, params: SamplingParams) -> No
         raise ApiError(400, f"{what}; want at most {most} in a request (max_branches)", wide)
 
 
-def check_told(service: Service, prompts: int, params: SamplingParams) -> None:
-    """ApiError (400) for parameters that are too large to be told, and read, once for each prompt of a batch."""
+def check_told(service: Service, prompts: int, params: SamplingParams, taps: PooledTaps) -> None:
+    """ApiError (400) for parameters, vectors of taps among them, that are too large to be told, and read, once for each
+    prompt of a batch."""
     if prompts == 1:
         return
-    most, size = service.server.max_body_bytes, len(to_json(params_to_json(params)))
+    most, size = service.server.max_body_bytes, len(to_json(params_to_json(params))) + taps.bytes
     if size * prompts > most:
         what = f"the parameters of this request are {size} bytes for each of {prompts} prompts"
         raise ApiError(400, f"{what}; want at most {most} together: send fewer prompts at once", "prompt")
@@ -280,14 +314,17 @@ async def open_streams(
     state: dict[str, Any],
     prompts: Sequence[tuple[Any, SamplingParams]],
     pieces: bool,
+    taps: PooledTaps = NOTHING,
 ) -> list[Stream]:
-    """One stream a prompt, closed by ``held``.  The error of the first that is refused; then none stays."""
+    """One stream a prompt with the same taps, closed by ``held``.  The error of the first that is refused; then none
+    stays."""
     client, request_id, log = service.client, state["request_id"], state["log"]
     log.update(prompt_tokens=sum(len(ids) for ids, _ in prompts), completion_tokens=0)  # if it goes before it begins
     opening: list[asyncio.Task[Stream]] = []
     try:
         for number, (ids, params) in enumerate(prompts):
-            asked = client.stream(ids, params, f"{request_id}-{number}", pieces=pieces, owner=state["owner"])
+            name, owner = f"{request_id}-{number}", state["owner"]
+            asked = client.stream(ids, params, name, pieces=pieces, owner=owner, taps=taps)
             opening.append(asyncio.create_task(asked))
             await asyncio.sleep(0)  # others have their turn: each prompt is told with all its parameters
         opened = await asyncio.gather(*opening, return_exceptions=True)

@@ -22,6 +22,18 @@ def _list(items: dict[str, Any], *others: dict[str, Any]) -> Any:
 
 Texts = Annotated[Any, _list({"type": "string"}, {"type": "string"})]
 Ids = Annotated[Any, _list({"type": "integer", "minimum": 0})]
+_TAP = {
+    "type": "object",
+    "required": ["point"],
+    "additionalProperties": False,
+    "properties": {
+        "point": {"type": "string"},
+        "read": {"enum": ["mean", "last", None]},
+        "add": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "scale": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+    },
+}
+Taps = Annotated[Any, _list(_TAP)]
 Table = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
 
 
@@ -86,6 +98,7 @@ class Generation(Body):
     truncate_prompt_tokens: int | None = Field(None, description="extension: keep as many of the prompt; -1: what fits")
     truncation_side: str | None = Field(None, description="extension: left (absent) or right: the side that is cut")
     return_token_ids: bool | None = Field(None, description="extension: token_ids beside the text")
+    taps: Taps = Field(None, description="extension, for operators: points of the model to read or to add vectors to")
     return_tokens_as_token_ids: bool | None = Field(None, description="extension: log-probabilities of token_id:N")
 
 

@@ -1,0 +1,336 @@
+"""The field ``taps``: what operators read of the model and add to it over HTTP, and what all others are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fastapi")
+
+from http_helpers import Running
+
+from minivllm import LLM, SamplingParams, Tap
+from minivllm.cli import main
+from minivllm.config import load_config
+from minivllm.errors import ConfigError
+from minivllm.server.link import frames
+from minivllm.server.link.process_client import ProcessClient
+from minivllm.server.link.taps import PooledTaps, PooledValues, read_values
+from minivllm.server.openai.generate import numbers
+from minivllm.server.openai.taps import read_npy
+
+TALE = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 4, "temperature": 0}
+POINT = "layers.3.residual"
+MEAN, LAST = {"point": POINT, "read": "mean"}, {"point": "layers.0.q", "read": "last"}
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory):
+    """A folder of vectors, right and wrong."""
+    folder = tmp_path_factory.mktemp("vectors")
+    rng = np.random.default_rng(0)
+    with LLM("pocket", num_kvcache_blocks=64, max_num_seqs=2) as llm:
+        width = llm.tap_points()[POINT]
+    np.save(folder / "calm.npy", rng.normal(size=width).astype(np.float32))
+    np.save(folder / "narrow.npy", np.ones(3))
+    np.save(folder / "square.npy", np.ones((4, 4)))
+    np.save(folder / "objects.npy", np.array([{}, {}]), allow_pickle=True)
+    np.save(folder / "large.npy", np.zeros(1 << 18))
+    (folder / "text.npy").write_text("no array")
+    np.save(folder.parent / "outside.npy", np.ones(width))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(vectors):
+    made = Running(["user", "other"], admin=True, steering_dir=str(vectors), max_body_bytes=1 << 20)
+    yield made
+    made.at_rest()
+    made.close()
+
+
+@pytest.fixture
+def operator(running):
+    """``ask(path, body)`` and ``events(path, body)`` with the operator's key."""
+    key = {"Authorization": f"Bearer {running.app.admin_token}"}
+
+    class Asking:
+        def ask(self, body, path="/v1/completions"):
+            return running.client.post(path, json=body, headers=key)
+
+        def events(self, body, path="/v1/completions"):
+            answer = self.ask({**body, "stream": True}, path)
+            assert answer.status_code == 200, answer.text
+            found = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+            assert found.pop() == "[DONE]"
+            return [json.loads(one) for one in found]
+
+    return Asking()
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("pocket", batch_invariant=True, max_num_seqs=64, num_kvcache_blocks=512, max_model_len=1024) as made:
+        yield made
+
+
+def values(choice):
+    return [np.array(one["values"]) for one in choice["taps"]]
+
+
+# ---- what operators get ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_read_over_http_is_what_an_llm_reads_pooled(operator, llm):
+    (choice,) = operator.ask({**TALE, "taps": [MEAN, LAST, {**MEAN, "read": "last"}]}).json()["choices"]
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    taps = [Tap(POINT, read=True), Tap("layers.0.q", read=True)]
+    (want,) = llm.generate(TALE["prompt"], params, use_tqdm=False, taps=taps)
+    assert choice["text"] == want.text
+    assert [(one["point"], one["read"]) for one in choice["taps"]] == [
+        (POINT, "mean"),
+        ("layers.0.q", "last"),
+        (POINT, "last"),
+    ]
+    mean, last, end = values(choice)
+    np.testing.assert_allclose(mean, want.taps[POINT].mean(0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(last, want.taps["layers.0.q"][-1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(end, want.taps[POINT][-1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", TALE), ("/v1/chat/completions", CHAT)])
+def test_a_stream_reads_what_the_whole_answer_reads_for_each_choice(path, body, operator):
+    asked = {**body, "n": 2, "temperature": 1, "seed": 3, "taps": [MEAN, LAST]}
+    whole = operator.ask(asked, path).json()["choices"]
+    assert [choice["index"] for choice in whole] == [0, 1]
+    chunks = [c for event in operator.events(asked, path) for c in event["choices"] if "taps" in c]
+    assert [c["index"] for c in chunks] == [0, 1] and all(c["finish_reason"] is None for c in chunks)
+    for got, want in zip(chunks, whole, strict=True):
+        for a, b in zip(values(got), values(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    if path.endswith("chat/completions"):
+        assert all(c["delta"] == {} for c in chunks)
+    else:
+        assert all(c["text"] == "" for c in chunks)
+        assert not np.allclose(values(whole[0])[0], values(whole[1])[0])  # two texts
+
+
+def test_each_prompt_of_a_batch_has_its_own_values(operator):
+    both = operator.ask({**TALE, "prompt": ["A cat", "Two dogs went"], "taps": [MEAN]}).json()["choices"]
+    for choice, prompt in zip(both, ["A cat", "Two dogs went"], strict=True):
+        (alone,) = operator.ask({**TALE, "prompt": prompt, "taps": [MEAN]}).json()["choices"]
+        np.testing.assert_allclose(values(choice)[0], values(alone)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_vector_steers_as_the_vector_itself_does_in_an_llm(stream, operator, llm, vectors):
+    add = {"point": POINT, "add": "calm", "scale": 30.0}
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    taps = [Tap(POINT, add=np.load(vectors / "calm.npy"), scale=30.0)]
+    (want,) = llm.generate(TALE["prompt"], params, use_tqdm=False, taps=taps)
+    asked = {**TALE, "taps": [add]}
+    if stream:
+        text = "".join(c["text"] for event in operator.events(asked) for c in event["choices"])
+    else:
+        (choice,) = operator.ask(asked).json()["choices"]
+        assert "taps" not in choice  # nothing was read
+        text = choice["text"]
+    assert text == want.text != operator.ask(TALE).json()["choices"][0]["text"]
+
+
+def test_an_operator_is_told_the_points_of_the_model(running, llm):
+    key = {"Authorization": f"Bearer {running.app.admin_token}"}
+    assert running.client.get("/debug/state", headers=key).json()["engine"]["tap_points"] == llm.tap_points()
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_who_is_no_operator_is_refused_and_may_ask_without(running):
+    for body, path in ((TALE, "/v1/completions"), (CHAT, "/v1/chat/completions")):
+        answer = running.post(path, {**body, "taps": [MEAN]})
+        assert answer.status_code == 403 and answer.json()["error"]["param"] == "taps"
+        assert answer.json()["error"]["type"] == "PermissionDeniedError"
+        for nothing in (None, []):
+            assert running.post(path, {**body, "taps": nothing}).status_code == 200
+
+
+def test_a_server_without_admin_serves_no_taps_and_one_with_a_single_key_serves_its_owner():
+    for more, status in (({}, 403), ({"admin": True}, 200)):
+        one = Running(["only"], **more)
+        try:
+            assert one.post("/v1/completions", {**TALE, "taps": [MEAN]}).status_code == status
+        finally:
+            one.close()
+
+
+@pytest.mark.parametrize(
+    ("taps", "status", "words"),
+    [
+        ({}, 400, "a list of at most 16"),
+        ([MEAN] * 17, 400, "a list of at most 16"),
+        (["layers.0.q"], 400, "taps[0]: want an object"),
+        ([{"read": "mean"}], 400, "taps[0].point: want the name of a point"),
+        ([{"point": POINT}], 400, 'want "read" or "add"'),
+        ([{"point": POINT, "read": "max"}], 400, "taps[0].read: want mean or last"),
+        ([{"point": POINT, "read": ["mean"]}], 400, "taps[0].read: want mean or last"),
+        ([MEAN, {"point": POINT, "reed": "mean"}], 400, "taps[1]: unknown key 'reed'. Did you mean 'read'?"),
+        ([{"point": "layers.3.residul", "read": "mean"}], 400, "Did you mean 'layers.3.residual'?"),
+        ([{**MEAN, "scale": 2}], 400, 'taps[0].scale: want it only beside "add"'),
+        ([{"point": POINT, "add": "calm", "scale": True}], 400, "taps[0].scale: want a finite number"),
+        ([{"point": POINT, "add": "calm", "scale": 10**400}], 400, ""),
+        ([{"point": POINT, "add": "calm", "scale": 1e300}], 400, "out of the range"),
+        ([{"point": POINT, "add": "clam"}], 404, "there is no vector clam; there are: calm, large, narrow"),
+        ([{"point": POINT, "add": "narrow"}], 400, "a vector of 3 numbers"),
+        ([{"point": POINT, "add": "square"}], 400, "square.npy: want one list of numbers"),
+        ([{"point": POINT, "add": "objects"}], 400, "objects.npy: want one list of numbers"),
+        ([{"point": POINT, "add": "text"}], 400, "text.npy: not an array"),
+        ([{"point": POINT, "add": "large"}], 400, "at most 1 MiB"),
+        ([{"point": POINT, "add": "../outside"}], 400, "the name of a vector"),
+        ([{"point": POINT, "add": "/etc/passwd"}], 400, "the name of a vector"),
+        ([{"point": POINT, "add": "calm.npy"}], 404, "there is no vector calm.npy"),
+        ([{"point": POINT, "add": ["calm"]}], 400, "the name of a vector"),
+        ([{"point": "logits", "add": "calm"}], 400, "logit_bias"),
+    ],
+)
+def test_a_wrong_tap_is_refused_by_its_place_and_nothing_else_is_touched(
+    taps, status, words, operator, running, vectors
+):
+    answer = operator.ask({**TALE, "taps": taps})
+    error = answer.json()["error"]
+    assert answer.status_code == status and words in error["message"], error
+    assert str(vectors) not in error["message"]  # an answer names no path
+    assert running.post("/v1/completions", TALE).status_code == 200
+
+
+def test_values_are_not_read_beside_what_ends_elsewhere(operator):
+    """A stop string is found where text is made, beams are chosen after every step."""
+    for more in ({"stop": "a"}, {"beam_width": 2}):
+        answer = operator.ask({**TALE, **more, "taps": [MEAN]})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "taps", answer.text
+
+
+def test_vectors_for_each_prompt_of_a_batch_are_bounded_together(operator):
+    """16 vectors of 1 KiB for each of 256 prompts are 4 MiB."""
+    answer = operator.ask({**TALE, "prompt": ["a"] * 256, "taps": [{"point": POINT, "add": "calm"}] * 16})
+    assert answer.status_code == 400 and "for each of 256 prompts" in answer.json()["error"]["message"]
+
+
+def test_numbers_that_are_not_finite_are_null():
+    assert numbers(np.array([1.5, np.nan, -np.inf], "f4")) == [1.5, None, None]
+    assert numbers(np.array([1.5, 2], "f4")) == [1.5, 2.0] and numbers(np.empty(0, "f4")) == []
+
+
+def test_a_socket_serves_no_taps(running):
+    connect = pytest.importorskip("websockets.sync.client").connect
+    address = running.url.replace("http", "ws") + "/v1/ws"
+    key = {"Authorization": f"Bearer {running.app.admin_token}"}
+    with connect(address, additional_headers=key) as socket:
+        socket.send(json.dumps({"type": "completions", "id": "a", "body": {**TALE, "taps": [MEAN]}}))
+        assert json.loads(socket.recv())["error"]["code"] == 403
+
+
+def test_a_server_without_a_folder_says_how_to_give_one(tmp_path):
+    one = Running(["only"], admin=True)
+    try:
+        answer = one.post("/v1/completions", {**TALE, "taps": [{"point": POINT, "add": "calm"}]})
+        assert answer.status_code == 400 and "--steering-dir" in answer.json()["error"]["message"]
+    finally:
+        one.close()
+    with pytest.raises(ConfigError, match=r"steering_dir without server\.admin"):
+        load_config(keywords={"server": {"steering_dir": str(tmp_path)}})
+
+
+def test_a_folder_is_beside_the_file_that_names_it_and_one_that_is_not_there_is_refused(tmp_path, capsys):
+    file = tmp_path / "serve.toml"
+    file.write_text('[server]\nadmin = true\nsteering_dir = "vectors"\n')
+    assert load_config([file]).server.steering_dir == str(tmp_path / "vectors")
+    assert main(["serve", "pocket", "--config", str(file)]) == 2
+    assert "vectors': no such folder" in capsys.readouterr().err
+
+
+# ---- the link --------------------------------------------------------------------------------------------------------
+
+
+def test_taps_are_the_same_on_both_ends_of_the_link():
+    adds = (Tap("a", add=[1.0, 2.0], scale=3.0), Tap("b", add=[4.0]), Tap("a", add=[5.0, 6.0]))
+    asked = PooledTaps(adds, (("c", "mean"), ("a", "last"), ("c", "last")))
+    frame = frames.decode(frames.encode("add", asked.header(), asked.columns())[4:])
+    made = PooledTaps.of(**frame.header, **frame.columns)
+    assert made.reads == asked.reads
+    assert [(t.point, t.scale, t.add.tolist()) for t in made.adds] == [(t.point, t.scale, t.add.tolist()) for t in adds]
+    assert [(t.point, t.read) for t in made.taps] == [
+        ("a", False),
+        ("b", False),
+        ("a", False),
+        ("c", True),
+        ("a", True),
+    ]
+
+
+def test_values_are_the_same_on_both_ends_of_the_link():
+    found = PooledValues(
+        [(7, 0, 2), (7, 1, 0), (9, 0, 1)], [np.array([1, 2], "f4"), np.empty(0, "f4"), np.array([3], "f4")]
+    )
+    frame = frames.decode(frames.encode("frame", {}, found.columns())[4:])
+    rows = [(number, sample, part.tolist()) for number, sample, part in read_values(frame.columns)]
+    assert rows == [(7, 0, [1.0, 2.0]), (7, 1, []), (9, 0, [3.0])]
+    assert list(read_values({})) == [] and PooledValues().columns() == {}
+
+
+def test_taps_of_a_process_read_and_steer_as_those_of_generate_do():
+    """Beside a neighbour that has none, and an aborted request, of which nothing is told."""
+    options = {"model": "pocket", "max_num_seqs": 8, "num_kvcache_blocks": 128, "batch_invariant": True}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with LLM(**options) as llm:
+        vector = np.resize([1.0, -2.0, 0.5, 0.0], llm.tap_points()[POINT])
+        steering = Tap(POINT, add=vector, scale=40.0)
+        taps = [steering, Tap("norm", read=True), Tap("layers.0.q", read=True)]
+        want, plain = llm.generate([TALE["prompt"]] * 2, params, use_tqdm=False, taps=[taps, []])
+        ids = want.prompt_token_ids
+    asked = PooledTaps((steering,), (("norm", "mean"), ("layers.0.q", "last")))
+
+    async def main():
+        client = ProcessClient(load_config(keywords=options))
+        await client.open()
+        try:
+            stream = await client.stream(ids, dataclasses.replace(params, n=2), "tapped", taps=asked)
+            gone = await client.stream(ids, dataclasses.replace(params, max_tokens=500), "gone", taps=asked)
+            alone = await client.stream(ids, params, "alone")
+            await client.abort("gone")
+            for one in (stream, gone, alone):
+                async for _ in one:
+                    pass
+            return stream, gone, alone
+        finally:
+            await client.close()
+
+    stream, gone, alone = asyncio.run(main())
+    assert [text.token_ids for text in stream.texts] == [want.tokens] * 2
+    assert alone.texts[0].token_ids == plain.tokens != want.tokens
+    assert gone.tapped == alone.tapped == {}
+    for sample in (0, 1):
+        mean, last = stream.tapped[sample]
+        np.testing.assert_allclose(mean, want.taps["norm"].mean(0), atol=1e-5)
+        np.testing.assert_allclose(last, want.taps["layers.0.q"][-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f8", ">f8", "<i2", "<f2"])
+def test_a_file_of_numbers_of_any_type_is_read(dtype):
+    stream = io.BytesIO()
+    np.save(stream, np.array([1, 2, 3], dtype))
+    assert read_npy(stream.getvalue()).tolist() == [1, 2, 3]
+
+
+def test_a_file_takes_no_more_memory_than_it_has():
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": "<f8", "fortran_order": False, "shape": (10**15,)})
+    for data in (stream.getvalue(), stream.getvalue() + b"x" * 64, stream.getvalue()[:40], b"", b"PK\x03\x04"):
+        with pytest.raises(ValueError, match=r"want one list|not an array"):
+            read_npy(data)
