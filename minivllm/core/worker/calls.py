@@ -203,11 +203,6 @@ class SeparateCalls(GuardedCalls):
         for slot in self.slots[self.failed].tolist():
             poison.pop(slot, None)
 
-    def tap(self, logits: Tensor) -> None:
-        taps, plan = self.runner.taps, self.plan
-        if taps.reads_logits(plan):
-            self.running.taps.append(self.runner._host(taps.logits(plan, logits)))
-
     def guide(self, logits: Tensor) -> Tensor:
         if self.pairs is None:
             return logits
