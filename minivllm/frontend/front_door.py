@@ -52,3 +52,7 @@ class FrontDoor:
         self._recorder = RunRecorder(self._loaded, record)
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
         self._recorder.begin(self.resolved, self.engine)
+
+    def tap_points(self) -> dict[str, int]:
+        """The points of the model that a ``Tap`` may name, and how wide each is; empty if it has none."""
+        return dict(self.engine.capacity.taps or {})

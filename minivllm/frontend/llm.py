@@ -171,10 +171,6 @@ class LLM(FrontDoor):
         if not worked:
             time.sleep(self.engine.idle())
 
-    def tap_points(self) -> dict[str, int]:
-        """The points of the model that a ``Tap`` may name, and how wide each is; empty if it has none."""
-        return dict(self.engine.capacity.taps or {})
-
     # ---- care ----------------------------------------------------------------------------------------------------
 
     def explain(self, seam: str | None = None, all: bool = False) -> str:

@@ -118,7 +118,7 @@ class CompletionOutput(_Record):
     so there may be fewer than were asked for.  ``score`` orders the outputs of beam search: ``cumulative_logprob`` /
     tokens ** length_penalty.  ``taps``: of each point that was read a numpy array float32 [positions, width], a row for
     each token that the model was given (the prompt's, and the generated ones but the last), of "logits" one for each
-    generated token; None if nothing was read.
+    generated token unless the prompt is scored; None if nothing was read.
     """
 
     _also = ("tokens", "finished")

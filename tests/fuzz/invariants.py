@@ -183,7 +183,8 @@ def _read(params: dict[str, Any], prompt: list[int], out: Output) -> Iterator[Sa
         yield "taps", "nothing was read"
         return
     for point, x in out.taps.items():
-        want = len(out.tokens) + (0 if point == "logits" else len(prompt) - 1)
+        drawn = point == "logits" and "prompt_logprobs" not in params
+        want = len(out.tokens) + (0 if drawn else len(prompt) - 1)
         if len(x) != want:
             yield "taps", f"{point} has {len(x)} rows, want {want} for {len(prompt)} and {len(out.tokens)} tokens"
         elif not np.isfinite(x).all():

@@ -120,7 +120,7 @@ def check_taps(engine: Engine, request: Request) -> None:
     request.tapped = RequestTaps(
         dict(sorted(read.items())), dict(sorted(steering.items())), numbers[LOGITS]
     )
-    row = 4 * sum(width for name, width in read.values() if name != LOGITS)
+    row = 4 * sum(width for name, width in read.values() if name != LOGITS or _scored(request))
     limits = TapLimits.of(engine.capacity, engine.wiring)
     if row * len(request.prompt) > limits.most:
         raise RequestError(limits.too_many, "taps")
@@ -169,9 +169,12 @@ def tap_rows(
             seq.tap_values = TapValues(at, at)
         first = max(seq.tap_values.upto - at, 0)
         seq.tap_values.upto = max(seq.tap_values.upto, at + n)
+        scored = s.prompt_topk[slots[row]] >= 0 and at < s.prompt[slots[row]] - 1
         if first < n:
-            lines += [(number, row, first) for number in taps.read if number != taps.logits]
-        if taps.logits in taps.read and draws[row]:
+            lines += [
+                (number, row, first) for number in taps.read if number != taps.logits or scored
+            ]
+        if taps.logits in taps.read and draws[row] and not scored:
             lines.append((taps.logits, row, n - 1))
     return (
         np.array(sorted(lines), np.int32).reshape(-1, 3),
@@ -213,12 +216,18 @@ def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | No
     found = {}
     for number, (name, width) in taps.read.items():
         parts = [np.empty((0, width), np.float32)]
+        whole = name != LOGITS or _scored(request)
         if own is not None:
-            if own.first and head is not None and name != LOGITS:  # a branch
+            if own.first and head is not None and whole:  # a branch
                 parts += [np.concatenate(head.parts[number])[: own.first]]
             parts += own.parts.get(number, ())
         most = tokens
-        if tokens is not None and name != LOGITS:
+        if tokens is not None and whole:
             most = len(request.prompt) + tokens - 1
         found[name] = np.concatenate(parts)[:most]
     return found
+
+
+def _scored(request: Request) -> bool:
+    """Whether the model gives logits at each token of the prompt."""
+    return request.params.prompt_logprobs is not None

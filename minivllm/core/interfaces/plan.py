@@ -108,7 +108,7 @@ class StepPlan:
     # f32 [n] the scale of each of these
     scale: np.ndarray = field(default_factory=lambda: no_rows(dtype=np.float32))
     # i32 [n, 3] (point of ``Capacity.taps``, row, first), in this order: what the row's tokens of this step from number
-    # ``first`` on have there is wanted; of the point "logits" a row that draws has one, with its last token
+    # ``first`` on have there is wanted; of the point "logits" tokens that draw, or that ``prompt`` has
     taps: np.ndarray = field(default_factory=lambda: no_rows(0, 3))
     # i32 [k] points at which something is added to some row of the step (``Join.steer``), ascending
     steered: np.ndarray = field(default_factory=no_rows)

@@ -14,7 +14,8 @@ import numpy as np
 
 from minivllm.errors import RequestError, shown
 
-LOGITS = "logits"  # the point behind the head: there is a vector of it for each token that is drawn
+# the point behind the head: there is a vector for each token that is drawn, or scored (``prompt_logprobs``)
+LOGITS = "logits"
 
 
 @dataclass(frozen=True, eq=False)

@@ -217,11 +217,6 @@ class SeparateCalls(GuardedCalls):
         slots, known = (x[at].astype(np.int32) for x in (self.slots, self.position))
         return self.run(p, own.logits_behind, slots, known)
 
-    def tap(self, logits: Tensor) -> None:
-        taps, plan = self.runner.taps, self.plan
-        if taps.reads_logits(plan):
-            self.running.taps.append(self.runner._host(taps.logits(plan, logits)))
-
     def guide(self, logits: Tensor) -> Tensor:
         if self.pairs is None:
             return logits

@@ -113,11 +113,8 @@ class CapturedCalls(SampleCalls):
     def blank(self, logits: Tensor) -> Tensor:
         return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
 
-    def tap(self, logits: Tensor) -> None:
-        """A step whose logits are read is drawn as separate launches."""
-
     def guide(self, logits: Tensor) -> Tensor:
-        """And so is one with guides."""
+        """A step with guides is drawn as separate launches."""
         return logits
 
     def rows(self) -> Rows:

@@ -191,8 +191,6 @@ class Graphs:
         """What the rows of a step ask of processors and sampler; None if that cannot be captured."""
         if not len(plan.samples) or len(plan.held) or len(plan.draft) or len(plan.guided):
             return None
-        if self.runner.taps.reads_logits(plan):
-            return None
         slots = plan.slots[plan.samples]
         state = self.runner.state
         variants = []

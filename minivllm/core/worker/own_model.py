@@ -30,15 +30,19 @@ class OwnModel(DraftModel):
 
     def note(self, plan: StepPlan) -> None:
         """Who came and went with a step, and who takes part without drafts."""
-        if plan.delta.join is not None:
-            self.read[plan.delta.join.slot] = self.extra[plan.delta.join.slot] = 0
-        for source, to, _ in plan.delta.fork.tolist():
-            self.read[to], self.extra[to] = self.read[source], 0
+        delta = plan.delta
+        if delta.join is not None:
+            self.read[delta.join.slot] = 0
+            self.extra[delta.join.slot] = 0
+        for source, to, _ in delta.fork.tolist():
+            self.read[to] = self.read[source]
+            self.extra[to] = 0
         self.extra[_lone(plan) if len(plan.draft) else plan.slots] = 0
-        table = plan.delta.table[plan.delta.table[:, 0] == 0]
+        table = delta.table[delta.table[:, 0] == 0]
         # a block that took another's place (a twin in the prefix cache) may not hold what was read
         if len(table):
-            slots, start = table[:, 1], table[:, 2].astype(np.int64) * self.runner.wiring.block
+            slots, index = table[:, 1], table[:, 2].astype(np.int64)
+            start = index * self.runner.wiring.block
             before = self.read.copy()
             np.minimum.at(self.read, slots, start)
             self.extra[self.read < before] = 0
@@ -46,15 +50,19 @@ class OwnModel(DraftModel):
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
         if j:
             # the others go on for the row with most drafts; what that gives for them is dropped
-            behind = np.minimum(ask.known + j - 1, self.runner.wiring.max_model_len - 1)
-            return self._run(ask.slots, np.ones(len(ask.slots), np.int32), behind)
+            last = self.runner.wiring.max_model_len - 1
+            behind = np.minimum(ask.known + j - 1, last)
+            ones = np.ones(len(ask.slots), np.int32)
+            return self._run(ask.slots, ones, behind)
         return self.logits_behind(ask.slots, ask.known, max(ask.k - 1, 0))
 
     def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
         """Logits [N, V] behind the first ``known`` i32 [N] tokens of the rows in ``slots`` i32 [N], each there once.
         What the model has not read of them yet it reads now; of ``extra`` more tokens each row will have the KV."""
-        done = self.read[slots] + np.clip(known - 1 - self.read[slots], 0, self.extra[slots])
-        done = np.minimum(done, known - 1)  # a row whose last draw was not accepted asks again
+        read = self.read[slots]
+        accepted = np.clip(known - 1 - read, 0, self.extra[slots])
+        # a row whose last draw was not accepted asks again
+        done = np.minimum(read + accepted, known - 1)
         most = max(1, self.runner.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(known - done > most)).size:
             q_len = np.full(len(far), most, np.int32)
@@ -67,11 +75,18 @@ class OwnModel(DraftModel):
         """Read ``q_len`` tokens of each row behind ``computed``; logits [N, V] behind the last of each."""
         runner, worker = self.runner, self.worker
         order = np.argsort(q_len > 1, kind="stable")
-        rows = [slots[order], q_len[order], computed[order].astype(np.int32)]
-        read = runner.read(StepPlan(0, *rows, np.arange(len(slots), dtype=np.int32)))
+        plan = StepPlan(
+            id=0,
+            slots=slots[order],
+            q_len=q_len[order],
+            computed=computed[order].astype(np.int32),
+            samples=np.arange(len(slots), dtype=np.int32),
+        )
+        read = runner.read(plan)
         indices = None
         if len(read.ids) > len(slots):
-            indices = runner.state.to((np.cumsum(rows[1]) - 1)[np.argsort(order)])
+            last = np.cumsum(plan.q_len) - 1
+            indices = runner.state.to(last[np.argsort(order)])
         hidden = step.forward(worker.model, worker.backend, read, GraphKey(), indices)
         return worker.model.logits(hidden).float()
 

@@ -22,6 +22,7 @@ from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.executor import Capacity
 from minivllm.core.interfaces.model import takes_logits_indices
 from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan
+from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
 from minivllm.errors import RequestError
 
@@ -136,7 +137,8 @@ class Runner:
                 if hidden is not None:
                     running.graph, running.hidden = key, hidden
                     if len(plan.taps):
-                        self._keep_taps(running, plan, self.taps.replayed(plan))
+                        rows = np.repeat(np.arange(len(plan.slots)), plan.q_len)
+                        self._keep_taps(running, plan, self.taps.replayed(plan), hidden, rows)
                     if len(plan.samples) < len(plan.slots):
                         running.hidden = (
                             hidden[self.state.to(plan.samples).long()]
@@ -168,21 +170,32 @@ class Runner:
             indices = self.state.to(at if len(at) else np.zeros(1, np.int64))
         hidden = step.forward(self.model, self.backend, read, GraphKey(), indices, selects, run=run)
         if len(plan.taps):
-            self._keep_taps(running, plan, found)
+            tokens = np.arange(len(read.ids))
+            place = tokens if indices is None else np.searchsorted(at, tokens)
+            self._keep_taps(running, plan, found, hidden, place)
         if len(plan.prompt):
             running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
         if len(at):
             running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(at)]
 
-    def _keep_taps(self, running: Running, plan: StepPlan, found: dict[str, Tensor]) -> None:
-        """Start the copy of what rows read; a later step may write where it was found.  ValueError if the model left a
-        point out."""
-        _, read = self.taps.of_step(plan)
-        if lost := [self.taps.names[n] for n in read if self.taps.names[n] not in found]:
+    def _keep_taps(
+        self,
+        running: Running,
+        plan: StepPlan,
+        found: dict[str, Tensor],
+        hidden: Tensor,
+        place: np.ndarray,
+    ) -> None:
+        """Start the copy of what rows read; a later step may write where it was ``found``.  ``place`` [T]: where
+        ``hidden`` has a token, of those whose logits are read.  ValueError if the model left a point out."""
+        tokens = self.taps.tokens(plan)
+        if LOGITS in tokens:
+            found[LOGITS] = self.model.logits(hidden[self.state.to(place[tokens[LOGITS]])])
+        if lost := [point for point in tokens if point not in found]:
             raise ValueError(
                 f"the model names the point {lost[0]!r}, and passed nothing through it"
             )
-        running.taps = [self._host(self.taps.flat(found))]
+        running.taps = self._host(self.taps.flat(found))
 
     def read(self, plan: StepPlan) -> StepTensors:
         """What a model is called with: one copy to the device, then gathers."""

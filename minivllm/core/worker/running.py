@@ -32,7 +32,7 @@ class Running:
     logprobs: tuple[torch.Tensor, ...] | None = None
     prompt: tuple[torch.Tensor, ...] | None = None
     logits: torch.Tensor | None = None
-    taps: list[torch.Tensor] = field(default_factory=list)  # f32, in the order of ``plan.taps``
+    taps: torch.Tensor | None = None  # f32, in the order of ``plan.taps``
     errors: list[StepError] = field(default_factory=list)
     without_drafts: StepError | None = None  # why there are none; the step itself goes on
     drafted: torch.Tensor | None = None  # i32, drafts of each row that speculates
@@ -85,7 +85,7 @@ class Running:
             seams=self.seams,
             prompt=None if self.prompt is None else LogProbs(*(t.numpy() for t in self.prompt)),
             drafted=no_rows() if self.drafted is None else self.drafted.numpy(),
-            taps=np.concatenate([t.numpy().ravel() for t in self.taps]) if self.taps else NO_TAPS,
+            taps=NO_TAPS if self.taps is None else self.taps.numpy(),
         )
         return result if self.came is None else spread(result, self.back, self.came)
 

@@ -158,7 +158,6 @@ class StepCalls(DrawCalls, Protocol):
     topk: int  # log-probabilities that are asked for, as in ``StepPlan``
     processed: bool  # and they are those of what the sampler draws from
 
-    def tap(self, logits: Tensor) -> None: ...  # the model's own: some may be read
     # those of rows that have a guide, and no others, become what these are drawn from
     def guide(self, logits: Tensor) -> Tensor: ...
     def rows(self) -> Rows: ...  # those that draw, once the head has been enqueued
@@ -186,9 +185,7 @@ def sample(
 ) -> tuple[Tensor, ...] | None:
     """SAMPLE: tokens from ``hidden`` [N, H] into the columns; their log-probabilities if ``topk`` >= 0, which are those
     of the model's own logits unless ``processed``."""
-    logits = model.logits(hidden)
-    calls.tap(logits)
-    raw = calls.guide(logits)
+    raw = calls.guide(model.logits(hidden))
     logits = raw.float() if calls.float32 else raw
     if calls.topk >= 0 and logits is raw and calls.changes and not calls.processed:
         logits = raw.clone()

@@ -82,7 +82,8 @@ class TapState:
             at += len(vector)
             column[join.slot[row].item()].copy_(to(vector), non_blocking=True)
         if len(delta.fork) and self.steering:
-            source, child = to(delta.fork[:, 0]).long(), to(delta.fork[:, 1]).long()
+            source = to(delta.fork[:, 0]).long()
+            child = to(delta.fork[:, 1]).long()
             for column in self.steering.values():
                 column[child] = column[source]
 
@@ -100,7 +101,9 @@ class TapState:
         [n, width], the tokens of ``plan.taps``."""
         if not len(plan.taps) and not len(plan.steered):
             return None
-        indices = self._indices(plan)
+        indices = {
+            point: self.state.to(at) for point, at in self.tokens(plan).items() if point != LOGITS
+        }
 
         def keep(point: str, x: Tensor) -> None:
             found[point] = x[indices[point]]
@@ -120,37 +123,24 @@ class TapState:
 
     def replayed(self, plan: StepPlan) -> dict[str, Tensor]:
         """What ``eager`` finds, of a decode step that was replayed: rows are tokens."""
-        return {point: self.buffers[point][at] for point, at in self._indices(plan).items()}
+        tokens = self.tokens(plan)
+        tokens.pop(LOGITS, None)
+        return {point: self.buffers[point][self.state.to(at)] for point, at in tokens.items()}
 
     def flat(self, found: Mapping[str, Tensor]) -> Tensor:
         """f32, the values that were found, one after another in the order of the points."""
-        parts = [found[point].float().ravel() for point in self.names if point in found]
-        return torch.cat(parts) if parts else torch.empty(0)
+        return torch.cat([found[point].float().ravel() for point in self.names if point in found])
 
     def _of_step(self, steered: Any, meta: AttnMeta, read: frozenset[str], keep: Any) -> TapsOfStep:
         steering = {self.names[n]: self.steering[self.names[n]] for n in steered}
         return TapsOfStep(steering, meta.slots[meta.row], read, keep)
 
-    def _indices(self, plan: StepPlan) -> dict[str, Tensor]:
-        """point of the layers -> i64 [n] numbers of the tokens that are read there; mostly the same for all."""
-        ends, made, found = plan.q_len.cumsum(), dict[bytes, Tensor](), dict[str, Tensor]()
+    def tokens(self, plan: StepPlan) -> dict[str, np.ndarray]:
+        """point -> i64 [n] numbers of the tokens of the step that are read there."""
+        ends, found = plan.q_len.cumsum(), {}
         for number, lines in groupby(plan.taps.tolist(), lambda line: line[0]):
-            if self.names[number] == LOGITS:
-                continue
             parts = [
                 np.arange(ends[row] - plan.q_len[row] + first, ends[row]) for _, row, first in lines
             ]
-            at = np.concatenate(parts).astype(np.int64)
-            if (key := at.tobytes()) not in made:
-                made[key] = self.state.to(at)
-            found[self.names[number]] = made[key]
+            found[self.names[number]] = np.concatenate(parts).astype(np.int64)
         return found
-
-    def reads_logits(self, plan: StepPlan) -> bool:
-        """Whether a row of the step reads the logits that it draws from."""
-        return len(plan.taps) > 0 and int(plan.taps[-1, 0]) == len(self.names) - 1
-
-    def logits(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """f32 [n, V], those that are read of ``logits`` [N, V] of the rows that draw."""
-        rows = plan.taps[plan.taps[:, 0] == len(self.names) - 1, 1]
-        return logits[self.state.to(np.searchsorted(plan.samples, rows))].float()
