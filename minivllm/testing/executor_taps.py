@@ -24,7 +24,7 @@ class ExecutorTaps(ExecutorRows):
         if driver.capacity.taps is None:
             pytest.skip("excused: its capacity says that it serves no taps, so the engine gives it none")
 
-    @since(2, 2)
+    @since(2, 3)
     def test_rows_read_what_transformers_has_at_points_of_the_model(self) -> None:
         """``StepPlan.taps``: float32, point after point, from the row's token ``first`` on, in steps of chunks and of
         single tokens and beside rows that read nothing; ``logits`` are those that the row draws from."""
@@ -71,7 +71,7 @@ class ExecutorTaps(ExecutorRows):
         worst = float(np.abs(result.taps - want).max(initial=0))
         assert worst < NEAR, f"step {plan.id}: what is read differs from transformers' by {worst:.2g}: allowed {NEAR}"
 
-    @since(2, 2)
+    @since(2, 3)
     def test_what_is_added_to_a_row_changes_it_alone_and_goes_on_with_its_forks(self) -> None:
         """``Join.steer`` and ``vectors``, one or several points a row, from its first token on; who has the slot next
         has nothing added, nor has the row beside it."""

@@ -292,7 +292,7 @@ def write(path, text):
         ("{}", '{dir}/config.json: names no architecture; want "architectures": ["..."]'),
         ('{"architectures": ["FooForCausalLM"], "model_type": "foo", "auto_map": {"AutoConfig": "evil.Evil"}}',
          "{dir}/config.json: no plug-in serves the architecture 'FooForCausalLM'. "
-         "Available: Cohere2ForCausalLM, CohereForCausalLM, Gemma2ForCausalLM"),
+         "Available: Cohere2ForCausalLM, CohereForCausalLM, GPT2LMHeadModel, Gemma2ForCausalLM"),
         (json.dumps({**SHAPE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "sin"}),
          "{dir}/config.json: hidden_act='sin': want one of gelu, "),
     ],

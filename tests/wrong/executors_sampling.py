@@ -48,7 +48,7 @@ RIGHT = ()
 
 
 def spec(name: str) -> Spec:
-    return Spec(f"{__name__}:{name}", (2, 2), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
+    return Spec(f"{__name__}:{name}", (2, 3), "a planted fault", limits={"device": ANY, "tensor_parallel_size": {1}})
 
 
 class Joins(Local):

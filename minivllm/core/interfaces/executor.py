@@ -11,9 +11,9 @@ import numpy as np
 
 from .plan import LateInputs, StepPlan, StepResult
 
-# 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: StepPlan.taps, Join.steer, Capacity.taps,
-# Wiring.own_models
-API = (2, 2)
+# 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models; 2.3: StepPlan.taps, Join.steer,
+# Capacity.taps
+API = (2, 3)
 
 
 @dataclass(frozen=True)
