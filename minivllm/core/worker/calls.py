@@ -152,12 +152,12 @@ class BoundCalls(SampleCalls):
         self.slots, self.failed = slots, np.zeros(len(slots), bool)
 
     def bound(self, p: int) -> tuple[np.ndarray | None, int] | None:
-        held = self.state.processors[p]
-        on = held.active[self.slots] & ~self.failed
+        its = self.state.processors[p]
+        on = its.active[self.slots] & ~self.failed
         if not on.any():
             return None
         return None if on.all() else np.flatnonzero(on), int(
-            np.bitwise_or.reduce(held.variant[self.slots[on]])
+            np.bitwise_or.reduce(its.variant[self.slots[on]])
         )
 
     def sampler_variant(self) -> int:

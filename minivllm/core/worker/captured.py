@@ -50,7 +50,7 @@ class Buffers:
     slots: Tensor  # i64 [B] of the rows that draw; the others are the spare slot
     hidden: Tensor  # [B, H] FORWARD's result
     out: Tensor  # i32 [3, B] tokens, counts, flags: SAMPLE's result
-    held: np.ndarray  # what ``slots`` holds, on the host
+    host_slots: np.ndarray  # what ``slots`` holds, on the host
 
 
 def bounds(key: GraphKey, groups: int) -> step.HostLengths:

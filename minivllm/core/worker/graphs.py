@@ -181,7 +181,7 @@ class Graphs:
         self.sights[key] = self.sights.get(key, 0) + 1
         if self.sights[key] < SIGHTS or len(self.forwards) >= CAPTURES:
             return False
-        tapped = sum(isinstance(held, TappedKey) for held in self.forwards)
+        tapped = sum(isinstance(key, TappedKey) for key in self.forwards)
         return tapped < TAPPED_CAPTURES or not isinstance(key, TappedKey)
 
     def _unless_refused(self, key: GraphKey) -> GraphKey | None:
@@ -194,12 +194,12 @@ class Graphs:
         slots = plan.slots[plan.samples]
         state = self.runner.state
         variants = []
-        for i, held in enumerate(state.processors):
-            on = held.active[slots]
+        for i, processor in enumerate(state.processors):
+            on = processor.active[slots]
             active = bool(on.any()) or i == len(state.processors) - 1
             if active and not self.runner.graph_safe[i]:
                 return None
-            variants.append(int(np.bitwise_or.reduce(held.variant[slots])) if active else -1)
+            variants.append(int(np.bitwise_or.reduce(processor.variant[slots])) if active else -1)
         wants_min = bool(state.wants_min[slots].any())
         return Asked(tuple(variants), wants_min, plan.topk, len(plan.late) > 0)
 
@@ -307,11 +307,11 @@ class Graphs:
         """The buffers of a size, holding these slots."""
         b = self._buffers(size)
         if (
-            not np.array_equal(b.held[: len(slots)], slots)
-            or (b.held[len(slots) :] != self.spare).any()
+            not np.array_equal(b.host_slots[: len(slots)], slots)
+            or (b.host_slots[len(slots) :] != self.spare).any()
         ):
-            b.held[: len(slots)], b.held[len(slots) :] = slots, self.spare
-            b.slots.copy_(torch.from_numpy(b.held.copy()), non_blocking=True)
+            b.host_slots[: len(slots)], b.host_slots[len(slots) :] = slots, self.spare
+            b.slots.copy_(torch.from_numpy(b.host_slots.copy()), non_blocking=True)
         return b
 
     # ---- capture -------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class Graphs:
 
     def _capture_forward(self, key: GraphKey) -> None:
         b = self._buffers(key.rows)
-        b.held[:] = self.spare
+        b.host_slots[:] = self.spare
         b.slots.fill_(self.spare)
         self.forwards[key] = self._decode(key, b) if key.kind == "decode" else self._mixed(key, b)
 
@@ -381,7 +381,7 @@ class Graphs:
 
     def _capture_sample(self, size: int, asked: Asked) -> Captured | None:
         b, r = self._buffers(size), self.runner
-        held = b.slots.clone()
+        before = b.slots.clone()
         b.slots.fill_(self.spare)
 
         def run() -> tuple[torch.Tensor, ...] | None:
@@ -395,7 +395,7 @@ class Graphs:
             )
             return None
         finally:
-            b.slots.copy_(held)
+            b.slots.copy_(before)
 
     def _note(self, text: str) -> None:
         """Say it once."""

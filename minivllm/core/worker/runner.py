@@ -283,9 +283,9 @@ class Runner:
 
     def mask_memory(self, rows: int, words: int) -> np.ndarray:
         """i32 [rows, words] that late masks are written to: what captures read from, or at least pinned."""
-        held = self.graphs.late_masks() if self.graphs is not None else None
-        if held is not None and len(held.host) >= rows:
-            return held.host[:rows]
+        masks = self.graphs.late_masks() if self.graphs is not None else None
+        if masks is not None and len(masks.host) >= rows:
+            return masks.host[:rows]
         return torch.empty(
             rows, words, dtype=torch.int32, pin_memory=self.device.type == "cuda"
         ).numpy()

@@ -164,10 +164,10 @@ class DeviceState:
         for slot, seq in (
             () if join is None else zip(join.slot.tolist(), join.saved.tolist(), strict=False)
         ):
-            for held, values in zip(
+            for processor, values in zip(
                 self.processors, self.saved[seq] if seq >= 0 else (), strict=False
             ):
-                held.restore(slot, values)
+                processor.restore(slot, values)
 
     def _join(self, j: Join) -> None:
         at = self.to(j.slot).long()

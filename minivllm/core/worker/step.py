@@ -235,8 +235,8 @@ def accept(
         flags = torch.where(host, flags & (FAILED | NAN), flags)
         taken &= ~host
     if draft is not None:  # what stands behind a draft that was rejected has no say
-        held = _holds(state, rows, draft, tokens, (flags != 0) | stopped)
-        taken, flags = taken & held, torch.where(held, flags, 0)
+        right = _holds(state, rows, draft, tokens, (flags != 0) | stopped)
+        taken, flags = taken & right, torch.where(right, flags, 0)
     taken &= (flags & (FAILED | NAN)) == 0
     flags = torch.where(stopped, OVERSHOOT, flags)
     count = taken.int()

@@ -61,12 +61,12 @@ class TapState:
         self.steering: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}  # [S, width] what rows of captured decode steps have
 
-    def _rows(self, held: dict[str, Tensor], point: str) -> Tensor:
+    def _rows(self, rows: dict[str, Tensor], point: str) -> Tensor:
         """[S, width], made when the point is first asked for."""
-        if point not in held:
+        if point not in rows:
             width = self.points[point]
-            held[point] = torch.zeros(self.slots, width, dtype=self.dtype, device=self.state.device)
-        return held[point]
+            rows[point] = torch.zeros(self.slots, width, dtype=self.dtype, device=self.state.device)
+        return rows[point]
 
     def apply(self, delta: Delta) -> None:
         """Rows that joined or forked: what is added to them."""
