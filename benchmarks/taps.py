@@ -33,8 +33,12 @@ def main() -> None:
     point = args.point or residuals[len(residuals) // 2]
     read = [Tap(point, read=True)]
     steered = [Tap(point, add=np.full(points[point], 1e-3))]
-    ways = {"none": lambda n: [[]] * n, "one reads": lambda n: [read, *[[]] * (n - 1)],
-            "all read": lambda n: [read] * n, "all steered": lambda n: [steered] * n}  # fmt: skip
+    ways = {
+        "none": lambda n: [[]] * n,
+        "one reads": lambda n: [read, *[[]] * (n - 1)],
+        "all read": lambda n: [read] * n,
+        "all steered": lambda n: [steered] * n,
+    }
     rng = random.Random(0)
 
     def seconds(rows: int, tokens: int, taps: list) -> float:

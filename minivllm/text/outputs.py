@@ -131,7 +131,7 @@ class CompletionOutput(_Record):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     score: float | None = None
-    taps: dict[str, Any] | None = None
+    taps: dict[str, Any] | None = field(default=None, compare=False)  # arrays have no one answer to ==
 
     @property
     def tokens(self) -> list[int]:

@@ -423,3 +423,28 @@ def test_who_reads_more_than_allowed_ends_with_an_error_and_nobody_else(models):
         with pytest.raises(RequestError, match="max_tap_bytes"):
             llm.generate(prompts(61, [21]), params[1], False, taps[0])
         at_rest(llm.engine)
+
+
+@pytest.mark.parametrize("extra", [{}, {"n": 2}, {"beam_width": 2, "n": 2}], ids=str)
+def test_a_row_for_whose_vector_there_is_no_memory_fails_alone_and_is_never_unsteered(models, monkeypatch, extra):
+    """Nor are its branches.  Once there is memory, the same request is steered."""
+    folder, prompt = models("Llama")[0], prompts(61, [21])[0]
+    tap, greedy = Tap("layers.0.mlp", add=vector(3)), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    asked = replace(greedy, temperature=float("beam_width" not in extra), seed=1, **extra)
+    with LLM(folder, **SMALL) as llm:
+        steered = llm.generate([prompt], asked, use_tqdm=False, taps=[tap])[0]
+    with LLM(folder, **SMALL) as llm:
+        plain = llm.generate([prompt], greedy, use_tqdm=False)[0].tokens
+        state = llm.engine.executor.runner.taps
+
+        def full(rows, point):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(state, "_rows", full)
+        failed, beside = llm.generate([prompt] * 2, [asked, greedy], use_tqdm=False, taps=[[tap], []])
+        assert failed.finish_reason == "error" and "no memory left for what is added at layers.0.mlp" in failed.error
+        assert not any(out.tokens for out in failed.outputs) and beside.tokens == plain
+        monkeypatch.undo()
+        assert llm.generate([prompt], greedy, use_tqdm=False)[0].tokens == plain  # the slot is well
+        again = llm.generate([prompt], asked, use_tqdm=False, taps=[tap])[0]
+    assert again.error is None and [o.tokens for o in again.outputs] == [o.tokens for o in steered.outputs]

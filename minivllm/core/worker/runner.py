@@ -63,7 +63,7 @@ class Runner:
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
         self.names, self.processors, self.sampler = chain.names, chain.made, chain.sampler
         self.processed = wiring.logprobs_mode == "processed_logprobs"
-        self._poison: dict[int, StepError] = {}  # slots whose processors failed between steps
+        self._poison: dict[int, StepError] = {}  # slots that failed between steps
         self._trace: Any = None  # a profile that is running
         # by "drafter", or the name of the processor
         self.own_models = {name: OwnModel(self, model) for name, model in w.own_models.items()}
@@ -120,9 +120,12 @@ class Runner:
             running.begun = self._mark()
             with torch.inference_mode():
                 self.state.apply(plan.delta, self.worker.caches)
-                self.taps.apply(plan.delta)
                 for slot in plan.delta.leave.tolist() if self._poison else ():
                     self._poison.pop(slot, None)
+                self._poison.update(self.taps.apply(plan.delta))
+                for source, to, _ in plan.delta.fork.tolist() if self._poison else ():
+                    if source in self._poison:
+                        self._poison[to] = self._poison[source]
                 self._recommit(plan)
                 self.state.restore(plan.delta.join)
                 self._take_tokens(plan)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.model import tap_points
+from minivllm.core.interfaces.plan import StepError
 from minivllm.core.interfaces.taps import LOGITS
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.plan import Delta, StepPlan
 
     from .state import DeviceState
+
+NO_MEMORY = (
+    "taps: the device has no memory left for what is added at {}; want fewer points, or a lower "
+    "gpu_memory_utilization or max_num_seqs"
+)
 
 
 class TapsOfStep:
@@ -68,24 +74,31 @@ class TapState:
             rows[point] = torch.zeros(self.slots, width, dtype=self.dtype, device=self.state.device)
         return rows[point]
 
-    def apply(self, delta: Delta) -> None:
-        """Rows that joined or forked: what is added to them."""
+    def apply(self, delta: Delta) -> dict[int, StepError]:
+        """Rows that joined or forked: what is added to them.  Slots for whose vectors there is no memory."""
         join, to = delta.join, self.state.to
+        failed: dict[int, StepError] = {}
         if join is not None and self.steering:
             slots = to(join.slot).long()
             for column in self.steering.values():
                 column.index_fill_(0, slots, 0)
         at = 0
         for row, number in () if join is None else join.steer.tolist():
-            column = self._rows(self.steering, self.names[number])
-            vector = join.vectors[at : at + column.shape[1]]
+            point, slot = self.names[number], int(join.slot[row])
+            vector = join.vectors[at : at + self.points[point]]
             at += len(vector)
-            column[join.slot[row].item()].copy_(to(vector), non_blocking=True)
+            try:
+                column = self._rows(self.steering, point)
+            except torch.OutOfMemoryError:
+                failed[slot] = StepError("rows", "", NO_MEMORY.format(point))
+                continue
+            column[slot].copy_(to(vector), non_blocking=True)
         if len(delta.fork) and self.steering:
             source = to(delta.fork[:, 0]).long()
             child = to(delta.fork[:, 1]).long()
             for column in self.steering.values():
                 column[child] = column[source]
+        return failed
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -94,7 +107,11 @@ class TapState:
         if not len(plan.taps) and not len(plan.steered):
             return (), ()
         read = set(plan.taps[:, 0].tolist()) - {len(self.names) - 1}
-        return tuple(plan.steered.tolist()), tuple(sorted(read))
+        return self._steered(plan), tuple(sorted(read))
+
+    def _steered(self, plan: StepPlan) -> tuple[int, ...]:
+        """Numbers of the points at which something is added; rows without memory for it have failed."""
+        return tuple(n for n in plan.steered.tolist() if self.names[n] in self.steering)
 
     def eager(self, plan: StepPlan, meta: AttnMeta, found: dict[str, Tensor]) -> TapsOfStep | None:
         """Those of a step of separate launches; None if it has none.  What is read of a point is put into ``found``:
@@ -108,7 +125,7 @@ class TapState:
         def keep(point: str, x: Tensor) -> None:
             found[point] = x[indices[point]]
 
-        return self._of_step(plan.steered.tolist(), meta, frozenset(indices), keep)
+        return self._of_step(self._steered(plan), meta, frozenset(indices), keep)
 
     def captured(
         self, steered: tuple[int, ...], read: tuple[int, ...], meta: AttnMeta
