@@ -181,7 +181,7 @@ class Graphs:
         self.sights[key] = self.sights.get(key, 0) + 1
         if self.sights[key] < SIGHTS or len(self.forwards) >= CAPTURES:
             return False
-        tapped = sum(isinstance(key, TappedKey) for key in self.forwards)
+        tapped = sum(isinstance(one, TappedKey) for one in self.forwards)
         return tapped < TAPPED_CAPTURES or not isinstance(key, TappedKey)
 
     def _unless_refused(self, key: GraphKey) -> GraphKey | None:
