@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces.finish import eos_within
 from minivllm.core.interfaces.grammar import GrammarContext
+from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded
@@ -46,6 +47,9 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     executor = build_part("executor", parts["executor"])
     try:
         capacity = executor.start(wiring)
+        if wiring.own_models and not capacity.own_models:
+            who = f"{next(iter(wiring.own_models))}: it has a model of its own"
+            raise ConfigError(f"{who}, which the executor {parts['executor'].name} runs not; use another executor")
         notes = tuple(("capacity", note) for note in capacity.notes)
         resolved = replace(resolved, wiring=wiring, notes=(*resolved.notes, *notes))
         grammars = make_grammars(config, parts.get("grammar"), tokenizer, eos_ids, capacity.vocab_size)

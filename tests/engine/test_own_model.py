@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from minivllm import LLM, SamplingParams
@@ -10,6 +12,7 @@ from minivllm.config.resolve import resolve
 from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.worker.own_model import OwnModel
 from minivllm.errors import ConfigError, PluginError
+from minivllm.plugins.executor.local import Local
 from minivllm.registry import Catalog
 from minivllm.spec import ANY, Spec
 from minivllm.testing.tiny import tiny_dir
@@ -174,3 +177,10 @@ def test_a_second_model_that_does_not_fit_is_refused_by_name(pair, tmp_path, val
     other, _, _ = tiny_dir(tmp_path / "other", **values)
     with pytest.raises(ConfigError, match=said):
         wire([pair[0], other])
+
+
+def test_an_executor_that_runs_no_second_model_is_refused_at_the_start(pair, monkeypatch):
+    start = Local.start
+    monkeypatch.setattr(Local, "start", lambda self, wiring: replace(start(self, wiring), own_models=False))
+    with pytest.raises(ConfigError, match="a model of its own, which the executor minivllm/local runs not"):
+        LLM(**options(pair))

@@ -210,6 +210,21 @@ def test_logits_are_read_at_each_token_of_a_prompt_that_is_scored(models, option
             assert np.abs(one.taps["norm"] - want["norm"]).max() <= NEAR
 
 
+@pytest.mark.parametrize("slots", [2, 4])
+def test_branches_that_begin_after_the_prompt_was_scored_have_its_logits_too(models, slots):
+    """With two slots and guides the second branch begins when the first has ended."""
+    folder, _ = models("Llama")
+    params = SamplingParams(n=2, prompt_logprobs=1, seed=1, max_tokens=5, ignore_eos=True, guidance_scale=1.5)
+    taps = [Tap("logits", read=True), Tap("norm", read=True)]
+    prompt = prompts(61, [23])[0]
+    with LLM(folder, **{**SMALL, "strategies": ["guidance", "parallel"], "max_num_seqs": slots}) as llm:
+        out = llm.generate([prompt], params, False, taps)[0]
+    for one in out.outputs:
+        assert one.taps["logits"].shape == (27, 61) and one.taps["norm"].shape == (27, 32)
+    first, second = (one.taps["logits"][:22] for one in out.outputs)
+    assert np.array_equal(first, second)
+
+
 # ---- what is added ---------------------------------------------------------------------------------------------------
 
 
@@ -398,7 +413,7 @@ def test_coroutines_read_and_steer_too(models):
     "values",
     [
         {"point": ""}, {"point": 3}, {"point": "a"}, {"point": "a", "read": 1},
-        {"point": "a", "read": True, "scale": "2"},
+        {"point": "a", "read": True, "scale": "2"}, {"point": "a", "read": True, "scale": 2.0},
         *({"point": "a", "add": x} for x in ([], [[1.0]], "x", [1.0, float("nan")], [1e300], [1j], [None], 3.0)),
         *({"point": "a", "add": [1.0], "scale": s} for s in (float("inf"), None, True)),
     ],
@@ -448,3 +463,21 @@ def test_a_row_for_whose_vector_there_is_no_memory_fails_alone_and_is_never_unst
         assert llm.generate([prompt], greedy, use_tqdm=False)[0].tokens == plain  # the slot is well
         again = llm.generate([prompt], asked, use_tqdm=False, taps=[tap])[0]
     assert again.error is None and [o.tokens for o in again.outputs] == [o.tokens for o in steered.outputs]
+
+
+def test_what_bfloat16_cannot_hold_is_refused_before_it_is_infinite(models):
+    folder, _ = models("Llama")
+    with LLM(folder, **{**SMALL, "dtype": "bfloat16"}) as llm:
+        for adds in ([Tap("norm", add=np.full(32, 3.4e38))], [Tap("norm", add=np.full(32, 3e38))] * 2):
+            with pytest.raises(RequestError, match="out of the range of bfloat16"):
+                llm.generate([[5]], None, False, adds)
+        llm.generate([[5]], SamplingParams(max_tokens=2), False, [Tap("norm", add=np.full(32, 3.38e38), scale=1e-38)])
+
+
+def test_a_prompt_that_all_outputs_together_may_not_hold_is_refused(models):
+    folder, _ = models("Llama")
+    taps, prompt = [Tap("norm", read=True)], prompts(61, [20])[0]
+    with LLM(folder, **{**SMALL, "max_tap_bytes": 3 * 20 * 32 * 4}) as llm:
+        llm.generate([prompt], SamplingParams(n=2, max_tokens=2), False, taps)
+        with pytest.raises(RequestError, match="more than 7680 bytes"):
+            llm.generate([prompt], SamplingParams(n=4, max_tokens=2), False, taps)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 NO_TAPS = (no_rows(0, 3), no_rows())  # of a step in which nobody has any
-HALF = float(np.finfo(np.float16).max)
+LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}  # of other dtypes that of float32
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class TapValues:
     first: int
     upto: int
     parts: dict[int, list[np.ndarray]] = field(default_factory=dict)  # f32 [n, width] each
+    # logits at the tokens of a scored prompt but the last, which one branch of a request has whole
+    scored: list[np.ndarray] = field(default_factory=list)
 
 
 def check_taps(engine: Engine, request: Request) -> None:
@@ -107,8 +109,9 @@ def check_taps(engine: Engine, request: Request) -> None:
             read[number] = tap.point, points[tap.point]
         if tap.add is not None:
             before = steering.get(number, np.float32(0))
-            steering[number] = before + _fitting(tap, points[tap.point])
-    limit = HALF if engine.wiring.dtype == "float16" else np.inf
+            with np.errstate(over="ignore", invalid="ignore"):  # refused below
+                steering[number] = before + _fitting(tap, points[tap.point])
+    limit = LARGEST.get(engine.wiring.dtype, np.inf)
     for number, vector in steering.items():
         if not np.isfinite(vector).all() or np.abs(vector).max() > limit:
             name = list(points)[number]
@@ -122,7 +125,8 @@ def check_taps(engine: Engine, request: Request) -> None:
     )
     row = 4 * sum(width for name, width in read.values() if name != LOGITS or _scored(request))
     limits = TapLimits.of(engine.capacity, engine.wiring)
-    if row * len(request.prompt) > limits.most:
+    # each output has the prompt's values
+    if row * len(request.prompt) * max(request.params.n, 1) > limits.most:
         raise RequestError(limits.too_many, "taps")
     request.speculates = False
 
@@ -197,9 +201,14 @@ def keep_taps(
         seq = sequence(row)
         if seq is None or seq.status == FINISHED or seq.tap_values is None:
             continue
-        # a copy: the step's own memory may be the device's, and holds all rows
-        seq.tap_values.parts.setdefault(number, []).append(part.reshape(n, width).copy())
         request = seq.request
+        # a copy: the step's own memory may be the device's, and holds all rows
+        rows = part.reshape(n, width).copy()
+        if number == request.tapped.logits:
+            before_last = max(len(request.prompt) - 1 - int(plan.computed[row]) - first, 0)
+            seq.tap_values.scored.append(rows[:before_last])
+            rows = rows[before_last:]
+        seq.tap_values.parts.setdefault(number, []).append(rows)
         request.tap_bytes += part.nbytes
         if request.tap_bytes > limits.most:
             over[seq.id, seq.sample] = seq
@@ -216,18 +225,24 @@ def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | No
     found = {}
     for number, (name, width) in taps.read.items():
         parts = [np.empty((0, width), np.float32)]
-        whole = name != LOGITS or _scored(request)
-        if own is not None:
-            if own.first and head is not None and whole:  # a branch
-                parts += [np.concatenate(head.parts[number])[: own.first]]
-            parts += own.parts.get(number, ())
         most = tokens
-        if tokens is not None and whole:
-            most = len(request.prompt) + tokens - 1
+        if name == LOGITS:
+            scored = _scored(request)
+            parts += scored
+            if tokens is not None:
+                most = sum(map(len, scored)) + tokens
+        else:
+            if own is not None and own.first and head is not None:  # a branch
+                parts += [np.concatenate(head.parts[number])[: own.first]]
+            if tokens is not None:
+                most = len(request.prompt) + tokens - 1
+        if own is not None:
+            parts += own.parts.get(number, ())
         found[name] = np.concatenate(parts)[:most]
     return found
 
 
-def _scored(request: Request) -> bool:
-    """Whether the model gives logits at each token of the prompt."""
-    return request.params.prompt_logprobs is not None
+def _scored(request: Request) -> list[np.ndarray]:
+    """Logits at the tokens of a scored prompt but the last: of the branch that has most of them."""
+    parts = [seq.tap_values.scored for seq in request.sequences if seq.tap_values is not None]
+    return max(parts, key=lambda rows: sum(map(len, rows)), default=[])

@@ -125,6 +125,8 @@ class Capacity:
     depth: int  # steps that may be in flight beside the newest
     notes: tuple[str, ...] = ()
     guides: bool = False  # ``StepPlan.guided`` is obeyed; else requests with a guide are refused
+    # ``Wiring.own_models`` are run; else processors that have one are refused
+    own_models: bool = False
     # points of the model that requests may tap and their widths, in the order that ``StepPlan.taps``
     # counts; None: the executor serves no taps, and such requests are refused
     taps: Mapping[str, int] | None = None

@@ -107,6 +107,7 @@ class Runner:
             depth=depth if depth is not None else int(self.device.type == "cuda"),
             notes=tuple(w.notes),
             guides=True,
+            own_models=True,
             taps=self.taps.points,
         )
 
