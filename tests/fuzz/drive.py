@@ -137,11 +137,11 @@ class Run:
             self.engines.clear()
 
     def _count_captured(self, engine: Any) -> None:
-        from minivllm.core.worker.graphs import TappedKey
-
         graphs = getattr(getattr(engine.executor, "runner", None), "graphs", None)
         if graphs is None:
             return
+        from minivllm.core.worker.graphs import TappedKey  # needs triton
+
         forward, sample = graphs.forward, graphs.sample
 
         def counting(key: Any, *args: Any) -> Any:

@@ -251,6 +251,8 @@ class Publisher:
         full = live & (flight.after // s.block > s.prefix_published[slots])
         wrong = flight.plan.samples[(result.flags & (NAN | FAILED)) != 0]
         full[np.isin(slots, slots[wrong]) if len(wrong) else wrong] = False
+        if s.tapping:  # before its first token nobody knows whether there was memory to steer it
+            full &= ~s.tapped[slots] | (s.collected[slots] > s.prompt[slots])
         if full.any():
             mine = slots[full]
             done = np.minimum(flight.after[full], s.collected[mine])

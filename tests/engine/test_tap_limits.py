@@ -1,0 +1,79 @@
+"""What bounds taps: bytes that are read, the range of a dtype, the memory of the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from greedy import prompts
+
+from minivllm import LLM, RequestError, SamplingParams, Tap
+from minivllm.testing.sim import at_rest
+from minivllm.testing.tiny import tiny_dir
+
+SMALL = dict(
+    skip_tokenizer_init=True, dtype="float32", device="cpu", max_model_len=96, max_num_seqs=6, kvcache_block_size=8
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_dir(tmp_path_factory.mktemp("models"))[0])
+
+
+def test_who_reads_more_than_allowed_ends_with_an_error_and_nobody_else(folder):
+    items = prompts(61, [10, 10, 10])
+    taps = [[Tap("norm", read=True)], [Tap("norm", read=True)], []]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 5, 40)]
+    with LLM(folder, **SMALL, max_tap_bytes=20 * 32 * 4, run_ahead=1) as llm:
+        much, few, none = llm.generate(items, params, False, taps)
+        assert much.finish_reason == "error" and "max_tap_bytes" in much.error and len(much.tokens) < 15
+        assert [few.finish_reason, none.finish_reason, len(none.tokens)] == ["length", "length", 40]
+        assert few.taps["norm"].shape == (14, 32)
+        with pytest.raises(RequestError, match="max_tap_bytes"):
+            llm.generate(prompts(61, [21]), params[1], False, taps[0])
+        at_rest(llm.engine)
+
+
+@pytest.mark.parametrize("extra", [{}, {"n": 2}, {"beam_width": 2, "n": 2}], ids=str)
+def test_a_row_for_whose_vector_there_is_no_memory_fails_alone_and_is_never_unsteered(folder, monkeypatch, extra):
+    """Nor are its branches.  Once there is memory, the same request is steered."""
+    prompt = prompts(61, [21])[0]
+    tap = Tap("layers.0.mlp", add=np.linspace(-1, 1, 32))
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    asked = replace(greedy, temperature=float("beam_width" not in extra), seed=1, **extra)
+    with LLM(folder, **SMALL) as llm:
+        steered = llm.generate([prompt], asked, use_tqdm=False, taps=[tap])[0]
+    with LLM(folder, **SMALL) as llm:
+        plain = llm.generate([prompt], greedy, use_tqdm=False)[0].tokens
+        state = llm.engine.executor.runner.taps
+
+        def full(rows, point):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(state, "_rows", full)
+        failed, beside = llm.generate([prompt] * 2, [asked, greedy], use_tqdm=False, taps=[[tap], []])
+        assert failed.finish_reason == "error" and "no memory left for what is added at layers.0.mlp" in failed.error
+        assert not any(out.tokens for out in failed.outputs) and beside.tokens == plain
+        monkeypatch.undo()
+        assert llm.generate([prompt], greedy, use_tqdm=False)[0].tokens == plain  # the slot is well
+        again = llm.generate([prompt], asked, use_tqdm=False, taps=[tap])[0]
+    assert again.error is None and [o.tokens for o in again.outputs] == [o.tokens for o in steered.outputs]
+
+
+def test_what_bfloat16_cannot_hold_is_refused_before_it_is_infinite(folder):
+    with LLM(folder, **{**SMALL, "dtype": "bfloat16"}) as llm:
+        for adds in ([Tap("norm", add=np.full(32, 3.4e38))], [Tap("norm", add=np.full(32, 3e38))] * 2):
+            with pytest.raises(RequestError, match="out of the range of bfloat16"):
+                llm.generate([[5]], None, False, adds)
+        llm.generate([[5]], SamplingParams(max_tokens=2), False, [Tap("norm", add=np.full(32, 3.38e38), scale=1e-38)])
+
+
+def test_a_prompt_that_all_outputs_together_may_not_hold_is_refused(folder):
+    taps, prompt = [Tap("norm", read=True)], prompts(61, [20])[0]
+    with LLM(folder, **{**SMALL, "max_tap_bytes": 3 * 20 * 32 * 4}) as llm:
+        llm.generate([prompt], SamplingParams(n=2, max_tokens=2), False, taps)
+        with pytest.raises(RequestError, match="more than 7680 bytes"):
+            llm.generate([prompt], SamplingParams(n=4, max_tokens=2), False, taps)
