@@ -38,7 +38,7 @@ from .points import (
 LAYERS = ("layers", "h", "blocks")  # lists of layers end with one of these names
 FINAL_NORM = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm")  # beside them
 SELF_ATTENTION = ("self_attn", "attention", "attn")
-FUSED = ("qkv_proj",)  # rows of q, of k, of v
+FUSED = ("qkv_proj", "c_attn")  # rows of q, of k, of v
 # (module whose output it is, module that must stand beside it): the first that a layer has
 BRANCHES: Mapping[str, Sequence[tuple[str, str]]] = {
     ATTENTION: (
@@ -279,7 +279,7 @@ def _first(parent: nn.Module, names: Sequence[str]) -> nn.Module | None:
 
 
 def _sizes(inner: Any, width: int) -> list[int]:
-    """Rows of q, k and v in a projection of all three."""
-    groups = int(inner.num_key_value_groups)
+    """Rows of q, k and v in a projection of all three; an attention that names no groups has as many heads of each."""
+    groups = int(getattr(inner, "num_key_value_groups", 1))
     kv = width // (groups + 2)
     return [kv * groups, kv, kv]

@@ -243,10 +243,12 @@ def test_what_another_process_computes_is_compared_as_far_as_taps_go(tmp_path):
 
 
 def test_what_transformers_calls_otherwise_is_named_and_the_rest_is_found(tmp_path):
-    """GPT-2 has one projection of another kind, and no rotary embedding to speak of."""
-    config = transformers.GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    """GPT-NeoX has one projection in which q, k and v of a head lie together."""
+    config = transformers.GPTNeoXConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
     with quiet():
-        path = save(transformers.GPT2LMHeadModel(config).eval(), tmp_path)
+        path = save(transformers.GPTNeoXForCausalLM(config).eval(), tmp_path)
         made = Reference(path, "float32", "cpu", 2)
     assert {"q", "k", "v"} <= made.missing.keys() and "has none of q_proj" in made.missing["q"]
     found = made.run(IDS)
