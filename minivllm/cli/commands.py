@@ -151,8 +151,8 @@ def run(args: argparse.Namespace) -> int:
     with open_llm(loaded, args) as llm:
         shows = sys.stderr.isatty()
         start = time.perf_counter()
-        for asks, params in batches:
-            outputs += (llm.chat if loaded.run.chat else llm.generate)(asks, params, use_tqdm=shows)
+        for asks, params, taps in batches:
+            outputs += (llm.chat if loaded.run.chat else llm.generate)(asks, params, use_tqdm=shows, taps=taps)
         seconds, died = time.perf_counter() - start, llm.engine.dead is not None
         now = llm.bill_of_materials() if record is not None else {}
     prompts = loaded.run.prompts or [o.prompt if o.prompt is not None else o.prompt_token_ids for o in outputs]
@@ -172,20 +172,26 @@ def run(args: argparse.Namespace) -> int:
     return (EngineDeadError.exit_code if died else 1) if failed else 0
 
 
-def workload(loaded: Loaded, record: Any, path: str) -> tuple[Loaded, list[tuple[list[Any], Any]]]:
-    """The configuration with all prompts in it, and (prompts, sampling parameters) for each call of the engine."""
+def workload(loaded: Loaded, record: Any, path: str) -> tuple[Loaded, list[tuple[list[Any], Any, Any]]]:
+    """The configuration with all prompts in it, and (prompts, sampling parameters, taps) for each call of the engine.
+
+    What a recorded request read is read again, as that decides how it is computed; no result shows it."""
     from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.core.interfaces.taps import Tap
 
     run = loaded.run
     prompts = [*run.prompts, *(read_prompts(run.prompts_file) if run.prompts_file else [])]
     if prompts:
         asks = [[{"role": "user", "content": p}] for p in prompts] if run.chat else prompts
         run = run.model_copy(update={"prompts": prompts, "prompts_file": None})
-        return replace(loaded, run=run), [(asks, SamplingParams.make(**loaded.sampling))]
+        return replace(loaded, run=run), [(asks, SamplingParams.make(**loaded.sampling), None)]
     if record is not None:
         from minivllm.record.replay import batches
 
-        return loaded, list(batches(record, path))
+        return loaded, [
+            (asks, params, [[Tap(point, read=True) for point in own] for own in points])
+            for asks, params, points in batches(record, path)
+        ]
     raise ConfigError(f"{path}: nothing to run: want prompts or prompts_file in the [run] table")
 
 

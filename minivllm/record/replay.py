@@ -20,9 +20,9 @@ def as_config(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**config["values"], **tables}
 
 
-def batches(record: Mapping[str, Any], path: str) -> list[tuple[list[Any], list[dict[str, Any]]]]:
-    """The recorded requests, (prompts, sampling parameters) for each call that brought some.  ConfigError if there are
-    none, or if a Python function or vectors belonged to one."""
+def batches(record: Mapping[str, Any], path: str) -> list[tuple[list[Any], list[dict[str, Any]], list[list[str]]]]:
+    """The recorded requests, (prompts, sampling parameters, points that each reads) for each call that brought some.
+    ConfigError if there are none, or if a Python function or vectors belonged to one."""
     kept = record.get("requests")
     if not kept:
         raise ConfigError(
@@ -45,7 +45,8 @@ def batches(record: Mapping[str, Any], path: str) -> list[tuple[list[Any], list[
     for _, group in groupby(kept, key=lambda request: request["batch"]):
         members = list(group)
         prompts = [{k: r[k] for k in ("prompt", "prompt_token_ids") if k in r} for r in members]
-        found.append((prompts, [_params(r["params"]) for r in members]))
+        points = [[tap["point"] for tap in r.get("taps", ())] for r in members]  # without a vector it can only read
+        found.append((prompts, [_params(r["params"]) for r in members], points))
     return found
 
 

@@ -129,6 +129,21 @@ def test_a_run_that_added_vectors_is_another_one_and_cannot_be_run_from_a_file(m
     assert hashes[2] == hashes[3] and len(set(hashes)) == 3
 
 
+def test_what_requests_read_is_read_again(model, tmp_path, monkeypatch, capsys):
+    """Each request its own points, beside one that reads nothing."""
+    monkeypatch.chdir(tmp_path)
+    with LLM(model=str(model), record="a.json", **OPTIONS) as llm:
+        one, other = [*llm.tap_points()][:2]
+        taps = [[Tap(one, read=True)], [], [Tap(one, read=True), Tap(other, read=True)]]
+        llm.generate([[1, 5, 6], [7, 8], [9]], GREEDY, False, taps)
+    assert main(["run", "a.json", "--record", "b.json"]) == 0
+    capsys.readouterr()
+    assert main(["diff", "a.json", "b.json", "--only", "nothing"]) == 0
+    assert capsys.readouterr()[0].startswith(NOTHING + "\nthe tokens are the same: ")
+    first, again = bill.read("a.json")["requests"], bill.read("b.json")["requests"]
+    assert [r.get("taps") for r in first] == [r.get("taps") for r in again] and len(first[2]["taps"]) == 2
+
+
 def test_what_was_refused_or_failed_is_in_the_record(model, tmp_path):
     path = tmp_path / "f.json"
     with pytest.raises(RequestError, match="out of range"), LLM(model=str(model), record=path, **OPTIONS) as llm:
