@@ -63,12 +63,16 @@ def test_a_row_for_whose_vector_there_is_no_memory_fails_alone_and_is_never_unst
     assert again.error is None and [o.tokens for o in again.outputs] == [o.tokens for o in steered.outputs]
 
 
-def test_what_bfloat16_cannot_hold_is_refused_before_it_is_infinite(folder):
-    with LLM(folder, **{**SMALL, "dtype": "bfloat16"}) as llm:
-        for adds in ([Tap("norm", add=np.full(32, 3.4e38))], [Tap("norm", add=np.full(32, 3e38))] * 2):
-            with pytest.raises(RequestError, match="out of the range of bfloat16"):
-                llm.generate([[5]], None, False, adds)
-        llm.generate([[5]], SamplingParams(max_tokens=2), False, [Tap("norm", add=np.full(32, 3.38e38), scale=1e-38)])
+@pytest.mark.parametrize(("dtype", "beyond", "most"), [("bfloat16", 3.4e38, 3.38e38), ("float16", 65540.0, 65500.0)])
+def test_what_a_dtype_cannot_hold_is_refused_before_it_is_infinite(folder, dtype, beyond, most):
+    """``scale`` counts, and what several add at one point."""
+    params, full = SamplingParams(max_tokens=2), np.full(32, most)
+    with LLM(folder, **{**SMALL, "dtype": dtype}) as llm:
+        for adds in ([Tap("norm", add=np.full(32, beyond))], [Tap("norm", add=full, scale=-0.6)] * 2):
+            with pytest.raises(RequestError, match=f"out of the range of {dtype}"):
+                llm.generate([[5]], params, False, adds)
+        assert llm.generate([[5]], params, False, [Tap("norm", add=full, scale=1 / most)])[0].error is None
+        llm.generate([[5]], params, False, [Tap("norm", add=full)])  # taken, whatever the model makes of it
 
 
 def test_a_prompt_that_all_outputs_together_may_not_hold_is_refused(folder):
