@@ -122,6 +122,18 @@ def test_tokens_of_rows_that_ask_are_those_of_the_second_model_alone(pair, alone
     assert stats["preemptions"] > 0 or "num_kvcache_blocks" not in more
 
 
+def test_a_row_that_gets_a_twin_of_its_block_has_the_second_model_read_it_again(pair):
+    """Two rows compute the same prompt in one step.  The one that asks then shares the other's blocks, of which the
+    second model has read nothing."""
+    prompt, asked = PROMPTS[0][:11], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with LLM(**options(pair, model=str(pair[1]), processors=["penalties"], batch_invariant=True)) as engine:
+        want = tokens(engine, asked, [prompt])
+    with LLM(**options(pair, batch_invariant=True)) as engine:
+        both = tokens(engine, [asked, replace(asked, extra={"instead": True})], [prompt] * 2)
+        assert engine.stats()["steps"] == 24
+    assert both[1:] == want != both[:1]
+
+
 def test_a_second_model_that_raises_ends_the_rows_that_ask(pair, alone, monkeypatch):
     def fails(*args):
         raise RuntimeError("out of luck")
