@@ -204,7 +204,7 @@ def keep_taps(
         request = seq.request
         # a copy: the step's own memory may be the device's, and holds all rows
         rows = part.reshape(n, width).copy()
-        if number == request.tapped.logits:
+        if request.tapped is not None and number == request.tapped.logits:
             before_last = max(len(request.prompt) - 1 - int(plan.computed[row]) - first, 0)
             seq.tap_values.scored.append(rows[:before_last])
             rows = rows[before_last:]
