@@ -37,6 +37,18 @@ def test_who_reads_more_than_allowed_ends_with_an_error_and_nobody_else(folder):
         at_rest(llm.engine)
 
 
+def test_logits_of_a_scored_prompt_count_before_it_is_computed(folder):
+    tap = Tap("logits", read=True)
+    plain = SamplingParams(temperature=0, max_tokens=1)
+    with LLM(folder, **SMALL) as llm:
+        width = llm.tap_points()["logits"]
+    with LLM(folder, **SMALL, max_tap_bytes=20 * width * 4) as llm:
+        (fits,) = llm.generate(prompts(61, [21]), plain, False, [tap])
+        assert fits.taps["logits"].shape == (1, width)
+        with pytest.raises(RequestError, match="max_tap_bytes"):
+            llm.generate(prompts(61, [21]), replace(plain, prompt_logprobs=0), False, [tap])
+
+
 @pytest.mark.parametrize("extra", [{}, {"n": 2}, {"beam_width": 2, "n": 2}], ids=str)
 def test_a_row_for_whose_vector_there_is_no_memory_fails_alone_and_is_never_unsteered(folder, monkeypatch, extra):
     """Nor are its branches.  Once there is memory, the same request is steered."""

@@ -28,6 +28,7 @@ TOLD = dict(
     device="cpu",
     dtype="float32",
     reads=[],
+    tap_points={},
 )
 
 

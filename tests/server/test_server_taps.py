@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import io
 import json
 
@@ -18,9 +16,6 @@ from minivllm import LLM, SamplingParams, Tap
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.errors import ConfigError
-from minivllm.server.link import frames
-from minivllm.server.link.process_client import ProcessClient
-from minivllm.server.link.taps import PooledTaps, PooledValues, read_values
 from minivllm.server.openai.generate import numbers
 from minivllm.server.openai.taps import read_npy
 
@@ -41,6 +36,9 @@ def vectors(tmp_path_factory):
     np.save(folder / "narrow.npy", np.ones(3))
     np.save(folder / "square.npy", np.ones((4, 4)))
     np.save(folder / "objects.npy", np.array([{}, {}]), allow_pickle=True)
+    np.save(folder / "nan.npy", np.full(width, np.nan))
+    np.save(folder / "huge.npy", np.full(width, 1e39))
+    np.save(folder / "bytes.npy", np.ones((1 << 20) - 128, np.int8))
     np.save(folder / "large.npy", np.zeros(1 << 18))
     (folder / "text.npy").write_text("no array")
     np.save(folder.parent / "outside.npy", np.ones(width))
@@ -121,6 +119,18 @@ def test_a_stream_reads_what_the_whole_answer_reads_for_each_choice(path, body, 
         assert not np.allclose(values(whole[0])[0], values(whole[1])[0])  # two texts
 
 
+def test_logits_of_a_scored_prompt_are_pooled_for_each_branch_with_its_own(operator, llm):
+    both = [{"point": "logits", "read": how} for how in ("mean", "last")]
+    asked = {**TALE, "n": 2, "temperature": 1, "seed": 3, "prompt_logprobs": 0, "taps": both}
+    params = SamplingParams(max_tokens=5, temperature=1, seed=3, ignore_eos=True, n=2, prompt_logprobs=0)
+    (want,) = llm.generate(TALE["prompt"], params, use_tqdm=False, taps=[Tap("logits", read=True)])
+    for choice, output in zip(operator.ask(asked).json()["choices"], want.outputs, strict=True):
+        mean, last = values(choice)
+        assert len(output.taps["logits"]) == len(want.prompt_token_ids) + 4
+        np.testing.assert_allclose(mean, output.taps["logits"].mean(0), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(last, output.taps["logits"][-1], rtol=1e-4, atol=1e-4)
+
+
 def test_each_prompt_of_a_batch_has_its_own_values(operator):
     both = operator.ask({**TALE, "prompt": ["A cat", "Two dogs went"], "taps": [MEAN]}).json()["choices"]
     for choice, prompt in zip(both, ["A cat", "Two dogs went"], strict=True):
@@ -180,18 +190,22 @@ def test_a_server_without_admin_serves_no_taps_and_one_with_a_single_key_serves_
         ([{"point": POINT}], 400, 'want "read" or "add"'),
         ([{"point": POINT, "read": "max"}], 400, "taps[0].read: want mean or last"),
         ([{"point": POINT, "read": ["mean"]}], 400, "taps[0].read: want mean or last"),
+        ([MEAN, LAST, MEAN], 400, "taps[2]: layers.3.residual is read twice by mean"),
         ([MEAN, {"point": POINT, "reed": "mean"}], 400, "taps[1]: unknown key 'reed'. Did you mean 'read'?"),
         ([{"point": "layers.3.residul", "read": "mean"}], 400, "Did you mean 'layers.3.residual'?"),
         ([{**MEAN, "scale": 2}], 400, 'taps[0].scale: want it only beside "add"'),
         ([{"point": POINT, "add": "calm", "scale": True}], 400, "taps[0].scale: want a finite number"),
         ([{"point": POINT, "add": "calm", "scale": 10**400}], 400, ""),
         ([{"point": POINT, "add": "calm", "scale": 1e300}], 400, "out of the range"),
-        ([{"point": POINT, "add": "clam"}], 404, "there is no vector clam; there are: calm, large, narrow"),
+        ([{"point": POINT, "add": "clam"}], 404, "there is no vector clam; there are: bytes, calm, huge, large"),
         ([{"point": POINT, "add": "narrow"}], 400, "a vector of 3 numbers"),
         ([{"point": POINT, "add": "square"}], 400, "square.npy: want one list of numbers"),
         ([{"point": POINT, "add": "objects"}], 400, "objects.npy: want one list of numbers"),
         ([{"point": POINT, "add": "text"}], 400, "text.npy: not an array"),
         ([{"point": POINT, "add": "large"}], 400, "at most 1 MiB"),
+        ([MEAN, {"point": POINT, "add": "nan"}], 400, "taps[1].add: nan.npy: want finite numbers"),
+        ([{"point": POINT, "add": "huge"}], 400, "taps[0].add: huge.npy: want finite numbers"),
+        ([{"point": POINT, "add": "bytes"}] * 16, 400, "at most 16777216: add fewer, and vectors as wide"),
         ([{"point": POINT, "add": "../outside"}], 400, "the name of a vector"),
         ([{"point": POINT, "add": "/etc/passwd"}], 400, "the name of a vector"),
         ([{"point": POINT, "add": "calm.npy"}], 404, "there is no vector calm.npy"),
@@ -220,6 +234,30 @@ def test_vectors_for_each_prompt_of_a_batch_are_bounded_together(operator):
     """16 vectors of 1 KiB for each of 256 prompts are 4 MiB."""
     answer = operator.ask({**TALE, "prompt": ["a"] * 256, "taps": [{"point": POINT, "add": "calm"}] * 16})
     assert answer.status_code == 400 and "for each of 256 prompts" in answer.json()["error"]["message"]
+
+
+def test_values_of_all_branches_are_bounded_together(operator):
+    """17 KiB for each of 256 prompts are 4.25 MiB."""
+    taps = [MEAN, {"point": "logits", "read": "mean"}, {"point": "logits", "read": "last"}]
+    answer = operator.ask({**TALE, "prompt": ["a"] * 256, "taps": taps})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "taps", answer.text
+    assert "17408 bytes as float32 for each of 256 branches" in answer.json()["error"]["message"]
+
+
+def test_who_reads_more_than_allowed_is_told_what_to_do_and_nobody_else_ends():
+    one = Running(["only"], engine={"max_tap_bytes": 20 * 1024}, admin=True)
+    try:
+        for path, body in (("/v1/completions", TALE), ("/v1/chat/completions", {**CHAT, "ignore_eos": True})):
+            much = {**body, "max_tokens": 60, "taps": [{"point": POINT, "read": "mean"}]}
+            answer = one.post(path, much)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "taps", answer.text
+            assert "raise the engine's max_tap_bytes" in answer.json()["error"]["message"]
+            streamed = one.post(path, {**much, "stream": True}).text
+            assert "raise the engine's max_tap_bytes" in streamed and '"code":400' in streamed.replace(" ", "")
+        assert one.post("/v1/completions", {**TALE, "taps": [MEAN]}).status_code == 200
+        one.at_rest()
+    finally:
+        one.close()
 
 
 def test_numbers_that_are_not_finite_are_null():
@@ -253,72 +291,6 @@ def test_a_folder_is_beside_the_file_that_names_it_and_one_that_is_not_there_is_
     assert load_config([file]).server.steering_dir == str(tmp_path / "vectors")
     assert main(["serve", "pocket", "--config", str(file)]) == 2
     assert "vectors': no such folder" in capsys.readouterr().err
-
-
-# ---- the link --------------------------------------------------------------------------------------------------------
-
-
-def test_taps_are_the_same_on_both_ends_of_the_link():
-    adds = (Tap("a", add=[1.0, 2.0], scale=3.0), Tap("b", add=[4.0]), Tap("a", add=[5.0, 6.0]))
-    asked = PooledTaps(adds, (("c", "mean"), ("a", "last"), ("c", "last")))
-    frame = frames.decode(frames.encode("add", asked.header(), asked.columns())[4:])
-    made = PooledTaps.of(**frame.header, **frame.columns)
-    assert made.reads == asked.reads
-    assert [(t.point, t.scale, t.add.tolist()) for t in made.adds] == [(t.point, t.scale, t.add.tolist()) for t in adds]
-    assert [(t.point, t.read) for t in made.taps] == [
-        ("a", False),
-        ("b", False),
-        ("a", False),
-        ("c", True),
-        ("a", True),
-    ]
-
-
-def test_values_are_the_same_on_both_ends_of_the_link():
-    found = PooledValues(
-        [(7, 0, 2), (7, 1, 0), (9, 0, 1)], [np.array([1, 2], "f4"), np.empty(0, "f4"), np.array([3], "f4")]
-    )
-    frame = frames.decode(frames.encode("frame", {}, found.columns())[4:])
-    rows = [(number, sample, part.tolist()) for number, sample, part in read_values(frame.columns)]
-    assert rows == [(7, 0, [1.0, 2.0]), (7, 1, []), (9, 0, [3.0])]
-    assert list(read_values({})) == [] and PooledValues().columns() == {}
-
-
-def test_taps_of_a_process_read_and_steer_as_those_of_generate_do():
-    """Beside a neighbour that has none, and an aborted request, of which nothing is told."""
-    options = {"model": "pocket", "max_num_seqs": 8, "num_kvcache_blocks": 128, "batch_invariant": True}
-    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    with LLM(**options) as llm:
-        vector = np.resize([1.0, -2.0, 0.5, 0.0], llm.tap_points()[POINT])
-        steering = Tap(POINT, add=vector, scale=40.0)
-        taps = [steering, Tap("norm", read=True), Tap("layers.0.q", read=True)]
-        want, plain = llm.generate([TALE["prompt"]] * 2, params, use_tqdm=False, taps=[taps, []])
-        ids = want.prompt_token_ids
-    asked = PooledTaps((steering,), (("norm", "mean"), ("layers.0.q", "last")))
-
-    async def main():
-        client = ProcessClient(load_config(keywords=options))
-        await client.open()
-        try:
-            stream = await client.stream(ids, dataclasses.replace(params, n=2), "tapped", taps=asked)
-            gone = await client.stream(ids, dataclasses.replace(params, max_tokens=500), "gone", taps=asked)
-            alone = await client.stream(ids, params, "alone")
-            await client.abort("gone")
-            for one in (stream, gone, alone):
-                async for _ in one:
-                    pass
-            return stream, gone, alone
-        finally:
-            await client.close()
-
-    stream, gone, alone = asyncio.run(main())
-    assert [text.token_ids for text in stream.texts] == [want.tokens] * 2
-    assert alone.texts[0].token_ids == plain.tokens != want.tokens
-    assert gone.tapped == alone.tapped == {}
-    for sample in (0, 1):
-        mean, last = stream.tapped[sample]
-        np.testing.assert_allclose(mean, want.taps["norm"].mean(0), atol=1e-5)
-        np.testing.assert_allclose(last, want.taps["layers.0.q"][-1], atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["<f4", "<f8", ">f8", "<i2", "<f2"])

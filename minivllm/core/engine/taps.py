@@ -12,6 +12,7 @@ it forked; what lies before that are the values of the first sequence.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -123,7 +124,8 @@ def check_taps(engine: Engine, request: Request) -> None:
     request.tapped = RequestTaps(
         dict(sorted(read.items())), dict(sorted(steering.items())), numbers[LOGITS]
     )
-    row = 4 * sum(width for name, width in read.values() if name != LOGITS or _scored(request))
+    scores = request.params.prompt_logprobs is not None  # there are logits of the prompt
+    row = 4 * sum(width for name, width in read.values() if name != LOGITS or scores)
     limits = TapLimits.of(engine.capacity, engine.wiring)
     # each output has the prompt's values
     if row * len(request.prompt) * max(request.params.n, 1) > limits.most:
@@ -218,28 +220,58 @@ def keep_taps(
 def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | None:
     """What a sequence has read, f32 [positions, width] by point; None if its request reads nothing.  ``tokens``: no
     more than for so many generated tokens."""
+    taps, parts = seq.request.tapped, parts_of(seq, tokens)
+    if taps is None or parts is None:
+        return None
+    return {
+        name: np.concatenate(
+            [np.empty((0, width), np.float32), *parts[name].shared, *parts[name].own]
+        )
+        for name, width in taps.read.values()
+    }
+
+
+class TapParts(NamedTuple):
+    """Views, f32 [n, width] each, one after another: what a branch shares with the first sequence, then its own."""
+
+    shared: list[np.ndarray]
+    own: list[np.ndarray]
+
+
+def parts_of(seq: Seq, tokens: int | None = None) -> dict[str, TapParts] | None:
+    """``values_of`` without a copy: the values of a long prompt are large, and all branches share them."""
     request, own, head = seq.request, seq.tap_values, seq.request.sequences[0].tap_values
     taps = request.tapped
     if taps is None or not taps.read:
         return None
     found = {}
-    for number, (name, width) in taps.read.items():
-        parts = [np.empty((0, width), np.float32)]
-        most = tokens
+    for number, (name, _) in taps.read.items():
+        shared: list[np.ndarray] = []
+        most = sys.maxsize
         if name == LOGITS:
-            scored = _scored(request)
-            parts += scored
+            shared = _first(_scored(request), sys.maxsize)
             if tokens is not None:
-                most = sum(map(len, scored)) + tokens
+                most = sum(map(len, shared)) + tokens
         else:
-            if own is not None and own.first and head is not None:  # a branch
-                parts += [np.concatenate(head.parts[number])[: own.first]]
             if tokens is not None:
                 most = len(request.prompt) + tokens - 1
-        if own is not None:
-            parts += own.parts.get(number, ())
-        found[name] = np.concatenate(parts)[:most]
+            if own is not None and own.first and head is not None:  # a branch
+                shared = _first(head.parts[number], min(own.first, most))
+        rest = () if own is None else own.parts.get(number, ())
+        found[name] = TapParts(shared, _first(rest, most - sum(map(len, shared))))
     return found
+
+
+def _first(parts: Iterable[np.ndarray], most: int) -> list[np.ndarray]:
+    """The first ``most`` rows, without parts that have none."""
+    kept = []
+    for part in parts:
+        if most <= 0:
+            break
+        if len(part):
+            kept.append(part[:most])
+            most -= len(part)
+    return kept
 
 
 def _scored(request: Request) -> list[np.ndarray]:

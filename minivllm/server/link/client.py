@@ -39,13 +39,15 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineClient", "EngineInfo", "LocalClient", "Stream", "TextPiece"]
 ALIVE = 5.0  # seconds without a sign of life after which an engine is not healthy
+NO_ERROR = (None, None)
 log = logging.getLogger("minivllm")
 
 
 @dataclass(frozen=True)
 class EngineInfo:
     """``kv_tokens``: positions that the KV cache holds; ``selections``: seam -> name of what was chosen for it;
-    ``reads``: the sampling parameters that its processors and its sampler read."""
+    ``reads``: the sampling parameters that its processors and its sampler read; ``tap_points``: name -> width of the
+    points of the model that can be tapped."""
 
     model: str
     max_model_len: int
@@ -58,6 +60,7 @@ class EngineInfo:
     reads: list[str]
     device: str
     dtype: str
+    tap_points: dict[str, int]
 
 
 class EngineClient(Protocol):
@@ -155,6 +158,7 @@ class FrameClient:
         ids = _prompt(prompt_ids)
         if request_id in self._ids:
             raise RequestError(f"request id {shown(request_id)} is in use; want a new one", "request_id")
+        taps.check_size()
         wire = self._written(params)
         number = next(self._numbers)
         stream = Stream(number, request_id, len(ids), params, self.tokenizer, self._drop, self._cut, self._read)
@@ -324,7 +328,7 @@ class FrameClient:
         """The rows of a frame to their streams.  ``ends`` False: only what ended well, the rest is about to fail."""
         if "stream" not in columns:
             return
-        errors = {(number, sample): text for number, sample, text in header.get("errors", ())}
+        errors = {(number, sample): rest for number, sample, *rest in header.get("errors", ())}
         tokens, scores = columns["tokens"].tolist(), Columns(columns)
         at, on_gap = 0, self.on_gap
         for number, sample, count, end, stop_id, scored in zip(*(columns[n].tolist() for n in ROW), strict=True):
@@ -338,8 +342,8 @@ class FrameClient:
             stop_token = None if stop_id < 0 else stop_id
             if on_gap is not None and count and (gap := stream.gap(sample, count, self._heard)) is not None:
                 on_gap(*gap)
-            error = errors.get((number, sample)) if errors else None
-            stream.feed(sample, ids, reason, stop_token, logprobs, error)
+            error, param = errors.get((number, sample), NO_ERROR) if errors else NO_ERROR
+            stream.feed(sample, ids, reason, stop_token, logprobs, error, param)
 
     def _lost(self, why: str) -> None:
         """There is no engine any more: everybody is told at once."""

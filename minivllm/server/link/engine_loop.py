@@ -50,7 +50,7 @@ from . import state
 from .compiling import LOOK, Compiling
 from .frames import ENDS, ROW, Frame
 from .pace import FIRST, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, Pace
-from .taps import PooledTaps, PooledValues
+from .taps import PooledTaps, PooledValues, fault, pooled
 
 END = {reason: code for code, reason in enumerate(ENDS)}
 HEARTBEAT = 1.0  # seconds after which a frame is sent though there is nothing to say
@@ -359,12 +359,13 @@ class EngineLoop(TurnLoop):
     def _done(self, live: _Live) -> None:
         request = live.request
         self.live.pop(live.number, None)
-        self._weigh(self.tapped.add(live.number, request, live.reads))
+        for sample, values in pooled(request, live.reads):
+            self._weigh(self.tapped.add(live.number, sample, values))
         for seq in request.sequences:
             if seq.sample not in live.ended:  # aborted or failed: no sink was told
                 self.rows.append((live.number, seq.sample, 0, END[seq.finish_reason or "abort"], -1, 0))
                 if seq.error:
-                    self.header.setdefault("errors", []).append([live.number, seq.sample, seq.error])
+                    self.header.setdefault("errors", []).append([live.number, *fault(self.engine, seq)])
             elif seq.error:  # its last row has been sent: what failed is the answer as a whole
                 self.header.setdefault("failed", []).append([live.number, seq.error])
         if request.params.width > 1 and not self.engine.dead:
@@ -442,6 +443,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         | {seam: [part.name for part in parts] for seam, parts in several.items() if parts},
         "version": minivllm.__version__,
         "reads": sorted(reads),
+        "tap_points": dict(engine.capacity.taps or {}),
         "device": w.device,
         "dtype": w.dtype,
         "tokenizer": None if config.skip_tokenizer_init else config.tokenizer or w.model_dir,

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class TextPiece:
     """New text and tokens of one branch.  The last piece of a branch has ``finish_reason``: "stop", "length", "abort"
-    or "error", then ``error`` says why.  ``logprobs``: a sequence of one dict per token, as in ``CompletionOutput``."""
+    or "error", then ``error`` says why, and ``param`` which field of the request is at fault, if one is.
+    ``logprobs``: a sequence of one dict per token, as in ``CompletionOutput``."""
 
     sample: int
     text: str
@@ -37,6 +38,7 @@ class TextPiece:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    param: str | None = None
 
 
 class Stream(RequestText):
@@ -156,6 +158,7 @@ class Stream(RequestText):
         stop_token: int | None = None,
         logprobs: Scored | None = None,
         error: str | None = None,
+        param: str | None = None,
     ) -> None:
         """Accepted tokens of a branch, and why it has ended if it has; ``stop_token`` is the id that ended it where
         that is not an end-of-sequence token.  Ignored if the branch has ended."""
@@ -177,7 +180,8 @@ class Stream(RequestText):
         if sample not in self.open:
             text = self.texts[sample]
             piece.finish_reason, piece.stop_reason = text.finish_reason, text.stop_reason
-            piece.error = error if text.finish_reason == "error" else None
+            if text.finish_reason == "error":
+                piece.error, piece.param = error, param
             if reason is None and stopped is not None:
                 self._cut(self, sample, stopped)
         self._rouse()

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.engine.taps import values_of
+from minivllm.core.engine.taps import TapLimits, parts_of
 from minivllm.core.interfaces.taps import Tap
+from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.request import Request
+    from minivllm.core.engine.engine import Engine
+    from minivllm.core.engine.request import Request, Seq
 
 MEAN, LAST = POOLS = ("mean", "last")
+MOST_ADDED = 16 << 20  # bytes of the vectors of a request: it travels in one frame
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,12 @@ class PooledTaps:
         """Of the vectors, which travel for each prompt of a request."""
         return sum(tap.add.nbytes for tap in self.adds)
 
+    def check_size(self) -> None:
+        """RequestError for vectors that are too large to travel."""
+        if self.bytes > MOST_ADDED:
+            what = f"taps: the vectors that are added are {self.bytes} bytes as float32; want at most {MOST_ADDED}"
+            raise RequestError(f"{what}: add fewer, and vectors as wide as their points", "taps")
+
     def header(self) -> dict[str, Any]:
         return {"taps": [[tap.point, tap.scale, len(tap.add)] for tap in self.adds], "reads": list(self.reads)}
 
@@ -65,22 +74,16 @@ NOTHING = PooledTaps()
 
 @dataclass
 class PooledValues:
-    """What the branches that end in a turn have read."""
+    """Of a frame: what branches have read."""
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
     values: list[np.ndarray] = field(default_factory=list)
 
-    def add(self, number: int, request: Request, reads: Sequence[tuple[str, str]]) -> int:
-        """Of the branches of a request that ended well.  Returns how many numbers these are."""
-        before = len(self.values)
-        for seq in request.sequences if reads else ():
-            if seq.finish_reason not in ("stop", "length") or (found := values_of(seq, seq.emitted or None)) is None:
-                continue
-            for point, how in reads:
-                part = pooled(found[point], how)
-                self.rows.append((number, seq.sample, len(part)))
-                self.values.append(part)
-        return sum(map(len, self.values[before:]))
+    def add(self, number: int, sample: int, values: np.ndarray) -> int:
+        """One read of a branch, f32 [width]; how many numbers that are."""
+        self.rows.append((number, sample, len(values)))
+        self.values.append(values)
+        return len(values)
 
     def columns(self) -> dict[str, np.ndarray]:
         if not self.rows:
@@ -88,11 +91,39 @@ class PooledValues:
         return {"tap_rows": np.array(self.rows, np.int64).ravel(), "tap_values": np.concatenate(self.values)}
 
 
-def pooled(values: np.ndarray, how: str) -> np.ndarray:
-    """f32 [width] of [positions, width]; empty if there are no positions."""
-    if not len(values):
-        return np.empty(0, np.float32)
-    return values.mean(axis=0, dtype=np.float32) if how == MEAN else values[-1]
+def pooled(request: Request, reads: Sequence[tuple[str, str]]) -> Iterator[tuple[int, np.ndarray]]:
+    """(sample, f32 [width], empty if there are no positions) for each read of each branch that ended well.  What the
+    branches share is summed once, not once for each: nobody is served meanwhile."""
+    sums: dict[tuple[str, int], Any] = {}
+    for seq in request.sequences if reads else ():
+        if seq.finish_reason not in ("stop", "length") or (found := parts_of(seq, seq.emitted or None)) is None:
+            continue
+        for point, how in reads:
+            shared, own = found[point]
+            count = sum(map(len, shared))
+            n = count + sum(map(len, own))
+            if not n:
+                yield seq.sample, np.empty(0, np.float32)
+            elif how == MEAN:
+                if (point, count) not in sums:
+                    sums[point, count] = _sum(shared)
+                yield seq.sample, ((sums[point, count] + _sum(own)) / n).astype(np.float32)
+            else:
+                yield seq.sample, (own or shared)[-1][-1]
+
+
+def _sum(parts: Sequence[np.ndarray]) -> Any:
+    """f64 [width] of parts f32 [n, width]; 0.0 if there are none."""
+    sums = [part.sum(axis=0) for part in parts if len(part) > 1]
+    if ones := [part for part in parts if len(part) == 1]:  # of decodes, one each
+        sums.append(np.concatenate(ones).sum(axis=0))
+    return np.sum(sums, axis=0, dtype=np.float64)
+
+
+def fault(engine: Engine, seq: Seq) -> tuple[int, str | None, str | None]:
+    """(sample, error, param) of a branch that failed; ``param``: the field of the request for whose sake it did."""
+    mine = seq.error == TapLimits.of(engine.capacity, engine.wiring).too_many
+    return seq.sample, seq.error, "taps" if mine else None
 
 
 def read_values(columns: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:

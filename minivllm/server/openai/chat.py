@@ -30,7 +30,7 @@ from .prompts import answer_role, begins_answer, last_content, truncated, trunca
 from .protocol.chat import ChatBody
 from .protocol.common import naming
 from .reader import Reader
-from .taps import read_taps
+from .taps import check_reads, read_taps
 
 if TYPE_CHECKING:
     from minivllm.server.link.client import TextPiece
@@ -97,6 +97,7 @@ class Chat:
         self.taps = read_taps(body.taps, self.state, service.server, self.params)
         self.silent: Mapping[str, Any] = {"delta": {}}
         check_branches(service, 1, self.params)
+        check_reads(self.taps, service.client.info.tap_points, 1, self.params)
         as_ids = bool(body.return_tokens_as_token_ids)
         self.speller = logprobs.Speller(service.tokens.tokenizer, as_ids, self.params.detokenize)
 

@@ -31,7 +31,7 @@ from .params import asked_tokens, fit, limited, make_params, note_default, whole
 from .prompts import truncated, truncation
 from .protocol.common import naming
 from .protocol.completion import CompletionBody
-from .taps import read_taps
+from .taps import check_reads, read_taps
 from .tokens import Ids, read_prompts
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Completion:
         self.taps = read_taps(body.taps, self.state, service.server, self.params)
         self.silent: Mapping[str, Any] = {"text": ""}
         check_branches(service, len(self.prompts), self.params)
+        check_reads(self.taps, service.client.info.tap_points, len(self.prompts), self.params)
         check_told(service, len(self.prompts), self.params, self.taps)
         as_ids = bool(body.return_tokens_as_token_ids)
         self.speller = logprobs.Speller(service.tokens.tokenizer, as_ids, self.params.detokenize)

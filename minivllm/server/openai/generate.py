@@ -146,11 +146,13 @@ class Answer:
             yield self._chunk({"index": number, **work.silent, **rest})
 
     async def take(self) -> list[tuple[int, TextPiece]]:
-        """(number of the choice, piece) of all that is there, once something is; [] at the end.  ApiError (500) if the
-        engine failed on a branch."""
+        """(number of the choice, piece) of all that is there, once something is; [] at the end.  ApiError if a
+        branch failed: 400 if a field of the request is at fault, else 500."""
         found = [(at * self.n + piece.sample, piece) for at, piece in await take(self.streams)]
         for _, piece in found:
             if piece.finish_reason == "error":
+                if piece.param is not None:
+                    raise ApiError(400, piece.error or "", piece.param)
                 logs.event("the engine failed on a request", 40, answer=self.id, reason=piece.error)
                 raise ApiError(500, "the engine failed on this request; the server's log says why")
         return found

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MOST = 16  # taps of a request
 LARGEST = files.MIB  # bytes of a file with a vector
 NAMED = 8  # vectors that an error names
+MOST_READ = 4 << 20  # bytes of the values of all choices: as JSON they are five times as many
 SUFFIX = ".npy"
 KEYS = ("point", "read", "add", "scale")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -53,6 +54,15 @@ def read_taps(given: Any, state: Mapping[str, Any], server: ServerConfig, params
     return PooledTaps(tuple(adds), tuple(reads))
 
 
+def check_reads(taps: PooledTaps, points: Mapping[str, int], prompts: int, params: SamplingParams) -> None:
+    """ApiError (400) for more values than an answer may have; ``points`` are those of the model, with their widths."""
+    size = 4 * sum(points.get(point, 0) for point, _ in taps.reads)
+    branches = prompts * params.width
+    if size * branches > MOST_READ:
+        what = f"taps: what is read is {size} bytes as float32 for each of {branches} branches"
+        raise ApiError(400, f"{what}; want at most {MOST_READ} together: read fewer points, or ask for less", "taps")
+
+
 def _read_tap(at: str, one: Any, server: ServerConfig, adds: list[Tap], reads: list[tuple[str, str]]) -> None:
     if not isinstance(one, dict):
         raise _wrong(at, f"an object with {', '.join(KEYS)}")
@@ -66,6 +76,8 @@ def _read_tap(at: str, one: Any, server: ServerConfig, adds: list[Tap], reads: l
     if read is not None:
         if read not in POOLS:
             raise _wrong(f"{at}.read", f"{' or '.join(POOLS)}, what becomes of the values of all positions")
+        if (point, read) in reads:
+            raise ApiError(400, f"{at}: {brief(point)} is read twice by {read}; want each once", "taps")
         reads.append((point, read))
     scale = one.get("scale")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not _finite(scale)):
@@ -73,7 +85,11 @@ def _read_tap(at: str, one: Any, server: ServerConfig, adds: list[Tap], reads: l
     if scale is not None and add is None:
         raise ApiError(400, f'{at}.scale: want it only beside "add"', "taps")
     if add is not None:
-        adds.append(Tap(point, add=_vector(f"{at}.add", add, server), scale=1.0 if scale is None else float(scale)))
+        vector = _vector(f"{at}.add", add, server)
+        try:
+            adds.append(Tap(point, add=vector, scale=1.0 if scale is None else float(scale)))
+        except RequestError:
+            raise _wrong(f"{at}.add: {add}{SUFFIX}", "finite numbers in the range of float32") from None
 
 
 def _finite(number: float) -> bool:
