@@ -423,3 +423,11 @@ def test_a_tap_of_the_wrong_kind_is_refused_when_it_is_made(values):
     with pytest.raises(RequestError, match=r"taps: .*want") as e:
         Tap(**values)
     assert e.value.param == "taps"
+
+
+def test_a_request_that_says_no_number_of_tokens_reads_up_to_the_longest(models):
+    folder, _ = models("Llama")
+    with LLM(folder, **{**SMALL, "max_model_len": 48}) as llm:
+        params = SamplingParams(max_tokens=None, ignore_eos=True)
+        (out,) = llm.generate(prompts(61, [3]), params, False, [Tap("norm", read=True)])
+    assert out.finish_reason == "length" and len(out.outputs[0].taps["norm"]) == 47

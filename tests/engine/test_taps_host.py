@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import minivllm.testing.sim as sim_module
 from minivllm import SamplingParams, Tap
+from minivllm.core.engine import taps as engine_taps
 from minivllm.core.engine.request import Request
-from minivllm.core.engine.taps import values_of
+from minivllm.core.engine.taps import TapValues, values_of
 from minivllm.testing.sim import VOCAB, answer, at_rest, outputs, sim_engine
 
 POINTS = {"place": 2, "stream": 3, "logits": VOCAB}
@@ -80,11 +81,13 @@ def check(r: Request, add: list[float]) -> None:
 
 @st.composite
 def asks(draw):
-    """(prompt, n, tokens, points that are read, whether something is added, turn at which it comes, aborted after)"""
+    """(prompt, n, tokens, points that are read, whether something is added, turn at which it comes, aborted after,
+    whether the host chooses the tokens)"""
     prompt = [draw(st.integers(1, 3)), *range(1, draw(st.integers(1, 24)))]
     read = draw(st.lists(st.sampled_from(list(POINTS)), unique=True))
     turn = st.integers(0, 12)
-    return prompt, draw(st.integers(1, 3)), draw(st.integers(1, 30)), read, draw(st.booleans()), draw(turn), draw(turn)
+    n, tokens, adds, host = draw(st.integers(1, 3)), draw(st.integers(1, 30)), draw(st.booleans()), draw(st.booleans())
+    return prompt, n, tokens, read, adds, draw(turn), draw(turn), host
 
 
 def play(items, depth, blocks, budget, aborts=False):
@@ -92,11 +95,12 @@ def play(items, depth, blocks, budget, aborts=False):
     engine = sim_engine(slots=5, max_len=60, blocks=blocks, depth=depth, budget=max(budget, 5), reads=("n",))
     asked, turn = [], 0
     while len(asked) < len(items) or engine.busy:
-        for i, (prompt, n, tokens, read, adds, when, after) in enumerate(items):
+        for i, (prompt, n, tokens, read, adds, when, after, host) in enumerate(items):
             if when == turn:
                 add = [1.0 + i, 0.5, -2.0]
                 taps = [Tap(p, read=True) for p in read] + [Tap("stream", add=add)] * adds
-                params = SamplingParams.make(n=n, max_tokens=tokens, seed=0)
+                chooses = {"choose_fn": lambda logits, ids: int(np.argmax(logits))} if host else {}
+                params = SamplingParams.make(n=n, max_tokens=tokens, seed=0, **chooses)
                 r = Request(str(i), np.array(prompt, np.int32), params, float(turn), taps=tuple(taps))
                 engine.add(r)
                 asked.append((r, add if adds else [0.0] * 3))
@@ -126,7 +130,27 @@ def test_each_position_is_told_once_and_steps_name_what_is_added_to_their_rows(i
     play(items, depth, blocks, budget, aborts)
 
 
+@pytest.mark.parametrize("room", [1, 7, engine_taps.ROOM])
+def test_values_grow_in_memory_of_their_own(room):
+    values, want = TapValues(0, 0, room), []
+    for step in range(200):
+        block = np.arange(256 * 4, dtype=np.float32).reshape(256, 4) + step  # what all rows of a step have read
+        values.keep(0, block[step : step + 1 + step % 3])
+        want.append(block[step : step + 1 + step % 3].copy())
+        block[:] = np.nan  # the step's memory is the device's again
+    assert np.array_equal(values.parts[0].rows, np.concatenate(want)) and len(values.parts[0].memory) <= 4_194_304
+
+
+@pytest.mark.parametrize("room", [1, 40])
+def test_values_that_outgrow_their_memory_are_told_once_too(room, monkeypatch):
+    monkeypatch.setattr(engine_taps, "FIRST_ROOM", room)
+    items = [([i, *range(1, 20)], 1 + i % 2, 30, [*POINTS], i % 2 == 1, i, 0, i % 3 == 0) for i in range(8)]
+    assert play(items, 1, 34, 16) > 1
+
+
+@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_what_is_computed_again_after_a_preemption_is_not_told_again(depth):
-    items = [([i, *range(1, 20)], 1 + i % 2, 30, [*POINTS][: 1 + i % 3], i % 2 == 1, i, 0) for i in range(8)]
-    assert play(items, depth, 34, 16) > 1
+def test_what_is_computed_again_after_a_preemption_is_not_told_again(depth, host):
+    """A row that waits for the host loses its step to a preemption, and its logits were told all the same."""
+    items = [([i, *range(1, 20)], 1, 30, [*POINTS], i % 2 == 1, i, 0, host and i % 2 == 0) for i in range(8)]
+    assert play(items, depth, 34, 9) > 1

@@ -11,7 +11,7 @@ import numpy as np
 from minivllm import LLM, SamplingParams, Tap
 from minivllm.config import load_config
 from minivllm.core.engine.request import Request, Seq
-from minivllm.core.engine.taps import RequestTaps, TapValues, values_of
+from minivllm.core.engine.taps import Growing, RequestTaps, TapValues, values_of
 from minivllm.server.link import frames
 from minivllm.server.link.client import LocalClient
 from minivllm.server.link.engine_loop import FRAME
@@ -48,6 +48,14 @@ def test_values_are_the_same_on_both_ends_of_the_link():
     assert list(read_values({})) == [] and PooledValues().columns() == {}
 
 
+def growing(rows, kind=np.ndarray):
+    """A point's values f32 [n, width], seen as arrays of this kind."""
+    made = Growing(rows.shape[1], len(rows))
+    made.add(rows)
+    made.memory = made.memory.view(kind)
+    return made
+
+
 class Shared(np.ndarray):
     """Counts how often it is summed."""
 
@@ -62,14 +70,14 @@ def test_what_branches_share_is_summed_once_and_never_copied():
     """8 MiB of a prompt's values, and 32 branches with a few of their own."""
     rng = np.random.default_rng(0)
     prompt = rng.normal(size=(8192, 256)).astype("f4")
-    parts = [part.view(Shared) for part in np.split(prompt, 2)]
     params = SamplingParams.make(n=32, max_tokens=9)
     request = Request("r", np.ones(8192, np.int32), params, 0.0)
     request.tapped = RequestTaps({0: ("a", 256)}, {}, 1)
     request.sequences = [Seq(i, request, i, 0) for i in range(32)]
     for i, seq in enumerate(request.sequences):
-        own = rng.normal(size=(i % 4, 1, 256)).astype("f4")
-        seq.tap_values = TapValues(8192 if i else 0, 0, {0: [*([] if i else parts), *own]})
+        own = rng.normal(size=(i % 4, 256)).astype("f4")
+        values = growing(own) if i else growing(np.concatenate([prompt, own]), Shared)
+        seq.tap_values = TapValues(8192 if i else 0, 0, parts={0: values})
         seq.finish_reason, seq.emitted = "stop", len(own) + 1
     wanted = [np.asarray(values_of(seq, seq.emitted)["a"]) for seq in request.sequences]
     Shared.sums = 0
@@ -79,7 +87,7 @@ def test_what_branches_share_is_summed_once_and_never_copied():
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-    assert Shared.sums == 4  # the first sequence's own, and once for all others
+    assert Shared.sums == 2  # the first sequence's own, and once for all others
     assert [sample for sample, _ in found] == [i // 2 for i in range(64)]
     for i, values in enumerate(wanted):
         np.testing.assert_allclose(found[2 * i][1], values.mean(0, dtype="f8"), rtol=1e-4, atol=1e-6)
@@ -92,7 +100,7 @@ def test_a_last_value_is_that_of_the_last_position_whatever_a_step_leaves_empty(
     request.tapped = RequestTaps({1: ("logits", 2)}, {}, 1)
     (seq,) = request.sequences = [Seq(0, request, 0, 0, finish_reason="length", emitted=1)]
     empty = np.empty((0, 2), np.float32)
-    seq.tap_values = TapValues(0, 5, {1: [empty]}, [np.array([[1, 2], [3, 6]], "f4"), empty])
+    seq.tap_values = TapValues(0, 5, parts={1: growing(empty)}, scored=[np.array([[1, 2], [3, 6]], "f4"), empty])
     found = [part.tolist() for _, part in pooled(request, (("logits", "mean"), ("logits", "last")))]
     assert found == [[2, 4], [3, 6]]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from minivllm.core.interfaces.plan import StepPlan, no_rows
-from minivllm.core.interfaces.taps import LOGITS, Tap
+from minivllm.core.interfaces.taps import LOGITS, Tap, by_point, read_only
 from minivllm.errors import RequestError, shown, suggest
 
 from .request import FINISHED
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 NO_TAPS = (no_rows(0, 3), no_rows())  # of a step in which nobody has any
+FIRST_ROOM = 16 << 20  # bytes that a sequence's values of a point have before they grow, at most
+ROOM = 1 << 30  # rows, where nobody says how many there may be
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}  # of other dtypes that of float32
 
 
@@ -75,15 +77,45 @@ class TapLimits(NamedTuple):
 NO_LIMITS = TapLimits()
 
 
+class Growing:
+    """f32 [n, width] that grows at its end, in memory of its own: each value is copied once, and as
+    often again as doubling the room takes."""
+
+    def __init__(self, width: int, room: int) -> None:
+        self.memory, self.n = np.empty((max(room, 1), width), np.float32), 0
+
+    def add(self, rows: np.ndarray) -> None:
+        n = self.n + len(rows)
+        if n > len(self.memory):
+            old = self.memory[: self.n]
+            self.memory = np.empty((max(n, 2 * len(self.memory)), old.shape[1]), np.float32)
+            self.memory[: self.n] = old
+        self.memory[self.n : n] = rows
+        self.n = n
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self.memory[: self.n]
+
+
 @dataclass(eq=False)
 class TapValues:
     """What a sequence has read: positions [first, upto), of which those of steps in flight are still to come."""
 
     first: int
     upto: int
-    parts: dict[int, list[np.ndarray]] = field(default_factory=dict)  # f32 [n, width] each
+    room: int = ROOM  # rows that there may be
+    parts: dict[int, Growing] = field(default_factory=dict)  # by point
     # logits at the tokens of a scored prompt but the last, which one branch of a request has whole
     scored: list[np.ndarray] = field(default_factory=list)
+
+    def keep(self, number: int, rows: np.ndarray) -> None:
+        """Values of a point, in memory that is the step's own."""
+        if number not in self.parts:
+            width = rows.shape[1]
+            most = max(FIRST_ROOM // (4 * width), len(rows))
+            self.parts[number] = Growing(width, min(self.room, most))
+        self.parts[number].add(rows)
 
 
 def check_taps(engine: Engine, request: Request) -> None:
@@ -137,6 +169,9 @@ def _fitting(tap: Tap, width: int) -> np.ndarray:
     if tap.point == LOGITS:
         what = "taps: nothing is added to the model's own logits"
         raise RequestError(f"{what}; want read=True alone, and logit_bias or a processor", "taps")
+    if read_only(tap.point):
+        what = f"taps: nothing is added to {tap.point}, which are numbers of experts"
+        raise RequestError(f"{what}; want read=True alone, or a tap of the router's logits", "taps")
     if len(tap.add) != width:
         what = f"taps: a vector of {len(tap.add)} numbers for {tap.point}"
         raise RequestError(f"{what}; want {width}, the width of that point", "taps")
@@ -162,28 +197,33 @@ def tap_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(``taps``, ``steered``) of plan.StepPlan for the rows of a step, of which those that ``draws`` draw; what they
     read counts as read from now on."""
-    lines: list[tuple[int, int, int]] = []
+    found: dict[int, list[tuple[int, int]]] = {}  # (row, first token) by point
     steered: set[int] = set()
-    for row in np.flatnonzero(s.tapped[slots]).tolist():
-        seq, at, n = s.at(int(slots[row])), int(computed[row]), int(q_len[row])
+    rows = np.flatnonzero(s.tapped[slots])
+    mine = slots[rows]
+    scores = (s.prompt_topk[mine] >= 0) & (computed[rows] < s.prompt[mine] - 1)
+    of_rows = (rows, mine, computed[rows], q_len[rows], draws[rows], scores)
+    for row, slot, at, n, drawn, scored in zip(*(x.tolist() for x in of_rows), strict=True):
+        seq = s.at(slot)
         taps = seq.request.tapped
         assert taps is not None
         steered.update(taps.steering)
         if not taps.read:
             continue
         if seq.tap_values is None:
-            seq.tap_values = TapValues(at, at)
+            seq.tap_values = TapValues(at, at, seq.request.end - at)
         first = max(seq.tap_values.upto - at, 0)
-        seq.tap_values.upto = max(seq.tap_values.upto, at + n)
-        scored = s.prompt_topk[slots[row]] >= 0 and at < s.prompt[slots[row]] - 1
-        if first < n:
-            lines += [
-                (number, row, first) for number in taps.read if number != taps.logits or scored
-            ]
-        if taps.logits in taps.read and draws[row] and not scored:
-            lines.append((taps.logits, row, n - 1))
+        if first >= n:  # a row that waited for the host may draw again after a preemption
+            continue
+        seq.tap_values.upto = at + n
+        for number in taps.read:
+            if number != taps.logits or scored:
+                found.setdefault(number, []).append((row, first))
+            elif drawn:
+                found.setdefault(number, []).append((row, n - 1))
+    lines = [(number, *line) for number in sorted(found) for line in found[number]]
     return (
-        np.array(sorted(lines), np.int32).reshape(-1, 3),
+        np.array(lines, np.int32).reshape(-1, 3),
         np.array(sorted(steered), np.int32),
     )
 
@@ -197,23 +237,27 @@ def keep_taps(
     """Values of a step, f32 one after another, to the sequences of its rows; those sequences whose request has too many
     now.  ``sequence`` gives that of a row, also one that was preempted meanwhile."""
     over, at = {}, 0
-    for number, row, first in plan.taps.tolist():
-        n, width = int(plan.q_len[row]) - first, limits.widths[number]
-        part, at = values[at : at + n * width], at + n * width
-        seq = sequence(row)
-        if seq is None or seq.status == FINISHED or seq.tap_values is None:
-            continue
-        request = seq.request
-        # a copy: the step's own memory may be the device's, and holds all rows
-        rows = part.reshape(n, width).copy()
-        if request.tapped is not None and number == request.tapped.logits:
-            before_last = max(len(request.prompt) - 1 - int(plan.computed[row]) - first, 0)
-            seq.tap_values.scored.append(rows[:before_last])
-            rows = rows[before_last:]
-        seq.tap_values.parts.setdefault(number, []).append(rows)
-        request.tap_bytes += part.nbytes
-        if request.tap_bytes > limits.most:
-            over[seq.id, seq.sample] = seq
+    for number, rows, firsts in by_point(plan.taps):
+        n, width = plan.q_len[rows] - firsts, limits.widths[number]
+        ends = n.cumsum()
+        block = values[at : at + int(ends[-1]) * width].reshape(-1, width)
+        at += block.size
+        of_rows = (rows, firsts, ends - n, ends)
+        for row, first, begin, end in zip(*(x.tolist() for x in of_rows), strict=True):
+            seq = sequence(row)
+            if seq is None or seq.status == FINISHED or seq.tap_values is None:
+                continue
+            request, part = seq.request, block[begin:end]
+            request.tap_bytes += part.nbytes
+            if request.tapped is not None and number == request.tapped.logits:
+                before_last = len(request.prompt) - 1 - int(plan.computed[row]) - first
+                if before_last > 0:
+                    seq.tap_values.scored.append(part[:before_last].copy())
+                    part = part[before_last:]
+            if len(part):
+                seq.tap_values.keep(number, part)
+            if request.tap_bytes > limits.most:
+                over[seq.id, seq.sample] = seq
     return over.values()
 
 
@@ -223,12 +267,14 @@ def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | No
     taps, parts = seq.request.tapped, parts_of(seq, tokens)
     if taps is None or parts is None:
         return None
-    return {
-        name: np.concatenate(
-            [np.empty((0, width), np.float32), *parts[name].shared, *parts[name].own]
-        )
-        for name, width in taps.read.values()
-    }
+    return {name: _whole(parts[name], width) for name, width in taps.read.values()}
+
+
+def _whole(parts: TapParts, width: int) -> np.ndarray:
+    """One array, which is a copy where there are several, or where a branch shares it."""
+    if not parts.shared and len(parts.own) == 1:
+        return parts.own[0]
+    return np.concatenate([np.empty((0, width), np.float32), *parts.shared, *parts.own])
 
 
 class TapParts(NamedTuple):
@@ -256,8 +302,8 @@ def parts_of(seq: Seq, tokens: int | None = None) -> dict[str, TapParts] | None:
             if tokens is not None:
                 most = len(request.prompt) + tokens - 1
             if own is not None and own.first and head is not None:  # a branch
-                shared = _first(head.parts[number], min(own.first, most))
-        rest = () if own is None else own.parts.get(number, ())
+                shared = _first([head.parts[number].rows], min(own.first, most))
+        rest = [] if own is None or number not in own.parts else [own.parts[number].rows]
         found[name] = TapParts(shared, _first(rest, most - sum(map(len, shared))))
     return found
 

@@ -7,7 +7,9 @@ A point is a tensor of the forward pass, one vector a token: ``layers.10.residua
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,12 @@ from minivllm.errors import RequestError, shown
 
 # the point behind the head: there is a vector for each token that is drawn, or scored (``prompt_logprobs``)
 LOGITS = "logits"
+EXPERTS = ".experts"  # what points of chosen experts end with: ids as numbers, which are read only
+
+
+def read_only(point: str) -> bool:
+    """Whether nothing can be added at a point."""
+    return point == LOGITS or point.endswith(EXPERTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,3 +86,11 @@ def _vector(given: Any) -> np.ndarray:
 
 def _refused(name: str, value: Any, want: str) -> RequestError:
     return RequestError(f"taps: {name}={shown(value)}: want {want}", "taps")
+
+
+def by_point(lines: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(number of a point, its rows, the first token of each that is read) of ``StepPlan.taps`` i32 [n, 3]."""
+    changes = np.flatnonzero(np.diff(lines[:, 0])) + 1
+    for begin, end in pairwise((0, *changes.tolist(), len(lines))):
+        if begin < end:
+            yield int(lines[begin, 0]), lines[begin:end, 1], lines[begin:end, 2]

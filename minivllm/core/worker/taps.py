@@ -10,7 +10,6 @@ A step in which nobody has taps hears of none of this (``StepTensors.taps`` is N
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.model import tap_points
 from minivllm.core.interfaces.plan import StepError
-from minivllm.core.interfaces.taps import LOGITS
+from minivllm.core.interfaces.taps import LOGITS, by_point, read_only
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnMeta
@@ -71,7 +70,10 @@ class TapState:
         """[S, width], made when the point is first asked for."""
         if point not in rows:
             width = self.points[point]
-            rows[point] = torch.zeros(self.slots, width, dtype=self.dtype, device=self.state.device)
+            dtype = (
+                torch.float32 if read_only(point) else self.dtype
+            )  # which holds an expert's number
+            rows[point] = torch.zeros(self.slots, width, dtype=dtype, device=self.state.device)
         return rows[point]
 
     def apply(self, delta: Delta) -> dict[int, StepError]:
@@ -113,14 +115,18 @@ class TapState:
         """Numbers of the points at which something is added; rows without memory for it have failed."""
         return tuple(n for n in plan.steered.tolist() if self.names[n] in self.steering)
 
-    def eager(self, plan: StepPlan, meta: AttnMeta, found: dict[str, Tensor]) -> TapsOfStep | None:
+    def eager(
+        self,
+        plan: StepPlan,
+        tokens: Mapping[str, np.ndarray],
+        meta: AttnMeta,
+        found: dict[str, Tensor],
+    ) -> TapsOfStep | None:
         """Those of a step of separate launches; None if it has none.  What is read of a point is put into ``found``:
-        [n, width], the tokens of ``plan.taps``."""
+        [n, width], those of its ``tokens``."""
         if not len(plan.taps) and not len(plan.steered):
             return None
-        indices = {
-            point: self.state.to(at) for point, at in self.tokens(plan).items() if point != LOGITS
-        }
+        indices = {point: self.state.to(at) for point, at in tokens.items() if point != LOGITS}
 
         def keep(point: str, x: Tensor) -> None:
             found[point] = x[indices[point]]
@@ -138,26 +144,33 @@ class TapState:
 
         return self._of_step(steered, meta, frozenset(buffers), keep)
 
-    def replayed(self, plan: StepPlan) -> dict[str, Tensor]:
+    def replayed(self, tokens: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """What ``eager`` finds, of a decode step that was replayed: rows are tokens."""
-        tokens = self.tokens(plan)
-        tokens.pop(LOGITS, None)
-        return {point: self.buffers[point][self.state.to(at)] for point, at in tokens.items()}
+        return {
+            point: self._rows_at(self.buffers[point], at)
+            for point, at in tokens.items()
+            if point != LOGITS
+        }
+
+    def _rows_at(self, buffer: Tensor, at: np.ndarray) -> Tensor:
+        """Rows ``at``, ascending: a view where they are the first ones."""
+        n = len(at)
+        return buffer[:n] if at[-1] == n - 1 else buffer[self.state.to(at)]
 
     def flat(self, found: Mapping[str, Tensor]) -> Tensor:
         """f32, the values that were found, one after another in the order of the points."""
-        return torch.cat([found[point].float().ravel() for point in self.names if point in found])
+        values = [found[point].float().ravel() for point in self.names if point in found]
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def _of_step(self, steered: Any, meta: AttnMeta, read: frozenset[str], keep: Any) -> TapsOfStep:
         steering = {self.names[n]: self.steering[self.names[n]] for n in steered}
         return TapsOfStep(steering, meta.slots[meta.row], read, keep)
 
     def tokens(self, plan: StepPlan) -> dict[str, np.ndarray]:
-        """point -> i64 [n] numbers of the tokens of the step that are read there."""
+        """point -> i64 [n] numbers of the tokens of the step that are read there, ascending."""
         ends, found = plan.q_len.cumsum(), {}
-        for number, lines in groupby(plan.taps.tolist(), lambda line: line[0]):
-            parts = [
-                np.arange(ends[row] - plan.q_len[row] + first, ends[row]) for _, row, first in lines
-            ]
-            found[self.names[number]] = np.concatenate(parts).astype(np.int64)
+        for number, rows, first in by_point(plan.taps):
+            n = plan.q_len[rows] - first
+            before = n.cumsum() - n
+            found[self.names[number]] = (ends[rows] - n - before).repeat(n) + np.arange(n.sum())
         return found
