@@ -39,7 +39,10 @@ ENGINE = (
     ("max_num_batched_tokens", int, "tokens of a step"), ("dtype", str, "auto, float32, bfloat16 or float16"),
     ("device", str, "auto, cpu or cuda"), ("gpu_memory_utilization", float, "share of the device's memory"),
     ("tensor_parallel_size", int, "processes that share the model"), ("seed", int, "of requests that bring none"),
-    ("tokenizer", str, "where the tokenizer is, if not with the model"),
+    ("revision", str, "of a model that is a Hugging Face id: a branch, a tag or a commit (default main)"),
+    ("tokenizer", str, "where the tokenizer is, if not with the model: a directory or a Hugging Face id"),
+    ("tokenizer_revision", str, "of a tokenizer that is a Hugging Face id"),
+    ("download_dir", str, "the cache of models that are Hugging Face ids (default HF_HUB_CACHE, or HF_HOME)"),
     ("chat_template", str, "a file with a Jinja template for chats, or its text, in place of the model's own"),
     ("load_format", str, "auto, safetensors, or dummy: random weights"),
     ("quantization", str, "which quantizer: minivllm plugins quantizer"),
@@ -48,6 +51,7 @@ ENGINE = (
     ("num_kvcache_blocks", int, "KV blocks, instead of as many as fit; also --num-gpu-blocks-override"),
     ("max_logprobs", int, "log-probabilities a token that a request may ask for (default 20)"),
     ("logprobs_mode", str, "raw_logprobs or processed_logprobs"),
+    ("model_impl", str, "auto, minivllm or transformers: whose code runs the model"),
     ("scheduler", str, "which policy: minivllm plugins scheduler; also --scheduling-policy"),
 )  # fmt: skip
 SWITCHES = (

@@ -28,7 +28,6 @@ tools are not shown to the model with tool_choice=none <- exclude-tools-when-too
 models generate <- task=generate|auto runner=generate|auto convert=auto|none
 the tokenizer is the model's <- tokenizer-mode=auto|hf
 config.json is read <- config-format=auto|hf
-the seam model_arch chooses <- model-impl=auto
 sampling defaults come from [sampling] and --override-generation-config <- generation-config=vllm
 the seam grammar chooses <- guided-decoding-backend=auto
 preempted requests are computed again <- preemption-mode=recompute
@@ -77,9 +76,8 @@ here it is --set graph=auto, mixed, decode or off, or --enforce-eager <- compila
     cudagraph-capture-sizes max-cudagraph-capture-size cuda-graph-sizes max-seq-len-to-capture
 edit config.json in the model's directory <- hf-overrides rope-scaling rope-theta hf-config-path config-format \
     disable-sliding-window
-download what you want, and give its directory as the model <- revision code-revision tokenizer-revision \
-    ignore-patterns
-set HF_HOME <- download-dir
+the code of a model's repository is never run: leave it out <- code-revision
+only safetensors, configuration and tokenizer are fetched: leave it out <- ignore-patterns
 set HF_TOKEN <- hf-token
 here it is --override-generation-config JSON, or the [sampling] table <- generation-config
 here it is --set 'hooks=["opentelemetry"]' with OTEL_EXPORTER_OTLP_ENDPOINT: see docs/hooks.md <- otlp-traces-endpoint \
@@ -90,7 +88,6 @@ only text is served <- limit-mm-per-prompt disable-mm-preprocessor-cache allowed
     enable-mm-embeds interleave-mm-strings mm-*
 models generate: leave it out <- task runner convert
 preempted requests are computed again: leave it out <- preemption-mode
-here it is --set model_arch=NAME <- model-impl
 schedulers decide it: see docs/scheduling.md <- long-prefill-token-threshold max-num-partial-prefills \
     max-long-partial-prefills
 minivllm has nothing like it: leave it out <- disable-cascade-attn enable-sleep-mode calculate-kv-scales \

@@ -32,7 +32,7 @@ class Explanation:
     def text(self, seam: str | None = None, all: bool = False) -> str:
         """What ``minivllm explain`` prints; ``all`` asks the plug-ins too that were not looked at."""
         width = max([len(what) for what, _ in self.notes] + [0])
-        lines = [f"{what:{width}}  {sentence}" for what, sentence in self.notes] if seam is None else []
+        lines = [f"{what:{width}}  {sentence}" for what, sentence in self._notes(seam)]
         return "\n".join([*lines, *(s.explain() for s in self._asked(seam, all))])
 
     def as_dict(self, seam: str | None = None, all: bool = False) -> dict[str, Any]:
@@ -42,6 +42,12 @@ class Explanation:
             "selections": [s.as_dict() for s in self._asked(seam, all)],
             "error": str(self.error) if self.error is not None else None,
         }
+
+    def _notes(self, seam: str | None) -> Sequence[tuple[str, str]]:
+        """All, or what a seam has to say beside its choice."""
+        kind = check_seam(seam)
+        # names to prefer that were passed over are among the candidates
+        return [n for n in self.notes if not kind or (n[0].startswith(f"{kind}.") and not n[0].endswith(".prefer"))]
 
     def _asked(self, seam: str | None, all: bool) -> Sequence[Selection]:
         return [s.widen(self.catalog[s.kind]) if all else s for s in self.of(seam)]

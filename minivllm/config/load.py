@@ -158,6 +158,9 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
             and (text.startswith(("./", "../")) or os.path.isdir(folder / text))
         ):
             values[key] = os.path.normpath(folder / text)
+    place = values.get("download_dir")
+    if isinstance(place, str) and place and not place.startswith("~"):
+        values["download_dir"] = os.path.normpath(folder / place)
     template = values.get("chat_template")
     if isinstance(template, str) and template and not is_template(template):
         values["chat_template"] = os.path.normpath(folder / template)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import DraftWiring, Part
 from minivllm.errors import PluginError, shown
-from minivllm.loading.hf_config import Checkpoint, open_checkpoint
+from minivllm.loading.hf_config import Checkpoint
 from minivllm.registry import build_part
 
 from .draft_limits import DraftLimits
+from .places import ModelPlaces, told
 
 # what a processor with a model of its own cannot claim: the model reads a row once in a step, outside of a capture
 WITHOUT = ("graph_safe", "multi_position")
@@ -19,21 +20,23 @@ WITHOUT = ("graph_safe", "multi_position")
 
 @dataclass
 class OwnModels:
-    """Collects the models that parts name by their option ``model``: their attention layers, and notes of what was
-    chosen.  ``choose`` gives the parts (model, quantizer) of a checkpoint, by seam."""
+    """Collects the models that parts name by their option ``model``, and ``revision`` where they have it: their
+    attention layers, and notes of what was chosen.  ``choose`` gives the parts (model, quantizer) of a checkpoint, by
+    seam."""
 
     limits: DraftLimits
     choose: Callable[[Checkpoint], Mapping[str, Part]]
+    places: ModelPlaces
     layers: list[AttnSpec] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, part: Part, claim: str, note: str, said: str) -> DraftWiring:
         """The model of ``part``, which claims that it has one.  PluginError if it names none; ConfigError, which begins
         with ``said``, if it does not fit the model that is served."""
-        path = part.options.get("model")
+        path, revision = part.options.get("model"), part.options.get("revision")
         if not isinstance(path, str) or not path:
             raise PluginError(f"{part.name}: it claims {claim}, and its option 'model' is {shown(path)}; want a path")
-        checkpoint = open_checkpoint(path)
+        checkpoint = self.places.checkpoint(path, revision, f"revision of {part.name}")
         said, own = f"{said} {checkpoint.folder}", checkpoint.hf_config()
         self.limits.check_config(said, own)
         parts = self.choose(checkpoint)
@@ -41,7 +44,7 @@ class OwnModels:
         layers = tuple(arch.attention(own))
         self.limits.check_layers(said, layers, arch.switch(own))
         self.layers += layers
-        self.notes.append((note, f"{checkpoint.folder} ({checkpoint.architecture})"))
+        self.notes.append((note, f"{told(checkpoint.folder)} ({checkpoint.architecture})"))
         return DraftWiring(str(checkpoint.folder), parts)
 
     def of_processors(self, processors: Sequence[Part], begins: str) -> dict[str, DraftWiring]:

@@ -25,7 +25,7 @@ from minivllm.core.interfaces.executor import (
 )
 from minivllm.errors import ConfigError, ModelError, PluginError, shown
 from minivllm.hardware import Device, choose_dtype, find_device
-from minivllm.loading.hf_config import Checkpoint, context_said, longest_context, open_checkpoint
+from minivllm.loading.hf_config import Checkpoint, context_said, longest_context
 from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selection, build_part
 from minivllm.spec import OPTION_OF, Needs
 from minivllm.validation import begins, source_of
@@ -34,6 +34,7 @@ from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .kv_groups import group_layers
 from .own_models import OwnModels
+from .places import ModelPlaces, told
 from .unused import refuse_unused
 from .values import PluginChoice
 
@@ -67,6 +68,7 @@ class Resolved:
     facts: Mapping[str, Any]
     notes: tuple[tuple[str, str], ...]  # (what, sentence) for what is not a plug-in: device, dtype, block ...
     catalog: Catalog
+    tokenizer_dir: str | None  # None with skip_tokenizer_init
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -82,10 +84,13 @@ class Resolved:
         return self.explanation.text(seam, all)
 
 
-def resolve(config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None = None) -> Resolved:
-    """Choose everything.  ConfigError, ModelError, PluginError or ResourceError; a PluginError of a choice carries the
-    ``selections`` and ``notes`` so far."""
-    fold = _Fold(config, catalog.allow(config.allow_targets), dict(origins or {}))
+def resolve(
+    config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None = None, weights: bool = True
+) -> Resolved:
+    """Choose everything; of a model that is on the hub, fetch what is missing, ``weights`` too.  ConfigError,
+    ModelError, PluginError or ResourceError; a PluginError of a choice carries the ``selections`` and ``notes`` so far.
+    """
+    fold = _Fold(config, catalog.allow(config.allow_targets), dict(origins or {}), weights)
     try:
         return fold.run()
     except PluginError as exc:
@@ -115,6 +120,7 @@ class _Fold:
     config: EngineConfig
     catalog: Catalog
     origins: Mapping[str, str]
+    weights: bool = True
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
@@ -128,7 +134,10 @@ class _Fold:
                 f"max_num_seqs={config.max_num_seqs}: a decode step would not fit; raise the one or lower the other"
             )
         hooks = tuple(self._several("hooks", config.hooks, ()))
-        checkpoint = open_checkpoint(self._resolve_model(hooks))
+        places = ModelPlaces(config, self.weights)
+        name = places.model(hooks, self.notes)
+        checkpoint = places.checkpoint(name, config.revision)
+        tokenizer = places.tokenizer(name, checkpoint.folder)
         device = self._device()
         invariant = self._invariant(device)
         size = {"tensor_parallel_size": config.tensor_parallel_size}
@@ -139,7 +148,7 @@ class _Fold:
         max_len = self._max_len(hf_config)
         switch = None if switch is None or switch >= max_len else switch
         limits = DraftLimits(hf_config.vocab_size, max_len, switch)
-        own = OwnModels(limits, partial(self._model_parts, invariant), notes=self.notes)
+        own = OwnModels(limits, partial(self._model_parts, invariant), places, notes=self.notes)
         speculation = self._drafter(own)
         known = ("device", "sm", "dtype")
         self._pick("quantizer", config.quantizer, known, {"checkpoint": checkpoint.quantization}, invariant)
@@ -171,6 +180,7 @@ class _Fold:
             facts=self.facts,
             notes=tuple(self.notes),
             catalog=self.catalog,
+            tokenizer_dir=None if tokenizer is None else str(tokenizer),
         )
 
     def _wiring(
@@ -243,25 +253,12 @@ class _Fold:
                 raise ConfigError(f"{said} on {device.kind}: {missing}")
         return frozenset({"batch_invariant"})
 
-    def _resolve_model(self, hooks: Sequence[Part]) -> str:
-        """What a hook says that the name of the model stands for, or the name."""
-        name = self.config.model
-        if not hooks:
-            return name
-        from minivllm.hooks.manager import ask_model
-
-        found = ask_model(hooks, name)
-        if found is None:
-            return name
-        self.notes.append(("resolved", f"{name} is {found[1]} (says {found[0]})"))
-        return found[1]
-
     def _model(self, checkpoint: Checkpoint, features: frozenset[str]) -> tuple[tuple[AttnSpec, ...], Any, int | None]:
         """Its attention layers, its configuration, and the length at which its rotary embedding is another one."""
         asked = self.config.model_arch
         named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
-        self.notes.append(("model", f"{checkpoint.folder} ({checkpoint.architecture})"))
-        selection = self._select("model", asked, ("device", "dtype"), named, features)
+        self.notes.append(("model", f"{told(checkpoint.folder)} ({checkpoint.architecture})"))
+        selection = self._select_model(asked, named, features)
         if selection.chosen is None and asked.name == "auto":
             served = {a for c in selection.candidates if c.spec for a in c.spec.listed("architecture")}
             if checkpoint.architecture not in served:
@@ -282,7 +279,18 @@ class _Fold:
             raise ModelError(f"{checkpoint.folder}/config.json: {chosen.entry.label} misses a field: {exc}") from exc
         if not specs:
             raise ModelError(f"{checkpoint.folder}/config.json: the model has no attention layer")
+        if "any_architecture" in part.features:
+            why = "asked for" if self.config.model_impl == "transformers" else "no other plug-in serves the model"
+            self.notes.append(("model.impl", f"{part.name}: {why}"))
+        self.notes += [(f"model.{what}", text) for what, text in arch.notes(hf_config).items()]
         return specs, hf_config, switch
+
+    def _select_model(self, asked: PluginChoice, named: Mapping[str, str], features: frozenset[str]) -> Selection:
+        """A plug-in that names the architecture, of this package or another, and where there is none one for any."""
+        known, impl, last = ("device", "dtype"), self.config.model_impl, features | {"any_architecture"}
+        first = self._select("model", asked, known, named, last if impl == "transformers" else features)
+        second = first if first.chosen or impl != "auto" else self._select("model", asked, known, named, last)
+        return second if second.chosen is not None else first
 
     def _max_len(self, hf_config: Any) -> int:
         asked, most = self.config.max_model_len, longest_context(hf_config)
@@ -308,7 +316,7 @@ class _Fold:
         """Those of a model beside the one that is served, chosen as its are."""
         named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
         known, registry = ("device", "dtype"), self.catalog
-        model = self._select("model", PluginChoice(), known, named, invariant)
+        model = self._select_model(PluginChoice(), named, invariant)
         quantizer = self._select(
             "quantizer", PluginChoice(), (*known, "sm"), {"checkpoint": checkpoint.quantization}, invariant
         )

@@ -63,6 +63,10 @@ def _choices(value: Any) -> Any:
     return [_choice(v) for v in value]
 
 
+def _impl(value: Any) -> Any:
+    return "minivllm" if value == "vllm" else value  # what vLLM's users write for the engine's own
+
+
 def _dtype(value: Any) -> Any:
     name = str(value).removeprefix("torch.")  # a torch.dtype is welcome
     return DTYPE_NAMES.get(name, name)
@@ -78,7 +82,20 @@ class EngineConfig(Strict):
 
     config_version: Literal[1] = Field(1, description="of the form of the file")
     model: Path_ = Field("pocket", min_length=1, description="a directory, a Hugging Face id, pocket or pocket-draft")
-    tokenizer: Path_ | None = Field(None, description="where the tokenizer is, if not with the model")
+    revision: str | None = Field(
+        None, min_length=1, description="of a model by a Hugging Face id: a branch, a tag or a commit; None: main"
+    )
+    tokenizer: Path_ | None = Field(
+        None,
+        min_length=1,
+        description="where the tokenizer is, if not with the model: a directory, or such an id",
+    )
+    tokenizer_revision: str | None = Field(
+        None, min_length=1, description="of a tokenizer by an id; None: the model's, if it is its own"
+    )
+    download_dir: Path_ | None = Field(
+        None, min_length=1, description="the cache of models by ids; None: that of HF_HUB_CACHE or HF_HOME"
+    )
     chat_template: Path_ | None = Field(
         None, min_length=1, description="a file with a Jinja template for chats, or its text; None: the model's own"
     )
@@ -126,6 +143,9 @@ class EngineConfig(Strict):
     sampler: One = PluginChoice()
     quantizer: One = PluginChoice()
     model_arch: One = PluginChoice()
+    model_impl: Annotated[Literal["auto", "minivllm", "transformers"], BeforeValidator(_impl)] = Field(
+        "auto", description="plug-ins that name the architecture, or transformers' class; auto: that where none does"
+    )
     executor: One = PluginChoice()
     kv_format: One = PluginChoice()
     grammar: One = PluginChoice()

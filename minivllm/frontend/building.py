@@ -37,8 +37,8 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     config = loaded.engine
     resolved = resolve(config, Catalog.discover(), loaded.origins)
     model_dir = resolved.wiring.model_dir
-    folder = config.tokenizer or model_dir
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(folder, config.chat_template)
+    folder = resolved.tokenizer_dir
+    tokenizer = None if folder is None else load_tokenizer(folder, config.chat_template)
     eos_ids = tuple(configured_eos(Path(model_dir))) if tokenizer is None else tokenizer.eos_ids
     wiring = replace(resolved.wiring, eos_ids=eos_ids)
     parts = resolved.parts

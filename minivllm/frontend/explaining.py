@@ -30,7 +30,7 @@ def explain(model: Any = None, *, config: Any = None, **options: Any) -> Explana
 def explain_loaded(loaded: Loaded, catalog: Catalog | None = None) -> Explanation:
     catalog = (Catalog.discover() if catalog is None else catalog).allow(loaded.engine.allow_targets)
     try:
-        resolved = resolve(loaded.engine, catalog, loaded.origins)
+        resolved = resolve(loaded.engine, catalog, loaded.origins, weights=False)
     except PluginError as exc:
         if getattr(exc, "selection", None) is None:
             raise

@@ -150,6 +150,8 @@ def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
     for key in ("model", "tokenizer"):
         if isinstance(values[key], str) and values[key] not in IN_PACKAGE and Path(values[key]).expanduser().is_dir():
             values[key] = str(Path(values[key]).expanduser().resolve())
+    if values["download_dir"] is not None:
+        values["download_dir"] = os.path.abspath(os.path.expanduser(values["download_dir"]))
     if values["chat_template"] is not None:
         values["chat_template"] = read_template(values["chat_template"])
     run = loaded.run.model_dump(mode="json", exclude={"record", "prompts_file"})
@@ -187,24 +189,30 @@ def _facts(resolved: Resolved, capacity: Capacity | None) -> dict[str, Any]:
 
 def _model(resolved: Resolved) -> dict[str, Any]:
     wiring, config = resolved.wiring, resolved.config
-    folder = Path(wiring.model_dir)
-    weights = sources.model_identity(folder, weights=wiring.load_format != "dummy")
-    found: dict[str, Any] = {
+    beside = {"drafter": wiring.speculation.draft_model, **{f"processors.{k}": m for k, m in wiring.own_models.items()}}
+    whole = wiring.load_format != "dummy"
+    return {
         "name": config.model,
-        "folder": str(folder),
-        "hash": weights.hash,
-        "files": dict(weights.files),
+        **_checkpoint(Path(wiring.model_dir), whole),
+        "tokenizer": None if resolved.tokenizer_dir is None else _tokenizer(Path(resolved.tokenizer_dir)),
+        "beside": {of: _checkpoint(Path(m.model_dir), whole) for of, m in beside.items() if m is not None},
     }
-    if config.skip_tokenizer_init:
-        return {**found, "tokenizer": None}
-    tokenizer = sources.tokenizer_identity(_tokenizer_folder(config.tokenizer or wiring.model_dir))
-    return {**found, "tokenizer": {"hash": tokenizer.hash, "files": dict(tokenizer.files)}}
 
 
-def _tokenizer_folder(name: str) -> Path:
-    from minivllm.loading.hf_config import find_model
+def _checkpoint(folder: Path, whole: bool) -> dict[str, Any]:
+    """What a model was: ``repository`` and ``commit`` are those of a snapshot from the Hugging Face hub."""
+    found = sources.model_identity(folder, weights=whole)
+    return {"folder": str(folder), **_snapshot(folder), "hash": found.hash, "files": dict(found.files)}
 
-    return find_model(name)
+
+def _tokenizer(folder: Path) -> dict[str, Any]:
+    found = sources.tokenizer_identity(folder)
+    return {**_snapshot(folder), "hash": found.hash, "files": dict(found.files)}
+
+
+def _snapshot(folder: Path) -> dict[str, str]:
+    there = files.snapshot_of(folder)
+    return {} if there is None else {"repository": there[0], "commit": there[1]}
 
 
 def _reasons(selection: Selection) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from .sources import digest
 
 GROUPS = ("model", "parts", "options", "requests", "versions", "machine")
 IDENTITY = ("model", "parts", "options", "requests")  # the groups that the fingerprint covers
-QUIET = ("config_version", "requires", "enforce_eager")  # decide nothing, or are part of another option
+QUIET = ("config_version", "requires", "enforce_eager", "download_dir")  # decide nothing, or are part of another option
+ABOUT_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init")  # nodes of their own
 LIBRARIES = ("torch", "cuda", "triton", "transformers", "tokenizers")  # those whose version can change a token
 CHOOSING = ("MINIVLLM_PLUGINS", "MINIVLLM_STRICT_PLUGINS")  # what they bring about is seen in the parts
 MACHINE = ("cpu", "cores", "threads", "gpu", "compute_capability", "driver")  # and what of the machine can
@@ -90,15 +91,36 @@ def fingerprint(bill: Mapping[str, Any]) -> str:
 
 
 def _model(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
+    """A model is its files; the commit of one from the hub, which may change without them, says where they are."""
     model, asked = bill["model"], bill["config"]["values"]
-    shown = f"{model['name']} ({model['hash'][:12]})"
-    yield DiffNode("model", "model", model["hash"], asked["model"], False, shown=shown)
+    given = [asked["model"], asked.get("revision")]
+    yield DiffNode("model", "model", model["hash"], given, False, shown=_of_model(model["name"], model))
+    yield from _commit("model", model)
     tokenizer = model["tokenizer"]
     value = tokenizer["hash"] if tokenizer else None
-    name = asked["tokenizer"] or "the model's"
-    shown = f"{name} ({value[:12]})" if value else "none"
-    given = [asked["tokenizer"], asked["skip_tokenizer_init"]]
-    yield DiffNode("tokenizer", "model", value, given, asked["tokenizer"] is None, FOLLOWS["tokenizer"], shown=shown)
+    shown = _of_model(asked["tokenizer"] or "the model's", tokenizer) if tokenizer else "none"
+    own = asked["tokenizer"] is None and asked.get("tokenizer_revision") is None
+    given = [asked["tokenizer"], asked.get("tokenizer_revision"), asked["skip_tokenizer_init"]]
+    yield DiffNode("tokenizer", "model", value, given, own, FOLLOWS["tokenizer"], shown=shown)
+    yield from _commit("tokenizer", tokenizer or {})
+    for of, beside in model.get("beside", {}).items():
+        part = next(p for p in bill["parts"] if p["seam"] == of)
+        option = f"{of}@{part['name']}.model"
+        given = [part["options"].get("model"), part["options"].get("revision")]
+        shown, name = _of_model(str(given[0]), beside), f"model of {of}"
+        yield DiffNode(name, "model", beside["hash"], given, False, owner=option, both=True, shown=shown)
+        yield from _commit(name, beside)
+
+
+def _of_model(name: str, found: Mapping[str, Any]) -> str:
+    at = f" at {found['commit']}" if "commit" in found else ""
+    return f"{name}{at} ({found['hash'][:12]})"
+
+
+def _commit(of: str, found: Mapping[str, Any]) -> Iterator[DiffNode]:
+    if "commit" in found:
+        value = [found["repository"], found["commit"]]
+        yield DiffNode(f"commit of {of}", "model", value, counts=False, both=True, shown=" at ".join(value))
 
 
 def _options(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
@@ -106,7 +128,7 @@ def _options(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
     asked, used = bill["config"]["values"], bill["resolved"]
     seams = {part["seam"].partition(".")[0] for part in bill["parts"]}
     for name, want in asked.items():
-        if name in (*seams, *SEVERAL, *QUIET, "model", "tokenizer", "skip_tokenizer_init"):
+        if name in (*seams, *SEVERAL, *QUIET, *ABOUT_MODEL):
             continue
         if name == "run_ahead" and name not in used:  # the executor has not started: its choice is not known
             continue

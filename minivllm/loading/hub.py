@@ -1,0 +1,218 @@
+"""Models of the Hugging Face hub: a snapshot from the local cache, or fetched into it.  Nothing of one is ever run.
+
+    id, revision ──► snapshot in the cache ── has what is wanted ──────────────────► its folder
+                              └── is not there, or lacks something ──► the hub ──►
+
+What the cache holds is used without a question to the hub, so that a start needs no network and a model stays as it is
+until somebody fetches a newer one (``hf download ID``).  How a cache is laid out:
+https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minivllm import files
+from minivllm.errors import ConfigError, ModelError, brief, shown
+
+CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt")  # and tokenizer: no code, no pickle
+WEIGHTS = "*.safetensors"
+NEVER_READ = ("*/*", "consolidated*.safetensors")  # the same weights in other formats
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_NAMED = 3  # files, in a message
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REVISION = re.compile(r"(?!.*\.\.)[\w.-][\w./-]{0,199}")
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """Which files of a repository are wanted: the ``patterns`` that are fetched, and what a folder ``lacks`` of those
+    that cannot be done without, by name."""
+
+    patterns: tuple[str, ...]
+    lacks: Callable[[Path], list[str]]
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """``revision``: a branch, a tag or a commit, None: main.  ``download_dir``: a cache, None: that of the hub's
+    library (HF_HUB_CACHE, HF_HOME).  ``option``: what a user calls the revision."""
+
+    revision: str | None = None
+    download_dir: str | None = None
+    option: str = "revision"
+
+    def refuse_revision(self, what: str) -> None:
+        """ConfigError if a revision is given for what has none."""
+        if self.revision is not None:
+            raise ConfigError(
+                f"{self.option}={shown(self.revision)}: {brief(what)} is no id of the Hugging Face hub, and has no "
+                f"revisions; leave {self.option} out, or give an id such as Qwen/Qwen3-0.6B"
+            )
+
+
+def without_weights(folder: Path) -> list[str]:
+    """What a folder lacks to say what its model is."""
+    return [] if (folder / "config.json").exists() else ["config.json"]
+
+
+def whole_model(folder: Path) -> list[str]:
+    """What a folder lacks to be loaded.  A link of the cache that leads nowhere is no file."""
+    lacks = without_weights(folder)
+    if (folder / SINGLE).exists():
+        return lacks
+    if not (folder / INDEX).exists():
+        return [*lacks, SINGLE]
+    listed = files.read_json(folder / INDEX, files.PART, ModelError)
+    shards = listed.get("weight_map") if isinstance(listed, dict) else None
+    names = {str(s) for s in shards.values()} if isinstance(shards, dict) else set()  # a wrong index is told of later
+    return lacks + sorted(name for name in names if not (folder / name).exists())
+
+
+MODEL = HubFiles((*CONFIGURATION, WEIGHTS), whole_model)
+DESCRIPTION = HubFiles(CONFIGURATION, without_weights)
+
+
+def tokenizer_files(names: tuple[str, ...]) -> HubFiles:
+    """A tokenizer, which is in one file at least of these ``names``, the usual one first."""
+    return HubFiles(CONFIGURATION, lambda at: [] if any((at / name).exists() for name in names) else [names[0]])
+
+
+def find_snapshot(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
+    """The folder with the files of a repository.  ModelError says what was looked for, where, and what can be done."""
+    if hub.revision is not None and not _REVISION.fullmatch(hub.revision):
+        raise ConfigError(f"{hub.option}={shown(hub.revision)}: want a branch, a tag or a commit")
+    cached = _cached(name, wanted, hub)
+    if cached is not None and not wanted.lacks(cached):
+        return cached
+    folder = _download(name, wanted, hub)
+    if not (lacks := wanted.lacks(folder)):
+        return folder
+    if folder == cached:  # the library gives what there is where it cannot reach the hub
+        raise ModelError(_unreachable(name, wanted, hub, unless=", or has no such file"))
+    why = "only safetensors are read, pickled weights are never opened" if SINGLE in lacks else "want a whole model"
+    raise ModelError(f"{_at(name, hub)}: the repository on the hub has no {_listed(lacks)}; {why}")
+
+
+def _at(name: str, hub: HubOptions) -> str:
+    return name if hub.revision is None else f"{name} ({hub.option}={hub.revision})"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _asked(wanted: HubFiles, hub: HubOptions) -> dict[str, Any]:
+    """Arguments of ``snapshot_download``."""
+    place = None if hub.download_dir is None else os.path.expanduser(hub.download_dir)
+    return {
+        "revision": hub.revision,
+        "cache_dir": place,
+        "allow_patterns": list(wanted.patterns),
+        "ignore_patterns": list(NEVER_READ),
+    }
+
+
+def _cached(name: str, wanted: HubFiles, hub: HubOptions) -> Path | None:
+    """The snapshot in the cache, which may lack files; None if there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True, **_asked(wanted, hub)))
+    except HFValidationError:
+        raise ModelError(f"{name}: no such directory, and no Hugging Face model id") from None
+    except LocalEntryNotFoundError:
+        return None
+    except (OSError, ValueError, RuntimeError) as exc:  # a path that can be none, a ref that is no text
+        raise ModelError(f"{name}: the Hugging Face cache cannot be read: {one_line(exc)}") from exc
+
+
+def _download(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    at, url = _at(name, hub), constants.ENDPOINT
+    token = "set HF_TOKEN, or run `hf auth login`"
+    try:
+        return Path(snapshot_download(name, **_asked(wanted, hub), **_bars()))
+    except errors.GatedRepoError as exc:
+        raise ModelError(f"{at}: is gated; ask for access at {url}/{name}, then {token}") from exc
+    except errors.RevisionNotFoundError as exc:
+        raise ModelError(
+            f"{name}: the hub ({url}) has no {hub.option} {shown(hub.revision)} of it; want a branch, a tag or a commit"
+        ) from exc
+    except errors.RepositoryNotFoundError as exc:
+        raise ModelError(
+            f"{name}: no such directory, and the hub ({url}) has no such model, or a private one; want a directory, or "
+            f"an id as it stands there; for a private one {token}"
+        ) from exc
+    except errors.LocalEntryNotFoundError as exc:
+        raise ModelError(_unreachable(name, wanted, hub, _status(exc.__cause__))) from exc
+    except errors.HfHubHTTPError as exc:
+        todo = f"; {token}" if _status(exc) in (401, 403) else ""
+        raise ModelError(f"{at}: the Hugging Face hub ({url}) says: {one_line(exc)}{todo}") from exc
+    except Exception as exc:  # of the library's HTTP client, of a full disk
+        raise ModelError(f"{at}: cannot be fetched from the Hugging Face hub ({url}): {one_line(exc)}") from exc
+
+
+def _bars() -> dict[str, Any]:
+    """How progress is drawn: on a terminal as the library does, else, as in a log, not at all."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        return {}
+    from huggingface_hub.utils import tqdm
+
+    class NoBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    return {"tqdm_class": NoBar}
+
+
+def _status(exc: BaseException | None) -> int | None:
+    """Of the hub's answer, if an error is about one."""
+    return getattr(getattr(exc, "response", None), "status_code", None)
+
+
+def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | None = None, unless: str = "") -> str:
+    """What to say where the hub cannot be asked, or answers with a ``status``; ``unless`` it is something else."""
+    from huggingface_hub import constants
+
+    why = f"the hub ({constants.ENDPOINT}) " + (f"answers {status}" if status else f"cannot be reached{unless}")
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set"
+    at, cache = _at(name, hub), Path(os.path.expanduser(hub.download_dir or constants.HF_HUB_CACHE))
+    here = cache / f"models--{name.replace('/', '--')}"
+    partial = _snapshot(here, hub.revision or "main")
+    todo = f"run `hf download {name}` where there is a network"
+    if partial is not None and (lacks := wanted.lacks(partial)):
+        return f"{at}: the cached snapshot {partial} lacks {_listed(lacks)}, and {why}; {todo}"
+    if partial is not None:  # the library knows of more files, without which the model can do
+        return f"{at}: the cached snapshot {partial} is not whole, and {why}; {todo}, or give that directory"
+    if hub.revision is not None and here.is_dir():
+        refs = [p.relative_to(here / "refs").as_posix() for p in sorted((here / "refs").rglob("*")) if p.is_file()]
+        there = _listed(refs + sorted(p.name for p in (here / "snapshots").glob("*")))
+        return f"{at}: not in the Hugging Face cache {cache}, which has {there or 'nothing'} of it, and {why}"
+    return (
+        f"{at}: no such directory, not in the Hugging Face cache {cache}, and {why}; "
+        "give a directory, or try `--model pocket`"
+    )
+
+
+def _snapshot(here: Path, revision: str) -> Path | None:
+    """The folder of a revision in the cache of a repository."""
+    ref = here / "refs" / revision
+    commit = files.read_text(ref, error=ModelError).strip() if ref.is_file() else revision
+    folder = here / "snapshots" / commit
+    return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
+
+
+def one_line(exc: BaseException) -> str:
+    text = " ".join(str(exc).split()) or type(exc).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
