@@ -1,0 +1,61 @@
+"""The attention function that transformers' modules call: it hands q, k and v of a layer to whoever listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from minivllm.core.interfaces.attention import QKPre
+from minivllm.core.interfaces.model import StepTensors
+
+NAME = "minivllm"  # in transformers' registry; with no mask function of that name it makes no masks
+SLOT = "minivllm_attends"  # the attribute of an attention module that has what it calls
+_listener: ContextVar[Callable[..., Any]] = ContextVar("minivllm_attention")
+
+
+def register() -> None:
+    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, dim_qk], key and value [1, kv_heads, T, dim] -> ([1, T, heads, dim_v], None)."""
+    found = module.__dict__.get(SLOT)
+    if found is None:
+        return _listener.get()(module, query, key, value, attention_mask, kwargs)
+    return found(query, key, value)
+
+
+@contextmanager
+def listening(listener: Callable[..., Any]) -> Iterator[None]:
+    """Calls of modules that have nothing of their own to call come to ``listener``."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+class Current:
+    """The step that runs: what attention needs and no module passes on."""
+
+    step: StepTensors
+
+
+class Attends:
+    """Between a module of transformers and a layer of the engine."""
+
+    def __init__(self, layer: Any, current: Current, pre: QKPre) -> None:
+        self.layer, self.current, self.pre = layer, current, pre
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
+        out = self.layer(q, k, v, self.current.step, self.pre)
+        return out.view(1, query.shape[2], query.shape[1], value.shape[3]), None

@@ -1,0 +1,144 @@
+"""A model of transformers without memory, and the lines that refuse one."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as hf_logging
+
+from minivllm.errors import ModelError, shown
+from minivllm.spec import Spec
+
+from .. import spec
+from .attend import NAME, register
+
+INSTEAD = "want a model that attends to all tokens of a sequence with softmax, or a family of minivllm's"
+FACT = "architecture"
+LENGTH_ROPES = ("dynamic", "longrope")
+WARNS = "warn_if_padding_and_no_attention_mask"  # it reads token ids on the host, in each step
+LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
+
+def config_of(cfg: Any) -> Any:
+    """Transformers' configuration object, also of one that was read without it."""
+    return cfg.made() if hasattr(type(cfg), "made") else cfg
+
+
+def class_of(cfg: Any) -> type:
+    """The class of transformers that has the model's forward.  ModelError if it has none, or none that can run here."""
+    named = getattr(cfg, "architectures", None) or []
+    kind = str(getattr(cfg, "model_type", "") or "")
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    classes = [known] if isinstance(known, str) else list(known or ())
+    name = named[0] if named else (classes or [None])[0]
+    if name is None or name not in classes:
+        raise ModelError(_unknown(name, kind, classes, bool(getattr(cfg, "auto_map", None))))
+    import transformers
+
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        raise ModelError(_unknown(name, kind, [], False))
+    _check_class(cls)
+    return cls
+
+
+def _unknown(name: Any, kind: str, classes: list[str], has_code: bool) -> str:
+    import transformers
+
+    said = f"no plug-in serves the architecture {shown(name)}, and transformers {transformers.__version__} has no "
+    said += "causal language model of that name"
+    if has_code:
+        said += ": its code is in its own directory (auto_map), which is never run"
+    elif classes:
+        said += f": want {' or '.join(classes)} for model_type={shown(kind)}"
+    named = sorted(one for found in vars(spec).values() if isinstance(found, Spec) for one in found.listed(FACT))
+    return f"{said}. Available: {', '.join(named)}, and transformers' own"
+
+
+def _check_class(cls: Any) -> None:
+    said = f"transformers' {cls.__name__} cannot run with the engine's attention and cache: "
+    if getattr(cls, "_is_stateful", False):
+        raise ModelError(f"{said}it keeps a state beside keys and values (a state space, linear attention); {INSTEAD}")
+    compatible = getattr(cls, "is_backend_compatible", None)
+    if compatible is None or not compatible():
+        raise ModelError(f"{said}its attention is its own, not one that can be exchanged (ALiBi, say); {INSTEAD}")
+
+
+def check_config(cfg: Any) -> None:
+    """ModelError, naming the field, for what the engine's attention does not do, or does another way."""
+    if getattr(cfg, "is_encoder_decoder", False):
+        raise ModelError(f"is_encoder_decoder=true: an encoder has no place in the engine; {INSTEAD}")
+    if getattr(cfg, "add_cross_attention", False):
+        raise ModelError(f"add_cross_attention=true: attention to another sequence is not implemented; {INSTEAD}")
+    for name, want in (("is_causal", True), ("use_bidirectional_attention", False)):
+        value = getattr(cfg, name, None)
+        if value is not None and bool(value) is not want:
+            raise ModelError(f"{name}={value}: want {want}, attention to later tokens is not implemented")
+    strange = sorted({str(kind) for kind in getattr(cfg, "layer_types", None) or ()} - LAYER_TYPES)
+    if strange:
+        raise ModelError(f"layer_types has {shown(strange[0])}: want full_attention or sliding_attention; {INSTEAD}")
+    for params in _ropes(getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}):
+        kind = params.get("rope_type") or params.get("type")
+        if kind in LENGTH_ROPES:
+            raise ModelError(
+                f"rope_type={shown(kind)}: transformers chooses its frequencies by the longest sequence of a batch, so "
+                "that a request would depend on the others; want another rope_type, or a family of minivllm's"
+            )
+
+
+def _ropes(params: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield params
+    for inner in params.values():
+        if isinstance(inner, Mapping):
+            yield from _ropes(inner)
+
+
+def blank_model(cls: Any, cfg: Any, dtype: torch.dtype) -> nn.Module:
+    """The model on the meta device, with the engine's attention.  ModelError if it cannot be built of this config."""
+    cfg = copy.deepcopy(cfg)
+    for name in ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"):
+        if getattr(cfg, name, None):
+            setattr(cfg, name, False)
+    register()
+    try:
+        with quiet(), torch.device("meta"):
+            model = cls._from_config(cfg, dtype=dtype, attn_implementation=NAME)
+    except Exception as exc:  # transformers checks fields with errors of many types
+        raise ModelError(f"transformers' {cls.__name__} cannot be built: {one_line(exc)}") from exc
+    model.eval().requires_grad_(False)
+    for name, module in model.named_modules():
+        if hasattr(module, WARNS):
+            setattr(module, WARNS, _no_warning)
+        if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
+            raise ModelError(
+                f"transformers' {cls.__name__}: {name} is a {type(module).__name__}, whose state between steps nobody "
+                f"keeps; {INSTEAD}"
+            )
+    return model
+
+
+def _no_warning(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' remarks on a model that is built and not loaded."""
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+
+
+def one_line(exc: BaseException) -> str:
+    text = " ".join(str(exc).split()) or type(exc).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

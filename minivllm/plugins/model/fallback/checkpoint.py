@@ -1,0 +1,67 @@
+"""The tensors of a checkpoint under the names, and in the form, that transformers' model has them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from minivllm.core.interfaces.model import Conversion
+from minivllm.errors import ModelError
+
+from .blank import one_line
+
+
+class HFConversion(Conversion):
+    """By transformers' own tables: old names, and experts that are stacked into one tensor."""
+
+    def __init__(self, model: Any) -> None:
+        mapping = get_model_conversion_mapping(model) or []
+        self.model = model
+        self.renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        self.converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        self.by_pattern = {p: one for one in self.converters for p in one.source_patterns}
+        self.known = model.state_dict()
+        needless = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        self.needless = [re.compile(pattern) for pattern in needless]
+
+    def _renamed(self, source: str) -> tuple[str, str | None]:
+        prefix = self.model.base_model_prefix
+        name, pattern = rename_source_key(source, self.renamings, self.converters, prefix, self.known)
+        if name not in self.known and source in self.known:
+            return source, None
+        return name, pattern
+
+    def name(self, source: str) -> str | None:
+        name, pattern = self._renamed(source)
+        drop = name not in self.known and any(one.search(name) for one in self.needless)
+        return None if drop or pattern is not None else name
+
+    def tensors(self, found: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        several: dict[str, list[tuple[str, str, Tensor]]] = {}
+        for source, tensor in found:
+            name, pattern = self._renamed(source)
+            if pattern is not None:
+                several.setdefault(name, []).append((source, pattern, tensor))
+            elif (kept := self.name(source)) is not None:
+                yield kept, tensor
+        for name in list(several):
+            yield from self._converted(name, several.pop(name))
+
+    def _converted(self, name: str, pieces: list[tuple[str, str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors that are made of several, whose numbers are in their names."""
+        converter = copy.deepcopy(self.by_pattern[pieces[0][1]])
+        for source, pattern, tensor in sorted(pieces, key=lambda piece: dot_natural_key(piece[0])):
+            converter.add_tensor(name, source, pattern, tensor)
+        try:
+            made = converter.convert(name, model=self.model, config=self.model.config)
+        except Exception as exc:  # as where one of them is missing
+            told = f"{len(pieces)} tensors, the first of which is {min(piece[0] for piece in pieces)}: {one_line(exc)}"
+            raise ModelError(f"{name} cannot be made of the checkpoint's {told}; download it again") from exc
+        for target, tensor in made.items():
+            yield target, tensor[0] if isinstance(tensor, list) else tensor

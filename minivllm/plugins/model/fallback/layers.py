@@ -1,0 +1,176 @@
+"""What stands in the place of a module of transformers: the engine's layers, with the shapes that modules have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.layers.fused import Normed
+
+
+class Replaced(nn.Module):
+    """Its call is its forward: nobody hooks it, and a model calls hundreds in a step."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Projection(Replaced):
+    """[..., in] -> [..., out] by a linear layer of the engine."""
+
+    def __init__(self, linear: Any, inp: int, out: int) -> None:
+        super().__init__()
+        self.linear, self.in_features, self.out_features = linear, inp, out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """For what reads its dtype, or multiplies by itself."""
+        return self.linear.tensors["weight"]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.tensors.get("bias")
+
+
+class Shared:
+    """One product of several matrices that are given the same tensor; ``piece`` gives what each of them would."""
+
+    def __init__(self, linear: Any, inp: int, sizes: Sequence[int]) -> None:
+        self.linear, self.inp, self.sizes = linear, inp, list(sizes)
+        self.given: Tensor | None = None
+        self.pieces: list[Tensor | None] = []
+
+    def piece(self, i: int, x: Tensor) -> Tensor:
+        if self.given is not x or self.pieces[i] is None:
+            out = self.linear(x.reshape(-1, self.inp))
+            self.given, self.pieces = x, list(out.view(*x.shape[:-1], out.shape[-1]).split(self.sizes, dim=-1))
+        found, self.pieces[i] = self.pieces[i], None
+        assert found is not None
+        if all(piece is None for piece in self.pieces):
+            self.given = None
+        return found
+
+
+class Piece(Replaced):
+    """One matrix of a ``Shared`` product."""
+
+    def __init__(self, shared: Shared, i: int) -> None:
+        super().__init__()
+        self.shared, self.i = shared, i
+        self.in_features, self.out_features = shared.inp, shared.sizes[i]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.shared.piece(self.i, x)
+
+
+class Gated(Replaced):
+    """An MLP with a gate: [..., hidden] -> [..., hidden]."""
+
+    def __init__(self, up: Callable[[Normed], Tensor], down: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.up(Normed(x.reshape(-1, x.shape[-1])))).view(x.shape)
+
+
+class Norming(Replaced):
+    """[..., dim] -> the same, normalised."""
+
+    def __init__(self, norm: Any, dim: int) -> None:
+        super().__init__()
+        self.norm, self.dim = norm, dim
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.norm(x.reshape(-1, self.dim))[0].view(x.shape)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.norm.weight
+
+
+class Passing(Replaced):
+    """In the place of a norm that attention applies."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Head(Replaced):
+    """[1, N, hidden] -> logits [1, N, V]; a bias is the model's own."""
+
+    def __init__(self, head: Any, bias: Tensor | None, inp: int, out: int) -> None:
+        super().__init__()
+        self.head, self.bias, self.in_features, self.out_features = head, bias, inp, out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self.head(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class Outputs:
+    """What a body gives: hidden states [1, N, hidden], and of all else that may be asked for nothing."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.last_hidden_state if i == 0 else ()[i]
+
+
+class GivenBody(nn.Module):
+    """In the place of the model's body, once the head is asked for logits of hidden states that are there already.
+    So it does where a model calls a part of its body, as OPT its decoder."""
+
+    hidden: Tensor
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["body"] = body  # not one of its modules
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__dict__["body"], name)
+        return self if isinstance(found, nn.Module) and hasattr(found, "get_input_embeddings") else found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Outputs:
+        return Outputs(self.hidden)
+
+
+def own(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make ``tensor`` the parameter or buffer of a module, which transformers' initialization then leaves alone."""
+    if name in module._buffers:
+        module._buffers[name] = tensor
+    else:
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    value = getattr(module, name)
+    value._is_hf_initialized = True
+
+
+def place(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    model.get_submodule(parent)._modules[child] = module
+
+
+def fill_buffers(model: Any, device: str) -> list[str]:
+    """Compute what is not in checkpoints, such as the frequencies of rotary embeddings, as transformers does when it
+    loads a model.  Names of the buffers that it does not compute."""
+    made = []
+    for name, module in model.named_modules():
+        empty = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for key in empty:
+            old = module._buffers[key]
+            fill = torch.nan if old.is_floating_point() else 0
+            module._buffers[key] = torch.full_like(old, fill, device=device)
+            made.append((f"{name}.{key}", module, key))
+        if empty:
+            model._init_weights(module)
+    return [name for name, module, key in made if bool(module._buffers[key].isnan().any())]

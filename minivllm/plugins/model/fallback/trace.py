@@ -1,0 +1,244 @@
+"""One step of a model on the meta device: what its attention is asked for, and which modules read the same tensor.
+
+Values are nowhere, so what is computed of them on the host (``.item()``, a loop over experts) raises, and is refused:
+such a step could be neither captured nor planned ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.errors import ModelError, shown
+
+from .attend import listening
+from .blank import INSTEAD, one_line
+from .layers import GivenBody, place
+from .rope import Ropes, Rotation
+
+TOKENS = 13  # of the step: a number that no dimension of a model is
+# what transformers passes on and attention over a paged cache has no use for
+NEEDLESS = {
+    "position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "dropout",
+    "position_embeddings", "num_items_in_batch", "output_router_logits", "deterministic", "return_dict",
+}  # fmt: skip
+READ = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an attention layer asks for: ``module`` is its name, ``sinks`` the parameter that is passed as such."""
+
+    module: str
+    spec: AttnSpec
+    sinks: str | None
+    rotation: Rotation | None
+    # modules of which q and k are what they gave, each head by itself, before they are rotated and nothing else
+    before: tuple[str, str] | None
+
+
+@dataclass
+class ModelTrace:
+    calls: list[Call] = field(default_factory=list)
+    inputs: dict[str, Any] = field(default_factory=dict)  # of each leaf: the tensor itself
+    outputs: dict[str, Any] = field(default_factory=dict)
+    often: set[str] = field(default_factory=set)  # leaves that were called more than once
+    hidden: int = 0
+
+
+class _Listener:
+    def __init__(self, model: nn.Module, trace: ModelTrace, ropes: Ropes) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.trace, self.ropes, self.seen = trace, ropes, set[str]()
+        self.keys: list[Tensor] = []  # of each call
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, None]:
+        name = self.names[module]
+        said = f"{name} ({type(module).__name__})"
+        if name in self.seen:
+            raise ModelError(f"{said} attends twice in a step: one call of a layer is served; {INSTEAD}")
+        self.seen.add(name)
+        if mask is not None:
+            raise ModelError(f"{said} has a mask of its own: only causal attention is served; {INSTEAD}")
+        strange = sorted(k for k, v in kwargs.items() if v is not None and k not in NEEDLESS | READ)
+        if strange:
+            raise ModelError(f"{said} asks attention for {strange[0]}, which is not implemented; {INSTEAD}")
+        if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
+            raise ModelError(f"{said} attends to later tokens (is_causal=False): that is not implemented; {INSTEAD}")
+        if query.shape[2] != TOKENS or key.shape[2] != TOKENS or value.shape[1] != key.shape[1]:
+            raise ModelError(f"{said} attends to keys that are not its tokens' own; {INSTEAD}")
+        sinks, spec = self._sinks(module, kwargs.get("s_aux"), said), self._spec(query, key, value, kwargs, said)
+        rotation = self.ropes.of(module, query, key)
+        q, k = (query, key) if rotation is None else self.ropes.given(module)
+        before = self._maker(name, q), self._maker(name, k)
+        both = (before[0], before[1]) if before[0] and before[1] else None
+        self.keys.append(key)
+        self.trace.calls.append(Call(name, spec, sinks, rotation, both))
+        return query.new_empty(1, TOKENS, query.shape[1], value.shape[3]), None
+
+    def leave_shared(self) -> None:
+        """Keys that several layers read are made by the model, to the end."""
+        made = [_memory(key) for key in self.keys]
+        for i, call in enumerate(self.trace.calls):
+            if made.count(made[i]) > 1:
+                self.trace.calls[i] = replace(call, rotation=None, before=None)
+
+    def _maker(self, name: str, x: Tensor) -> str | None:
+        """The leaf of an attention module whose output is x [1, heads, T, dim], or is it as [1, T, heads, dim]."""
+        for leaf, out in self.trace.outputs.items():
+            if leaf.rpartition(".")[0] != name or not isinstance(out, Tensor) or out.dim() != 4:
+                continue
+            for view in (out, out.transpose(1, 2)):
+                if view.shape == x.shape and view.stride() == x.stride() and _memory(out) == _memory(x):
+                    return leaf
+        return None
+
+    def _spec(self, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any], said: str) -> AttnSpec:
+        heads, kv_heads = query.shape[1], key.shape[1]
+        if heads % kv_heads or query.shape[3] != key.shape[3]:
+            raise ModelError(f"{said}: {heads} heads of {query.shape[3]} read {kv_heads} of {key.shape[3]}; {INSTEAD}")
+        numbers = {}
+        for name in ("scaling", "softcap", "sliding_window"):
+            numbers[name] = number = kwargs.get(name)
+            if number is not None and (not isinstance(number, (int, float)) or number <= 0):
+                raise ModelError(f"{said}: {name}={shown(number)}: want a positive number; {INSTEAD}")
+        return AttnSpec(
+            heads,
+            kv_heads,
+            query.shape[3],
+            value.shape[3],
+            window=numbers["sliding_window"],
+            sinks=kwargs.get("s_aux") is not None,
+            softcap=numbers["softcap"],
+            scale=numbers["scaling"],
+        )
+
+    def _sinks(self, module: nn.Module, given: Any, said: str) -> str | None:
+        if given is None:
+            return None
+        names = [name for name, param in module.named_parameters(recurse=False) if param is given]
+        if names != ["sinks"]:
+            raise ModelError(f"{said}: its sinks are not its parameter 'sinks'; {INSTEAD}")
+        return names[0]
+
+
+def _memory(x: Tensor) -> Any:
+    return x.untyped_storage()._cdata, x.storage_offset()
+
+
+class _Counting(TorchFunctionMode):
+    """Notes whether positions are counted that the step already says."""
+
+    counted = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.arange and any(n is not None and n == TOKENS for n in args if isinstance(n, int)):
+            self.counted = True
+        return func(*args, **(kwargs or {}))
+
+
+def trace_model(model: Any, cfg: Any) -> ModelTrace:
+    """ModelError that names the module or field for what the engine cannot serve."""
+    found, ropes = ModelTrace(), Ropes(model)
+    listener, counting = _Listener(model, found, ropes), _Counting()
+    said = f"transformers' {type(model).__name__}"
+    base, ids = model.base_model, torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    if base is model:
+        raise ModelError(f"{said}: its forward is not divided into a body and a head; {INSTEAD}")
+    with ExitStack() as stack:
+        for hook in _hooks(model, found):
+            stack.callback(hook.remove)
+        stack.enter_context(ropes.watching())
+        for context in (listening(listener), torch.no_grad(), counting):
+            stack.enter_context(context)
+        try:
+            out = base(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
+            hidden = out.last_hidden_state
+            logits = _logits(model, hidden)
+        except ModelError:
+            raise
+        except Exception as exc:
+            what = "cannot run without values of tensors on the host" if _wants_values(exc) else "cannot run"
+            raise ModelError(f"{said} {what}: {one_line(exc)}; {INSTEAD}") from exc
+    if counting.counted:
+        raise ModelError(f"{said} counts the tokens of a step instead of reading their positions; {INSTEAD}")
+    if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (1, TOKENS):
+        raise ModelError(f"{said} gives hidden states of shape {list(hidden.shape)}, want [1, T, H]; {INSTEAD}")
+    if logits.dim() != 3 or tuple(logits.shape[:2]) != (1, TOKENS):
+        raise ModelError(f"{said} gives logits of shape {list(logits.shape)}, want [1, N, V]; {INSTEAD}")
+    found.hidden = hidden.shape[2]
+    listener.leave_shared()
+    _check_layers(found, cfg, said)
+    return found
+
+
+def _logits(model: Any, hidden: Tensor) -> Tensor:
+    """What the model makes of hidden states."""
+    body, stand_in = model.base_model, GivenBody(model.base_model)
+    stand_in.hidden = hidden
+    place(model, model.base_model_prefix, stand_in)
+    try:
+        return model(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+    finally:
+        place(model, model.base_model_prefix, body)
+
+
+def _wants_values(exc: Exception) -> bool:
+    return "meta" in str(exc) or isinstance(exc, NotImplementedError)
+
+
+def _hooks(model: nn.Module, found: ModelTrace) -> list[Any]:
+    """They note what each leaf is given, and gives."""
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if name in found.inputs:
+                found.often.add(name)
+            found.inputs[name] = args[0] if args else None
+
+        return hook
+
+    def result(name: str) -> Any:
+        return lambda module, args, out: found.outputs.__setitem__(name, out)
+
+    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+    before = [module.register_forward_pre_hook(note(name)) for name, module in leaves]
+    return before + [module.register_forward_hook(result(name)) for name, module in leaves]
+
+
+def _field(cfg: Any, name: str) -> Any:
+    try:
+        return getattr(cfg, name, None)
+    except Exception as exc:  # transformers' word for a field that differs from layer to layer
+        raise ModelError(f"per_layer_config: {name} differs from layer to layer, which is not implemented") from exc
+
+
+def _check_layers(found: ModelTrace, cfg: Any, said: str) -> None:
+    layers, calls = getattr(cfg, "num_hidden_layers", None), found.calls
+    if not calls:
+        raise ModelError(f"{said}: no layer calls the attention that it is given; {INSTEAD}")
+    if layers is not None and len(calls) != layers:
+        what = f"{len(calls)} of its num_hidden_layers={layers} layers attend"
+        raise ModelError(f"{said}: {what}; each has to, keys and values are all that is kept; {INSTEAD}")
+    types, window = _field(cfg, "layer_types"), _field(cfg, "sliding_window")
+    if types is None:
+        silent = isinstance(window, int) and getattr(cfg, "use_sliding_window", True)
+        if silent and all(call.spec.window is None for call in calls):
+            raise ModelError(f"sliding_window={window}: no layer tells attention of it; want null, or {INSTEAD[5:]}")
+        return
+    for call, kind in zip(calls, types, strict=False):
+        want = window if kind == "sliding_attention" else None
+        if call.spec.window != want:
+            raise ModelError(
+                f"{call.module} asks attention for sliding_window={call.spec.window}, and layer_types and "
+                f"sliding_window say {want}; {INSTEAD}"
+            )
