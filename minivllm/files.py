@@ -230,3 +230,11 @@ def folder_of(name: str) -> Path | None:
     except RuntimeError:  # no such user
         return None
     return folder if os.path.isdir(folder) else None
+
+
+def snapshot_of(folder: Name) -> tuple[str, str] | None:
+    """(id, commit) of a snapshot in a Hugging Face cache, which its folder's path says; None for another folder."""
+    *_, repository, snapshots, commit = ("", "", "", *Path(folder).parts)
+    kind, *name = repository.split("--")
+    hexadecimal = len(commit) == 40 and set(commit) <= set("0123456789abcdef")
+    return ("/".join(name), commit) if kind == "models" and name and snapshots == "snapshots" and hexadecimal else None

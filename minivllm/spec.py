@@ -130,17 +130,18 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "model",
                 _SEAMS + "model:ModelArch",
-                api=(2, 1),
+                api=(2, 2),
                 changed="a model may be a table since 2.0 (ModelArch.describe); Parts.rotary takes a decoder.Rope, "
                 "step.wanted is step.logits_indices, picks is takes_logits_indices: see docs/compatibility.md",
                 facts=("device", "dtype", "architecture", "model_type"),
-                features=_INVARIANT,
+                features={**_INVARIANT, "any_architecture": "serves what no other plug-in names, and is asked last"},
                 traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
             ),
             Kind("processor", _SEAMS + "sampling:Processor", api=(1, 4), facts=("device",), features=_PROCESSING),
             Kind(
                 "quantizer",
                 _SEAMS + "quantizer:Quantizer",
+                api=(1, 1),
                 facts=("device", "sm", "dtype", "checkpoint"),
                 features={
                     **_INVARIANT,

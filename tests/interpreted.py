@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import expert_kernels
 import numpy as np
 import pytest
 import torch
@@ -410,3 +411,25 @@ def test_what_belongs_to_nobody_is_not_written():
     backend.write(layer, torch.zeros(3, 7, 16), x, x.clone(), meta, None)
     for name in "kv":
         assert not layer.cache[name][0].any() and (layer.cache[name][1, 1] == 2).all()
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_goes_to_the_experts_that_it_goes_to_in_torch():
+    expert_kernels.check_routes("cpu", torch.float32)
+    expert_kernels.check_bad_logits("cpu")
+
+
+def test_each_pair_of_a_token_and_an_expert_is_in_one_block_of_that_expert():
+    expert_kernels.check_assignment("cpu")
+
+
+@pytest.mark.parametrize("shape", expert_kernels.SHAPES)
+def test_experts_give_the_weighted_sum_and_the_stream_with_it(shape):
+    expert_kernels.check_products("cpu", torch.float32, shape)
+    expert_kernels.check_twice_the_same_expert("cpu")
+
+
+def test_a_token_of_fixed_experts_has_the_bits_that_it_has_alone():
+    expert_kernels.check_a_row_alone("cpu", torch.float32)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.core.interfaces.taps import EXPERTS
 from minivllm.errors import MinivllmError, ModelError
 from minivllm.layers.rotary import order_of_halves, prepare_qk
 
@@ -24,7 +25,8 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[li
     """Every prompt alone, greedily, with ``max_tokens`` tokens to come; and operation -> why there is no value of it.
     A layer of which a point is read runs by its parts; the logits of its fused kernels come of another run.
     ModelError if the model has no tap points, MinivllmError if the engine fails on a prompt."""
-    widths = llm.tap_points()
+    # which experts are chosen is seen in what they give: a number of one is not near to another
+    widths = {point: width for point, width in llm.tap_points().items() if not point.endswith(EXPERTS)}
     if not widths:
         raise ModelError(
             "this model names no tap points, or its executor serves none, so no operation can be compared: want one "

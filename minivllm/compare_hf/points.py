@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 Q, K, V = "q", "k", "v"
 Q_NORM, K_NORM, Q_ROPE, K_ROPE = "q_norm", "k_norm", "q_rope", "k_rope"
-INPUT, ATTENTION, MLP, RESIDUAL = "input", "attention", "mlp", "residual"
+INPUT, ATTENTION, ROUTER, MLP, RESIDUAL = "input", "attention", "router", "mlp", "residual"
 EMBEDDING, NORM, LOGITS, TOKEN, FUSED = "embedding", "norm", "logits", "token", "fused"
 # of a layer, in the order of their computation
-OPERATIONS = (INPUT, Q, K, V, Q_NORM, K_NORM, Q_ROPE, K_ROPE, ATTENTION, MLP, RESIDUAL)
+OPERATIONS = (INPUT, Q, K, V, Q_NORM, K_NORM, Q_ROPE, K_ROPE, ATTENTION, ROUTER, MLP, RESIDUAL)
 DERIVED = (Q_NORM, K_NORM, Q_ROPE, K_ROPE)  # no tap points: computed of q and k with the weights of the engine's model
 NORM_OF = {Q_NORM: Q, K_NORM: K}  # a model without such a norm has the same values at both
 _LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
@@ -27,7 +27,8 @@ SAYS = {
     Q_ROPE: "the rotary embedding of q",
     K_ROPE: "the rotary embedding of k",
     ATTENTION: "attention: back end, window, softmax scale, cap, output projection, norm or multiplier behind it",
-    MLP: "the MLP: norm before it, gate, up, activation, down, norm or multiplier behind it",
+    ROUTER: "the logits of the router: norm before it, weight or bias",
+    MLP: "the MLP or the experts: norm before it, choice, gate, up, activation, down, norm or multiplier behind it",
     RESIDUAL: "the sum of the residual stream",
     NORM: "the final norm",
     LOGITS: "the head: weight, scale or cap",

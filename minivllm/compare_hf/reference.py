@@ -29,6 +29,7 @@ from .points import (
     Q_NORM,
     Q_ROPE,
     RESIDUAL,
+    ROUTER,
     K,
     Q,
     V,
@@ -52,6 +53,7 @@ BRANCHES: Mapping[str, Sequence[tuple[str, str]]] = {
         *((name, "") for name in ("mlp", "feed_forward", "block_sparse_moe", "fc2")),
     ),
 }
+ROUTERS = ("router", "gate")  # beside ``experts``
 PROJECTIONS = {Q: "q_proj", K: "k_proj", V: "v_proj"}
 HEAD_NORMS = {Q_NORM: ("q_norm", "q_layernorm"), K_NORM: ("k_norm", "k_layernorm")}
 RECORDED = "minivllm_recorded"  # transformers' name for an attention function
@@ -115,6 +117,13 @@ class Reference:
                 self._miss(operation, layer, [name for name, _ in names])
             else:
                 self._watch(module, at(operation), scale)
+        for module in layer.children():
+            if _module(module, "experts") is None:
+                continue
+            if (router := _first(module, ROUTERS)) is None:
+                self._miss(ROUTER, module, ROUTERS)
+            else:
+                self._watch(router, at(ROUTER))
         self._watch(layer, at(RESIDUAL))
         inner = _first(layer, SELF_ATTENTION)
         if inner is None:

@@ -12,6 +12,7 @@ A layer of which a request taps a point runs by its parts (``DecoderBlock.tapped
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +24,15 @@ from minivllm.core.interfaces.decoder import (
     AFTER,
     AROUND,
     BEFORE,
+    CHOSEN_SOFTMAX,
+    CLAMPED,
     HEAD,
     ROPE_KINDS,
+    SIGMOID,
+    SOFTMAX,
     WIDTH,
     DecoderSpec,
+    Experts,
     LayerSpec,
 )
 from minivllm.core.interfaces.model import StepTaps, StepTensors
@@ -36,6 +42,9 @@ from .fused import Joined, Normed
 from .rotary import order_of_halves
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.decoder import MLP
+
+    from .experts import Mixture
     from .parts import ModelParts
 
 
@@ -105,9 +114,11 @@ class DecoderBlock:
         name, self.last, self.parallel = f"layers.{i}.", i + 1 == len(spec.layers), layer.parallel
         self.name, self.hidden, self.follower = name, spec.hidden, None if self.last else f"layers.{i + 1}.input"
         self._attention(spec, layer, i, parts)
+        a = layer.attention
+        out = parts.linear(name + "attn.o", a.heads * a.dim_v, [("", spec.hidden)], bias=layer.out_bias, split="row")
+        hook = None if spec.router_hook is None else partial(spec.router_hook, i)
+        down = self._mlp(spec.hidden, layer.mlp, name + "mlp", parts, hook)
         self.points = self._points()
-        self._mlp(spec, layer, name, parts)
-        out, down = self._outputs(spec, layer, name, parts)
         scale = layer.residual_scale
         if layer.parallel:
             self.out, self.both = out, Joined(down, None, follows, scale)
@@ -122,7 +133,10 @@ class DecoderBlock:
     def _points(self) -> dict[str, int]:
         """What can be tapped in this layer, and behind it, and the widths."""
         widths = dict(zip("qkv", self.sizes, strict=True))
-        widths |= dict.fromkeys(("attention", "mlp", "residual"), self.hidden)
+        widths["attention"] = self.hidden
+        if self.experts is not None:
+            widths |= {"router": self.experts.spec.count, "experts": self.experts.spec.chosen}
+        widths |= dict.fromkeys(("mlp", "residual"), self.hidden)
         points = {self.name + point: width for point, width in widths.items()}
         return points if self.follower is None else {**points, self.follower: self.hidden}
 
@@ -146,21 +160,15 @@ class DecoderBlock:
             back = order_of_halves(a.dim_qk, layer.rope.dim)
             self.order = back.argsort().to(parts.device), back.to(parts.device)
 
-    def _mlp(self, spec: DecoderSpec, layer: LayerSpec, name: str, parts: ModelParts) -> None:
-        mlp = layer.mlp
-        if mlp.gated:
-            sizes = [("gate", mlp.inner), ("up", mlp.inner)]
-            linear = parts.linear(name + "mlp.gate_up", spec.hidden, sizes, bias=mlp.bias, split="column")
-            self.up: Any = parts.gated_linear(linear, mlp.activation)
-            return
-        linear = parts.linear(name + "mlp.up", spec.hidden, [("", mlp.inner)], bias=mlp.bias, split="column")
-        plain, activation = parts.normed_linear(linear), parts.activation(mlp.activation)
-        self.up = lambda h: activation(plain(h))
-
-    def _outputs(self, spec: DecoderSpec, layer: LayerSpec, name: str, parts: ModelParts) -> tuple[Any, Any]:
-        a, mlp, stream = layer.attention, layer.mlp, [("", spec.hidden)]
-        out = parts.linear(name + "attn.o", a.heads * a.dim_v, stream, bias=layer.out_bias, split="row")
-        return out, parts.linear(name + "mlp.down", mlp.inner, stream, bias=mlp.bias, split="row")
+    def _mlp(self, hidden: int, mlp: MLP | Experts, name: str, parts: ModelParts, hook: Any) -> Any:
+        """``up`` is what comes before the last product, which is returned; of experts all is in that."""
+        self.experts: Mixture | None = None
+        if isinstance(mlp, Experts):
+            self.experts = parts.experts(name, hidden, mlp, hook)
+            self.up: Any = lambda h: h
+            return self.experts
+        self.up = parts.mlp_up(name, hidden, mlp)
+        return parts.mlp_down(name, hidden, mlp)
 
     def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
         q, k, v = self.qkv(h).split(self.sizes, dim=-1)
@@ -187,15 +195,21 @@ class DecoderBlock:
         x = self.attn(q, k, v, step, self.pre)
         if self.parallel:
             down = self.both
-            y = taps(name + "attention", down.scaled(self.out(x))) + taps(name + "mlp", down.branch(self.up(h)))
+            y = taps(name + "attention", down.scaled(self.out(x))) + taps(name + "mlp", self._branch(h, down, taps))
         else:
             residual = residual + taps(name + "attention", self.o.branch(x))
             down = self.down
-            y = taps(name + "mlp", down.branch(self.up(self.o.entry(residual))))
+            y = taps(name + "mlp", self._branch(self.o.entry(residual), down, taps))
         residual = taps(name + "residual", residual + y)
         if self.follower is not None:
             residual = taps(self.follower, residual)
         return down.entry(residual), residual
+
+    def _branch(self, h: Normed, down: Any, taps: StepTaps) -> Tensor:
+        """What the MLP, or the experts, add to the residual."""
+        if self.experts is None:
+            return down.branch(self.up(h))
+        return down.scaled(self.experts(self.up(h), lambda point, x: taps(self.name + point, x)))
 
     def _tap_head(self, taps: StepTaps, which: str, x: Tensor) -> Tensor:
         """q or k [T, heads * dim], tapped as the checkpoint has its rows: without the order of the rotary embedding."""
@@ -214,10 +228,14 @@ def check(spec: DecoderSpec, parts: ModelParts) -> None:
     """ModelError for words that a table may not have, and for what the parts cannot do together."""
     for i, layer in enumerate(spec.layers):
         kind = "default" if layer.rope is None else layer.rope.kind
+        experts = layer.mlp if isinstance(layer.mlp, Experts) else None
+        shared = experts and experts.shared
         for name, word, known in (
             ("norms", layer.norms, (BEFORE, AFTER, AROUND)),
             ("qk_norm", layer.qk_norm, (None, HEAD, WIDTH)),
-            ("mlp.activation", layer.mlp.activation, ACTIVATIONS),
+            ("mlp.activation", layer.mlp.activation, (*ACTIVATIONS, CLAMPED) if experts else ACTIVATIONS),
+            ("mlp.shared.activation", shared.activation if shared else ACTIVATIONS[0], ACTIVATIONS),
+            ("mlp.router.score", experts.router.score if experts else SOFTMAX, (SOFTMAX, CHOSEN_SOFTMAX, SIGMOID)),
             ("rope.kind", kind, ROPE_KINDS),
         ):
             if word not in known:
@@ -226,5 +244,7 @@ def check(spec: DecoderSpec, parts: ModelParts) -> None:
             raise ModelError(f"layer {i}: a norm over all heads of q is not split: want tensor_parallel_size=1")
         if layer.qk_norm == HEAD and spec.norm.centered:
             raise ModelError(f"layer {i}: LayerNorm of each head is not implemented: want RMSNorm")
+        if experts and not 1 <= experts.chosen <= experts.count:
+            raise ModelError(f"layer {i}: mlp.chosen={experts.chosen}: want between 1 and mlp.count={experts.count}")
         if layer.parallel and layer.norms != BEFORE:
             raise ModelError(f"layer {i}: a parallel block has its norm before: want norms='before'")

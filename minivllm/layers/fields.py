@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.core.interfaces.decoder import Rope
+from minivllm.core.interfaces.decoder import Experts, Rope, Router
 from minivllm.errors import ModelError, shown
 
 ACTIVATION = {
@@ -22,6 +22,7 @@ ACTIVATION = {
     "relu": "relu",
     "relu2": "relu2",
 }
+EXPERT_KEYS = ("num_experts", "num_local_experts")
 FULL, SLIDING = "full_attention", "sliding_attention"
 # the numbers of each rope_type: those it must have, those it may have
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -87,6 +88,39 @@ def windows(cfg: Any, types: Sequence[str] | None) -> list[int | None]:
     if SLIDING in types and (not isinstance(window, int) or window < 1):
         raise ModelError(f"sliding_window={shown(window)} while layer_types has {SLIDING}: want a whole number >= 1")
     return [window if kind == SLIDING else None for kind in types]
+
+
+def all_alike(cfg: Any) -> list[str]:
+    """``layer_types`` of an architecture in which all layers have the window, if there is one."""
+    kind = SLIDING if getattr(cfg, "sliding_window", None) else FULL
+    types = getattr(cfg, "layer_types", None)
+    if types is not None and set(types) != {kind}:
+        raise ModelError(f"layer_types={shown(types)}: want {kind} for all layers, this architecture has one kind")
+    return [kind] * cfg.num_hidden_layers
+
+
+def expert_key(cfg: Any) -> str:
+    """What config.json calls the number of experts; transformers' objects know some by both names."""
+    known = getattr(type(cfg), "__dataclass_fields__", None) or vars(cfg)
+    return next((key for key in EXPERT_KEYS if key in known), EXPERT_KEYS[0])
+
+
+def experts(cfg: Any, inner: int, router: Router, **more: Any) -> Experts:
+    """A mixture of ``num_experts`` (``num_local_experts``); ``more`` are fields of ``Experts``."""
+    name = expert_key(cfg)
+    count, chosen = getattr(cfg, name), cfg.num_experts_per_tok
+    if not 1 <= chosen <= count:
+        raise ModelError(f"num_experts_per_tok={chosen}: want between 1 and {name}={count}")
+    return Experts(count, chosen, inner, **{"activation": activation(cfg), **more}, router=router)
+
+
+def sparse_layers(cfg: Any) -> list[bool]:
+    """Which layers have experts, by ``decoder_sparse_step`` and ``mlp_only_layers``."""
+    step, dense = cfg.decoder_sparse_step, set(cfg.mlp_only_layers or ())
+    if type(step) is not int or step < 1:
+        raise ModelError(f"decoder_sparse_step={shown(step)}: want a whole number >= 1")
+    layers = range(cfg.num_hidden_layers)
+    return [i not in dense and cfg.num_experts > 0 and (i + 1) % step == 0 for i in layers]
 
 
 def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope:

@@ -122,7 +122,11 @@ class Joined:
     ``before`` the next product may be left out.  Two norms with the addition between them are one kernel."""
 
     def __init__(
-        self, linear: Linear, after: RMSNorm | LayerNorm | None, before: RMSNorm | LayerNorm | None, scale: float
+        self,
+        linear: Callable[[Tensor], Tensor],
+        after: RMSNorm | LayerNorm | None,
+        before: RMSNorm | LayerNorm | None,
+        scale: float,
     ) -> None:
         self.linear, self.after, self.before, self.scale = linear, after, before, scale
         self.kernel = None

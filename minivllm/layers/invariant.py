@@ -36,11 +36,12 @@ def same_at_every_place(call: Callable[[Tensor], Tensor], like: Tensor) -> bool:
 
 
 class FixedRows:
-    """x [T, in] -> x W^T [T, out] in calls of ``rows`` rows each."""
+    """x [T, in] -> x W^T [T, out] in calls of ``rows`` rows each; 0: as many as are found to be right for
+    the weight."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight, self.packed, self.rows = weight, pack(weight), ROWS
-        if not same_at_every_place(self._call, weight.new_empty(ROWS, weight.shape[1])):
+    def __init__(self, weight: Tensor, rows: int = 0) -> None:
+        self.weight, self.packed, self.rows = weight, pack(weight), rows or ROWS
+        if not rows and not same_at_every_place(self._call, weight.new_empty(ROWS, weight.shape[1])):
             self.rows = 1
 
     def _call(self, x: Tensor) -> Tensor:

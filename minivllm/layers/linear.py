@@ -17,11 +17,8 @@ from .module import Module, check_shape, fill
 
 def part_rows(info: ModuleInfo, part: str) -> slice:
     """Where the output rows of a part lie in the merged weight."""
-    start = 0
-    for name, rows in info.parts:
-        if name == part:
-            return slice(start, start + rows)
-        start += rows
+    if part in info.rows:
+        return info.rows[part]
     raise KeyError(f"{info.name} has no part {part!r}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -29,6 +29,14 @@ class Module:
 
     def finish(self) -> None:
         """All modules that come before this one, and all its own parts, are loaded."""
+
+
+class Tensors(Module):
+    """Weights that somebody else computes with."""
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(name)
+        self.tensors = dict(tensors)
 
 
 def fill(target: Tensor, tensor: Tensor) -> None:

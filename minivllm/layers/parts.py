@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnSpec
-from minivllm.core.interfaces.decoder import DecoderSpec, Norm, Rope
+from minivllm.core.interfaces.decoder import MLP, DecoderSpec, Experts, Norm, Rope
 from minivllm.core.interfaces.model import Model
-from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard
-from minivllm.errors import ModelError
+from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard, WeightScheme
+from minivllm.errors import ModelError, PluginError
 
 from . import invariant
 from .activation import APPLY, gate_mul
 from .attention import AttentionLayer
 from .decoder import Decoder
 from .embedding import Embedding, LMHead, TiedLMHead
-from .fused import GatedLinear, Joined, LinearNorm, NormedLinear
+from .experts import DenseExperts, ExpertLinear, ExpertsNorm, Mixture, RouterHook, RouterLinear
+from .fused import GatedLinear, Joined, LinearNorm, Normed, NormedLinear
 from .linear import Dense, Linear
-from .module import Module
+from .module import Module, Tensors
 from .norm import LayerNorm, RMSNorm
 from .rotary import rotary_tables
 
@@ -83,17 +84,59 @@ class ModelParts:
         self, name: str, inp: int, parts: Sequence[tuple[str, int]], *, bias: bool = False, split: str | None = None
     ) -> Linear:
         """``parts``: (name, outputs) stacked in one matrix; ``split`` None, "column" (outputs) or "row" (inputs)."""
-        if split == "column":
-            parts = [(part, self._share(rows, f"{name}.{part} outputs")) for part, rows in parts]
-        elif split == "row":
-            inp = self._share(inp, f"{name} inputs")
-        elif split is not None:
-            raise ValueError(f"split={split!r}: want None, 'column' or 'row'")
+        inp, parts = self._shares(name, inp, parts, split)
         info = self._info(name, "linear", inp, parts, bias=bias, split=split)
         return self._add(Linear(info, self.quantizer.scheme(info) or self._dense(info), self.group))
 
+    def _shares(
+        self, name: str, inp: int, parts: Sequence[tuple[str, int]], split: str | None
+    ) -> tuple[int, Sequence[tuple[str, int]]]:
+        if split == "column":
+            return inp, [(part, self._share(rows, f"{name}.{part} outputs")) for part, rows in parts]
+        if split == "row":
+            return self._share(inp, f"{name} inputs"), parts
+        if split is not None:
+            raise ValueError(f"split={split!r}: want None, 'column' or 'row'")
+        return inp, parts
+
     def _dense(self, info: ModuleInfo) -> Dense:
         return Dense(info, self.fuse, invariant=self.invariant)
+
+    def router(
+        self, name: str, inp: int, outputs: int = 1, bias: bool = False, choice_bias: bool = False
+    ) -> RouterLinear:
+        """x [T, inp] -> logits [T, outputs]: of experts, or of the gate of a shared one."""
+        info = self._info(name, "router", inp, [("", outputs)], bias=bias)
+        return self._add(RouterLinear(info, self.quantizer.scheme(info) or self._dense(info), choice_bias))
+
+    def expert_linear(
+        self, name: str, inp: int, count: int, parts: Sequence[tuple[str, int]], bias: bool, split: str
+    ) -> ExpertLinear:
+        """The weights of ``count`` experts one after another, each of ``parts``: "0.gate", "0.up", "1.gate" ..."""
+        inp, parts = self._shares(name, inp, parts, split)
+        each = [(f"{e}.{part}" if part else str(e), rows) for e in range(count) for part, rows in parts]
+        info = self._info(name, "experts", inp, each, bias=bias, split=split, experts=count)
+        scheme = self.quantizer.scheme(info)
+        if scheme is not None and type(scheme).expert is WeightScheme.expert:
+            raise PluginError(
+                f"{type(scheme).__name__} stores no experts ({name}): want a quantizer that does, or leaves them out"
+            )
+        scheme = scheme or DenseExperts(info, self.fuse)
+        if isinstance(scheme, DenseExperts):
+            scheme.invariant = self.invariant
+        return self._add(ExpertLinear(info, scheme, self.group))
+
+    def experts(self, name: str, hidden: int, spec: Experts, hook: RouterHook | None = None) -> Mixture:
+        """Router, experts and shared MLP of a layer: x [T, hidden] -> [T, hidden]; see ``layers.experts``."""
+        return Mixture(name, hidden, spec, self, hook)
+
+    def tensors(self, name: str, shapes: Mapping[str, tuple[Sequence[int], str | None]]) -> Mapping[str, Tensor]:
+        """Weights of the architecture's own, whole on every process: name -> shape and dtype (None: the model's)."""
+        made = {
+            param: torch.empty(tuple(shape), dtype=getattr(torch, dtype) if dtype else self.dtype, device=self.device)
+            for param, (shape, dtype) in shapes.items()
+        }
+        return self._add(Tensors(name, made)).tensors
 
     def embedding(self, name: str, rows: int, dim: int) -> Embedding:
         return self._add(Embedding(name, rows, dim, self.dtype, self.device))
@@ -126,6 +169,19 @@ class ModelParts:
 
         return fused
 
+    def mlp_up(self, name: str, hidden: int, mlp: MLP) -> Callable[[Normed], Tensor]:
+        """The first half of an MLP, Normed -> activation(gate) * up, or without a gate activation(up) [T, inner]."""
+        if mlp.gated:
+            sizes = [("gate", mlp.inner), ("up", mlp.inner)]
+            linear = self.linear(name + ".gate_up", hidden, sizes, bias=mlp.bias, split="column")
+            return self.gated_linear(linear, mlp.activation)
+        linear = self.linear(name + ".up", hidden, [("", mlp.inner)], bias=mlp.bias, split="column")
+        plain, activation = self.normed_linear(linear), self.activation(mlp.activation)
+        return lambda h: activation(plain(h))
+
+    def mlp_down(self, name: str, hidden: int, mlp: MLP) -> Linear:
+        return self.linear(name + ".down", mlp.inner, [("", hidden)], bias=mlp.bias, split="row")
+
     def normed_linear(self, linear: Linear) -> NormedLinear:
         """Normed -> linear(x) [T, out]; see ``layers.fused``."""
         return NormedLinear(linear, self.pairs)
@@ -136,7 +192,7 @@ class ModelParts:
 
     def linear_norm(
         self,
-        linear: Linear,
+        linear: Linear | Mixture,
         norm: RMSNorm | LayerNorm | None,
         whole: bool = False,
         after: RMSNorm | LayerNorm | None = None,
@@ -145,6 +201,8 @@ class ModelParts:
         """(x, residual) -> (Normed of residual + scale * after(linear(x)), that sum); ``whole``: the norm is computed
         to its end; ``norm`` None: what follows takes the sum itself."""
         if after is None and scale == 1.0 and isinstance(norm, RMSNorm):
+            if isinstance(linear, Mixture):
+                return ExpertsNorm(linear, norm, whole)
             return LinearNorm(linear, norm, self.pairs, whole)
         return Joined(linear, after, norm, scale)
 

@@ -1,5 +1,6 @@
 """From a model directory and a wiring to what runs on one device: config, weights, model, cache memory, processors.
 
+hub         a snapshot of the Hugging Face hub: in the cache, or fetched
 hf_config   the directory: config.json, what it says of architecture and dtype
 numbers     which numbers of config.json a model can have
 weights     safetensors, or dummies, to the parameters of a model

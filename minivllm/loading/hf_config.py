@@ -12,17 +12,11 @@ from typing import Any
 from minivllm import files
 from minivllm.errors import ModelError, brief, shown
 
+from .hub import MODEL, HubFiles, HubOptions, find_snapshot, one_line
 from .numbers import check_numbers
 from .plain_config import plain_config
 
 IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft"}  # word -> directory in minivllm/pocket
-WANTED = (
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.txt",
-)  # weights, configuration, tokenizer: no code, no pickle
 MOST_HUB_ID = 200  # characters
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -74,12 +68,12 @@ class Checkpoint:
             made = (CONFIG_MAPPING[self.model_type] if known else PreTrainedConfig).from_dict(dict(self.raw))
             return made.get_text_config()
         except Exception as exc:  # transformers checks fields with errors of many types
-            raise ModelError(f"{self.folder}/config.json: {_one_line(exc)}") from exc
+            raise ModelError(f"{self.folder}/config.json: {one_line(exc)}") from exc
 
 
-def open_checkpoint(model: str) -> Checkpoint:
+def open_checkpoint(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOptions()) -> Checkpoint:  # noqa: B008
     """Find a model and read its config.json.  ModelError says what is missing or broken."""
-    folder = find_model(model)
+    folder = find_model(model, wanted, hub)
     path = folder / "config.json"
     if not files.is_there(path):
         raise ModelError(f"{folder}: holds no config.json; want a Hugging Face model directory")
@@ -109,39 +103,23 @@ def context_said(cfg: Any) -> str:
     return f"max_position_embeddings={named}{stretched}"
 
 
-def find_model(model: str) -> Path:
-    """The directory of a model: the words ``pocket`` and ``pocket-draft``, a directory, or a Hugging Face hub id."""
+def find_model(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOptions()) -> Path:  # noqa: B008
+    """The directory of a model: the words ``pocket`` and ``pocket-draft``, a directory, or an id of the Hugging Face
+    hub, of which the ``wanted`` files are fetched where the cache lacks them.  ModelError; ConfigError for a revision
+    of what has none."""
     if model in IN_PACKAGE:
+        hub.refuse_revision(model)
         folder = Path(__file__).parents[1] / "pocket" / IN_PACKAGE[model]
         if not folder.is_dir():
             raise ModelError(f"the model {shown(model)} is missing from this installation: no {folder}")
         return folder
     if (folder := files.folder_of(model)) is not None:
+        hub.refuse_revision(f"the directory {model}")
         return folder.resolve()
     if os.path.exists(model):
         raise ModelError(f"{brief(model)}: is a file; want a model directory")
-    if model.startswith((".", "/", "~")) or len(model) > MOST_HUB_ID or not _HUB_ID.fullmatch(model):
+    if model.startswith((".", "/", "~")) or len(model) > MOST_HUB_ID:
         raise ModelError(f"{brief(model)}: no such directory")
-    return _download(model)
-
-
-def _download(model: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(WANTED)))
-    except HFValidationError:
-        raise ModelError(f"{model}: no such directory, and no Hugging Face model id") from None
-    except LocalEntryNotFoundError as exc:
-        text = "no such directory, not in the Hugging Face cache, and the hub cannot be reached"
-        raise ModelError(f"{model}: {text}; give a directory, or try `--model pocket`") from exc
-    except HfHubHTTPError as exc:
-        raise ModelError(f"{model}: the Hugging Face hub says: {_one_line(exc)}") from exc
-    except OSError as exc:
-        raise ModelError(f"{model}: cannot be fetched from the Hugging Face hub: {_one_line(exc)}") from exc
-
-
-def _one_line(exc: BaseException) -> str:
-    text = " ".join(str(exc).split()) or type(exc).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+    if not _HUB_ID.fullmatch(model):
+        raise ModelError(f"{brief(model)}: no such directory, and no Hugging Face id, which is OWNER/NAME")
+    return find_snapshot(model, wanted, hub)

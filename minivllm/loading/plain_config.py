@@ -78,9 +78,13 @@ class PlainConfig:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in UNSET:
             raise AttributeError(name)
+        return getattr(self.made(), name)
+
+    def made(self) -> Any:
+        """Transformers' object."""
         if self._made is None:
             self._made = self._whole()
-        return getattr(self._made, name)
+        return self._made
 
 
 def plain_config(raw: Mapping[str, Any], whole: Callable[[], Any]) -> PlainConfig | None:

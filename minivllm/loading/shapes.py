@@ -19,10 +19,21 @@ from minivllm.core.interfaces.model import ModelArch, Rule
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import ModelError, ResourceError, shown
 from minivllm.layers.embedding import Embedding
+from minivllm.layers.fields import expert_key
 from minivllm.layers.norm import LayerNorm, RMSNorm
 from minivllm.layers.parts import ModelParts
 
-from .weights import Header, Target, find_targets, roots_of, rule_pattern, whole_name
+from .weights import (
+    PLAIN,
+    Header,
+    Target,
+    by_rules,
+    find_targets,
+    of_one_form,
+    roots_of,
+    rule_pattern,
+    whole_name,
+)
 
 KEYS = (
     ("vocab_size",), ("hidden_size",), ("intermediate_size",), ("num_attention_heads", "head_dim"),
@@ -84,11 +95,14 @@ def check(
     """ModelError naming the key of config.json that the checkpoint's tensors contradict (``headers``; none for random
     weights), ResourceError for weights that take more than the ``free`` bytes.  ``quantized``: they are made smaller
     while they are loaded, nobody says here how much."""
-    rules, plan = arch.weights(cfg), blueprint(arch, cfg, parts)
-    targets = {} if plan is None else find_targets(rules, plan)
+    every, plan = arch.weights(cfg), blueprint(arch, cfg, parts)
+    rules = of_one_form(every, headers)
+    packed = any(rule.param not in ("", *PLAIN) for rule in rules)  # of the plan's weights none is
+    targets = {} if plan is None else find_targets(of_one_form(every, ()) if packed else rules, plan)
     roots = roots_of(targets)
-    headers = {whole_name(name, targets, roots): header for name, header in headers.items()}
+    headers = {whole_name(name, targets, roots): header for name, header in by_rules(headers, arch, cfg).items()}
     _check_layers(folder, cfg, rules, headers)
+    _check_experts(folder, cfg, rules, headers)
     if plan is not None:
         _check_shapes(folder, cfg, targets, headers)
         _check_memory(folder, plan, plan.bytes(quantized), free)
@@ -117,7 +131,7 @@ def _contradiction(folder: str, cfg: Any, name: str, wanted: tuple[int, ...], ha
 def _said(cfg: Any, size: int) -> list[str]:
     """The keys that give a size, or whose product does, with their values."""
     found = []
-    for keys in KEYS:
+    for keys in (*KEYS, (expert_key(cfg),), ("moe_intermediate_size",), ("shared_expert_intermediate_size",)):
         values = [getattr(cfg, key, None) for key in keys]
         if all(type(v) is int for v in values) and math.prod(values) == size:
             found.append(" x ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True)))
@@ -146,6 +160,22 @@ def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping
     else:
         return
     raise ModelError(f"{folder}/config.json: num_hidden_layers={asked}: {what}; want {there}, as the checkpoint has")
+
+
+def _check_experts(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
+    """ModelError if config.json says another number of experts than the checkpoint has tensors of."""
+    sources = {re.sub(r"\.\d+\.", ".{i}.", rule.source) for rule in rules if "{e}" in rule.source}
+    if not sources:  # a config that is asked for what it has not becomes one of transformers
+        return
+    key = expert_key(cfg)
+    asked = getattr(cfg, key, None)
+    patterns = [re.compile(rule_pattern(source).pattern + r"\..+") for source in sorted(sources)]
+    met = (pattern.fullmatch(name) for name in headers for pattern in patterns)
+    there = 1 + max((int(match["e"]) for match in met if match and len(match["e"]) < 10), default=-1)
+    if there and type(asked) is int and asked != there:
+        raise ModelError(
+            f"{folder}/config.json: {key}={asked}: the checkpoint has experts 0 to {there - 1}; want {there}"
+        )
 
 
 def _check_memory(folder: str, plan: Blueprint, need: int, free: int) -> None:

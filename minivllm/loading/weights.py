@@ -12,7 +12,7 @@ import copy
 import logging
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(masked_)?bias")
 PICKLES = ("*.bin", "*.pt", "*.pth")
 DUMMY_STD = 0.02
+Wanted = Mapping[tuple[str, str], tuple[int, ...] | None]  # ``Module.wanted``
+PLAIN = ("weight", "bias")  # parameters that are not quantized
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
 log = logging.getLogger("minivllm")
 
@@ -43,6 +45,7 @@ class Header:
 
     path: Path
     shape: tuple[int, ...]
+    name: str
 
 
 @dataclass(frozen=True)
@@ -50,21 +53,33 @@ class Target:
     """Where a checkpoint tensor goes."""
 
     module: Module
-    parts: tuple[str, ...]  # one after another in the tensor
+    parts: tuple[str, ...]  # one after another in the tensor; with ``experts`` of each of them, as "{e}.up"
     param: str
     shape: tuple[int, ...] | None  # full, before tensor-parallel slicing; None = the weight scheme checks it
     rows: tuple[int, ...] = ()  # of each part, where there are several
     pairs: tuple[int, int] | None = None  # see ``Rule``
     transposed: bool = False  # likewise; ``shape`` is that of the checkpoint
+    interleaved: bool = False  # likewise
+    experts: int = 0  # on the first axis; 0: the tensor is of no experts, or of one
 
     def fill(self, tensor: Tensor) -> None:
         if self.transposed:
-            tensor = tensor.T
-        if len(self.parts) == 1:
+            tensor = tensor.transpose(-2, -1)
+        if not self.experts:
+            self._fill(tensor, self.parts)
+        if self.experts and (not tensor.dim() or len(tensor) != self.experts):
+            raise ModelError(f"shape {list(tensor.shape)}, want {self.experts} experts first")
+        for e in range(self.experts):
+            self._fill(tensor[e], tuple(part.replace("{e}", str(e)) for part in self.parts))
+
+    def _fill(self, tensor: Tensor, parts: Sequence[str]) -> None:
+        if len(parts) == 1:
             pieces: Sequence[Tensor] = [tensor]
+        elif self.interleaved:
+            pieces = [tensor[n :: len(parts)] for n in range(len(parts))]
         else:
             pieces = tensor.split(list(self.rows))
-        for part, piece in zip(self.parts, pieces, strict=True):
+        for part, piece in zip(parts, pieces, strict=True):
             if self.pairs is not None and part != "v":
                 piece = as_halves(piece, *self.pairs)
             self.module.load(part, self.param, piece)
@@ -92,12 +107,15 @@ def load_weights(
     rules, notes = arch.weights(cfg), []
     if load_format != "dummy":
         rules, notes = tie(Path(model_dir), arch, cfg, parts, rules)
+    rules = of_one_form(rules, checkpoint_headers(Path(model_dir)) if several_forms(rules, load_format) else ())
     targets = find_targets(rules, parts)
     with torch.no_grad():
         if load_format == "dummy":
             tensors = dummy_tensors(targets, parts, seed)
         else:
             tensors = checkpoint_tensors(Path(model_dir))
+            conversion = arch.conversion(cfg)
+            tensors = tensors if conversion is None else conversion.tensors(tensors)
         _fill(tensors, targets, rules, str(model_dir))
         for module in parts.modules.values():
             module.finish()
@@ -115,7 +133,7 @@ def tie(
     """
     heads = [module for module in parts.modules.values() if isinstance(module, TiedLMHead)]
     notes: list[str] = []
-    headers = checkpoint_headers(folder) if heads else {}
+    headers = by_rules(checkpoint_headers(folder), arch, cfg) if heads else {}
     for head in heads:
         apart = copy.copy(cfg)
         apart.tie_word_embeddings = False
@@ -128,7 +146,7 @@ def tie(
         if theirs is None:
             rules = [replace(r, source=own) if r.module == head.tied.name else r for r in rules if r.source != own]
             notes.append(f"the embedding is the checkpoint's {own}.weight: it has no {shared}.weight")
-        elif not _same(f"{own}.weight", mine, f"{shared}.weight", theirs, parts.dtype):
+        elif not _same(mine, theirs, parts.dtype):
             head.untie()
             rules = untied
             notes.append(
@@ -139,12 +157,21 @@ def tie(
     return rules, notes
 
 
-def _same(name: str, mine: Header, other: str, theirs: Header, dtype: torch.dtype) -> bool:
+def by_rules(headers: Mapping[str, Header], arch: ModelArch, cfg: Any) -> Mapping[str, Header]:
+    """Headers by the names that the rules of the architecture have; without those that are made into others."""
+    conversion = arch.conversion(cfg)
+    if conversion is None:
+        return headers
+    named = ((conversion.name(name), header) for name, header in headers.items())
+    return {name: header for name, header in named if name is not None}
+
+
+def _same(mine: Header, theirs: Header, dtype: torch.dtype) -> bool:
     """Whether two tensors of a checkpoint are equal in the dtype in which they are served."""
     if mine.shape != theirs.shape:
         return False
     with _opened(mine.path) as left, _opened(theirs.path) as right:
-        a, b = left.get_tensor(name), right.get_tensor(other)  # mapped, not read
+        a, b = left.get_tensor(mine.name), right.get_tensor(theirs.name)  # mapped, not read
         pieces = zip(a.split(ROWS_AT_ONCE), b.split(ROWS_AT_ONCE), strict=True)
         return all(torch.equal(x.to(dtype), y.to(dtype)) for x, y in pieces)
 
@@ -155,38 +182,95 @@ def weight_bytes(parts: ModelParts) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
+def several_forms(rules: Sequence[Rule], load_format: str) -> bool:
+    """Whether the checkpoint has to be asked which form it has."""
+    return load_format != "dummy" and len({rule.form for rule in rules} - {""}) > 1
+
+
+def of_one_form(rules: Sequence[Rule], names: Iterable[str]) -> list[Rule]:
+    """Those of no form, and of one form: of the first of which there is a tensor, which other forms do not have, among
+    ``names``; else of the first."""
+    forms = list(dict.fromkeys(rule.form for rule in rules if rule.form))
+    if len(forms) < 2:
+        return list(rules)
+    sources = {form: {rule.source for rule in rules if rule.form == form} for form in forms}
+    there = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
+    there |= {name.rpartition(".")[0] for name in there}
+    for form in forms:
+        others = set().union(*(sources[other] for other in forms if other != form))
+        if any(re.sub(r"\{[ie]\}|(?<=\.)\d+(?=\.)", "*", source) in there for source in sources[form] - others):
+            break
+    else:
+        form = forms[0]
+    return [rule for rule in rules if rule.form in ("", form)]
+
+
 def find_targets(rules: Sequence[Rule], parts: ModelParts) -> dict[str, Target]:
     """Checkpoint name -> target, for every parameter of every module.  ModelError if no rule or two rules fill one."""
     targets: dict[str, Target] = {}
-    wanted = {(m.name, *key): shape for m in parts.modules.values() for key, shape in m.wanted().items()}
+    wanted = {name: module.wanted() for name, module in parts.modules.items()}
     filled: set[tuple[str, str, str]] = set()
     for rule in rules:
         if rule.module is None:
             continue
-        pattern, parts_of = rule_pattern(rule.module), (rule.part,) if isinstance(rule.part, str) else rule.part
-        for name, part, param in wanted:
+        pattern = rule_pattern(rule.module)
+        for name in [rule.module] if "{i}" not in rule.module else wanted:
             match = pattern.fullmatch(name)
-            if not match or part != parts_of[0]:
-                continue
-            source = rule.source.replace("{i}", match.groupdict().get("i", ""))
-            for one in parts_of:
-                if (name, one, param) in filled:
-                    raise ModelError(
-                        f"the architecture's rules fill {name}.{param} {shown(one)} twice: fix its weights()"
-                    )
-                filled.add((name, one, param))
-            shapes = [wanted[name, one, param] for one in parts_of]
-            targets[f"{source}.{param}"] = _target(source, parts.modules[name], parts_of, param, shapes, rule)
-    for name, part, param in wanted:
-        if (name, part, param) not in filled:
-            raise ModelError(
-                f"no rule of the architecture fills {name}.{param} {shown(part)}: add one to its weights()"
-            )
+            if match and name in wanted:
+                number = match.groupdict().get("i", "")
+                _targets_of(rule, number, parts.modules[name], wanted[name], targets, filled)
+    for name, module in wanted.items():
+        for part, param in module:
+            if (name, part, param) not in filled:
+                packed = ", or load a checkpoint that is quantized as config.json says" * (param not in PLAIN)
+                raise ModelError(
+                    f"no rule of the architecture fills {name}.{param} {shown(part)}: add one to its weights(){packed}"
+                )
     return targets
 
 
+def _targets_of(
+    rule: Rule,
+    number: str,
+    module: Module,
+    wanted: Wanted,
+    targets: dict[str, Target],
+    filled: set[tuple[str, str, str]],
+) -> None:
+    """What a rule fills of a module, whose layer has this number."""
+    parts_of = (rule.part,) if isinstance(rule.part, str) else rule.part
+    first, stacked = rule_pattern(parts_of[0]), "{e}" in parts_of[0] and "{e}" not in rule.source
+    experts: dict[str, int] = {}  # of each parameter
+    for part, param in wanted:
+        match = first.fullmatch(part)
+        if not match or (rule.param and rule.param != param):
+            continue
+        e = match.groupdict().get("e", "")
+        mine = tuple(one.replace("{e}", e) for one in parts_of)
+        for one in mine:
+            if (module.name, one, param) in filled:
+                raise ModelError(
+                    f"the architecture's rules fill {module.name}.{param} {shown(one)} twice: fix its weights()"
+                )
+            filled.add((module.name, one, param))
+        experts[param] = experts.get(param, 0) + 1
+        if stacked and experts[param] > 1:
+            continue
+        source = rule.source.replace("{i}", number).replace("{e}", e)
+        whole = source if rule.param else f"{source}.{param}"
+        shapes = [wanted[one, param] for one in mine]
+        targets[whole] = _target(whole, module, parts_of if stacked else mine, param, shapes, rule)
+    if stacked:
+        for param, count in experts.items():
+            whole = rule.source.replace("{i}", number)
+            whole = whole if rule.param else f"{whole}.{param}"
+            target = targets[whole]
+            shape = None if target.shape is None else (count, *target.shape)
+            targets[whole] = replace(target, shape=shape, experts=count)
+
+
 def _target(
-    source: str,
+    whole_name: str,
     module: Module,
     parts: tuple[str, ...],
     param: str,
@@ -194,16 +278,18 @@ def _target(
     rule: Rule,
 ) -> Target:
     whole = [shape for shape in shapes if shape is not None]
-    if len(whole) < len(shapes) and (len(parts) > 1 or rule.pairs is not None or rule.transposed):
-        what = "cut" if len(parts) > 1 else "transposed" if rule.transposed else "put in order"
+    cut = len(parts) > 1 and not rule.interleaved  # at rows that only the scheme knows
+    if len(whole) < len(shapes) and (cut or rule.pairs is not None or rule.transposed):
+        what = "cut" if cut else "transposed" if rule.transposed else "put in order"
         raise ModelError(
-            f"{source}.{param} is quantized, and its rows are to be {what}: "
+            f"{whole_name} is quantized, and its rows are to be {what}: "
             "that is not implemented; want the model in a floating dtype"
         )
-    rows = tuple(shape[0] for shape in whole)
-    shape = (sum(rows), *whole[0][1:]) if whole else None
+    rows = tuple(shape[0] for shape in whole if shape)
+    shape = None if not whole else (sum(rows), *whole[0][1:]) if len(parts) > 1 else whole[0]
     turned = rule.transposed and shape is not None and len(shape) == 2
-    return Target(module, parts, param, shape[::-1] if shape and turned else shape, rows, rule.pairs, turned)
+    shape = shape[::-1] if shape and turned else shape
+    return Target(module, parts, param, shape, rows, rule.pairs, turned, rule.interleaved)
 
 
 def roots_of(targets: Mapping[str, Target]) -> list[str]:
@@ -219,9 +305,16 @@ def whole_name(name: str, targets: Mapping[str, Target], roots: Sequence[str]) -
 
 
 def rule_pattern(text: str) -> re.Pattern:
-    """A rule's name with ``{i}`` for one number, the same wherever it stands."""
-    first, *rest = re.escape(text).split(re.escape("{i}"))
-    return re.compile(first + "".join((r"(?P=i)" if n else r"(?P<i>\d+)") + piece for n, piece in enumerate(rest)))
+    """A rule's name with ``{i}`` for one number, the same wherever it stands, and ``{e}`` for another."""
+    met: set[str] = set()
+
+    def number(match: re.Match) -> str:
+        name = match[1]
+        again = name in met
+        met.add(name)
+        return f"(?P={name})" if again else rf"(?P<{name}>\d+)"
+
+    return re.compile(re.sub(r"\\\{([ie])\\\}", number, re.escape(text)))
 
 
 def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rules: Sequence[Rule], where: str) -> None:
@@ -289,7 +382,7 @@ def checkpoint_headers(folder: Path) -> dict[str, Header]:
     for path, expected in checkpoint_files(folder):
         with _opened(path, expected) as file:
             for name in file.keys():  # noqa: SIM118
-                found.setdefault(name, Header(path, tuple(file.get_slice(name).get_shape())))
+                found.setdefault(name, Header(path, tuple(file.get_slice(name).get_shape()), name))
     return found
 
 

@@ -26,7 +26,7 @@ from minivllm.spec import ANY
 
 from .base import Seen, since
 from .harness import Harness, Seat, play, seats
-from .model_config import IGNORED, UNCHANGED, names, others, record
+from .model_config import IGNORED, UNCHANGED, jumps, logits, names, others, record
 from .model_taps import ModelTaps
 from .tiny import VARIANTS, edits, quiet, read_tensors, save, small_config, tiny_model, write_tensors
 
@@ -133,11 +133,18 @@ class ModelConformance(ModelTaps):
 
     def judge(self, cls: Any, path: Path, values: Mapping[str, Any], cuts: Sequence[int] = ()) -> tuple[str, str]:
         """("equal" | "refused" | "no such config" | "wrong", why) of a config with some fields set."""
-        try:
-            case = self.case(cls, path, **values)
-            assert case.want.isfinite().all()
-        except Exception as exc:  # transformers refuses configs with errors of many types
-            return "no such config", f"{type(exc).__name__}: {exc}"
+        for seed in range(3):
+            try:
+                case = self.case(cls, path, seed=seed, **values)
+                assert case.want.isfinite().all()
+            except Exception as exc:  # transformers refuses configs with errors of many types
+                return "no such config", f"{type(exc).__name__}: {exc}"
+            status, why = self._judge(case, path, values, cuts)
+            if status != "wrong" or not jumps(case.hf, PROMPT, 10 * case.room):
+                break
+        return status, why
+
+    def _judge(self, case: ModelCase, path: Path, values: Mapping[str, Any], cuts: Sequence[int]) -> tuple[str, str]:
         try:
             harness = self.harness(path, max_len=len(PROMPT))  # by which "dynamic" goes
             wrong = self.difference(harness.step({0: PROMPT})[0], case)
@@ -280,7 +287,8 @@ class ModelConformance(ModelTaps):
 
     @since(1, 0)
     def test_half_precision_is_at_most_twice_as_far_as_transformers(self, tmp_path: Path) -> None:
-        """Root mean square over all logits, from float32 arithmetic on the same rounded weights."""
+        """Root mean square over the logits of a token, and of that the median over all tokens, as a router may send one
+        elsewhere; from float32 arithmetic on the same rounded weights."""
         for name, cls in self.families().items():
             for dtype in self.values("dtype", "bfloat16", "float16"):
                 ours, theirs = [], []
@@ -290,7 +298,7 @@ class ModelConformance(ModelTaps):
                     want = logits(self._reload(path, cls), PROMPT)
                     theirs.append(logits(self._reload(path, cls, dtype), PROMPT) - want)
                     ours.append(self.harness(path, dtype=dtype).step({0: PROMPT})[0].cpu() - want)
-                a, b = (float(torch.cat(x).square().mean().sqrt()) for x in (ours, theirs))
+                a, b = (float(torch.cat(x).square().mean(-1).sqrt().median()) for x in (ours, theirs))
                 assert a <= 2 * b + 1e-3, f"{name} in {dtype}: error {a:.2e}, transformers' {b:.2e}"
 
     @since(1, 0)
@@ -428,9 +436,3 @@ class ModelConformance(ModelTaps):
                     assert spec.heads % spec.kv_heads == 0, (
                         f"{name}, layer {i}: {spec.heads} heads over {spec.kv_heads}"
                     )
-
-
-def logits(hf: Any, tokens: Sequence[int]) -> Tensor:
-    """float32 [tokens, V]."""
-    with torch.inference_mode():
-        return hf(torch.tensor([list(tokens)])).logits[0].float()

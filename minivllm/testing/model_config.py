@@ -1,9 +1,13 @@
-"""Fields of a Hugging Face config: which a decoder need not read, other values for them, and who reads what."""
+"""Fields of a Hugging Face config: which a decoder need not read, other values for them, and who reads what; and what
+transformers' model computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 IGNORED = {  # fields that no decoder here need read, and why
     "architectures": "chooses the plug-in", "model_type": "chooses the plug-in", "transformers_version": "a note",
@@ -48,3 +52,24 @@ def record(cfg: Any) -> set[str]:
 
     cfg.__class__ = type(cls.__name__, (cls,), {"__getattribute__": recorder})
     return read
+
+
+def logits(hf: Any, tokens: Sequence[int]) -> Tensor:
+    """float32 [tokens, V]."""
+    with torch.inference_mode():
+        return hf(torch.tensor([list(tokens)])).logits[0].float()
+
+
+def jumps(hf: Any, tokens: Sequence[int], far: float) -> bool:
+    """Whether logits move by more than ``far`` where embeddings do by some 1e-5 of themselves: two experts are nearly
+    as good as each other to a router, and rounding decides."""
+
+    def shaken(module: Any, args: Any, out: Tensor) -> Tensor:
+        return out * (1 + 1e-5 * torch.randn(out.shape, generator=generator).to(out))
+
+    want, generator = logits(hf, tokens), torch.Generator().manual_seed(0)
+    handle = hf.get_input_embeddings().register_forward_hook(shaken)
+    try:
+        return any(float((logits(hf, tokens) - want).abs().max()) > far for _ in range(8))
+    finally:
+        handle.remove()

@@ -26,6 +26,7 @@ from . import quantizer_data as data
 from .base import Seen, since
 from .harness import Harness
 from .model import PROMPT, logits
+from .quantizer_experts import QuantizerExperts
 from .quantizer_memory import Memory
 from .quantizer_sizes import QuantizerSizes
 from .spec import SpecConformance
@@ -38,7 +39,7 @@ STEPS = (
 GRID = " (a test class overrides grid(info) if these are not numbers of the format, or returns None)"
 
 
-class QuantizerConformance(Memory, QuantizerSizes, SpecConformance):
+class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConformance):
     """Override ``checkpoint`` and ``checkpoint_tensors`` if the weights come quantized, ``step`` and ``grid`` if the
     format is not one symmetric scale per output row, ``outs``, ``ins`` and ``sizes`` if it takes only some, and
     ``scale_bits`` if its scales take more; ``patterns`` names options, ``model`` sizes of the tiny model.

@@ -16,11 +16,16 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
     LlamaConfig,
+    MixtralConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.utils import logging
 
@@ -35,13 +40,19 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig,
     "phi3": Phi3Config,
     "cohere2": Cohere2Config,
+    "gpt2": GPT2Config,
+    "mixtral": MixtralConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "gpt_oss": GptOssConfig,
 }
 ARCHS = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
-SMALL = {  # 2 layers, 32 wide, 61 tokens
+SMALL = {  # 2 layers, 32 wide, 61 tokens, 6 experts if any
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 28,
 }  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -116,6 +127,14 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "window switched off": {**_window([], max_window_layers=1), "use_sliding_window": False},
         "chunked attention": {"layer_types": ["chunked_attention", FULL], "attention_chunk_size": 4},
     },
+    "experts": {
+        "weights of the chosen are normalized": {"norm_topk_prob": True},
+        "experts in every other layer": {"decoder_sparse_step": 2, "num_hidden_layers": 3},
+        "a layer without experts": {"mlp_only_layers": [1]}, "one expert a token": {"num_experts_per_tok": 1},
+        "all experts a token": {"num_experts_per_tok": 6}, "16 experts": {"num_experts": 16},
+        "a gate that is clamped at once": {"swiglu_limit": 0.3, "swiglu_alpha": 3.0},
+        "a small shared expert": {"shared_expert_intermediate_size": 12}, "no bias of q, k and v": {"qkv_bias": False},
+    },
     "other": {
         "hidden_act swish": {"hidden_act": "swish"}, "hidden_act gelu": {"hidden_act": "gelu"},
         "hidden_act relu": {"hidden_act": "relu"}, "not causal": {"is_causal": False},
@@ -139,7 +158,7 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
 def tiny_config(family: str = "llama", heads: str = "gqa", **values) -> PretrainedConfig:
     """2 layers, 32 wide, 61 tokens; ``values`` override."""
     q, kv = HEADS[heads]
-    return CONFIGS[family](**{**SMALL, "num_attention_heads": q, "num_key_value_heads": kv, **values})
+    return small_config(CONFIGS[family], **{"num_attention_heads": q, "num_key_value_heads": kv, **values})
 
 
 def tiny_model(cfg: PretrainedConfig, seed: int = 0, cls: Any = AutoModelForCausalLM):

@@ -165,7 +165,7 @@ def test_explain_tells_the_facts_and_the_choices(model):
         "block          16 (supplied by minivllm/sdpa)",
         "attention -> minivllm/sdpa   (asked: auto)",
         "  for device=cpu, dtype=float32, kv_format=fp32, dim_qk=8, dim_v=8, queries_per_kv=2",
-        "  x minivllm/llama       architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
+        "  x minivllm/llama         architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
         "model_type: want qwen3, supports {llama}",
     ):
         assert line in text.splitlines()
@@ -193,9 +193,9 @@ def test_a_failed_choice_carries_what_was_chosen_before_it(tmp_path):
         "quantizer -> nothing suitable   (asked: auto)",
         "  for device=cpu, dtype=float32, checkpoint=unheard_of, features={batch_invariant}",
     ]
-    assert "  x minivllm/none  checkpoint: want unheard_of, supports {none}" in lines
+    assert "  x minivllm/none   checkpoint: want unheard_of, supports {none}" in lines
     why = "checkpoint: want unheard_of, supports {none}; feature 'batch_invariant' not declared"
-    assert f"  x minivllm/int8  {why}" in lines
+    assert f"  x minivllm/int8   {why}" in lines
 
 
 # ---------------------------------------------------------------- batch_invariant
@@ -291,8 +291,7 @@ def write(path, text):
         ("[]", "{dir}/config.json: want a JSON object, got a list"),
         ("{}", '{dir}/config.json: names no architecture; want "architectures": ["..."]'),
         ('{"architectures": ["FooForCausalLM"], "model_type": "foo", "auto_map": {"AutoConfig": "evil.Evil"}}',
-         "{dir}/config.json: no plug-in serves the architecture 'FooForCausalLM'. "
-         "Available: Cohere2ForCausalLM, CohereForCausalLM, GPT2LMHeadModel, Gemma2ForCausalLM"),
+         "{dir}/config.json: no plug-in serves the architecture 'FooForCausalLM', and transformers "),
         (json.dumps({**SHAPE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "sin"}),
          "{dir}/config.json: hidden_act='sin': want one of gelu, "),
     ],
@@ -315,38 +314,19 @@ def test_a_field_of_the_wrong_type_is_one_line(tmp_path):
     assert "\n" not in str(info.value)
 
 
-def test_a_model_that_is_nowhere_is_refused(tmp_path, monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def offline(name, **_):
-        raise LocalEntryNotFoundError("no connection")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+def test_a_model_that_is_nowhere_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for name, message in (
         (f"{tmp_path}/no", f"{tmp_path}/no: no such directory"),
         ("./no", "./no: no such directory"),
-        ("a/b/c", "a/b/c: no such directory"),
+        ("a/b/c", "a/b/c: no such directory, and no Hugging Face id, which is OWNER/NAME"),
+        ("some/model/", "some/model/: no such directory, and no Hugging Face id, which is OWNER/NAME"),
+        ("some/mo--del", "some/mo--del: no such directory, and no Hugging Face model id"),
         (f"{tmp_path}/file", f"{tmp_path}/file: is a file; want a model directory"),
-        (
-            "some/model",
-            "some/model: no such directory, not in the Hugging Face cache, and the hub cannot be reached; "
-            "give a directory, or try `--model pocket`",
-        ),
     ):
         with pytest.raises(ModelError) as info:
             find_model(name)
         assert str(info.value) == message
-
-
-def test_a_hub_id_is_fetched_without_code(monkeypatch, tmp_path, model):
-    import huggingface_hub
-
-    asked = {}
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kw: asked.update(kw, name=name) or model)
-    assert str(find_model("some/model")) == model and asked["name"] == "some/model"
-    assert not any(p.endswith((".py", ".bin", ".pt", "*")) for p in asked["allow_patterns"])
 
 
 def test_the_facts_of_a_checkpoint_are_read_from_either_spelling(tmp_path):
@@ -362,7 +342,7 @@ def test_a_quantized_checkpoint_that_nobody_reads_is_refused(tmp_path):
     path = save(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     write(tmp_path, json.dumps({**raw, "quantization_config": {"quant_method": "awq", "bits": 4}}))
-    with pytest.raises(PluginError, match=r"x minivllm/none  checkpoint: want awq, supports \{none\}"):
+    with pytest.raises(PluginError, match=r"x minivllm/none +checkpoint: want awq, supports \{none\}"):
         wire(path)
 
 

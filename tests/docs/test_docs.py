@@ -79,6 +79,7 @@ PAGES = {
     "glossary": 0,
     "finding-your-way": 0,
     "compatibility": 0,
+    "models": 1,
     "architecture": 0,
     "architecture/overview": 0,
     "architecture/step": 1,

@@ -113,13 +113,14 @@ def processor(name: str, number: int) -> Callable[..., Any]:
 def taps_of(params: dict[str, Any], points: Mapping[str, int]) -> list[Any]:
     """The taps of a request, {"seed": n, "add": bool, "read": bool}, at some of the model's points."""
     from minivllm import Tap
+    from minivllm.core.interfaces.taps import read_only
 
     if "taps" not in params:
         return []
     asked, names = params["taps"], list(points)
     rng, made = random.Random(f"taps {asked['seed']}"), []
     if asked["add"]:
-        for name in rng.sample(names[:-1], rng.choice([1, 1, 2])):
+        for name in rng.sample([name for name in names if not read_only(name)], rng.choice([1, 1, 2])):
             vector = np.random.default_rng(rng.randrange(1000)).standard_normal(points[name])
             made.append(Tap(name, add=vector, scale=rng.choice([0.1, 0.5])))
     if asked["read"]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 from typing import Any
 
 from .configs import VOCAB
 
+HEADS = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "moe_intermediate_size": 32,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
     "llama": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64},
@@ -35,6 +37,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "logit_scale": 0.5,
         "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"],
     },
+    # LayerNorm and learned positions
+    "gpt2": {"hidden_size": 128, "num_attention_heads": 2},
+    # mixtures of experts
+    "mixtral": {**HEADS, "intermediate_size": 64, "num_experts": 4},
+    "qwen2_moe": {**HEADS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1], "num_hidden_layers": 3},
+    "qwen3_moe": {**HEADS, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True},
+    # sinks, a window in every other layer, YaRN
+    "gpt_oss": {
+        **HEADS, "intermediate_size": 64, "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1000.0, "factor": 16.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
 }  # fmt: skip
 
 
@@ -44,16 +60,17 @@ def make(folder: Path) -> None:
 
     from minivllm.testing import tiny
 
+    def config(family: str, **more: Any) -> Any:
+        sizes = {"vocab_size": VOCAB[family], "intermediate_size": 96, "max_position_embeddings": 1024}
+        return tiny.small_config(tiny.CONFIGS[family], **{**sizes, **SHAPES[family], **more})
+
     for family, shape in SHAPES.items():
-        values = {**tiny.SMALL, "vocab_size": VOCAB[family], "intermediate_size": 96, "max_position_embeddings": 1024}
-        if family == "qwen2":
-            values.pop("head_dim")
-        model = tiny.tiny_model(tiny.CONFIGS[family](**copy.deepcopy({**values, **shape})), seed=len(family))
+        model = tiny.tiny_model(config(family), seed=len(family))
         tiny.save(model, folder / family)
         whole: dict[str, Any] = {"use_sliding_window": False} if "use_sliding_window" in shape else {}
         if "layer_types" in shape:
             whole["layer_types"] = ["full_attention"] * len(shape["layer_types"])
-        draft = tiny.tiny_model(tiny.CONFIGS[family](**copy.deepcopy({**values, **shape, **whole})))
+        draft = tiny.tiny_model(config(family, **whole))
         draft.load_state_dict(model.state_dict())
         with torch.no_grad():
             torch.manual_seed(1)

@@ -131,19 +131,26 @@ def differences(
                 found.append(("text" if name == "text" else "finish", f"output {a.index}: {name} {x!r}, alone {y!r}"))
         found += _scores(a, b, near, tie is None)
         for point, x in (a.taps or {}).items():
-            y = (b.taps or {}).get(point)
-            if (
-                y is None
-                or x.shape != y.shape
-                or not np.abs(x - y).max(initial=0) <= READ[dtype] * np.abs(y).max(initial=1)
-            ):
-                found.append(("taps", f"output {a.index}: {point} {x.tolist()}, alone {y}"[:400]))
+            if said := _values(x, (b.taps or {}).get(point), READ[dtype]):
+                found.append(("taps", f"output {a.index}: {point} {said}"))
     if not split and (got.prompt_logprobs is None) == (want.prompt_logprobs is None):
         for i, (x, y) in enumerate(zip(got.prompt_logprobs or (), want.prompt_logprobs or (), strict=False)):
             if x is not None and y is not None and (said := _entry(x, y, near, tie is None)):
                 found.append((scores_kind(said), f"prompt token {i}: {said}"))
                 break
     return found
+
+
+def _values(x: np.ndarray, y: np.ndarray | None, near: float) -> str:
+    """What differs between values [positions, width] that were read, in words."""
+    if y is None or x.shape != y.shape:
+        return f"has the shape {x.shape}, alone {None if y is None else y.shape}"
+    off = ~(np.abs(x - y).max(1, initial=0) <= near * np.abs(y).max(initial=1))
+    if not off.any():
+        return ""
+    rows, first = np.flatnonzero(off).tolist(), int(off.argmax())
+    error = float(np.abs(x - y).max())
+    return f"is {x[first][:6].tolist()} in row {first}, alone {y[first][:6].tolist()}; rows {rows} of {len(x)}: {error}"
 
 
 def _first(a: list[int], b: list[int]) -> int | None:

@@ -19,8 +19,10 @@ from minivllm.compare_hf.compare import compare
 from minivllm.compare_hf.errors import DtypeComparison, EngineRun
 from minivllm.compare_hf.points import DERIVED, place
 from minivllm.compare_hf.reference import Reference
+from minivllm.core.interfaces.decoder import Router
 from minivllm.errors import ModelError
 from minivllm.layers.decoder import DecoderBlock
+from minivllm.layers.experts import RouterLinear
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
 from minivllm.plugins.model import spec as families
@@ -29,12 +31,14 @@ from minivllm.plugins.model.granite import Granite
 from minivllm.plugins.model.llama import Llama
 from minivllm.plugins.model.qwen2 import Qwen2
 from minivllm.plugins.model.qwen3 import Qwen3
+from minivllm.plugins.model.qwen3_moe import Qwen3Moe
 from minivllm.spec import ANY, Spec
 from minivllm.testing.tiny import quiet, save, small_config, tiny_model
 
 IDS = [(7 * i * i + 3 * i + 5) % 61 for i in range(20)]
 SIZES = {"max_num_seqs": 4, "num_kvcache_blocks": 64, "skip_tokenizer_init": True, "device": "cpu"}
-FAMILIES = {next(iter(s.limits["architecture"])): s for s in vars(families).values() if isinstance(s, Spec)}
+NAMED = [s for s in vars(families).values() if isinstance(s, Spec) and s.listed("architecture")]
+FAMILIES = {s.listed("architecture")[0]: s for s in NAMED}
 HERE = __name__
 
 
@@ -59,8 +63,9 @@ def test_each_operation_of_each_family_is_that_of_transformers(architecture, tmp
     assert found.within and not found.missing
     assert max(error.relative for error in found.errors.values()) < 1e-5
     layer = {point.partition("layers.1.")[2] for point in found.errors if point.startswith("layers.1.")}
-    norms = {"q_norm", "k_norm"} if architecture.startswith(("Qwen3", "Gemma3", "Olmo")) else set()
-    assert layer == {"input", "q", "k", "v", "q_rope", "k_rope", "attention", "mlp", "residual"} | norms
+    more = {"q_norm", "k_norm"} if architecture.startswith(("Qwen3", "Gemma3", "Olmo")) else set()
+    more |= {"router"} if architecture.startswith(("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss")) else set()
+    assert layer == {"input", "q", "k", "v", "q_rope", "k_rope", "attention", "mlp", "residual"} | more
     assert {"embedding", "norm", "logits", "token", "fused"} < found.errors.keys() and found.tokens.same == 12
 
 
@@ -141,10 +146,20 @@ SWAP = {"q_norm": lambda p: p.k_norm, "k_norm": lambda p: p.q_norm}
 OTHER_THETA = in_layer(1, lambda layer: replace(layer, rope=replace(layer.rope, theta=37.0)))
 OTHER_SCALE = in_layer(1, lambda layer: replace(layer, attention=replace(layer.attention, scale=0.9)))
 OTHER_MLP = in_layer(1, lambda layer: replace(layer, mlp=replace(layer.mlp, activation="relu")))
+OTHER_CHOICE = in_layer(1, lambda layer: replace(layer, mlp=replace(layer.mlp, router=Router())))
 NO_WINDOW = in_layer(0, lambda layer: replace(layer, attention=replace(layer.attention, window=None)))
 NO_MULTIPLIER = in_layer(1, lambda layer: replace(layer, residual_scale=1.0))
 K_AS_V = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj")
 NEAR = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0}
+
+
+class Halves(RouterLinear):
+    def __call__(self, x):
+        return super().__call__(x) / 2
+
+
+def halve(model):
+    model.blocks[1].experts.router.__class__ = Halves
 
 
 class LosesSome(DecoderBlock):
@@ -170,6 +185,10 @@ FAULTS = {
     "Scale": ("Llama", Llama, {}, {"table": OTHER_SCALE}, "layers.1.attention", "softmax scale"),
     "Window": ("Qwen2", Qwen2, NEAR, {"table": NO_WINDOW}, "layers.0.attention", "window"),
     "Activation": ("Llama", Llama, {}, {"table": OTHER_MLP}, "layers.1.mlp", "activation"),
+    "Choice": (
+        "Qwen3Moe", Qwen3Moe, {"norm_topk_prob": True}, {"table": OTHER_CHOICE}, "layers.1.mlp", "choice",
+    ),
+    "Router": ("Qwen3Moe", Qwen3Moe, {}, {"edit": halve}, "layers.1.router", "router: norm"),
     "Multiplier": (
         "Granite", Granite, {"residual_multiplier": 0.5}, {"table": NO_MULTIPLIER}, "layers.1.attention", "multiplier",
     ),

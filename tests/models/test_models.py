@@ -10,7 +10,7 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.core.interfaces.decoder import HEAD, MLP, DecoderSpec, LayerSpec, Norm, Rope
+from minivllm.core.interfaces.decoder import HEAD, MLP, DecoderSpec, Experts, LayerSpec, Norm, Rope, Router
 from minivllm.core.interfaces.model import ModelArch, decoder_rules, takes_logits_indices
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
@@ -156,7 +156,7 @@ def test_a_model_with_a_call_of_its_own_says_itself_whether_it_takes_logits_indi
     assert [takes_logits_indices(model) for model in made] == [True, True, False]
 
 
-OTHERS = sorted({name for seam, name, _ in BUILTINS if seam == "model"} - set(SERVED))
+OTHERS = sorted({name for seam, name, _ in BUILTINS if seam == "model"} - {*SERVED, "transformers"})
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -176,6 +176,10 @@ TABLE = DecoderSpec(61, 32, (LayerSpec(AttnSpec(4, 2, 8, 8), MLP(48), Rope(8, 10
         ({"norms": "arround"}, "layer 0: norms='arround': want one of before, after, around"),
         ({"qk_norm": "heads"}, "layer 0: qk_norm='heads': want one of None, head, width"),
         ({"mlp": MLP(48, "mish")}, "layer 0: mlp.activation='mish': want one of silu, gelu, "),
+        ({"mlp": Experts(4, 2, 8, "mish")}, "layer 0: mlp.activation='mish': want one of silu, gelu, "),
+        ({"mlp": Experts(4, 2, 8, shared=MLP(8, "mish"))}, "layer 0: mlp.shared.activation='mish': want one of silu, "),
+        ({"mlp": Experts(4, 2, 8, router=Router("max"))}, "layer 0: mlp.router.score='max': want one of softmax, "),
+        ({"mlp": Experts(4, 5, 8)}, "layer 0: mlp.chosen=5: want between 1 and mlp.count=4"),
         ({"rope": Rope(8, 100.0, "ntk")}, "layer 0: rope.kind='ntk': want one of default, linear, "),
         ({"parallel": True, "norms": "around"}, "layer 0: a parallel block has its norm before"),
     ],

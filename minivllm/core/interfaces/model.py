@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .decoder import AROUND, HEAD, WIDTH, DecoderSpec, LayerSpec
+from .decoder import AROUND, HEAD, MLP, WIDTH, DecoderSpec, Experts, LayerSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .attention import AttnMeta, AttnSpec, QKPre
-    from .decoder import Norm, Rope
+    from .decoder import ExpertNames, Norm, Rope, WeightNames
 
 # 2.0: describe; Parts.rotary(rope); StepTensors.logits_indices and Model.takes_logits_indices (1.1: wanted, picks);
 # 2.1: StepTensors.taps and Model.tap_points
-API = (2, 1)
+# 2.2: decoder.Experts, Parts.experts; Rule: {e}, param, form, interleaved;
+# ModelArch.conversion, ModelArch.notes, Parts.tensors
+API = (2, 2)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class Rule:
     A tensor may hold several parts one after another: ``part=("q", "k", "v")``.  ``pairs=(dim, turned)``: of each head
     of ``dim`` rows the first ``turned`` lie as pairs (0, 1), (2, 3) ... and come to lie as halves, as the rotary
     embedding here wants them.  ``transposed``: matrices lie as [in, out], and not as [out, in].
+
+    ``{e}`` stands for the number of an expert, in the source and in the part: ``part="{e}.up"``.  A source without it
+    whose parts have it is a tensor of all experts, [experts, rows, in] or for a bias [experts, rows].  ``interleaved``:
+    the rows of its parts take turns.  ``param``: the source is the whole name of a tensor, which is this parameter.
+
+    ``form``: of the rules that name one, those of a single form hold: of the first of which the checkpoint has a
+    tensor.
     """
 
     source: str
@@ -39,6 +48,9 @@ class Rule:
     part: str | tuple[str, ...] = ""
     pairs: tuple[int, int] | None = None
     transposed: bool = False
+    interleaved: bool = False
+    param: str = ""
+    form: str = ""
 
 
 class StepTaps(Protocol):
@@ -90,6 +102,10 @@ class Parts(Protocol):
         bias: bool = False,
         split: str | None = None,
     ) -> LinearModule: ...
+    # weights that the architecture computes with itself: name -> shape, and dtype (None: the model's)
+    def tensors(
+        self, name: str, shapes: Mapping[str, tuple[Sequence[int], str | None]]
+    ) -> Mapping[str, Tensor]: ...
     def embedding(self, name: str, rows: int, dim: int) -> Any: ...
     def lm_head(self, name: str, inp: int, vocab: int, tied: Any = None) -> Any: ...
     # a number is the epsilon of RMSNorm
@@ -107,6 +123,9 @@ class Parts(Protocol):
         after: Any = None,
         scale: float = 1.0,
     ) -> Callable[[Tensor, Tensor], tuple[Any, Tensor]]: ...
+    # router, experts and shared MLP of a layer, by one name: x [T, hidden] -> [T, hidden]; ``hook``
+    # is ``DecoderSpec.router_hook`` of the layer
+    def experts(self, name: str, hidden: int, spec: Experts, hook: Any = None) -> LinearModule: ...
     def attention(self, index: int, spec: AttnSpec) -> Attention: ...
     # cos and sin for ``QKPre``; ``twice``: also for requests longer than ``rope.switch``, behind the others
     def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]: ...
@@ -148,6 +167,19 @@ def _caller(model: Model) -> type:
     return next((c for c in type(model).__mro__ if "__call__" in vars(c)), type(model))
 
 
+class Conversion(Protocol):
+    """What comes between a checkpoint and the rules, where its tensors are not those that the rules speak of."""
+
+    def name(self, source: str) -> str | None:
+        """The rules' name of a checkpoint's tensor; None: it is not needed, or one of several that are made into
+        another."""
+        ...
+
+    def tensors(self, found: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of a checkpoint by its names -> those that the rules speak of, in any order."""
+        ...
+
+
 class ModelArch:
     """One architecture.  ``cfg`` is transformers' config object of the text model.
 
@@ -170,6 +202,14 @@ class ModelArch:
 
     def weights(self, cfg: Any) -> Sequence[Rule]:
         return decoder_rules(self.describe(cfg))
+
+    def conversion(self, cfg: Any) -> Conversion | None:
+        """None: the rules speak of the checkpoint's tensors as they are."""
+        return None
+
+    def notes(self, cfg: Any) -> Mapping[str, str]:
+        """What the user may want to know of how the model is built, by a word that says of what."""
+        return {}
 
     def switch(self, cfg: Any) -> int | None:
         """The length, in tokens, beyond which a request has another rotary embedding (``decoder.Rope``)."""
@@ -196,10 +236,11 @@ def decoder_rules(spec: DecoderSpec) -> list[Rule]:
 
 def _weights_of(layer: LayerSpec) -> tuple:
     """What of a layer its rules go by."""
-    rope = layer.rope
+    rope, mlp = layer.rope, layer.mlp
     turned = rope.dim if rope is not None and rope.interleaved else 0
+    kind: Any = mlp.gated if isinstance(mlp, MLP) else mlp
     a = layer.attention
-    return layer.norms, layer.parallel, layer.qk_norm, layer.mlp.gated, a.dim_qk, a.sinks, turned
+    return layer.norms, layer.parallel, layer.qk_norm, kind, a.dim_qk, a.sinks, turned
 
 
 def _layer_rules(
@@ -209,26 +250,23 @@ def _layer_rules(
     norms: str,
     parallel: bool,
     qk_norm: str | None,
-    gated: bool,
+    mlp: bool | Experts,
     dim: int,
     sinks: bool,
     turned: int,
 ) -> list[Rule]:
     names = spec.names
     pairs = (dim, turned) if turned else None
-    rules = [Rule(hf + names.out, our + "attn.o"), Rule(hf + names.down, our + "mlp.down")]
+    rules = [Rule(hf + names.out, our + "attn.o")]
     if len(names.qkv) == 1:
         rules.append(Rule(hf + names.qkv[0], our + "attn.qkv", ("q", "k", "v"), pairs))
     else:
         for part, name in zip("qkv", names.qkv, strict=True):
             rules.append(Rule(hf + name, our + "attn.qkv", part, pairs if part != "v" else None))
-    if not gated:
-        rules.append(Rule(hf + names.gate_up[-1], our + "mlp.up"))
-    elif len(names.gate_up) == 1:
-        rules.append(Rule(hf + names.gate_up[0], our + "mlp.gate_up", ("gate", "up")))
+    if isinstance(mlp, Experts):
+        rules += _expert_rules(hf, our + "mlp.", names, mlp)
     else:
-        parts = zip(("gate", "up"), names.gate_up, strict=True)
-        rules += [Rule(hf + name, our + "mlp.gate_up", part) for part, name in parts]
+        rules += _mlp_rules(hf, our + "mlp.", names.gate_up, names.down, mlp)
     if qk_norm in (HEAD, WIDTH):
         parts = zip("qk", names.qk_norm, strict=True)
         rules += [Rule(hf + name, f"{our}attn.{part}_norm", pairs=pairs) for part, name in parts]
@@ -238,3 +276,46 @@ def _layer_rules(
     for n, name in enumerate(names.norms[:count], 1):
         rules.append(Rule(hf + name, f"{our}norm{n}"))
     return [replace(rule, transposed=True) for rule in rules] if names.transposed else rules
+
+
+def _mlp_rules(hf: str, our: str, gate_up: tuple[str, ...], down: str, gated: bool) -> list[Rule]:
+    rules = [Rule(hf + down, our + "down")]
+    if not gated:
+        return [*rules, Rule(hf + gate_up[-1], our + "up")]
+    if len(gate_up) == 1:
+        return [*rules, Rule(hf + gate_up[0], our + "gate_up", ("gate", "up"))]
+    parts = zip(("gate", "up"), gate_up, strict=True)
+    return rules + [Rule(hf + name, our + "gate_up", part) for part, name in parts]
+
+
+def _expert_rules(hf: str, our: str, names: WeightNames, spec: Experts) -> list[Rule]:
+    """Those of every form."""
+    rules: list[Rule] = []
+    for form in names.experts:
+        rules.append(Rule(hf + form.router, our + "router", form=form.form))
+        gate_up = ("{e}.gate", "{e}.up")
+        if len(form.gate_up) == 1:
+            rules += _stacked(hf + form.gate_up[0], our + "experts.gate_up", gate_up, form)
+        else:
+            for part, name in zip(gate_up, form.gate_up, strict=True):
+                rules.append(Rule(hf + name, our + "experts.gate_up", part, form=form.form))
+        if "{e}" in form.down:
+            rules.append(Rule(hf + form.down, our + "experts.down", "{e}", form=form.form))
+        else:
+            rules += _stacked(hf + form.down, our + "experts.down", ("{e}",), form)
+    if spec.shared is not None:
+        shared, down = names.shared_gate_up, names.shared_down
+        rules += _mlp_rules(hf, our + "shared.", shared, down, spec.shared.gated)
+    if spec.shared_gate:
+        rules.append(Rule(hf + names.shared_gate, our + "shared_gate"))
+    return rules
+
+
+def _stacked(source: str, module: str, parts: tuple[str, ...], form: ExpertNames) -> list[Rule]:
+    """Of a tensor of all experts, and its bias."""
+    turns = form.interleaved and len(parts) > 1
+    weight = Rule(source, module, parts, None, form.transposed, turns, "weight", form.form)
+    plain = replace(weight, transposed=False)
+    several = [replace(plain, source=f"{source}_{param}", param=param) for param in form.params]
+    bias = replace(plain, source=source + "_bias", param="bias")
+    return [*(several or [weight]), bias]

@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import PluginError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-API = (1, 0)
+# 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
+API = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,12 @@ class ModuleInfo:
     """A module that owns a weight.  Sizes are *this process's share* after tensor-parallel slicing.
 
     A merged linear (q, k, v in one matrix) has several ``parts``: (name, output rows) in the order they are stacked.
+    One of kind "experts" has those of expert 0 first, then those of expert 1 ("0.gate", "0.up", "1.gate" ...), as many
+    for each.
     """
 
     name: str  # "layers.3.attn.qkv"
-    kind: str  # linear | embedding | lm_head | experts
+    kind: str  # linear | embedding | lm_head | router | experts
     in_features: int
     parts: tuple[tuple[str, int], ...]
     dtype: str  # torch dtype name of the activations
@@ -38,10 +44,20 @@ class ModuleInfo:
     # None | "column" (outputs are split over processes) | "row" (inputs are)
     split: str | None = None
     shard: Shard = Shard()
+    experts: int = 0  # of kind "experts": how many
 
     @property
     def out_features(self) -> int:
         return sum(n for _, n in self.parts)
+
+    @cached_property
+    def rows(self) -> Mapping[str, slice]:
+        """Where the output rows of each part lie."""
+        found, start = {}, 0
+        for name, rows in self.parts:
+            found[name] = slice(start, start + rows)
+            start += rows
+        return found
 
 
 class WeightScheme(ABC):
@@ -76,6 +92,13 @@ class WeightScheme(ABC):
     @abstractmethod
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         """x [T, in] -> [T, out] (no bias, no reduction over processes)."""
+
+    def expert(self, x: Tensor, e: int) -> Tensor:
+        """The product with the rows of expert ``e`` alone, x [T, in] -> [T, rows of an expert]; of kind "experts" it is
+        called and ``apply`` is not.  A scheme without it cannot be given to experts: PluginError."""
+        raise PluginError(
+            f"{type(self).__name__} stores no experts: want scheme() to give None for kind 'experts'"
+        )
 
     @property
     def bytes(self) -> int:

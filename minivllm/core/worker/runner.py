@@ -142,7 +142,8 @@ class Runner:
                     running.graph, running.hidden = key, hidden
                     if len(plan.taps):
                         rows = np.repeat(np.arange(len(plan.slots)), plan.q_len)
-                        self._keep_taps(running, plan, self.taps.replayed(plan), hidden, rows)
+                        tokens = self.taps.tokens(plan)
+                        self._keep_taps(running, tokens, self.taps.replayed(tokens), hidden, rows)
                     if len(plan.samples) < len(plan.slots):
                         running.hidden = (
                             hidden[self.state.to(plan.samples).long()]
@@ -166,7 +167,8 @@ class Runner:
     def _forward(self, running: Running, plan: StepPlan, run: Callable[..., Any]) -> None:
         """As separate launches."""
         read, found = self.read(plan), dict[str, "Tensor"]()
-        read.taps = self.taps.eager(plan, read.meta, found)
+        tapped = self.taps.tokens(plan)
+        read.taps = self.taps.eager(plan, tapped, read.meta, found)
         selects = self.selects and read.taps is None
         at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
         if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or selects):
@@ -176,7 +178,7 @@ class Runner:
         if len(plan.taps):
             tokens = np.arange(len(read.ids))
             place = tokens if indices is None else np.searchsorted(at, tokens)
-            self._keep_taps(running, plan, found, hidden, place)
+            self._keep_taps(running, tapped, found, hidden, place)
         if len(plan.prompt):
             running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
         if len(at):
@@ -185,14 +187,13 @@ class Runner:
     def _keep_taps(
         self,
         running: Running,
-        plan: StepPlan,
+        tokens: dict[str, np.ndarray],
         found: dict[str, Tensor],
         hidden: Tensor,
         place: np.ndarray,
     ) -> None:
         """Start the copy of what rows read; a later step may write where it was ``found``.  ``place`` [T]: where
         ``hidden`` has a token, of those whose logits are read.  ValueError if the model left a point out."""
-        tokens = self.taps.tokens(plan)
         if LOGITS in tokens:
             found[LOGITS] = self.model.logits(hidden[self.state.to(place[tokens[LOGITS]])])
         if lost := [point for point in tokens if point not in found]:

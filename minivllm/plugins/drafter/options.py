@@ -25,3 +25,6 @@ class ModelOptions(BaseModel):
     model: str = Field(
         "pocket-draft", min_length=1, description="a directory, a Hugging Face id, pocket or pocket-draft"
     )
+    revision: str | None = Field(
+        None, min_length=1, description="of a model that is a Hugging Face id: a branch, a tag or a commit"
+    )

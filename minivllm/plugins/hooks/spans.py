@@ -25,6 +25,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import minivllm
+from minivllm import files
 from minivllm.errors import ConfigError
 from minivllm.hooks import EngineView, Hooks, RequestEnd, RequestView, hookimpl
 
@@ -55,7 +56,8 @@ class Spans(Hooks):
             self._own = self.options.exporter != "program"
             self.provider = self._make() if self._own else trace.get_tracer_provider()
         self._tracer = self.provider.get_tracer("minivllm", minivllm.__version__)
-        self._model = self.options.model_name or engine.model.rstrip("/").rpartition("/")[2]
+        there = files.snapshot_of(engine.model)  # its last part is a commit
+        self._model = self.options.model_name or (there[0] if there else engine.model.rstrip("/").rpartition("/")[2])
 
     def _make(self) -> TracerProvider:
         """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of the environment hold; the name is only a default."""

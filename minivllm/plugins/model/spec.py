@@ -1,8 +1,9 @@
 """What the built-in model architectures say about themselves."""
 
-from minivllm.spec import ANY, Spec
+from minivllm.spec import ANY, Needs, PluginQuery, Reason, Spec
 
 WINDOWS = ("use_sliding_window", "max_window_layers")  # transformers makes ``layer_types`` of them, which is read
+TRAINED = ("output_router_logits", "router_aux_loss_coef")  # a loss, and a form of the output
 
 
 def family(target: str, summary: str, architecture: str, model_type: str, ignores: tuple[str, ...] = ()) -> Spec:
@@ -10,7 +11,7 @@ def family(target: str, summary: str, architecture: str, model_type: str, ignore
     fields of that class which change nothing."""
     return Spec(
         impl=f"minivllm.plugins.model.{target}",
-        api=(2, 1),
+        api=(2, 2),
         summary=summary,
         limits={"architecture": {architecture}, "model_type": {model_type}, "device": ANY, "dtype": ANY},
         features=frozenset({"batch_invariant"}),  # made of the layers it is given
@@ -37,18 +38,48 @@ GPT2 = family(
         "summary_first_dropout",
     ),
 )
+GPT_OSS = family("gpt_oss:GptOss", "GPT-OSS", "GptOssForCausalLM", "gpt_oss", (*TRAINED, "hidden_act"))
 GRANITE = family("granite:Granite", "Granite 3", "GraniteForCausalLM", "granite")
 LLAMA = family("llama:Llama", "Llama 2 and 3", "LlamaForCausalLM", "llama", ("pretraining_tp",))
 MISTRAL = family("mistral:Mistral", "Mistral and Nemo", "MistralForCausalLM", "mistral")
+MIXTRAL = family("mixtral:Mixtral", "Mixtral", "MixtralForCausalLM", "mixtral", (*TRAINED, "router_jitter_noise"))
 OLMO2 = family("olmo:Olmo2", "OLMo 2", "Olmo2ForCausalLM", "olmo2")
 OLMO3 = family("olmo:Olmo3", "OLMo 3", "Olmo3ForCausalLM", "olmo3")
 OPT = family("opt:OPT", "OPT with norms before", "OPTForCausalLM", "opt", ("dropout", "init_std", "layerdrop"))
 PHI3 = family("phi3:Phi3", "Phi 3 and 4", "Phi3ForCausalLM", "phi3", ("original_max_position_embeddings",))
 QWEN2 = family("qwen2:Qwen2", "Qwen 2 and 2.5", "Qwen2ForCausalLM", "qwen2", WINDOWS)
+QWEN2_MOE = family(
+    "qwen2_moe:Qwen2Moe", "Qwen 1.5 and 2, mixture of experts", "Qwen2MoeForCausalLM", "qwen2_moe", (*WINDOWS, *TRAINED)
+)
 QWEN3 = family("qwen3:Qwen3", "Qwen 3, dense; pocket is one", "Qwen3ForCausalLM", "qwen3", WINDOWS)
+QWEN3_MOE = family(
+    "qwen3_moe:Qwen3Moe",
+    "Qwen 3, mixture of experts",
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    (*TRAINED, "use_sliding_window"),
+)
 SMOLLM3 = family(
     "smollm3:SmolLM3", "SmolLM 3", "SmolLM3ForCausalLM", "smollm3", ("use_sliding_window", "no_rope_layer_interval")
 )
 STARCODER2 = family(
     "starcoder2:Starcoder2", "StarCoder 2", "Starcoder2ForCausalLM", "starcoder2", ("embedding_dropout",)
+)
+
+
+def _asked_for_any(query: PluginQuery) -> list[Reason]:
+    """An architecture that a plug-in names is that plug-in's, also where another package brings it."""
+    if "architecture" not in query.facts or "any_architecture" in query.features:
+        return []
+    return [Reason("is asked where no other serves the model", fix="or always with model_impl=transformers")]
+
+
+TRANSFORMERS = Spec(
+    impl="minivllm.plugins.model.fallback.arch:TransformersArch",
+    api=(2, 2),
+    summary="Any other causal language model of transformers, with the engine's attention and layers inside",
+    limits={"architecture": ANY, "model_type": ANY, "device": ANY, "dtype": ANY},
+    features=frozenset({"any_architecture"}),
+    needs=(Needs("transformers", "5.17", "pip install -U transformers"),),
+    check=_asked_for_any,
 )

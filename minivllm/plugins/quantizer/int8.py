@@ -46,15 +46,22 @@ class Int8Weight(WeightScheme):
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
-        if x.dtype == torch.float16:  # sums of unscaled int8 products overflow float16
-            y = F.linear(x, (self.weight * self.scale[:, None]).to(x.dtype))
-        else:
-            y = F.linear(x, self.weight.to(x.dtype)).mul_(self.scale)
+        y = self._product(x, slice(None))
         return y if out is None else out.copy_(y)
+
+    def expert(self, x: Tensor, e: int) -> Tensor:
+        rows = self.info.out_features // self.info.experts
+        return self._product(x, slice(e * rows, (e + 1) * rows))
+
+    def _product(self, x: Tensor, rows: slice) -> Tensor:
+        weight, scale = self.weight[rows], self.scale[rows]
+        if x.dtype == torch.float16:  # sums of unscaled int8 products overflow float16
+            return F.linear(x, (weight * scale[:, None]).to(x.dtype))
+        return F.linear(x, weight.to(x.dtype)).mul_(scale)
 
 
 class Int8(Quantizer):
-    """Linear layers (and the head, if asked) that no ``skip`` pattern names."""
+    """Linear layers, experts (and the head, if asked) that no ``skip`` pattern names; routers stay as they are."""
 
     options: Int8Options
 
@@ -64,7 +71,7 @@ class Int8(Quantizer):
         self._unused = set(self.options.skip)
 
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
-        wanted = m.kind == "linear" or (m.kind == "lm_head" and self.options.lm_head)
+        wanted = m.kind in ("linear", "experts") or (m.kind == "lm_head" and self.options.lm_head)
         matched = {pattern for pattern in self.options.skip if fnmatchcase(m.name, pattern)}
         self._unused -= matched
         return Int8Weight(m) if wanted and not matched else None

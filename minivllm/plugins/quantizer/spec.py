@@ -7,15 +7,22 @@ from minivllm.spec import ANY, Spec
 
 INT8 = Spec(
     impl="minivllm.plugins.quantizer.int8:Int8",
-    api=(1, 0),
+    api=(1, 1),
     summary="int8 weights with a scale per output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
     traits={"bits": 8},  # and not sliceable: a share of the inputs has row scales of its own
 )
+MXFP4 = Spec(
+    impl="minivllm.plugins.quantizer.mxfp4:Mxfp4",
+    api=(1, 1),
+    summary="checkpoints whose experts are MXFP4 (GPT-OSS), unpacked to the dtype of the run while loading",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float32"}, "checkpoint": {"mxfp4"}},
+    features=frozenset({"batch_invariant"}),
+)
 NONE = Spec(
     impl="minivllm.plugins.quantizer.none:Unquantized",
-    api=(1, 0),
+    api=(1, 1),
     summary="weights as they are in the checkpoint, in the dtype of the run",
     priority=10,
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "checkpoint": {"none"}},

@@ -446,5 +446,5 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "tap_points": dict(engine.capacity.taps or {}),
         "device": w.device,
         "dtype": w.dtype,
-        "tokenizer": None if config.skip_tokenizer_init else config.tokenizer or w.model_dir,
+        "tokenizer": resolved.tokenizer_dir,
     }

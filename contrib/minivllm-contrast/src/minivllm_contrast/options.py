@@ -13,5 +13,8 @@ class ContrastOptions(BaseModel):
         min_length=1,
         description="The smaller model, with the tokenizer of the model: a directory, or a Hugging Face id.",
     )
+    revision: str | None = Field(
+        None, min_length=1, description="Of a model that is a Hugging Face id: a branch, a tag or a commit."
+    )
     beta: float = Field(0.5, ge=0, le=100, description="contrast_beta of a request that sets contrast_alpha alone.")
     alpha: float = Field(0.1, gt=0, le=1, description="contrast_alpha of a request that sets contrast_beta alone.")

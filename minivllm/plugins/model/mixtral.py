@@ -1,0 +1,29 @@
+"""Mixtral (arXiv:2401.04088): Mistral with a mixture of experts in place of each MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from minivllm.core.interfaces.decoder import EXPERT_NAMES, DecoderSpec, ExpertNames, Router, WeightNames
+from minivllm.layers import fields
+
+from .mistral import Mistral
+
+EXPERTS = "block_sparse_moe.experts.{e}."
+NAMES = WeightNames(
+    experts=(
+        ExpertNames("one tensor each", "block_sparse_moe.gate", (EXPERTS + "w1", EXPERTS + "w3"), EXPERTS + "w2"),
+        EXPERT_NAMES[1],
+    )
+)
+
+
+class Mixtral(Mistral):
+    """``MixtralForCausalLM``."""
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        spec = super().describe(cfg)
+        # the weights stay in float32
+        mlp = fields.experts(cfg, cfg.intermediate_size, Router(normalize=True, rounded=False))
+        return replace(spec, layers=tuple(replace(layer, mlp=mlp) for layer in spec.layers), names=NAMES)

@@ -1,0 +1,38 @@
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with a mixture of experts in place of the MLP of some layers, or of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from minivllm.core.interfaces.decoder import HEAD, DecoderSpec, Experts, Router
+from minivllm.layers import fields
+
+from .qwen2 import Qwen2
+
+
+class SparseLayers(Qwen2):
+    """Qwen2 in which ``decoder_sparse_step`` and ``mlp_only_layers`` say which layers have experts."""
+
+    def experts(self, cfg: Any) -> Experts:
+        return fields.experts(cfg, cfg.moe_intermediate_size, Router(normalize=cfg.norm_topk_prob))
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        spec, sparse = super().describe(cfg), fields.sparse_layers(cfg)
+        layers = [
+            replace(layer, mlp=self.experts(cfg)) if mine else layer
+            for layer, mine in zip(spec.layers, sparse, strict=True)
+        ]
+        return replace(spec, layers=tuple(layers))
+
+
+class Qwen3Moe(SparseLayers):
+    """``Qwen3MoeForCausalLM``."""
+
+    qk_norm = HEAD
+
+    def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
+        return cfg.attention_bias, cfg.attention_bias, False
+
+    def windows(self, cfg: Any) -> list[int | None]:
+        return fields.windows(cfg, fields.all_alike(cfg))

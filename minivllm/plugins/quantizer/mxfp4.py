@@ -1,0 +1,75 @@
+"""Experts that come in MXFP4 (OCP Microscaling Formats 1.0), as GPT-OSS's do: unpacked while loading.
+
+32 neighbouring inputs of a row share a power of two; an element is a sign, two bits of exponent and one of mantissa::
+
+    blocks  uint8 [rows, in / 32, 16]   two elements a byte, the first in its low half
+    scales  uint8 [rows, in / 32]       exponents, 127 stands for 1
+    weight  [rows, in] = element * 2 ** (scale - 127), exact in bfloat16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
+from minivllm.errors import ModelError
+from minivllm.layers.experts import DenseExperts
+from minivllm.layers.linear import part_rows
+
+GROUP = 32
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks u8 [rows, groups, 16], scales u8 [rows, groups] -> float32 [rows, groups * 32]."""
+    table = torch.tensor([*VALUES, *(-v for v in VALUES)], device=blocks.device)
+    elements = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    return torch.ldexp(table[elements.long()], (scales.int() - 127)[..., None]).flatten(1)
+
+
+class UnpackedExperts(DenseExperts):
+    """Takes ``blocks`` and ``scales`` of each part, in either order, and holds the weight."""
+
+    def __init__(self, info: ModuleInfo) -> None:
+        super().__init__(info)
+        self._half: dict[str, dict[str, Tensor]] = {}
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        rows, groups = self.info.out_features, self.info.in_features // GROUP
+        return {"blocks": (rows, groups, GROUP // 2), "scales": (rows, groups)}
+
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        rows = part_rows(self.info, part)
+        want = (rows.stop - rows.start, *self.params()[param][1:])
+        if tuple(tensor.shape) != want or tensor.dtype != torch.uint8:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ModelError(f"{param} of shape {list(tensor.shape)} and {dtype}, want {list(want)} and uint8")
+        half = self._half.setdefault(part, {})
+        half[param] = tensor
+        if len(half) == 2:
+            del self._half[part]
+            pair = (half[name].to(self.weight.device) for name in ("blocks", "scales"))
+            self.weight[rows] = unpack(*pair).to(self.weight.dtype)
+
+
+class Mxfp4(Quantizer):
+    """Experts come in MXFP4, all else as it is in the checkpoint."""
+
+    def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options, checkpoint)
+        method = (checkpoint or {}).get("quant_method", "no method")
+        if method != "mxfp4":
+            raise ModelError(f"the checkpoint is quantized with {method}: want mxfp4 for quantizer=mxfp4")
+
+    def scheme(self, m: ModuleInfo) -> WeightScheme | None:
+        if m.kind != "experts":
+            return None
+        if m.in_features % GROUP:
+            raise ModelError(
+                f"{m.name} has {m.in_features} inputs here: want a multiple of {GROUP}, which share a scale"
+            )
+        return UnpackedExperts(m)

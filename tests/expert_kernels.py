@@ -1,0 +1,144 @@
+"""What the kernels of experts must give, on any device: run under the interpreter (``interpreted.py``) and on a GPU
+(``models/test_expert_kernels.py``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.decoder import CHOSEN_SOFTMAX, CLAMPED, SIGMOID, SOFTMAX, Router
+from minivllm.kernels.experts import ExpertProducts, ResidualNorm
+from minivllm.kernels.router import assign, most_blocks, route
+from minivllm.layers.experts import route as reference_route
+
+NEAR = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+ROUTERS = [
+    Router(),
+    Router(normalize=True),
+    Router(CHOSEN_SOFTMAX),
+    Router(SIGMOID, normalize=True, scale=2.5, choice_bias=True),
+    Router(SOFTMAX, scale=0.5, rounded=False),
+]
+# tokens, experts, chosen, hidden, inner, activation, biases, whether the norm is not yet divided, fixed
+SHAPES = [
+    (1, 8, 2, 64, 32, "silu", False, True, False),
+    (4, 8, 2, 64, 48, CLAMPED, True, False, False),
+    (5, 8, 3, 64, 32, "gelu", True, True, False),
+    (40, 2, 2, 64, 32, "silu", False, True, False),  # more pairs of an expert than a block has, and no assignment
+    (37, 16, 4, 96, 80, "silu", False, False, True),
+    (130, 4, 2, 64, 160, CLAMPED, True, True, False),
+    (3, 5, 5, 64, 32, "relu", False, False, True),
+]
+
+
+def check_routes(device: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for experts, chosen in ((5, 5), (8, 1), (60, 4), (128, 8)):
+        logits = torch.randn(33, experts, generator=generator).to(device, dtype)
+        logits[7] = logits[7, 0]  # of equal ones the lower id
+        bias = torch.randn(experts, generator=generator).to(device)
+        for how in ROUTERS:
+            given = bias if how.choice_bias else None
+            weights, ids = route(logits, chosen, how.score, how.normalize, how.scale, given, how.rounded)
+            want, its = reference_route(logits, chosen, how, given)
+            assert torch.equal(ids, its), (experts, chosen, how)
+            torch.testing.assert_close(weights, want, rtol=1e-2 if how.rounded else 1e-5, atol=1e-6)
+
+
+def check_bad_logits(device: str) -> None:
+    """Whatever a row holds, its ids are experts, each once."""
+    logits = torch.randn(4, 8, device=device)
+    logits[0], logits[1, 3], logits[2] = float("nan"), float("nan"), float("-inf")
+    for how in ROUTERS[:3]:
+        _, ids = route(logits, 3, how.score, how.normalize)
+        assert all(len(set(row)) == 3 and min(row) >= 0 and max(row) < 8 for row in ids.tolist()), ids
+
+
+def check_assignment(device: str) -> None:
+    """Each pair is in one block of its expert, and what is left of the blocks is nobody's."""
+    for tokens, experts, chosen, bm in ((1, 4, 2, 16), (50, 8, 3, 16), (900, 16, 4, 64), (700, 3, 3, 16)):
+        ids = torch.rand(tokens, experts, device=device).topk(chosen).indices.int()
+        order, expert = assign(ids, experts, bm)
+        pairs = tokens * chosen
+        assert len(expert) == most_blocks(pairs, experts, bm) and len(order) == bm * len(expert)
+        flat, seen = ids.flatten().tolist(), []
+        for e, block in zip(expert.tolist(), order.view(-1, bm).tolist(), strict=True):
+            if e >= 0:
+                mine = [pair for pair in block if pair < pairs]
+                assert mine and all(flat[pair] == e for pair in mine) and set(block) <= {*mine, pairs}
+                seen += mine
+        assert sorted(seen) == list(range(pairs)) and expert[expert >= 0].diff().ge(0).all()
+
+
+def experts_in_float64(x: Tensor, ids: Tensor, weights: Tensor, kernel: ExpertProducts, activation: str) -> Tensor:
+    act = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "relu": torch.relu}
+    up, down = kernel.up.double().view(kernel.count, -1, kernel.hidden), kernel.down.double()
+    down = down.view(kernel.count, kernel.hidden, -1)
+    out = torch.zeros(len(x), kernel.hidden, dtype=torch.float64, device=x.device)
+    for t in range(len(x)):
+        for e, w in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
+            y = up[e] @ x[t] + (0 if kernel.up_bias is None else kernel.up_bias[e].double())
+            gate, other = y.chunk(2)
+            if activation == CLAMPED:
+                gate, other = gate.clamp(max=kernel.limit), other.clamp(-kernel.limit, kernel.limit)
+                y = (other + 1) * gate * torch.sigmoid(kernel.alpha * gate)
+            else:
+                y = act[activation](gate) * other
+            out[t] += w * (down[e] @ y + (0 if kernel.down_bias is None else kernel.down_bias[e].double()))
+    return out
+
+
+def check_products(device: str, dtype: torch.dtype, shape: tuple) -> None:
+    """The sum over a token's experts, and what the stream and its norm become with it."""
+    tokens, count, chosen, hidden, inner, activation, biased, undivided, fixed = shape
+    generator = torch.Generator().manual_seed(1)
+    make = lambda *size, by=1.0: (torch.randn(*size, generator=generator) * by).to(device, dtype)  # noqa: E731
+    x, logits = make(tokens, hidden), make(tokens, count)
+    biases = (make(count, 2 * inner), make(count, hidden)) if biased else (None, None)
+    limit = 0.5 if activation == CLAMPED else None
+    up, down = make(count, 2 * inner, hidden, by=0.1), make(count, hidden, inner, by=0.1)
+    kernel = ExpertProducts(up, down, *biases, activation, limit, 1.702, fixed)
+    weights, ids = route(logits, chosen, normalize=True)
+    wide, squares = x.double(), None
+    if undivided:
+        squares = x.float().pow(2).reshape(tokens, 2, -1).sum(-1)
+        wide = wide * torch.rsqrt(squares.double().sum(1, keepdim=True) / hidden + 1e-5)
+    near = NEAR[dtype]
+    got, nothing = kernel(x, ids, weights, squares, 1e-5)
+    want = experts_in_float64(wide, ids, weights, kernel, activation)
+    assert nothing is None
+    assert (got.double() - want).abs().max() <= near * want.abs().max()
+    residual, norm = make(tokens, hidden), make(hidden)
+    for whole in (False, True):
+        stream = ResidualNorm(residual.clone(), norm, 1e-6, whole)
+        y, squares_after = kernel(x, ids, weights, squares, 1e-5, stream)
+        torch.testing.assert_close(stream.residual, residual + got, rtol=near, atol=near)
+        after = stream.residual.double()
+        assert squares_after is None or not whole
+        if squares_after is not None:
+            y = y.double() * torch.rsqrt(squares_after.double().sum(1, keepdim=True) / hidden + 1e-6)
+        after = after * torch.rsqrt(after.pow(2).mean(1, keepdim=True) + 1e-6) * norm.double()
+        assert (y.double() - after).abs().max() <= near * after.abs().max()
+
+
+def check_twice_the_same_expert(device: str) -> None:
+    """A token whose router was overridden may go to one expert several times."""
+    make = lambda *size: torch.randn(*size, generator=torch.Generator().manual_seed(2)).to(device) / 8  # noqa: E731
+    kernel = ExpertProducts(make(4, 64, 64), make(4, 64, 32))
+    for tokens in (2, 20, 60):
+        x, ids = make(tokens, 64), torch.full((tokens, 3), 2, dtype=torch.int32, device=device)
+        weights = torch.rand(tokens, 3).to(device)
+        want = experts_in_float64(x.double(), ids, weights, kernel, "silu")
+        torch.testing.assert_close(kernel(x, ids, weights)[0].double(), want, rtol=1e-4, atol=1e-6)
+
+
+def check_a_row_alone(device: str, dtype: torch.dtype) -> None:
+    """``fixed``: a token has the bits that it has alone, whatever is beside it."""
+    generator = torch.Generator().manual_seed(3)
+    make = lambda *size: torch.randn(*size, generator=generator).to(device, dtype) / 8  # noqa: E731
+    kernel = ExpertProducts(make(8, 2 * 48, 64), make(8, 64, 48), fixed=True)
+    x, weights = make(300, 64), torch.rand(300, 3, generator=generator).to(device)
+    ids = torch.rand(300, 8, generator=generator).topk(3).indices.int().to(device)
+    whole = kernel(x, ids, weights)[0]
+    for part in (slice(0, 1), slice(5, 9), slice(3, 40), slice(100, 290)):
+        assert torch.equal(kernel(x[part].clone(), ids[part].clone(), weights[part].clone())[0], whole[part])

@@ -1,0 +1,90 @@
+"""Experts that come in MXFP4: unpacked as transformers does it, refused by name where they do not fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.errors import ModelError
+from minivllm.plugins.quantizer.mxfp4 import Mxfp4
+from minivllm.testing.tiny import quiet, save, tiny_config, tiny_model
+
+PROMPT = [(7 * i * i + 3 * i + 5) % 61 for i in range(24)]
+SIZES = {"max_num_seqs": 4, "num_kvcache_blocks": 64, "max_model_len": 64, "device": "cpu", "skip_tokenizer_init": True}
+
+
+def packed_dir(path):
+    """A tiny GPT-OSS as the hub has it, and the same unpacked by transformers."""
+    cfg = tiny_config("gpt_oss", hidden_size=64, intermediate_size=32, num_experts=4)
+    with quiet():
+        for form in ("plain", "packed"):
+            save(tiny_model(cfg), path / form)
+    tensors = load_file(path / "plain" / "model.safetensors")
+    packed = dict(tensors)
+    torch.manual_seed(5)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inp, out = tensors[name].shape
+        blocks = torch.randint(0, 256, (experts, out, inp // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 126, (experts, out, inp // 32), dtype=torch.uint8)
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        del packed[name]
+        packed |= {name + "_blocks": blocks, name + "_scales": scales}
+    save_file(tensors, path / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(packed, path / "packed" / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "packed" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (path / "packed" / "config.json").write_text(json.dumps(config))
+
+
+def test_packed_experts_are_those_that_transformers_unpacks(tmp_path):
+    packed_dir(tmp_path)
+    found = []
+    for form in ("plain", "packed"):
+        with LLM(model=str(tmp_path / form), dtype="float32", batch_invariant=True, **SIZES) as llm:
+            found.append(
+                llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=12, temperature=0, logprobs=3))
+            )
+            modules = llm.engine.executor.runner.model.blocks[1].experts
+            found[-1] = found[-1][0].outputs[0], modules.gate_up.tensors, modules.down.tensors
+    (out, *plain), (other, *packed) = found
+    for a, b in zip(plain, packed, strict=True):
+        assert torch.equal(a["weight"], b["weight"]) and torch.equal(a["bias"], b["bias"])
+    assert out.token_ids == other.token_ids and out.cumulative_logprob == other.cumulative_logprob
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t[:3].clone(), r"want 4 experts first"),
+        (lambda t: t.int(), r"and int32, want \[.*\] and uint8"),
+        (lambda t: t[:, :, :1].clone(), r"of shape \[.*want \["),
+    ],
+)
+def test_packed_experts_that_do_not_fit_are_refused_by_name(change, says, tmp_path):
+    packed_dir(tmp_path)
+    name, file = "model.layers.0.mlp.experts.gate_up_proj_blocks", tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, name: change(tensors[name])}, file)
+    with pytest.raises(ModelError, match=rf"'{name}'.*{says}"):
+        LLM(model=str(tmp_path / "packed"), dtype="float32", **SIZES)
+
+
+def test_what_is_not_packed_so_is_not_taken_for_it():
+    with pytest.raises(ModelError, match="quantized with no method: want mxfp4"):
+        Mxfp4()
+    info = ModuleInfo("down", "experts", 48, (("0", 8),), "float32", "cpu", experts=1)
+    with pytest.raises(ModelError, match="48 inputs here: want a multiple of 32"):
+        Mxfp4(None, {"quant_method": "mxfp4"}).scheme(info)
+
+
+def test_a_checkpoint_that_is_not_packed_as_its_config_says_is_refused(tmp_path):
+    packed_dir(tmp_path)
+    (tmp_path / "packed" / "model.safetensors").write_bytes((tmp_path / "plain" / "model.safetensors").read_bytes())
+    with pytest.raises(ModelError, match="or load a checkpoint that is quantized as config"):
+        LLM(model=str(tmp_path / "packed"), dtype="float32", **SIZES)
