@@ -1,0 +1,92 @@
+"""Finds the shared library of the native part, and says why where it cannot be used.
+
+    load() -> the library          isa()     -> which of its kernels this process may run
+    why_not() -> None, or the reason in a line
+
+The library is a gain in speed, never a need: it is missing where the package was installed without a C++ compiler.
+Two environment variables are read, once: ``MINIVLLM_NATIVE=0`` is as if there were none, and ``MINIVLLM_ISA`` limits
+the instruction set, so that the narrower kernels can be tried on a CPU that has the wider.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from minivllm.errors import ConfigError, brief, shown
+
+ABI = 1  # what ``minivllm_abi`` in program.cpp returns: both change when a call or a struct does
+ISAS = ("none", "avx2", "avx512")  # the narrower first; the index is what ``minivllm_isa`` returns
+SWITCH, LIMIT = "MINIVLLM_NATIVE", "MINIVLLM_ISA"
+FOLDER = Path(__file__).parent
+LIBRARY, REASON = "_cpu.so", "_why_not.txt"  # hatch_build.py writes one of them
+NOT_BUILT = "the package was not built with it: reinstall with a C++ compiler"
+
+
+@dataclass(frozen=True)
+class NativePart:
+    """Either the library and an instruction set, or no library, "none", and the reason."""
+
+    library: ctypes.CDLL | None
+    isa: str = "none"
+    why_not: str | None = None
+
+
+def load() -> ctypes.CDLL | None:
+    """The library, None where ``why_not`` says why.  ConfigError for a value of a variable that is not known."""
+    return _found().library
+
+
+def why_not() -> str | None:
+    """Why there is no library to use, in a line; None where there is one."""
+    return _found().why_not
+
+
+def isa() -> str:
+    """The kernels to run: "avx512", "avx2", or "none" where ``load`` returns None."""
+    return _found().isa
+
+
+@functools.cache
+def _found() -> NativePart:
+    return find(FOLDER, os.environ)
+
+
+def find(folder: Path, environ: Mapping[str, str]) -> NativePart:
+    """What ``load``, ``isa`` and ``why_not`` say of a library in this folder."""
+    limit = _choice(environ, LIMIT, ISAS) or ISAS[-1]
+    if _choice(environ, SWITCH, ("0", "1")) == "0":
+        return NativePart(None, why_not=f"switched off by {SWITCH}=0")
+    if limit == "none":
+        return NativePart(None, why_not=f"switched off by {LIMIT}=none")
+    path = folder / LIBRARY
+    if not path.is_file():
+        return NativePart(None, why_not=_why_not_built(folder))
+    try:
+        library = ctypes.CDLL(str(path))
+        abi, best = int(library.minivllm_abi()), int(library.minivllm_isa())  # both int32_t (void)
+    except (OSError, AttributeError) as exc:  # it cannot be loaded; it lacks a function
+        return NativePart(None, why_not=f"{brief(str(exc), 240)}: reinstall")
+    if abi != ABI:
+        return NativePart(None, why_not=f"{path} has ABI {abi}, this package wants {ABI}: reinstall")
+    if best == 0:
+        return NativePart(None, why_not="this CPU does not have all of AVX2, FMA, F16C and BMI2")
+    return NativePart(library, ISAS[min(best, ISAS.index(limit))])
+
+
+def _choice(environ: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
+    value = environ.get(name, "")
+    if value and value not in known:
+        raise ConfigError(f"the environment variable {name}={shown(value)}: want {', '.join(known)}, or leave it unset")
+    return value
+
+
+def _why_not_built(folder: Path) -> str:
+    try:
+        return (folder / REASON).read_text(encoding="utf-8").strip() or NOT_BUILT
+    except OSError:
+        return NOT_BUILT
