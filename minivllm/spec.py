@@ -85,6 +85,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                     "plan": "where plan() works: host or device",
                     "drafts": "how a row's drafts come: `apart`, as decode rows (the default), or `merged`, as tokens "
                     "of one row, which is for those that read a few tokens as fast as one",
+                    "native": "`softmax`: what it computes is the attention of the layer's spec and nothing else, so "
+                    "that a captured step of a CPU may compute it",
                 },
                 open=("block",),
             ),
@@ -126,7 +128,13 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 },
             ),
             Kind("hooks", "minivllm.hooks:Hooks", api=(1, 2)),
-            Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
+            Kind(
+                "kvformat",
+                _SEAMS + "kvformat:KVFormat",
+                facts=("device", "sm", "dtype", "holds"),
+                traits={"native": "`plain`: `k` and `v` hold the numbers themselves, token by token, so that a captured "
+                "step of a CPU may read and write them"},
+            ),
             Kind(
                 "model",
                 _SEAMS + "model:ModelArch",
@@ -149,7 +157,15 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 },
                 traits={"bits": "bits of a quantized weight element, scales not counted"},
             ),
-            Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 4), facts=("device",), features=_SAMPLING),
+            Kind(
+                "sampler",
+                _SEAMS + "sampling:Sampler",
+                api=(1, 4),
+                facts=("device",),
+                features=_SAMPLING,
+                traits={"native": "variant bits, added up, of rows whose draw is the argmax of logits where the column "
+                "`temperature` is 0, else of logits / temperature + Gumbel noise: a captured step of a CPU draws them"},
+            ),
             Kind(
                 "scheduler",
                 _SEAMS + "scheduler:SchedulerPolicy",

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
+from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 from minivllm.errors import ModelError
 
 from .linear import Dense, Linear
@@ -68,6 +68,9 @@ class TiedLMHead(Module):
             self.scheme.load("weight", self.tied.weight, self.part)
             self.scheme.finish()
             self.tensors = dict(self.scheme.tensors)
+
+    def stored(self) -> StoredWeight | None:
+        return self.own.stored() if self.own is not None else (self.plain or self.scheme).stored()
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.own is not None:

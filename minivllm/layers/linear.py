@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
+from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 from minivllm.errors import ModelError, PluginError
 
 from .invariant import FixedRows
@@ -61,6 +61,9 @@ class Dense(WeightScheme):
             from minivllm.kernels.products import Product
 
             self.row = Product(self.weight, None)
+
+    def stored(self) -> StoredWeight | None:
+        return StoredWeight(self.weight)
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
@@ -122,6 +125,9 @@ class Linear(Module):
         self.tensors = dict(self.scheme.tensors)  # a scheme may have repacked: what it dropped is not kept alive here
         if self.bias is not None:
             self.tensors["bias"] = self.bias
+
+    def stored(self) -> StoredWeight | None:
+        return self.scheme.stored()
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.scheme.apply(x)

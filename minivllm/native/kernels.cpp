@@ -1,22 +1,487 @@
-// What is compiled once for each instruction set: ISA is its name, avx2 or avx512, and the namespace of all that is here.
+// The kernels, compiled once for each instruction set (ISA).
+#include "kernels.h"
 
-#include <cstdint>
-
-#ifndef ISA
-#error "compile with -DISA=avx2 or -DISA=avx512, as hatch_build.py does"
-#endif
+#include "simd.h"
 
 namespace minivllm {
 namespace ISA {
 
-// Float32 values in a vector register.
-int32_t lanes() {
+// ---- products ------------------------------------------------------------------------------------------------------
+//
+//            k ──►
+//   x  MR rows │████│            a tile: MR x NR sums, a vector each, that stay in registers
+//   w  NR rows │████│            while k runs; their lanes are added at the end
+//
+// A row of weights is read once for MR rows of x, so the decode of a few tokens reads weights at the memory's speed.
+
+template <class N>
+struct Plain {  // F32, BF16, F16, INT8: a vector of weights is a load and a conversion
+  static constexpr int STEP = LANES;
+  const Matrix& w;
+  const typename N::T* data;
+  explicit Plain(const Matrix& w) : w(w), data((const typename N::T*)w.data) {}
+  template <int NR>
+  void at(int64_t n, int64_t k, Vec (*out)[NR]) const {
+    for (int j = 0; j < NR; j++) out[0][j] = N::vec(data + (n + j) * w.k + k);
+  }
+  float one(int64_t n, int64_t k) const { return N::one(data + n * w.k + k); }
+  float finish(int64_t n) const { return w.format == INT8 ? w.scale[n] : 1.0f; }
+};
+
+struct Nibbles {  // INT4: a block of 32 inputs
+  static constexpr int STEP = 32;
+  const Matrix& w;
+  const uint8_t* data;
+  explicit Nibbles(const Matrix& w) : w(w), data((const uint8_t*)w.data) {}
+  template <int NR>
+  void at(int64_t n, int64_t k, Vec (*out)[NR]) const {
+    for (int j = 0; j < NR; j++) {
+      const int64_t g = (n + j) * (w.k / w.group) + k / w.group;
+      const float scale = w.scale[g], zero = w.zero ? w.zero[g] : 8.0f;
+      const __m128i bytes = _mm_loadu_si128((const __m128i*)(data + ((n + j) * w.k + k) / 2));
 #ifdef __AVX512F__
-    return 16;
+      // the sixteen weights that the group can have, looked up by nibble
+      const Vec values = mul(sub(from_int(lanes()), all(zero)), all(scale));
+      const IVec index = _mm512_cvtepu8_epi32(bytes);
+      out[0][j] = _mm512_permutexvar_ps(index, values);  // by the low four bits
+      out[1][j] = _mm512_permutexvar_ps(shr<4>(index), values);
 #else
-    return 8;
+      const __m128i mask = _mm_set1_epi8(15);
+      const __m128i low = _mm_and_si128(bytes, mask), high = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
+      const Vec z = all(zero), s = all(scale);
+      out[0][j] = mul(sub(from_int(_mm256_cvtepu8_epi32(low)), z), s);
+      out[1][j] = mul(sub(from_int(_mm256_cvtepu8_epi32(_mm_srli_si128(low, 8))), z), s);
+      out[2][j] = mul(sub(from_int(_mm256_cvtepu8_epi32(high)), z), s);
+      out[3][j] = mul(sub(from_int(_mm256_cvtepu8_epi32(_mm_srli_si128(high, 8))), z), s);
 #endif
+    }
+  }
+  float one(int64_t, int64_t) const { return 0; }  // k is a multiple of 32
+  float finish(int64_t) const { return 1.0f; }
+};
+
+template <class W, int MR, int NR>
+static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n, float* y, int64_t ldy) {
+  constexpr int VECS = W::STEP / LANES, COUNT = MR * NR, PADDED = (COUNT + LANES - 1) / LANES * LANES;
+  const Matrix& w = weights.w;
+  Vec total[PADDED];
+  for (int i = 0; i < PADDED; i++) total[i] = zero();
+  const int64_t whole = w.k / W::STEP * W::STEP;
+  for (int64_t k = 0; k < whole; k += W::STEP) {
+    Vec v[VECS][NR];
+    weights.template at<NR>(n, k, v);
+#pragma GCC unroll 4
+    for (int s = 0; s < VECS; s++)
+#pragma GCC unroll 8
+      for (int i = 0; i < MR; i++) {
+        const Vec in = load(x + i * ldx + k + s * LANES);
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; j++) total[i * NR + j] = fma(v[s][j], in, total[i * NR + j]);
+      }
+  }
+  float found[PADDED];
+  for (int i = 0; i < PADDED; i += LANES) sums(total + i, found + i);
+  for (int j = 0; j < NR; j++) {
+    const float scale = weights.finish(n + j), bias = w.bias ? w.bias[n + j] : 0.0f;
+    for (int i = 0; i < MR; i++) {
+      float value = found[i * NR + j];
+      for (int64_t k = whole; k < w.k; k++) value += weights.one(n + j, k) * x[i * ldx + k];
+      y[i * ldy + n + j] = value * scale + bias;
+    }
+  }
+}
+
+// as many sums as there are registers for
+#ifdef __AVX512F__
+template <int MR> constexpr int columns() { return MR <= 2 ? 8 : MR <= 4 ? 6 : MR <= 6 ? 4 : 3; }
+#else
+template <int MR> constexpr int columns() { return MR == 1 ? 8 : MR == 2 ? 4 : MR == 3 ? 3 : MR <= 5 ? 2 : MR == 6 ? 2 : 1; }
+#endif
+
+template <class W, int MR>
+static void rows(const W& weights, const float* x, int64_t ldx, int64_t n0, int64_t n1, float* y, int64_t ldy) {
+  constexpr int NR = columns<MR>();
+  int64_t n = n0;
+  for (; n + NR <= n1; n += NR) tile<W, MR, NR>(weights, x, ldx, n, y, ldy);
+  for (; n < n1; n++) tile<W, MR, 1>(weights, x, ldx, n, y, ldy);
+}
+
+constexpr int64_t STRIP = 24;  // rows of weights that stay in the first-level cache while the rows of x pass by
+
+template <class W>
+static void product_of(const Matrix& w, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
+                       int64_t ldy) {
+  const W weights(w);
+  for (int64_t a = n0; a < n1; a += STRIP) {
+    const int64_t b = a + STRIP < n1 ? a + STRIP : n1;
+    int64_t i = 0;
+    for (; i + 8 <= m; i += 8) rows<W, 8>(weights, x + i * ldx, ldx, a, b, y + i * ldy, ldy);
+    const float* in = x + i * ldx;
+    float* out = y + i * ldy;
+    switch (m - i) {
+      case 1: rows<W, 1>(weights, in, ldx, a, b, out, ldy); break;
+      case 2: rows<W, 2>(weights, in, ldx, a, b, out, ldy); break;
+      case 3: rows<W, 3>(weights, in, ldx, a, b, out, ldy); break;
+      case 4: rows<W, 4>(weights, in, ldx, a, b, out, ldy); break;
+      case 5: rows<W, 5>(weights, in, ldx, a, b, out, ldy); break;
+      case 6: rows<W, 6>(weights, in, ldx, a, b, out, ldy); break;
+      case 7: rows<W, 7>(weights, in, ldx, a, b, out, ldy); break;
+      default: break;
+    }
+  }
+}
+
+static void product(const Matrix& w, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
+                    int64_t ldy) {
+  switch (w.format) {
+    case F32: return product_of<Plain<F32Numbers>>(w, x, ldx, m, n0, n1, y, ldy);
+    case BF16: return product_of<Plain<Bf16Numbers>>(w, x, ldx, m, n0, n1, y, ldy);
+    case F16: return product_of<Plain<F16Numbers>>(w, x, ldx, m, n0, n1, y, ldy);
+    case INT8: return product_of<Plain<Int8Numbers>>(w, x, ldx, m, n0, n1, y, ldy);
+    default: return product_of<Nibbles>(w, x, ldx, m, n0, n1, y, ldy);
+  }
+}
+
+// ---- rows of activations -------------------------------------------------------------------------------------------
+
+static void norm(const float* x, const float* weight, const float* bias, int64_t width, float eps, bool centered,
+                 float* y) {
+  const int64_t whole = width / LANES * LANES;
+  float mean = 0;
+  if (centered) {
+    Vec total = zero();
+    for (int64_t i = 0; i < whole; i += LANES) total = add(total, load(x + i));
+    mean = sum(total);
+    for (int64_t i = whole; i < width; i++) mean += x[i];
+    mean /= float(width);
+  }
+  Vec total = zero();
+  const Vec off = all(mean);
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const Vec v = sub(load(x + i), off);
+    total = fma(v, v, total);
+  }
+  float squares = sum(total);
+  for (int64_t i = whole; i < width; i++) squares += (x[i] - mean) * (x[i] - mean);
+  const float factor = 1.0f / std::sqrt(squares / float(width) + eps);
+  const Vec by = all(factor);
+  for (int64_t i = 0; i < whole; i += LANES) {
+    Vec v = mul(mul(sub(load(x + i), off), by), load(weight + i));
+    store(y + i, bias ? add(v, load(bias + i)) : v);
+  }
+  for (int64_t i = whole; i < width; i++) {
+    const float v = (x[i] - mean) * factor * weight[i];
+    y[i] = bias ? v + bias[i] : v;
+  }
+}
+
+static void add_scaled(const float* x, float alpha, int64_t width, float* y) {
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(y + i, add(load(y + i), mul(load(x + i), all(alpha))));
+  for (; i < width; i++) y[i] += x[i] * alpha;
+}
+
+static Vec activated(Vec x, int64_t activation) {
+  const Vec one = all(1.0f), half = all(0.5f), none = zero();
+  switch (activation) {
+    case SILU: return div(x, add(one, exp(sub(none, x))));
+    case GELU_TANH: {
+      const Vec cube = mul(mul(x, x), x);
+      const Vec inner = mul(all(0.79788456080286536f), fma(all(0.044715f), cube, x));
+      return mul(mul(half, x), add(one, tanh(inner)));
+    }
+    case GELU: {
+      float v[LANES];
+      store(v, x);
+      for (int i = 0; i < LANES; i++) v[i] = 0.5f * v[i] * (1.0f + std::erf(v[i] * 0.70710678118654752f));
+      return load(v);
+    }
+    case RELU: return max(none, x);
+    case RELU2: {
+      const Vec kept = max(none, x);
+      return mul(kept, kept);
+    }
+    default: return x;
+  }
+}
+
+static void activate(float* x, const float* up, int64_t width, int64_t activation) {
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    const Vec v = activated(load(x + i), activation);
+    store(x + i, up ? mul(v, load(up + i)) : v);
+  }
+  if (i == width) return;
+  float in[LANES] = {0}, out[LANES];
+  for (int64_t j = i; j < width; j++) in[j - i] = x[j];
+  store(out, activated(load(in), activation));
+  for (int64_t j = i; j < width; j++) x[j] = up ? out[j - i] * up[j] : out[j - i];
+}
+
+static void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
+  const int64_t half = dim / 2;
+  int64_t i = 0;
+  for (; i + LANES <= half; i += LANES) {
+    const Vec a = load(x + i), b = load(x + half + i);
+    store(x + i, sub(mul(a, load(cos + i)), mul(b, load(sin + i))));
+    store(x + half + i, add(mul(b, load(cos + half + i)), mul(a, load(sin + half + i))));
+  }
+  for (; i < half; i++) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cos[i] - b * sin[i];
+    x[half + i] = b * cos[half + i] + a * sin[half + i];
+  }
+}
+
+template <class N>
+static void load_as(const void* x, int64_t at, int64_t width, float* y) {
+  const typename N::T* p = (const typename N::T*)x + at;
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(y + i, N::vec(p + i));
+  for (; i < width; i++) y[i] = N::one(p + i);
+}
+
+static void load_numbers(const void* x, int64_t format, int64_t at, int64_t width, float* y) {
+  switch (format) {
+    case F32: return load_as<F32Numbers>(x, at, width, y);
+    case BF16: return load_as<Bf16Numbers>(x, at, width, y);
+    case F16: return load_as<F16Numbers>(x, at, width, y);
+    default: return load_as<Int8Numbers>(x, at, width, y);
+  }
+}
+
+static void store_numbers(const float* x, int64_t format, int64_t at, int64_t width, void* y) {
+  int64_t i = 0;
+  if (format == F32) {
+    std::memcpy((float*)y + at, x, width * sizeof(float));
+  } else if (format == BF16) {
+    uint16_t* p = (uint16_t*)y + at;
+    for (; i + LANES <= width; i += LANES) store_bf16(p + i, rounded_bf16(load(x + i)));
+    for (; i < width; i++) p[i] = one_bf16(x[i]);
+  } else {
+    uint16_t* p = (uint16_t*)y + at;
+    for (; i + LANES <= width; i += LANES) store_f16(p + i, load(x + i));
+    for (; i < width; i++) p[i] = _cvtss_sh(x[i], 0);
+  }
+}
+
+static void soft_cap(float* x, float cap, int64_t width) {
+  const Vec c = all(cap);
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(x + i, mul(c, tanh(div(load(x + i), c))));
+  for (; i < width; i++) x[i] = cap * std::tanh(x[i] / cap);
+}
+
+// ---- attention -----------------------------------------------------------------------------------------------------
+
+// scores[0:n] of a query and the keys of consecutive slots
+template <class N>
+static void scores_of(const float* q, const typename N::T* keys, int64_t stride, int64_t n, int64_t dim, float* out) {
+  int64_t i = 0;
+  const int64_t whole = dim / LANES * LANES;
+  for (; i < n; i += LANES) {
+    const int64_t count = n - i < LANES ? n - i : LANES;
+    Vec total[LANES];
+    for (int64_t j = 0; j < LANES; j++) {
+      Vec s = zero();
+      if (j < count) {
+        const typename N::T* k = keys + (i + j) * stride;
+        for (int64_t d = 0; d < whole; d += LANES) s = fma(N::vec(k + d), load(q + d), s);
+      }
+      total[j] = s;
+    }
+    float found[LANES];
+    sums(total, found);
+    for (int64_t j = 0; j < count; j++) {
+      const typename N::T* k = keys + (i + j) * stride;
+      for (int64_t d = whole; d < dim; d++) found[j] += N::one(k + d) * q[d];
+      out[i + j] = found[j];
+    }
+  }
+}
+
+// out[0:dim] += p[0:n] times the values of consecutive slots
+template <class N, int VECS>
+static void weighted(const float* p, const typename N::T* values, int64_t stride, int64_t n, float* out) {
+  Vec total[VECS];
+  for (int d = 0; d < VECS; d++) total[d] = load(out + d * LANES);
+  for (int64_t i = 0; i < n; i++) {
+    const Vec by = all(p[i]);
+    for (int d = 0; d < VECS; d++) total[d] = fma(N::vec(values + i * stride + d * LANES), by, total[d]);
+  }
+  for (int d = 0; d < VECS; d++) store(out + d * LANES, total[d]);
+}
+
+template <class N>
+static void weighted_any(const float* p, const typename N::T* values, int64_t stride, int64_t n, int64_t dim,
+                         float* out) {
+  int64_t d = 0;
+  for (; d + 4 * LANES <= dim; d += 4 * LANES) weighted<N, 4>(p, values + d, stride, n, out + d);
+  for (; d + LANES <= dim; d += LANES) weighted<N, 1>(p, values + d, stride, n, out + d);
+  for (; d < dim; d++)
+    for (int64_t i = 0; i < n; i++) out[d] += p[i] * N::one(values + i * stride + d);
+}
+
+template <class N>
+static void attend_as(const Attention& a, const float* q, float* out) {
+  using T = typename N::T;
+  const int64_t n = a.last - a.first + 1;
+  const int64_t ks = a.kv_heads * a.dim_qk, vs = a.kv_heads * a.dim_v;
+  // pieces of consecutive slots: [first of the piece, end)
+  for (int64_t at = a.first; at <= a.last;) {
+    const int64_t in = at % a.block, count = a.block - in < a.last - at + 1 ? a.block - in : a.last - at + 1;
+    const int64_t slot = int64_t(a.table[at / a.block]) * a.block + in;
+    const T* keys = (const T*)a.keys + slot * ks + a.head * a.dim_qk;
+    for (int64_t h = 0; h < a.queries; h++)
+      scores_of<N>(q + h * a.dim_qk, keys, ks, count, a.dim_qk, a.scores + h * a.room + at - a.first);
+    at += count;
+  }
+  for (int64_t h = 0; h < a.queries; h++) {
+    float* s = a.scores + h * a.room;
+    for (int64_t i = n; i < (n + LANES - 1) / LANES * LANES; i++) s[i] = -INFINITY;
+    Vec peak = all(-INFINITY), bad = zero();
+    for (int64_t i = 0; i < n; i += LANES) {
+      Vec v = mul(load(s + i), all(a.scale));
+      if (a.cap != 0) v = mul(all(a.cap), tanh(div(v, all(a.cap))));
+      if (i + LANES > n) {  // the padding stays out
+        float tail[LANES];
+        store(tail, v);
+        for (int64_t j = n - i; j < LANES; j++) tail[j] = -INFINITY;
+        v = load(tail);
+      }
+      store(s + i, v);
+      peak = max(v, peak);
+    }
+    float most = largest(peak);
+    if (a.sinks && a.sinks[h] > most) most = a.sinks[h];
+    Vec total = bad;
+    for (int64_t i = 0; i < n; i += LANES) {
+      Vec v = exp(sub(load(s + i), all(most)));
+      if (i + LANES > n) {
+        float tail[LANES];
+        store(tail, v);
+        for (int64_t j = n - i; j < LANES; j++) tail[j] = 0;
+        v = load(tail);
+      }
+      store(s + i, v);
+      total = add(total, v);
+    }
+    float mass = sum(total);
+    if (a.sinks) mass += std::exp(a.sinks[h] - most);
+    const Vec by = all(1.0f / mass);
+    for (int64_t i = 0; i < n; i += LANES) store(s + i, mul(load(s + i), by));
+    std::memset(out + h * a.dim_v, 0, a.dim_v * sizeof(float));
+  }
+  for (int64_t at = a.first; at <= a.last;) {
+    const int64_t in = at % a.block, count = a.block - in < a.last - at + 1 ? a.block - in : a.last - at + 1;
+    const int64_t slot = int64_t(a.table[at / a.block]) * a.block + in;
+    const T* values = (const T*)a.values + slot * vs + a.head * a.dim_v;
+    for (int64_t h = 0; h < a.queries; h++)
+      weighted_any<N>(a.scores + h * a.room + at - a.first, values, vs, count, a.dim_v, out + h * a.dim_v);
+    at += count;
+  }
+}
+
+static void attend(const Attention& a, const float* q, float* out) {
+  switch (a.format) {
+    case F32: return attend_as<F32Numbers>(a, q, out);
+    case BF16: return attend_as<Bf16Numbers>(a, q, out);
+    default: return attend_as<F16Numbers>(a, q, out);
+  }
+}
+
+// ---- draws ---------------------------------------------------------------------------------------------------------
+
+// the lowest index of the largest value, given each lane's largest and its first vector
+static int64_t first_best(const float* best, const int32_t* index, float* largest) {
+  int at = 0;
+  for (int i = 1; i < LANES; i++)
+    if (best[i] > best[at] || (best[i] == best[at] && index[i] < index[at])) at = i;
+  *largest = best[at];
+  return index[at];
+}
+
+static int64_t argmax(const float* x, int64_t width, float* largest) {
+  Vec best = all(-INFINITY), nan = zero();
+  IVec at = iall(0), now = lanes();
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    const Vec v = load(x + i);
+    nan = add(nan, mul(v, zero()));  // a NaN or an infinity leaves a NaN
+    at = ipick_greater(v, best, now, at);
+    best = pick_greater(v, best, v, best);
+    now = iadd(now, iall(LANES));
+  }
+  float found[LANES];
+  int32_t index[LANES];
+  store(found, best);
+  std::memcpy(index, &at, sizeof index);
+  int64_t chosen = first_best(found, index, largest);
+  for (; i < width; i++)
+    if (x[i] > *largest) chosen = i, *largest = x[i];
+  if (any_nan(nan) || width % LANES)  // rare, or few: look for a NaN one by one
+    for (int64_t j = any_nan(nan) ? 0 : width - width % LANES; j < width; j++)
+      if (std::isnan(x[j])) {
+        *largest = NAN;
+        return j;
+      }
+  return chosen;
+}
+
+static IVec noise_bits(IVec lane, uint32_t a, uint32_t b) {
+  IVec x = imul(lane, iall(int32_t(0x9E3779B9u)));
+  x = ixor(x, shr<15>(x));
+  x = ixor(x, iall(int32_t(a)));
+  x = ixor(x, shr<16>(x));
+  x = iadd(imul(x, iall(int32_t(0x7FEB352Du))), iall(int32_t(b)));
+  x = ixor(x, shr<15>(x));
+  x = imul(x, iall(int32_t(0x846CA68Bu)));
+  return ixor(x, shr<16>(x));
+}
+
+// log1p(-u) for u in (0, 1): log of the rounded difference, and what the rounding lost
+static Vec log_of_rest(Vec u) {
+  const Vec y = sub(all(1.0f), u);
+  const Vec lost = div(sub(sub(all(1.0f), y), u), y);
+  // where u is small the logarithm is -u - u^2 / 2 - u^3 / 3
+  const Vec series = mul(u, fma(u, fma(u, all(-1.0f / 3), all(-0.5f)), all(-1.0f)));
+  return pick_greater(all(0.005f), u, series, add(log(y), lost));
+}
+
+static int64_t draw(const float* x, int64_t width, float largest, float temperature, uint32_t a, uint32_t b) {
+  Vec best = all(-INFINITY);
+  IVec at = iall(0), now = lanes();
+  for (int64_t i = 0; i < width; i += LANES) {
+    float tail[LANES];
+    const float* p = x + i;
+    if (i + LANES > width) {
+      for (int64_t j = 0; j < LANES; j++) tail[j] = i + j < width ? p[j] : -INFINITY;
+      p = tail;
+    }
+    Vec u = from_int(iand(noise_bits(now, a, b), iall(0x7fffffff)));
+    u = min(mul(add(u, all(0.5f)), all(0x1p-31f)), all(1.0f - 0x1p-24f));
+    const Vec gumbel = sub(zero(), log(sub(zero(), log_of_rest(u))));
+    const Vec v = add(div(sub(load(p), all(largest)), all(temperature)), gumbel);
+    at = ipick_greater(v, best, now, at);
+    best = pick_greater(v, best, v, best);
+    now = iadd(now, iall(LANES));
+  }
+  float found[LANES], most;
+  int32_t index[LANES];
+  store(found, best);
+  std::memcpy(index, &at, sizeof index);
+  return first_best(found, index, &most);
 }
 
 }  // namespace ISA
+
+#define NAME_OF(isa) kernels_##isa
+#define NAMED(isa) NAME_OF(isa)
+const Kernels& NAMED(ISA)() {
+  using namespace ISA;
+  static const Kernels table = {product,      norm,          add_scaled, activate, rotate, load_numbers,
+                                store_numbers, attend,        soft_cap,   argmax,   draw};
+  return table;
+}
+
 }  // namespace minivllm

@@ -1,32 +1,563 @@
-// The C ABI of the native part.  Compiled for any x86-64: nothing here may need more than that, since it says what the
-// CPU has.
+// A step on a CPU: the operations of a model one after another, each shared by a few threads.
+//
+//   forward   ids, positions ─ embed ─ [ norm ─ product ─ attend ─ product + ─ norm ─ gate ─ product + ]* ─ pick ─ norm
+//   sample    hidden ─ head ─ draw ─ what is accepted goes to the columns
+//
+// Everything is called with numbers and addresses only; who calls keeps the memory alive (native/program.py).
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-#include <cpuid.h>
-
+#include <atomic>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
 
-#define EXPORTED extern "C" __attribute__((visibility("default")))
+#include "kernels.h"
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace minivllm {
 namespace {
 
-// __builtin_cpu_supports also asks whether the operating system saves the registers; not all compilers know f16c there.
-bool has_f16c() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & (1u << 29)) != 0;
+// ---- threads -------------------------------------------------------------------------------------------------------
+//
+// A step is a list of phases, and a phase a number of tasks.  Each thread takes tasks until none is left, those of its
+// own share first, and goes on when all tasks of the phase are done, whoever did them.  So a thread that wakes up late,
+// or that another process has put aside between two tasks, keeps nobody waiting.
+
+static inline void relax() { __builtin_ia32_pause(); }
+
+static void sleep_on(std::atomic<int32_t>& word, int32_t value) {
+  syscall(SYS_futex, (int32_t*)&word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
 
+static void wake_all(std::atomic<int32_t>& word) {
+  syscall(SYS_futex, (int32_t*)&word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+constexpr int SPINS = 400;        // looks at a word before it is slept on, about 10 us
+constexpr int YIELDS_AFTER = 2000;  // looks at a phase that others compute before the processor is offered to them
+
+class Team {
+ public:
+  explicit Team(int threads) : count_(threads) {
+    for (int t = 1; t < threads; t++) workers_.emplace_back([this, t] { work(t); });
+  }
+
+  ~Team() {
+    end_.store(true);
+    generation_.fetch_add(1);
+    wake_all(generation_);
+    for (auto& worker : workers_) worker.join();
+  }
+
+  int count() const { return count_; }
+
+  // run(phase, task, thread) for the tasks of all phases in order; tasks(phase): how many there are
+  void run(int phases, const std::function<int(int)>& tasks, const std::function<void(int, int, int)>& run) {
+    if (workers_.empty()) {
+      for (int p = 0; p < phases; p++)
+        for (int i = 0, n = tasks(p); i < n; i++) run(p, i, 0);
+      return;
+    }
+    while (inside_.load()) relax();  // who woke up late for the last step leaves first
+    if (size_t(phases) > states_.size()) {
+      std::vector<Phase> grown(phases);
+      states_.swap(grown);
+      for (auto& s : states_) s.next.reset(new Counter[count_]);
+    }
+    for (int p = 0; p < phases; p++) {
+      states_[p].total = tasks(p);
+      states_[p].done.value.store(0, std::memory_order_relaxed);
+      for (int t = 0; t < count_; t++) states_[p].next[t].value.store(0, std::memory_order_relaxed);
+    }
+    phases_ = phases;
+    run_ = &run;
+    open_.store(true);
+    generation_.fetch_add(1);
+    if (asleep_.load()) wake_all(generation_);
+    go(0);
+    open_.store(false);
+  }
+
+ private:
+  struct alignas(64) Counter {
+    std::atomic<int32_t> value{0};
+  };
+  struct Phase {
+    int total = 0;
+    Counter done;
+    std::unique_ptr<Counter[]> next;  // of the share of each thread
+  };
+
+  void go(int me) {
+    for (int p = 0; p < phases_; p++) {
+      Phase& phase = states_[p];
+      const int n = phase.total;
+      int did = 0;
+      for (int o = 0; o < count_; o++) {
+        const int whose = (me + o) % count_;
+        const int from = int(int64_t(n) * whose / count_), to = int(int64_t(n) * (whose + 1) / count_);
+        while (from < to) {
+          const int task = from + phase.next[whose].value.fetch_add(1, std::memory_order_relaxed);
+          if (task >= to) break;
+          (*run_)(p, task, me);
+          did++;
+        }
+      }
+      if (did) phase.done.value.fetch_add(did, std::memory_order_acq_rel);
+      for (int looks = 0; phase.done.value.load(std::memory_order_acquire) < n; looks++) {
+        if (looks < YIELDS_AFTER)
+          relax();
+        else
+          sched_yield();
+      }
+    }
+  }
+
+  void work(int me) {
+    int32_t seen = 0;
+    for (;;) {
+      for (int looks = 0; generation_.load(std::memory_order_acquire) == seen; looks++) {
+        if (looks < SPINS) {
+          relax();
+          continue;
+        }
+        asleep_.fetch_add(1);
+        sleep_on(generation_, seen);
+        asleep_.fetch_sub(1);
+      }
+      seen = generation_.load(std::memory_order_acquire);
+      if (end_.load()) return;
+      inside_.fetch_add(1);
+      if (open_.load()) go(me);
+      inside_.fetch_sub(1);
+    }
+  }
+
+  const int count_;
+  std::vector<std::thread> workers_;
+  std::vector<Phase> states_;
+  int phases_ = 0;
+  const std::function<void(int, int, int)>* run_ = nullptr;
+  std::atomic<int32_t> generation_{0}, inside_{0}, asleep_{0};
+  std::atomic<bool> open_{false}, end_{false};
+};
+
+// ---- a program -----------------------------------------------------------------------------------------------------
+
+enum Kind : int64_t { EMBED = 0, NORM = 1, PRODUCT = 2, GATE = 3, ATTEND = 4, ADD = 5, PICK = 6, CAP = 7 };
+
+// All fields are 8 bytes wide; native/program.py:Op has the same ones in the same order.
+struct Op {
+  int64_t kind;
+  int64_t in, out;  // registers
+  // a matrix, or the table of an embedding
+  int64_t format, n, k, group;
+  const void* data;
+  const float *scale, *zero, *bias;
+  int64_t adds;        // PRODUCT: what it gives is added to ``out``.  NORM: x is normed, then added to ``out``
+  int64_t activation;  // of the gate; without a gate of the product
+  int64_t gated;
+  // of the norm of ``in`` before a product, or of NORM
+  const float *norm_weight, *norm_bias;
+  int64_t centered;
+  double eps;
+  double alpha;  // scale of what is added, of an embedding, of logits
+  double cap;    // CAP, and of the scores of ATTEND (0: none)
+  // ATTEND: ``in`` is q | k | v
+  int64_t heads, kv_heads, dim_qk, dim_v, rope_dim, kv_group, window;
+  const float *cos, *sin, *q_norm, *k_norm, *sinks;
+  double softmax_scale;
+  void *keys, *values;
+  int64_t kv_format;
+  const float* positions;  // EMBED: learned positions [.., k]
+  int64_t positions_format, first_position;
+};
+
+// Rows of ``width`` numbers, ``stride`` apart: one a token, or a part of those of another register.
+struct Register {
+  float* data;
+  int64_t width, stride;
+};
+
+// Columns of core/worker/state.py:DeviceState, S slots.
+struct Columns {
+  int32_t* tokens;  // [S, longest]
+  int64_t longest;
+  const int32_t* table;  // [groups, S, blocks]
+  int64_t slots, blocks, block;
+  uint8_t* stopped;            // [S]
+  const int64_t* rope_first;   // [S] or null
+  int64_t* known;              // [S]
+  const int64_t *end, *min_end, *seed, *sample, *n_eos;
+  const int32_t* stop_ids;  // [S, per_row]
+  int64_t per_row;
+  const float* temperature;  // [S], of the sampler
+};
+
+constexpr int32_t EOS = 1, STOP_ID = 2, LENGTH = 4, NOT_FINITE = 8, OVERSHOOT = 16, FAILED = 32;
+
+struct Token {
+  int64_t id, position, rope;
+  int32_t row;
+  bool nobody;  // of a row that has ended: nothing is written for it
+};
+
+struct Row {
+  int64_t slot, first, count;  // its tokens [first, first + count)
+};
+
+class Program {
+ public:
+  Program(const Kernels& kernels, int threads, int64_t most_tokens, const Columns& columns)
+      : k_(kernels), team_(threads), c_(columns), scratch_(threads) {
+    tokens_.resize(most_tokens);
+  }
+
+  void add_register(float* data, int64_t width, int64_t stride) { registers_.push_back({data, width, stride}); }
+  void add_op(const Op& op, bool sampling) { (sampling ? head_ : ops_).push_back(op); }
+  int threads() const { return team_.count(); }
+
+  // rows of ``slots`` with ``q_len`` tokens each, of which ``computed`` are before; the tokens ``picked`` go on at PICK
+  void forward(int64_t rows, const int64_t* slots, const int64_t* q_len, const int64_t* computed, int64_t picks,
+               const int64_t* picked) {
+    rows_.clear();
+    int64_t t = 0;
+    for (int64_t r = 0; r < rows; r++) {
+      rows_.push_back({slots[r], t, q_len[r]});
+      for (int64_t i = 0; i < q_len[r]; i++, t++) {
+        Token& token = tokens_[t];
+        token.position = computed[r] + i;
+        token.rope = token.position + (c_.rope_first ? c_.rope_first[slots[r]] : 0);
+        token.id = c_.tokens[slots[r] * c_.longest + token.position];
+        token.row = int32_t(r);
+        token.nobody = c_.stopped[slots[r]];
+      }
+    }
+    picks_ = picks;
+    picked_ = picked;
+    bool behind = false;  // PICK
+    op_tokens_.clear();
+    for (const Op& op : ops_) {
+      op_tokens_.push_back(behind ? picks : t);
+      behind |= op.kind == PICK;
+    }
+    run(ops_);
+  }
+
+  // tokens, counts and flags i32 [3, rows] of rows of ``slots`` whose hidden states are in the head's register
+  void sample(int64_t rows, const int64_t* slots, const int64_t* position, int64_t draws, int32_t* out) {
+    op_tokens_.assign(head_.size(), rows);
+    run(head_);
+    if (!draws) return;
+    const Op& last = head_.back();
+    const Register& logits = registers_[last.out];
+    drawn_.resize(rows);
+    largest_.resize(rows);
+    team_.run(1, [&](int) { return int(rows); }, [&](int, int r, int) {
+      float* x = logits.data + r * logits.stride;
+      const int64_t slot = slots[r];
+      if (position[r] < c_.min_end[slot])
+        for (int64_t i = 0; i < c_.per_row; i++) {
+          const int64_t id = c_.stop_ids[slot * c_.per_row + i];
+          if (id >= 0 && id < logits.width) x[id] = -INFINITY;
+        }
+      drawn_[r] = k_.argmax(x, logits.width, &largest_[r]);
+      const float temperature = c_.temperature ? c_.temperature[slot] : 0.0f;
+      if (temperature > 0 && std::isfinite(largest_[r])) {
+        uint32_t a, b;
+        key(c_.seed[slot], position[r], c_.sample[slot], &a, &b);
+        drawn_[r] = k_.draw(x, logits.width, largest_[r], temperature, a, b);
+      }
+    });
+    for (int64_t r = 0; r < rows; r++) accept(r, rows, slots[r], position[r], out);
+  }
+
+ private:
+  // the key of a row's noise, as core/worker/sampling.py:noise_bits says
+  static void key(int64_t seed, int64_t position, int64_t sample, uint32_t* a_out, uint32_t* b_out) {
+    const uint32_t words[4] = {uint32_t(seed), uint32_t(uint64_t(seed) >> 32), uint32_t(position), uint32_t(sample)};
+    uint32_t a = 0x9E3779B9u, b = 0;
+    for (uint32_t w : words) {
+      a = (a ^ w) * 0xCC9E2D51u;
+      a ^= a >> 16;
+      b = (b + a) * 0x1B873593u;
+    }
+    *a_out = a;
+    *b_out = b ^ (b >> 15);
+  }
+
+  // as core/worker/step.py:accept, of rows without drafts and without a token of the host
+  void accept(int64_t r, int64_t rows, int64_t slot, int64_t position, int32_t* out) {
+    const bool bad = !std::isfinite(largest_[r]), stopped = c_.stopped[slot];
+    const int32_t token = int32_t(drawn_[r]);
+    int32_t flags = 0;
+    if (bad) {
+      flags = NOT_FINITE;
+    } else {
+      if (position >= c_.min_end[slot]) {
+        for (int64_t i = 0; i < c_.per_row; i++)
+          if (c_.stop_ids[slot * c_.per_row + i] == token) flags |= i < c_.n_eos[slot] ? EOS : STOP_ID;
+      }
+      if (position + 1 >= c_.end[slot]) flags |= LENGTH;
+    }
+    const bool taken = !stopped && !(flags & (FAILED | NOT_FINITE));
+    if (stopped) flags = OVERSHOOT;
+    if (taken) {
+      c_.tokens[slot * c_.longest + position] = token;
+      c_.known[slot] = position + 1;
+    }
+    c_.stopped[slot] = stopped || flags != 0;
+    out[r] = token;
+    out[rows + r] = taken;
+    out[2 * rows + r] = flags;
+  }
+
+  struct Scratch {
+    std::vector<float> normed, scores, heads;
+    int64_t normed_for = -1;  // the operation whose normed rows are here
+  };
+
+  // Tasks of an operation: pieces of the outputs of a product, (row, KV head) of attention, tokens of the others.
+  int tasks(const Op& op, int64_t tokens) const {
+    if (!tokens) return 0;
+    switch (op.kind) {
+      case PRODUCT:
+      case GATE: {
+        const int64_t n = op.gated ? op.n / 2 : op.n;
+        return int((n + piece(op) - 1) / piece(op));
+      }
+      case ATTEND: return int(rows_.size() * op.kv_heads);
+      case PICK: return 1;
+      default: return int(tokens);
+    }
+  }
+
+  // outputs of a task: a few tasks a thread, none too small to be worth a call, in multiples of what a tile has
+  int64_t piece(const Op& op) const {
+    const int64_t n = op.gated ? op.n / 2 : op.n, share = n / (team_.count() * 4);
+    const int64_t least = team_.count() == 1 ? n : 24, most = 24 * 32;
+    const int64_t wanted = share < least ? least : share > most ? most : share;
+    return (wanted + 23) / 24 * 24;
+  }
+
+  void run(const std::vector<Op>& ops) {
+    for (auto& s : scratch_) s.normed_for = -1;
+    team_.run(
+        int(ops.size()), [&](int p) { return tasks(ops[p], op_tokens_[p]); },
+        [&](int p, int task, int thread) { execute(ops[p], p, task, thread, op_tokens_[p]); });
+  }
+
+  void execute(const Op& op, int number, int task, int thread, int64_t tokens) {
+    switch (op.kind) {
+      case EMBED: return embed(op, task);
+      case NORM: return norm(op, task);
+      case PRODUCT: return product(op, number, task, thread, tokens);
+      case GATE: return product(op, number, task, thread, tokens);
+      case ATTEND: return attend(op, task, thread);
+      case ADD: return k_.add(row(op.in, task), float(op.alpha), registers_[op.in].width, row(op.out, task));
+      case PICK: return pick(op);
+      case CAP: return k_.soft_cap(row(op.out, task), float(op.cap), registers_[op.out].width);
+    }
+  }
+
+  float* row(int64_t which, int64_t token) const {
+    return registers_[which].data + token * registers_[which].stride;
+  }
+
+  void embed(const Op& op, int64_t t) {
+    float* out = row(op.out, t);
+    k_.load(op.data, op.format, tokens_[t].id * op.k, op.k, out);
+    if (op.alpha != 1)
+      for (int64_t i = 0; i < op.k; i++) out[i] *= float(op.alpha);
+    if (op.positions) {
+      float* learned = one_row(op.k);
+      k_.load(op.positions, op.positions_format, (tokens_[t].position + op.first_position) * op.k, op.k, learned);
+      k_.add(learned, 1.0f, op.k, out);
+    }
+  }
+
+  // this thread's memory for a row
+  static float* one_row(int64_t width) {
+    thread_local std::vector<float> memory;
+    if (memory.size() < size_t(width)) memory.resize(width);
+    return memory.data();
+  }
+
+  void norm(const Op& op, int64_t t) {
+    const int64_t width = registers_[op.in].width;
+    if (!op.adds) return k_.norm(row(op.in, t), op.norm_weight, op.norm_bias, width, float(op.eps), op.centered, row(op.out, t));
+    float* y = one_row(width);
+    k_.norm(row(op.in, t), op.norm_weight, op.norm_bias, width, float(op.eps), op.centered, y);
+    k_.add(y, float(op.alpha), width, row(op.out, t));
+  }
+
+  // the rows of x, normed if the operation says so; each thread norms them for itself, which costs less than to wait
+  const float* input(const Op& op, int number, int thread, int64_t tokens, int64_t* stride) {
+    const Register& in = registers_[op.in];
+    *stride = op.norm_weight ? in.width : in.stride;
+    if (!op.norm_weight) return in.data;
+    Scratch& s = scratch_[thread];
+    if (s.normed_for != number) {
+      if (s.normed.size() < size_t(tokens * in.width)) s.normed.resize(tokens * in.width);
+      for (int64_t t = 0; t < tokens; t++)
+        k_.norm(row(op.in, t), op.norm_weight, op.norm_bias, in.width, float(op.eps), op.centered, s.normed.data() + t * in.width);
+      s.normed_for = number;
+    }
+    return s.normed.data();
+  }
+
+  void product(const Op& op, int number, int64_t task, int thread, int64_t tokens) {
+    const Matrix w = {op.data, op.scale, op.zero, op.bias, op.format, op.n, op.k, op.group};
+    int64_t ldx;
+    const float* x = input(op, number, thread, tokens, &ldx);
+    const Register& out = registers_[op.out];
+    const int64_t n = op.gated ? op.n / 2 : op.n, size = piece(op);
+    const int64_t n0 = task * size, n1 = n0 + size < n ? n0 + size : n, width = n1 - n0;
+    if (!op.gated && !op.adds && op.activation == NO_ACTIVATION && op.alpha == 1)
+      return k_.product(w, x, ldx, tokens, n0, n1, out.data, out.stride);
+    // into memory of this thread, [tokens, width] once or twice
+    Scratch& s = scratch_[thread];
+    const int64_t need = tokens * width * (op.gated ? 2 : 1);
+    if (s.heads.size() < size_t(need)) s.heads.resize(need);
+    float *a = s.heads.data(), *b = a + tokens * width;
+    k_.product(w, x, ldx, tokens, n0, n1, a - n0, width);
+    if (op.gated) k_.product(w, x, ldx, tokens, n + n0, n + n1, b - n - n0, width);
+    for (int64_t t = 0; t < tokens; t++) {
+      float* y = a + t * width;
+      if (op.activation != NO_ACTIVATION) k_.activate(y, op.gated ? b + t * width : nullptr, width, op.activation);
+      float* to = out.data + t * out.stride + n0;
+      if (!op.adds) {
+        if (op.alpha == 1)
+          std::memcpy(to, y, width * sizeof(float));
+        else
+          for (int64_t i = 0; i < width; i++) to[i] = y[i] * float(op.alpha);
+      } else {
+        k_.add(y, float(op.alpha), width, to);
+      }
+    }
+  }
+
+  // of one row and one KV head: writes keys and values of its tokens, then attends for each of them
+  void attend(const Op& op, int64_t task, int thread) {
+    const Row& r = rows_[task / op.kv_heads];
+    const int64_t head = task % op.kv_heads, group = op.heads / op.kv_heads, block = c_.block;
+    const int32_t* table = c_.table + (op.kv_group * c_.slots + r.slot) * c_.blocks;
+    const int64_t q_width = op.heads * op.dim_qk, k_width = op.kv_heads * op.dim_qk;
+    const bool nobody = tokens_[r.first].nobody;
+    for (int64_t t = r.first; t < r.first + r.count; t++) {
+      float* x = row(op.in, t);
+      float* k = x + q_width + head * op.dim_qk;
+      prepare(op, k, op.k_norm, t);
+      for (int64_t h = 0; h < group; h++) prepare(op, x + (head * group + h) * op.dim_qk, op.q_norm, t);
+      if (nobody) continue;
+      const int64_t at = tokens_[t].position, slot = int64_t(table[at / block]) * block + at % block;
+      k_.store(k, op.kv_format, (slot * op.kv_heads + head) * op.dim_qk, op.dim_qk, op.keys);
+      k_.store(x + q_width + k_width + head * op.dim_v, op.kv_format, (slot * op.kv_heads + head) * op.dim_v, op.dim_v,
+               op.values);
+    }
+    Scratch& s = scratch_[thread];
+    for (int64_t t = r.first; t < r.first + r.count; t++) {
+      float* out = row(op.out, t) + head * group * op.dim_v;
+      if (nobody) {
+        std::memset(out, 0, group * op.dim_v * sizeof(float));
+        continue;
+      }
+      const int64_t last = tokens_[t].position, low = op.window ? last + 1 - op.window : 0, first = low > 0 ? low : 0;
+      const int64_t room = (last - first + 1 + 63) / 64 * 64;
+      if (s.scores.size() < size_t(group * room)) s.scores.resize(group * room * 2);
+      const Attention a = {op.keys, op.values, table, op.sinks ? op.sinks + head * group : nullptr, s.scores.data(),
+                           op.kv_format, block, op.kv_heads, head, op.dim_qk, op.dim_v, group, first, last, room,
+                           float(op.softmax_scale), float(op.cap)};
+      k_.attend(a, row(op.in, t) + head * group * op.dim_qk, out);
+    }
+  }
+
+  void prepare(const Op& op, float* x, const float* norm_weight, int64_t t) {
+    if (norm_weight) k_.norm(x, norm_weight, nullptr, op.dim_qk, float(op.eps), false, x);
+    if (op.cos) k_.rotate(x, op.cos + tokens_[t].rope * op.rope_dim, op.sin + tokens_[t].rope * op.rope_dim, op.rope_dim);
+  }
+
+  // the tokens that draw move to the front of both registers, in order
+  void pick(const Op& op) {
+    for (int64_t i = 0; i < picks_; i++)
+      for (int64_t which : {op.in, op.out})
+        if (picked_[i] != i) std::memmove(row(which, i), row(which, picked_[i]), registers_[which].width * sizeof(float));
+  }
+
+  const Kernels& k_;
+  Team team_;
+  const Columns c_;
+  std::vector<Scratch> scratch_;
+  std::vector<Register> registers_;
+  std::vector<Op> ops_, head_;
+  std::vector<int64_t> op_tokens_;
+  std::vector<Token> tokens_;
+  std::vector<Row> rows_;
+  std::vector<int64_t> drawn_;
+  std::vector<float> largest_;
+  int64_t picks_ = 0;
+  const int64_t* picked_ = nullptr;
+};
+
+const Kernels* kernels_for(int32_t isa) { return isa == 2 ? &kernels_avx512() : &kernels_avx2(); }
+
 }  // namespace
+}  // namespace minivllm
 
-// The number of this ABI: library.py has the same one, and takes no library of another.
-EXPORTED int32_t minivllm_abi(void) { return 1; }
+using minivllm::Program;
 
-// The best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512.
-EXPORTED int32_t minivllm_isa(void) {
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                      __builtin_cpu_supports("bmi2") && has_f16c();
-    if (!avx2) return 0;
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    return avx512 ? 2 : 1;
+EXPORT int32_t minivllm_abi(void) { return 1; }
+
+// the best instruction set of this CPU: 0 none that is compiled for, 1 avx2, 2 avx512
+EXPORT int32_t minivllm_isa(void) {
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                    __builtin_cpu_supports("bmi2");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return !avx2 ? 0 : avx512 ? 2 : 1;
+}
+
+EXPORT int64_t minivllm_op_size(void) { return sizeof(minivllm::Op); }
+
+EXPORT void* minivllm_program(int32_t isa, int32_t threads, int64_t most_tokens, const void* columns) {
+  return new (std::nothrow) Program(*minivllm::kernels_for(isa), threads, most_tokens, *(const minivllm::Columns*)columns);
+}
+
+EXPORT void minivllm_register(void* program, float* data, int64_t width, int64_t stride) {
+  ((Program*)program)->add_register(data, width, stride);
+}
+
+EXPORT void minivllm_op(void* program, const void* op, int32_t sampling) {
+  ((Program*)program)->add_op(*(const minivllm::Op*)op, sampling != 0);
+}
+
+// box: rows R, picks P, then slots R, tokens of each R, tokens before them R, and the tokens that go on P
+EXPORT void minivllm_forward(void* program, const int64_t* box) {
+  const int64_t r = box[0], p = box[1];
+  const int64_t* at = box + 2;
+  ((Program*)program)->forward(r, at, at + r, at + 2 * r, p, at + 3 * r);
+}
+
+// box: rows N, whether they draw, then slots N, positions N; out i32 [3, N]
+EXPORT void minivllm_sample(void* program, const int64_t* box, int32_t* out) {
+  const int64_t n = box[0];
+  ((Program*)program)->sample(n, box + 2, box + 2 + n, box[1], out);
+}
+
+EXPORT void minivllm_free(void* program) { delete (Program*)program; }
+
+// one product, for tests and for steps that run by their parts: y [m, n] = x [m, k] times the matrix, plus bias
+EXPORT void minivllm_product(int32_t isa, const void* matrix, const float* x, int64_t m, float* y) {
+  const minivllm::Matrix& w = *(const minivllm::Matrix*)matrix;
+  minivllm::kernels_for(isa)->product(w, x, w.k, m, 0, w.n, y, w.n);
 }

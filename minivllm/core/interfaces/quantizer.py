@@ -6,15 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.errors import PluginError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
-API = (1, 1)
+# 1.2: WeightScheme.stored; 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
+API = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,21 @@ class ModuleInfo:
         return found
 
 
+class StoredWeight(NamedTuple):
+    """How the weight of a module lies in memory, row after row of outputs::
+
+        float32, bfloat16, float16  [out, in]
+        int8 [out, in]              w = weight * scale[out]
+        uint8 [out, in / 2]         w = (q - zero[out, group]) * scale[out, group]; byte j of the 16 of
+                                    block b has input 32 b + j in its low nibble, 32 b + 16 + j in the other
+    """
+
+    weight: Tensor
+    scale: Tensor | None = None  # f32
+    zero: Tensor | None = None  # f32; None: 8
+    group: int = 0  # inputs that share a scale; 0: all
+
+
 class WeightScheme(ABC):
     """The weight of one module.  ``load`` is called once for each part of each parameter, then ``finish`` once.
 
@@ -99,6 +114,11 @@ class WeightScheme(ABC):
         raise PluginError(
             f"{type(self).__name__} stores no experts: want scheme() to give None for kind 'experts'"
         )
+
+    def stored(self) -> StoredWeight | None:
+        """The weight of which ``apply`` is the plain product, if it lies in one of these forms: captured steps of a CPU
+        read it there.  None: they are not captured."""
+        return None
 
     @property
     def bytes(self) -> int:

@@ -54,6 +54,7 @@ class Worker:
     num_blocks: list[int] = field(default_factory=list)
     block_bytes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    parts: ModelParts | None = None  # what the model is made of
     # by "drafter", or the name of the processor
     own_models: dict[str, SecondModel] = field(default_factory=dict)
 
@@ -113,6 +114,7 @@ def build_worker(wiring: Wiring) -> Worker:
         cfg.hidden_size,
         weight_bytes(parts),
         notes=notes,
+        parts=parts,
     )
     draft = wiring.speculation.draft_model
     second = {} if draft is None else {"drafter": draft}

@@ -31,6 +31,7 @@ from .build import build_worker, has_kernels
 from .calls import GuardedCalls, ProcessorChain, SeparateCalls, as_error
 from .capture import ALONE, synchronize
 from .drafting import Drafting, merged
+from .native_steps import NativeSteps, native_steps
 from .own_model import OwnModel
 from .running import Running
 from .scoring import score_prompt
@@ -72,7 +73,19 @@ class Runner:
         self.graph_safe = [
             "graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])
         ]
-        self.graphs = self._graphs()
+        self.graphs, self.native = self._graphs(), self._native()
+
+    def _native(self) -> NativeSteps | None:
+        """The steps of a CPU in one call each, if config, plug-ins and model allow them."""
+        if self.device.type != "cpu" or self.wiring.steps.graph == "off":
+            return None
+        with torch.inference_mode():
+            made, why_not = native_steps(self)
+        if made is None:
+            self.worker.notes.append(
+                f"steps are not captured, they run as separate operations: {why_not}"
+            )
+        return made
 
     def _graphs(self) -> Any:
         """Captured decode steps, if device, config and plug-ins allow them."""
@@ -135,8 +148,12 @@ class Runner:
                 if self.drafting is not None:
                     self.drafting.prepare(running)
                     plan = running.plan
-                key = self.graphs.key(plan) if self.graphs is not None else None
                 what = "model"
+                if self.native is not None and self.native.takes(plan):
+                    running.hidden = self.seams.run(what, self.native.forward, plan)
+                    running.native = True
+                    return running
+                key = self.graphs.key(plan) if self.graphs is not None else None
                 hidden = self.graphs.forward(key, plan) if key is not None else None
                 if hidden is not None:
                     running.graph, running.hidden = key, hidden
@@ -255,7 +272,10 @@ class Runner:
         try:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
-                    if not self._sample_captured(running, late):
+                    if running.native and not self._poison and self.native.draws(running.plan):
+                        seam = self.chain.seam_names[-1]
+                        running.packed = self.seams.run(seam, self.native.sample, running.plan)
+                    elif not self._sample_captured(running, late):
                         calls = SeparateCalls(self, running, late, self._poison)
                         found = step.sample(calls, self.state, self.model, running.hidden)
                         running.logprobs = found and tuple(self._host(t) for t in found)
@@ -335,7 +355,10 @@ class Runner:
             with contextlib.suppress(RuntimeError):
                 # graphs and memory go away: no step that is still on its way may need them
                 synchronize()
+        if self.native is not None:
+            self.native.close()
         self.worker = self.model = self.backend = self.state = self.graphs = self.drafting = None
+        self.native = None
         self.own_models = {}
         if self.device.type == "cuda":
             with ALONE:

@@ -23,6 +23,7 @@ class Running:
     plan: StepPlan
     hidden: torch.Tensor | None = None  # [N, H]
     graph: GraphKey | None = None  # the capture that it runs in
+    native: bool = False  # the native part ran its layers
     start: float = 0.0
     device_ms: float = 0.0
     sampled: bool = False

@@ -11,6 +11,7 @@ BF16 = Spec(
     summary="keys and values in bfloat16",
     priority=10,
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": {"bfloat16"}},
+    traits={"native": "plain"},
 )
 FP16 = Spec(
     impl="minivllm.plugins.kvformat.plain:Fp16",
@@ -18,10 +19,12 @@ FP16 = Spec(
     summary="keys and values in float16",
     priority=10,
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": {"float16"}},
+    traits={"native": "plain"},
 )
 FP32 = Spec(
     impl="minivllm.plugins.kvformat.plain:Fp32",
     api=(1, 0),
     summary="keys and values in float32",
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": {"bfloat16", "float16", "float32"}},
+    traits={"native": "plain"},
 )

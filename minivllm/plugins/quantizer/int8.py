@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
+from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, StoredWeight, WeightScheme
 from minivllm.errors import PluginError
 from minivllm.layers.linear import no_adapter, part_rows
 from minivllm.layers.module import check_shape
@@ -48,6 +48,9 @@ class Int8Weight(WeightScheme):
         no_adapter(self, adapter)
         y = self._product(x, slice(None))
         return y if out is None else out.copy_(y)
+
+    def stored(self) -> StoredWeight:
+        return StoredWeight(self.weight, self.scale)
 
     def expert(self, x: Tensor, e: int) -> Tensor:
         rows = self.info.out_features // self.info.experts

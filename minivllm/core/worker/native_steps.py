@@ -1,0 +1,132 @@
+"""Captured steps of a CPU: FORWARD is one call of the native part, and so is SAMPLE where nothing but a draw is asked.
+
+    plan ─► box ─► forward ─► hidden of the rows that draw ─► sample ─► columns, packed result
+                                          └──────────────► ``step.sample``, where processors run, or the host wants more
+
+A step of more tokens than ``MOST_TOKENS`` runs as separate operations: the library's wide products are faster there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from minivllm.layers.lowering import NotLowered, lower
+from minivllm.native import library
+from minivllm.native.program import address
+
+from .drafting import merged
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.plan import StepPlan
+
+    from .runner import Runner
+
+MOST_TOKENS = 64
+
+
+class NativeSteps:
+    """The program of a runner's model.  NotLowered, with the reason, where there can be none."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.state = state = runner.state
+        self._check(runner)
+        rows = min(len(state.stopped), MOST_TOKENS)
+        sampler = state.processors[-1]
+        self.plain = int(runner.wiring.parts["sampler"].traits.get("native", 0))
+        columns = {
+            "tokens": state.tokens,
+            "longest": state.tokens.shape[1],
+            "table": state.table,
+            "slots": state.table.shape[1],
+            "blocks": state.table.shape[2],
+            "block": state.block,
+            "stop_ids": state.stop_ids,
+            "per_row": state.stop_ids.shape[1],
+            "rope_first": state.rope_first,
+            "temperature": sampler.columns["temperature"] if self.plain else None,
+        }
+        names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
+        columns |= {name: getattr(state, name) for name in names}
+        parts = runner.worker.parts
+        self.program, self.hidden, self.logits = lower(
+            runner.model,
+            parts.modules,
+            parts.layers,
+            columns,
+            torch.get_num_threads(),
+            MOST_TOKENS,
+            rows,
+        )
+        self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
+        self._at, self._dtype = address(self._box), getattr(torch, runner.wiring.dtype)
+
+    def _check(self, runner: Runner) -> None:
+        """What the program replaces must be what was chosen."""
+        wiring = runner.wiring
+        if reason := library.why_not():
+            raise NotLowered(reason)
+        if wiring.batch_invariant:
+            raise NotLowered("batch_invariant=true")
+        for seam in ("attention", "kvformat"):
+            part = wiring.parts[seam]
+            if not part.traits.get("native"):
+                raise NotLowered(f"the {seam} {part.name} does not say that it may be replaced")
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether FORWARD of a step can run here."""
+        rows = len(plan.slots)
+        return not (
+            not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered)
+        ) and int(plan.q_len.sum()) <= MOST_TOKENS
+
+    def forward(self, plan: StepPlan) -> torch.Tensor | None:
+        """Hidden states [N, H] of the rows that draw, valid until the next step; None if nobody draws."""
+        whole = merged(plan) if len(plan.draft) else plan
+        box, r, n = self._box, len(whole.slots), len(plan.samples)
+        box[0], box[1] = r, n
+        box[2 : 2 + r] = whole.slots
+        box[2 + r : 2 + 2 * r] = whole.q_len
+        box[2 + 2 * r : 2 + 3 * r] = whole.computed
+        if n:
+            box[2 + 3 * r : 2 + 3 * r + n] = plan.q_len.cumsum()[plan.samples] - 1
+        self.program.forward(self._at)
+        if not n:
+            return None
+        hidden = self.hidden[:n]
+        return hidden if self._dtype == torch.float32 else hidden.to(self._dtype)
+
+    def draws(self, plan: StepPlan) -> bool:
+        """Whether SAMPLE of a step whose FORWARD ran here is nothing but a draw."""
+        if plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held):
+            return False
+        if len(plan.draft) or len(plan.guided) or not 0 < len(plan.samples) <= len(self.logits):
+            return False
+        slots = plan.slots[plan.samples]
+        *processors, sampler = self.state.processors
+        if any(p.active[slots].any() for p in processors):
+            return False
+        return not (sampler.variant[slots] & ~self.plain).any()
+
+    def sample(self, plan: StepPlan) -> torch.Tensor:
+        """Draws, and writes to the columns: i32 [3, N] tokens, counts and flags."""
+        box, n = self._box, len(plan.samples)
+        box[0], box[1] = n, 1
+        box[2 : 2 + n] = plan.slots[plan.samples]
+        box[2 + n : 2 + 2 * n] = (plan.computed + plan.q_len)[plan.samples]
+        packed = np.empty((3, n), np.int32)
+        self.program.sample(self._at, address(packed))
+        return torch.from_numpy(packed)
+
+    def close(self) -> None:
+        self.program.close()
+
+
+def native_steps(runner: Runner) -> tuple[NativeSteps | None, Any]:
+    """(those of a runner on a CPU, None); or (None, why there are none)."""
+    try:
+        return NativeSteps(runner), None
+    except NotLowered as e:
+        return None, str(e)
