@@ -49,6 +49,7 @@ OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # object, source, fla
     ("avx512.o", "kernels.cpp", AVX512),
 )
 LINK = ("-shared", "-pthread", "-Wl,-z,defs")  # what is not defined is an error now, not when it is loaded
+EXPORTS = "{ global: minivllm_*; local: *; };\n"  # else those of a static libstdc++ too, which meet torch's
 STATIC = ("-static-libstdc++", "-static-libgcc")  # so that the library needs no compiler's libraries where it runs
 
 
@@ -95,11 +96,13 @@ def compile_library(target: Path, environ: Mapping[str, str]) -> None:
         ]
         with ThreadPoolExecutor(len(commands)) as pool:
             list(pool.map(run, commands))
-        made = f"{temporary}/{LIBRARY}"
+        made, exports = f"{temporary}/{LIBRARY}", Path(temporary) / "exports.map"
+        exports.write_text(EXPORTS, encoding="utf-8")
+        link = [*compiler, *LINK, f"-Wl,--version-script={exports}", *objects, "-o", made]
         try:
-            run([*compiler, *LINK, *STATIC, *objects, "-o", made])
+            run([*link, *STATIC])
         except NotBuilt:  # static libraries are a package of their own on some systems
-            run([*compiler, *LINK, *objects, "-o", made])
+            run(link)
         os.replace(made, target)
 
 
