@@ -139,14 +139,21 @@ class NativeHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
-            build(NATIVE, os.environ)
+            self.build(NATIVE)
             return
         self.temporary = tempfile.TemporaryDirectory(prefix="minivllm-native-")
-        made = build(Path(self.temporary.name), os.environ)
+        made = self.build(Path(self.temporary.name))
         build_data["force_include"][str(made)] = f"minivllm/native/{made.name}"
         if made.name == LIBRARY:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag()}"
+
+    def build(self, folder: Path) -> Path:
+        try:
+            return build(folder, os.environ)
+        except NotBuilt as exc:
+            self.app.abort(f"The native part was not built: {exc}")  # ends the process
+            raise
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if version != "editable":
