@@ -9,10 +9,25 @@
 
 namespace {
 
-// __builtin_cpu_supports also asks whether the operating system saves the registers; not all compilers know f16c there.
-bool has_f16c() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & (1u << 29)) != 0;
+bool has(uint32_t flags, uint32_t wanted) { return (flags & wanted) == wanted; }
+
+// The registers that the operating system saves when it switches threads: an instruction of others must not run.
+uint32_t saved_registers() {
+    uint32_t low = 0, high = 0;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+}
+
+// By CPUID and not __builtin_cpu_supports: of that not all compilers know f16c, and some answer no to everything.
+int32_t best_isa() {
+    uint32_t a = 0, b = 0, basic = 0, d = 0, more = 0, c = 0;
+    if (!__get_cpuid(1, &a, &b, &basic, &d) || !__get_cpuid_count(7, 0, &a, &more, &c, &d)) return 0;
+    const uint32_t fma = 1u << 12, osxsave = 1u << 27, f16c = 1u << 29;  // leaf 1, ECX
+    const uint32_t avx2 = 1u << 5, bmi2 = 1u << 8;  // leaf 7, EBX
+    const uint32_t f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31;
+    const uint32_t ymm = 0x06, zmm = 0xe6;  // bits of XCR0
+    if (!has(basic, fma | osxsave | f16c) || !has(more, avx2 | bmi2) || !has(saved_registers(), ymm)) return 0;
+    return has(more, f | dq | bw | vl) && has(saved_registers(), zmm) ? 2 : 1;
 }
 
 }  // namespace
@@ -21,12 +36,4 @@ bool has_f16c() {
 EXPORTED int32_t minivllm_abi(void) { return 1; }
 
 // The best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512.
-EXPORTED int32_t minivllm_isa(void) {
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                      __builtin_cpu_supports("bmi2") && has_f16c();
-    if (!avx2) return 0;
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    return avx512 ? 2 : 1;
-}
+EXPORTED int32_t minivllm_isa(void) { return best_isa(); }
