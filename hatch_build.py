@@ -49,6 +49,7 @@ OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # object, source, fla
     ("avx512.o", "kernels.cpp", AVX512),
 )
 LINK = ("-shared", "-pthread", "-Wl,-z,defs")  # what is not defined is an error now, not when it is loaded
+EXPORTS = "{ global: minivllm_*; local: *; };\n"  # else those of a static libstdc++ too, which meet torch's
 STATIC = ("-static-libstdc++", "-static-libgcc")  # so that the library needs no compiler's libraries where it runs
 
 
@@ -95,11 +96,13 @@ def compile_library(target: Path, environ: Mapping[str, str]) -> None:
         ]
         with ThreadPoolExecutor(len(commands)) as pool:
             list(pool.map(run, commands))
-        made = f"{temporary}/{LIBRARY}"
+        made, exports = f"{temporary}/{LIBRARY}", Path(temporary) / "exports.map"
+        exports.write_text(EXPORTS, encoding="utf-8")
+        link = [*compiler, *LINK, f"-Wl,--version-script={exports}", *objects, "-o", made]
         try:
-            run([*compiler, *LINK, *STATIC, *objects, "-o", made])
+            run([*link, *STATIC])
         except NotBuilt:  # static libraries are a package of their own on some systems
-            run([*compiler, *LINK, *objects, "-o", made])
+            run(link)
         os.replace(made, target)
 
 
@@ -136,14 +139,21 @@ class NativeHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
-            build(NATIVE, os.environ)
+            self.build(NATIVE)
             return
         self.temporary = tempfile.TemporaryDirectory(prefix="minivllm-native-")
-        made = build(Path(self.temporary.name), os.environ)
+        made = self.build(Path(self.temporary.name))
         build_data["force_include"][str(made)] = f"minivllm/native/{made.name}"
         if made.name == LIBRARY:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag()}"
+
+    def build(self, folder: Path) -> Path:
+        try:
+            return build(folder, os.environ)
+        except NotBuilt as exc:
+            self.app.abort(f"The native part was not built: {exc}")  # ends the process
+            raise
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if version != "editable":

@@ -26,6 +26,7 @@ from minivllm.core.interfaces.executor import (
 from minivllm.errors import ConfigError, ModelError, PluginError, shown
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, context_said, longest_context
+from minivllm.native import library
 from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selection, build_part
 from minivllm.spec import OPTION_OF, Needs
 from minivllm.validation import begins, source_of
@@ -227,6 +228,8 @@ class _Fold:
         )
         if device.sm:
             self.facts["sm"] = device.sm
+        if device.kind == "cpu":
+            self.notes.append(("native", library.told()))
         return device
 
     def _invariant(self, device: Device) -> frozenset[str]:

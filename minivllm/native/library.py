@@ -1,7 +1,7 @@
 """Finds the shared library of the native part, and says why where it cannot be used.
 
-    load() -> the library          isa()     -> which of its kernels this process may run
-    why_not() -> None, or the reason in a line
+    load()     the library, or None        isa()    which of its kernels this process runs
+    why_not()  None, or why, in a line     told()   both, as ``minivllm explain`` says it
 
 The library is a gain in speed, never a need: it is missing where the package was installed without a C++ compiler.
 Two environment variables are read, once: ``MINIVLLM_NATIVE=0`` is as if there were none, and ``MINIVLLM_ISA`` limits
@@ -49,6 +49,12 @@ def why_not() -> str | None:
 def isa() -> str:
     """The kernels to run: "avx512", "avx2", or "none" where ``load`` returns None."""
     return _found().isa
+
+
+def told() -> str:
+    """What the native part brings to an engine on a CPU, in a line."""
+    reason = why_not()
+    return f"{isa()}: captured CPU steps are available" if reason is None else f"none: no captured CPU steps ({reason})"
 
 
 @functools.cache

@@ -4,6 +4,7 @@
 //   sample    hidden ─ head ─ draw ─ what is accepted goes to the columns
 //
 // Everything is called with numbers and addresses only; who calls keeps the memory alive (native/program.py).
+#include <cpuid.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -21,6 +22,7 @@
 
 #include "kernels.h"
 
+// The C ABI of the native part.  This file is compiled for any x86-64: it says what the CPU has.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace minivllm {
@@ -508,6 +510,29 @@ class Program {
   const int64_t* picked_ = nullptr;
 };
 
+// ---- what the CPU has ----------------------------------------------------------------------------------------------
+
+bool has(uint32_t flags, uint32_t wanted) { return (flags & wanted) == wanted; }
+
+// The registers that the operating system saves when it switches threads: an instruction of others must not run.
+uint32_t saved_registers() {
+  uint32_t low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+// By CPUID and not __builtin_cpu_supports: of that not all compilers know f16c, and some answer no to everything.
+int32_t best_isa() {
+  uint32_t a = 0, b = 0, basic = 0, d = 0, more = 0, c = 0;
+  if (!__get_cpuid(1, &a, &b, &basic, &d) || !__get_cpuid_count(7, 0, &a, &more, &c, &d)) return 0;
+  const uint32_t fma = 1u << 12, osxsave = 1u << 27, f16c = 1u << 29;  // leaf 1, ECX
+  const uint32_t avx2 = 1u << 5, bmi2 = 1u << 8;                       // leaf 7, EBX
+  const uint32_t f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31;
+  const uint32_t ymm = 0x06, zmm = 0xe6;  // bits of XCR0
+  if (!has(basic, fma | osxsave | f16c) || !has(more, avx2 | bmi2) || !has(saved_registers(), ymm)) return 0;
+  return has(more, f | dq | bw | vl) && has(saved_registers(), zmm) ? 2 : 1;
+}
+
 const Kernels* kernels_for(int32_t isa) { return isa == 2 ? &kernels_avx512() : &kernels_avx2(); }
 
 }  // namespace
@@ -517,15 +542,8 @@ using minivllm::Program;
 
 EXPORT int32_t minivllm_abi(void) { return 1; }
 
-// the best instruction set of this CPU: 0 none that is compiled for, 1 avx2, 2 avx512
-EXPORT int32_t minivllm_isa(void) {
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-                    __builtin_cpu_supports("bmi2");
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  return !avx2 ? 0 : avx512 ? 2 : 1;
-}
+// the best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512
+EXPORT int32_t minivllm_isa(void) { return minivllm::best_isa(); }
 
 EXPORT int64_t minivllm_op_size(void) { return sizeof(minivllm::Op); }
 

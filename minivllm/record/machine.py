@@ -36,10 +36,12 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: Any) -> dict[str, Any]:
-    """CPU, memory, and the GPU if ``device`` (a hardware.Device) is one.  Holds no name of the host or of a user."""
+    """CPU, memory, and the GPU if ``device`` (a hardware.Device) is one, else the instruction set of the native part.
+    Holds no name of the host or of a user."""
     import torch
 
     from minivllm.hardware import find_device
+    from minivllm.native import library
 
     cpu = device if device.kind == "cpu" else find_device("cpu")
     found: dict[str, Any] = {
@@ -49,7 +51,9 @@ def machine(device: Any) -> dict[str, Any]:
         "memory_gib": round(cpu.memory / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
-    if device.kind != "cpu":
+    if device.kind == "cpu":
+        found["native"] = library.isa()  # its kernels sum in another order than torch's
+    else:
         found["gpu"] = device.name
         found["gpu_memory_gib"] = round(device.memory / 2**30, 1)
         found["compute_capability"] = f"{device.sm // 10}.{device.sm % 10}"

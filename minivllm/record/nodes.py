@@ -18,8 +18,9 @@ IDENTITY = ("model", "parts", "options", "requests")  # the groups that the fing
 QUIET = ("config_version", "requires", "enforce_eager", "download_dir")  # decide nothing, or are part of another option
 ABOUT_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init")  # nodes of their own
 LIBRARIES = ("torch", "cuda", "triton", "transformers", "tokenizers")  # those whose version can change a token
-CHOOSING = ("MINIVLLM_PLUGINS", "MINIVLLM_STRICT_PLUGINS")  # what they bring about is seen in the parts
-MACHINE = ("cpu", "cores", "threads", "gpu", "compute_capability", "driver")  # and what of the machine can
+CHOOSING = ("MINIVLLM_PLUGINS", "MINIVLLM_STRICT_PLUGINS",  # what they bring about is seen in the parts
+            "MINIVLLM_NATIVE", "MINIVLLM_ISA")  # and in the machine  # fmt: skip
+MACHINE = ("cpu", "native", "cores", "threads", "gpu", "compute_capability", "driver")  # and what of the machine can
 FOLLOWS: Mapping[str, tuple[str, ...]] = {  # what decides a value that the user left open
     "tokenizer": ("model",),
     "executor": ("device", "tensor_parallel_size"),
@@ -222,6 +223,7 @@ def _versions(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
 
 def _machine(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
     for name, value in bill["machine"].items():
-        yield DiffNode(f"machine.{name}", "machine", value, subject="the machine", counts=name in MACHINE)
+        both = name == "native"  # records of earlier versions do not have it, nor those of a GPU
+        yield DiffNode(f"machine.{name}", "machine", value, subject="the machine", counts=name in MACHINE, both=both)
     for name, value in bill["environment"].items():
         yield DiffNode(f"environment.{name}", "machine", value, subject="the machine", counts=name not in CHOOSING)

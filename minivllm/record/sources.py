@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PLUGINS = "minivllm.plugins"
+CODE = (".py", ".cpp", ".h")
 APART = ("plugins", "pocket", "record", "scaffold", "testing")  # folders of minivllm that run no model: not in its hash
 WHOLE = 64 * 2**20  # bytes; a larger weight file is sampled
 LARGEST = 512 * 2**20  # bytes; a larger file of any kind is
@@ -63,9 +64,10 @@ def plugin_source(target: str) -> Source:
 
 
 def package_source() -> Source:
-    """The source of minivllm itself, without the plug-ins."""
+    """The source of minivllm itself, that of its native part too, without the plug-ins."""
     root = Path(__file__).parents[1]
-    files = sorted(p for p in root.rglob("*.py") if p.relative_to(root).parts[0] not in APART)
+    found = [p for p in root.rglob("*") if p.suffix in CODE]
+    files = sorted(p for p in found if p.relative_to(root).parts[0] not in APART)
     return _source({_posix(p, root): (_sha(p.read_bytes()), p.stat().st_mtime) for p in files})
 
 

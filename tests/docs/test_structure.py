@@ -14,7 +14,7 @@
     │ core.interfaces                                       one file a seam
     │ declared                                              what plug-ins read of a request
     │ registry  registration                                finds plug-ins, chooses one
-    │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec  parameters
+    │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec  parameters  native
     ▼ minivllm  hardware  files  plain  errors              what is imported from everywhere
 
 A room is a package or a file of its own name; what a package has no row for is in the room of the package, so
@@ -63,9 +63,9 @@ MAY_IMPORT = {
         "config structured record text core.engine core.functions core.worker hooks core core.interfaces registry "
         "hardware"
     ),
-    "config": "record text loading hooks core.interfaces registry validation spec hardware declared",
+    "config": "record text loading hooks core.interfaces registry validation spec hardware declared native",
     "structured": "core.interfaces registry tenant_cache",
-    "record": "text loading registration spec hardware declared",
+    "record": "text loading registration spec hardware declared native",
     "text": "core.engine core.interfaces",
     "core.engine": "core core.interfaces declared",
     "plugins": "core.worker layers kernels hooks wiring core.interfaces json_schema processes spec",
@@ -89,6 +89,7 @@ MAY_IMPORT = {
     "validation": "",
     "spec": "parameters",
     "parameters": "",
+    "native": "",
     "minivllm": "hardware errors",
     "hardware": "",
     "files": "plain errors",

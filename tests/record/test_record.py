@@ -330,13 +330,15 @@ def test_a_changed_source_is_the_part_and_a_changed_option_is_the_option(made, w
 
 
 def test_versions_and_machine_differ_without_another_fingerprint(made):
-    base = changed(made(), machine__cpu="A", machine__memory_gib=8.0, environment={})
+    base = changed(made(), machine__cpu="A", machine__native="avx512", machine__memory_gib=8.0, environment={})
     for parts, verdict in [
         (dict(versions__torch="9.0"), "only torch differs"),
         (dict(versions__python="3.99"), NOTHING),
         (dict(machine__cpu="B", machine__threads=99), "only the machine differs"),
         (dict(machine__memory_gib=9.0, machine__system="Linux 9"), NOTHING),
         (dict(machine__gpu="H100"), "only the machine differs"),
+        (dict(machine__native="avx2", environment={"MINIVLLM_ISA": "avx2"}), "only the machine differs"),
+        (dict(environment={"MINIVLLM_ISA": "avx512", "MINIVLLM_NATIVE": "1"}), NOTHING),
         (dict(environment={"OMP_NUM_THREADS": "1"}), "only the machine differs"),
         (dict(environment={"MINIVLLM_PLUGINS": "", "MINIVLLM_STRICT_PLUGINS": "1"}), NOTHING),
         (dict(versions__torch="9.0", machine__cpu="B"), "torch and the machine differ"),
@@ -347,6 +349,9 @@ def test_versions_and_machine_differ_without_another_fingerprint(made):
         assert fingerprint(other) == fingerprint(base)
     assert "  memory_gib  8.0 -> 9.0   (not counted)" in lines(base, changed(base, machine__memory_gib=9.0))
     assert any("were changed while the run went on" in x for x in lines(base, other))
+    older = changed(base)
+    del older["machine"]["native"]
+    assert compare(older, base).verdict == compare(base, older).verdict == NOTHING
 
 
 def test_what_the_fingerprint_covers_is_what_the_verdict_counts(made):
