@@ -48,6 +48,8 @@ class Lowering:
         if not isinstance(model, Decoder):
             raise NotLowered(f"the model {type(model).__name__} is not made of a table")
         self.modules, self.program, self.spec, self.model = modules, program, model.spec, model
+        self.copied = 0  # bytes of weights that the program has beside the model's own
+        self._narrowed: dict[int, Tensor] = {}
         tokens = program.most_tokens
         self.hidden = torch.zeros(tokens, self.spec.hidden)
         self.logits = torch.zeros(rows, self.spec.vocab)
@@ -108,22 +110,34 @@ class Lowering:
         stored = module.stored()
         if stored is None or stored.weight.dtype not in FORMATS or not stored.weight.is_contiguous():
             raise NotLowered(f"the weight of {module.name} lies in a form that it does not read")
-        bias = getattr(module, "bias", None)
+        bias, weight = getattr(module, "bias", None), self._narrow(stored.weight)
         return {
-            "format": FORMATS[stored.weight.dtype],
+            "format": FORMATS[weight.dtype],
             "n": module.info.out_features,
             "k": module.info.in_features,
             "group": stored.group or module.info.in_features,
-            "data": stored.weight,
+            "data": weight,
             "scale": stored.scale,
             "zero": stored.zero,
             "bias": None if bias is None else bias.float(),
         }
 
+    def _narrow(self, weight: Tensor) -> Tensor:
+        """A copy in bfloat16 if that is the same numbers, as those of most checkpoints are: half as much to read."""
+        if weight.dtype != torch.float32:
+            return weight
+        key = weight.data_ptr()
+        if key not in self._narrowed:
+            copy = weight.bfloat16()
+            same = all(torch.equal(a.float(), b) for a, b in zip(copy.split(4096), weight.split(4096), strict=True))
+            self._narrowed[key] = copy if same else weight
+            self.copied += copy.nbytes if same else 0
+        return self._narrowed[key]
+
     # ---- operations --------------------------------------------------------------------------------------------------
 
     def _embed(self) -> None:
-        embed, positions = self.model.embed.weight, self.model.positions
+        embed, positions = self._narrow(self.model.embed.weight), self.model.positions
         learned: dict[str, Any] = {}
         if positions is not None:
             table = positions.weight
@@ -236,8 +250,6 @@ def lower(
     threads: int,
     most_tokens: int,
     rows: int,
-) -> tuple[Program, Tensor, Tensor]:
-    """(the program of a model, hidden f32 [most_tokens, H], logits f32 [rows, V]), see ``Lowering``."""
-    program = Program(threads, most_tokens, columns)
-    made = Lowering(model, modules, layers, program, rows)
-    return program, made.hidden, made.logits
+) -> Lowering:
+    """The program of a model, with ``threads``, for steps of up to ``most_tokens``, of which ``rows`` draw."""
+    return Lowering(model, modules, layers, Program(threads, most_tokens, columns), rows)

@@ -24,6 +24,12 @@ struct Plain {  // F32, BF16, F16, INT8: a vector of weights is a load and a con
   void at(int64_t n, int64_t k, Vec (*out)[NR]) const {
     for (int j = 0; j < NR; j++) out[0][j] = N::vec(data + (n + j) * w.k + k);
   }
+  // The rows of the next tile come while this one is multiplied: each row is too short for the CPU to guess.
+  template <int NR>
+  void ahead(int64_t n, int64_t k) const {
+    if ((k * sizeof(typename N::T)) % 64 == 0)
+      for (int j = 0; j < NR; j++) _mm_prefetch((const char*)(data + (n + NR + j) * w.k + k), _MM_HINT_T1);
+  }
   float one(int64_t n, int64_t k) const { return N::one(data + n * w.k + k); }
   float finish(int64_t n) const { return w.format == INT8 ? w.scale[n] : 1.0f; }
 };
@@ -56,11 +62,17 @@ struct Nibbles {  // INT4: a block of 32 inputs
 #endif
     }
   }
+  template <int NR>
+  void ahead(int64_t n, int64_t k) const {
+    if (k % 128 == 0)
+      for (int j = 0; j < NR; j++) _mm_prefetch((const char*)(data + ((n + NR + j) * w.k + k) / 2), _MM_HINT_T1);
+  }
   float one(int64_t, int64_t) const { return 0; }  // k is a multiple of 32
   float finish(int64_t) const { return 1.0f; }
 };
 
-template <class W, int MR, int NR>
+// FIRST: of all rows of x these are the first that meet these weights
+template <class W, int MR, int NR, bool FIRST>
 static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n, float* y, int64_t ldy) {
   constexpr int VECS = W::STEP / LANES, COUNT = MR * NR, PADDED = (COUNT + LANES - 1) / LANES * LANES;
   const Matrix& w = weights.w;
@@ -70,6 +82,7 @@ static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n
   for (int64_t k = 0; k < whole; k += W::STEP) {
     Vec v[VECS][NR];
     weights.template at<NR>(n, k, v);
+    if (FIRST) weights.template ahead<NR>(n, k);
 #pragma GCC unroll 4
     for (int s = 0; s < VECS; s++)
 #pragma GCC unroll 8
@@ -91,19 +104,33 @@ static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n
   }
 }
 
-// as many sums as there are registers for
+// Rows of x, and of weights, in a tile: as many sums as there are registers for.
 #ifdef __AVX512F__
-template <int MR> constexpr int columns() { return MR <= 2 ? 8 : MR <= 4 ? 6 : MR <= 6 ? 4 : 3; }
+constexpr int ROWS = 4;
+template <int MR> constexpr int columns() { return MR <= 2 ? 8 : 6; }
 #else
-template <int MR> constexpr int columns() { return MR == 1 ? 8 : MR == 2 ? 4 : MR == 3 ? 3 : MR <= 5 ? 2 : MR == 6 ? 2 : 1; }
+constexpr int ROWS = 4;
+template <int MR> constexpr int columns() { return MR == 1 ? 8 : MR == 2 ? 4 : MR == 3 ? 3 : 2; }
 #endif
 
-template <class W, int MR>
+template <class W, int MR, bool FIRST>
 static void rows(const W& weights, const float* x, int64_t ldx, int64_t n0, int64_t n1, float* y, int64_t ldy) {
   constexpr int NR = columns<MR>();
   int64_t n = n0;
-  for (; n + NR <= n1; n += NR) tile<W, MR, NR>(weights, x, ldx, n, y, ldy);
-  for (; n < n1; n++) tile<W, MR, 1>(weights, x, ldx, n, y, ldy);
+  for (; n + NR <= n1; n += NR) tile<W, MR, NR, FIRST>(weights, x, ldx, n, y, ldy);
+  for (; n < n1; n++) tile<W, MR, 1, FIRST>(weights, x, ldx, n, y, ldy);
+}
+
+// the first m rows, ROWS at most
+template <class W, bool FIRST>
+static void few(const W& weights, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
+                int64_t ldy) {
+  switch (m) {
+    case 1: return rows<W, 1, FIRST>(weights, x, ldx, n0, n1, y, ldy);
+    case 2: return rows<W, 2, FIRST>(weights, x, ldx, n0, n1, y, ldy);
+    case 3: return rows<W, 3, FIRST>(weights, x, ldx, n0, n1, y, ldy);
+    default: return rows<W, ROWS, FIRST>(weights, x, ldx, n0, n1, y, ldy);
+  }
 }
 
 constexpr int64_t STRIP = 24;  // rows of weights that stay in the first-level cache while the rows of x pass by
@@ -114,20 +141,8 @@ static void product_of(const Matrix& w, const float* x, int64_t ldx, int64_t m, 
   const W weights(w);
   for (int64_t a = n0; a < n1; a += STRIP) {
     const int64_t b = a + STRIP < n1 ? a + STRIP : n1;
-    int64_t i = 0;
-    for (; i + 8 <= m; i += 8) rows<W, 8>(weights, x + i * ldx, ldx, a, b, y + i * ldy, ldy);
-    const float* in = x + i * ldx;
-    float* out = y + i * ldy;
-    switch (m - i) {
-      case 1: rows<W, 1>(weights, in, ldx, a, b, out, ldy); break;
-      case 2: rows<W, 2>(weights, in, ldx, a, b, out, ldy); break;
-      case 3: rows<W, 3>(weights, in, ldx, a, b, out, ldy); break;
-      case 4: rows<W, 4>(weights, in, ldx, a, b, out, ldy); break;
-      case 5: rows<W, 5>(weights, in, ldx, a, b, out, ldy); break;
-      case 6: rows<W, 6>(weights, in, ldx, a, b, out, ldy); break;
-      case 7: rows<W, 7>(weights, in, ldx, a, b, out, ldy); break;
-      default: break;
-    }
+    few<W, true>(weights, x, ldx, m, a, b, y, ldy);
+    for (int64_t i = ROWS; i < m; i += ROWS) few<W, false>(weights, x + i * ldx, ldx, m - i, a, b, y + i * ldy, ldy);
   }
 }
 
@@ -274,39 +289,44 @@ static void soft_cap(float* x, float cap, int64_t width) {
 
 // ---- attention -----------------------------------------------------------------------------------------------------
 
+// A query times LANES keys, of the first ``whole`` dimensions.
+template <class N>
+static inline void many_scores(const float* q, const typename N::T* keys, int64_t stride, int64_t whole, float* out) {
+  Vec total[LANES];
+#pragma GCC unroll 16
+  for (int j = 0; j < LANES; j++) total[j] = zero();
+  for (int64_t d = 0; d < whole; d += LANES) {
+    const Vec in = load(q + d);
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) total[j] = fma(N::vec(keys + j * stride + d), in, total[j]);
+  }
+  sums(total, out);
+}
+
 // scores[0:n] of a query and the keys of consecutive slots
 template <class N>
 static void scores_of(const float* q, const typename N::T* keys, int64_t stride, int64_t n, int64_t dim, float* out) {
-  int64_t i = 0;
   const int64_t whole = dim / LANES * LANES;
-  for (; i < n; i += LANES) {
-    const int64_t count = n - i < LANES ? n - i : LANES;
-    Vec total[LANES];
-    for (int64_t j = 0; j < LANES; j++) {
-      Vec s = zero();
-      if (j < count) {
-        const typename N::T* k = keys + (i + j) * stride;
-        for (int64_t d = 0; d < whole; d += LANES) s = fma(N::vec(k + d), load(q + d), s);
-      }
-      total[j] = s;
-    }
-    float found[LANES];
-    sums(total, found);
-    for (int64_t j = 0; j < count; j++) {
-      const typename N::T* k = keys + (i + j) * stride;
-      for (int64_t d = whole; d < dim; d++) found[j] += N::one(k + d) * q[d];
-      out[i + j] = found[j];
-    }
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) many_scores<N>(q, keys + i * stride, stride, whole, out + i);
+  for (; i < n; i++) {
+    Vec total = zero();
+    for (int64_t d = 0; d < whole; d += LANES) total = fma(N::vec(keys + i * stride + d), load(q + d), total);
+    out[i] = sum(total);
   }
+  for (i = 0; i < n && whole < dim; i++)
+    for (int64_t d = whole; d < dim; d++) out[i] += N::one(keys + i * stride + d) * q[d];
 }
 
 // out[0:dim] += p[0:n] times the values of consecutive slots
 template <class N, int VECS>
 static void weighted(const float* p, const typename N::T* values, int64_t stride, int64_t n, float* out) {
   Vec total[VECS];
+#pragma GCC unroll 8
   for (int d = 0; d < VECS; d++) total[d] = load(out + d * LANES);
   for (int64_t i = 0; i < n; i++) {
     const Vec by = all(p[i]);
+#pragma GCC unroll 8
     for (int d = 0; d < VECS; d++) total[d] = fma(N::vec(values + i * stride + d * LANES), by, total[d]);
   }
   for (int d = 0; d < VECS; d++) store(out + d * LANES, total[d]);
@@ -316,10 +336,18 @@ template <class N>
 static void weighted_any(const float* p, const typename N::T* values, int64_t stride, int64_t n, int64_t dim,
                          float* out) {
   int64_t d = 0;
+  for (; d + 8 * LANES <= dim; d += 8 * LANES) weighted<N, 8>(p, values + d, stride, n, out + d);
   for (; d + 4 * LANES <= dim; d += 4 * LANES) weighted<N, 4>(p, values + d, stride, n, out + d);
   for (; d + LANES <= dim; d += LANES) weighted<N, 1>(p, values + d, stride, n, out + d);
   for (; d < dim; d++)
     for (int64_t i = 0; i < n; i++) out[d] += p[i] * N::one(values + i * stride + d);
+}
+
+// Part of each of n slots comes nearer: it is too short, and too far from the next, for the CPU to guess.
+template <class T>
+static void come(const T* x, int64_t stride, int64_t n, int64_t dim) {
+  for (int64_t i = 0; i < n; i++)
+    for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) _mm_prefetch((const char*)(x + i * stride + d), _MM_HINT_T0);
 }
 
 template <class N>
@@ -332,6 +360,11 @@ static void attend_as(const Attention& a, const float* q, float* out) {
     const int64_t in = at % a.block, count = a.block - in < a.last - at + 1 ? a.block - in : a.last - at + 1;
     const int64_t slot = int64_t(a.table[at / a.block]) * a.block + in;
     const T* keys = (const T*)a.keys + slot * ks + a.head * a.dim_qk;
+    if (at + count <= a.last) {
+      const int64_t next = int64_t(a.table[(at + count) / a.block]) * a.block, left = a.last - at - count + 1;
+      come((const T*)a.keys + next * ks + a.head * a.dim_qk, ks, left < a.block ? left : a.block, a.dim_qk);
+    }
+    come((const T*)a.values + slot * vs + a.head * a.dim_v, vs, count, a.dim_v);
     for (int64_t h = 0; h < a.queries; h++)
       scores_of<N>(q + h * a.dim_qk, keys, ks, count, a.dim_qk, a.scores + h * a.room + at - a.first);
     at += count;

@@ -51,7 +51,7 @@ class NativeSteps:
         names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
         columns |= {name: getattr(state, name) for name in names}
         parts = runner.worker.parts
-        self.program, self.hidden, self.logits = lower(
+        made = lower(
             runner.model,
             parts.modules,
             parts.layers,
@@ -60,6 +60,8 @@ class NativeSteps:
             MOST_TOKENS,
             rows,
         )
+        self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
+        runner.worker.weight_bytes += made.copied
         self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
         self._at, self._dtype = address(self._box), getattr(torch, runner.wiring.dtype)
 
