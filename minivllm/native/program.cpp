@@ -44,7 +44,10 @@ static void wake_all(std::atomic<int32_t>& word) {
   syscall(SYS_futex, (int32_t*)&word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-constexpr int SPINS = 400;        // looks at a word before it is slept on, about 10 us
+// Between two steps a thread looks for the next one, offers its processor to others in between, and sleeps after about
+// a millisecond: to be woken takes as long as the layers of a small model.
+constexpr int SPINS = 400;
+constexpr int OFFERS = 2000;
 constexpr int YIELDS_AFTER = 2000;  // looks at a phase that others compute before the processor is offered to them
 
 class Team {
@@ -130,6 +133,10 @@ class Team {
       for (int looks = 0; generation_.load(std::memory_order_acquire) == seen; looks++) {
         if (looks < SPINS) {
           relax();
+          continue;
+        }
+        if (looks < SPINS + OFFERS) {
+          sched_yield();
           continue;
         }
         asleep_.fetch_add(1);
