@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join
+from minivllm.core.interfaces.plan import NO_CHANGE, STOP_IDS, Delta, Join
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.sampling import Processor
@@ -132,6 +132,8 @@ class DeviceState:
     def apply(self, delta: Delta, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
         """Everything but ``delta.token``, which needs the processors (see ``Runner``).  ``caches[g]``: the cache
         tensors of the layers of group g."""
+        if delta is NO_CHANGE:
+            return
         for slot, seq in delta.keep.tolist():
             self.saved[seq] = [p.save(slot) for p in self.processors]
         if len(delta.leave):
