@@ -71,12 +71,13 @@ class LLM(FrontDoor):
             raise RequestError(f"prompts of {type(prompts).__name__}; want a string, token ids, or a list", "prompt")
         items = [prompts] if one else list(prompts)
         params = params_for(self._default(sampling_params), len(items))
-        bar = _bar(len(items), use_tqdm)
+        bar = _bar(len(items)) if use_tqdm else None
+        done = None if bar is None else lambda t: bar.update(1)
         tracked = [
-            Tracked(p, sp, self.tokenizer, done=lambda t: bar.update(1), taps=own)
+            Tracked(p, sp, self.tokenizer, done=done, taps=own)
             for p, sp, own in zip(items, params, taps_for(taps, len(items)), strict=True)
         ]
-        with bar:
+        with contextlib.nullcontext() if bar is None else bar:
             self._run(tracked)
         return [t.output() for t in tracked]
 
@@ -303,7 +304,7 @@ def uninterrupted() -> Iterator[list[tuple[Any, ...]]]:
                 each.callback(signal.signal, signal.SIGINT, before[signal.SIGINT])
 
 
-def _bar(total: int, show: bool) -> Any:
+def _bar(total: int) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="requests", dynamic_ncols=True, disable=not show)
+    return tqdm(total=total, desc="requests", dynamic_ncols=True)

@@ -31,7 +31,7 @@ def steady_of(planner: Planner, plan: StepPlan, at: np.ndarray) -> Steady | None
     A policy or a drafter that is asked in each step, a row that waits for the host, reads at points of the model or
     computes its prompt: any of them makes steps differ."""
     p, s = planner, planner.slots
-    same = len(at) == len(s.running) == len(plan.samples) and not len(plan.draft)
+    same = len(plan.samples) == len(at) and np.array_equal(at, s.running)
     if not same or p.asks_shape or p.speculation is not None or s.asking or s.tapping:
         return None
     if len(plan.host) or len(plan.held) or plan.q_len[-1] > 1:
