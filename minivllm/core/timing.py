@@ -78,27 +78,34 @@ class StepClock:
         # since the end of the last step: what is added between two counts for the next
         self.seams = SeamTimes()
         self.seam: dict[str, np.ndarray] = {}  # seam -> seconds [size]
-        self._mark = 0.0
+        # of the step that runs
+        self._begun = self._mark = self._device_ms = 0.0
+        self._spent = [0.0] * len(PARTS)
 
     def begin(self) -> None:
-        self._row = self.count % self.size
-        self._mark = perf_counter()
-        self.start[self._row] = self._mark
-        self.part[self._row] = 0
-        self.device_ms[self._row] = self.rows[self._row] = self.tokens[self._row] = 0
+        self._begun = self._mark = perf_counter()
+        self._spent = [0.0] * len(PARTS)
+        self._device_ms = 0.0
 
     def lap(self, part: int) -> None:
         """The time since the last mark belongs to this part."""
         now = perf_counter()
-        self.part[self._row, part] += now - self._mark
+        self._spent[part] += now - self._mark
         self._mark = now
 
+    def collected(self, device_ms: float, seams: Mapping[str, float]) -> None:
+        """A step has come back: what it took on the device, and the worker's seams."""
+        self._device_ms += device_ms
+        self.seams.add(seams)
+
     def end(self, rows: int, tokens: int) -> None:
-        self.rows[self._row], self.tokens[self._row] = rows, tokens
+        row = self.count % self.size
+        self.start[row], self.part[row] = self._begun, self._spent
+        self.device_ms[row], self.rows[row], self.tokens[row] = self._device_ms, rows, tokens
         for name, seconds in self.seams.items():
             if name not in self.seam:
                 self.seam[name] = np.zeros(self.size)
-            self.seam[name][self._row] = seconds
+            self.seam[name][row] = seconds
             # the key stays, so that a row of the ring is always written anew
             self.seams[name] = 0.0
         self.count += 1

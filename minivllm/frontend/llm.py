@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.foreign import refuse_within
@@ -71,12 +71,13 @@ class LLM(FrontDoor):
             raise RequestError(f"prompts of {type(prompts).__name__}; want a string, token ids, or a list", "prompt")
         items = [prompts] if one else list(prompts)
         params = params_for(self._default(sampling_params), len(items))
-        bar = _bar(len(items), use_tqdm)
+        bar = _bar(len(items)) if use_tqdm else None
+        done = None if bar is None else lambda t: bar.update(1)
         tracked = [
-            Tracked(p, sp, self.tokenizer, done=lambda t: bar.update(1), taps=own)
+            Tracked(p, sp, self.tokenizer, done=done, taps=own)
             for p, sp, own in zip(items, params, taps_for(taps, len(items)), strict=True)
         ]
-        with bar:
+        with contextlib.nullcontext() if bar is None else bar:
             self._run(tracked)
         return [t.output() for t in tracked]
 
@@ -143,8 +144,14 @@ class LLM(FrontDoor):
                     raise (
                         e if len(tracked) == 1 else RequestError(f"prompt {i + 1} of {len(tracked)}: {e}", e.param)
                     ) from e
-            while any(t.request.finished is None for t in tracked):
-                self._step()
+            waited_for = deque(tracked)
+
+            def done() -> bool:
+                while waited_for and waited_for[0].request.finished is not None:
+                    waited_for.popleft()
+                return not waited_for
+
+            self._turns(done)
         except BaseException:  # refused, interrupted or dead: nothing of this call stays behind
             with uninterrupted():
                 for t in added:
@@ -162,14 +169,17 @@ class LLM(FrontDoor):
         except RequestError:
             self._left.append(request.id)
 
-    def _step(self) -> None:
-        """One turn of the engine, which no signal cuts in two."""
-        with uninterrupted():
-            while self._left:
-                self.engine.abort(self._left.popleft())
-            worked = self.engine.step()
-        if not worked:
-            time.sleep(self.engine.idle())
+    def _turns(self, done: Callable[[], bool]) -> None:
+        """Turns of the engine until it is ``done``; no signal cuts one in two."""
+        while not done():
+            worked = True
+            with uninterrupted() as came:
+                while worked and not came and not done():
+                    while self._left:
+                        self.engine.abort(self._left.popleft())
+                    worked = self.engine.step()
+            if not worked:
+                time.sleep(self.engine.idle())
 
     # ---- care ----------------------------------------------------------------------------------------------------
 
@@ -241,10 +251,9 @@ class OutputStream:
         return self
 
     def __next__(self) -> StreamOutput:
-        while not self._pieces:
-            if self._tracked.request.finished is not None:
-                raise StopIteration
-            self._llm._step()
+        self._llm._turns(lambda: bool(self._pieces) or self._tracked.request.finished is not None)
+        if not self._pieces:
+            raise StopIteration
         return self._pieces.popleft()
 
     def close(self) -> None:
@@ -268,20 +277,21 @@ SIGNALS = tuple(
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[list[tuple[Any, ...]]]:
     """Signals take effect at the end of the block: what their handlers raise, KeyboardInterrupt or any other exception,
-    would cut a step in two, and one that is half done leaves the engine in doubt."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    would cut a step in two, and one that is half done leaves the engine in doubt.  Gives the list of those that have
+    come."""
     came: list[tuple[Any, ...]] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
     before: dict[int, Any] = {n: handler for n in SIGNALS if callable(handler := signal.getsignal(n))}
     hold = lambda *args: came.append(args)  # noqa: E731
     try:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, hold)
         for number in before.keys() - {signal.SIGINT}:
             signal.signal(number, hold)
-        yield
+        yield came
     finally:
         with contextlib.ExitStack() as each:  # from the last to the first, all of them, whatever one raises
             for args in reversed(came):
@@ -294,7 +304,7 @@ def uninterrupted() -> Iterator[None]:
                 each.callback(signal.signal, signal.SIGINT, before[signal.SIGINT])
 
 
-def _bar(total: int, show: bool) -> Any:
+def _bar(total: int) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="requests", dynamic_ncols=True, disable=not show)
+    return tqdm(total=total, desc="requests", dynamic_ncols=True)

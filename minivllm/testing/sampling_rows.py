@@ -175,7 +175,8 @@ class Stage:
         at = np.asarray(slots)
         given = [(s.params, np.array(s.prompt, np.int32)) for s in seqs]
         bound = [check_row_type(self.host.bind_prompt(*one), str(one[0].extra or "")) for one in given]
-        self.state.join(at, {i: row for i, row in enumerate(bound) if row is not None})
+        where = torch.tensor(at, dtype=torch.int64, device=self.device)
+        self.state.join(at, where, {i: row for i, row in enumerate(bound) if row is not None})
         for slot, s in zip(at.tolist(), seqs, strict=True):
             self.tokens[slot, : len(s.prompt)] = torch.tensor(s.prompt, dtype=torch.int32, device=self.device)
             self.position[slot] = self.prompt[slot] = len(s.prompt)

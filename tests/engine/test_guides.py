@@ -10,7 +10,6 @@ import pytest
 
 from minivllm import RequestError
 from minivllm.core.engine import planner
-from minivllm.core.engine.guides import NO_GUIDES
 from minivllm.core.interfaces.strategy import Branch, Guide
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.plugins.strategy.guidance import Guidance
@@ -125,7 +124,7 @@ def test_a_step_without_guides_plans_nothing_for_them():
     engine.executor.submit = lambda plan: (plans.append(plan), submit(plan))
     request(engine, "plain", [1, 2, 3], max_tokens=5)
     run(engine)
-    assert plans and all(plan.guided is NO_GUIDES[0] and plan.scale is NO_GUIDES[1] for plan in plans)
+    assert plans and not any(len(plan.guided) or len(plan.scale) for plan in plans)
 
 
 def test_an_abort_gives_both_rows_back_at_once():

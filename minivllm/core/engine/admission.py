@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join, no_rows
+from minivllm.core.interfaces.plan import NO_CHANGE, STOP_IDS, Delta, Join, no_rows
 from minivllm.core.interfaces.scheduler import Load, QueueView
 
 if TYPE_CHECKING:
@@ -125,41 +125,16 @@ def delta_of(planner: Planner) -> Delta:
     # preempted perhaps, but the fork copies their columns
     parents = {parent for parent, _, _ in forks}
     joins = [(slot, seq) for slot, seq in p.joins if s.seq[slot] is seq or slot in parents]
-    table, trim, copy = p.cache.changes()
-    delta = Delta(
-        join=join_of(joins, s) if joins else None,
-        leave=np.array(p.left, np.int32),
-        fork=np.array(forks, np.int32).reshape(-1, 3),
-        table=table,
-        trim=trim,
-        copy=copy,
-        keep=np.array(p.keeps, np.int64).reshape(-1, 2),
-        forget=np.array(p.forgotten, np.int64),
-        token=np.array(p.chosen, np.int32).reshape(-1, 2),
-    )
-    p.left, p.chosen, p.joins, p.forks, p.keeps, p.forgotten = [], [], [], [], [], []
-    return delta
-
-
-def step_rows(
-    decode: np.ndarray, n: np.ndarray, draft: np.ndarray, chunks: dict[int, int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``slots``, ``q_len`` and ``draft`` of a StepPlan, in its order: rows of one token, those with drafts, chunks.
-
-    ``decode``: slots of rows of one token and their drafts (``plan.with_drafts``); ``n``: drafts of each of these
-    slots, ``draft``: their numbers, both empty if there are none; ``chunks``: slot -> tokens."""
-    slots, q_len = decode, np.ones(len(decode), np.int32)
-    if chunks:
-        slots = np.concatenate([decode, np.fromiter(chunks, np.int32, len(chunks))])
-        q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
-    if not chunks and not len(draft):
-        return slots, q_len, draft
-    key = 2 * (q_len > 1)
-    key[: len(n)] += n > 0
-    order = np.argsort(key, kind="stable")
-    if len(draft):
-        draft = np.append(draft, np.zeros(len(slots) - len(draft), np.int32))[order]
-    return slots[order], q_len[order], draft
+    changes: dict[str, Any] = p.cache.changes()
+    if joins:
+        changes["join"] = join_of(joins, s)
+    noted: dict[str, list[Any]] = {"leave": p.left, "fork": forks, "token": p.chosen}
+    changes |= {name: np.array(rows, np.int32) for name, rows in noted.items() if rows}
+    noted = {"keep": p.keeps, "forget": p.forgotten}
+    changes |= {name: np.array(rows, np.int64) for name, rows in noted.items() if rows}
+    for told in (p.left, p.chosen, p.joins, p.forks, p.keeps, p.forgotten):
+        told.clear()
+    return Delta(**changes) if changes else NO_CHANGE
 
 
 def load_of(planner: Planner, now: float) -> Load:

@@ -14,7 +14,7 @@ into a block of the row's own (copy-on-write), and the row computes from there.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class KVCache:
         self.partial = prefix and partial  # hits go on inside a block
         self.copied = 0  # tokens that such hits spared
         self.windows = [None, *windows[1:]]  # the leading group keeps all its blocks
+        self.slides = any(self.windows)
         self.table: list[np.ndarray] = []  # changes since ``changes``, as in plan.Delta
         self.trims: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
@@ -233,7 +234,7 @@ class KVCache:
 
     def missing(self, slots: np.ndarray, upto: np.ndarray) -> np.ndarray:
         """Blocks i32 [G, n] that rows lack to hold ``upto`` tokens each."""
-        return np.maximum(self.blocks_for(upto)[None, :] - self.slots.blocks[:, slots], 0)
+        return np.maximum(self.blocks_for(upto) - self.slots.blocks[:, slots], 0)
 
     def can_take(self, missing: np.ndarray) -> bool:
         return all(
@@ -394,21 +395,26 @@ class KVCache:
             )
             pool.release(np.array([own]))
 
-    def changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(table, trim, copy) of plan.Delta since the last call."""
-        table = np.concatenate(self.table) if self.table else np.empty((0, 4), np.int32)
-        if self.twins:  # an entry may have changed twice: the last word counts
-            place = (
-                (table[:, 0].astype(np.int64) << 52)
-                | (table[:, 1].astype(np.int64) << 26)
-                | table[:, 2]
-            )
-            _, last = np.unique(place[::-1], return_index=True)
-            table = table[np.sort(len(table) - 1 - last)]
-        trims = np.array(self.trims, np.int32).reshape(-1, 4)
-        copies = np.array(self.copies, np.int32).reshape(-1, 3)
+    def changes(self) -> dict[str, Any]:
+        """``table``, ``trim`` and ``copy`` of plan.Delta since the last call, those that are not empty."""
+        found = {}
+        if self.table:
+            table = np.concatenate(self.table)
+            if self.twins:  # an entry may have changed twice: the last word counts
+                place = (
+                    (table[:, 0].astype(np.int64) << 52)
+                    | (table[:, 1].astype(np.int64) << 26)
+                    | table[:, 2]
+                )
+                _, last = np.unique(place[::-1], return_index=True)
+                table = table[np.sort(len(table) - 1 - last)]
+            found["table"] = table
+        if self.trims:
+            found["trim"] = np.array(self.trims, np.int32)
+        if self.copies:
+            found["copy"] = np.array(self.copies, np.int32)
         self.table, self.trims, self.copies, self.twins = [], [], [], False
-        return table, trims, copies
+        return found
 
     def by_depth(self) -> dict[str, dict[str, int]]:
         """Blocks that prompts have asked for and found, by their depth: "0" the first of a prompt, "2-3", "4-7" ..."""

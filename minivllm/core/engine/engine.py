@@ -302,8 +302,7 @@ class Engine:
         self.clock.lap(WAIT)
         for result in self.ask(self._results, found):
             flight = self.in_flight.popleft()
-            self.clock.device_ms[self.clock.count % self.clock.size] += result.device_ms
-            self.clock.seams.add(result.seams)
+            self.clock.collected(result.device_ms, result.seams)
             self.events.publishing(self._publish, flight, result)
             self._count_failures(result)
 

@@ -40,7 +40,7 @@ def fork_ready(planner: Planner) -> None:
             release(s, slot)
             continue
         at = int(s.computed[slot])
-        if at < s.schedulable[slot] or s.in_flight[slot]:
+        if at < s.schedulable[slot] or s.step[slot] > s.published:
             continue  # what the branches share must be there, not merely planned
         beams = seq.request.beams
         branches = seq.branches if beams is None else beams.seqs[1 : len(beams.live)]

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.core.interfaces.plan import no_rows
 from minivllm.errors import RequestError
 
 from .incoming import check_prompt, salt_of
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .planner import Planner
     from .slots import Slots
-
-NO_GUIDES = (no_rows(0, 2), no_rows(dtype=np.float32))  # of a step in which nobody has one
 
 
 def add_guide(engine: Engine, lead: Seq, guide: Guide) -> None:
@@ -105,10 +102,11 @@ def release(s: Slots, slot: int) -> None:
         s.forking[pair], s.schedulable[pair] = False, s.known[pair]
 
 
-def guided_rows(s: Slots, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(``guided``, ``scale``) of plan.StepPlan for a step in which the rows ``drawn`` draw."""
+def guided_rows(s: Slots, drawn: np.ndarray) -> dict[str, np.ndarray]:
+    """``guided`` and ``scale`` of plan.StepPlan for a step in which the rows ``drawn`` draw."""
     leads = np.flatnonzero(s.leads[drawn])
     at = np.zeros(s.size, np.int32)
     at[drawn] = np.arange(len(drawn))
     guides = at[s.mate[drawn[leads]]]
-    return np.stack([leads, guides], axis=1).astype(np.int32), s.scale[drawn[leads]]
+    pairs = np.stack([leads, guides], axis=1).astype(np.int32)
+    return {"guided": pairs, "scale": s.scale[drawn[leads]]}

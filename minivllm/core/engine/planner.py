@@ -22,13 +22,14 @@ from minivllm.core.interfaces.plan import StepPlan, no_rows, with_drafts
 from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
 from minivllm.errors import told
 
-from .admission import delta_of, load_of, queue_view, row_of, step_rows
+from .admission import delta_of, load_of, queue_view, row_of
 from .forks import apply_pending, enter_beams, fork_ready, preempt_beams
-from .guides import NO_GUIDES, enter_guide, guided_rows
+from .guides import enter_guide
 from .owners import OwnerShares, candidates, make_way, of_the_largest, parties, who_is_stuck
-from .prompt_scores import NO_PROMPT, prompt_rows
+from .plan_columns import asked_columns, step_rows
 from .request import RUNNING, WAITING
-from .taps import NO_TAPS, most_cached, tap_rows
+from .steady import Steady, next_steady, steady_of
+from .taps import most_cached
 from .waiting import WaitingQueue
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 PROTECTED_AFTER = 8
 MIX = StepShape()
+NO_SLOTS = no_rows(dtype=np.intp)
 
 
 class Planner:
@@ -78,6 +80,7 @@ class Planner:
         self.left: list[int] = []  # slots left since the last plan
         self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
         self.forgotten: list[int] = []  # sequences ended since then that had been preempted
+        self.steady: Steady | None = None  # the last plan, if the next may be like it
         self.chosen: list[tuple[int, int]] = []  # (slot, token) of the host since then
         self.joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
         self.forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
@@ -89,7 +92,7 @@ class Planner:
         self.way_for = -1  # the last sequence for which a row was freed
         checks.window(policy)
         own, base = type(policy), SchedulerPolicy
-        self._shapes, self.divides = own.shape is not base.shape, own.lane is not base.lane
+        self.asks_shape, self.divides = own.shape is not base.shape, own.lane is not base.lane
         self.orders = own.order is not base.order or self.divides
         self._ends = own.ended is not base.ended
 
@@ -114,6 +117,7 @@ class Planner:
 
     def end(self, seq: Seq) -> None:
         """A sequence ends, wherever it is."""
+        self.slots.changes += 1
         if seq.slot >= 0:
             for one in seq.pair:
                 self.leave(one.slot)
@@ -128,36 +132,54 @@ class Planner:
 
     def next(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run (all rows wait for results, or there is nothing to do)."""
-        s = self.slots
+        if (plan := next_steady(self)) is not None:
+            return plan
+        s, self.steady = self.slots, None
         # the others left before any plan
-        self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]
-        if not self.forks:  # a fork that the device has not heard of still reads its parent's row
+        if self.forks:
+            self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]
+        # a fork that the device has not heard of still reads its parent's row
+        if s.cooling and not self.forks:
             s.free.extend(s.cooling)
             s.cooling.clear()
         if self._ended:
             ended, self._ended = self._ended, []
             self.ask(self.policy.ended, queue_view([row_of(seq) for seq in ended]))
-        shape = (
-            checks.shape(self.ask(self.policy.shape, load_of(self, now), now))
-            if self._shapes
-            else MIX
-        )
+        shape = MIX
+        if self.asks_shape:
+            shape = checks.shape(self.ask(self.policy.shape, load_of(self, now), now))
         if self.stuck is not None:
             make_way(self)
         self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
         if self.searches:
             apply_pending(self)
         fork_ready(self)
-        self.cache.trim(s.running[~s.drafting[s.running]])
-        decode, used = no_rows(), 0
+        if self.cache.slides:
+            self.cache.trim(s.running[~s.drafting[s.running]])
+        need = self.need(s.running)
+        decode = self._decode(need) if shape.kind == "mix" else NO_SLOTS
         chunks: dict[int, int] = {}  # slot -> tokens
-        if shape.kind == "mix":
-            decode = self._decode()
-            used = len(decode)
+        if self.n_waiting or np.count_nonzero(need > 1):
+            decode = self._fill(shape, decode, chunks, now)
+        if shape.kind != "mix" and not chunks:
+            decode = self._decode(self.need(s.running))
+        if not len(decode) and not chunks and s.forking[s.running].any():
+            # a newcomer whose prompt was cached, or is one token long, can fork at once
+            fork_ready(self)
+            decode = self._decode(self.need(s.running))
+        return self._make_plan(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
+
+    def _fill(
+        self, shape: StepShape, decode: np.ndarray, chunks: dict[int, int], now: float
+    ) -> np.ndarray:
+        """Chunks of prompts, of rows that run and of newcomers.  Returns the rows that decode yet."""
+        s = self.slots
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
         parts = OwnerShares(
-            min(self.max_tokens - used, cap, self.most_prefill),
-            self._parties() if self.shared else 1,
+            min(self.max_tokens - len(decode), cap, self.most_prefill),
+            parties(s, s.running[self.need(s.running) > 1], self.waiting.heads())
+            if self.shared
+            else 1,
         )
         decode = self._prefill(chunks, parts, decode)
         static = shape.kind == "static"
@@ -168,30 +190,22 @@ class Planner:
             decode = self._prefill(chunks, parts, decode)
             if admits and not static:
                 self._admit(chunks, parts, now)
-        if shape.kind != "mix" and not chunks:
-            decode = self._decode()
-        if not len(decode) and not chunks and s.forking[s.running].any():
-            # a newcomer whose prompt was cached, or is one token long, can fork at once
-            fork_ready(self)
-            decode = self._decode()
-        return self._make_plan(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
-
-    def _parties(self) -> int:
-        """How many owners want prompt tokens computed."""
-        run = self.slots.running
-        return parties(self.slots, run[self.need(run) > 1], self.waiting.heads())
+        return decode
 
     def need(self, run: np.ndarray) -> np.ndarray:
         """Tokens that each row has to compute; 0 where it has to wait."""
-        s, at = self.slots, run.astype(np.intp)
-        may = s.ready.take(at) & (s.known.take(at) < s.end.take(at))
-        return (s.schedulable.take(at) - s.computed.take(at)) * may
-
-    def _decode(self) -> np.ndarray:
-        """Rows that lack one token, with the blocks for it; preempts where there are none."""
         s = self.slots
-        rows = s.running[self.need(s.running) == 1][: self.max_tokens]
+        may = s.ready[run] & (s.known[run] < s.end[run])
+        return (s.schedulable[run] - s.computed[run]) * may
+
+    def _decode(self, need: np.ndarray) -> np.ndarray:
+        """Rows that lack one token, with the blocks for it; preempts where there are none.  ``need`` of those that
+        run."""
+        s = self.slots
+        rows = s.running[need == 1][: self.max_tokens]
         missing = self.cache.missing(rows, s.computed[rows] + 1)
+        if not np.count_nonzero(missing):
+            return rows
         while missing.any() and not self.cache.can_take(missing):
             lacking = rows[missing.any(axis=0)]
             gone = self.make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
@@ -401,50 +415,36 @@ class Planner:
         ahead = spec is not None and spec.on(len(decode))
         n = no_rows() if spec is None or not ahead else spec.drafts(s, self.cache, decode, budget)
         decode, n, draft = with_drafts(decode, n) if n.any() else (decode, no_rows(), no_rows())
-        slots, q_len, draft = step_rows(decode, n, draft, chunks)
-        if not len(slots):
+        at, q_len, draft = step_rows(decode, n, draft, chunks)
+        if not len(at):
             return None
-        # numpy is twice as fast with the integers of the machine
-        delta, at = delta_of(self), slots.astype(np.intp)
-        computed = s.computed.take(at) + (draft if len(draft) else 0)
+        delta, computed = delta_of(self), s.computed[at]
+        if len(draft):
+            computed += draft
         s.computed[at] = after = computed + q_len  # of a row with drafts the last one counts
-        s.in_flight[at] += 1
-        draws = after == s.known.take(at)
+        draws = after == s.known[at]
         if len(draft):
             draws |= draft > 0
-        samples = np.flatnonzero(draws)
-        drawn = at[samples]
-        late, host = s.late.take(drawn), s.host.take(drawn)
-        s.known[drawn] = s.schedulable[drawn] = s.known.take(drawn) + ~host
-        # a late row's mask comes in time
-        s.ready[drawn] = ~(host | s.speculates.take(drawn)) if ahead else ~host
+        drawn = at[draws]
+        s.known[drawn] = s.schedulable[drawn] = s.known[drawn] + 1
+        if ahead:
+            s.ready[drawn[s.speculates[drawn]]] = False
         if len(draft):
             mine = at[draft > 0]
             # at most: see Publisher._take_back
             s.known[mine] = s.schedulable[mine] = after[draft > 0] + 1
             s.drafting[mine] = True
-        chosen = np.flatnonzero(host).astype(np.int32)
-        beam = s.beam[drawn[chosen]]
-        guided, scale = guided_rows(s, drawn) if s.paired else NO_GUIDES
-        prompt, most = prompt_rows(s, slots, computed, q_len) if s.asking else NO_PROMPT
-        taps, steered = tap_rows(s, slots, computed, q_len, draws) if s.tapping else NO_TAPS
         self.step_id += 1
-        return StepPlan(
+        s.step[at] = self.step_id
+        plan = StepPlan(
             id=self.step_id,
-            slots=slots,
+            slots=at.astype(np.int32),
             q_len=q_len,
             computed=computed,
-            samples=samples.astype(np.int32),
-            topk=int(s.topk.take(drawn).max(initial=-1)),
-            late=np.flatnonzero(late & ~host).astype(np.int32),
-            host=chosen[~beam],
-            held=chosen[beam],
-            guided=guided,
-            scale=scale,
-            prompt=prompt,
-            prompt_topk=most,
-            taps=taps,
-            steered=steered,
+            samples=draws.nonzero()[0].astype(np.int32),
             draft=draft,
             delta=delta,
+            **asked_columns(s, at, computed, q_len, draws),
         )
+        self.steady = steady_of(self, plan, at)
+        return plan

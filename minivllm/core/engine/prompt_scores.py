@@ -6,11 +6,11 @@ there: a cached block has no log-probabilities.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.interfaces.plan import LogProbs, StepPlan, no_rows
+from minivllm.core.interfaces.plan import LogProbs, StepPlan
 from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from .request import Request, Seq
     from .slots import Slots
-
-NO_PROMPT = (no_rows(0, 2), 0)  # of a step: what ``prompt_rows`` gives if no row asks
 
 
 def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
@@ -54,13 +52,14 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
 
 def prompt_rows(
     s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray
-) -> tuple[np.ndarray, int]:
-    """(``prompt``, ``prompt_topk``) of plan.StepPlan for the rows of a step."""
+) -> dict[str, Any]:
+    """``prompt`` and ``prompt_topk`` of plan.StepPlan for the rows of a step."""
     count = np.minimum(q_len, s.prompt[slots] - 1 - computed)
     rows = np.flatnonzero((s.prompt_topk[slots] >= 0) & (count > 0))
-    return np.stack([rows, count[rows]], axis=1).astype(np.int32), int(
-        s.prompt_topk[slots[rows]].max(initial=0)
-    )
+    return {
+        "prompt": np.stack([rows, count[rows]], axis=1).astype(np.int32),
+        "prompt_topk": int(s.prompt_topk[slots[rows]].max(initial=0)),
+    }
 
 
 def keep_prompt(

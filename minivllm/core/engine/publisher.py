@@ -49,14 +49,19 @@ class Flight:
     """A step in flight: its plan, and whose rows they were."""
 
     plan: StepPlan
+    slots: np.ndarray  # i64 [R]; of the plan
     serial: np.ndarray  # i64 [R]
     after: np.ndarray  # i32 [R] tokens with KV once the step has run
+    drawn: np.ndarray  # i64 [N] slots of the rows that draw
+    position: np.ndarray  # i32 [N] of their tokens
     begun: float = 0.0  # when it was submitted, seconds of the engine's clock
 
     @classmethod
     def of(cls, plan: StepPlan, slots: Slots) -> Flight:
         """Of a step that was planned a moment ago: its rows still are whom it was planned for."""
-        return cls(plan, slots.serial[plan.slots], plan.computed + plan.q_len)
+        at, after, pick = plan.slots.astype(np.intp), plan.computed + plan.q_len, plan.samples
+        drawn, position = (at, after) if len(pick) == len(at) else (at[pick], after[pick])
+        return cls(plan, at, slots.serial[at], after, drawn, position)
 
 
 class Publisher:
@@ -81,25 +86,27 @@ class Publisher:
     def publish(self, flight: Flight, result: StepResult) -> list[Beams]:
         """Returns the searches that have all candidates now, so that their strategy is to be asked."""
         s, plan = self.slots, flight.plan
-        live = s.serial[plan.slots] == flight.serial
-        s.in_flight[plan.slots[live]] -= 1
+        live = s.serial[flight.slots] == flight.serial
+        s.published = plan.id
         step_error = result.failure
         if step_error is not None:
             self._fail_step(flight, live, step_error)
             return []
-        pick, slots = plan.samples, plan.slots[plan.samples]
-        at = flight.after[pick]
-        ok = live[pick] & (result.count > 0)
-        mine, pos = slots[ok], at[ok]
-        s.tokens[mine, pos] = result.tokens[ok]
+        pick, slots, at = plan.samples, flight.drawn, flight.position
+        ok = (live if len(pick) == len(live) else live[pick]) & (result.count > 0)
+        mine, pos, tokens = slots, at, result.tokens
+        if np.count_nonzero(ok) < len(ok):
+            mine, pos, tokens = mine[ok], pos[ok], tokens[ok]
+        s.tokens[mine, pos] = tokens
         now = self.now()
-        s.tpot_due[mine] = now + s.tpot[mine]
+        if s.timed:
+            s.tpot_due[mine] = now + s.tpot[mine]
         for slot in mine[pos == s.prompt[mine]].tolist():
             r = s.seq[slot].request
             r.first_token = r.first_token or now
         s.collected[mine] = pos + 1
         s.ready[mine] = True
-        self.tokens += int(ok.sum())
+        self.tokens += len(mine)
         if len(plan.guided):  # a guide's token is no other than its row's
             self.tokens -= int(ok[plan.guided[:, 1]].sum())
         if result.prompt is not None:
@@ -110,8 +117,9 @@ class Publisher:
             many = keep_taps(plan, whose, result.taps, self.taps)
         if self.speculation is not None:
             self._speculated(self.speculation, flight, live, result, now)
-        self._publish_blocks(flight, live, result)
-        if not live.all():
+        if self.cache.prefix:
+            self._publish_blocks(flight, live, result)
+        if np.count_nonzero(live) < len(live):
             self._departed(flight, result, live)
         if result.logprobs is not None:
             for j in np.flatnonzero(ok & s.scored[slots]).tolist():
@@ -130,16 +138,16 @@ class Publisher:
 
     def _tell(self, flight: Flight, result: StepResult, live: np.ndarray, ok: np.ndarray) -> None:
         """Tokens of the rows that are watched, and rows that have ended, to their sinks.  ``ok``: rows with a token."""
-        s, plan = self.slots, flight.plan
-        pick = plan.samples
-        slots, at = plan.slots[pick], flight.after[pick]
-        ended = (result.flags & ENDED) != 0
+        s, plan, slots, at = self.slots, flight.plan, flight.drawn, flight.position
+        if not s.watched and not np.count_nonzero(result.flags):
+            return
+        pick, ended = plan.samples, (result.flags & ENDED) != 0
         busy = live[pick] & (ended | (s.watch[slots] & ok))
         # a row is told of all its tokens at once, with what the last of them says
         if len(plan.draft):
             follows = np.append(plan.draft[pick][1:] > 0, False)
             busy &= ~(follows & np.append((result.count | (ended * 1))[1:] > 0, False))
-        if not busy.any():
+        if not np.count_nonzero(busy):
             return
         column = busy & ~ended & (s.stream[slots] > 0)
         column &= (at > s.prompt[slots]) & (s.emitted[slots] == at)
@@ -245,10 +253,10 @@ class Publisher:
 
     def _publish_blocks(self, flight: Flight, live: np.ndarray, result: StepResult) -> None:
         """Blocks that this step has filled become findable, but not those of rows that went wrong in it."""
-        if not self.cache.prefix:
-            return
-        s, slots = self.slots, flight.plan.slots
+        s, slots = self.slots, flight.slots
         full = live & (flight.after // s.block > s.prefix_published[slots])
+        if not np.count_nonzero(full):
+            return
         wrong = flight.plan.samples[(result.flags & (NAN | FAILED)) != 0]
         full[np.isin(slots, slots[wrong]) if len(wrong) else wrong] = False
         if s.tapping:  # before its first token nobody knows whether there was memory to steer it
@@ -280,7 +288,6 @@ class Publisher:
                 self.overshoot += 1
             if seq is None:
                 continue
-            seq.in_flight -= 1
             for j in mine:
                 if seq.status == WAITING and result.count[j]:
                     seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
@@ -290,10 +297,15 @@ class Publisher:
                     if result.logprobs is not None and seq.request.topk >= 0:
                         seq.defer_logprobs(result.logprobs, j)
                     self._deliver(seq, result, j)
-            if not seq.in_flight:
-                del self.planner.departed[serial]
-                if seq.status == WAITING:
-                    self.planner.requeue(seq)
+            self._rest(seq, plan)
+            if not seq.in_flight and seq.status == WAITING:
+                self.planner.requeue(seq)
+
+    def _rest(self, seq: Seq, plan: StepPlan) -> None:
+        """A sequence that has left is at rest once the last step that held it has come back."""
+        if seq.in_flight <= plan.id:
+            seq.in_flight = 0
+            del self.planner.departed[seq.serial]
 
     def _fail_step(self, flight: Flight, live: np.ndarray, error: StepError) -> None:
         """No row of the step has a result: all its sequences end with the error (blocks unpublished); if the device's
@@ -306,9 +318,7 @@ class Publisher:
         ):
             seq = self._sequence(flight, live, int(r))
             if seq is not None and not live[r]:
-                seq.in_flight -= 1
-                if not seq.in_flight:
-                    del self.planner.departed[int(flight.serial[r])]
+                self._rest(seq, flight.plan)
             if seq is not None and seq.status != FINISHED:
                 self.finish(seq, "error", error=f"the step failed: {named}")
         if error.scope == "device":

@@ -48,7 +48,8 @@ class Seq:
     key: float = 0.0
     lane: int = 0
     hint: int | None = None  # of ``KVCache.hints``: blocks, while that holds
-    in_flight: int = 0  # steps whose results are still to come while it has no slot
+    # while it has no slot: id of the last step that held it, if the result is still to come, else 0
+    in_flight: int = 0
     preempted: int = 0
     # the device has put its kept columns aside (see ``plan.Delta.keep``), or is about to
     saved: bool = False

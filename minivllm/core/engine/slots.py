@@ -33,26 +33,31 @@ class Slots:
         self.free = list(range(size - 1, -1, -1))
         # left since the last plan: a delta must not name a row's old and new owner
         self.cooling: list[int] = []
-        self.running = np.empty(0, np.int32)  # slots in order of admission
+        # slots in order of admission; numpy is five times as fast with indices of this type
+        self.running = np.empty(0, np.intp)
         self.next_serial = 0
+        self.changes = (
+            0  # counts whenever a later step may differ from the last in more than tokens
+        )
         self.serial = np.full(size, -1, np.int64)  # stamp of the present stay
+        self.step = np.zeros(size, np.int64)  # id of the last step that holds the row
+        self.published = 0  # id of the last step whose result is in the columns
         self.id, self.stream = np.zeros((2, size), np.int64)
         # Columns of one type are rows of one table, so that ``enter`` sets them all at once.
         self._times = np.full((4, size), np.inf)
         # tpot: seconds a token may take
         self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times
-        self._ints = np.zeros((17, size), np.int32)
+        self._ints = np.zeros((16, size), np.int32)
         self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
         self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
         # compute up to here: ``known``, or prompt - 1 while branches wait to fork
         self.schedulable = self._ints[9]
-        self.in_flight = self._ints[10]  # steps in flight that hold the row
-        self.topk = self._ints[11]
-        self.prompt_topk = self._ints[12]  # -1, or its prompt's log-probabilities are still wanted
-        self.party = self._ints[15]  # number of the request's owner, see ``owners``
-        self.emitted = self._ints[13]  # tokens handed to the text side, the prompt's among them
-        self.sample = self._ints[14]
-        self.mate = self._ints[16]  # slot of the row that draws with it (see ``guides``), or -1
+        self.topk = self._ints[10]
+        self.prompt_topk = self._ints[11]  # -1, or its prompt's log-probabilities are still wanted
+        self.party = self._ints[14]  # number of the request's owner, see ``owners``
+        self.emitted = self._ints[12]  # tokens handed to the text side, the prompt's among them
+        self.sample = self._ints[13]
+        self.mate = self._ints[15]  # slot of the row that draws with it (see ``guides``), or -1
         self._flags = np.zeros((11, size), bool)
         self.forking = self._flags[0]  # waits for branches, or for its mate
         # False: sits out until its last token was collected (host rows)
@@ -69,6 +74,9 @@ class Slots:
         self.scale = np.zeros(size, np.float32)  # of the guide
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
         self.asking = 0  # rows with such
+        self.special = 0  # rows that are late or host, or want log-probabilities
+        self.watched = 0  # rows with ``watch``
+        self.timed = 0  # rows with ``tpot``
         self.paired = 0  # rows with a mate
         self.tapping = 0  # rows with taps
         self.prefix_published = np.zeros(size, np.int32)  # blocks handed to the prefix index
@@ -89,8 +97,9 @@ class Slots:
         r, p = seq.request, seq.request.params
         seq.slot, seq.serial = slot, self.next_serial
         self.next_serial += 1
+        self.changes += 1
         self.seq[slot] = seq
-        self.serial[slot] = seq.serial
+        self.serial[slot], self.step[slot] = seq.serial, 0
         self.id[slot] = seq.id
         self.stream[slot] = r.stream
         n, at, beam = seq.known, r.arrival, r.beams is not None
@@ -109,7 +118,6 @@ class Slots:
             seq.preempted,
             r.expected,
             n,
-            0,
             r.topk,
             r.prompt_topk,
             len(r.prompt) + seq.emitted,
@@ -132,10 +140,13 @@ class Slots:
         )
         self.tokens[slot, :n] = seq.tokens[:n]
         self.asking += r.prompt_topk >= 0
+        self.special += late or host or r.topk >= 0
+        self.watched += bool(r.watch) or host
+        self.timed += int(self.tpot[slot] < np.inf)
         self.tapping += r.tapped is not None
         self.prefix_published[slot] = 0
         self.blocks[:, slot], self.trimmed[:, slot] = 0, 0
-        self.running = np.concatenate((self.running, np.array((slot,), np.int32)))
+        self.running = np.concatenate((self.running, np.array((slot,), np.intp)))
         return slot
 
     def at(self, slot: int) -> Seq:
@@ -147,14 +158,19 @@ class Slots:
     def leave(self, slot: int) -> None:
         """Take the row back; the caller has released its blocks.  The tokens that the host has seen go to the Seq."""
         seq = self.at(slot)
+        self.changes += 1
         self.asking -= int(self.prompt_topk[slot] >= 0)
+        self.special -= bool(self.late[slot] or self.host[slot] or self.scored[slot])
+        self.watched -= int(self.watch[slot])
+        self.timed -= int(self.tpot[slot] < np.inf)
         self.paired -= int(self.mate[slot] >= 0)
         self.tapping -= int(self.tapped[slot])
         n = int(self.collected[slot])
         seq.tokens = self.tokens[slot, :n].copy()
         seq.known = n
         seq.slot = -1
-        seq.in_flight = int(self.in_flight[slot])
+        last = int(self.step[slot])
+        seq.in_flight = last if last > self.published else 0
         seq.emitted = int(self.emitted[slot] - self.prompt[slot])
         self.seq[slot], self.serial[slot] = None, -1
         self.table[:, slot, : int(self.blocks[:, slot].max(initial=0))] = 0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from minivllm.core.interfaces.plan import StepPlan, no_rows
+from minivllm.core.interfaces.plan import StepPlan
 from minivllm.core.interfaces.taps import LOGITS, Tap, by_point, read_only
 from minivllm.errors import RequestError, shown, suggest
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .request import Request, Seq
     from .slots import Slots
 
-NO_TAPS = (no_rows(0, 3), no_rows())  # of a step in which nobody has any
 FIRST_ROOM = 16 << 20  # bytes that a sequence's values of a point have before they grow, at most
 ROOM = 1 << 30  # rows, where nobody says how many there may be
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}  # of other dtypes that of float32
@@ -194,8 +193,8 @@ def most_cached(seq: Seq, most: int) -> int:
 
 def tap_rows(
     s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray, draws: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(``taps``, ``steered``) of plan.StepPlan for the rows of a step, of which those that ``draws`` draw; what they
+) -> dict[str, np.ndarray]:
+    """``taps`` and ``steered`` of plan.StepPlan for the rows of a step, of which those that ``draws`` draw; what they
     read counts as read from now on."""
     found: dict[int, list[tuple[int, int]]] = {}  # (row, first token) by point
     steered: set[int] = set()
@@ -222,10 +221,10 @@ def tap_rows(
             elif drawn:
                 found.setdefault(number, []).append((row, n - 1))
     lines = [(number, *line) for number in sorted(found) for line in found[number]]
-    return (
-        np.array(lines, np.int32).reshape(-1, 3),
-        np.array(sorted(steered), np.int32),
-    )
+    return {
+        "taps": np.array(lines, np.int32).reshape(-1, 3),
+        "steered": np.array(sorted(steered), np.int32),
+    }
 
 
 def keep_taps(

@@ -40,7 +40,8 @@ class HostDraw:
         self.functions = [(f, _takes_prompt(f)) for f in functions]
         self.seq, self.sampler, self.prompt = seq, sampler, len(seq.request.prompt)
         self.state = ProcessorState(sampler, 1, torch.device("cpu"))
-        self.state.join(np.zeros(1, np.int64), {} if row is None else {0: row})
+        slot = np.zeros(1, np.int64)
+        self.state.join(slot, torch.from_numpy(slot), {} if row is None else {0: row})
 
     def __call__(self, logits: np.ndarray, ids: Sequence[int]) -> int:
         x = torch.from_numpy(logits.astype(np.float32))  # a copy: the functions may write to it

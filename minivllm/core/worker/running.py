@@ -13,7 +13,7 @@ from minivllm.core.interfaces.plan import FAILED, LogProbs, StepError, StepPlan,
 
 from .drafting import spread
 
-NO_TAPS = no_rows(dtype=np.float32)
+NO_TAPS, NO_DRAFTS = no_rows(dtype=np.float32), no_rows()
 
 
 @dataclass
@@ -61,31 +61,32 @@ class Running:
                 self.errors = [StepError("device", "device", str(e).splitlines()[0])]
         plan = self.plan
         n = len(plan.samples)
+        mine = slice(None) if self.pick is None else self.pick
         if self.packed is None:
             packed = np.zeros((3, n), np.int32)
         else:
-            packed = self.packed.numpy()
-        mine = slice(None) if self.pick is None else self.pick
-        packed = packed if self.packed is None else packed[:, mine]
+            packed = self.packed.numpy()[:, mine]
         lp = None
         if self.logprobs is not None:
             chosen, rank, ids, top = (t.numpy()[mine] for t in self.logprobs)
             lp = LogProbs(chosen, rank, ids, top)
-        self._explain_failures(packed[2])
+        flags = packed[2].astype(np.uint8)
+        if np.count_nonzero(flags):
+            self._explain_failures(flags)
         errors = self.errors if self.without_drafts is None else [*self.errors, self.without_drafts]
         result = StepResult(
             id=plan.id,
-            slots=plan.slots[plan.samples],
+            slots=plan.slots if n == len(plan.slots) else plan.slots[plan.samples],
             tokens=packed[0],
             count=packed[1],
-            flags=packed[2].astype(np.uint8),
+            flags=flags,
             logprobs=lp,
             errors=tuple(errors),
             device_ms=self.device_ms,
             logits=None if self.logits is None else self.logits.numpy(),
             seams=self.seams,
             prompt=None if self.prompt is None else LogProbs(*(t.numpy() for t in self.prompt)),
-            drafted=no_rows() if self.drafted is None else self.drafted.numpy(),
+            drafted=NO_DRAFTS if self.drafted is None else self.drafted.numpy(),
             taps=NO_TAPS if self.taps is None else self.taps.numpy(),
         )
         return result if self.came is None else spread(result, self.back, self.came)

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join
+from minivllm.core.interfaces.plan import NO_CHANGE, STOP_IDS, Delta, Join
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.sampling import Processor
 
 
+# columns of one number a row, which come with a ``Join``
+NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
 # bytes; CUDA takes less along with the call, and waits for the device over more unless pinned
 PINNED_FROM = 16 << 10
 
@@ -50,13 +52,11 @@ class ProcessorState:
         self.active = np.zeros(slots, bool)
         self.variant = np.zeros(slots, np.int64)
 
-    def join(self, slots: np.ndarray, rows: Mapping[int, Any]) -> None:
-        """Sequences took slots; ``rows`` holds the Row of those that bound."""
+    def join(self, slots: np.ndarray, at: torch.Tensor, rows: Mapping[int, Any]) -> None:
+        """Sequences took ``slots`` i32 [n], on the device ``at`` i64 [n]; ``rows``: the Row of those that bound."""
         self.active[slots], self.variant[slots] = False, 0
-        if self.columns:
-            at = _index(slots, self.device)
-            for name, spec in self.specs.items():
-                self.columns[name].index_fill_(0, at, spec.fill)
+        for name, spec in self.specs.items():
+            self.columns[name].index_fill_(0, at, spec.fill)
         if not rows:
             return
         index = np.fromiter(rows, np.int64, len(rows))
@@ -112,13 +112,11 @@ class DeviceState:
         # them: behind the first for one that may become longer than ``rope_switch``
         self.rope_switch, self.rope_rows = rope_switch, max_len + 1
         self.rope_first = None if rope_switch is None else make(slots)
-        self.known = make(slots)
-        self.prompt = make(slots)
-        self.end = make(slots)
-        self.min_end = make(slots)
-        self.seed, self.sample = make(slots), make(slots)
+        # one table, so that a join is one copy; each column begins where kernels like it to, at 128 bytes
+        self.numbers = make(len(NUMBERS), -(-slots // 16) * 16)[:, :slots]
+        self.known, self.prompt, self.end, self.min_end = self.numbers[:4]
+        self.seed, self.sample, self.n_eos = self.numbers[4:]
         self.stop_ids = make(slots, STOP_IDS, dtype=torch.int32, fill=-1)
-        self.n_eos = make(slots)
         self.stopped = make(slots, dtype=torch.bool, fill=True)
         self.table = make(groups, slots, -(-max_len // block) + 1, dtype=torch.int32)
         self.wants_min = np.zeros(slots, bool)  # host: rows with min_tokens
@@ -132,6 +130,8 @@ class DeviceState:
     def apply(self, delta: Delta, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
         """Everything but ``delta.token``, which needs the processors (see ``Runner``).  ``caches[g]``: the cache
         tensors of the layers of group g."""
+        if delta is NO_CHANGE:
+            return
         for slot, seq in delta.keep.tolist():
             self.saved[seq] = [p.save(slot) for p in self.processors]
         if len(delta.leave):
@@ -173,9 +173,9 @@ class DeviceState:
         at = self.to(j.slot).long()
         rows = np.repeat(j.slot.astype(np.int64), j.known)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(j.known) - j.known, j.known)
-        self.tokens[self.to(rows), self.to(columns)] = self.to(j.tokens)
-        for name in ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos"):
-            getattr(self, name)[at] = self.to(getattr(j, name)).long()
+        rows, columns, tokens = self.to(np.stack([rows, columns, j.tokens]))
+        self.tokens[rows, columns] = tokens.int()
+        self.numbers[:, at] = self.to(np.stack([getattr(j, name) for name in NUMBERS]))
         if self.rope_first is not None:
             # of its last token there is no KV
             self.rope_first[at] = self.to((j.end - 1 > self.rope_switch) * self.rope_rows).long()
@@ -183,13 +183,13 @@ class DeviceState:
         self.stopped.index_fill_(0, at, False)
         self.wants_min[j.slot] = j.min_end > j.prompt
         for state, bound in zip(self.processors, j.bound, strict=True):
-            state.join(j.slot, bound)
+            state.join(j.slot, at, bound)
 
     def _fork(self, fork: np.ndarray) -> None:
         source, to = fork[:, 0].astype(np.int64), fork[:, 1].astype(np.int64)
         a, b = self.to(source), self.to(to)
-        for name in ("tokens", "known", "prompt", "end", "min_end", "seed", "stop_ids", "n_eos"):
-            column = getattr(self, name)
+        self.numbers[:, b] = self.numbers[:, a]
+        for column in (self.tokens, self.stop_ids):
             column[b] = column[a]
         if self.rope_first is not None:
             self.rope_first[b] = self.rope_first[a]

@@ -1,0 +1,65 @@
+"""The columns of a plan.StepPlan: its rows in order, and what only some of them ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .guides import guided_rows
+from .prompt_scores import prompt_rows
+from .taps import tap_rows
+
+if TYPE_CHECKING:
+    from .slots import Slots
+
+
+def step_rows(
+    decode: np.ndarray, n: np.ndarray, draft: np.ndarray, chunks: dict[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Slots i64, ``q_len`` and ``draft`` of a StepPlan, in its order: rows of one token, those with drafts, chunks.
+
+    ``decode``: slots of rows of one token and their drafts (``plan.with_drafts``); ``n``: drafts of each of these
+    slots, ``draft``: their numbers, both empty if there are none; ``chunks``: slot -> tokens."""
+    slots, q_len = decode, np.ones(len(decode), np.int32)
+    if chunks:
+        slots = np.concatenate([decode, np.fromiter(chunks, np.intp, len(chunks))])
+        q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
+    if not chunks and not len(draft):
+        return slots, q_len, draft
+    key = 2 * (q_len > 1)
+    key[: len(n)] += n > 0
+    order = np.argsort(key, kind="stable")
+    if len(draft):
+        draft = np.append(draft, np.zeros(len(slots) - len(draft), np.int32))[order]
+    return slots[order], q_len[order], draft
+
+
+def asked_columns(
+    s: Slots, at: np.ndarray, computed: np.ndarray, q_len: np.ndarray, draws: np.ndarray
+) -> dict[str, Any]:
+    """Further columns of the StepPlan whose rows are those of the slots ``at`` i64 [R], of which those that ``draws``
+    draw; they do nothing for a step in which no row asks for any."""
+    columns: dict[str, Any] = {}
+    if s.special:
+        columns |= special_rows(s, at[draws])
+    if s.paired:
+        columns |= guided_rows(s, at[draws])
+    if s.asking:
+        columns |= prompt_rows(s, at, computed, q_len)
+    if s.tapping:
+        columns |= tap_rows(s, at, computed, q_len, draws)
+    return columns
+
+
+def special_rows(s: Slots, drawn: np.ndarray) -> dict[str, Any]:
+    """``topk``, ``late``, ``host`` and ``held`` of a StepPlan in which the rows of the slots ``drawn`` draw.  Of host
+    rows no token more is known than before, and they sit out until theirs has come; a late row's mask comes in time."""
+    host, beam = s.host[drawn], s.beam[drawn]
+    waits = drawn[host]
+    s.known[waits] -= 1
+    s.schedulable[waits] = s.known[waits]
+    s.ready[waits] = False
+    kinds = {"late": s.late[drawn] & ~host, "host": host & ~beam, "held": host & beam}
+    rows = {name: np.flatnonzero(which).astype(np.int32) for name, which in kinds.items()}
+    return {"topk": int(s.topk[drawn].max(initial=-1)), **rows}

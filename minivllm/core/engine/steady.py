@@ -1,0 +1,67 @@
+"""Steps like the one before: the same rows, each one token further.  Most steps are, and most of a small model's time
+would go to planning them; so they are made from the one before in a few operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan
+
+if TYPE_CHECKING:
+    from .planner import Planner
+
+ONE = np.ones(1, np.int32)  # numpy adds an array in half the time of a number
+
+
+class Steady(NamedTuple):
+    """A step in which every row that runs draws its next token, and what it holds of the steps behind it."""
+
+    plan: StepPlan
+    slots: np.ndarray  # i64 [R]; of the plan
+    changes: int  # ``Slots.changes``: others run once that differs
+    steps: int  # so many more until a row has all its tokens, or waits for that
+    room: int  # so many more until a row lacks a block
+
+
+def steady_of(planner: Planner, plan: StepPlan, at: np.ndarray) -> Steady | None:
+    """What the next steps may be made from: ``plan``, of the slots ``at`` i64; None if they may not.
+
+    A policy or a drafter that is asked in each step, a row that waits for the host, reads at points of the model or
+    computes its prompt: any of them makes steps differ."""
+    p, s = planner, planner.slots
+    same = len(plan.samples) == len(at) and np.array_equal(at, s.running)
+    if not same or p.asks_shape or p.speculation is not None or s.asking or s.tapping:
+        return None
+    if len(plan.host) or len(plan.held) or plan.q_len[-1] > 1:
+        return None
+    return Steady(plan, at, s.changes, int((s.end[at] - s.known[at]).min()), 0)
+
+
+def next_steady(planner: Planner) -> StepPlan | None:
+    """The next step if it is like the last one, else None, and nothing has changed but what a sliding window let go."""
+    p, s, cache, last = planner, planner.slots, planner.cache, planner.steady
+    if last is None or last.changes != s.changes or not last.steps:
+        return None
+    if p.n_waiting and (s.free or s.cooling or p.shared):
+        return None  # somebody may enter
+    at, computed, room = last.slots, last.plan.computed + ONE, last.room
+    after = computed + ONE
+    if cache.slides:
+        cache.trim(at)
+    if not room:
+        missing = cache.missing(at, after)
+        if np.count_nonzero(missing):
+            if not cache.can_take(missing):
+                return None
+            cache.grow(at, missing)
+        room = 1 + int((s.blocks[:, at] * s.block - after).min())
+    s.computed[at] = after
+    s.known[at] = s.schedulable[at] = after + ONE
+    p.step_id += 1
+    s.step[at] = p.step_id
+    delta = Delta(**cache.changes()) if cache.table or cache.trims else NO_CHANGE
+    plan = last.plan.further(p.step_id, computed, delta)
+    p.steady = Steady(plan, at, last.changes, last.steps - 1, room - 1)
+    return plan
