@@ -55,6 +55,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("processor", "penalties", "minivllm.plugins.processor.spec:PENALTIES"),
     ("processor", "prompt_penalty", "minivllm.plugins.processor.spec:PROMPT_PENALTY"),
     ("processor", "temperature_schedule", "minivllm.plugins.processor.spec:TEMPERATURE_SCHEDULE"),
+    ("quantizer", "int4", "minivllm.plugins.quantizer.spec:INT4"),
     ("quantizer", "int8", "minivllm.plugins.quantizer.spec:INT8"),
     ("quantizer", "mxfp4", "minivllm.plugins.quantizer.spec:MXFP4"),
     ("quantizer", "none", "minivllm.plugins.quantizer.spec:NONE"),

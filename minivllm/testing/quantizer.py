@@ -53,7 +53,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
     sizes: tuple[float, float] = (1e-30, 1e30)  # of the smallest and the largest rows; narrower for float16 scales
     scale_bits: float = 2.0  # of memory that scales and zero points may take an element: two of float16 for 16 of them
     patterns: Sequence[str] = ("skip",)  # options that are lists of patterns of modules to leave out, if it has them
-    model: Mapping[str, Any] = {}  # fields of the tiny model's config.json that suit the quantizer
+    model: Mapping[str, Any] = {"intermediate_size": 64}  # fields of the tiny config.json that suit the quantizer
 
     # ---- what an author may override -----------------------------------------------------------------------------
 

@@ -28,6 +28,10 @@ EVICTORS: list[Any] = [
     {"name": "prefix-depth", "options": {"band": 2}},
     {"name": "cost-aware", "options": {"horizon": 0.1, "ghosts": 0.0}},
 ]  # fmt: skip
+QUANTIZERS: list[Any] = [
+    "none", "none", "none", "none", "none", "none", "none", "none", "int8", "int8", "int4",
+    {"name": "int4", "options": {"symmetric": False, "clip": True, "lm_head": True, "bits": {"*.down": 8}}},
+]  # fmt: skip
 SAMPLERS = ("default", "default", "typical", "mirostat")
 PLAIN = {  # what shrinking tries to put in place of what was drawn
     "scheduler": "fcfs", "evictor": "lru", "sampler": "default", "drafter": "none", "quantizer": "none",
@@ -69,7 +73,7 @@ def draw(rng: random.Random, device: str, dtype: str) -> dict[str, Any]:
         "num_speculative_tokens": rng.choice([1, 2, 4, 7]),
         "speculate": rng.choice(["always", "always", "auto"]),
         "logprobs_mode": rng.choice(["raw_logprobs", "raw_logprobs", "processed_logprobs"]),
-        "quantizer": "int8" if rng.random() < 0.25 else "none",
+        "quantizer": rng.choice(QUANTIZERS),
     }
     return sound(options, device)
 

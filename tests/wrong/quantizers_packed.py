@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from minivllm.core.interfaces.quantizer import Quantizer, WeightScheme
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, PluginError
 from minivllm.layers.linear import no_adapter, part_rows
 from minivllm.layers.module import check_shape
-from minivllm.plugins.quantizer.int8 import Int8, Int8Weight
+from minivllm.plugins.quantizer.int8 import Int8Weight
 from minivllm.plugins.quantizer.none import refuse_quantized
 from minivllm.spec import ANY, Spec
 
@@ -155,11 +155,9 @@ class Groups(Int4):
         fits = m.in_features % 32 == 0 and m.kind != "embedding"
         return _GroupsWeight(m) if fits and not named else None
 
-    finish = Int8.finish
-
-    @property
-    def _unused(self):
-        return self.unused
+    def finish(self):
+        if self.unused:
+            raise PluginError(f"skip={sorted(self.unused)} names no module")
 
 
 class _GroupsWeight(WeightScheme):

@@ -7,7 +7,6 @@ without its outlier columns; activations are not quantized, so an element is off
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, StoredWeight, WeightScheme
-from minivllm.errors import PluginError
 from minivllm.layers.linear import no_adapter, part_rows
 from minivllm.layers.module import check_shape
 
 from .none import refuse_quantized
 from .options import Int8Options
+from .rules import Patterns, has_weight_to_quantize
 
 
 class Int8Weight(WeightScheme):
@@ -71,14 +70,11 @@ class Int8(Quantizer):
     def __init__(self, options: Int8Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options or Int8Options(), checkpoint)
         refuse_quantized(checkpoint, "int8")
-        self._unused = set(self.options.skip)
+        self._skip = Patterns("skip", self.options.skip)
 
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
-        wanted = m.kind in ("linear", "experts") or (m.kind == "lm_head" and self.options.lm_head)
-        matched = {pattern for pattern in self.options.skip if fnmatchcase(m.name, pattern)}
-        self._unused -= matched
-        return Int8Weight(m) if wanted and not matched else None
+        left_out = self._skip.naming(m.name)
+        return Int8Weight(m) if has_weight_to_quantize(m, self.options.lm_head) and not left_out else None
 
     def finish(self) -> None:
-        if self._unused:
-            raise PluginError(f"int8: skip={sorted(self._unused)} names no module; names look like 'layers.0.attn.qkv'")
+        self._skip.refuse_unused("int8")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Int8Options(BaseModel):
-    """Weight-only int8, one symmetric scale per output channel."""
+class WeightOnlyOptions(BaseModel):
+    """Which modules are quantized."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -14,4 +16,30 @@ class Int8Options(BaseModel):
         default_factory=list,
         description='Modules to leave unquantized, as shell patterns over their names: "layers.0.*", "*.mlp.down".',
     )
-    lm_head: bool = Field(default=False, description="Quantize the output head too; a tied one gets its own int8 copy.")
+    lm_head: bool = Field(
+        default=False, description="Quantize the output head too; a tied one gets a quantized copy of its own."
+    )
+
+
+class Int8Options(WeightOnlyOptions):
+    """Weight-only int8, one symmetric scale per output channel."""
+
+
+class Int4Options(WeightOnlyOptions):
+    """Weight-only int4, a scale for each group of inputs of an output channel."""
+
+    group_size: Literal[32, 64, 128] = Field(
+        default=32, description="Inputs that share a scale; the inputs of every module must be a multiple of it."
+    )
+    symmetric: bool = Field(
+        default=True, description="The grid has a point at 0, and no zero points are kept: 1 bit less an element of 32."
+    )
+    clip: bool = Field(
+        default=False,
+        description="Cut off the largest elements of a group where that makes the squared error of all smaller.",
+    )
+    bits: dict[str, Literal[4, 8, 16]] = Field(
+        default_factory=dict,
+        description="Bits of modules by patterns over their names, of which the first that fits counts: "
+        '{"*.mlp.down" = 8}. 8: as quantizer=int8; 16: unquantized.',
+    )

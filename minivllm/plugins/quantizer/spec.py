@@ -5,6 +5,14 @@
 
 from minivllm.spec import ANY, Spec
 
+INT4 = Spec(
+    impl="minivllm.plugins.quantizer.int4:Int4",
+    api=(1, 1),
+    summary="int4 weights with a scale per group of inputs of an output row, made while loading",
+    options="minivllm.plugins.quantizer.options:Int4Options",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
+    traits={"bits": 4},  # and not sliceable: modules that the option ``bits`` gives 8 are int8's
+)
 INT8 = Spec(
     impl="minivllm.plugins.quantizer.int8:Int8",
     api=(1, 1),

@@ -1,0 +1,192 @@
+"""Weight-only int4, made while loading: W[o, i] = scale[o, g] * (q[o, i] - zero[o, g]), q in 0..15, g = i // group.
+
+A quarter of a bf16 model's weights, and 1 bit an element more for the scales of groups of 32.  Activations are not
+quantized.  Without zero points the grid reaches from -8 to 7 steps, so a scale may be negative, which turns the longer
+side to where the largest element is (the idea is from GGUF's Q4_0).
+
+With ``clip`` a group takes the scale of the least squared error among 20, of which most cut its largest elements off
+and have smaller steps for all others (OMSE, arXiv:1902.06822; ACIQ, arXiv:1810.05723).  It is not the default: weights
+are nearer to what they were, by 5 to 8 % of the error, and what pocket answers is not (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, StoredWeight, WeightScheme
+from minivllm.errors import ModelError
+from minivllm.layers.linear import no_adapter, part_rows
+from minivllm.layers.module import check_shape
+
+from .int8 import Int8Weight
+from .none import refuse_quantized
+from .options import Int4Options
+from .rules import Patterns, has_weight_to_quantize
+
+BLOCK = 32  # inputs that lie in 16 bytes
+GROUPS = (32, 64, 128)
+CENTRE = 8  # the code in the middle of the grid: the zero point if none is kept
+CANDIDATES = 20  # scales that are tried, if any but those that hold all
+SHORTEST = 0.7  # of its whole range that a group may be cut to; of normal weights no group is best cut shorter
+FLAT = 2.0**-20  # of a group's largest element: the least step, where all of them are the same
+AT_ONCE = {"cpu": 1 << 19}  # elements that are there at full precision at a time: what a CPU's caches hold
+AT_ONCE_ELSEWHERE = 1 << 21  # 8 MiB of float32
+
+
+def pack(q: Tensor) -> Tensor:
+    """Codes u8 [n, in] -> [n, in / 2]: byte j of a block of 16 holds input j of its 32 in the low half, input 16 + j
+    in the high half."""
+    halves = q.view(len(q), -1, 2, BLOCK // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).view(len(q), -1)
+
+
+def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """weight u8 [n, in / 2], scale f32 [n, in / group], zero likewise (None: 8 everywhere) -> [n, in], computed in
+    float32 and rounded to ``dtype``."""
+    rows, halves = len(weight), weight.view(len(weight), -1, 1, BLOCK // 2)
+    q = torch.cat((halves & 15, halves >> 4), dim=2).view(*scale.shape, -1)
+    steps = q.view(torch.int8).sub_(CENTRE).float() if zero is None else q.float().sub_(zero[..., None])
+    return steps.mul_(scale[..., None]).to(dtype).view(rows, -1)
+
+
+def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups w f32 [group, n] -> codes u8 [group, n], scale f32 [n], zero f32 [n].  A group with an element that is no
+    finite number gets a scale that is none."""
+    size = w.abs().amax(0)
+    w = w / torch.where(size > 0, size, 1)  # squares of what is small would be 0
+    middle, half = torch.zeros_like(size), 0.0
+    if not symmetric:  # as many points of the grid lie above the middle of a group as below
+        middle, half = (w.amax(0) + w.amin(0)) / 2, 0.5
+        w -= middle
+    least, scale = torch.full_like(size, torch.inf), torch.full_like(size, torch.nan)
+    steps, moved, codes = (torch.empty_like(w) for _ in range(3))  # new memory costs a CPU more than what is done in it
+    for whole, factors in _ranges(w, symmetric, clip):
+        torch.div(w, whole, out=steps)
+        for factor in factors:
+            given = torch.sub(steps, half * factor, out=moved) if half else steps
+            _codes(given, 1 / factor, codes)
+            error = torch.sub(given, codes, alpha=factor, out=codes).square_().sum(0).mul_(whole.square())
+            better = error < least
+            least = torch.where(better, error, least)
+            scale = torch.where(better, whole * factor, scale)
+    q = _codes(w.sub_(half * scale), 1 / scale, codes).add_(CENTRE).to(torch.uint8)
+    return q, scale * size, CENTRE - half - middle / scale
+
+
+def _codes(w: Tensor, times: Tensor | float, out: Tensor) -> Tensor:
+    """The nearest of -8 to 7 steps to w * times."""
+    return torch.mul(w, times, out=out).round_().clamp_(-CENTRE, CENTRE - 1)
+
+
+def _ranges(w: Tensor, symmetric: bool, clip: bool) -> Iterator[tuple[Tensor, list[float]]]:
+    """(a step [n] whose grid holds all elements, the factors that it is tried with)."""
+    low, high = w.amin(0), w.amax(0)
+    wholes = [(high - low) / 15]
+    if symmetric:
+        wholes = [torch.maximum(high / 7, low / -8), torch.maximum(high / 8, low / -7)]
+    tries = CANDIDATES // len(wholes)
+    factors = [1 - i * (1 - SHORTEST) / (tries - 1) for i in range(tries if clip else 1)]
+    for sign, whole in zip((1, -1), wholes, strict=False):
+        yield sign * whole.clamp(min=FLAT), factors
+
+
+class Int4Weight(WeightScheme):
+    """``weight`` uint8 [out, in / 2] (see ``pack``), ``scale`` float32 [out, in / group], and with zero points ``zero``
+    likewise.  A few rows at a time are in memory at full precision, when it is loaded as when it is used."""
+
+    def __init__(self, info: ModuleInfo, group: int = 32, symmetric: bool = True, clip: bool = False) -> None:
+        self.info, self.group, self.clip = info, group, clip
+        out, groups = info.out_features, info.in_features // group
+        self.weight = torch.empty(out, info.in_features // 2, dtype=torch.uint8, device=info.device)
+        self.scale = torch.empty(out, groups, dtype=torch.float32, device=info.device)
+        self.zero = None if symmetric else torch.empty_like(self.scale)
+        self.tensors = {"weight": self.weight, "scale": self.scale}
+        if self.zero is not None:
+            self.tensors["zero"] = self.zero
+        at_once = AT_ONCE.get(self.weight.device.type, AT_ONCE_ELSEWHERE)
+        self._tile = max(1, at_once // info.in_features)  # rows
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.info.out_features, self.info.in_features)}
+
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        rows = part_rows(self.info, part)
+        check_shape(tensor, (rows.stop - rows.start, self.info.in_features))
+        at = rows.start
+        for some in tensor.split(self._tile):
+            self._quantize(some, slice(at, at + len(some)))
+            at += len(some)
+
+    def _quantize(self, w: Tensor, rows: slice) -> None:
+        groups = w.to(self.weight.device).float().reshape(-1, self.group).t().contiguous()
+        q, scale, zero = fit(groups, self.zero is None, self.clip)
+        self.weight[rows] = pack(q.t().reshape(len(w), -1))
+        self.scale[rows] = scale.view(len(w), -1)
+        if self.zero is not None:
+            self.zero[rows] = zero.view(len(w), -1)
+
+    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
+        no_adapter(self, adapter)
+        return self._product(x, slice(0, self.info.out_features), out)
+
+    def stored(self) -> StoredWeight:
+        return StoredWeight(self.weight, self.scale, self.zero, self.group)
+
+    def expert(self, x: Tensor, e: int) -> Tensor:
+        rows = self.info.out_features // self.info.experts
+        return self._product(x, slice(e * rows, (e + 1) * rows))
+
+    def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+        y = x.new_empty(len(x), rows.stop - rows.start) if out is None else out
+        for start in range(rows.start, rows.stop, self._tile):
+            tile = slice(start, min(start + self._tile, rows.stop))
+            zero = None if self.zero is None else self.zero[tile]
+            w = dequantize(self.weight[tile], self.scale[tile], zero, x.dtype)
+            y[:, tile.start - rows.start : tile.stop - rows.start] = F.linear(x, w)
+        return y
+
+
+class Int4(Quantizer):
+    """Linear layers, experts (and the head, if asked) that no ``skip`` pattern names, those that a pattern of ``bits``
+    names with its bits; routers stay as they are."""
+
+    options: Int4Options
+
+    def __init__(self, options: Int4Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options or Int4Options(), checkpoint)
+        refuse_quantized(checkpoint, "int4")
+        self._skip = Patterns("skip", self.options.skip)
+        self._bits = Patterns("bits", self.options.bits)
+
+    def scheme(self, m: ModuleInfo) -> WeightScheme | None:
+        left_out = self._skip.naming(m.name)
+        if not has_weight_to_quantize(m, self.options.lm_head):
+            return None
+        named = self._bits.naming(m.name)
+        bits = self.options.bits[named[0]] if named else 4
+        if left_out or bits == 16:
+            return None
+        if bits == 8:
+            return Int8Weight(m)
+        group = self.options.group_size
+        if m.in_features % group:
+            raise ModelError(_does_not_divide(m, group))
+        return Int4Weight(m, group, self.options.symmetric, self.options.clip)
+
+    def finish(self) -> None:
+        self._skip.refuse_unused("int4")
+        self._bits.refuse_unused("int4", "module that is quantized (the head is with lm_head=true)")
+
+
+def _does_not_divide(m: ModuleInfo, group: int) -> str:
+    fits = " or ".join(str(n) for n in GROUPS if m.in_features % n == 0)
+    instead = f"group_size={fits}" if fits else f"a multiple of {BLOCK}"
+    return (
+        f"int4: {m.name} has {m.in_features} inputs here, which group_size={group} does not divide: want {instead}, "
+        f"or leave it out with skip=[{m.name!r}]"
+    )
