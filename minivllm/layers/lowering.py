@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, WIDTH, DecoderSpec, Experts, LayerSpec
+from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, WIDTH, Experts, LayerSpec
 from minivllm.native.program import ACTIVATIONS, FORMATS, Program
 
 from .decoder import Decoder

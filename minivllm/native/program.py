@@ -146,7 +146,7 @@ class Matrix(ctypes.Structure):
 def product(
     x: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, group: int = 1
 ) -> Tensor:
-    """x f32 [T, in] times a weight [out, in], or uint8 [out, in / 2] (see ``kernels.h``), in one thread: f32 [T, out]."""
+    """x f32 [T, in] times a weight [out, in] of a form of ``kernels.h:Matrix``, in one thread: f32 [T, out]."""
     library = load()
     if library is None:
         raise ResourceError("the native part is not there; minivllm.native.library.why_not() says why")

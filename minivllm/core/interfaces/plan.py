@@ -6,7 +6,7 @@ All arrays are numpy, read-only by agreement once they are handed over.  S slots
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -214,3 +214,14 @@ def with_drafts(slots: np.ndarray, drafts: np.ndarray) -> tuple[np.ndarray, np.n
     size = 1 + drafts
     first = np.repeat(np.cumsum(size) - size, size)
     return slots.repeat(size), drafts.repeat(size), (np.arange(len(first)) - first).astype(np.int32)
+
+
+def merged(plan: StepPlan) -> StepPlan:
+    """The plan as attention sees it that reads rows of several tokens well: a row and its drafts are one."""
+    if not plan.draft.any():
+        return plan
+    heads = np.flatnonzero(plan.draft == 0)
+    q_len = np.add.reduceat(plan.q_len, heads)
+    return replace(
+        plan, slots=plan.slots[heads], q_len=q_len.astype(np.int32), computed=plan.computed[heads]
+    )

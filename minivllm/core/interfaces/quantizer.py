@@ -63,10 +63,10 @@ class ModuleInfo:
 class StoredWeight(NamedTuple):
     """How the weight of a module lies in memory, row after row of outputs::
 
-        float32, bfloat16, float16  [out, in]
-        int8 [out, in]              w = weight * scale[out]
-        uint8 [out, in / 2]         w = (q - zero[out, group]) * scale[out, group]; byte j of the 16 of
-                                    block b has input 32 b + j in its low nibble, 32 b + 16 + j in the other
+    float32, bfloat16, float16  [out, in]
+    int8 [out, in]              w = weight * scale[out]
+    uint8 [out, in / 2]         w = (q - zero[out, group]) * scale[out, group]; byte j of the 16 of
+                                block b has input 32 b + j in its low nibble, 32 b + 16 + j in the other
     """
 
     weight: Tensor

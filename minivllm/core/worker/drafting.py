@@ -143,17 +143,6 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     ), back
 
 
-def merged(plan: StepPlan) -> StepPlan:
-    """The plan as attention sees it that reads rows of several tokens well: a row and its drafts are one."""
-    if not plan.draft.any():
-        return plan
-    heads = np.flatnonzero(plan.draft == 0)
-    q_len = np.add.reduceat(plan.q_len, heads)
-    return replace(
-        plan, slots=plan.slots[heads], q_len=q_len.astype(np.int32), computed=plan.computed[heads]
-    )
-
-
 def spread(result: StepResult, back: np.ndarray, plan: StepPlan) -> StepResult:
     """The result of a step that rows had left, for the plan as it was made."""
 

@@ -21,17 +21,17 @@ from minivllm.core.foreign import as_exception
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.executor import Capacity
 from minivllm.core.interfaces.model import takes_logits_indices
-from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan
+from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan, merged
 from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
 from minivllm.errors import RequestError
+from minivllm.layers.native_steps import NativeSteps, native_steps
 
 from . import step
 from .build import build_worker, has_kernels
 from .calls import GuardedCalls, ProcessorChain, SeparateCalls, as_error
 from .capture import ALONE, synchronize
-from .drafting import Drafting, merged
-from .native_steps import NativeSteps, native_steps
+from .drafting import Drafting
 from .own_model import OwnModel
 from .running import Running
 from .scoring import score_prompt
@@ -80,8 +80,10 @@ class Runner:
         if self.device.type != "cpu" or self.wiring.steps.graph == "off":
             return None
         with torch.inference_mode():
-            made, why_not = native_steps(self)
-        if made is None:
+            made, why_not = native_steps(self.wiring, self.state, self.model, self.worker.parts)
+        if made is not None:
+            self.worker.weight_bytes += made.copied
+        else:
             self.worker.notes.append(
                 f"steps are not captured, they run as separate operations: {why_not}"
             )

@@ -13,29 +13,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.layers.lowering import NotLowered, lower
+from minivllm.core.interfaces.plan import StepPlan, merged
 from minivllm.native import library
 from minivllm.native.program import address
 
-from .drafting import merged
+from .lowering import NotLowered, lower
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.plan import StepPlan
+    from minivllm.core.interfaces.executor import Wiring
 
-    from .runner import Runner
+    from .parts import ModelParts
 
 MOST_TOKENS = 64
 
 
 class NativeSteps:
-    """The program of a runner's model.  NotLowered, with the reason, where there can be none."""
+    """The program of a model.  NotLowered, with the reason, where there can be none.
 
-    def __init__(self, runner: Runner) -> None:
-        self.state = state = runner.state
-        self._check(runner)
+    ``state`` has the columns of the rows (``core/worker/state.py:DeviceState``), and ``parts`` what the model is made
+    of, with its KV cache.
+    """
+
+    def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts) -> None:
+        self.state = state
+        self._check(wiring)
         rows = min(len(state.stopped), MOST_TOKENS)
         sampler = state.processors[-1]
-        self.plain = int(runner.wiring.parts["sampler"].traits.get("native", 0))
+        self.plain = int(wiring.parts["sampler"].traits.get("native", 0))
         columns = {
             "tokens": state.tokens,
             "longest": state.tokens.shape[1],
@@ -50,24 +54,15 @@ class NativeSteps:
         }
         names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
         columns |= {name: getattr(state, name) for name in names}
-        parts = runner.worker.parts
-        made = lower(
-            runner.model,
-            parts.modules,
-            parts.layers,
-            columns,
-            torch.get_num_threads(),
-            MOST_TOKENS,
-            rows,
-        )
+        threads = torch.get_num_threads()
+        made = lower(model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows)
         self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
-        runner.worker.weight_bytes += made.copied
+        self.copied = made.copied  # bytes of weights beside the model's own
         self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
-        self._at, self._dtype = address(self._box), getattr(torch, runner.wiring.dtype)
+        self._at, self._dtype = address(self._box), getattr(torch, wiring.dtype)
 
-    def _check(self, runner: Runner) -> None:
+    def _check(self, wiring: Wiring) -> None:
         """What the program replaces must be what was chosen."""
-        wiring = runner.wiring
         if reason := library.why_not():
             raise NotLowered(reason)
         if wiring.batch_invariant:
@@ -80,9 +75,10 @@ class NativeSteps:
     def takes(self, plan: StepPlan) -> bool:
         """Whether FORWARD of a step can run here."""
         rows = len(plan.slots)
-        return not (
-            not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered)
-        ) and int(plan.q_len.sum()) <= MOST_TOKENS
+        return (
+            not (not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered))
+            and int(plan.q_len.sum()) <= MOST_TOKENS
+        )
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Hidden states [N, H] of the rows that draw, valid until the next step; None if nobody draws."""
@@ -126,9 +122,9 @@ class NativeSteps:
         self.program.close()
 
 
-def native_steps(runner: Runner) -> tuple[NativeSteps | None, Any]:
-    """(those of a runner on a CPU, None); or (None, why there are none)."""
+def native_steps(wiring: Wiring, state: Any, model: Any, parts: ModelParts) -> tuple[NativeSteps | None, str]:
+    """(the steps of a model, ""); or (None, why there are none)."""
     try:
-        return NativeSteps(runner), None
+        return NativeSteps(wiring, state, model, parts), ""
     except NotLowered as e:
         return None, str(e)
