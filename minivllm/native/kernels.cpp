@@ -353,23 +353,24 @@ static void come(const T* x, int64_t stride, int64_t n, int64_t dim) {
 template <class N>
 static void attend_as(const Attention& a, const float* q, float* out) {
   using T = typename N::T;
-  const int64_t n = a.last - a.first + 1;
+  const int64_t n = a.last - a.first + 1, heads = a.count * a.queries;
   const int64_t ks = a.kv_heads * a.dim_qk, vs = a.kv_heads * a.dim_v;
-  // pieces of consecutive slots: [first of the piece, end)
+  const T *keys = (const T*)a.keys + a.head * a.dim_qk, *values = (const T*)a.values + a.head * a.dim_v;
+  // pieces of consecutive slots, a block or a part of one
   for (int64_t at = a.first; at <= a.last;) {
     const int64_t in = at % a.block, count = a.block - in < a.last - at + 1 ? a.block - in : a.last - at + 1;
     const int64_t slot = int64_t(a.table[at / a.block]) * a.block + in;
-    const T* keys = (const T*)a.keys + slot * ks + a.head * a.dim_qk;
     if (at + count <= a.last) {
       const int64_t next = int64_t(a.table[(at + count) / a.block]) * a.block, left = a.last - at - count + 1;
-      come((const T*)a.keys + next * ks + a.head * a.dim_qk, ks, left < a.block ? left : a.block, a.dim_qk);
+      come(keys + next * ks, ks, left < a.block ? left : a.block, a.count * a.dim_qk);
     }
-    come((const T*)a.values + slot * vs + a.head * a.dim_v, vs, count, a.dim_v);
-    for (int64_t h = 0; h < a.queries; h++)
-      scores_of<N>(q + h * a.dim_qk, keys, ks, count, a.dim_qk, a.scores + h * a.room + at - a.first);
+    come(values + slot * vs, vs, count, a.count * a.dim_v);
+    for (int64_t h = 0; h < heads; h++)
+      scores_of<N>(q + h * a.dim_qk, keys + slot * ks + h / a.queries * a.dim_qk, ks, count, a.dim_qk,
+                   a.scores + h * a.room + at - a.first);
     at += count;
   }
-  for (int64_t h = 0; h < a.queries; h++) {
+  for (int64_t h = 0; h < heads; h++) {
     float* s = a.scores + h * a.room;
     for (int64_t i = n; i < (n + LANES - 1) / LANES * LANES; i++) s[i] = -INFINITY;
     Vec peak = all(-INFINITY), bad = zero();
@@ -408,9 +409,9 @@ static void attend_as(const Attention& a, const float* q, float* out) {
   for (int64_t at = a.first; at <= a.last;) {
     const int64_t in = at % a.block, count = a.block - in < a.last - at + 1 ? a.block - in : a.last - at + 1;
     const int64_t slot = int64_t(a.table[at / a.block]) * a.block + in;
-    const T* values = (const T*)a.values + slot * vs + a.head * a.dim_v;
-    for (int64_t h = 0; h < a.queries; h++)
-      weighted_any<N>(a.scores + h * a.room + at - a.first, values, vs, count, a.dim_v, out + h * a.dim_v);
+    for (int64_t h = 0; h < heads; h++)
+      weighted_any<N>(a.scores + h * a.room + at - a.first, values + slot * vs + h / a.queries * a.dim_v, vs, count,
+                      a.dim_v, out + h * a.dim_v);
     at += count;
   }
 }
