@@ -20,6 +20,7 @@ from minivllm.native.program import address
 from .lowering import NotLowered, lower
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.attention import AttentionBackend
     from minivllm.core.interfaces.executor import Wiring
 
     from .parts import ModelParts
@@ -34,12 +35,11 @@ class NativeSteps:
     of, with its KV cache.
     """
 
-    def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts) -> None:
+    def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any) -> None:
         self.state = state
-        self._check(wiring)
+        self._check(wiring, parts.backend)
         rows = min(len(state.stopped), MOST_TOKENS)
-        sampler = state.processors[-1]
-        self.plain = int(wiring.parts["sampler"].traits.get("native", 0))
+        self.plain = int(replaceable(sampler))
         columns = {
             "tokens": state.tokens,
             "longest": state.tokens.shape[1],
@@ -50,7 +50,7 @@ class NativeSteps:
             "stop_ids": state.stop_ids,
             "per_row": state.stop_ids.shape[1],
             "rope_first": state.rope_first,
-            "temperature": sampler.columns["temperature"] if self.plain else None,
+            "temperature": state.processors[-1].columns["temperature"] if self.plain else None,
         }
         names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
         columns |= {name: getattr(state, name) for name in names}
@@ -61,16 +61,15 @@ class NativeSteps:
         self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
         self._at, self._dtype = address(self._box), getattr(torch, wiring.dtype)
 
-    def _check(self, wiring: Wiring) -> None:
+    def _check(self, wiring: Wiring, backend: AttentionBackend) -> None:
         """What the program replaces must be what was chosen."""
         if reason := library.why_not():
             raise NotLowered(reason)
         if wiring.batch_invariant:
             raise NotLowered("batch_invariant=true")
-        for seam in ("attention", "kvformat"):
-            part = wiring.parts[seam]
-            if not part.traits.get("native"):
-                raise NotLowered(f"the {seam} {part.name} does not say that it may be replaced")
+        for seam, plugin in (("attention", backend), ("kvformat", backend.ctx.kv_format)):
+            if not replaceable(plugin):
+                raise NotLowered(f"the {seam} {wiring.parts[seam].name} runs itself")
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether FORWARD of a step can run here."""
@@ -122,9 +121,16 @@ class NativeSteps:
         self.program.close()
 
 
-def native_steps(wiring: Wiring, state: Any, model: Any, parts: ModelParts) -> tuple[NativeSteps | None, str]:
+def replaceable(plugin: Any) -> Any:
+    """Of a plug-in what its class says of itself in ``native``, which a class made of it does not inherit: it runs."""
+    return vars(type(plugin)).get("native", 0)
+
+
+def native_steps(
+    wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any
+) -> tuple[NativeSteps | None, str]:
     """(the steps of a model, ""); or (None, why there are none)."""
     try:
-        return NativeSteps(wiring, state, model, parts), ""
+        return NativeSteps(wiring, state, model, parts, sampler), ""
     except NotLowered as e:
         return None, str(e)
