@@ -46,7 +46,7 @@ class Op(ctypes.Structure):
     ]
 
 
-class Columns(ctypes.Structure):
+class ColumnAddresses(ctypes.Structure):
     """``program.cpp:Columns``: the columns of ``core/worker/state.py:DeviceState``."""
 
     _fields_ = [
@@ -64,7 +64,7 @@ class Columns(ctypes.Structure):
 class Program:
     """``threads`` compute a step of up to ``most_tokens`` tokens.
 
-    ``columns``: name of a field of ``Columns`` -> a tensor, whose address goes there, a number, or None.  They and the
+    ``columns``: name of a field of ``ColumnAddresses`` -> a tensor, whose address goes there, a number, or None.  They and the
     tensors of operations must stay where they are.  ResourceError if the native part cannot be used.
     """
 
@@ -75,7 +75,7 @@ class Program:
         self._library, self.most_tokens = library, most_tokens
         self._keep: list[Any] = list(columns.values())
         self._widths: list[int] = []
-        made = Columns(**{name: _field(value) for name, value in columns.items()})
+        made = ColumnAddresses(**{name: _field(value) for name, value in columns.items()})
         make = library.minivllm_program
         make.restype, make.argtypes = _ADDRESS, [ctypes.c_int32, ctypes.c_int32, _INT, _ADDRESS]
         if library.minivllm_op_size() != ctypes.sizeof(Op):
@@ -134,7 +134,7 @@ def _field(value: Any) -> Any:
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
-class Matrix(ctypes.Structure):
+class MatrixAddresses(ctypes.Structure):
     """``kernels.h:Matrix``."""
 
     _fields_ = [
@@ -152,7 +152,7 @@ def product(
         raise ResourceError("the native part is not there; minivllm.native.library.why_not() says why")
     x, out = x.contiguous(), torch.empty(len(x), len(weight))
     address = [None if t is None else t.data_ptr() for t in (weight, scale, zero)]
-    made = Matrix(*address, None, FORMATS[weight.dtype], len(weight), x.shape[1], group)
+    made = MatrixAddresses(*address, None, FORMATS[weight.dtype], len(weight), x.shape[1], group)
     call = library.minivllm_product
     call.restype, call.argtypes = None, [ctypes.c_int32, _ADDRESS, _ADDRESS, _INT, _ADDRESS]
     call(ISAS.index(isa()), ctypes.addressof(made), x.data_ptr(), len(x), out.data_ptr())
