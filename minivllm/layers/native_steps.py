@@ -58,6 +58,7 @@ class NativeSteps:
         made = lower(model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows)
         self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
         self.copied = made.copied  # bytes of weights beside the model's own
+        self._decode = wiring.steps.graph == "decode"
         self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
         self._at, self._dtype = address(self._box), getattr(torch, wiring.dtype)
 
@@ -74,10 +75,9 @@ class NativeSteps:
     def takes(self, plan: StepPlan) -> bool:
         """Whether FORWARD of a step can run here."""
         rows = len(plan.slots)
-        return (
-            not (not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered))
-            and int(plan.q_len.sum()) <= MOST_TOKENS
-        )
+        if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered):
+            return False
+        return int(plan.q_len.sum()) <= (rows if self._decode else MOST_TOKENS)
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Hidden states [N, H] of the rows that draw, valid until the next step; None if nobody draws."""

@@ -64,8 +64,8 @@ class ColumnAddresses(ctypes.Structure):
 class Program:
     """``threads`` compute a step of up to ``most_tokens`` tokens.
 
-    ``columns``: name of a field of ``ColumnAddresses`` -> a tensor, whose address goes there, a number, or None.  They and the
-    tensors of operations must stay where they are.  ResourceError if the native part cannot be used.
+    ``columns``: name of a field of ``ColumnAddresses`` -> a tensor, whose address goes there, a number, or None.  They
+    and the tensors of operations must stay where they are.  ResourceError if the native part cannot be used.
     """
 
     def __init__(self, threads: int, most_tokens: int, columns: Mapping[str, Any]) -> None:
