@@ -76,8 +76,9 @@ template <class W, int MR, int NR, bool FIRST>
 static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n, float* y, int64_t ldy) {
   constexpr int VECS = W::STEP / LANES, COUNT = MR * NR, PADDED = (COUNT + LANES - 1) / LANES * LANES;
   const Matrix& w = weights.w;
-  Vec total[PADDED];
-  for (int i = 0; i < PADDED; i++) total[i] = zero();
+  Vec total[COUNT];
+#pragma GCC unroll 32
+  for (int i = 0; i < COUNT; i++) total[i] = zero();
   const int64_t whole = w.k / W::STEP * W::STEP;
   for (int64_t k = 0; k < whole; k += W::STEP) {
     Vec v[VECS][NR];
@@ -93,7 +94,13 @@ static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n
       }
   }
   float found[PADDED];
-  for (int i = 0; i < PADDED; i += LANES) sums(total + i, found + i);
+#pragma GCC unroll 4
+  for (int a = 0; a < PADDED; a += LANES) {
+    Vec part[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) part[i] = a + i < COUNT ? total[a + i] : zero();
+    sums(part, found + a);
+  }
   for (int j = 0; j < NR; j++) {
     const float scale = weights.finish(n + j), bias = w.bias ? w.bias[n + j] : 0.0f;
     for (int i = 0; i < MR; i++) {
