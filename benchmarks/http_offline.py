@@ -7,7 +7,8 @@ In each turn an offline engine answers ``--streams`` requests in one batch, and 
 stream over a connection that is kept.  Both live in processes of their own all along; the one whose turn it is not
 idles.  The generator of the load is a third process, and its CPU time is part of what the cores give, so it is shown:
 ``us`` is CPU time in microseconds per token, of the offline engine, of the server's engine, of HTTP and of the load.
-The ratio is that of served to offline tokens per second in the same turn; the last line has the medians.
+The ratio is that of served to offline tokens per second in the same turn; the last line has the medians.  ``others`` is
+what other processes took of the cores meanwhile: where it is more than a few percent, the turn says little.
 
 ``--beside N`` prints tokens per second of one engine alone, of each of N at once, and the share that each has lost
 beyond the N-th part which is its own.
@@ -21,9 +22,10 @@ import os
 import statistics
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from load import measure
-from serving import bodies, cpu_times, start_server
+from serving import TICKS, bodies, cpu_times, start_server
 
 OURS = ("max_tokens", "ignore_eos", "temperature", "seed")
 
@@ -73,19 +75,38 @@ def flat(found: list[list[dict]]) -> list[dict]:
     return [body for mine in found for body in mine]
 
 
+class Others:
+    """Share of the cores that processes took which are not ours, between ``begin`` and ``share``."""
+
+    def begin(self) -> None:
+        self._busy, self._ours, self._at = *self._look(), time.perf_counter()
+
+    def share(self, ended: float) -> float:
+        """``ended``: CPU seconds of our processes that have ended since."""
+        busy, ours = self._look()
+        spent = busy - self._busy - (ours - self._ours) - ended
+        return max(spent, 0.0) / (time.perf_counter() - self._at) / (os.cpu_count() or 1)
+
+    def _look(self) -> tuple[float, float]:
+        words = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        busy = sum(words) - words[3] - words[4]  # idle, and waiting for a disk
+        return busy / TICKS, sum(cpu_times(os.getpid()).values())
+
+
 def in_turns(args: argparse.Namespace, environ: dict[str, str]) -> None:
     more = [part for one in args.set for part in ("--set", one)]
     process, url = start_server(args.model, more, environ)
     offline = Offline(args.model, args.set, environ)
-    rows = []
+    rows, others = [], Others()
     try:
         warm = asks(args, 0, 16)
         offline.begin(flat(warm))
         offline.end()
         measure(url, warm, args.clients, health=False, keep=True)
-        print("offline tok/s    us   served tok/s  ratio  engine us  http us  load us", flush=True)
+        print("offline tok/s    us   served tok/s  ratio  engine us  http us  load us  others", flush=True)
         for turn in range(1, args.turns + 1):
             asked = asks(args, turn)
+            others.begin()
             offline.begin(flat(asked))
             tokens, seconds, cpu = offline.end()
             before = cpu_times(process.pid)
@@ -100,7 +121,7 @@ def in_turns(args: argparse.Namespace, environ: dict[str, str]) -> None:
             http = spent.pop("http")
             rates = tokens / seconds, served / found.seconds
             each = [1e6 * s / tokens for s in (cpu, sum(spent.values()), http, found.cpu)]
-            rows.append((rates[0], each[0], rates[1], rates[1] / rates[0], *each[1:]))
+            rows.append((rates[0], each[0], rates[1], rates[1] / rates[0], *each[1:], 100 * others.share(found.cpu)))
             print(ROW.format(*rows[-1]), flush=True)
         print(ROW.format(*map(statistics.median, zip(*rows, strict=True))), " median", flush=True)
     finally:
@@ -109,7 +130,7 @@ def in_turns(args: argparse.Namespace, environ: dict[str, str]) -> None:
         offline.close()
 
 
-ROW = "{:13.0f} {:5.0f} {:14.0f} {:6.2f} {:10.0f} {:8.1f} {:8.1f}"
+ROW = "{:13.0f} {:5.0f} {:14.0f} {:6.2f} {:10.0f} {:8.1f} {:8.1f} {:6.0f}%"
 
 
 def beside(args: argparse.Namespace, environ: dict[str, str]) -> None:
