@@ -354,7 +354,7 @@ static void weighted_any(const float* p, const typename N::T* values, int64_t st
 template <class T>
 static void come(const T* x, int64_t stride, int64_t n, int64_t dim) {
   for (int64_t i = 0; i < n; i++)
-    for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) _mm_prefetch((const char*)(x + i * stride + d), _MM_HINT_T0);
+    for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) _mm_prefetch((const char*)(x + i * stride + d), _MM_HINT_T1);
 }
 
 template <class N>
