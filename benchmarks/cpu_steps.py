@@ -115,8 +115,10 @@ def llama(path: str, threads: int, args: argparse.Namespace) -> dict[int, float]
             if lib.llama_decode(context, batch):
                 sys.exit("llama.cpp: a step failed")
             pointers = [lib.llama_get_logits_ith(context, at) for at in outputs]
-            return [int(np.ctypeslib.as_array(ctypes.cast(p, ctypes.POINTER(ctypes.c_float)), (vocab,)).argmax())
-                    for p in pointers]  # fmt: skip
+            return [
+                int(np.ctypeslib.as_array(ctypes.cast(p, ctypes.POINTER(ctypes.c_float)), (vocab,)).argmax())
+                for p in pointers
+            ]
 
         for seed in range(args.repeat):
             lib.llama_memory_clear(lib.llama_get_memory(context), True)
