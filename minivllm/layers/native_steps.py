@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from minivllm.core.interfaces.plan import StepPlan, merged
+from minivllm.errors import PluginError
 from minivllm.native import library
 from minivllm.native.program import address
 
@@ -36,10 +37,9 @@ class NativeSteps:
 
     def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts) -> None:
         self.state = state
-        self._check(wiring)
+        self._check(wiring, parts)
         rows = min(len(state.stopped), MOST_TOKENS)
-        sampler = state.processors[-1]
-        self.plain = int(wiring.parts["sampler"].traits.get("native", 0))
+        self.plain, temperature = self._sampler(wiring, state)
         columns = {
             "tokens": state.tokens,
             "longest": state.tokens.shape[1],
@@ -50,7 +50,7 @@ class NativeSteps:
             "stop_ids": state.stop_ids,
             "per_row": state.stop_ids.shape[1],
             "rope_first": state.rope_first,
-            "temperature": sampler.columns["temperature"] if self.plain else None,
+            "temperature": temperature,
         }
         names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
         columns |= {name: getattr(state, name) for name in names}
@@ -61,7 +61,7 @@ class NativeSteps:
         self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
         self._at, self._dtype = address(self._box), getattr(torch, wiring.dtype)
 
-    def _check(self, wiring: Wiring) -> None:
+    def _check(self, wiring: Wiring, parts: ModelParts) -> None:
         """What the program replaces must be what was chosen."""
         if reason := library.why_not():
             raise NotLowered(reason)
@@ -71,6 +71,23 @@ class NativeSteps:
             part = wiring.parts[seam]
             if not part.traits.get("native"):
                 raise NotLowered(f"the {seam} {part.name} does not say that it may be replaced")
+
+        if not parts.described:
+            raise NotLowered(
+                f"the model {wiring.parts['model'].name} is more than its table: it has a build() of its own"
+            )
+
+    def _sampler(self, wiring: Wiring, state: Any) -> tuple[int, torch.Tensor | None]:
+        """(variant bits of rows that are drawn here, the column of temperatures); 0 bits: SAMPLE is not replaced."""
+        part, column = wiring.parts["sampler"], state.processors[-1].columns.get("temperature")
+        bits = int(part.traits.get("native", 0))
+        if not bits:
+            return 0, None
+        if column is None or column.dtype != torch.float32 or column.shape != state.stopped.shape:
+            raise PluginError(
+                f"the sampler {part.name} declares native={bits}: want a column `temperature` of one float32 a row"
+            )
+        return bits, column
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether FORWARD of a step can run here."""
@@ -98,7 +115,7 @@ class NativeSteps:
 
     def draws(self, plan: StepPlan) -> bool:
         """Whether SAMPLE of a step whose FORWARD ran here is nothing but a draw."""
-        if plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held):
+        if not self.plain or plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held):
             return False
         if len(plan.draft) or len(plan.guided) or not 0 < len(plan.samples) <= len(self.logits):
             return False
@@ -106,7 +123,8 @@ class NativeSteps:
         *processors, sampler = self.state.processors
         if any(p.active[slots].any() for p in processors):
             return False
-        return not (sampler.variant[slots] & ~self.plain).any()
+        variant = sampler.variant[slots]
+        return bool(((variant & self.plain) == variant).all() and variant.all())
 
     def sample(self, plan: StepPlan) -> torch.Tensor:
         """Draws, and writes to the columns: i32 [3, N] tokens, counts and flags."""
