@@ -290,7 +290,7 @@ class Program {
       if (position[r] < c_.min_end[slot])
         for (int64_t i = 0; i < c_.per_row; i++) {
           const int64_t id = c_.stop_ids[slot * c_.per_row + i];
-          if (id >= 0 && id < logits.width) x[id] = -INFINITY;
+          if (id >= 0 && id < logits.width) x[id] -= INFINITY;  // a NaN stays one
         }
       drawn_[r] = k_.argmax(x, logits.width, &largest_[r]);
       const float temperature = c_.temperature ? c_.temperature[slot] : 0.0f;
