@@ -18,7 +18,7 @@ from torch import Tensor
 from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, WIDTH, Experts, LayerSpec
 from minivllm.native.program import ACTIVATIONS, FORMATS, Program
 
-from .decoder import Decoder
+from .decoder import Decoder, DecoderBlock
 from .embedding import LMHead, TiedLMHead
 from .linear import Linear
 from .norm import LayerNorm, RMSNorm
@@ -27,8 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from minivllm.core.interfaces.attention import AttnLayer
+    from minivllm.core.interfaces.quantizer import StoredWeight
 
     from .module import Module
+
+
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # numbers that need no scale
+NIBBLES = 32  # inputs of a block of int4
 
 
 class NotLowered(Exception):
@@ -43,13 +48,20 @@ class Lowering:
     """
 
     def __init__(
-        self, model: Any, modules: Mapping[str, Module], layers: Sequence[AttnLayer], program: Program, rows: int
+        self,
+        model: Any,
+        modules: Mapping[str, Module],
+        layers: Sequence[AttnLayer],
+        program: Program,
+        rows: int,
+        block: int,
     ) -> None:
-        if not isinstance(model, Decoder):
+        if type(model) is not Decoder or any(type(block) is not DecoderBlock for block in model.blocks):
             raise NotLowered(f"the model {type(model).__name__} is not made of a table")
         self.modules, self.program, self.spec, self.model = modules, program, model.spec, model
+        self.block = block  # tokens of one of the KV cache
         self.copied = 0  # bytes of weights that the program has beside the model's own
-        self._narrowed: dict[int, Tensor] = {}
+        self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}  # address -> a weight and its copy
         tokens = program.most_tokens
         self.hidden = torch.zeros(tokens, self.spec.hidden)
         self.logits = torch.zeros(rows, self.spec.vocab)
@@ -73,9 +85,13 @@ class Lowering:
         a, cache = attention.spec, attention.cache
         if isinstance(layer.mlp, Experts):
             raise NotLowered(f"layer {i} is a mixture of experts")
-        if a.v_in_k or set(cache) != {"k", "v"} or cache["k"].dtype not in FORMATS:
+        if a.v_in_k or set(cache) != {"k", "v"}:
             raise NotLowered(f"layer {i} has a KV cache of {', '.join(cache)}")
-        if not all(t.is_contiguous() and t.dim() == 4 for t in cache.values()):
+        k, v = cache["k"], cache["v"]
+        if k.dtype not in PLAIN or k.dtype != v.dtype:
+            raise NotLowered(f"layer {i} has a KV cache of {k.dtype} and {v.dtype}".replace("torch.", ""))
+        token = (self.block, a.kv_heads)
+        if k.shape[1:] != (*token, a.dim_qk) or v.shape[1:] != (*token, a.dim_v) or not _whole(k, v):
             raise NotLowered(f"layer {i} has a KV cache that does not lie token by token")
         return a
 
@@ -108,7 +124,7 @@ class Lowering:
         if not isinstance(module, (Linear, LMHead, TiedLMHead)) or (isinstance(module, Linear) and module.reduce):
             raise NotLowered(f"{module.name} is a {type(module).__name__} that it cannot multiply by")
         stored = module.stored()
-        if stored is None or stored.weight.dtype not in FORMATS or not stored.weight.is_contiguous():
+        if stored is None or not readable(stored, module.info.out_features, module.info.in_features):
             raise NotLowered(f"the weight of {module.name} lies in a form that it does not read")
         bias, weight = getattr(module, "bias", None), self._narrow(stored.weight)
         return {
@@ -127,12 +143,12 @@ class Lowering:
         if weight.dtype != torch.float32:
             return weight
         key = weight.data_ptr()
-        if key not in self._narrowed:
+        if key not in self._narrowed:  # the weight stays: nothing else may come to lie at its address
             copy = weight.bfloat16()
             same = all(torch.equal(a.float(), b) for a, b in zip(copy.split(4096), weight.split(4096), strict=True))
-            self._narrowed[key] = copy if same else weight
+            self._narrowed[key] = weight, copy if same else weight
             self.copied += copy.nbytes if same else 0
-        return self._narrowed[key]
+        return self._narrowed[key][1]
 
     # ---- operations --------------------------------------------------------------------------------------------------
 
@@ -242,6 +258,32 @@ class Lowering:
             self.program.add("cap", sampling=True, in_=logits, out=logits, cap=spec.logit_cap)
 
 
+def _whole(*tensors: Tensor | None) -> bool:
+    """Whether those that are there lie without gaps in the memory of this machine."""
+    return all(t is None or (t.is_contiguous() and t.device.type == "cpu") for t in tensors)
+
+
+def readable(stored: StoredWeight, outputs: int, inputs: int) -> bool:
+    """Whether a weight lies in one of the forms of ``StoredWeight``, as kernels read it: without looking."""
+    weight, scale, zero, group = stored
+    if not _whole(weight, scale, zero) or any(t is not None and t.dtype != torch.float32 for t in (scale, zero)):
+        return False
+    if weight.dtype in PLAIN:
+        return weight.shape == (outputs, inputs) and scale is None and zero is None
+    if weight.dtype == torch.int8:
+        whole = group in (0, inputs)
+        return weight.shape == (outputs, inputs) and whole and zero is None and _count(scale) == outputs
+    group = group or inputs
+    if weight.dtype != torch.uint8 or group % NIBBLES or inputs % group:
+        return False
+    scales = outputs * (inputs // group)
+    return weight.shape == (outputs, inputs // 2) and _count(scale) == scales and _count(zero) in (0, scales)
+
+
+def _count(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()
+
+
 def lower(
     model: Any,
     modules: Mapping[str, Module],
@@ -252,4 +294,4 @@ def lower(
     rows: int,
 ) -> Lowering:
     """The program of a model, with ``threads``, for steps of up to ``most_tokens``, of which ``rows`` draw."""
-    return Lowering(model, modules, layers, Program(threads, most_tokens, columns), rows)
+    return Lowering(model, modules, layers, Program(threads, most_tokens, columns), rows, columns["block"])

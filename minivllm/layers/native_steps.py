@@ -20,7 +20,6 @@ from minivllm.native.program import address
 from .lowering import NotLowered, lower
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.attention import AttentionBackend
     from minivllm.core.interfaces.executor import Wiring
 
     from .parts import ModelParts
@@ -37,9 +36,9 @@ class NativeSteps:
 
     def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any) -> None:
         self.state = state
-        self._check(wiring, parts.backend)
+        self._check(wiring, parts)
         rows = min(len(state.stopped), MOST_TOKENS)
-        self.plain = int(replaceable(sampler))
+        self.plain = int(replaceable(sampler))  # variant bits of rows that are drawn here
         columns = {
             "tokens": state.tokens,
             "longest": state.tokens.shape[1],
@@ -62,15 +61,21 @@ class NativeSteps:
         self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
         self._at, self._dtype = address(self._box), getattr(torch, wiring.dtype)
 
-    def _check(self, wiring: Wiring, backend: AttentionBackend) -> None:
+    def _check(self, wiring: Wiring, parts: ModelParts) -> None:
         """What the program replaces must be what was chosen."""
         if reason := library.why_not():
             raise NotLowered(reason)
         if wiring.batch_invariant:
             raise NotLowered("batch_invariant=true")
+        backend = parts.backend
         for seam, plugin in (("attention", backend), ("kvformat", backend.ctx.kv_format)):
             if not replaceable(plugin):
                 raise NotLowered(f"the {seam} {wiring.parts[seam].name} runs itself")
+
+        if not parts.described:
+            raise NotLowered(
+                f"the model {wiring.parts['model'].name} is more than its table: it has a build() of its own"
+            )
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether FORWARD of a step can run here."""
@@ -97,7 +102,7 @@ class NativeSteps:
 
     def draws(self, plan: StepPlan) -> bool:
         """Whether SAMPLE of a step whose FORWARD ran here is nothing but a draw."""
-        if plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held):
+        if not self.plain or plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held):
             return False
         if len(plan.draft) or len(plan.guided) or not 0 < len(plan.samples) <= len(self.logits):
             return False
@@ -105,7 +110,8 @@ class NativeSteps:
         *processors, sampler = self.state.processors
         if any(p.active[slots].any() for p in processors):
             return False
-        return not (sampler.variant[slots] & ~self.plain).any()
+        variant = sampler.variant[slots]
+        return bool(((variant & self.plain) == variant).all() and variant.all())
 
     def sample(self, plan: StepPlan) -> torch.Tensor:
         """Draws, and writes to the columns: i32 [3, N] tokens, counts and flags."""

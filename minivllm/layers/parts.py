@@ -55,6 +55,7 @@ class ModelParts:
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.quantizer, self.backend, self.fuse, self.invariant = quantizer, backend, fuse, batch_invariant
         self.pairs = fuse and not batch_invariant  # the kernels for pairs go by the number of rows
+        self.described = False  # the model is what its architecture's table says, and nothing else
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}

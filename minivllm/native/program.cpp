@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -52,8 +53,14 @@ constexpr int YIELDS_AFTER = 2000;  // looks at a phase that others compute befo
 
 class Team {
  public:
-  explicit Team(int threads) : count_(threads) {
-    for (int t = 1; t < threads; t++) workers_.emplace_back([this, t] { work(t); });
+  // as many threads as the system gives: all tasks are done with fewer too
+  explicit Team(int threads) {
+    workers_.reserve(threads);
+    try {
+      for (int t = 1; t < threads; t++) workers_.emplace_back([this, t] { work(t); });
+    } catch (const std::system_error&) {
+    }
+    count_ = 1 + int(workers_.size());
   }
 
   ~Team() {
@@ -72,7 +79,13 @@ class Team {
         for (int i = 0, n = tasks(p); i < n; i++) run(p, i, 0);
       return;
     }
-    while (inside_.load()) relax();  // who woke up late for the last step leaves first
+    // who woke up late for the last step leaves first; its processor may have been given to another process
+    for (int looks = 0; inside_.load(); looks++) {
+      if (looks < YIELDS_AFTER)
+        relax();
+      else
+        sched_yield();
+    }
     if (size_t(phases) > states_.size()) {
       std::vector<Phase> grown(phases);
       states_.swap(grown);
@@ -151,7 +164,7 @@ class Team {
     }
   }
 
-  const int count_;
+  int count_ = 1;  // workers read it in a step, so after it was set
   std::vector<std::thread> workers_;
   std::vector<Phase> states_;
   int phases_ = 0;
@@ -277,7 +290,7 @@ class Program {
       if (position[r] < c_.min_end[slot])
         for (int64_t i = 0; i < c_.per_row; i++) {
           const int64_t id = c_.stop_ids[slot * c_.per_row + i];
-          if (id >= 0 && id < logits.width) x[id] = -INFINITY;
+          if (id >= 0 && id < logits.width) x[id] -= INFINITY;  // a NaN stays one
         }
       drawn_[r] = k_.argmax(x, logits.width, &largest_[r]);
       const float temperature = c_.temperature ? c_.temperature[slot] : 0.0f;
@@ -558,8 +571,13 @@ EXPORT int32_t minivllm_isa(void) { return minivllm::best_isa(); }
 
 EXPORT int64_t minivllm_op_size(void) { return sizeof(minivllm::Op); }
 
+// null if there is no memory for it
 EXPORT void* minivllm_program(int32_t isa, int32_t threads, int64_t most_tokens, const void* columns) {
-  return new (std::nothrow) Program(*minivllm::kernels_for(isa), threads, most_tokens, *(const minivllm::Columns*)columns);
+  try {
+    return new Program(*minivllm::kernels_for(isa), threads, most_tokens, *(const minivllm::Columns*)columns);
+  } catch (const std::exception&) {  // no memory
+    return nullptr;
+  }
 }
 
 EXPORT void minivllm_register(void* program, float* data, int64_t width, int64_t stride) {

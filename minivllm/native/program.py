@@ -7,6 +7,9 @@ makes a program hands over tensors, which it keeps alive.
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +27,18 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3,
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, None: 5}
 
 _INT, _REAL, _ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+# what the functions of program.cpp take; those that give nothing
+_TAKES: Mapping[str, list[Any]] = {
+    "register": [_ADDRESS, _ADDRESS, _INT, _INT],
+    "op": [_ADDRESS, _ADDRESS, ctypes.c_int32],
+    "forward": [_ADDRESS, _ADDRESS],
+    "sample": [_ADDRESS, _ADDRESS, _ADDRESS],
+    "free": [_ADDRESS],
+    "product": [ctypes.c_int32, _ADDRESS, _ADDRESS, _INT, _ADDRESS],
+}
+_DECLARING = threading.Lock()
 
 
 class Op(ctypes.Structure):
@@ -61,6 +76,28 @@ class ColumnAddresses(ctypes.Structure):
     ]
 
 
+@functools.cache
+def _declare(library: ctypes.CDLL) -> None:
+    library.minivllm_op_size.restype = _INT
+    if library.minivllm_op_size() != ctypes.sizeof(Op):
+        raise ResourceError("the native part has another form of operations than this package: reinstall")
+    library.minivllm_program.argtypes = [ctypes.c_int32, ctypes.c_int32, _INT, _ADDRESS]
+    library.minivllm_program.restype = _ADDRESS
+    for name, takes in _TAKES.items():
+        function = getattr(library, f"minivllm_{name}")
+        function.argtypes, function.restype = takes, None
+
+
+def declared() -> ctypes.CDLL:
+    """The library, whose functions know what they take.  ResourceError if it cannot be used."""
+    library = load()
+    if library is None:
+        raise ResourceError("the native part is not there; minivllm.native.library.why_not() says why")
+    with _DECLARING:  # a thread that came second would call a function that takes an address for an int
+        _declare(library)
+    return library
+
+
 class Program:
     """``threads`` compute a step of up to ``most_tokens`` tokens.
 
@@ -69,27 +106,16 @@ class Program:
     """
 
     def __init__(self, threads: int, most_tokens: int, columns: Mapping[str, Any]) -> None:
-        library = load()
-        if library is None:
-            raise ResourceError("the native part is not there; minivllm.native.library.why_not() says why")
-        self._library, self.most_tokens = library, most_tokens
+        self._library, self.most_tokens = declared(), most_tokens
         self._keep: list[Any] = list(columns.values())
         self._widths: list[int] = []
         made = ColumnAddresses(**{name: _field(value) for name, value in columns.items()})
-        make = library.minivllm_program
-        make.restype, make.argtypes = _ADDRESS, [ctypes.c_int32, ctypes.c_int32, _INT, _ADDRESS]
-        if library.minivllm_op_size() != ctypes.sizeof(Op):
-            raise ResourceError("the native part has another form of operations than this package: reinstall")
-        self._made = make(ISAS.index(isa()), threads, most_tokens, ctypes.addressof(made))
-        for name in ("register", "op", "forward", "sample", "free"):
-            getattr(library, f"minivllm_{name}").restype = None
-        library.minivllm_register.argtypes = [_ADDRESS, _ADDRESS, _INT, _INT]
-        library.minivllm_op.argtypes = [_ADDRESS, _ADDRESS, ctypes.c_int32]
-        library.minivllm_forward.argtypes = [_ADDRESS, _ADDRESS]
-        library.minivllm_sample.argtypes = [_ADDRESS, _ADDRESS, _ADDRESS]
-        library.minivllm_free.argtypes = [_ADDRESS]
-        self._forward: Callable[..., None] = library.minivllm_forward
-        self._sample: Callable[..., None] = library.minivllm_sample
+        self._process = os.getpid()
+        self._made = self._library.minivllm_program(ISAS.index(isa()), threads, most_tokens, ctypes.addressof(made))
+        if not self._made:
+            raise ResourceError("no memory for a program of the native part")
+        self._forward: Callable[..., None] = self._library.minivllm_forward
+        self._sample: Callable[..., None] = self._library.minivllm_sample
 
     def register(self, memory: Tensor) -> int:
         """Rows f32 [tokens, width], which may be columns of another register's; its number."""
@@ -121,7 +147,7 @@ class Program:
     def close(self) -> None:
         """End the threads.  Nothing may run any more."""
         made, self._made = self._made, None
-        if made:
+        if made and self._process == os.getpid():  # a fork of the process has no threads to wait for
             self._library.minivllm_free(made)
 
     def __del__(self) -> None:
@@ -147,15 +173,11 @@ def product(
     x: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, group: int = 1
 ) -> Tensor:
     """x f32 [T, in] times a weight [out, in] of a form of ``kernels.h:Matrix``, in one thread: f32 [T, out]."""
-    library = load()
-    if library is None:
-        raise ResourceError("the native part is not there; minivllm.native.library.why_not() says why")
+    library = declared()
     x, out = x.contiguous(), torch.empty(len(x), len(weight))
     address = [None if t is None else t.data_ptr() for t in (weight, scale, zero)]
     made = MatrixAddresses(*address, None, FORMATS[weight.dtype], len(weight), x.shape[1], group)
-    call = library.minivllm_product
-    call.restype, call.argtypes = None, [ctypes.c_int32, _ADDRESS, _ADDRESS, _INT, _ADDRESS]
-    call(ISAS.index(isa()), ctypes.addressof(made), x.data_ptr(), len(x), out.data_ptr())
+    library.minivllm_product(ISAS.index(isa()), ctypes.addressof(made), x.data_ptr(), len(x), out.data_ptr())
     return out
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, GraphKey
+from minivllm.core.interfaces.model import ModelArch
 from minivllm.core.interfaces.plan import StepPlan, no_rows
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
 from minivllm.errors import ConfigError, ModelError, ResourceError
@@ -180,6 +181,7 @@ def _load(
     with torch.inference_mode():
         try:
             model = build_model(arch, cfg, parts)
+            parts.described = type(arch).build is ModelArch.build
         except torch.OutOfMemoryError as e:
             raise ResourceError(
                 f"no memory for the model's weights: {str(e).splitlines()[0]}"

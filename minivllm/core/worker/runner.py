@@ -275,7 +275,7 @@ class Runner:
         try:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
-                    if running.native and not self._poison and self.native.draws(running.plan):
+                    if running.native and self._draws_natively(running.plan):
                         seam = self.chain.seam_names[-1]
                         running.packed = self.seams.run(seam, self.native.sample, running.plan)
                     elif not self._sample_captured(running, late):
@@ -288,6 +288,10 @@ class Runner:
         if self.device.type == "cpu":
             running.device_ms = (time.perf_counter() - running.start) * 1e3
         running.hidden, running.seams = None, self.seams.take()
+
+    def _draws_natively(self, plan: StepPlan) -> bool:
+        """Whether a draw is all that a step asks for: no failure to report, no sampler that is told of tokens."""
+        return not self._poison and not self.chain.commits[-1] and self.native.draws(plan)
 
     def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
         """SAMPLE as one replay; False if the step asks for what cannot be captured."""

@@ -1,0 +1,117 @@
+"""Engines whose captured CPU steps are compared, step by step, with the same steps as separate operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.worker.runner import Runner
+from minivllm.core.worker.running import Running
+from minivllm.layers.native_steps import NativeSteps
+from minivllm.native import library, program
+from minivllm.plugins.model import spec as families
+from minivllm.spec import Spec
+from minivllm.testing.tiny import quiet, save, small_config, tiny_model
+
+needs_library = pytest.mark.skipif(library.load() is None, reason=f"the native part: {library.why_not()}")
+HERE = [name for name in ("avx2", "avx512") if library.ISAS.index(name) <= library.ISAS.index(library.isa())]
+NAMED = [s for s in vars(families).values() if isinstance(s, Spec) and s.listed("architecture")]
+FAMILIES = [s.listed("architecture")[0] for s in NAMED]
+SIZES: dict[str, Any] = {
+    "skip_tokenizer_init": True, "device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64,
+    "num_kvcache_blocks": 64, "kvcache_block_size": 8, "max_model_len": 128,
+}  # fmt: skip
+
+
+@pytest.fixture(params=HERE)
+def each_isa(request, monkeypatch):
+    """The kernels of each instruction set that this CPU and the environment allow."""
+    monkeypatch.setattr(program, "isa", lambda: request.param)
+    return request.param
+
+
+def prompt(n: int, seed: int = 0, vocab: int = 61) -> list[int]:
+    return [(7 * i * i + 3 * i + 5 + 11 * seed) % vocab for i in range(n)]
+
+
+def checkpoint(path: Path, architecture: str, **values: Any) -> str:
+    """A tiny random model of an architecture of transformers."""
+    cls = getattr(transformers, architecture)
+    with quiet():
+        return str(save(tiny_model(small_config(cls.config_class, **values), 0, cls), path))
+
+
+def engine(path: str, **options: Any) -> LLM:
+    return LLM(model=path, **{**SIZES, **options})
+
+
+def ask(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[list[int]]]:
+    """The tokens of each sample of each prompt."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 32, "ignore_eos": True, **params})
+    outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [[o.token_ids for o in out.outputs] for out in outs]
+
+
+@dataclass
+class Watched:
+    """What the captured steps did."""
+
+    steps: int = 0  # FORWARD of which ran in the native part, and that draw
+    draws: int = 0  # SAMPLE likewise
+    others: int = 0  # FORWARD as separate operations
+    tokens: list[int] = field(default_factory=list)  # of each native step
+    mixed: int = 0  # native steps with chunks beside decodes
+    drafted: int = 0  # native steps with drafts
+    hidden: float = 0.0  # the largest difference of hidden states, relative to the largest of a step
+    logits: float = 0.0
+
+
+@contextmanager
+def watched(compare: bool = True) -> Iterator[Watched]:
+    """Engines that run in it compute each captured step again, by separate operations, before they draw."""
+    seen, forward, sample = Watched(), Runner.forward, NativeSteps.sample
+
+    def both(self: Runner, plan: Any) -> Running:
+        running = forward(self, plan)
+        if not running.native:
+            seen.others += 1
+            return running
+        q_len = running.plan.q_len
+        seen.tokens.append(int(q_len.sum()))
+        seen.mixed += int((q_len == 1).any() and (q_len > 1).any())
+        seen.drafted += int(running.plan.draft.any())
+        if running.hidden is None:
+            return running
+        seen.steps += 1
+        if compare:
+            with torch.inference_mode():
+                other = Running(running.plan)
+                self._forward(other, running.plan, lambda seam, call, *args: call(*args))
+                got, want = running.hidden, other.hidden
+                seen.hidden = max(seen.hidden, _difference(got, want))
+                seen.logits = max(seen.logits, _difference(self.model.logits(got), self.model.logits(want)))
+        return running
+
+    def draw(self: NativeSteps, plan: Any) -> torch.Tensor:
+        seen.draws += 1
+        return sample(self, plan)
+
+    Runner.forward, NativeSteps.sample = both, draw
+    try:
+        yield seen
+    finally:
+        Runner.forward, NativeSteps.sample = forward, sample
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.shape == want.shape and got.dtype == want.dtype and bool(want.isfinite().all())
+    found = float((got.float() - want.float()).abs().max() / want.float().abs().max())
+    return found if found == found else float("inf")  # a NaN is the largest
