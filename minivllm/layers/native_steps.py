@@ -49,7 +49,7 @@ class NativeSteps:
             "stop_ids": state.stop_ids,
             "per_row": state.stop_ids.shape[1],
             "rope_first": state.rope_first,
-            "temperature": state.processors[-1].columns["temperature"] if self.plain else None,
+            "temperature": self._temperature(wiring) if self.plain else None,
         }
         names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
         columns |= {name: getattr(state, name) for name in names}
@@ -76,6 +76,16 @@ class NativeSteps:
             raise NotLowered(
                 f"the model {wiring.parts['model'].name} is more than its table: it has a build() of its own"
             )
+
+    def _temperature(self, wiring: Wiring) -> torch.Tensor:
+        """The sampler's column, f32 [S].  PluginError if there is none like that."""
+        column = self.state.processors[-1].columns.get("temperature")
+        if column is None or column.dtype != torch.float32 or column.shape != self.state.stopped.shape:
+            name = wiring.parts["sampler"].name
+            raise PluginError(
+                f"the sampler {name} says native={self.plain}: want a column `temperature` of one float32 a row"
+            )
+        return column
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether FORWARD of a step can run here."""
