@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from minivllm.core.interfaces.plan import StepPlan, merged
+from minivllm.errors import PluginError
 from minivllm.native import library
 from minivllm.native.program import address
 
