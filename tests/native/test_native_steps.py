@@ -331,6 +331,7 @@ class AnyFormat(Sdpa):
     """The same attention over any format."""
 
     spec = replace(SDPA, impl=f"{__name__}:AnyFormat", limits={**SDPA.limits, "kv_format": ANY})
+    native = True
 
 
 class Edited(Llama):
