@@ -225,6 +225,17 @@ def test_chunks_run_beside_decodes(model, request):
     assert seen.mixed > 5 and max(seen.tokens) > 16
 
 
+def test_layers_with_a_window_have_a_table_of_blocks_of_their_own(windowed):
+    """Blocks come back to the two groups at different times, so that soon the same piece lies elsewhere in each."""
+    with watched() as seen, engine(windowed, num_kvcache_blocks=24, max_num_batched_tokens=24) as llm:
+        got = ask(llm, MANY)
+        full, near = llm.engine.executor.runner.state.table
+        assert ((full != near) & (near > 0)).any(), "the test has no power"
+    assert seen.hidden < 1e-4 and seen.draws
+    with engine(windowed, graph="off") as llm:
+        assert ask(llm, MANY) == got
+
+
 def test_steps_of_more_tokens_run_as_separate_operations_on_the_same_cache(folder):
     long = [prompt(100, i) for i in range(4)]
     seen = compared(folder, long, max_num_batched_tokens=90, max_model_len=160, num_kvcache_blocks=96)
