@@ -1,7 +1,8 @@
 """A load generator that costs little: bare sockets, one poll loop a process, no parsing but of the end of an answer.
 
 It counts an answer's tokens by the usage that the server states at its end, and takes the time of each piece of text
-as it comes.  Its own CPU time is part of what it returns: a generator that is at its limit measures itself.
+as it comes.  Each answer has a connection of its own, or (``keep``) a stream's answers come over one.  Its own CPU time
+is part of what it returns: a generator that is at its limit measures itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 TEXT = b'"text"'  # in every event of a completion that brings text
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+LAST = b"\r\n0\r\n\r\n"  # the end of an answer in chunks
 TAIL = 2048  # bytes at the end of an answer that hold its usage
 PROBE = 0.05  # seconds between looks at /health
 
@@ -45,17 +47,20 @@ class Found:
 
 
 class _Stream:
-    """One connection after the other; ``asks`` are whole requests."""
+    """One connection after the other, or one for all (``keep``); ``asks`` are whole requests."""
 
-    def __init__(self, address: tuple[str, int], asks: Sequence[bytes]) -> None:
-        self.address, self.asks = address, list(reversed(asks))
+    def __init__(self, address: tuple[str, int], asks: Sequence[bytes], keep: bool) -> None:
+        self.address, self.asks, self.keep = address, list(reversed(asks)), keep
+        self.socket: socket.socket | None = None
 
     def begin(self) -> int:
         self.start = time.perf_counter()
         self.first = self.last = 0.0
         self.events, self.tail = 0, b""
-        self.socket = socket.create_connection(self.address)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.socket is None:
+            self.socket = socket.create_connection(self.address)
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setblocking(True)
         self.socket.sendall(self.asks.pop())
         self.socket.setblocking(False)
         return self.socket.fileno()
@@ -71,24 +76,28 @@ class _Stream:
             self.first = self.first or self.last
             self.events += data.count(TEXT)
         self.tail = self.tail[-TAIL:] + data if self.tail else data
-        return bool(data)
+        return bool(data) and not (self.keep and self.tail.endswith(LAST))
 
     def end(self) -> Answer | str:
-        self.socket.close()
+        if not (self.keep and self.asks):
+            self.socket.close()
+            self.socket = None
         counts = USAGE.findall(self.tail)
         if not counts or not self.first:
             return self.tail[:200].decode(errors="replace")
         return Answer(self.first - self.start, self.last - self.first, int(counts[-1]), self.events)
 
 
-def drive(address: tuple[str, int], asks: Sequence[Sequence[bytes]], at: float) -> tuple[list, list[str], float, float]:
+def drive(
+    address: tuple[str, int], asks: Sequence[Sequence[bytes]], keep: bool, at: float
+) -> tuple[list, list[str], float, float]:
     """All streams of one process, from ``at`` (time.monotonic) on: (answers, wrong, end, CPU seconds)."""
     time.sleep(max(at - time.monotonic(), 0.0))
     cpu = time.process_time()
     poll = select.epoll()
     live: dict[int, _Stream] = {}
     for mine in asks:
-        stream = _Stream(address, mine)
+        stream = _Stream(address, mine, keep)
         live[fd := stream.begin()] = stream
         poll.register(fd, select.EPOLLIN)
     answers, wrong = [], []
@@ -125,24 +134,28 @@ def _drive_to(pipe, *args) -> None:
     pipe.send(drive(*args))
 
 
-def request(host: str, body: dict) -> bytes:
-    """A streamed completion as bytes."""
+def request(host: str, body: dict, keep: bool = False) -> bytes:
+    """A streamed completion as bytes; ``keep``: the connection stays open behind it."""
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+    after = "keep-alive" if keep else "close"
+    return f"{head}Content-Length: {len(data)}\r\nConnection: {after}\r\n\r\n".encode() + data
 
 
-def measure(url: str, asks: Sequence[Sequence[dict]], processes: int = 1, health: bool = True) -> Found:
-    """Each of ``asks`` is a stream: its bodies are asked one after the other, all streams at once."""
+def measure(
+    url: str, asks: Sequence[Sequence[dict]], processes: int = 1, health: bool = True, keep: bool = False
+) -> Found:
+    """Each of ``asks`` is a stream: its bodies are asked one after the other, all streams at once; ``keep``: over one
+    connection each."""
     where = urlsplit(url)
     address = (where.hostname or "127.0.0.1", where.port or 80)
-    made = [[request(address[0], body) for body in mine] for mine in asks]
+    made = [[request(address[0], body, keep) for body in mine] for mine in asks]
     context = multiprocessing.get_context("fork")
     stop, begin = context.Event(), time.monotonic() + 0.3
     found, workers = Found(), []
     for k in range(processes):
         near, far = context.Pipe(False)
-        workers.append((context.Process(target=_drive_to, args=(far, address, made[k::processes], begin)), near))
+        workers.append((context.Process(target=_drive_to, args=(far, address, made[k::processes], keep, begin)), near))
     near, far = context.Pipe(False)
     prober = context.Process(target=_probe, args=(address, stop, far))
     for worker, _ in workers:

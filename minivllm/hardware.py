@@ -7,6 +7,11 @@ the operating system does not offer it, and ``cpu_matmul`` multiplies in a child
 oneDNN compiles a kernel for every number of rows of every weight's shape, and an engine sees nearly all of them in its
 life.  A kernel is 0.3 to 0.5 MiB; oneDNN keeps 1,024 of them and torch's bridge to it 1,024 more, for each thread, so
 that a process grows by half a GiB in its first hour.  ``prepare_environment`` bounds both.
+
+OpenMP's threads wait for the next operation in a loop, by GNU's default for some milliseconds.  Where another process
+wants their cores, the server's HTTP or a second engine, each takes from the other what neither works with, and both
+slow down far more than twofold.  ``prepare_environment`` bounds the loop to less than a tenth of a millisecond: longer
+than from one operation of a layer to the next, shorter than what others notice.
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ CAP = "ONEDNN_MAX_CPU_ISA"
 # kernels that are kept: those of the last fifty sizes of a step.  The bridge's are the same ones once more, and finding
 # one in oneDNN costs no time that could be measured; of 0 it dies.
 KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
+WAITING = {"GOMP_SPINCOUNT": "2000"}  # rounds of the loop; GNU's OpenMP reads it when torch is imported
+WAIT_POLICY = "OMP_WAIT_POLICY"
 PROBED = ("float32", "bfloat16", "float16", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
 ROWS = (1, 32)  # a decode step of one sequence, a small prefill
@@ -53,10 +60,14 @@ class Device:
 
 
 def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str | None:
-    """Bound how many kernels are kept, and cap oneDNN's instruction set where the operating system offers AVX512-BF16
-    but no AMX.  Returns the cap if it was set now.  The variables are read with the first matrix product, so this comes
-    before it; a value that the user has set stays."""
+    """Bound how many kernels are kept and how long idle threads loop, and cap oneDNN's instruction set where the
+    operating system offers AVX512-BF16 but no AMX.  Returns the cap if it was set now.  The variables are read when
+    torch is imported and with the first matrix product, so this comes before both; a value that the user has set
+    stays."""
     environ = os.environ if environ is None else environ
+    if WAIT_POLICY not in environ:
+        for name, most in WAITING.items():
+            environ.setdefault(name, most)
     for name, most in KEPT.items():
         environ.setdefault(name, most)
     if CAP in environ:

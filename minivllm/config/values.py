@@ -120,7 +120,9 @@ class EngineConfig(Strict):
     )
     enforce_eager: bool = Field(False, description="never run captured graphs: the same as graph=off")
     graph: Literal["auto", "mixed", "decode", "off"] = Field(
-        "auto", description="steps captured as CUDA graphs; mixed: decode steps too; auto: what attention allows"
+        "auto",
+        description="steps captured as CUDA graphs, on a CPU as calls of the native part; mixed: also those with parts "
+        "of prompts; auto: what attention allows",
     )
     fuse: bool = Field(
         True, description="kernels on a GPU that join layers, or a sampler's operations; false: torch's own, one by one"

@@ -35,11 +35,11 @@ class NativeSteps:
     of, with its KV cache.
     """
 
-    def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts) -> None:
+    def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any) -> None:
         self.state = state
         self._check(wiring, parts)
         rows = min(len(state.stopped), MOST_TOKENS)
-        self.plain, temperature = self._sampler(wiring, state)
+        self.plain = int(replaceable(sampler))  # variant bits of rows that are drawn here
         columns = {
             "tokens": state.tokens,
             "longest": state.tokens.shape[1],
@@ -50,7 +50,7 @@ class NativeSteps:
             "stop_ids": state.stop_ids,
             "per_row": state.stop_ids.shape[1],
             "rope_first": state.rope_first,
-            "temperature": temperature,
+            "temperature": self._temperature(wiring) if self.plain else None,
         }
         names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
         columns |= {name: getattr(state, name) for name in names}
@@ -58,6 +58,7 @@ class NativeSteps:
         made = lower(model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows)
         self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
         self.copied = made.copied  # bytes of weights beside the model's own
+        self._decode = wiring.steps.graph == "decode"
         self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
         self._at, self._dtype = address(self._box), getattr(torch, wiring.dtype)
 
@@ -67,35 +68,32 @@ class NativeSteps:
             raise NotLowered(reason)
         if wiring.batch_invariant:
             raise NotLowered("batch_invariant=true")
-        for seam in ("attention", "kvformat"):
-            part = wiring.parts[seam]
-            if not part.traits.get("native"):
-                raise NotLowered(f"the {seam} {part.name} does not say that it may be replaced")
+        backend = parts.backend
+        for seam, plugin in (("attention", backend), ("kvformat", backend.ctx.kv_format)):
+            if not replaceable(plugin):
+                raise NotLowered(f"the {seam} {wiring.parts[seam].name} runs itself")
 
         if not parts.described:
             raise NotLowered(
                 f"the model {wiring.parts['model'].name} is more than its table: it has a build() of its own"
             )
 
-    def _sampler(self, wiring: Wiring, state: Any) -> tuple[int, torch.Tensor | None]:
-        """(variant bits of rows that are drawn here, the column of temperatures); 0 bits: SAMPLE is not replaced."""
-        part, column = wiring.parts["sampler"], state.processors[-1].columns.get("temperature")
-        bits = int(part.traits.get("native", 0))
-        if not bits:
-            return 0, None
-        if column is None or column.dtype != torch.float32 or column.shape != state.stopped.shape:
+    def _temperature(self, wiring: Wiring) -> torch.Tensor:
+        """The sampler's column, f32 [S].  PluginError if there is none like that."""
+        column = self.state.processors[-1].columns.get("temperature")
+        if column is None or column.dtype != torch.float32 or column.shape != self.state.stopped.shape:
+            name = wiring.parts["sampler"].name
             raise PluginError(
-                f"the sampler {part.name} declares native={bits}: want a column `temperature` of one float32 a row"
+                f"the sampler {name} says native={self.plain}: want a column `temperature` of one float32 a row"
             )
-        return bits, column
+        return column
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether FORWARD of a step can run here."""
         rows = len(plan.slots)
-        return (
-            not (not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered))
-            and int(plan.q_len.sum()) <= MOST_TOKENS
-        )
+        if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered):
+            return False
+        return int(plan.q_len.sum()) <= (rows if self._decode else MOST_TOKENS)
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Hidden states [N, H] of the rows that draw, valid until the next step; None if nobody draws."""
@@ -140,9 +138,16 @@ class NativeSteps:
         self.program.close()
 
 
-def native_steps(wiring: Wiring, state: Any, model: Any, parts: ModelParts) -> tuple[NativeSteps | None, str]:
+def replaceable(plugin: Any) -> Any:
+    """Of a plug-in what its class says of itself in ``native``, which a class made of it does not inherit: it runs."""
+    return vars(type(plugin)).get("native", 0)
+
+
+def native_steps(
+    wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any
+) -> tuple[NativeSteps | None, str]:
     """(the steps of a model, ""); or (None, why there are none)."""
     try:
-        return NativeSteps(wiring, state, model, parts), ""
+        return NativeSteps(wiring, state, model, parts, sampler), ""
     except NotLowered as e:
         return None, str(e)

@@ -76,8 +76,9 @@ template <class W, int MR, int NR, bool FIRST>
 static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n, float* y, int64_t ldy) {
   constexpr int VECS = W::STEP / LANES, COUNT = MR * NR, PADDED = (COUNT + LANES - 1) / LANES * LANES;
   const Matrix& w = weights.w;
-  Vec total[PADDED];
-  for (int i = 0; i < PADDED; i++) total[i] = zero();
+  Vec total[COUNT];
+#pragma GCC unroll 32
+  for (int i = 0; i < COUNT; i++) total[i] = zero();
   const int64_t whole = w.k / W::STEP * W::STEP;
   for (int64_t k = 0; k < whole; k += W::STEP) {
     Vec v[VECS][NR];
@@ -93,7 +94,13 @@ static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n
       }
   }
   float found[PADDED];
-  for (int i = 0; i < PADDED; i += LANES) sums(total + i, found + i);
+#pragma GCC unroll 4
+  for (int a = 0; a < PADDED; a += LANES) {
+    Vec part[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) part[i] = a + i < COUNT ? total[a + i] : zero();
+    sums(part, found + a);
+  }
   for (int j = 0; j < NR; j++) {
     const float scale = weights.finish(n + j), bias = w.bias ? w.bias[n + j] : 0.0f;
     for (int i = 0; i < MR; i++) {
@@ -347,29 +354,30 @@ static void weighted_any(const float* p, const typename N::T* values, int64_t st
 template <class T>
 static void come(const T* x, int64_t stride, int64_t n, int64_t dim) {
   for (int64_t i = 0; i < n; i++)
-    for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) _mm_prefetch((const char*)(x + i * stride + d), _MM_HINT_T0);
+    for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) _mm_prefetch((const char*)(x + i * stride + d), _MM_HINT_T1);
 }
 
 template <class N>
 static void attend_as(const Attention& a, const float* q, float* out) {
   using T = typename N::T;
-  const int64_t n = a.last - a.first + 1;
+  const int64_t n = a.last - a.first + 1, heads = a.count * a.queries;
   const int64_t ks = a.kv_heads * a.dim_qk, vs = a.kv_heads * a.dim_v;
-  // pieces of consecutive slots: [first of the piece, end)
+  const T *keys = (const T*)a.keys + a.head * a.dim_qk, *values = (const T*)a.values + a.head * a.dim_v;
+  // pieces of consecutive slots, a block or a part of one
   for (int64_t at = a.first; at <= a.last;) {
     const int64_t in = at % a.block, count = a.block - in < a.last - at + 1 ? a.block - in : a.last - at + 1;
     const int64_t slot = int64_t(a.table[at / a.block]) * a.block + in;
-    const T* keys = (const T*)a.keys + slot * ks + a.head * a.dim_qk;
     if (at + count <= a.last) {
       const int64_t next = int64_t(a.table[(at + count) / a.block]) * a.block, left = a.last - at - count + 1;
-      come((const T*)a.keys + next * ks + a.head * a.dim_qk, ks, left < a.block ? left : a.block, a.dim_qk);
+      come(keys + next * ks, ks, left < a.block ? left : a.block, a.count * a.dim_qk);
     }
-    come((const T*)a.values + slot * vs + a.head * a.dim_v, vs, count, a.dim_v);
-    for (int64_t h = 0; h < a.queries; h++)
-      scores_of<N>(q + h * a.dim_qk, keys, ks, count, a.dim_qk, a.scores + h * a.room + at - a.first);
+    come(values + slot * vs, vs, count, a.count * a.dim_v);
+    for (int64_t h = 0; h < heads; h++)
+      scores_of<N>(q + h * a.dim_qk, keys + slot * ks + h / a.queries * a.dim_qk, ks, count, a.dim_qk,
+                   a.scores + h * a.room + at - a.first);
     at += count;
   }
-  for (int64_t h = 0; h < a.queries; h++) {
+  for (int64_t h = 0; h < heads; h++) {
     float* s = a.scores + h * a.room;
     for (int64_t i = n; i < (n + LANES - 1) / LANES * LANES; i++) s[i] = -INFINITY;
     Vec peak = all(-INFINITY), bad = zero();
@@ -408,9 +416,9 @@ static void attend_as(const Attention& a, const float* q, float* out) {
   for (int64_t at = a.first; at <= a.last;) {
     const int64_t in = at % a.block, count = a.block - in < a.last - at + 1 ? a.block - in : a.last - at + 1;
     const int64_t slot = int64_t(a.table[at / a.block]) * a.block + in;
-    const T* values = (const T*)a.values + slot * vs + a.head * a.dim_v;
-    for (int64_t h = 0; h < a.queries; h++)
-      weighted_any<N>(a.scores + h * a.room + at - a.first, values, vs, count, a.dim_v, out + h * a.dim_v);
+    for (int64_t h = 0; h < heads; h++)
+      weighted_any<N>(a.scores + h * a.room + at - a.first, values + slot * vs + h / a.queries * a.dim_v, vs, count,
+                      a.dim_v, out + h * a.dim_v);
     at += count;
   }
 }

@@ -25,13 +25,13 @@ struct Matrix {
   int64_t format, n, k, group;
 };
 
-// Attention of one KV head: the queries of its group over positions [first, last] of a sequence.
+// Attention of KV heads [head, head + count), each with its queries, over positions [first, last] of a sequence.
 struct Attention {
   const void *keys, *values;  // [blocks, block, kv_heads, dim]
   const int32_t* table;       // block of each block-sized piece of the sequence
-  const float* sinks;         // of the queries of the group, or null
-  float* scores;              // [queries, room], scratch
-  int64_t format, block, kv_heads, head, dim_qk, dim_v, queries, first, last, room;
+  const float* sinks;         // of these queries, or null
+  float* scores;              // [count * queries, room], scratch
+  int64_t format, block, kv_heads, head, count, dim_qk, dim_v, queries, first, last, room;
   float scale, cap;  // cap 0: none
 };
 
@@ -51,7 +51,7 @@ struct Kernels {
   // width numbers of a format to float32 and back
   void (*load)(const void* x, int64_t format, int64_t at, int64_t width, float* y);
   void (*store)(const float* x, int64_t format, int64_t at, int64_t width, void* y);
-  // q [queries, dim_qk] -> out [queries, dim_v]
+  // q [count * queries, dim_qk] -> out [count * queries, dim_v]
   void (*attend)(const Attention& a, const float* q, float* out);
   // x = cap * tanh(x / cap)
   void (*soft_cap)(float* x, float cap, int64_t width);

@@ -357,7 +357,7 @@ class Program {
         const int64_t n = op.gated ? op.n / 2 : op.n;
         return int((n + piece(op) - 1) / piece(op));
       }
-      case ATTEND: return int(rows_.size() * op.kv_heads);
+      case ATTEND: return int(rows_.size() * (op.kv_heads / heads_of(op)));
       case PICK: return 1;
       default: return int(tokens);
     }
@@ -468,36 +468,40 @@ class Program {
     }
   }
 
-  // of one row and one KV head: writes keys and values of its tokens, then attends for each of them
+  // KV heads of a task: all where there are rows enough for the threads, so that the cache is read as it lies
+  int64_t heads_of(const Op& op) const { return int64_t(rows_.size()) >= 2 * team_.count() ? op.kv_heads : 1; }
+
+  // of one row and some KV heads: writes keys and values of its tokens, then attends for each of them
   void attend(const Op& op, int64_t task, int thread) {
-    const Row& r = rows_[task / op.kv_heads];
-    const int64_t head = task % op.kv_heads, group = op.heads / op.kv_heads, block = c_.block;
+    const int64_t count = heads_of(op), tasks = op.kv_heads / count, head = task % tasks * count;
+    const Row& r = rows_[task / tasks];
+    const int64_t group = op.heads / op.kv_heads, block = c_.block, queries = count * group;
     const int32_t* table = c_.table + (op.kv_group * c_.slots + r.slot) * c_.blocks;
     const int64_t q_width = op.heads * op.dim_qk, k_width = op.kv_heads * op.dim_qk;
     const bool nobody = tokens_[r.first].nobody;
     for (int64_t t = r.first; t < r.first + r.count; t++) {
-      float* x = row(op.in, t);
-      float* k = x + q_width + head * op.dim_qk;
-      prepare(op, k, op.k_norm, t);
-      for (int64_t h = 0; h < group; h++) prepare(op, x + (head * group + h) * op.dim_qk, op.q_norm, t);
+      float *x = row(op.in, t), *k = x + q_width + head * op.dim_qk;
+      const float* v = x + q_width + k_width + head * op.dim_v;
+      for (int64_t h = 0; h < count; h++) prepare(op, k + h * op.dim_qk, op.k_norm, t);
+      for (int64_t h = 0; h < queries; h++) prepare(op, x + (head * group + h) * op.dim_qk, op.q_norm, t);
       if (nobody) continue;
       const int64_t at = tokens_[t].position, slot = int64_t(table[at / block]) * block + at % block;
-      k_.store(k, op.kv_format, (slot * op.kv_heads + head) * op.dim_qk, op.dim_qk, op.keys);
-      k_.store(x + q_width + k_width + head * op.dim_v, op.kv_format, (slot * op.kv_heads + head) * op.dim_v, op.dim_v,
-               op.values);
+      k_.store(k, op.kv_format, (slot * op.kv_heads + head) * op.dim_qk, count * op.dim_qk, op.keys);
+      k_.store(v, op.kv_format, (slot * op.kv_heads + head) * op.dim_v, count * op.dim_v, op.values);
     }
     Scratch& s = scratch_[thread];
     for (int64_t t = r.first; t < r.first + r.count; t++) {
       float* out = row(op.out, t) + head * group * op.dim_v;
       if (nobody) {
-        std::memset(out, 0, group * op.dim_v * sizeof(float));
+        std::memset(out, 0, queries * op.dim_v * sizeof(float));
         continue;
       }
       const int64_t last = tokens_[t].position, low = op.window ? last + 1 - op.window : 0, first = low > 0 ? low : 0;
       const int64_t room = (last - first + 1 + 63) / 64 * 64;
-      if (s.scores.size() < size_t(group * room)) s.scores.resize(group * room * 2);
-      const Attention a = {op.keys, op.values, table, op.sinks ? op.sinks + head * group : nullptr, s.scores.data(),
-                           op.kv_format, block, op.kv_heads, head, op.dim_qk, op.dim_v, group, first, last, room,
+      if (s.scores.size() < size_t(queries * room)) s.scores.resize(queries * room * 2);
+      const Attention a = {op.keys,     op.values, table,     op.sinks ? op.sinks + head * group : nullptr,
+                           s.scores.data(),  op.kv_format, block,     op.kv_heads, head, count,
+                           op.dim_qk,   op.dim_v,  group,     first,  last, room,
                            float(op.softmax_scale), float(op.cap)};
       k_.attend(a, row(op.in, t) + head * group * op.dim_qk, out);
     }

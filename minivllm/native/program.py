@@ -61,7 +61,7 @@ class Op(ctypes.Structure):
     ]
 
 
-class Columns(ctypes.Structure):
+class ColumnAddresses(ctypes.Structure):
     """``program.cpp:Columns``: the columns of ``core/worker/state.py:DeviceState``."""
 
     _fields_ = [
@@ -101,15 +101,15 @@ def declared() -> ctypes.CDLL:
 class Program:
     """``threads`` compute a step of up to ``most_tokens`` tokens.
 
-    ``columns``: name of a field of ``Columns`` -> a tensor, whose address goes there, a number, or None.  They and the
-    tensors of operations must stay where they are.  ResourceError if the native part cannot be used.
+    ``columns``: name of a field of ``ColumnAddresses`` -> a tensor, whose address goes there, a number, or None.  They
+    and the tensors of operations must stay where they are.  ResourceError if the native part cannot be used.
     """
 
     def __init__(self, threads: int, most_tokens: int, columns: Mapping[str, Any]) -> None:
         self._library, self.most_tokens = declared(), most_tokens
         self._keep: list[Any] = list(columns.values())
         self._widths: list[int] = []
-        made = Columns(**{name: _field(value) for name, value in columns.items()})
+        made = ColumnAddresses(**{name: _field(value) for name, value in columns.items()})
         self._process = os.getpid()
         self._made = self._library.minivllm_program(ISAS.index(isa()), threads, most_tokens, ctypes.addressof(made))
         if not self._made:
@@ -160,7 +160,7 @@ def _field(value: Any) -> Any:
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
-class Matrix(ctypes.Structure):
+class MatrixAddresses(ctypes.Structure):
     """``kernels.h:Matrix``."""
 
     _fields_ = [
@@ -176,7 +176,7 @@ def product(
     library = declared()
     x, out = x.contiguous(), torch.empty(len(x), len(weight))
     address = [None if t is None else t.data_ptr() for t in (weight, scale, zero)]
-    made = Matrix(*address, None, FORMATS[weight.dtype], len(weight), x.shape[1], group)
+    made = MatrixAddresses(*address, None, FORMATS[weight.dtype], len(weight), x.shape[1], group)
     library.minivllm_product(ISAS.index(isa()), ctypes.addressof(made), x.data_ptr(), len(x), out.data_ptr())
     return out
 

@@ -68,7 +68,9 @@ static inline void store_f16(uint16_t* p, Vec x) {
 // sums[i] = sum of the lanes of v[i]
 static inline void sums(const Vec* v, float* out) {
   Vec t[8], u[4];
+#pragma GCC unroll 8
   for (int i = 0; i < 8; i++) t[i] = add(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
     u[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));

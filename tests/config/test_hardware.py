@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,7 +34,8 @@ forks = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 
 
 def in_python(code, **environ):
-    env = {k: v for k, v in os.environ.items() if k != platform.CAP} | {"PYTHONPATH": str(ROOT), **environ}
+    ours = {platform.CAP, *platform.WAITING}
+    env = {k: v for k, v in os.environ.items() if k not in ours} | {"PYTHONPATH": str(ROOT), **environ}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
 
 
@@ -53,12 +55,33 @@ def in_python(code, **environ):
 def test_onednn_is_capped_below_amx_only_where_the_system_offers_no_amx(flags, cap):
     environ = {}
     assert prepare_environment(environ, flags) == cap
-    assert environ == platform.KEPT | ({} if cap is None else {platform.CAP: cap})
+    assert environ == platform.KEPT | platform.WAITING | ({} if cap is None else {platform.CAP: cap})
 
 
 def test_a_cap_that_the_user_set_stays():
     environ = {platform.CAP: "AVX2"}
-    assert prepare_environment(environ, "avx512_bf16") is None and environ == platform.KEPT | {platform.CAP: "AVX2"}
+    assert prepare_environment(environ, "avx512_bf16") is None and environ == (
+        platform.KEPT | platform.WAITING | {platform.CAP: "AVX2"}
+    )
+
+
+@pytest.mark.parametrize("mine", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "9"}])
+def test_how_long_threads_loop_is_the_users_where_the_user_says_so(mine):
+    environ = dict(mine)
+    prepare_environment(environ, "")
+    assert environ == platform.KEPT | mine
+
+
+def test_openmp_reads_how_long_its_threads_loop():
+    code = (
+        "import os; os.environ['OMP_DISPLAY_ENV'] = 'VERBOSE'\n"
+        "from minivllm.hardware import prepare_environment; prepare_environment()\n"
+        "import torch"
+    )
+    done = in_python(code)
+    if "GOMP_" not in done.stderr:
+        pytest.skip("torch was built with another OpenMP than GNU's")
+    assert re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr).group(1) == platform.WAITING["GOMP_SPINCOUNT"]
 
 
 def test_bfloat16_multiplies_in_a_plain_process_after_the_environment_is_prepared():

@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "core.functions": "core.worker core core.interfaces",
     "core.worker": "loading layers kernels core wiring core.interfaces registry hardware",
     "loading": "layers core.interfaces",
-    "layers": "kernels core.interfaces",
+    "layers": "kernels core.interfaces native",
     "kernels": "core.interfaces",
     "hooks": "core registry registration",
     "core": "core.interfaces",

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with LLM(folder, **SMALL) as llm:
+    with LLM(folder, graph="off", **SMALL) as llm:  # tests put other models in
         llm.want = [o.tokens for o in llm.generate(PROMPTS, plain(), use_tqdm=False)]
         yield llm
 

@@ -54,13 +54,20 @@ def native(state: DeviceState, logits: torch.Tensor, slots: np.ndarray, threads:
         threads,
         64,
         {
-            "tokens": state.tokens, "longest": state.tokens.shape[1], "table": state.table,
-            "slots": SLOTS, "blocks": state.table.shape[2], "block": 8, "stop_ids": state.stop_ids,
-            "per_row": STOP_IDS, "rope_first": None, "stopped": state.stopped,
+            "tokens": state.tokens,
+            "longest": state.tokens.shape[1],
+            "table": state.table,
+            "slots": SLOTS,
+            "blocks": state.table.shape[2],
+            "block": 8,
+            "stop_ids": state.stop_ids,
+            "per_row": STOP_IDS,
+            "rope_first": None,
+            "stopped": state.stopped,
             "temperature": state.processors[0].columns["temperature"],
             **{name: getattr(state, name) for name in NUMBERS},
         },
-    )  # fmt: skip
+    )
     x, out = logits.clone(), torch.zeros_like(logits)
     made.add("add", sampling=True, in_=made.register(x), out=made.register(out))
     n = len(slots)
@@ -240,9 +247,10 @@ class Last(DefaultSampler):
 
 
 class LastByBit(Last):
-    """The same by a bit that its trait does not name, or by none."""
+    """The same by a bit that ``native`` does not name, or by none."""
 
-    spec = Spec(f"{__name__}:LastByBit", (1, 4), "the last token", limits={"device": ANY}, traits={"native": 3})
+    spec = Spec(f"{__name__}:LastByBit", (1, 4), "the last token", limits={"device": ANY})
+    native = 3
 
     def bind(self, params, prompt_len):
         return Row(super().bind(params, prompt_len).values, 4 if prompt_len % 2 else 0)
@@ -251,7 +259,8 @@ class LastByBit(Last):
 class Counts(DefaultSampler):
     """Hears of each token."""
 
-    spec = Spec(f"{__name__}:Counts", (1, 4), "counts", limits={"device": ANY}, traits={"native": 3})
+    spec = Spec(f"{__name__}:Counts", (1, 4), "counts", limits={"device": ANY})
+    native = 3
     heard = 0
 
     def commit(self, tokens, count, rows, state):
@@ -261,7 +270,8 @@ class Counts(DefaultSampler):
 class Cold(DefaultSampler):
     """Says that it may be replaced, and keeps its temperatures where nobody looks."""
 
-    spec = Spec(f"{__name__}:Cold", (1, 4), "no temperature", limits={"device": ANY}, traits={"native": 3})
+    spec = Spec(f"{__name__}:Cold", (1, 4), "no temperature", limits={"device": ANY})
+    native = 3
 
     def columns(self):
         return {"heat": Column()}

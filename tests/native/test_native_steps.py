@@ -81,20 +81,26 @@ VARIANTS = {
     "one KV head": ("Qwen3ForCausalLM", {"num_key_value_heads": 1}),
     "wide heads": ("Qwen3ForCausalLM", {"head_dim": 72}),
     "tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
-    "a window from layer 1 on": ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 6,
-                                 "max_window_layers": 1, "num_hidden_layers": 3}),
+    "a window from layer 1 on": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
     "a window of one token": ("MistralForCausalLM", {"sliding_window": 1}),
     "capped scores and logits": ("Gemma2ForCausalLM", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
-    "multipliers": ("GraniteForCausalLM", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5,
-                    "logits_scaling": 2.0, "attention_multiplier": 0.3}),
+    "multipliers": (
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.3},
+    ),
     "half of each head rotates": ("Glm4ForCausalLM", {"partial_rotary_factor": 0.5}),
     "a parallel block": ("CohereForCausalLM", {"use_qk_norm": False, "attention_bias": True}),
     "gelu": ("LlamaForCausalLM", {"hidden_act": "gelu"}),
     "relu": ("OPTForCausalLM", {"activation_function": "relu", "enable_bias": True}),
     "one layer": ("LlamaForCausalLM", {"num_hidden_layers": 1}),
-    "two rotary embeddings": ("Phi3ForCausalLM", {"rope_parameters": {**ROPE, **FACTORS},
-                              "original_max_position_embeddings": 24}),
-}  # fmt: skip
+    "two rotary embeddings": (
+        "Phi3ForCausalLM",
+        {"rope_parameters": {**ROPE, **FACTORS}, "original_max_position_embeddings": 24},
+    ),
+}
 
 
 @pytest.mark.parametrize(("architecture", "values"), VARIANTS.values(), ids=VARIANTS)
@@ -117,9 +123,17 @@ def table(cfg, norms, qk_norm, rope, *, centered=False, parallel=False, position
         for a, scale in ((attention, 0.7), (full, 1.0), (attention, 1.3))
     )
     return DecoderSpec(
-        cfg.vocab_size, cfg.hidden_size, layers, norm, embed_scale=1.7, positions=positions,
-        first_position=2 if positions else 0, logit_scale=0.4, logit_cap=2.5, names=NAMES,
-    )  # fmt: skip
+        cfg.vocab_size,
+        cfg.hidden_size,
+        layers,
+        norm,
+        embed_scale=1.7,
+        positions=positions,
+        first_position=2 if positions else 0,
+        logit_scale=0.4,
+        logit_cap=2.5,
+        names=NAMES,
+    )
 
 
 TABLES = {
@@ -296,8 +310,15 @@ def test_steps_that_run_ahead_of_an_end_write_nothing(folder, depth):
 class Doubled(Sdpa):
     """Another attention, which does not say that it is one of the layer's spec."""
 
-    spec = Spec(f"{__name__}:Doubled", (1, 3), "twice", limits=SDPA.limits, features=SDPA.features,
-                prefer=SDPA.prefer, traits={"graph": "none", "plan": "host"})  # fmt: skip
+    spec = Spec(
+        f"{__name__}:Doubled",
+        (1, 3),
+        "twice",
+        limits=SDPA.limits,
+        features=SDPA.features,
+        prefer=SDPA.prefer,
+        traits={"graph": "none", "plan": "host"},
+    )
 
     def forward(self, layer, q, meta, out, lse=None):
         super().forward(layer, q, meta, out, lse)
@@ -321,6 +342,7 @@ class AnyFormat(Sdpa):
     """The same attention over any format."""
 
     spec = replace(SDPA, impl=f"{__name__}:AnyFormat", limits={**SDPA.limits, "kv_format": ANY})
+    native = True
 
 
 class Edited(Llama):

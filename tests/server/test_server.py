@@ -10,6 +10,8 @@ pytest.importorskip("openai")
 
 from http_helpers import served
 
+from minivllm.server.http import connection
+
 CHAT = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
 server = served()
 
@@ -95,6 +97,48 @@ def test_the_order_of_a_stream_is_role_content_finish_usage_done(server):
     assert [e["choices"][0]["finish_reason"] for e in events[:-2]].count("stop") == 1
     assert events[-3]["choices"][0]["finish_reason"] == "stop"
     assert len({e["id"] for e in events[:-1]}) == 1 and all(e["usage"] is None for e in events[:-2])
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+BODIES = {
+    "text": ("/v1/completions", {"prompt": "Once"}, True),
+    "texts": ("/v1/completions", {"prompt": ["Once", "A bird"], "n": 2}, True),
+    "usage": ("/v1/completions", {"prompt": "Once", "stream_options": {"include_usage": True}}, True),
+    "usage in each": (
+        "/v1/completions", {"prompt": "Once", "stream_options": {"continuous_usage_stats": True}}, False
+    ),
+    "echo": ("/v1/completions", {"prompt": "Once", "echo": True}, True),
+    "scores": ("/v1/completions", {"prompt": "Once", "logprobs": 2}, False),
+    "ids": ("/v1/completions", {"prompt": "Once", "return_token_ids": True}, False),
+    "stop strings": ("/v1/completions", {"prompt": "Once", "stop": ["zzz"]}, False),
+    "a warning": ("/v1/completions", {"prompt": "Once", "user": "u"}, True),
+    "chat": ("/v1/chat/completions", {**CHAT, "n": 2}, True),
+    "chat with scores": ("/v1/chat/completions", {**CHAT, "logprobs": True}, False),
+    "chat with tools": ("/v1/chat/completions", {**CHAT, "tools": TOOLS}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_events_that_are_written_at_once_are_those_of_the_streams_own_task(server, name, monkeypatch):
+    path, more, fast = BODIES[name]
+    body = {"seed": 5, "temperature": 1, "max_tokens": 12, "ignore_eos": True, **more}
+    written = []
+
+    def choices(write):
+        """Of each choice its text and the rest of its last event; what comes together is one event."""
+        monkeypatch.setattr(connection.Direct, "write", write)
+        told = {}
+        for event in server.events(path, body)[:-1]:
+            for choice in event["choices"]:
+                text, _ = told.get(choice["index"], ("", None))
+                new = choice.pop("text", None) or choice.pop("delta", {}).get("content") or ""
+                told[choice["index"]] = text + new, choice
+        return told
+
+    direct = connection.Direct.write
+    slow = choices(lambda self, part: False)
+    quick = choices(lambda self, part: direct(self, part) and not written.append(part))
+    assert quick == slow and bool(written) == fast
 
 
 def test_logprobs_of_both_shapes_say_the_same(server):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -169,3 +170,84 @@ def test_what_waits_of_a_stream_is_one_event_and_no_token_of_it_is_lost():
 
     _, event, _ = asyncio.run(main())
     assert json.loads(event[6:])["choices"][0]["ids"] == [0, 1, 2, 3, 4] and event.count(b"data: ") == 1
+
+
+class Words:
+    """A protocol whose choices are texts; ``empty``: an event too where there is none."""
+
+    def __init__(self, empty):
+        self.tells_empty = empty
+
+    def opening(self, answer):
+        return []
+
+    def choices(self, answer, number, piece):
+        if piece.text or piece.finish_reason or self.tells_empty:
+            yield {"index": number, "text": piece.text, "reason": piece.finish_reason}
+
+    def spoken(self, number):
+        from minivllm.server.openai.generate import TEXT
+
+        return {"index": number, "text": TEXT, "reason": None}
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("taken", ["never", "always", "now and then"])
+def test_text_that_is_told_at_once_is_in_its_order_and_none_is_lost(empty, taken):
+    """A connection takes it or refuses it; what it refuses the stream's own task sends."""
+    from minivllm import SamplingParams
+    from minivllm.pocket import checkpoint
+    from minivllm.server.link.streams import Stream
+    from minivllm.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(Path(checkpoint.__file__).parent / "model"))
+    text = "Zwölf Boxkämpfer jagen Viktor 🐎 quer über den großen Sylter Deich"
+    ids = tokenizer.encode(text)  # characters of several tokens: some tokens bring no text
+    usage, offered, direct = {"include_usage": True}, [], []
+
+    async def main():
+        def ignore(*_):
+            pass
+
+        streams = [
+            Stream(n, f"r{n}", 3, SamplingParams(max_tokens=99), tokenizer, ignore, ignore, set()) for n in (0, 1)
+        ]
+        answer, found = answer_of(streams, **usage), []
+
+        def write(part):
+            offered.append(part)
+            if taken == "never" or (taken == "now and then" and len(offered) % 3 == 0):
+                return False
+            direct.append(part)
+            found.append(part)
+            return True
+
+        async def reader():
+            async for part in answer.events(Words(empty), SimpleNamespace(write=write)):
+                found.append(part)
+
+        task = asyncio.create_task(reader())
+        for place, token in enumerate(ids):
+            for stream in streams:
+                stream.feed(0, [token], "length" if place == len(ids) - 1 else None)
+                if place == len(ids) - 1:
+                    stream.finished(0.0)
+            await asyncio.sleep(0)
+            if place % 5:
+                await asyncio.sleep(0.001)
+        await asyncio.wait_for(task, 5)
+        return b"".join(found), answer.told
+
+    found, told = asyncio.run(main())
+    lines = found.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    choices = [choice for event in events for choice in event["choices"]]
+    for number in (0, 1):
+        mine = [choice for choice in choices if choice["index"] == number]
+        assert "".join(choice["text"] for choice in mine) == text
+        assert [choice["reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert empty or all(choice["text"] for choice in mine[:-1])
+    assert {tuple(event) for event in events} == {("id", "object", "created", "model", "choices", "usage")}
+    assert told == 2 * len(ids) == events[-1]["usage"]["completion_tokens"]
+    assert bool(direct) == (taken != "never") and len(offered) > len(ids) / 2

@@ -80,7 +80,8 @@ class Runner:
         if self.device.type != "cpu" or self.wiring.steps.graph == "off":
             return None
         with torch.inference_mode():
-            made, why_not = native_steps(self.wiring, self.state, self.model, self.worker.parts)
+            parts = self.worker.parts
+            made, why_not = native_steps(self.wiring, self.state, self.model, parts, self.sampler)
         if made is not None:
             self.worker.weight_bytes += made.copied
         else:

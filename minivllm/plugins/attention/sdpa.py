@@ -76,6 +76,8 @@ class Sdpa(AttentionBackend):
     ``lse`` is the logarithm of the softmax's denominator, the sink included.
     """
 
+    native = True  # captured steps of a CPU compute the same; not so of a class that is made of this one
+
     def __init__(self, options: Any, ctx: AttentionContext) -> None:
         super().__init__(options, ctx)
         self.limits = CPU if ctx.device.startswith("cpu") else GPU

@@ -28,19 +28,22 @@ def _take(t: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     return t.index_select(0, blocks.reshape(-1)).view(*blocks.shape[:-1], -1, *t.shape[2:]).to(dtype)
 
 
+# ``native``: captured steps of a CPU read and write what lies in these formats; not so of classes made of them.
+
+
 class Fp32(Plain):
     """float32: 4 bytes an element, exact for float32 models."""
 
-    dtype = "float32"
+    dtype, native = "float32", True
 
 
 class Bf16(Plain):
     """bfloat16: 2 bytes an element, float32's range."""
 
-    dtype = "bfloat16"
+    dtype, native = "bfloat16", True
 
 
 class Fp16(Plain):
     """float16: 2 bytes an element, three bits finer than bfloat16, overflows above 65504."""
 
-    dtype = "float16"
+    dtype, native = "float16", True

@@ -11,7 +11,6 @@ BF16 = Spec(
     summary="keys and values in bfloat16",
     priority=10,
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": {"bfloat16"}},
-    traits={"native": "plain"},
 )
 FP16 = Spec(
     impl="minivllm.plugins.kvformat.plain:Fp16",
@@ -19,12 +18,10 @@ FP16 = Spec(
     summary="keys and values in float16",
     priority=10,
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": {"float16"}},
-    traits={"native": "plain"},
 )
 FP32 = Spec(
     impl="minivllm.plugins.kvformat.plain:Fp32",
     api=(1, 0),
     summary="keys and values in float32",
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": {"bfloat16", "float16", "float32"}},
-    traits={"native": "plain"},
 )

@@ -6,7 +6,7 @@ side to where the largest element is (the idea is from GGUF's Q4_0).
 
 With ``clip`` a group takes the scale of the least squared error among 20, of which most cut its largest elements off
 and have smaller steps for all others (OMSE, arXiv:1902.06822; ACIQ, arXiv:1810.05723).  It is not the default: weights
-are nearer to what they were, by 5 to 8 % of the error, and what pocket answers is not (docs/performance.md).
+are nearer to what they were, by 5 to 8 % of the error, and pocket's perplexity is higher (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from minivllm.layers.module import check_shape
 from .int8 import Int8Weight
 from .none import refuse_quantized
 from .options import Int4Options
-from .rules import Patterns, has_weight_to_quantize
+from .rules import NamePatterns, has_weight_to_quantize
 
 BLOCK = 32  # inputs that lie in 16 bytes
 GROUPS = (32, 64, 128)
@@ -64,7 +64,8 @@ def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]
         middle, half = (w.amax(0) + w.amin(0)) / 2, 0.5
         w -= middle
     least, scale = torch.full_like(size, torch.inf), torch.full_like(size, torch.nan)
-    steps, moved, codes = (torch.empty_like(w) for _ in range(3))  # new memory costs a CPU more than what is done in it
+    steps, codes = torch.empty_like(w), torch.empty_like(w)  # new memory costs a CPU more than what is done in it
+    moved = torch.empty_like(w) if half else steps
     for whole, factors in _ranges(w, symmetric, clip):
         torch.div(w, whole, out=steps)
         for factor in factors:
@@ -160,8 +161,8 @@ class Int4(Quantizer):
     def __init__(self, options: Int4Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options or Int4Options(), checkpoint)
         refuse_quantized(checkpoint, "int4")
-        self._skip = Patterns("skip", self.options.skip)
-        self._bits = Patterns("bits", self.options.bits)
+        self._skip = NamePatterns("skip", self.options.skip)
+        self._bits = NamePatterns("bits", self.options.bits)
 
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
         left_out = self._skip.naming(m.name)

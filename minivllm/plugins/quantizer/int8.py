@@ -19,7 +19,7 @@ from minivllm.layers.module import check_shape
 
 from .none import refuse_quantized
 from .options import Int8Options
-from .rules import Patterns, has_weight_to_quantize
+from .rules import NamePatterns, has_weight_to_quantize
 
 
 class Int8Weight(WeightScheme):
@@ -70,7 +70,7 @@ class Int8(Quantizer):
     def __init__(self, options: Int8Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options or Int8Options(), checkpoint)
         refuse_quantized(checkpoint, "int8")
-        self._skip = Patterns("skip", self.options.skip)
+        self._skip = NamePatterns("skip", self.options.skip)
 
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
         left_out = self._skip.naming(m.name)

@@ -9,7 +9,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import PluginError
 
 
-class Patterns:
+class NamePatterns:
     """The shell patterns of an option, and those of them that have named no module so far."""
 
     def __init__(self, option: str, patterns: Iterable[str]) -> None:

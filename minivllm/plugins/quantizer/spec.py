@@ -7,7 +7,7 @@ from minivllm.spec import ANY, Spec
 
 INT4 = Spec(
     impl="minivllm.plugins.quantizer.int4:Int4",
-    api=(1, 1),
+    api=(1, 2),
     summary="int4 weights with a scale per group of inputs of an output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int4Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -15,7 +15,7 @@ INT4 = Spec(
 )
 INT8 = Spec(
     impl="minivllm.plugins.quantizer.int8:Int8",
-    api=(1, 1),
+    api=(1, 2),
     summary="int8 weights with a scale per output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -23,14 +23,14 @@ INT8 = Spec(
 )
 MXFP4 = Spec(
     impl="minivllm.plugins.quantizer.mxfp4:Mxfp4",
-    api=(1, 1),
+    api=(1, 2),
     summary="checkpoints whose experts are MXFP4 (GPT-OSS), unpacked to the dtype of the run while loading",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float32"}, "checkpoint": {"mxfp4"}},
     features=frozenset({"batch_invariant"}),
 )
 NONE = Spec(
     impl="minivllm.plugins.quantizer.none:Unquantized",
-    api=(1, 1),
+    api=(1, 2),
     summary="weights as they are in the checkpoint, in the dtype of the run",
     priority=10,
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "checkpoint": {"none"}},

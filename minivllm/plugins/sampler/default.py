@@ -34,6 +34,9 @@ class DefaultSampler(Sampler):
     """Order of the restrictions as in vLLM: temperature, min-p, top-k, top-p (Holtzman et al., arXiv:1904.09751; min-p:
     Nguyen et al., arXiv:2407.01082).  The draw is Gumbel-max: argmax(logits / T + gumbel)."""
 
+    native = (
+        GREEDY | DRAWN
+    )  # rows of these variants alone a captured step of a CPU draws; not so of classes made of this
     any_dtype = True
     keeps_logits = True
     reads = frozenset(COLUMNS)

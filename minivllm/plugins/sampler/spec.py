@@ -11,7 +11,6 @@ DEFAULT = Spec(
     priority=10,
     limits={"device": ANY},
     features=frozenset({"graph_safe", "multi_position"}),
-    traits={"native": 1 + 2},  # GREEDY, DRAWN of ``default``
 )
 MIROSTAT = Spec(
     impl="minivllm.plugins.sampler.mirostat:MirostatSampler",

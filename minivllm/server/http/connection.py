@@ -6,6 +6,8 @@ time: what a client sends in one piece, thousands of requests or chunks of one b
 from __future__ import annotations
 
 import json
+import math
+import time
 from http import HTTPStatus
 from typing import Any
 
@@ -33,6 +35,26 @@ async def _nobody(scope: Any, receive: Any, send: Any) -> None:
 
 
 _Connection: Any = object  # in fact one of uvicorn's classes; which, its Config decides
+
+
+class Direct:
+    """Writes parts of the body of an answer in chunks as they come, without a task and its turn of the event loop.
+
+    Where it says no, nothing was written: before the head of the answer, behind its end, and while the client does not
+    read, ``send`` of ASGI is the way."""
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle, self._flow, self._put = cycle, cycle.flow, cycle.transport.write
+        self.last = -math.inf  # time.monotonic of the last part
+
+    def write(self, part: bytes) -> bool:
+        """Whether ``part``, which is not empty, was written."""
+        cycle = self._cycle
+        if self._flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+            return False
+        self._put(b"%x\r\n%b\r\n" % (len(part), part))
+        self.last = time.monotonic()
+        return True
 
 
 class WatchedConnection(_Connection):
@@ -148,6 +170,10 @@ class Framed(WatchedConnection):
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        cycle.scope["state"]["direct"] = Direct(cycle)
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         if not self.cycle.response_complete:

@@ -22,6 +22,7 @@ from minivllm.server.errors import ApiError
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
 
+    from .connection import Direct
     from .limits import Door
 
 TICK = 1.0  # seconds between looks at the clock
@@ -90,6 +91,7 @@ class EventStream(Response):
     """An ASGI response that sends ``events`` (bytes) as they come.  ``held`` is closed when it ends, in every case.
 
     Its status goes out with the first event, or after a second: what fails before that has a status of its own.
+    ``events`` may write others itself once it has begun (``connection.Direct``, the connection's).
     """
 
     head = HEADERS
@@ -109,8 +111,10 @@ class EventStream(Response):
         self.events, self.held, self.door, self.server, self.seconds = events, held, door, server, seconds
         self._sent = time.monotonic()
         self._writing = self._started = False
+        self._direct: Direct | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._direct = scope["state"].get("direct")
         async with self.held:
             last = b""
             try:
@@ -146,7 +150,8 @@ class EventStream(Response):
     async def _look(self, send: Any) -> None:
         """Proxies close a connection on which nothing is said; a reader who takes nothing holds memory."""
         await self._start(send)
-        idle = time.monotonic() - self._sent
+        last = self._sent if self._direct is None else max(self._sent, self._direct.last)
+        idle = time.monotonic() - last
         if self._writing and idle > self.server.write_timeout:
             raise Gone
         if not self._writing and self.comment and idle > self.server.keep_alive:

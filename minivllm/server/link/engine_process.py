@@ -130,8 +130,6 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
         text = str(e) if isinstance(e, MinivllmError) else told(e).partition(": ")[2]
         link.send({"error": [type(e).__name__, text, getattr(e, "param", None)]}, {}, "failed")
         return getattr(e, "exit_code", 1)
-    if engine.wiring.device == "cpu":
-        leave_a_core()
     state.freeze_loaded()
     link.send(describe(engine, resolved), {}, "ready")
     running.set()
@@ -141,15 +139,6 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
     loop.run()
     engine.stop()
     return 0 if loop.stopping else EngineDeadError.exit_code
-
-
-def leave_a_core() -> None:
-    """One thread less for the model than there are cores, unless the user has set how many: OpenMP's threads wait for
-    one another in a busy loop, so the one whose core HTTP takes for a moment holds all of them up."""
-    import torch
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
 
 
 def _watch_parent(life_fd: int, running: threading.Event) -> None:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from .client import EngineClient
 
 
+# tell(sample, text, tokens) -> whether it was told; if not, it becomes a piece
+Tell = Callable[[int, str, int], bool]
+
+
 @dataclass(slots=True)
 class TextPiece:
     """New text and tokens of one branch.  The last piece of a branch has ``finish_reason``: "stop", "length", "abort"
@@ -78,6 +82,7 @@ class Stream(RequestText):
         self._fed: dict[int, float] = {}  # branch -> when its last tokens came
         self._error: Exception | None = None
         self._done = False  # nothing more will come
+        self._tell: Tell | None = None  # while its reader waits and has not been woken, see ``take``
         self._wake: asyncio.Future[None] | None = None
 
     # ---- the reader ----------------------------------------------------------------------------------------------
@@ -165,6 +170,8 @@ class Stream(RequestText):
         if reason is None and sample in self.open and self.texts[sample].plain:
             # by far the most: a token or two in the middle of an answer
             new, stopped, used = self.texts[sample].extend(ids), None, len(ids)
+            if self._tell is not None and not self._pending and self._tell(sample, new, used):
+                return
         elif (delta := self.accept(sample, ids, Finish(reason, stop_token) if reason else None)) is not None:
             new, stopped, used = delta
         else:
@@ -239,6 +246,7 @@ class Stream(RequestText):
         self._rouse()
 
     def _rouse(self) -> None:
+        self._tell = None
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -247,9 +255,12 @@ def _spelled(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.decode((token,), skip_special_tokens=False)
 
 
-async def take(streams: Sequence[Stream]) -> list[tuple[int, TextPiece]]:
+async def take(streams: Sequence[Stream], tell: Sequence[Tell] | None = None) -> list[tuple[int, TextPiece]]:
     """(position of the stream, piece) of all that waits in any of them, once something does; [] when all have ended.
-    EngineDeadError if the engine has ended before one of them."""
+    EngineDeadError if the engine has ended before one of them.
+
+    ``tell``, one a stream: while this waits, text in the middle of an answer is offered there first, without the turn
+    of the event loop that a task costs.  No log-probabilities are told so: the streams are to have none."""
     while True:
         found: list[tuple[int, TextPiece]] = []
         done = True
@@ -260,14 +271,14 @@ async def take(streams: Sequence[Stream]) -> list[tuple[int, TextPiece]]:
         if found or done:
             return found
         wake = asyncio.get_running_loop().create_future()
-        for stream in streams:
-            stream._wake = wake
+        for at, stream in enumerate(streams):
+            stream._wake, stream._tell = wake, None if tell is None else tell[at]
             stream._read.add(stream)  # a task that waits for us is held by nobody else
         try:
             await wake
         finally:
             for stream in streams:
-                stream._wake = None
+                stream._wake = stream._tell = None
                 stream._read.discard(stream)
 
 

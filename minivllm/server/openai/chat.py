@@ -14,6 +14,7 @@ from . import fields, logprobs, tools
 from .answers import TokenScores
 from .generate import (
     SCORES,
+    TEXT,
     Answer,
     Service,
     check_branches,
@@ -65,6 +66,8 @@ def check_messages(messages: Any) -> list[Any]:
 
 class Chat:
     """One request; ``state`` has its ids, tenant and what is to be logged of it."""
+
+    tells_empty = False
 
     @naming
     def __init__(self, service: Service, body: ChatBody, state: dict[str, Any]) -> None:
@@ -154,6 +157,11 @@ class Chat:
             if final or delta or self.body.logprobs or self.body.return_token_ids:
                 yield choice
             delta = {}
+
+    def spoken(self, number: int) -> dict[str, Any] | None:
+        if self.body.logprobs or self.body.return_token_ids or not self._readers[number].plain:
+            return None
+        return {"index": number, "delta": {"content": TEXT}, "logprobs": None, "finish_reason": None}
 
     async def whole(self, answer: Answer) -> list[dict[str, Any]]:
         while await answer.take():

@@ -15,6 +15,7 @@ from . import answers, fields, logprobs
 from .answers import Stretch, TokenScores
 from .generate import (
     SCORES,
+    TEXT,
     Answer,
     Service,
     check_branches,
@@ -54,6 +55,8 @@ async def completions(request: Request, service: Service) -> Any:
 
 class Completion:
     """One request; ``state`` has its ids, tenant and what is to be logged of it."""
+
+    tells_empty = True
 
     @naming
     def __init__(self, service: Service, body: CompletionBody, state: dict[str, Any]) -> None:
@@ -199,6 +202,12 @@ class Completion:
                 yield self._choice(number, piece.text, None, reason, stop) | more
             else:
                 yield from self._told(number, piece.text, piece.logprobs, self._rows[number], (reason, stop), more)
+
+    def spoken(self, number: int) -> dict[str, Any] | None:
+        body = self.body
+        if body.logprobs is not None or body.return_token_ids or self.only_scores or number in self._silent:
+            return None
+        return self._choice(number, TEXT, None, None, None)
 
     def _told(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,8 +35,10 @@ from .protocol import common
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
     from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.server.http.connection import Direct
     from minivllm.server.http.limits import Door
     from minivllm.server.link.client import EngineClient, Stream, TextPiece
+    from minivllm.server.link.streams import Tell
     from minivllm.server.metrics import Metrics
 
     from .logprobs import Speller
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 WARNINGS = "X-Warnings"
 SCORES = 512  # log-probabilities in a chunk of a stream: what is there at once may be a whole answer's
+TEXT = "\0"  # stands for the text of a choice
 NAMED = 8  # models that an error names
 
 
@@ -87,6 +90,12 @@ class ProtocolWork(Protocol):
 
     speller: Speller
     silent: Mapping[str, Any]  # of a stream's choice that has no text to tell
+
+    def spoken(self, number: int) -> dict[str, Any] | None:
+        """What a stream says of the choice ``number`` with a piece that has but the text ``TEXT``; None where that
+        depends on more than the text.  An empty text is left out unless ``tells_empty``."""
+
+    tells_empty: bool
 
     def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[dict[str, Any]]:
         """What a stream says of the choice ``number`` with a piece; it may be nothing.  Each is made when it is asked
@@ -145,10 +154,10 @@ class Answer:
             rest = {"logprobs": None, "finish_reason": None, "taps": self.tapped(number, number % self.n)}
             yield self._chunk({"index": number, **work.silent, **rest})
 
-    async def take(self) -> list[tuple[int, TextPiece]]:
+    async def take(self, tell: Sequence[Tell] | None = None) -> list[tuple[int, TextPiece]]:
         """(number of the choice, piece) of all that is there, once something is; [] at the end.  ApiError if a
-        branch failed: 400 if a field of the request is at fault, else 500."""
-        found = [(at * self.n + piece.sample, piece) for at, piece in await take(self.streams)]
+        branch failed: 400 if a field of the request is at fault, else 500.  ``tell``: see ``streams.take``."""
+        found = [(at * self.n + piece.sample, piece) for at, piece in await take(self.streams, tell)]
         for _, piece in found:
             if piece.finish_reason == "error":
                 if piece.param is not None:
@@ -157,14 +166,16 @@ class Answer:
                 raise ApiError(500, "the engine failed on this request; the server's log says why")
         return found
 
-    async def events(self, work: ProtocolWork) -> AsyncIterator[bytes]:
-        """Server-sent events.  What is there at once is sent at once: who is slow gets fewer, larger pieces."""
+    async def events(self, work: ProtocolWork, direct: Direct | None = None) -> AsyncIterator[bytes]:
+        """Server-sent events.  What is there at once is sent at once: who is slow gets fewer, larger pieces.  Text in
+        the middle of the answer goes ``direct``, where that is and takes it."""
         before = encode({**self.head(), "choices": []})[: -len(b"]}\n\n")]  # the same for every chunk
         behind = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
         choice_of, slices = work.choices, self.service.slices
         if opening := [encode(chunk) for chunk in self._opening(work)]:
             yield b"".join(opening)
-        while pieces := await self.take():
+        tell = None
+        while pieces := await self.take(tell):
             plain = not (self.warnings or self.continuous)
             said, until = [], slices.begin()
             for number, piece in pieces:
@@ -176,11 +187,38 @@ class Answer:
                         said, until = [], await slices.next()
             if said:
                 yield b"".join(said)
+            if plain and tell is None and direct is not None:
+                tell = self._tells(work, direct.write, before, behind)
         for chunk in self._tapped_choices(work):
             yield encode(chunk)
         if self.include_usage:
             yield encode({**self.head(), "choices": [], "usage": self.usage()})
         yield DONE
+
+    def _tells(
+        self, work: ProtocolWork, write: Callable[[bytes], bool], before: bytes, behind: bytes
+    ) -> list[Tell] | None:
+        """For ``take``, a function a stream that writes the event of a text; None while choices say more than that."""
+        around = []
+        for number in range(len(self.streams) * self.n):
+            if (choice := work.spoken(number)) is None:
+                return None
+            left, right = dump(choice).split(dump(TEXT))
+            around.append((before + left, right + behind))
+        empty = work.tells_empty
+
+        def of(first: int) -> Tell:
+            def tell(sample: int, text: str, tokens: int) -> bool:
+                if text or empty:
+                    left, right = around[first + sample]
+                    if not write(left + dump(text) + right):
+                        return False
+                self.told += tokens
+                return True
+
+            return tell
+
+        return [of(at * self.n) for at in range(len(self.streams))]
 
     async def chunks(self, work: ProtocolWork) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream, one a choice that has something to say."""
@@ -372,7 +410,8 @@ async def respond(request: Request, service: Service, stream: bool, seconds: flo
             left = max(end - time.monotonic(), 0.001)
             if stream:
                 headers = warned(answer.warnings)
-                return EventStream(answer.events(work), held.pop_all(), service.door, service.server, left, headers)
+                events = answer.events(work, state.get("direct"))
+                return EventStream(events, held.pop_all(), service.door, service.server, left, headers)
             written = answer.whole(work, state["owner"])
             begun = await supervise(_begin(written), request.receive, service.door, left)
             headers = warned(answer.warnings)

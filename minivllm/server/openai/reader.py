@@ -26,6 +26,11 @@ class Reader:
         self._arguments: list[str] = []  # of the call that was begun last, as far as it came
         self._whole: dict[int, str] = {}  # place in ``_calls`` -> all its arguments
 
+    @property
+    def plain(self) -> bool:
+        """Whether any text is content of the message as it comes."""
+        return self._parser is None
+
     def deltas(self, text: str, reason: str | None) -> dict[str, Any]:
         """What is new; {} if nothing is.  ``reason``: why the text ends, with its last piece."""
         said: list[str] = []
