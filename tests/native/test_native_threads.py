@@ -139,21 +139,17 @@ def test_threads_that_the_system_does_not_give_are_done_without():
     """In a process whose memory for their stacks ends soon."""
     done = python("""
         import resource
-        from minivllm.native.program import Program
-        from test_native_draws import SLOTS, columns, native
-        state, sampler = columns(61, 0)
-        logits = torch.randn(SLOTS, 61)
-        other = copy.deepcopy(state)
-        want = native(other, logits, np.arange(SLOTS))
+        from minivllm.native.program import Program, address
+        x, out = torch.ones(64, 5), torch.zeros(64, 5)
+        box, before = np.array([64, 0] + [0] * 128), len(os.listdir("/proc/self/task"))
         size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        before = len(os.listdir("/proc/self/task"))
         resource.setrlimit(resource.RLIMIT_AS, (size + (96 << 20),) * 2)
-        seen = []
-        close = Program.close
-        Program.close = lambda self: (seen.append(len(os.listdir("/proc/self/task"))), close(self))
-        got = native(state, logits, np.arange(SLOTS), threads=64)
-        assert before < seen[0] < before + 63, (before, seen)
-        assert np.array_equal(got, want)
+        made = Program(64, 64, {"stop_ids": torch.zeros(1, 1, dtype=torch.int32), "per_row": 1})
+        assert before < len(os.listdir("/proc/self/task")) < before + 63
+        made.add("add", sampling=True, in_=made.register(x), out=made.register(out))
+        made.sample(address(box), 0)
+        assert torch.equal(x, out)
+        made.close()
         os.write(1, b"done")
         os._exit(0)
     """)
@@ -164,10 +160,15 @@ def test_a_process_that_forks_ends_and_so_do_both_its_engines(folder):
     """The child has no threads but its own: it neither waits for others when it ends, nor ends those of its parent."""
     done = python(f"""
         from minivllm.layers import native_steps
-        from native_runs import ask, engine, prompt
+        from minivllm import LLM, SamplingParams
+
+        def ask(llm):
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            return llm.generate([dict(prompt_token_ids=[5, 6, 7])], params, use_tqdm=False)[0].tokens
+
         native_steps.torch.get_num_threads = lambda: 3
-        llm = engine({folder!r})
-        want = ask(llm, [prompt(9)], max_tokens=4)
+        llm = LLM({folder!r}, device='cpu', skip_tokenizer_init=True, num_kvcache_blocks=9)
+        want = ask(llm)
         for asleep in (False, True):
             if asleep:
                 time.sleep(0.05)
@@ -176,7 +177,7 @@ def test_a_process_that_forks_ends_and_so_do_both_its_engines(folder):
                 del llm  # the program goes
                 sys.exit(7)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-            assert ask(llm, [prompt(9)], max_tokens=4) == want
+            assert ask(llm) == want
         llm.close()
         print("done")
     """)
@@ -187,10 +188,15 @@ def test_a_process_that_forks_ends_and_so_do_both_its_engines(folder):
 def test_a_process_that_closes_nothing_ends(folder, asleep):
     done = python(f"""
         from minivllm.layers import native_steps
-        from native_runs import ask, engine, prompt
+        from minivllm import LLM, SamplingParams
+
+        def ask(llm):
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            return llm.generate([dict(prompt_token_ids=[5, 6, 7])], params, use_tqdm=False)[0].tokens
+
         native_steps.torch.get_num_threads = lambda: 3
-        llm = engine({folder!r})
-        ask(llm, [prompt(9)], max_tokens=4)
+        llm = LLM({folder!r}, device='cpu', skip_tokenizer_init=True, num_kvcache_blocks=9)
+        ask(llm)
         assert llm.engine.executor.runner.native is not None
         time.sleep({0.05 if asleep else 0})
         print("done")
