@@ -9,7 +9,7 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 from minivllm.errors import ModelError
 
-from .linear import Dense, Linear
+from .linear import Dense, Linear, stored_by
 from .module import Module
 
 
@@ -70,7 +70,7 @@ class TiedLMHead(Module):
             self.tensors = dict(self.scheme.tensors)
 
     def stored(self) -> StoredWeight | None:
-        return self.own.stored() if self.own is not None else (self.plain or self.scheme).stored()
+        return self.own.stored() if self.own is not None else stored_by(self.plain or self.scheme)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.own is not None:

@@ -27,6 +27,11 @@ def no_adapter(scheme: WeightScheme, adapter: Any) -> None:
         raise PluginError(f"{type(scheme).__name__} applies no adapters: want adapter=None")
 
 
+def stored_by(scheme: WeightScheme) -> StoredWeight | None:
+    """What the class of a scheme says of itself: one made of it may multiply in another way."""
+    return scheme.stored() if "stored" in vars(type(scheme)) else None
+
+
 class Dense(WeightScheme):
     """The unquantized weight [out, in] in the activations' dtype."""
 
@@ -127,7 +132,7 @@ class Linear(Module):
             self.tensors["bias"] = self.bias
 
     def stored(self) -> StoredWeight | None:
-        return self.scheme.stored()
+        return stored_by(self.scheme)
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.scheme.apply(x)

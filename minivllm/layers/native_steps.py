@@ -72,7 +72,6 @@ class NativeSteps:
         for seam, plugin in (("attention", backend), ("kvformat", backend.ctx.kv_format)):
             if not replaceable(plugin):
                 raise NotLowered(f"the {seam} {wiring.parts[seam].name} runs itself")
-
         if not parts.described:
             raise NotLowered(
                 f"the model {wiring.parts['model'].name} is more than its table: it has a build() of its own"

@@ -27,6 +27,8 @@ from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
 from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.plugins.model.llama import Llama
+from minivllm.plugins.quantizer.int8 import Int8, Int8Weight
+from minivllm.plugins.quantizer.spec import INT8
 from minivllm.spec import ANY, Spec
 
 pytestmark = needs_library
@@ -239,6 +241,17 @@ def test_chunks_run_beside_decodes(model, request):
     assert seen.mixed > 5 and max(seen.tokens) > 16
 
 
+def test_layers_with_a_window_have_a_table_of_blocks_of_their_own(windowed):
+    """Blocks come back to the two groups at different times, so that soon the same piece lies elsewhere in each."""
+    with watched() as seen, engine(windowed, num_kvcache_blocks=24, max_num_batched_tokens=24) as llm:
+        got = ask(llm, MANY)
+        full, near = llm.engine.executor.runner.state.table
+        assert ((full != near) & (near > 0)).any(), "the test has no power"
+    assert seen.hidden < 1e-4 and seen.draws
+    with engine(windowed, graph="off") as llm:
+        assert ask(llm, MANY) == got
+
+
 def test_steps_of_more_tokens_run_as_separate_operations_on_the_same_cache(folder):
     long = [prompt(100, i) for i in range(4)]
     seen = compared(folder, long, max_num_batched_tokens=90, max_model_len=160, num_kvcache_blocks=96)
@@ -254,13 +267,20 @@ def test_preempted_sequences_come_back(folder):
         assert ask(llm, MANY) == got
 
 
-@pytest.mark.parametrize("params", [{"n": 3, "temperature": 1.0, "seed": 7}, {"beam_width": 3, "max_tokens": 12}])
-def test_branches_share_what_their_parent_computed(folder, params):
+BRANCHES = {
+    "samples": ({"n": 3, "temperature": 1.0, "seed": 7}, {}),
+    "beams": ({"beam_width": 3, "max_tokens": 12}, {}),
+    "a guide": ({"guidance_scale": 2.0, "max_tokens": 12}, {"strategies": ["guidance"]}),
+}
+
+
+@pytest.mark.parametrize(("params", "options"), BRANCHES.values(), ids=BRANCHES)
+def test_branches_share_what_their_parent_computed(folder, params, options):
     prompts = [prompt(n, i) for i, n in enumerate((24, 13, 3))]
-    with watched() as seen, engine(folder) as llm:
+    with watched() as seen, engine(folder, **options) as llm:
         got = ask(llm, prompts, **params)
     assert seen.hidden < 1e-4 and seen.steps
-    with engine(folder, graph="off") as llm:
+    with engine(folder, graph="off", **options) as llm:
         assert ask(llm, prompts, **params) == got
 
 
@@ -346,6 +366,22 @@ class Edited(Llama):
         return model
 
 
+class Halved(Int8Weight):
+    """Weights that lie as int8's do, and another product."""
+
+    def apply(self, x, out=None, adapter=None):
+        return super().apply(x, out, adapter) / 2
+
+
+class Halving(Int8):
+    """Gives such weights."""
+
+    spec = replace(INT8, impl=f"{__name__}:Halving")
+
+    def scheme(self, m):
+        return super().scheme(m) and Halved(m)
+
+
 TARGETS = {"allow_targets": [__name__]}
 REASONS = {
     "batch_invariant": ({"batch_invariant": True}, "batch_invariant=true"),
@@ -354,6 +390,7 @@ REASONS = {
         {"kv_format": f"{__name__}:Negated", "attention": f"{__name__}:AnyFormat", **TARGETS},
         "the kvformat",
     ),
+    "quantizer": ({"quantizer": f"{__name__}:Halving", **TARGETS}, "lies in a form that it does not read"),
     "a model with a build() of its own": ({"model_arch": f"{__name__}:Edited", **TARGETS}, "a build() of its own"),
 }
 

@@ -117,7 +117,7 @@ class WeightScheme(ABC):
 
     def stored(self) -> StoredWeight | None:
         """The weight of which ``apply`` is the plain product, if it lies in one of these forms: captured steps of a CPU
-        read it there.  None: they are not captured."""
+        read it there.  None: they are not captured.  A subclass does not inherit it, as its product may be another."""
         return None
 
     @property
