@@ -221,7 +221,9 @@ def python(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", setup + "\n".join(lines)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
