@@ -55,11 +55,13 @@ class Lowering:
         program: Program,
         rows: int,
         block: int,
+        room: int,
     ) -> None:
         if type(model) is not Decoder or any(type(block) is not DecoderBlock for block in model.blocks):
             raise NotLowered(f"the model {type(model).__name__} is not made of a table")
         self.modules, self.program, self.spec, self.model = modules, program, model.spec, model
         self.block = block  # tokens of one of the KV cache
+        self._room = room
         self.copied = 0  # bytes of weights that the program has beside the model's own
         self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}  # address -> a weight and its copy
         tokens = program.most_tokens
@@ -139,11 +141,15 @@ class Lowering:
         }
 
     def _narrow(self, weight: Tensor) -> Tensor:
-        """A copy in bfloat16 if that is the same numbers, as those of most checkpoints are: half as much to read."""
+        """A copy in bfloat16 if that is the same numbers, as those of most checkpoints are: half as much to read.
+
+        Where there is no room for it the weight itself is read."""
         if weight.dtype != torch.float32:
             return weight
         key = weight.data_ptr()
         if key not in self._narrowed:  # the weight stays: nothing else may come to lie at its address
+            if self.copied + weight.nbytes // 2 > self._room:
+                return weight
             copy = weight.bfloat16()
             same = all(torch.equal(a.float(), b) for a, b in zip(copy.split(4096), weight.split(4096), strict=True))
             self._narrowed[key] = weight, copy if same else weight
@@ -292,6 +298,8 @@ def lower(
     threads: int,
     most_tokens: int,
     rows: int,
+    room: int,
 ) -> Lowering:
-    """The program of a model, with ``threads``, for steps of up to ``most_tokens``, of which ``rows`` draw."""
-    return Lowering(model, modules, layers, Program(threads, most_tokens, columns), rows, columns["block"])
+    """The program of a model, with ``threads``, for steps of up to ``most_tokens``, of which ``rows`` draw; copies of
+    weights take up to ``room`` bytes."""
+    return Lowering(model, modules, layers, Program(threads, most_tokens, columns), rows, columns["block"], room)

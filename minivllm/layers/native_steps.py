@@ -32,10 +32,10 @@ class NativeSteps:
     """The program of a model.  NotLowered, with the reason, where there can be none.
 
     ``state`` has the columns of the rows (``core/worker/state.py:DeviceState``), and ``parts`` what the model is made
-    of, with its KV cache.
+    of, with its KV cache; copies of weights take up to ``room`` bytes.
     """
 
-    def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any) -> None:
+    def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int) -> None:
         self.state = state
         self._check(wiring, parts)
         rows = min(len(state.stopped), MOST_TOKENS)
@@ -55,7 +55,7 @@ class NativeSteps:
         names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
         columns |= {name: getattr(state, name) for name in names}
         threads = torch.get_num_threads()
-        made = lower(model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows)
+        made = lower(model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows, room)
         self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
         self.copied = made.copied  # bytes of weights beside the model's own
         self._decode = wiring.steps.graph == "decode"
@@ -143,10 +143,10 @@ def replaceable(plugin: Any) -> Any:
 
 
 def native_steps(
-    wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any
+    wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int
 ) -> tuple[NativeSteps | None, str]:
     """(the steps of a model, ""); or (None, why there are none)."""
     try:
-        return NativeSteps(wiring, state, model, parts, sampler), ""
+        return NativeSteps(wiring, state, model, parts, sampler, room), ""
     except NotLowered as e:
         return None, str(e)

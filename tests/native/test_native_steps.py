@@ -405,3 +405,14 @@ def test_what_was_chosen_runs_and_why_nothing_is_captured_is_said(options, said,
     assert not seen.tokens and seen.others
     with engine(path, **options, graph="off") as llm:
         assert ask(llm, PROMPTS) == got
+
+
+@pytest.mark.parametrize("room", [0, 1 << 30])
+def test_weights_are_copied_to_bfloat16_where_there_is_room_and_the_tokens_are_the_same(room, monkeypatch):
+    monkeypatch.setattr("minivllm.core.worker.runner.free_ram", lambda: 4 * room)
+    with engine("pocket", dtype="float32") as llm, engine("pocket", dtype="float32", graph="off") as plain:
+        copied = llm.engine.executor.runner.native.copied
+        weights = llm.engine.capacity.weight_bytes - copied
+        assert weights == plain.engine.capacity.weight_bytes
+        assert copied == 0 if room == 0 else 0.4 * weights < copied <= 0.5 * weights
+        assert ask(llm, [[3, 4, 5]], max_tokens=6) == ask(plain, [[3, 4, 5]], max_tokens=6)

@@ -277,7 +277,7 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
 def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) -> int:
     """Bytes for the KV cache."""
     if worker.device.type == "cpu":
-        return min(int(CPU_CACHE_SHARE * _free_ram()), CPU_CACHE_LIMIT)
+        return min(int(CPU_CACHE_SHARE * free_ram()), CPU_CACHE_LIMIT)
     _allocate(worker, parts, layouts, [1] * len(worker.groups))
     with ALONE:  # what another engine's capture takes meanwhile would count as this one's
         torch.cuda.empty_cache()
@@ -316,13 +316,14 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
 def _free_memory(device: str) -> int:
     """Bytes that weights may take on the device."""
     if device == "cpu":
-        return _free_ram()
+        return free_ram()
     with ALONE:  # beside a capture it would give nothing back
         torch.cuda.empty_cache()  # what an engine before this one gave back to torch
     return torch.cuda.mem_get_info()[0]
 
 
-def _free_ram() -> int:
+def free_ram() -> int:
+    """Bytes of memory that the host has left."""
     try:
         with open("/proc/meminfo") as file:
             return (

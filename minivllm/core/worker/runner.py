@@ -28,7 +28,7 @@ from minivllm.errors import RequestError
 from minivllm.layers.native_steps import NativeSteps, native_steps
 
 from . import step
-from .build import build_worker, has_kernels
+from .build import build_worker, free_ram, has_kernels
 from .calls import GuardedCalls, ProcessorChain, SeparateCalls, as_error
 from .capture import ALONE, synchronize
 from .drafting import Drafting
@@ -81,7 +81,9 @@ class Runner:
             return None
         with torch.inference_mode():
             parts = self.worker.parts
-            made, why_not = native_steps(self.wiring, self.state, self.model, parts, self.sampler)
+            made, why_not = native_steps(
+                self.wiring, self.state, self.model, parts, self.sampler, free_ram() // 4
+            )
         if made is not None:
             self.worker.weight_bytes += made.copied
         else:
