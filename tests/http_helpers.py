@@ -20,6 +20,17 @@ import pytest
 GOLDEN = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0, "logprobs": 1}
 
 
+def near(a: Any, b: Any) -> bool:
+    """Equal, but for the last bits of numbers: other steps may have computed the prefix that is in the cache."""
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) < 1e-4
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(near(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(near, a, b))
+    return bool(a == b)
+
+
 class Running:
     """A server; ``url``, ``client`` (httpx), ``app``.  ``do`` runs something on its event loop."""
 
@@ -117,7 +128,7 @@ class Running:
             assert time.monotonic() < end, (rest, stats)
             time.sleep(0.02)
         assert self.client.get("/health").status_code == 200
-        assert self.post("/v1/completions", GOLDEN).json()["choices"] == self.golden
+        assert near(self.post("/v1/completions", GOLDEN).json()["choices"], self.golden)
 
     def close(self) -> None:
         self.client.close()
