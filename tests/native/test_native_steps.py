@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_runs import FAMILIES, ask, checkpoint, each_isa, engine, needs_library, prompt, watched
+from native_runs import FAMILIES, SIZES, ask, checkpoint, each_isa, engine, needs_library, prompt, watched
 
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.decoder import (
@@ -256,6 +256,14 @@ def test_steps_of_more_tokens_run_as_separate_operations_on_the_same_cache(folde
     long = [prompt(100, i) for i in range(4)]
     seen = compared(folder, long, max_num_batched_tokens=90, max_model_len=160, num_kvcache_blocks=96)
     assert seen.others and max(seen.tokens) <= 64
+
+
+def test_steps_with_prompts_run_as_separate_operations_if_decodes_alone_are_captured(folder):
+    with watched() as seen, engine(folder, graph="decode", max_num_batched_tokens=24) as llm:
+        got = ask(llm, MANY)
+    assert seen.draws and seen.others and not seen.mixed and max(seen.tokens) <= SIZES["max_num_seqs"]
+    with engine(folder, graph="off") as llm:
+        assert ask(llm, MANY) == got
 
 
 def test_preempted_sequences_come_back(folder):
