@@ -238,7 +238,7 @@ class Lowering:
         mlp, out = layer.mlp, self._view("mid", 0, layer.mlp.inner)
         up = self.modules[name + ("mlp.gate_up" if mlp.gated else "mlp.up")]
         self.program.add(
-            "gate" if mlp.gated else "product",
+            "product",
             in_=self.x,
             out=out,
             gated=int(mlp.gated),

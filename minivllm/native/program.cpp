@@ -175,7 +175,7 @@ class Team {
 
 // ---- a program -----------------------------------------------------------------------------------------------------
 
-enum Kind : int64_t { EMBED = 0, NORM = 1, PRODUCT = 2, GATE = 3, ATTEND = 4, ADD = 5, PICK = 6, CAP = 7 };
+enum Kind : int64_t { EMBED = 0, NORM = 1, PRODUCT = 2, ATTEND = 3, ADD = 4, PICK = 5, CAP = 6 };
 
 // All fields are 8 bytes wide; native/program.py:Op has the same ones in the same order.
 struct Op {
@@ -229,7 +229,6 @@ constexpr int32_t EOS = 1, STOP_ID = 2, LENGTH = 4, NOT_FINITE = 8, OVERSHOOT = 
 
 struct Token {
   int64_t id, position, rope;
-  int32_t row;
   bool nobody;  // of a row that has ended: nothing is written for it
 };
 
@@ -246,7 +245,6 @@ class Program {
 
   void add_register(float* data, int64_t width, int64_t stride) { registers_.push_back({data, width, stride}); }
   void add_op(const Op& op, bool sampling) { (sampling ? head_ : ops_).push_back(op); }
-  int threads() const { return team_.count(); }
 
   // rows of ``slots`` with ``q_len`` tokens each, of which ``computed`` are before; the tokens ``picked`` go on at PICK
   void forward(int64_t rows, const int64_t* slots, const int64_t* q_len, const int64_t* computed, int64_t picks,
@@ -260,7 +258,6 @@ class Program {
         token.position = computed[r] + i;
         token.rope = token.position + (c_.rope_first ? c_.rope_first[slots[r]] : 0);
         token.id = c_.tokens[slots[r] * c_.longest + token.position];
-        token.row = int32_t(r);
         token.nobody = c_.stopped[slots[r]];
       }
     }
@@ -352,8 +349,7 @@ class Program {
   int tasks(const Op& op, int64_t tokens) const {
     if (!tokens) return 0;
     switch (op.kind) {
-      case PRODUCT:
-      case GATE: {
+      case PRODUCT: {
         const int64_t n = op.gated ? op.n / 2 : op.n;
         return int((n + piece(op) - 1) / piece(op));
       }
@@ -383,7 +379,6 @@ class Program {
       case EMBED: return embed(op, task);
       case NORM: return norm(op, task);
       case PRODUCT: return product(op, number, task, thread, tokens);
-      case GATE: return product(op, number, task, thread, tokens);
       case ATTEND: return attend(op, task, thread);
       case ADD: return k_.add(row(op.in, task), float(op.alpha), registers_[op.in].width, row(op.out, task));
       case PICK: return pick(op);

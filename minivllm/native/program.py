@@ -22,7 +22,7 @@ from minivllm.errors import ResourceError
 from .library import ISAS, isa, load
 
 # in the order of the enumerations in program.cpp and kernels.h
-KINDS = ("embed", "norm", "product", "gate", "attend", "add", "pick", "cap")
+KINDS = ("embed", "norm", "product", "attend", "add", "pick", "cap")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, None: 5}
 
@@ -108,7 +108,7 @@ class Program:
     def __init__(self, threads: int, most_tokens: int, columns: Mapping[str, Any]) -> None:
         self._library, self.most_tokens = declared(), most_tokens
         self._keep: list[Any] = list(columns.values())
-        self._widths: list[int] = []
+        self._registers = 0
         made = ColumnAddresses(**{name: _field(value) for name, value in columns.items()})
         self._process = os.getpid()
         self._made = self._library.minivllm_program(ISAS.index(isa()), threads, most_tokens, ctypes.addressof(made))
@@ -120,13 +120,10 @@ class Program:
     def register(self, memory: Tensor) -> int:
         """Rows f32 [tokens, width], which may be columns of another register's; its number."""
         self._keep.append(memory)
-        self._widths.append(memory.shape[1])
+        self._registers += 1
         stride = memory.stride(0) if len(memory) > 1 else memory.shape[1]
         self._library.minivllm_register(self._made, memory.data_ptr(), memory.shape[1], stride)
-        return len(self._widths) - 1
-
-    def width(self, register: int) -> int:
-        return self._widths[register]
+        return self._registers - 1
 
     def add(self, kind: str, sampling: bool = False, **fields: Any) -> None:
         """The next operation, of FORWARD or of the head; a tensor among its fields stands for its address."""
