@@ -3,8 +3,8 @@
 python benchmarks/first_token.py [--repeat 5]
 
 Modules are read from their bytecode, as pip installs them: a first go, which does not count, writes it, also where
-PYTHONDONTWRITEBYTECODE is set (compiling the sources takes 0.3 s more).  In turns with it ``import torch`` by itself,
-which is most of the time.
+PYTHONDONTWRITEBYTECODE is set (compiling the sources takes about 0.2 s more).  In turns with it ``import torch`` by
+itself, which is most of the time.
 """
 
 from __future__ import annotations
