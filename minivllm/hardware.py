@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ CAP = "ONEDNN_MAX_CPU_ISA"
 KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
 WAITING = {"GOMP_SPINCOUNT": "2000"}  # rounds of the loop; GNU's OpenMP reads it when torch is imported
 WAIT_POLICY = "OMP_WAIT_POLICY"
-PROBED = ("float32", "bfloat16", "float16", "int8")
+PROBED = ("float32", "bfloat16")  # what dtype=auto chooses from
 DTYPES = ("float32", "bfloat16", "float16")
 ROWS = (1, 32)  # a decode step of one sequence, a small prefill
 _REPEATS = (20, 5)  # about 2 ms each: longer than what another process takes away at a time
@@ -141,8 +141,14 @@ class Matmul:
 
 @functools.cache
 def cpu_matmul() -> Matmul:
-    """Multiply once in every dtype, in a child process (about 0.1 s; the answer is kept)."""
+    """Multiply in each of ``PROBED``, in a child process (about 0.05 s; the answer is kept)."""
     return settled(functools.partial(probe, _measure))
+
+
+@functools.cache
+def _other_matmul(dtype: str) -> Matmul:
+    """Likewise of a dtype that only who asks for it gets."""
+    return probe(_measure, names=(dtype,))
 
 
 def settled(measured: Callable[[], Matmul]) -> Matmul:
@@ -158,14 +164,16 @@ def settled(measured: Callable[[], Matmul]) -> Matmul:
     return found
 
 
-def probe(measure: Callable[[str], tuple[float, ...]], fork: bool = sys.platform == "linux") -> Matmul:
+def probe(
+    measure: Callable[[str], tuple[float, ...]], fork: bool = sys.platform == "linux", names: Sequence[str] = PROBED
+) -> Matmul:
     """``measure`` each dtype in children; when one dies, the next child goes on after the dtype that killed it.
 
     A forked child is fast and has exactly this process's oneDNN settings.  If it gives no answer in time (a lock that
     another thread held at the fork), a fresh process is asked instead.
     """
     times: dict[str, tuple[float, ...]] = {}
-    left = list(PROBED)
+    left = list(names)
     while left:
         text = _in_fork(measure, left) if fork else None
         if text is None and (text := _in_process(left)) is None:
@@ -191,7 +199,7 @@ def _measure(name: str) -> tuple[float, ...]:
         best = float("inf")
         for _ in range(repeats):
             start = time.perf_counter()
-            torch._int_mm(x, weight) if name == "int8" else torch.nn.functional.linear(x, weight)
+            torch.nn.functional.linear(x, weight)
             best = min(best, time.perf_counter() - start)
         results.append(1000 * best)
     return tuple(results)
@@ -279,7 +287,9 @@ def choose_dtype(asked: str, checkpoint: str, device: Device) -> tuple[str, str]
 
 def require_safe(dtype: str, matmul: Matmul | None = None) -> None:
     """ResourceError if a matrix product in this dtype kills a process on this CPU."""
-    if not (matmul or cpu_matmul()).safe(dtype):
+    if matmul is None:
+        matmul = cpu_matmul() if dtype in PROBED else _other_matmul(dtype)
+    if not matmul.safe(dtype):
         raise ResourceError(
             f"dtype={dtype!r}: a matrix product in it kills the process on this CPU (oneDNN takes instructions that "
             f"the machine does not have); use dtype='float32', or set {CAP}=AVX512_CORE_BF16 before Python starts"

@@ -7,6 +7,7 @@ Errors are one line on standard error and an exit code: 2 configuration or comma
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -23,6 +24,11 @@ from minivllm.plain import is_text
 
 MOST = 4000  # characters of a message: the candidates for a seam, each with its reasons, are some
 MOST_QUOTED = 600  # of one about the command line
+
+
+# What these import and build stays: looking through it for garbage, again and again, is a tenth of their start.
+# ``common.open_llm`` sets it aside and begins to collect.
+OPENS = tuple(f"minivllm.cli.commands:{name}" for name in ("generate", "chat", "run"))
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -107,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ConfigError.exit_code
     args = make_parser().parse_args(plugins.with_verb(given))
     debug = getattr(args, "debug", False)
+    if argv is None and args.run in OPENS:  # a process of our own
+        gc.disable()
     try:
         module, _, function = args.run.partition(":")
         code = getattr(importlib.import_module(module), function)(args)

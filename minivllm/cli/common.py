@@ -6,6 +6,7 @@ Importing it imports nothing heavy: it is part of parsing the command line.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -61,4 +62,8 @@ def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
 
     if logging.lastResort is not None:  # what hooks fail at is shown; the library leaves that to a program
         logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)
-    return LLM(config=loaded, record=recording.record_path(args, loaded))
+    llm = LLM(config=loaded, record=recording.record_path(args, loaded))
+    if not gc.isenabled():  # see ``minivllm.cli.OPENS``
+        gc.freeze()
+        gc.enable()
+    return llm

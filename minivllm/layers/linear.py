@@ -11,7 +11,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightS
 from minivllm.errors import ModelError, PluginError
 
 from .invariant import FixedRows
-from .matmul import matmul, pack
+from .matmul import Packed, matmul
 from .module import Module, check_shape, fill
 
 
@@ -44,7 +44,7 @@ class Dense(WeightScheme):
             weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
         self.weight = weight
         self.tensors = {"weight": self.weight}
-        self.packed: Tensor | None = None
+        self.packed: Packed | None = None
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {"weight": tuple(self.weight.shape)}
@@ -61,7 +61,7 @@ class Dense(WeightScheme):
 
             self.fixed = FixedProduct(self.weight)
             return
-        self.packed = pack(self.weight)
+        self.packed = Packed(self.weight)
         if self.fuse:
             from minivllm.kernels.products import Product
 
@@ -76,7 +76,9 @@ class Dense(WeightScheme):
             return self.fixed(x) if out is None else out.copy_(self.fixed(x))
         if self.row is not None and out is None and x.shape[0] == 1 and self.row.fits(x):
             return self.row(x)[0]
-        return matmul(x, self.weight, self.packed) if out is None else torch.mm(x, self.weight.t(), out=out)
+        if out is not None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return matmul(x, self.weight, self.packed.of(x.shape[0]) if self.packed is not None else None)
 
 
 class Linear(Module):

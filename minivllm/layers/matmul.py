@@ -28,6 +28,20 @@ def pack(weight: Tensor) -> Tensor | None:
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
 
 
+class Packed:
+    """``pack`` of a weight, made by the first product that takes it: native steps run the short ones without."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight: Tensor | None = weight
+        self._copy: Tensor | None = None
+
+    def of(self, rows: int) -> Tensor | None:
+        """The copy if a product of so many rows takes it."""
+        if rows >= PACKED_FROM and self._weight is not None:
+            self._copy, self._weight = pack(self._weight), None
+        return self._copy
+
+
 def matmul(x: Tensor, weight: Tensor, packed: Tensor | None) -> Tensor:
     """x [T, in] -> [T, out]."""
     if packed is None or x.shape[0] < PACKED_FROM:

@@ -133,10 +133,27 @@ def test_a_dtype_that_kills_its_process_is_unsafe_and_those_after_it_are_still_t
             os.kill(os.getpid(), signal.SIGILL)
         return (1.0, 2.0)
 
-    found = probe(measure, fork=True)
+    found = probe(measure, fork=True, names=("float32", "bfloat16", "float16", "int8"))
     assert set(found.times) == {"float32", "float16"}
     assert not found.safe("bfloat16") and found.times["float16"] == (1.0, 2.0)
     assert capfd.readouterr() == ("", "")
+
+
+@forks
+def test_float16_is_tried_when_somebody_asks_for_it(monkeypatch):
+    tried = []
+    monkeypatch.setattr(platform, "cpu_matmul", lambda: pytest.fail("not needed"))
+    monkeypatch.setattr(
+        platform, "probe", lambda measure, names: tried.append(names) or Matmul({"float16": (1.0, 1.0)})
+    )
+    platform._other_matmul.cache_clear()
+    assert choose_dtype("float16", "float32", CPU)[0] == choose_dtype("float16", "bfloat16", CPU)[0] == "float16"
+    assert tried == [("float16",)]
+    platform._other_matmul.cache_clear()
+    monkeypatch.setattr(platform, "probe", lambda measure, names: Matmul({}))
+    with pytest.raises(ResourceError, match="dtype='float16': a matrix product in it kills the process"):
+        choose_dtype("float16", "float32", CPU)
+    platform._other_matmul.cache_clear()
 
 
 @forks
