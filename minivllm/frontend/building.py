@@ -66,7 +66,7 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
                 host_sampler=HostDraw,
                 grammars=grammars,
             ),
-            CacheOptions(resolved.windows, config.enable_prefix_caching, config.partial_prefix_hits),
+            CacheOptions(windows_kept(resolved), config.enable_prefix_caching, config.partial_prefix_hits),
         )
         engine.events.stats_asked.subscribe(figures.add_to)
         if config.grammar.name != "auto":  # who names one means to use it
@@ -79,6 +79,13 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
             grammars.close()
         raise
     return engine, resolved, tokenizer
+
+
+def windows_kept(resolved: Resolved) -> tuple[int | None, ...]:
+    """The window of each KV group.  Where second models keep their KV in the blocks of the first group, it has none."""
+    wiring, (first, *others) = resolved.wiring, resolved.windows
+    shared = wiring.own_models or wiring.speculation.draft_model is not None
+    return (None if shared else first, *others)
 
 
 def make_grammars(

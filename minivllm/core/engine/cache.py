@@ -45,7 +45,7 @@ class KVCache:
         self.pools, self.slots, self.block, self.prefix = pools, slots, slots.block, prefix
         self.partial = prefix and partial  # hits go on inside a block
         self.copied = 0  # tokens that such hits spared
-        self.windows = [None, *windows[1:]]  # the leading group keeps all its blocks
+        self.windows = [None, *windows[1:]] if prefix else windows  # hits follow the first group
         self.slides = any(self.windows)
         self.table: list[np.ndarray] = []  # changes since ``changes``, as in plan.Delta
         self.trims: list[tuple[int, int, int, int]] = []

@@ -1,0 +1,145 @@
+"""Models on a CUDA device: router hooks and the fallback in captured steps, and what a window keeps of a long prompt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_transformers_fallback import OTHERS, greedy, make
+
+from minivllm import LLM, SamplingParams, Tap
+from minivllm.layers.experts import route
+from minivllm.plugins.model.qwen3_moe import Qwen3Moe
+from minivllm.testing.tiny import tiny_dir
+
+pytestmark = pytest.mark.gpu
+HERE = __name__
+GONE = [1, 4]
+SIZES = {"device": "cuda", "max_num_seqs": 8, "num_kvcache_blocks": 200, "skip_tokenizer_init": True}
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+PROMPTS = [[(7 * i * i + 3 * i + n) % 61 for i in range(n)] for n in (24, 7, 40)]
+
+
+class Pruned(Qwen3Moe):
+    """The example of docs/taps.md: two experts of each layer are left out, the others counted."""
+
+    last: Pruned
+
+    def build(self, cfg, parts):
+        table = self.describe(cfg)
+        mlp = table.layers[0].mlp
+        gone = torch.zeros(mlp.count, dtype=parts.dtype, device=parts.device)
+        gone[GONE] = -torch.inf
+        experts = torch.arange(mlp.count, device=parts.device)
+        self.counts = torch.zeros(len(table.layers), mlp.count, dtype=torch.long, device=parts.device)
+        Pruned.last = self
+
+        def hook(layer, logits, weights, ids):
+            weights, ids = route(logits + gone, mlp.chosen, mlp.router)
+            self.counts[layer] += (ids.flatten()[:, None] == experts).sum(0)
+            return weights, ids
+
+        return parts.decoder(replace(table, router_hook=hook))
+
+
+@contextmanager
+def counting(llm):
+    """How many steps ran captured, by kind, and how many ran at all (``all``)."""
+    runner, seen = llm.engine.executor.runner, Counter()
+    if runner.graphs is None:
+        yield seen
+        return
+    forward, replay = runner.forward, runner.graphs.forward
+
+    def one(plan):
+        seen["all"] += 1
+        return forward(plan)
+
+    def captured(key, *args):
+        made = replay(key, *args)
+        seen[type(key).__name__, key.kind] += made is not None
+        return made
+
+    runner.forward, runner.graphs.forward = one, captured
+    yield seen
+    runner.forward, runner.graphs.forward = forward, replay
+
+
+def play(llm, prompts, taps=None):
+    outs = llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY, False, taps)
+    assert [out.error for out in outs] == [None] * len(outs)
+    return outs
+
+
+def test_a_router_hook_and_taps_of_experts_run_in_captured_steps(tmp_path):
+    path = str(tiny_dir(tmp_path, "qwen3_moe")[0])
+    more = {"model_arch": f"{HERE}:Pruned", "allow_targets": [HERE], "dtype": "float32", **SIZES}
+    read = [Tap(f"layers.{i}.{what}", read=True) for i in (0, 1) for what in ("router", "experts")]
+    taps, found = [read, [], [Tap("layers.1.router", add=[0, 0, 0, 0, 90, 100]), *read]], []
+    for options in ({}, {"graph": "off"}):
+        with LLM(model=path, **more, **options) as llm:
+            with torch.inference_mode():
+                Pruned.last.counts.zero_()
+            if options:
+                found.append(play(llm, PROMPTS, taps))
+            else:
+                with counting(llm) as seen:
+                    for _ in range(2):
+                        found.append(play(llm, PROMPTS, taps))
+                assert not llm.engine.executor.runner.graphs.notes
+                assert seen["TappedKey", "decode"] >= 40
+            counts = Pruned.last.counts.cpu()
+            assert not counts[:, GONE].any() and (counts.sum(1) > 0).all()
+    for outs in found:
+        for out, want in zip(outs, found[-1], strict=True):
+            assert out.tokens == want.tokens
+            for point, x in (want.taps or {}).items():
+                assert np.abs(out.taps[point] - x).max() < 1e-3, point
+                if point.endswith("experts"):
+                    assert not set(np.unique(x)) & set(GONE)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "captured"), [("gpt_neox", True), ("exaone4", True), ("olmoe", False), ("deepseek_v3", False)]
+)
+def test_the_fallback_gives_what_transformers_gives_and_is_captured_but_for_experts(model_type, captured, tmp_path):
+    """transformers' own experts ask the host which of them are hit."""
+    path, hf = make(tmp_path, model_type, **OTHERS[model_type][0])
+    want = [greedy(hf, p, 40) for p in PROMPTS]
+    with LLM(model=path, dtype="float32", **SIZES) as llm, counting(llm) as seen:
+        assert llm.engine.wiring.parts["model"].name == "minivllm/transformers"
+        for _ in range(2):
+            assert [out.tokens for out in play(llm, PROMPTS)] == want
+    assert (seen["GraphKey", "decode"] >= 70) == captured
+
+
+def test_of_a_prompt_of_32k_a_window_keeps_its_own_blocks_alone(tmp_path):
+    path = str(
+        tiny_dir(
+            tmp_path,
+            "qwen2",
+            use_sliding_window=True,
+            sliding_window=512,
+            max_window_layers=0,
+            max_position_embeddings=40_000,
+        )[0]
+    )
+    prompt = [(7 * i * i + 3 * i) % 61 for i in range(32_000)]
+    sizes = {**SIZES, "num_kvcache_blocks": 400, "max_num_batched_tokens": 2048, "max_model_len": 33_000}
+    with LLM(model=path, dtype="bfloat16", enable_prefix_caching=False, **sizes) as llm:
+        least, engine = [], llm.engine
+        step = engine.step
+
+        def stepped(*args, **kw):
+            told = step(*args, **kw)
+            stats = engine.stats()
+            least.append((stats["blocks_total"] - stats["blocks_free"]) * engine.wiring.block)
+            return told
+
+        engine.step = stepped
+        (out,) = play(llm, [prompt])
+        assert len(out.tokens) == 40 and max(least) <= 2 * 2048 + 512 + 64 and 0 < min(least[-20:-4]) <= 512 + 64
