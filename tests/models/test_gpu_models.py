@@ -1,4 +1,4 @@
-"""Models on a CUDA device: router hooks and the fallback in captured steps, and what a window keeps of a long prompt."""
+"""Models on a CUDA device: router hooks and the fallback in captured steps, and the blocks that a window keeps."""
 
 from __future__ import annotations
 
