@@ -121,7 +121,8 @@ def test_memory_chunks_neighbours_and_aborts_change_nothing(seed):
     engine = sim_engine(
         depth=seed % 3,
         windows=((None,), (None, 6), (5,))[seed % 3],
-        blocks=24,
+        # a model of windows alone, without a prefix cache, holds only its windows: less memory preempts it
+        blocks=16 if seed == 5 else 24,
         slots=10,
         budget=12,
         max_len=64,
