@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.engine.request import Request
-from minivllm.core.engine.taps import values_of
 from minivllm.core.interfaces.finish import Finish, FinishReason
 from minivllm.errors import RequestError, shown, told
 from minivllm.plain import flaw
 from minivllm.text.outputs import RequestMetrics, RequestOutput, StopProbe
 
 from .prompts import read_prompt, with_token_ids
+from .tap_values import values_of
 from .text import RequestText
 
 if TYPE_CHECKING:

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 import minivllm.testing.sim as sim_module
 from minivllm import SamplingParams, Tap
+from minivllm.core.engine import plan_columns
 from minivllm.core.engine import taps as engine_taps
 from minivllm.core.engine.request import Request
-from minivllm.core.engine.taps import TapValues, values_of
+from minivllm.core.engine.taps import TapValues
+from minivllm.frontend.tap_values import values_of
 from minivllm.testing.sim import VOCAB, answer, at_rest, outputs, sim_engine
 
 POINTS = {"place": 2, "stream": 3, "logits": VOCAB}
@@ -154,3 +156,25 @@ def test_what_is_computed_again_after_a_preemption_is_not_told_again(depth, host
     """A row that waits for the host loses its step to a preemption, and its logits were told all the same."""
     items = [([i, *range(1, 20)], 1, 30, [*POINTS], i % 2 == 1, i, 0, host and i % 2 == 0) for i in range(8)]
     assert play(items, depth, 34, 9) > 1
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_decode_steps_that_read_are_made_from_the_one_before(depth, monkeypatch):
+    made = []
+    monkeypatch.setattr(plan_columns, "tap_rows", lambda *args: made.append(1) or engine_taps.tap_rows(*args))
+    engine = sim_engine(slots=5, max_len=60, blocks=200, depth=depth, budget=64)
+    read = tuple(Tap(point, read=True) for point in POINTS)
+    params = SamplingParams.make(max_tokens=30, seed=0, ignore_eos=True)
+    asked = [Request(str(i), np.array([i, 2, 3], np.int32), params, 0.0, taps=read) for i in range(4)]
+    for r in asked:
+        engine.add(r)
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+    assert len(made) <= 3 + depth and steps >= 30, "each step looked up anew what is read"
+    for r in asked:
+        check(r, [0.0] * 3)
+        found = values_of(r.sequences[0])
+        assert r.tap_bytes == sum(values.nbytes for values in found.values())
+    assert not engine.publisher.taps.memory, "an engine at rest holds what somebody has read"

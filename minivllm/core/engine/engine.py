@@ -223,6 +223,7 @@ class Engine:
         self, seq: Seq, reason: FinishReason, stop_reason: int | str | None, error: str | None
     ) -> None:
         """A sequence that has left its slot or the queue has ended; the last of its request is the request's end."""
+        self.publisher.taps.end()
         seq.status = FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason

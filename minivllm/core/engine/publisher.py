@@ -28,7 +28,7 @@ from minivllm.errors import told
 
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
-from .taps import NO_LIMITS, TapLimits, keep_taps
+from .taps import NO_LIMITS, TapKeeper, TapLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -78,7 +78,7 @@ class Publisher:
         speculation: Speculation | None = None,
         taps: TapLimits = NO_LIMITS,
     ) -> None:
-        self.taps = taps
+        self.taps = TapKeeper(taps)
         self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
         self.events, self.now, self.speculation = events, now, speculation
         self.tokens = self.overshoot = 0
@@ -114,7 +114,7 @@ class Publisher:
         many: Iterable[Seq] = ()
         if len(plan.taps):
             whose = lambda row: self._sequence(flight, live, row)  # noqa: E731
-            many = keep_taps(plan, whose, result.taps, self.taps)
+            many = self.taps.keep(plan, bool(live.all()), whose, result.taps)
         if self.speculation is not None:
             self._speculated(self.speculation, flight, live, result, now)
         if self.cache.prefix:
@@ -133,7 +133,7 @@ class Publisher:
             self._choose(flight, result, live)
         for seq in many:
             if seq.status != FINISHED:
-                self.finish(seq, "error", error=self.taps.too_many)
+                self.finish(seq, "error", error=self.taps.limits.too_many)
         return self._hold(flight, result) if len(plan.held) else []
 
     def _tell(self, flight: Flight, result: StepResult, live: np.ndarray, ok: np.ndarray) -> None:

@@ -169,6 +169,8 @@ class Slots:
         seq.tokens = self.tokens[slot, :n].copy()
         seq.known = n
         seq.slot = -1
+        if seq.tap_values is not None:
+            seq.tap_values.upto = max(seq.tap_values.upto, int(self.computed[slot]))
         last = int(self.step[slot])
         seq.in_flight = last if last > self.published else 0
         seq.emitted = int(self.emitted[slot] - self.prompt[slot])

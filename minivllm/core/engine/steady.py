@@ -9,6 +9,8 @@ import numpy as np
 
 from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan
 
+from .taps import reads_all
+
 if TYPE_CHECKING:
     from .planner import Planner
 
@@ -28,13 +30,15 @@ class Steady(NamedTuple):
 def steady_of(planner: Planner, plan: StepPlan, at: np.ndarray) -> Steady | None:
     """What the next steps may be made from: ``plan``, of the slots ``at`` i64; None if they may not.
 
-    A policy or a drafter that is asked in each step, a row that waits for the host, reads at points of the model or
-    computes its prompt: any of them makes steps differ."""
+    A policy or a drafter that is asked in each step, a row that waits for the host or computes its prompt, or that does
+    not read all that it asks for: any of them makes steps differ."""
     p, s = planner, planner.slots
     same = len(plan.samples) == len(at) and np.array_equal(at, s.running)
-    if not same or p.asks_shape or p.speculation is not None or s.asking or s.tapping:
+    if not same or p.asks_shape or p.speculation is not None or s.asking:
         return None
     if len(plan.host) or len(plan.held) or plan.q_len[-1] > 1:
+        return None
+    if s.tapping and not reads_all(s, at, plan.taps):
         return None
     return Steady(plan, at, s.changes, int((s.end[at] - s.known[at]).min()), 0)
 

@@ -12,7 +12,6 @@ it forked; what lies before that are the values of the first sequence.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -99,7 +98,10 @@ class Growing:
 
 @dataclass(eq=False)
 class TapValues:
-    """What a sequence has read: positions [first, upto), of which those of steps in flight are still to come."""
+    """What a sequence has read: positions [first, upto), of which those of steps in flight are still to come.
+
+    ``upto`` stays behind in steps that were made from the one before (see ``steady``), until the next that was not, or
+    until the sequence leaves its slot."""
 
     first: int
     upto: int
@@ -227,99 +229,93 @@ def tap_rows(
     }
 
 
-def keep_taps(
-    plan: StepPlan,
-    sequence: Callable[[int], Seq | None],
-    values: np.ndarray,
-    limits: TapLimits,
-) -> Iterable[Seq]:
-    """Values of a step, f32 one after another, to the sequences of its rows; those sequences whose request has too many
-    now.  ``sequence`` gives that of a row, also one that was preempted meanwhile."""
-    over, at = {}, 0
-    for number, rows, firsts in by_point(plan.taps):
-        n, width = plan.q_len[rows] - firsts, limits.widths[number]
-        ends = n.cumsum()
-        block = values[at : at + int(ends[-1]) * width].reshape(-1, width)
-        at += block.size
-        of_rows = (rows, firsts, ends - n, ends)
-        for row, first, begin, end in zip(*(x.tolist() for x in of_rows), strict=True):
-            seq = sequence(row)
-            if seq is None or seq.status == FINISHED or seq.tap_values is None:
-                continue
-            request, part = seq.request, block[begin:end]
-            request.tap_bytes += part.nbytes
-            if request.tapped is not None and number == request.tapped.logits:
-                before_last = len(request.prompt) - 1 - int(plan.computed[row]) - first
-                if before_last > 0:
-                    seq.tap_values.scored.append(part[:before_last].copy())
-                    part = part[before_last:]
-            if len(part):
-                seq.tap_values.keep(number, part)
-            if request.tap_bytes > limits.most:
-                over[seq.id, seq.sample] = seq
-    return over.values()
+def reads_all(s: Slots, at: np.ndarray, taps: np.ndarray) -> bool:
+    """Whether each row of a step, of the slots ``at`` and of one token each, reads all that it asks for: a step of the
+    same rows, each one token further, has the same lines."""
+    asked = [s.at(slot).request.tapped for slot in at[s.tapped[at]].tolist()]
+    return len(taps) == sum(len(tapped.read) for tapped in asked if tapped is not None)
 
 
-def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | None:
-    """What a sequence has read, f32 [positions, width] by point; None if its request reads nothing.  ``tokens``: no
-    more than for so many generated tokens."""
-    taps, parts = seq.request.tapped, parts_of(seq, tokens)
-    if taps is None or parts is None:
-        return None
-    return {name: _whole(parts[name], width) for name, width in taps.read.values()}
+class TapKeeper:
+    """Values of steps, to the sequences of their rows.
 
+    Most decode steps read the same of the same rows as the step before, and their ``plan.taps`` is the same array (see
+    ``steady``).  For these the memory that each line fills is looked up once."""
 
-def _whole(parts: TapParts, width: int) -> np.ndarray:
-    """One array, which is a copy where there are several, or where a branch shares it."""
-    if not parts.shared and len(parts.own) == 1:
-        return parts.own[0]
-    return np.concatenate([np.empty((0, width), np.float32), *parts.shared, *parts.own])
+    def __init__(self, limits: TapLimits) -> None:
+        self.limits, self.taps = limits, np.empty((0, 3), np.int32)
+        self.seqs: list[tuple[Seq, int]] = []  # of each line, and the bytes that it reads a step
+        self.memory: list[
+            tuple[int, list[Growing]]
+        ] = []  # by point: its width, and where its lines go
+        self.steps = self.room = (
+            0  # that were kept so, and that can be before a request has too many
+        )
 
+    def keep(
+        self, plan: StepPlan, live: bool, sequence: Callable[[int], Seq | None], values: np.ndarray
+    ) -> Iterable[Seq]:
+        """``values`` of a step, f32 one after another, to its sequences; those whose request has too many now.
+        ``sequence`` gives that of a row, also one that was preempted meanwhile; ``live``: none was, and none ended."""
+        if plan.taps is self.taps and live:
+            if not self.memory:
+                self._begin(sequence)
+            if self.steps < self.room:
+                self.steps += 1
+                at = 0
+                for width, memory in self.memory:
+                    end = at + width * len(memory)
+                    for part, row in zip(memory, values[at:end].reshape(-1, 1, width), strict=True):
+                        part.add(row)
+                    at = end
+                return ()
+        self.end()
+        self.taps = plan.taps
+        return self._look_up(plan, sequence, values)
 
-class TapParts(NamedTuple):
-    """Views, f32 [n, width] each, one after another: what a branch shares with the first sequence, then its own."""
+    def end(self) -> None:
+        """A step differs, or a sequence that may be one of these has ended: nothing holds what it has read."""
+        for seq, size in self.seqs:
+            seq.request.tap_bytes += self.steps * size
+        self.seqs, self.memory, self.steps, self.room = [], [], 0, 0
 
-    shared: list[np.ndarray]
-    own: list[np.ndarray]
+    def _begin(self, sequence: Callable[[int], Seq | None]) -> None:
+        """All of these rows have values of all these points from the step before."""
+        sizes: dict[Request, int] = {}
+        for number, rows, _ in by_point(self.taps):
+            width, memory = self.limits.widths[number], []
+            for row in rows.tolist():
+                seq = sequence(row)
+                assert seq is not None and seq.tap_values is not None
+                self.seqs.append((seq, 4 * width))
+                sizes[seq.request] = sizes.get(seq.request, 0) + 4 * width
+                memory.append(seq.tap_values.parts[number])
+            self.memory.append((width, memory))
+        self.room = min((self.limits.most - r.tap_bytes) // size for r, size in sizes.items())
 
-
-def parts_of(seq: Seq, tokens: int | None = None) -> dict[str, TapParts] | None:
-    """``values_of`` without a copy: the values of a long prompt are large, and all branches share them."""
-    request, own, head = seq.request, seq.tap_values, seq.request.sequences[0].tap_values
-    taps = request.tapped
-    if taps is None or not taps.read:
-        return None
-    found = {}
-    for number, (name, _) in taps.read.items():
-        shared: list[np.ndarray] = []
-        most = sys.maxsize
-        if name == LOGITS:
-            shared = _first(_scored(request), sys.maxsize)
-            if tokens is not None:
-                most = sum(map(len, shared)) + tokens
-        else:
-            if tokens is not None:
-                most = len(request.prompt) + tokens - 1
-            if own is not None and own.first and head is not None:  # a branch
-                shared = _first([head.parts[number].rows], min(own.first, most))
-        rest = [] if own is None or number not in own.parts else [own.parts[number].rows]
-        found[name] = TapParts(shared, _first(rest, most - sum(map(len, shared))))
-    return found
-
-
-def _first(parts: Iterable[np.ndarray], most: int) -> list[np.ndarray]:
-    """The first ``most`` rows, without parts that have none."""
-    kept = []
-    for part in parts:
-        if most <= 0:
-            break
-        if len(part):
-            kept.append(part[:most])
-            most -= len(part)
-    return kept
-
-
-def _scored(request: Request) -> list[np.ndarray]:
-    """Logits at the tokens of a scored prompt but the last: of the branch that has most of them."""
-    parts = [seq.tap_values.scored for seq in request.sequences if seq.tap_values is not None]
-    return max(parts, key=lambda rows: sum(map(len, rows)), default=[])
+    def _look_up(
+        self, plan: StepPlan, sequence: Callable[[int], Seq | None], values: np.ndarray
+    ) -> Iterable[Seq]:
+        over, at = {}, 0
+        for number, rows, firsts in by_point(plan.taps):
+            n, width = plan.q_len[rows] - firsts, self.limits.widths[number]
+            ends = n.cumsum()
+            block = values[at : at + int(ends[-1]) * width].reshape(-1, width)
+            at += block.size
+            of_rows = (rows, firsts, ends - n, ends)
+            for row, first, begin, end in zip(*(x.tolist() for x in of_rows), strict=True):
+                seq = sequence(row)
+                if seq is None or seq.status == FINISHED or seq.tap_values is None:
+                    continue
+                request, part = seq.request, block[begin:end]
+                request.tap_bytes += part.nbytes
+                if request.tapped is not None and number == request.tapped.logits:
+                    before_last = len(request.prompt) - 1 - int(plan.computed[row]) - first
+                    if before_last > 0:
+                        seq.tap_values.scored.append(part[:before_last].copy())
+                        part = part[before_last:]
+                if len(part):
+                    seq.tap_values.keep(number, part)
+                if request.tap_bytes > self.limits.most:
+                    over[seq.id, seq.sample] = seq
+        return over.values()

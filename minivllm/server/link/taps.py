@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.engine.taps import TapLimits, parts_of
+from minivllm.core.engine.taps import TapLimits
 from minivllm.core.interfaces.taps import Tap
 from minivllm.errors import RequestError
+from minivllm.frontend.tap_values import parts_of
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
