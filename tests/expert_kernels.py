@@ -142,3 +142,25 @@ def check_a_row_alone(device: str, dtype: torch.dtype) -> None:
     whole = kernel(x, ids, weights)[0]
     for part in (slice(0, 1), slice(5, 9), slice(3, 40), slice(100, 290)):
         assert torch.equal(kernel(x[part].clone(), ids[part].clone(), weights[part].clone())[0], whole[part])
+
+
+def check_those_of_transformers(device: str) -> None:
+    """The fallback's ``Routed`` gives what the forward gives in whose place it is."""
+    from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+
+    from minivllm.plugins.model.fallback.layers import Routed
+    from minivllm.plugins.model.fallback.plan import experts_of
+
+    cfg = OlmoeConfig(hidden_size=64, intermediate_size=32, num_experts=6)
+    cfg._experts_implementation = "eager"
+    module = OlmoeExperts(cfg).to(device).requires_grad_(False)
+    generator = torch.Generator().manual_seed(4)
+    for param in module.parameters():
+        param.copy_(torch.randn(param.shape, generator=generator).to(device) / 8)
+    assert experts_of(module) == "silu"
+    for tokens in (1, 40):
+        x, scores = torch.randn(tokens, 64, generator=generator).to(device), torch.rand(tokens, 6, generator=generator)
+        weights, ids = (found.to(device) for found in scores.topk(2))
+        got = Routed(module, "silu", False)(x, ids, weights)
+        torch.testing.assert_close(got, module(x, ids, weights), rtol=1e-4, atol=1e-5)

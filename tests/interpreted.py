@@ -431,5 +431,9 @@ def test_experts_give_the_weighted_sum_and_the_stream_with_it(shape):
     expert_kernels.check_twice_the_same_expert("cpu")
 
 
+def test_in_the_place_of_experts_of_transformers_they_give_the_same():
+    expert_kernels.check_those_of_transformers("cpu")
+
+
 def test_a_token_of_fixed_experts_has_the_bits_that_it_has_alone():
     expert_kernels.check_a_row_alone("cpu", torch.float32)

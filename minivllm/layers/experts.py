@@ -68,6 +68,12 @@ def clamped_gate(x: Tensor, limit: float | None, alpha: float) -> Tensor:
     return (gate * (up + 1.0)).to(x.dtype)
 
 
+def kernels_serve(parts: ModelParts, hidden: int, inner: int) -> bool:
+    """Whether experts run by ``kernels.experts``, which read 16 bytes at a time; ``inner``: of this process's share."""
+    whole = all(n * parts.dtype.itemsize % 16 == 0 for n in (hidden, inner))
+    return (parts.invariant or (parts.fuse and whole)) and parts.device.startswith("cuda")
+
+
 class DenseExperts(Dense):
     """The unquantized weights of all experts, [experts * rows of one, in]."""
 
@@ -146,9 +152,7 @@ class Mixture:
         if spec.activation == CLAMPED:
             self.gate = partial(clamped_gate, limit=spec.limit, alpha=spec.alpha)
         plain = isinstance(self.gate_up.scheme, Dense) and isinstance(self.down.scheme, Dense)
-        # the kernels read 16 bytes at a time, of this process's share
-        whole = all(n * parts.dtype.itemsize % 16 == 0 for n in (hidden, self.down.info.in_features))
-        self.fast = plain and (parts.invariant or (parts.fuse and whole)) and parts.device.startswith("cuda")
+        self.fast = plain and kernels_serve(parts, hidden, self.down.info.in_features)
         self.invariant = parts.invariant
         self._kernel: Any = None
         self._shared(name, hidden, parts)

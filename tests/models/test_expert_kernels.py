@@ -36,3 +36,7 @@ def test_experts_give_the_weighted_sum_and_the_stream_with_it(dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_token_of_fixed_experts_has_the_bits_that_it_has_alone(dtype):
     checks.check_a_row_alone("cuda", dtype)
+
+
+def test_in_the_place_of_experts_of_transformers_they_give_the_same():
+    checks.check_those_of_transformers("cuda")

@@ -42,7 +42,7 @@ GEMMA4 = {"sliding_window": 6, "global_head_dim": 16, "num_kv_shared_layers": 0}
 OTHERS = {
     "apertus": ({}, {"merged", "norm", "head_norm", "rope"}),
     "arcee": ({}, {"merged", "norm", "rope"}),
-    "deepseek_v3": (MLA, {"mlp", "norm", "kept"}),
+    "deepseek_v3": (MLA, {"mlp", "experts", "norm", "kept"}),
     "ernie4_5": ({}, {"merged", "mlp", "norm"}),
     "exaone4": (WINDOW, {"merged", "mlp", "norm", "head_norm", "rope"}),
     "gemma4_text": (GEMMA4, {"merged", "mlp", "norm", "kept"}),
@@ -54,7 +54,7 @@ OTHERS = {
     "hunyuan_v1_dense": ({"attention_head_dim": 8}, {"merged", "mlp", "norm"}),
     "nemotron": ({}, {"merged", "linear"}),
     "olmo": ({}, {"merged", "mlp"}),
-    "olmoe": ({"num_experts": 4, **SMALL_EXPERTS}, {"merged", "norm", "rope", "kept"}),
+    "olmoe": ({"num_experts": 4, **SMALL_EXPERTS}, {"merged", "experts", "norm", "rope", "kept"}),
     "persimmon": ({}, {"linear", "norm"}),
     "phi": ({}, {"merged", "norm", "kept"}),
     "seed_oss": ({}, {"merged", "mlp", "norm", "rope"}),

@@ -11,10 +11,24 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.model import Conversion, Model, ModelArch, Parts, Rule, StepTensors
 from minivllm.errors import ModelError
+from minivllm.layers.experts import kernels_serve
 
 from .attend import SLOT, Attends, Current
 from .blank import blank_model, class_of, config_of
-from .layers import Gated, GivenBody, Head, Norming, Passing, Piece, Projection, Shared, fill_buffers, own, place
+from .layers import (
+    Gated,
+    GivenBody,
+    Head,
+    Norming,
+    Passing,
+    Piece,
+    Projection,
+    Routed,
+    Shared,
+    fill_buffers,
+    own,
+    place,
+)
 from .plan import MARK, Plan, make_plan, rest_name
 from .report import report
 from .rope import leave, tables, with_apply
@@ -71,6 +85,7 @@ class Fallback:
         self._embeddings(plan)
         self._rest(plan)
         self._products(plan)
+        self._experts(plan)
         self.norms = {name: parts.norm(name, *size) for name, size in plan.norms.items()}
         passing = {name for names in plan.head_norms.values() for name in names}
         for name, norm in self.norms.items():
@@ -111,6 +126,12 @@ class Fallback:
             whole = next(w for w in plan.merged if w.rpartition(".")[0] == name)
             down = next(n for n in linears if n.rpartition(".")[0] == name and n != whole)
             place(self.model, name, Gated(self.parts.gated_linear(linears[whole], activation), linears[down]))
+
+    def _experts(self, plan: Plan) -> None:
+        for name, activation in plan.experts.items():
+            module = self.model.get_submodule(name)
+            if kernels_serve(self.parts, *module.down_proj.shape[1:]):
+                module.forward = Routed(module, activation, self.parts.invariant)
 
     def _head(self, plan: Plan) -> None:
         old = self.model.get_submodule(plan.head)

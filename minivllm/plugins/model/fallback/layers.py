@@ -80,6 +80,26 @@ class Gated(Replaced):
         return self.down(self.up(Normed(x.reshape(-1, x.shape[-1])))).view(x.shape)
 
 
+class Routed:
+    """In the place of the forward of a layer's experts, on a GPU: transformers' own asks the host how many tokens each
+    expert has, unless the dtype is bfloat16.  The weights stay the module's; ``fixed``: see ``ExpertProducts``."""
+
+    def __init__(self, module: Any, activation: str, fixed: bool) -> None:
+        self.module, self.activation, self.fixed = module, activation, fixed
+        self.products: Any = None
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x [T, H], ids [T, k], weights [T, k] -> [T, H]."""
+        if self.products is None:  # made once the weights are loaded
+            from minivllm.kernels.experts import ExpertProducts
+
+            biases = (getattr(self.module, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj"))
+            weights = self.module.gate_up_proj, self.module.down_proj
+            self.products = ExpertProducts(*weights, *biases, self.activation, fixed=self.fixed)
+        ids, weights = top_k_index.int().contiguous(), top_k_weights.float().contiguous()
+        return self.products(hidden_states, ids, weights)[0]
+
+
 class Norming(Replaced):
     """[..., dim] -> the same, normalised."""
 

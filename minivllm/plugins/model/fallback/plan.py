@@ -46,6 +46,7 @@ class Plan:
     matrices: dict[str, Matrix] = field(default_factory=dict)
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name of the product -> of its matrices
     gated: dict[str, str] = field(default_factory=dict)  # an MLP -> its activation
+    experts: dict[str, str] = field(default_factory=dict)  # likewise, whose weights stay the module's own
     norms: dict[str, tuple[int, Norm]] = field(default_factory=dict)
     # attention module -> norms of each head of q and k, which attention applies before it rotates
     head_norms: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -102,6 +103,8 @@ def make_plan(cfg: Any) -> Plan:
             plan.matrices[name] = matrix
         elif (norm := _norm(module, known)) is not None:
             plan.norms[name] = module.weight.shape[0], norm
+        elif (activation := experts_of(module)) is not None:
+            plan.experts[name] = activation
     _choose_head_norms(plan, found.often)
     _choose_merged(plan, model, found.inputs, found.often)
     _choose_rest(plan, model, exact)
@@ -184,6 +187,35 @@ def gate_of(module: nn.Module, names: Sequence[str]) -> str | None:
     for activation in ACTIVATIONS:
         wanted = (APPLY[activation](x @ gate.T) * (x @ up.T)) @ down
         if isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-4):
+            return activation
+    return None
+
+
+@torch.no_grad()
+def experts_of(module: Any) -> str | None:
+    """The activation of a layer's experts, if each is ``down(activation(gate) * up)`` of matrices as
+    ``kernels.experts`` reads them, by what their gate gives for random numbers."""
+    params = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
+    up, down = params.get("gate_up_proj", ()), params.get("down_proj", ())
+    if not hasattr(module, "_apply_gate") or len(up) != 3 or len(down) != 3:
+        return None
+    biases = {"gate_up_proj_bias": up[:2], "down_proj_bias": down[:2]}
+    strange = any(
+        biases.get(name) != shape for name, shape in params.items() if name not in ("gate_up_proj", "down_proj")
+    )
+    if strange or getattr(module, "has_post_expert_norm", False) or up != (down[0], 2 * down[2], down[1]):
+        return None
+    if getattr(module, "is_transposed", True) or not getattr(module, "is_concatenated", False):
+        return None
+    x = 2 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    try:
+        found = module._apply_gate(x)
+    except Exception:
+        return None  # it has numbers of its own
+    gate, value = x.chunk(2, dim=-1)
+    for activation in ACTIVATIONS:
+        wanted = APPLY[activation](gate) * value
+        if isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-6):
             return activation
     return None
 

@@ -18,6 +18,7 @@ def report(plan: Plan) -> Mapping[str, str]:
         "linear": names_of(alone),
         "merged": names_of(plan.merged),
         "mlp": names_of(plan.gated),
+        "experts": names_of(plan.experts),
         "norm": names_of(name for name in plan.norms if name not in in_attention),
         "head_norm": names_of(name for names in plan.head_norms.values() for name in names),
         "embedding": names_of(plan.embeddings),
