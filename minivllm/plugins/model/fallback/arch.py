@@ -163,7 +163,7 @@ class Fallback:
             if call.module in plan.head_norms:
                 q, k = plan.head_norms[call.module]
                 pre = QKPre(*made[turn], self.norms[q].weight, self.norms[k].weight, plan.norms[q][1].eps)
-            setattr(module, SLOT, Attends(layer, self.current, pre, call.spec.dim_v))
+            setattr(module, SLOT, Attends(layer, self.current, pre))
 
     def _tables(self, turn: Any) -> tuple[Tensor, Tensor]:
         length = self.parts.backend.ctx.max_len + 1

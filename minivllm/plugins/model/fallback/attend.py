@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -51,16 +50,12 @@ class Current:
 
 
 class Attends:
-    """Between a module of transformers and a layer of the engine, whose values have ``dim_v`` numbers: zeros behind
-    those of the module (see ``trace``)."""
+    """Between a module of transformers and a layer of the engine."""
 
-    def __init__(self, layer: Any, current: Current, pre: QKPre, dim_v: int) -> None:
-        self.layer, self.current, self.pre, self.dim_v = layer, current, pre, dim_v
+    def __init__(self, layer: Any, current: Current, pre: QKPre) -> None:
+        self.layer, self.current, self.pre = layer, current, pre
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        given = value.shape[3]
-        if given < self.dim_v:
-            value = F.pad(value, (0, self.dim_v - given))
         q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
         out = self.layer(q, k, v, self.current.step, self.pre)
-        return out.view(1, query.shape[2], query.shape[1], self.dim_v)[..., :given], None
+        return out.view(1, query.shape[2], query.shape[1], value.shape[3]), None

@@ -115,7 +115,7 @@ class _Listener:
             heads,
             kv_heads,
             query.shape[3],
-            max(query.shape[3], value.shape[3]),  # back ends of a GPU want values as wide as keys: zeros fill them up
+            value.shape[3],
             window=numbers["sliding_window"],
             sinks=kwargs.get("s_aux") is not None,
             softcap=numbers["softcap"],
