@@ -32,8 +32,8 @@ from minivllm.testing.tiny import quiet, read_tensors, save, small_config, tiny_
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12, 50, 7, 28, 1, 39, 55, 2, 19, 40, 8]
 SMALL_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MLA = {
-    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "num_key_value_heads": 4, "head_dim": 4, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
     "topk_group": 1, "first_k_dense_replace": 1, **SMALL_EXPERTS,
 }  # fmt: skip
 WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
