@@ -28,6 +28,7 @@ from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.errors import EngineDeadError, ResourceError, error_from
 from minivllm.processes.channel import Message, shared_file
 from minivllm.processes.child import Child, ChildEnded
+from minivllm.processes.pace import Pace
 from minivllm.wiring import wiring_to_json
 
 from .steps import PLAIN, RESULT, Plans, Results
@@ -51,6 +52,7 @@ class Process(Executor):
         self._slots: deque[np.ndarray] = deque()  # of the plans that are due, and of no others
         self._results: list[StepResult] = []  # that came while an answer was awaited
         self._memories: list[tuple[int, int, mmap.mmap]] = []  # address, bytes in use, of what masks are written to
+        self._pace = Pace()  # from a step that nothing runs before, or the result before, to the result
         self._calls = 0
         self._fault: EngineDeadError | None = None  # met behind results that had come
 
@@ -87,6 +89,8 @@ class Process(Executor):
     def submit(self, plan: StepPlan) -> None:
         kind, parts = self._plans.encode(plan)
         self._send(kind, *parts)
+        if not self._due:
+            self._pace.begin()
         self._due.append(plan.id)
         self._slots.append(plan.slots)
         if len(plan.late):
@@ -129,8 +133,9 @@ class Process(Executor):
             if not self._due and not self.alive():
                 self._receive(wait=False)  # it says why
             while self._due:
-                wait = len(self._due) > in_flight and self._due[0] not in self._masked
-                message = self._receive(wait)
+                waits = self._due[0] in self._masked  # so nobody else would notice its end
+                wait = len(self._due) > in_flight and not waits
+                message = self._receive(wait) if wait or waits or self._ready() else None
                 if message is None:
                     break
                 found.append(self._result(message))
@@ -144,6 +149,7 @@ class Process(Executor):
         if message.kind not in (RESULT, PLAIN):
             raise self._failure(message)
         slots = self._slots.popleft() if self._slots else None
+        self._pace.came()
         result = self._answers.decode(message.kind, message.data, slots)
         if not self._due or self._due.popleft() != result.id:
             raise EngineDeadError(f"the worker answered step {result.id} out of turn")
@@ -191,6 +197,9 @@ class Process(Executor):
         if self._child is None:
             raise EngineDeadError(NOT_RUNNING)
         try:
-            return self._child.receive(wait)
+            return self._child.receive(wait, self._pace)
         except ChildEnded as e:
             raise EngineDeadError(str(e)) from e
+
+    def _ready(self) -> bool:
+        return self._child is not None and self._child.ready()

@@ -18,6 +18,7 @@ from minivllm.core.worker.process import build
 from minivllm.errors import MinivllmError, told
 from minivllm.processes.channel import Channel, ChannelClosed
 from minivllm.processes.child import attach
+from minivllm.processes.pace import Pace, let_others
 
 from .local import Local
 from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, READY
@@ -59,16 +60,22 @@ class WorkerLoop:
         self._plans, self._results = Plans(), Results()
         self._masked: set[int] = set()  # those that wait for masks
         self._memories: list[mmap.mmap] = []
+        self._pace = Pace()  # from the last result, or plan, to what comes next
 
     def run(self) -> None:
         while True:
             idle = not self._due or self._due[0].id in self._masked
-            message = self.channel.receive(wait=idle)
+            message = self.channel.receive(idle, self._pace) if idle or self.channel.ready() else None
             if message is not None:
+                if idle:
+                    self._pace.came()
                 self._do(message.kind, message.data)
             if self._due:
                 for result in self.executor.collect(len(self._due)):
                     self.channel.send(*self._results.encode(result, self._due.popleft().slots))
+                self._pace.begin()
+                if message is None:
+                    let_others()
 
     def _do(self, kind: int, data: bytearray) -> None:
         if kind in (PLAN, NEXT):
