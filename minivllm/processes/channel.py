@@ -39,7 +39,7 @@ from .pace import Pace, let_others
 
 OUT, BACK = 4 << 20, 16 << 20  # bytes of the memories to and from the started process
 NOTE = struct.Struct("<IIHH4x")  # where a piece begins, its bytes, kind of the message, whether more of it follows
-NOTES = 512  # that are not read yet, at most
+NOTES = 512  # that are not read yet, at most; bells that are heard at once
 WORD = 8
 READ, ASLEEP, TOLD = 0, 8, 64  # where the words lie, two cache lines: the reader's, and how many notes there have been
 HEAD = 128 + NOTES * NOTE.size  # bytes before a memory: words and notes
@@ -186,6 +186,8 @@ class Channel:
     def send(self, kind: int, parts: Sequence[bytes | bytearray | memoryview], file: int = -1) -> None:
         """``file``: a descriptor that goes with it and stays open here.  ChannelClosed if nobody is there, as far as
         is known: who reads will know."""
+        if self._ended:
+            raise ChannelClosed("the other process has ended")
         data: bytes | memoryview = b"".join(parts)
         size, most, begin = len(data), self._into.size // 4, 0
         if size > most:
@@ -235,8 +237,8 @@ class Channel:
         while not self._came and not self._gather():
             if self._ended:
                 raise ChannelClosed("the other process has ended")
-            if wait:
-                self.rest(NAPS[1], pace)
+            if wait and self.rest(NAPS[1], pace) and self.ready():
+                continue
             if not self._hear() and not wait:
                 return None
         return self._came.popleft()
@@ -261,8 +263,8 @@ class Channel:
         while not self.ready():
             if time.perf_counter() >= until:
                 return False
-            if self._from.heard is not None:
-                self._hear()
+            if self._from.heard is not None and self._hear() and self._ended:
+                return True
             let_others()
         return True
 

@@ -4,12 +4,14 @@
                           usual - EARLY           usual + LATE
 
 To be woken takes 50 to 100 us, most of what a message between two processes costs.  To look all the time would keep a
-core busy, in an idle process for ever.
+core busy, in an idle process for ever.  Only a process's main thread looks: it holds the interpreter's lock meanwhile,
+so that a thread which serves others (``AsyncLLM`` has its engine in one) would keep them waiting.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 EARLY = 200e-6  # seconds: a sleep ends some 100 us later than it should
@@ -46,7 +48,7 @@ class Pace:
 
     def window(self) -> tuple[float, float]:
         """From when and until when it is worth while to look, by ``time.perf_counter``; until 0.0: never."""
-        if not self._looks or self.usual > LONG:
+        if not self._looks or self.usual > LONG or threading.current_thread() is not threading.main_thread():
             return 0.0, 0.0
         at = self._since + self.usual
         return at - EARLY, at + LATE

@@ -154,7 +154,10 @@ def test_messages_out_of_turn_and_answers_that_nobody_awaits(monkeypatch):
     messages = []
 
     class Scripted:
-        def receive(self, wait):
+        def ready(self):
+            return bool(messages)
+
+        def receive(self, wait, pace=None):
             if not messages:
                 raise ChildEnded("it has ended")
             return messages.pop(0)

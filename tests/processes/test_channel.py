@@ -6,6 +6,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.processes import channel as module
-from minivllm.processes.channel import WORD, Channel, ChannelClosed, Incoming, Outgoing, shared_file
+from minivllm.processes.channel import HEAD, Channel, ChannelClosed, Incoming, Outgoing, shared_file
+from minivllm.processes.pace import Pace
 
 
-@pytest.fixture
-def ends():
+@pytest.fixture(params=[True, False], ids=["", "a bell each"])
+def ends(request, monkeypatch):
+    """With and without a processor that keeps stores in order."""
+    monkeypatch.setattr(module, "ORDERED", request.param and module.ORDERED)
     a, b = socket.socketpair()
     file = shared_file(Channel.BYTES)
     pair = Channel(a, file, started=False), Channel(b, file, started=True)
@@ -31,22 +35,24 @@ def ends():
 @given(st.lists(st.tuples(st.integers(0, 32), st.integers(0, 3)), max_size=60))
 def test_pieces_are_read_as_they_were_written_however_the_memory_wraps(pieces):
     """Nothing is written over before it was read, and what has been read leaves room for any piece up to a half."""
-    memory = mmap.mmap(-1, WORD + 64)
+    memory = mmap.mmap(-1, HEAD + 64)
     writer, reader = Outgoing(memory, 0, 64), Incoming(memory, 0)
-    waiting: list[tuple[int, bytes]] = []
+    reader.heard = None  # the memory tells how many there are
+    waiting: list[tuple[int, bool, bytes]] = []
 
     def read():
-        at, data = waiting.pop(0)
-        assert reader.take(at, len(data)) == data
+        assert reader.ready()
+        assert reader.take() == waiting.pop(0)
+        assert reader.ready() == bool(waiting)
 
     for i, (n, reads) in enumerate(pieces):
         data = bytes([i % 251]) * n
-        while (at := writer.put(memoryview(data))) < 0:
+        while (at := writer.put(data, i % 5, i % 3 == 0)) < 0:
             assert waiting, "an empty memory has no room"
             read()
         assert 0 <= at <= 64 - n
         assert waiting or at == 0, "all was read: it begins anew"
-        waiting.append((at, data))
+        waiting.append((i % 5, i % 3 == 0, data))
         for _ in range(min(reads, len(waiting))):
             read()
     while waiting:
@@ -105,3 +111,66 @@ def test_the_end_of_the_other_is_told_after_all_that_it_sent(ends):
             ours.receive(wait)
     with pytest.raises(ChannelClosed):
         ours.send(1, [b"nobody hears this"])
+
+
+def test_more_notes_than_there_is_room_for_wait_for_the_reader(ends):
+    """And the bells of all of them do not fit into the socket."""
+    ours, theirs = ends
+    found = []
+    many = 3 * module.NOTES
+
+    def read():
+        time.sleep(0.02)
+        found.extend(theirs.receive(wait=True).kind for _ in range(many))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for i in range(many):
+        ours.send(i, [])
+    thread.join()
+    assert found == list(range(many))
+
+
+def test_no_message_is_missed_by_who_goes_to_sleep(ends, monkeypatch):
+    """Each end answers at once, or after a while in which the other one falls asleep.  A wake-up that was lost would
+    be noticed after a nap, which takes five seconds here."""
+    monkeypatch.setattr(module, "NAPS", (5.0, 5.0))
+    ours, theirs = ends
+    pauses = np.random.default_rng(0).choice([0.0, 0.0, 0.0, 1e-5, 1e-4, 1e-3], 1000)
+
+    def answer():
+        for pause in pauses[::-1]:
+            message = theirs.receive(True)
+            end = time.perf_counter() + pause
+            while time.perf_counter() < end:
+                time.sleep(1e-6)
+            theirs.send(message.kind, [message.data])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    pace, slowest = Pace(), 0.0
+    for i, pause in enumerate(pauses):
+        begun = time.monotonic()
+        ours.send(i, [b"%d" % i])
+        pace.begin()
+        time.sleep(pause)
+        assert ours.receive(True, pace) == (i, b"%d" % i)
+        pace.came()
+        slowest = max(slowest, time.monotonic() - begun)
+    thread.join()
+    assert slowest < 4.0
+
+
+def test_who_waits_for_nothing_uses_no_cpu_and_hears_of_the_end(ends):
+    ours, theirs = ends
+    pace = Pace()
+    pace.begin()
+    spent, begun = time.thread_time(), time.monotonic()
+    assert not ours.rest(0.5, pace)
+    assert time.monotonic() - begun >= 0.5
+    assert time.thread_time() - spent < 0.02
+    theirs.close()
+    begun = time.monotonic()
+    with pytest.raises(ChannelClosed):
+        ours.receive(True, pace)
+    assert time.monotonic() - begun < 0.2

@@ -52,7 +52,8 @@ def _serve(channel: Channel) -> None:
 
 class WorkerLoop:
     """Steps are sent back as soon as they are done.  While the device computes, this process looks for messages and
-    results without a rest, so it keeps one core busy: a nap would cost each step some 50 us."""
+    results without a rest, so it keeps one core busy: a nap would cost each step some 50 us.  Once nothing runs it
+    looks as long as ``Pace`` says, and sleeps."""
 
     def __init__(self, channel: Channel, executor: Local) -> None:
         self.channel, self.executor = channel, executor
@@ -73,7 +74,7 @@ class WorkerLoop:
             if self._due:
                 for result in self.executor.collect(len(self._due)):
                     self.channel.send(*self._results.encode(result, self._due.popleft().slots))
-                self._pace.begin()
+                    self._pace.begin()
                 if message is None:
                     let_others()
 
