@@ -1,7 +1,9 @@
 """What a step costs more in a worker process: the same steps by the executors ``local`` and ``process``, in turns.
 
     python benchmarks/process_step.py                                   a clock in the device's place
-    python benchmarks/process_step.py --device cuda --rows 1 8 64 256   a tiny model with random weights
+    python benchmarks/process_step.py --device nothing                  a step's cost alone: the forward takes no time
+    python benchmarks/process_step.py --device cuda --rows 1 32 256     a tiny model with random weights
+    python benchmarks/process_step.py --device cuda --shape 0.6b --modes single --rounds 3 --rows 1 32 256
     python benchmarks/process_step.py --device-us 300 --launch-us 150   a faster device whose launches cost more
 
 The clock takes ``--device-us`` for each step, one step behind the other, and no CPU time but ``--launch-us`` for its
@@ -15,6 +17,7 @@ thread with either executor and of the worker's; at last what the codecs of a pl
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -35,6 +38,14 @@ from minivllm.plugins.executor import process, process_worker
 DEVICE_US, LAUNCH_US = "PROCESS_STEP_DEVICE_US", "PROCESS_STEP_LAUNCH_US"  # the worker inherits them
 NAP = 150e-6  # seconds before the end of a wait that are not slept: a sleep takes longer than it was asked for
 VOCAB = 61
+MODES = ["single", "ahead"]
+QWEN3 = {  # of 0.6B parameters
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
 
 
 class ClockStep:
@@ -156,37 +167,54 @@ def compare(args: argparse.Namespace, options: dict, ahead: int) -> dict[int, li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="clock", help="clock, or where a tiny model runs: cpu, cuda")
+    parser.add_argument("--device", default="clock", help="clock, nothing, or where a model runs: cpu, cuda")
+    parser.add_argument("--shape", choices=["tiny", "0.6b"], default="tiny", help="of the model, with random weights")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="one by one, ahead")
     parser.add_argument("--device-us", type=float, default=500, help="of a step, by the clock")
     parser.add_argument("--launch-us", type=float, default=50, help="CPU time of a step's launch, before the clock")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    os.environ[DEVICE_US], os.environ[LAUNCH_US] = str(args.device_us), str(args.launch_us)
     device = args.device
+    if device == "nothing":
+        device, args.device_us, args.launch_us = "clock", 0.0, 0.0
+    os.environ[DEVICE_US], os.environ[LAUNCH_US] = str(args.device_us), str(args.launch_us)
     if device == "clock":
         runner.Runner, process.WORKER, device = ClockRunner, "process_step:serve", "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        from minivllm.testing.tiny import tiny_dir
-
-        path, *_ = tiny_dir(Path(folder), "qwen3")
+        options = dict(model=make_model(Path(folder), args.shape), device=device, skip_tokenizer_init=True)
+        options |= dict(load_format="auto", dtype="float32") if args.shape == "tiny" else dict(load_format="dummy")
         most = max(args.rows)
-        options = dict(model=str(path), device=device, dtype="float32", skip_tokenizer_init=True)
         options |= dict(max_num_seqs=most, max_model_len=args.steps + 16, max_num_batched_tokens=max(most, 64))
         options |= dict(num_kvcache_blocks=64 * most, enable_prefix_caching=False)
-        single, ahead = compare(args, options, 0), compare(args, options, 1)
+        found = {mode: compare(args, options, MODES.index(mode)) for mode in args.modes}
+    show(args.rows, found)
+
+
+def make_model(folder: Path, shape: str) -> str:
+    if shape == "tiny":
+        from minivllm.testing.tiny import tiny_dir
+
+        return str(tiny_dir(folder, "qwen3")[0])
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    return str(folder)
+
+
+def show(rows: list[int], found: dict[str, dict[int, list[float]]]) -> None:
+    names = {"single": "one by one", "ahead": "ahead"}
     print(
-        "       one by one                 ahead                     CPU: one by one         ahead                codec"
+        "      " + "".join(f" {names[mode]:26}" for mode in found) + "CPU: " + "".join(f"{names[m]:26}" for m in found)
     )
-    print("  rows   local  process    more   local  process    more   local process  worker   local process  worker")
-    for rows in args.rows:
-        shown = [f"{rows:6}"]
-        for local, _, _, other, _, _ in (single[rows], ahead[rows]):
-            shown.append(f"{local:7.0f}  {other:7.0f} {other - local:+7.0f}")
-        for _, mine, _, _, engine, worker in (single[rows], ahead[rows]):
-            shown.append(f"{mine:7.0f} {engine:7.0f} {worker:7.0f}")
-        print(" ".join([*shown, f"{codec_us(rows):7.0f}"]))
+    spans, spent = "   local process    more  ", "  local process  worker  "
+    print("  rows" + " ".join([spans] * len(found) + [spent] * len(found)) + "  codec")
+    for n in rows:
+        shown = [f"{n:6}"]
+        for local, _, _, other, _, _ in (by_rows[n] for by_rows in found.values()):
+            shown.append(f"{local:7.0f} {other:7.0f} {other - local:+7.0f}  ")
+        for _, mine, _, _, engine, worker in (by_rows[n] for by_rows in found.values()):
+            shown.append(f"{mine:7.0f} {engine:7.0f} {worker:7.0f}  ")
+        print(" ".join([*shown, f"{codec_us(n):6.0f}"]))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class Outgoing:
             first, at = unread[0][0], unread[-1][1]
             if at > first and at + n > self.size:
                 at = 0
-            if at <= first and at + n > first or len(unread) == NOTES:
+            if (at <= first and at + n > first) or len(unread) == NOTES:
                 return -1
         unread.append((at, at + n))
         begin = self._start + at

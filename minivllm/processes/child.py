@@ -101,9 +101,9 @@ class Child:
         ChildEnded once all that it sent has been read."""
         try:
             while self._channel is not None:
-                if wait and not self._channel.ready():
-                    if not self._channel.rest(LOOK, pace) and self._process.poll() is not None:
-                        return self._channel.receive(wait=False) or self._gone()
+                rested = not wait or self._channel.ready() or self._channel.rest(LOOK, pace)
+                if not rested and self._process.poll() is not None:
+                    return self._channel.receive(wait=False) or self._gone()
                 message = self._channel.receive(wait=False)
                 if message is not None or not wait:
                     return message
