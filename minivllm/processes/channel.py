@@ -11,8 +11,8 @@ There is a memory for each direction.  A message that does not fit goes in piece
 wakes who sleeps, ends when the other process does (``child`` looks besides: another process may hold that end), and
 hands files over (``SCM_RIGHTS``).
 
-To ring and to wake take some 60 us, so a reader that expects something soon (``Pace``) looks at the memory instead for
-a while.  It says when it sleeps: it writes the word *asleep*, looks once more, and sleeps.  The writer writes a note,
+To ring and to wake take some 60 us, so a reader that expects something soon (``Rhythm``) looks at the memory for
+a while instead.  It says when it sleeps: it writes the word *asleep*, looks once more, and sleeps.  The writer writes a note,
 then looks at that word.  Between the two each has a barrier, so one of them sees what the other wrote.  That, and that
 a note is seen after its bytes, takes a processor that keeps stores in their order, as x86 does.  On any other the
 bell is rung for each note, and a reader knows of no more notes than it has heard bells: the system calls order them.
@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .pace import Pace, let_others
+from .rhythm import Rhythm, let_others
 
 OUT, BACK = 4 << 20, 16 << 20  # bytes of the memories to and from the started process
 NOTE = struct.Struct("<IIHH4x")  # where a piece begins, its bytes, kind of the message, whether more of it follows
@@ -231,24 +231,24 @@ class Channel:
         """Whether there is something to read, as far as the memory tells: the cheapest look."""
         return bool(self._came) or self._from.ready()
 
-    def receive(self, wait: bool, pace: Pace | None = None) -> Message | None:
+    def receive(self, wait: bool, rhythm: Rhythm | None = None) -> Message | None:
         """The next message; None if there is none and it does not ``wait``, as ``rest`` does.  ChannelClosed once the
         other end has closed and all that it sent has been read."""
         while not self._came and not self._gather():
             if self._ended:
                 raise ChannelClosed("the other process has ended")
-            if wait and self.rest(NAPS[1], pace) and self.ready():
+            if wait and self.rest(NAPS[1], rhythm) and self.ready():
                 continue
             if not self._hear() and not wait:
                 return None
         return self._came.popleft()
 
-    def rest(self, seconds: float, pace: Pace | None = None) -> bool:
+    def rest(self, seconds: float, rhythm: Rhythm | None = None) -> bool:
         """Until there may be something to read, or the other one has ended: True; or so many seconds have passed.
-        ``pace`` tells when it is worth while to look instead of sleeping."""
+        ``rhythm`` tells when it is worth while to look instead of sleeping."""
         end, nap = time.perf_counter() + seconds, NAPS[0]
         while (now := time.perf_counter()) < end:
-            begin, until = (0.0, 0.0) if pace is None else pace.window()
+            begin, until = (0.0, 0.0) if rhythm is None else rhythm.window()
             if begin <= now < until:
                 if self._watch(until):
                     return True

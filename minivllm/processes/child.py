@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from . import fresh
 from .channel import Channel, ChannelClosed, Message, shared_file
-from .pace import Pace
+from .rhythm import Rhythm
 
 LAST_WORDS = 2000  # bytes of its standard error that its end is explained with
 LOOK = 0.5  # seconds between looks whether it lives: others may hold its end of the channel
@@ -96,12 +96,12 @@ class Child:
         """Whether there is a message, by the cheapest look: its end is not seen."""
         return self._channel is not None and self._channel.ready()
 
-    def receive(self, wait: bool, pace: Pace | None = None) -> Message | None:
-        """The next message; None if there is none and it does not ``wait``: then ``pace`` tells when it may come.
+    def receive(self, wait: bool, rhythm: Rhythm | None = None) -> Message | None:
+        """The next message; None if there is none and it does not ``wait``: then ``rhythm`` tells when it may come.
         ChildEnded once all that it sent has been read."""
         try:
             while self._channel is not None:
-                rested = not wait or self._channel.ready() or self._channel.rest(LOOK, pace)
+                rested = not wait or self._channel.ready() or self._channel.rest(LOOK, rhythm)
                 if not rested and self._process.poll() is not None:
                     return self._channel.receive(wait=False) or self._gone()
                 message = self._channel.receive(wait=False)

@@ -172,7 +172,7 @@ def test_messages_out_of_turn_and_answers_that_nobody_awaits(monkeypatch):
         def ready(self):
             return bool(messages)
 
-        def receive(self, wait, pace=None):
+        def receive(self, wait, rhythm=None):
             if not messages:
                 raise ChildEnded("it has ended")
             return messages.pop(0)

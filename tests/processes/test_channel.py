@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from minivllm.processes import channel as module
 from minivllm.processes.channel import HEAD, Channel, ChannelClosed, Incoming, Outgoing, shared_file
-from minivllm.processes.pace import Pace
+from minivllm.processes.rhythm import Rhythm
 
 
 @pytest.fixture(params=[True, False], ids=["", "a bell each"])
@@ -174,14 +174,14 @@ def test_no_message_is_missed_by_who_goes_to_sleep(ordered):
 
 def test_who_waits_for_nothing_uses_no_cpu_and_hears_of_the_end(ends):
     ours, theirs = ends
-    pace = Pace()
-    pace.begin()
+    rhythm = Rhythm()
+    rhythm.begin()
     spent, begun = time.thread_time(), time.monotonic()
-    assert not ours.rest(0.5, pace)
+    assert not ours.rest(0.5, rhythm)
     assert time.monotonic() - begun >= 0.5
     assert time.thread_time() - spent < 0.02
     theirs.close()
     begun = time.monotonic()
     with pytest.raises(ChannelClosed):
-        ours.receive(True, pace)
+        ours.receive(True, rhythm)
     assert time.monotonic() - begun < 0.2

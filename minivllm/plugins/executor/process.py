@@ -28,7 +28,7 @@ from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.errors import EngineDeadError, ResourceError, error_from
 from minivllm.processes.channel import Message, shared_file
 from minivllm.processes.child import Child, ChildEnded
-from minivllm.processes.pace import Pace
+from minivllm.processes.rhythm import Rhythm
 from minivllm.wiring import wiring_to_json
 
 from .steps import PLAIN, RESULT, Plans, Results
@@ -52,7 +52,7 @@ class Process(Executor):
         self._slots: deque[np.ndarray] = deque()  # of the plans that are due, and of no others
         self._results: list[StepResult] = []  # that came while an answer was awaited
         self._memories: list[tuple[int, int, mmap.mmap]] = []  # address, bytes in use, of what masks are written to
-        self._pace = Pace()  # from a step that nothing runs before, or the result before, to the result
+        self._rhythm = Rhythm()  # from a step that nothing runs before, or the result before, to the result
         self._calls = 0
         self._fault: EngineDeadError | None = None  # met behind results that had come
 
@@ -90,7 +90,7 @@ class Process(Executor):
         kind, parts = self._plans.encode(plan)
         self._send(kind, *parts)
         if not self._due:
-            self._pace.begin()
+            self._rhythm.begin()
         self._due.append(plan.id)
         self._slots.append(plan.slots)
         if len(plan.late):
@@ -149,7 +149,7 @@ class Process(Executor):
         if message.kind not in (RESULT, PLAIN):
             raise self._failure(message)
         slots = self._slots.popleft() if self._slots else None
-        self._pace.came()
+        self._rhythm.came()
         result = self._answers.decode(message.kind, message.data, slots)
         if not self._due or self._due.popleft() != result.id:
             raise EngineDeadError(f"the worker answered step {result.id} out of turn")
@@ -197,7 +197,7 @@ class Process(Executor):
         if self._child is None:
             raise EngineDeadError(NOT_RUNNING)
         try:
-            return self._child.receive(wait, self._pace)
+            return self._child.receive(wait, self._rhythm)
         except ChildEnded as e:
             raise EngineDeadError(str(e)) from e
 

@@ -18,7 +18,7 @@ from minivllm.core.worker.process import build
 from minivllm.errors import MinivllmError, told
 from minivllm.processes.channel import Channel, ChannelClosed
 from minivllm.processes.child import attach
-from minivllm.processes.pace import Pace, let_others
+from minivllm.processes.rhythm import Rhythm, let_others
 
 from .local import Local
 from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, READY
@@ -53,7 +53,7 @@ def _serve(channel: Channel) -> None:
 class WorkerLoop:
     """Steps are sent back as soon as they are done.  While the device computes, this process looks for messages and
     results without a rest, so it keeps one core busy: a nap would cost each step some 50 us.  Once nothing runs it
-    looks as long as ``Pace`` says, and sleeps."""
+    looks as long as ``Rhythm`` says, and sleeps."""
 
     def __init__(self, channel: Channel, executor: Local) -> None:
         self.channel, self.executor = channel, executor
@@ -61,20 +61,20 @@ class WorkerLoop:
         self._plans, self._results = Plans(), Results()
         self._masked: set[int] = set()  # those that wait for masks
         self._memories: list[mmap.mmap] = []
-        self._pace = Pace()  # from the last result, or plan, to what comes next
+        self._rhythm = Rhythm()  # from the last result, or plan, to what comes next
 
     def run(self) -> None:
         while True:
             idle = not self._due or self._due[0].id in self._masked
-            message = self.channel.receive(idle, self._pace) if idle or self.channel.ready() else None
+            message = self.channel.receive(idle, self._rhythm) if idle or self.channel.ready() else None
             if message is not None:
                 if idle:
-                    self._pace.came()
+                    self._rhythm.came()
                 self._do(message.kind, message.data)
             if self._due:
                 for result in self.executor.collect(len(self._due)):
                     self.channel.send(*self._results.encode(result, self._due.popleft().slots))
-                    self._pace.begin()
+                    self._rhythm.begin()
                 if message is None:
                     let_others()
 

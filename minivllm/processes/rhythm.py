@@ -28,7 +28,7 @@ def cores() -> int:
 let_others = getattr(os, "sched_yield", lambda: None)  # whoever waits for this core has it first
 
 
-class Pace:
+class Rhythm:
     """What is usual: the mean of recent waits, in which one counts as no more than about twice what was usual."""
 
     def __init__(self) -> None:
