@@ -12,9 +12,9 @@ wakes who sleeps, ends when the other process does (``child`` looks besides: ano
 hands files over (``SCM_RIGHTS``).
 
 To ring and to wake take some 60 us, so a reader that expects something soon (``Rhythm``) looks at the memory for
-a while instead.  It says when it sleeps: it writes the word *asleep*, looks once more, and sleeps.  The writer writes a note,
-then looks at that word.  Between the two each has a barrier, so one of them sees what the other wrote.  That, and that
-a note is seen after its bytes, takes a processor that keeps stores in their order, as x86 does.  On any other the
+a while instead.  It says when it sleeps: it writes the word *asleep*, looks once more, and sleeps.  The writer writes a
+note, then looks at that word.  Between the two each has a barrier, so one of them sees what the other wrote.  That, and
+that a note is seen after its bytes, takes a processor that keeps stores in their order, as x86 does.  On any other the
 bell is rung for each note, and a reader knows of no more notes than it has heard bells: the system calls order them.
 """
 
