@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from . import fresh
 from .channel import Channel, ChannelClosed, Message, shared_file
+from .rhythm import Rhythm
 
 LAST_WORDS = 2000  # bytes of its standard error that its end is explained with
 LOOK = 0.5  # seconds between looks whether it lives: others may hold its end of the channel
@@ -75,8 +76,6 @@ class Child:
                 if file >= 0:
                     os.close(file)
         self._forgotten = weakref.finalize(self, ours.close)
-        self._poll = select.poll()
-        self._poll.register(ours, select.POLLIN)
 
     @property
     def pid(self) -> int:
@@ -93,16 +92,21 @@ class Child:
         except ChannelClosed as e:
             raise self._ended() from e
 
-    def receive(self, wait: bool) -> Message | None:
-        """The next message; None if there is none and it does not ``wait``.  ChildEnded once all that it sent has been
-        read."""
+    def ready(self) -> bool:
+        """Whether there is a message, by the cheapest look: its end is not seen."""
+        return self._channel is not None and self._channel.ready()
+
+    def receive(self, wait: bool, rhythm: Rhythm | None = None) -> Message | None:
+        """The next message; None if there is none and it does not ``wait``: then ``rhythm`` tells when it may come.
+        ChildEnded once all that it sent has been read."""
         try:
             while self._channel is not None:
+                rested = not wait or self._channel.ready() or self._channel.rest(LOOK, rhythm)
+                if not rested and self._process.poll() is not None:
+                    return self._channel.receive(wait=False) or self._gone()
                 message = self._channel.receive(wait=False)
                 if message is not None or not wait:
                     return message
-                if not self._poll.poll(1e3 * LOOK) and self._process.poll() is not None:
-                    return self._channel.receive(wait=False) or self._gone()
             raise ChannelClosed
         except ChannelClosed as e:
             raise self._ended() from e

@@ -14,8 +14,19 @@ from hypothesis import strategies as st
 
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.codec import CodecError
-from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join, LateInputs, LogProbs, StepError, StepPlan, StepResult
+from minivllm.core.interfaces.plan import (
+    NO_CHANGE,
+    STOP_IDS,
+    Delta,
+    Join,
+    LateInputs,
+    LogProbs,
+    StepError,
+    StepPlan,
+    StepResult,
+)
 from minivllm.core.interfaces.sampling import Row
+from minivllm.plugins.executor import steps
 
 WHOLE = st.integers(-(2**31), 2**31 - 1)
 LONG = st.integers(-(2**63), 2**63 - 1)
@@ -207,16 +218,22 @@ def test_nothing_but_numbers_goes_over():
 
 def test_every_plan_of_a_storm_survives_the_codec(monkeypatch):
     """Every plan and result of a storm of requests goes through bytes."""
-    make, steps = test_storm.sim_engine, []
+    make, kinds = test_storm.sim_engine, []
 
     def made(**options):
         engine = make(**options)
+        sent, came, answered, heard = steps.Plans(), steps.Plans(), steps.Results(), steps.Results()
+        slots = []
         submit, collect = engine.executor.submit, engine.executor.collect
 
         def encoded(plan):
             found, _ = through(codec.encode_plan, codec.decode_plan, plan)
             assert same(found, plan)
-            steps.append(plan.id)
+            kind, parts = sent.encode(plan)
+            found = came.decode(kind, bytearray(b"".join(parts)))
+            assert same(found, plan)
+            kinds.append(kind)
+            slots.append((plan.slots, found.slots))
             submit(found)
 
         def decoded(in_flight):
@@ -224,6 +241,11 @@ def test_every_plan_of_a_storm_survives_the_codec(monkeypatch):
             for result in collect(in_flight):
                 found, _ = through(codec.encode_result, codec.decode_result, result)
                 assert same(found, result)
+                ours, theirs = slots.pop(0)
+                kind, parts = answered.encode(result, theirs)
+                found = heard.decode(kind, bytearray(b"".join(parts)), ours)
+                assert same(found, result)
+                kinds.append(kind)
                 out.append(found)
             return out
 
@@ -232,4 +254,43 @@ def test_every_plan_of_a_storm_survives_the_codec(monkeypatch):
 
     monkeypatch.setattr(test_storm, "sim_engine", made)
     test_storm.run(4, 8)
-    assert len(steps) > 200
+    assert kinds.count(steps.PLAN) > 100 and kinds.count(steps.NEXT) > 50
+    assert kinds.count(steps.RESULT) > 50
+
+
+def test_steps_like_the_last_equal_what_was_encoded_and_damaged_ones_are_refused():
+    ids = np.arange(3, dtype=np.int32)
+    plan, sent, came = StepPlan(1, ids, np.ones(3, np.int32), ids, ids), steps.Plans(), steps.Plans()
+    for delta in (NO_CHANGE, NO_CHANGE, Delta(table=np.ones((2, 4), np.int32)), Delta(leave=ids), NO_CHANGE):
+        plan = plan.further(plan.id + 1, plan.computed + np.int32(1), delta)
+        kind, parts = sent.encode(plan)
+        data = bytearray(b"".join(parts))
+        assert kind == (steps.NEXT if plan.id > 2 and delta.leave is not ids else steps.PLAN)
+        assert same(came.decode(kind, data), plan)
+    for wrong in (data[:-1], data[:10], data + b"\0", b"xxxx" + data[4:], data[:4] + b"\xff" + data[5:]):
+        with pytest.raises(CodecError):
+            came.decode(steps.NEXT, wrong)
+    with pytest.raises(CodecError, match="which is none"):
+        steps.Plans().decode(steps.NEXT, data)
+    with pytest.raises(CodecError, match=r"computed: int64 \[3\]"):
+        sent.encode(plan.further(9, ids.astype(np.int64), NO_CHANGE))
+
+
+def test_plain_results_equal_what_was_encoded_and_damaged_ones_are_refused():
+    ids, answered, heard = np.arange(3, dtype=np.int32), steps.Results(), steps.Results()
+    for step, kind in ((1, steps.RESULT), (2, steps.PLAIN)):
+        result = StepResult(
+            step, ids, ids, ids, np.arange(3, dtype=np.uint8), seams={"model": 0.5 * step}, device_ms=3.5
+        )
+        found, parts = answered.encode(result, ids)
+        data = bytearray(b"".join(parts))
+        assert found == kind and same(heard.decode(kind, data, ids), result)
+    for wrong in (data[:-1], data[:10], data + b"\0", b"xxxx" + data[4:], data[:4] + b"\xff" + data[5:]):
+        with pytest.raises(CodecError):
+            heard.decode(steps.PLAIN, wrong, ids)
+    for slots in (None, ids[:2]):
+        with pytest.raises(CodecError, match="a result of 3 rows and 1 seams for"):
+            heard.decode(steps.PLAIN, data, slots)
+    errors = (StepError("rows", "x", "y", (1,)),)
+    for special in (replace(result, errors=errors), replace(result, slots=ids.copy())):
+        assert answered.encode(special, ids)[0] == steps.RESULT

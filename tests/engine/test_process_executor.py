@@ -117,6 +117,21 @@ def test_a_worker_ends_with_the_process_that_started_it(hangs, tmp_path):
     assert not os.path.exists(f"/proc/{pid}"), "the worker outlives the engine"
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the system does not tell CPU times of threads")
+def test_an_engine_that_does_nothing_and_its_worker_use_no_cpu():
+    """Right after steps so short that both looked for the next message without a rest."""
+    with LLM(**SMALL) as llm:
+        llm.generate("Once upon a time", LONG, use_tqdm=False)
+
+        def spent() -> float:
+            with open(f"/proc/{worker(llm).pid}/schedstat") as file:  # of its first thread, which waits for messages
+                return time.process_time() + int(file.read().split()[0]) / 1e9
+
+        before = spent()
+        time.sleep(0.5)
+        assert spent() - before < 0.05
+
+
 @pytest.mark.slow
 def test_an_engine_that_is_forgotten_frees_its_worker():
     llm = LLM(**SMALL)
@@ -154,7 +169,10 @@ def test_messages_out_of_turn_and_answers_that_nobody_awaits(monkeypatch):
     messages = []
 
     class Scripted:
-        def receive(self, wait):
+        def ready(self):
+            return bool(messages)
+
+        def receive(self, wait, rhythm=None):
             if not messages:
                 raise ChildEnded("it has ended")
             return messages.pop(0)

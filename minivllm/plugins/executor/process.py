@@ -6,8 +6,8 @@
     collect()       ◄──────── RESULT, encoded  Local.collect
     call(verb)      ─ CALL, JSON ─► ◄─ ANSWER  Local.call
 
-Plans and results go as ``core.interfaces.codec`` writes them, through ``processes.channel``.  A worker that dies is
-noticed at once, and its last words are told (``processes.child``).
+Plans and results go as ``steps`` and ``core.interfaces.codec`` write them, through ``processes.channel``.  A worker
+that dies is noticed at once, and its last words are told (``processes.child``).
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.errors import EngineDeadError, ResourceError, error_from
 from minivllm.processes.channel import Message, shared_file
 from minivllm.processes.child import Child, ChildEnded
+from minivllm.processes.rhythm import Rhythm
 from minivllm.wiring import wiring_to_json
 
+from .steps import PLAIN, RESULT, Plans, Results
+
 WORKER = "minivllm.plugins.executor.process_worker:main"
-# kinds of messages; JSON but PLAN, LATE, RESULT (``codec``), MASKS (``PLACE``) and MEMORY (a descriptor beside it)
-START, PLAN, LATE, MASKS, MEMORY, CALL, READY, RESULT, ANSWER, FAILED = range(1, 11)
+# kinds of messages beside those of ``steps``; JSON but LATE (``codec``), MASKS (``PLACE``) and MEMORY (a descriptor
+# beside it)
+START, LATE, MASKS, MEMORY, CALL, READY, ANSWER, FAILED = 1, 3, 4, 5, 6, 7, 9, 10
 PLACE = struct.Struct("<qIQII")  # step; which shared memory, at which byte; rows and words of the masks
 MEMORY_SIZE = 1 << 20  # bytes of the shared memories that masks lie in, at least
 NOT_RUNNING = "the worker is not running: start() comes first"
@@ -44,8 +48,11 @@ class Process(Executor):
         self._child: Child | None = None
         self._due: deque[int] = deque()  # steps whose results have not come, in order
         self._masked: set[int] = set()  # those that wait for their masks
+        self._plans, self._answers = Plans(), Results()
+        self._slots: deque[np.ndarray] = deque()  # of the plans that are due, and of no others
         self._results: list[StepResult] = []  # that came while an answer was awaited
         self._memories: list[tuple[int, int, mmap.mmap]] = []  # address, bytes in use, of what masks are written to
+        self._rhythm = Rhythm()  # from a step that nothing runs before, or the result before, to the result
         self._calls = 0
         self._fault: EngineDeadError | None = None  # met behind results that had come
 
@@ -71,16 +78,21 @@ class Process(Executor):
 
     def stop(self, deadline: float = 10.0) -> None:
         child, self._child, self._memories, self._fault = self._child, None, [], None
-        for waiting in (self._due, self._masked, self._results):
+        for waiting in (self._due, self._masked, self._slots, self._results):
             waiting.clear()
+        self._plans, self._answers = Plans(), Results()
         if child is not None:
             child.end(deadline)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        self._send(PLAN, *codec.encode_plan(plan))
+        kind, parts = self._plans.encode(plan)
+        self._send(kind, *parts)
+        if not self._due:
+            self._rhythm.begin()
         self._due.append(plan.id)
+        self._slots.append(plan.slots)
         if len(plan.late):
             self._masked.add(plan.id)
 
@@ -121,8 +133,9 @@ class Process(Executor):
             if not self._due and not self.alive():
                 self._receive(wait=False)  # it says why
             while self._due:
-                wait = len(self._due) > in_flight and self._due[0] not in self._masked
-                message = self._receive(wait)
+                waits = self._due[0] in self._masked  # so nobody else would notice its end
+                wait = len(self._due) > in_flight and not waits
+                message = self._receive(wait) if wait or waits or self._ready() else None
                 if message is None:
                     break
                 found.append(self._result(message))
@@ -133,9 +146,11 @@ class Process(Executor):
         return found
 
     def _result(self, message: Message) -> StepResult:
-        if message.kind != RESULT:
+        if message.kind not in (RESULT, PLAIN):
             raise self._failure(message)
-        result = codec.decode_result(message.data)
+        slots = self._slots.popleft() if self._slots else None
+        self._rhythm.came()
+        result = self._answers.decode(message.kind, message.data, slots)
         if not self._due or self._due.popleft() != result.id:
             raise EngineDeadError(f"the worker answered step {result.id} out of turn")
         return result
@@ -182,6 +197,9 @@ class Process(Executor):
         if self._child is None:
             raise EngineDeadError(NOT_RUNNING)
         try:
-            return self._child.receive(wait)
+            return self._child.receive(wait, self._rhythm)
         except ChildEnded as e:
             raise EngineDeadError(str(e)) from e
+
+    def _ready(self) -> bool:
+        return self._child is not None and self._child.ready()

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 
 from minivllm.core.interfaces import codec
-from minivllm.core.interfaces.plan import LateInputs
+from minivllm.core.interfaces.plan import LateInputs, StepPlan
 from minivllm.core.worker.process import build
 from minivllm.errors import MinivllmError, told
 from minivllm.processes.channel import Channel, ChannelClosed
 from minivllm.processes.child import attach
+from minivllm.processes.rhythm import Rhythm, let_others
 
 from .local import Local
-from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, PLAN, READY, RESULT
+from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, READY
+from .steps import NEXT, PLAN, Plans, Results
 
 
 def main(sock: str, memory: str) -> None:
@@ -50,29 +52,36 @@ def _serve(channel: Channel) -> None:
 
 class WorkerLoop:
     """Steps are sent back as soon as they are done.  While the device computes, this process looks for messages and
-    results without a rest, so it keeps one core busy: a nap would cost each step some 50 us."""
+    results without a rest, so it keeps one core busy: a nap would cost each step some 50 us.  Once nothing runs it
+    looks as long as ``Rhythm`` says, and sleeps."""
 
     def __init__(self, channel: Channel, executor: Local) -> None:
         self.channel, self.executor = channel, executor
-        self._due: deque[int] = deque()  # steps that have not been sent back
+        self._due: deque[StepPlan] = deque()  # steps that have not been sent back
+        self._plans, self._results = Plans(), Results()
         self._masked: set[int] = set()  # those that wait for masks
         self._memories: list[mmap.mmap] = []
+        self._rhythm = Rhythm()  # from the last result, or plan, to what comes next
 
     def run(self) -> None:
         while True:
-            idle = not self._due or self._due[0] in self._masked
-            message = self.channel.receive(wait=idle)
+            idle = not self._due or self._due[0].id in self._masked
+            message = self.channel.receive(idle, self._rhythm) if idle or self.channel.ready() else None
             if message is not None:
+                if idle:
+                    self._rhythm.came()
                 self._do(message.kind, message.data)
             if self._due:
                 for result in self.executor.collect(len(self._due)):
-                    self.channel.send(RESULT, codec.encode_result(result))
-                    self._due.popleft()
+                    self.channel.send(*self._results.encode(result, self._due.popleft().slots))
+                    self._rhythm.begin()
+                if message is None:
+                    let_others()
 
     def _do(self, kind: int, data: bytearray) -> None:
-        if kind == PLAN:
-            plan = codec.decode_plan(data)
-            self._due.append(plan.id)
+        if kind in (PLAN, NEXT):
+            plan = self._plans.decode(kind, data)
+            self._due.append(plan)
             if len(plan.late):
                 self._masked.add(plan.id)
             self.executor.submit(plan)

@@ -1,0 +1,222 @@
+"""What a step costs more in a worker process: the same steps by the executors ``local`` and ``process``, in turns.
+
+    python benchmarks/process_step.py                                   a clock in the device's place
+    python benchmarks/process_step.py --device nothing                  a step's cost alone: the forward takes no time
+    python benchmarks/process_step.py --device cuda --rows 1 32 256     a tiny model with random weights
+    python benchmarks/process_step.py --device cuda --shape 0.6b --modes single --rounds 3 --rows 1 32 256
+    python benchmarks/process_step.py --device-us 300 --launch-us 150   a faster device whose launches cost more
+
+The clock takes ``--device-us`` for each step, one step behind the other, and no CPU time but ``--launch-us`` for its
+launch, so what is seen is what lies round it: codecs, messages, wake-ups.  Engine, planning and publishing are real.
+
+Prints medians of the microseconds from step to step by rows: *one by one* (each is collected before the next is
+planned) and *ahead* (one step runs while the next is planned).  Behind them the CPU time of a step: of the engine's
+thread with either executor and of the worker's; at last what the codecs of a plan and its result take together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.executor import Capacity
+from minivllm.core.interfaces.plan import LENGTH, StepPlan, StepResult
+from minivllm.core.worker import runner
+from minivllm.plugins.executor import process, process_worker
+
+DEVICE_US, LAUNCH_US = "PROCESS_STEP_DEVICE_US", "PROCESS_STEP_LAUNCH_US"  # the worker inherits them
+NAP = 150e-6  # seconds before the end of a wait that are not slept: a sleep takes longer than it was asked for
+VOCAB = 61
+MODES = ["single", "ahead"]
+QWEN3 = {  # of 0.6B parameters
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+
+
+class ClockStep:
+    """A step that has run when its time has come."""
+
+    def __init__(self, plan: StepPlan, ends: float, packed: np.ndarray) -> None:
+        self.plan, self.ends, self.packed, self.sampled = plan, ends, packed, False
+
+    def finished(self) -> bool:
+        return time.perf_counter() >= self.ends
+
+    def result(self) -> StepResult:
+        if (left := self.ends - time.perf_counter()) > NAP:
+            time.sleep(left - NAP)
+        while not self.finished():
+            pass
+        tokens, count, flags = self.packed
+        seams = {"model": 1e-5, "attention": 1e-5, "sampler": 1e-5}
+        return StepResult(self.plan.id, self.plan.slots, tokens, count, flags.astype(np.uint8), seams=seams)
+
+
+class ClockRunner:
+    """A device that is a clock: every token is the same, and rows end where they should."""
+
+    def __init__(self, wiring) -> None:
+        self.wiring, self.device = wiring, SimpleNamespace(type="clock")
+        self.device_s, self.launch_s = (float(os.environ[name]) / 1e6 for name in (DEVICE_US, LAUNCH_US))
+        self.free_at = 0.0
+        self.end = np.zeros(wiring.max_num_seqs + 1, np.int32)
+
+    def capacity(self) -> Capacity:
+        depth = self.wiring.steps.run_ahead
+        return Capacity((self.wiring.cache.num_kvcache_blocks,), (1,), VOCAB, 0, 1 if depth is None else depth)
+
+    def forward(self, plan: StepPlan) -> ClockStep:
+        begun = time.perf_counter()
+        if plan.delta.join is not None:
+            self.end[plan.delta.join.slot] = plan.delta.join.end
+        packed = np.ones((3, len(plan.samples)), np.int32)
+        drawn = plan.samples
+        packed[2] = LENGTH * (plan.computed[drawn] + plan.q_len[drawn] + 1 >= self.end[plan.slots[drawn]])
+        while time.perf_counter() < begun + self.launch_s:
+            pass
+        self.free_at = max(self.free_at, time.perf_counter()) + self.device_s
+        return ClockStep(plan, self.free_at, packed)
+
+    def sample(self, running: ClockStep, late=None) -> None:
+        running.sampled = True
+
+    def mask_memory(self, rows: int, words: int) -> np.ndarray:
+        return np.empty((rows, words), np.int32)
+
+    def close(self) -> None:
+        pass
+
+
+def serve(sock: str, memory: str) -> None:
+    """What the worker process runs."""
+    runner.Runner = ClockRunner
+    process_worker.main(sock, memory)
+
+
+def cpu_us(pid: int) -> float:
+    """CPU time of the first thread of a process so far, which computes in a worker; NaN where the system does not
+    tell."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e3
+    except OSError:
+        return float("nan")
+
+
+def step_us(llm: LLM, rows: int, steps: int) -> tuple[float, float, float]:
+    """Of steps of so many decoding rows: median microseconds from one to the next; CPU time of this thread and of the
+    worker's (0 if there is none) a step."""
+    clock, child = llm.engine.clock, getattr(llm.engine.executor, "_child", None)
+    before, spent, worker = clock.count, time.thread_time(), cpu_us(child.pid) if child else 0.0
+    prompts = [[5 + i % 50] for i in range(rows)]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True), use_tqdm=False)
+    ran = np.arange(before, clock.count) % clock.size
+    ran = ran[clock.rows[ran] == rows][steps // 4 :]
+    n = clock.count - before
+    there = (cpu_us(child.pid) if child else 0.0) - worker
+    return float(np.median(np.diff(clock.start[ran]))) * 1e6, (time.thread_time() - spent) * 1e6 / n, there / n
+
+
+def codec_us(rows: int, times: int = 2000) -> float:
+    """Microseconds to encode and decode a plan like the one before it, and its result."""
+    from minivllm.plugins.executor.steps import Plans, Results
+
+    ids = np.arange(rows, dtype=np.int32)
+    plan = StepPlan(1, ids, ids, ids, ids)
+    seams = {"model": 1e-5, "attention": 1e-5, "sampler": 1e-5}
+    result = StepResult(1, ids, ids, ids, ids.astype(np.uint8), seams=seams)
+    sender, worker, back, engine = Plans(), Plans(), Results(), Results()
+    begun = time.perf_counter()
+    for _ in range(times):
+        kind, parts = sender.encode(plan)
+        came = worker.decode(kind, bytearray(b"".join(parts)))
+        kind, parts = back.encode(replace(result, slots=came.slots), came.slots)
+        engine.decode(kind, bytearray(b"".join(parts)), plan.slots)
+        plan = plan.further(plan.id + 1, plan.computed + 1, plan.delta)
+    return 1e6 * (time.perf_counter() - begun) / times
+
+
+def compare(args: argparse.Namespace, options: dict, ahead: int) -> dict[int, list[float]]:
+    """By rows: median of ``step_us`` by ``local``, then by ``process``."""
+    found = {}
+    with (
+        LLM(**options, executor="local", run_ahead=ahead) as local,
+        LLM(**options, executor="process", run_ahead=ahead) as other,
+    ):
+        for rows in args.rows:
+            rounds = []
+            for _ in range(args.rounds):
+                rounds.append([*step_us(local, rows, args.steps), *step_us(other, rows, args.steps)])
+            found[rows] = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="clock", help="clock, nothing, or where a model runs: cpu, cuda")
+    parser.add_argument("--shape", choices=["tiny", "0.6b"], default="tiny", help="of the model, with random weights")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="one by one, ahead")
+    parser.add_argument("--device-us", type=float, default=500, help="of a step, by the clock")
+    parser.add_argument("--launch-us", type=float, default=50, help="CPU time of a step's launch, before the clock")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    device = args.device
+    if device == "nothing":
+        device, args.device_us, args.launch_us = "clock", 0.0, 0.0
+    os.environ[DEVICE_US], os.environ[LAUNCH_US] = str(args.device_us), str(args.launch_us)
+    if device == "clock":
+        runner.Runner, process.WORKER, device = ClockRunner, "process_step:serve", "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        options = dict(model=make_model(Path(folder), args.shape), device=device, skip_tokenizer_init=True)
+        options |= dict(load_format="auto", dtype="float32") if args.shape == "tiny" else dict(load_format="dummy")
+        most = max(args.rows)
+        options |= dict(max_num_seqs=most, max_model_len=args.steps + 16, max_num_batched_tokens=max(most, 64))
+        options |= dict(num_kvcache_blocks=64 * most, enable_prefix_caching=False)
+        found = {mode: compare(args, options, MODES.index(mode)) for mode in args.modes}
+    show(args.rows, found)
+
+
+def make_model(folder: Path, shape: str) -> str:
+    if shape == "tiny":
+        from minivllm.testing.tiny import tiny_dir
+
+        return str(tiny_dir(folder, "qwen3")[0])
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    return str(folder)
+
+
+def show(rows: list[int], found: dict[str, dict[int, list[float]]]) -> None:
+    names = {"single": "one by one", "ahead": "ahead"}
+    print(
+        "      " + "".join(f" {names[mode]:26}" for mode in found) + "CPU: " + "".join(f"{names[m]:26}" for m in found)
+    )
+    spans, spent = "   local process    more  ", "  local process  worker  "
+    print("  rows" + " ".join([spans] * len(found) + [spent] * len(found)) + "  codec")
+    for n in rows:
+        shown = [f"{n:6}"]
+        for local, _, _, other, _, _ in (by_rows[n] for by_rows in found.values()):
+            shown.append(f"{local:7.0f} {other:7.0f} {other - local:+7.0f}  ")
+        for _, mine, _, _, engine, worker in (by_rows[n] for by_rows in found.values()):
+            shown.append(f"{mine:7.0f} {engine:7.0f} {worker:7.0f}  ")
+        print(" ".join([*shown, f"{codec_us(n):6.0f}"]))
+
+
+if __name__ == "__main__":
+    sys.modules.setdefault("process_step", sys.modules["__main__"])
+    main()

@@ -1,0 +1,151 @@
+"""The steps of ``process`` as bytes.  Most are like the one before: of their plans only what differs goes over.
+
+    NEXT    head, computed i32 [R], ``Delta.table`` and ``.trim``     other columns are those of the plan before
+    PLAIN   head, seconds of the seams f64 [S], tokens i32 [N],       slots are those of the plan; seams have the names
+            count i32 [N], flags u8 [N]                               of the last whole result that had any
+
+All others go whole, as ``core.interfaces.codec`` writes them, whose version these have and whose error is raised.  Both
+ends keep what they refer to: messages arrive in the order in which they were written.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from operator import is_, itemgetter
+
+import numpy as np
+
+from minivllm.core.interfaces import codec
+from minivllm.core.interfaces.codec import F4, I4, U1, CodecError
+from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan, StepResult
+
+PLAN, NEXT = 2, 11  # kinds of messages
+RESULT, PLAIN = 8, 12
+HEAD = struct.Struct("<4sIqdIII")  # of both: magic, version, step, device_ms, rows; entries of two further columns
+MAGICS = {NEXT: b"mvlN", PLAIN: b"mvlP"}
+NAMES = tuple(StepPlan.__dataclass_fields__)
+# ``StepPlan.further`` hands the same objects on
+_kept = itemgetter(*(name for name in NAMES if name not in ("id", "computed", "delta")))
+_changes = itemgetter(*(name for name in Delta.__dataclass_fields__ if name not in ("join", "table", "trim")))
+WIDTH = 4  # of ``Delta.table`` and ``.trim``
+NO_TABLE, NO_DRAFTS, NO_TAPS = np.empty((0, WIDTH), I4), np.empty(0, I4), np.empty(0, F4)
+
+
+def _head(kind: int, data: bytearray | bytes) -> tuple[int, float, int, int, int]:
+    """Step, device_ms, rows, further entries."""
+    if len(data) < HEAD.size:
+        raise CodecError(f"{len(data)} bytes; want at least {HEAD.size}")
+    magic, version, *rest = HEAD.unpack_from(data)
+    if magic != MAGICS[kind] or version != codec.VERSION:
+        raise CodecError(f"bytes of {magic!r} {version}; want {MAGICS[kind]!r} {codec.VERSION}")
+    return tuple(rest)  # type: ignore[return-value]
+
+
+def _whole(data: bytearray | bytes, size: int) -> None:
+    if len(data) != size:
+        raise CodecError(f"{len(data)} bytes; want the {size} that their head tells of")
+
+
+class Plans:
+    """Plans of one direction: one end encodes, the other decodes."""
+
+    def __init__(self) -> None:
+        self._last: StepPlan | None = None
+
+    def encode(self, plan: StepPlan) -> tuple[int, Sequence[bytes]]:
+        """Kind and parts of its message.  CodecError names a column of another dtype or shape than it should have."""
+        last, delta, computed = self._last, plan.delta, plan.computed
+        alike = last is not None and all(map(is_, _kept(last.__dict__), _kept(plan.__dict__)))
+        if last is None or not alike or computed.shape != last.computed.shape or computed.dtype != I4:
+            return self._encode(plan)
+        moved = [b"", b""]
+        if delta is not NO_CHANGE:
+            if delta.join is not None or any(map(len, _changes(delta.__dict__))):
+                return self._encode(plan)
+            for i, column in enumerate((delta.table, delta.trim)):
+                if column.dtype != I4 or column.ndim != 2 or column.shape[1] != WIDTH:
+                    return self._encode(plan)
+                moved[i] = column.tobytes()
+        self._last = plan
+        head = HEAD.pack(MAGICS[NEXT], codec.VERSION, plan.id, 0.0, len(computed), len(delta.table), len(delta.trim))
+        return NEXT, [head, computed.tobytes(), *moved]
+
+    def _encode(self, plan: StepPlan) -> tuple[int, Sequence[bytes]]:
+        parts = codec.encode_plan(plan)
+        self._last = plan
+        return PLAN, parts
+
+    def decode(self, kind: int, data: bytearray | bytes) -> StepPlan:
+        """CodecError refuses what no encoder has written."""
+        self._last = codec.decode_plan(data) if kind == PLAN else self._next(data)
+        return self._last
+
+    def _next(self, data: bytearray | bytes) -> StepPlan:
+        step, _, rows, n_table, n_trim = _head(NEXT, data)
+        if self._last is None or rows != len(self._last.computed):
+            there = "none" if self._last is None else f"one of {len(self._last.computed)} rows"
+            raise CodecError(f"a plan of {rows} rows like the one before it, which is {there}")
+        _whole(data, HEAD.size + 4 * (rows + WIDTH * (n_table + n_trim)))
+        computed, delta = np.frombuffer(data, I4, rows, HEAD.size), NO_CHANGE
+        if n_table or n_trim:
+            moved = np.frombuffer(data, I4, offset=HEAD.size + 4 * rows).reshape(-1, WIDTH)
+            delta = Delta(table=moved[:n_table] if n_table else NO_TABLE, trim=moved[n_table:] if n_trim else NO_TABLE)
+        return self._last.further(step, computed, delta)
+
+
+class Results:
+    """Results of the other direction.  ``slots`` of both: those of the step's plan, i32."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()  # of the seams
+
+    def encode(self, result: StepResult, slots: np.ndarray) -> tuple[int, Sequence[bytes]]:
+        """Kind and parts of its message.  CodecError names a column of another dtype or shape than it should have."""
+        r, n = result, len(slots)
+        plain = r.slots is slots and r.logprobs is None and r.prompt is None and r.logits is None and not r.errors
+        if not plain or len(r.drafted) or len(r.taps) or tuple(r.seams) != self._names:
+            return self._encode(r)
+        fits = r.tokens.shape == r.count.shape == r.flags.shape == (n,)
+        if not fits or r.tokens.dtype != I4 or r.count.dtype != I4 or r.flags.dtype != U1:
+            return self._encode(r)
+        head = HEAD.pack(MAGICS[PLAIN], codec.VERSION, r.id, r.device_ms, n, len(r.seams), 0)
+        seams = struct.pack(f"<{len(r.seams)}d", *r.seams.values())
+        return PLAIN, [head, seams, r.tokens.tobytes(), r.count.tobytes(), r.flags.tobytes()]
+
+    def _encode(self, result: StepResult) -> tuple[int, Sequence[bytes]]:
+        parts = codec.encode_result(result)
+        self._learn(result.seams)
+        return RESULT, parts
+
+    def _learn(self, seams: Mapping[str, float]) -> None:
+        if seams:
+            self._names = tuple(seams)
+
+    def decode(self, kind: int, data: bytearray | bytes, slots: np.ndarray | None) -> StepResult:
+        """CodecError refuses what no encoder has written.  ``slots``: None, if no plan waits for its result."""
+        if kind == PLAIN:
+            return self._plain(data, slots)
+        result = codec.decode_result(data)
+        self._learn(result.seams)
+        return result
+
+    def _plain(self, data: bytearray | bytes, slots: np.ndarray | None) -> StepResult:
+        step, device_ms, n, n_seams, none = _head(PLAIN, data)
+        if slots is None or n != len(slots) or n_seams not in (0, len(self._names)) or none:
+            rows = "no plan" if slots is None else f"a plan of {len(slots)} rows"
+            raise CodecError(f"a result of {n} rows and {n_seams} seams for {rows} and {len(self._names)} seams")
+        _whole(data, HEAD.size + 8 * n_seams + 9 * n)
+        at = HEAD.size + 8 * n_seams
+        tokens = np.frombuffer(data, I4, 2 * n, at)
+        return StepResult(
+            id=step,
+            slots=slots,
+            tokens=tokens[:n],
+            count=tokens[n:],
+            flags=np.frombuffer(data, U1, n, at + 8 * n),
+            device_ms=device_ms,
+            drafted=NO_DRAFTS,
+            taps=NO_TAPS,
+            seams=dict(zip(self._names, struct.unpack_from(f"<{n_seams}d", data, HEAD.size), strict=False)),
+        )
