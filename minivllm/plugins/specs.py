@@ -26,6 +26,8 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("kvformat", "bf16", "minivllm.plugins.kvformat.spec:BF16"),
     ("kvformat", "fp16", "minivllm.plugins.kvformat.spec:FP16"),
     ("kvformat", "fp32", "minivllm.plugins.kvformat.spec:FP32"),
+    ("kvformat", "fp8", "minivllm.plugins.kvformat.spec:FP8"),
+    ("kvformat", "int8", "minivllm.plugins.kvformat.spec:INT8"),
     ("model", "cohere", "minivllm.plugins.model.spec:COHERE"),
     ("model", "cohere2", "minivllm.plugins.model.spec:COHERE2"),
     ("model", "gemma2", "minivllm.plugins.model.spec:GEMMA2"),

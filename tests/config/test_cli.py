@@ -169,7 +169,7 @@ def test_plugins_lists_what_is_installed(capsys):
 
     assert found == [[kind, name, "minivllm", minivllm.__version__] for kind, name, _ in BUILTINS]
     code, out, err = said(capsys, "plugins", "kv_format")
-    assert [line.split()[1] for line in out.splitlines()[1:]] == ["bf16", "fp16", "fp32"]
+    assert [line.split()[1] for line in out.splitlines()[1:]] == ["bf16", "fp16", "fp32", "fp8", "int8"]
 
 
 def test_a_broken_plugin_is_a_line_of_the_list(capsys, tmp_path, monkeypatch):

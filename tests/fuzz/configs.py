@@ -32,13 +32,14 @@ QUANTIZERS: list[Any] = [
     "none", "none", "none", "none", "none", "none", "none", "none", "int8", "int8", "int4",
     {"name": "int4", "options": {"symmetric": False, "clip": True, "lm_head": True, "bits": {"*.down": 8}}},
 ]  # fmt: skip
+KV_FORMATS = ("auto", "auto", "auto", "auto", "auto", "int8", "fp8")
 SAMPLERS = ("default", "default", "typical", "mirostat")
 PLAIN = {  # what shrinking tries to put in place of what was drawn
     "scheduler": "fcfs", "evictor": "lru", "sampler": "default", "drafter": "none", "quantizer": "none",
-    "logprobs_mode": "raw_logprobs", "enable_prefix_caching": False, "partial_prefix_hits": False, "graph": "off",
-    "run_ahead": 0, "batch_invariant": True, "fuse": True, "max_num_batched_tokens": 4096, "max_num_seqs": 16,
-    "kvcache_block_size": 16, "num_kvcache_blocks": 2000, "max_model_len": 512, "speculate": "always",
-    "num_speculative_tokens": 2,
+    "kv_format": "auto", "logprobs_mode": "raw_logprobs", "enable_prefix_caching": False,
+    "partial_prefix_hits": False, "graph": "off", "run_ahead": 0, "batch_invariant": True, "fuse": True,
+    "max_num_batched_tokens": 4096, "max_num_seqs": 16, "kvcache_block_size": 16, "num_kvcache_blocks": 2000,
+    "max_model_len": 512, "speculate": "always", "num_speculative_tokens": 2,
 }  # fmt: skip
 
 
@@ -74,6 +75,7 @@ def draw(rng: random.Random, device: str, dtype: str) -> dict[str, Any]:
         "speculate": rng.choice(["always", "always", "auto"]),
         "logprobs_mode": rng.choice(["raw_logprobs", "raw_logprobs", "processed_logprobs"]),
         "quantizer": rng.choice(QUANTIZERS),
+        "kv_format": rng.choice(KV_FORMATS),
     }
     return sound(options, device)
 
@@ -85,6 +87,8 @@ def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
         out["batch_invariant"] = True
     if out["batch_invariant"]:
         out["quantizer"], out["fuse"] = "none", out["fuse"] or device == "cuda"
+    if not out["batch_invariant"] or device != "cpu":  # a last bit of a key is a step of what is stored of it
+        out["kv_format"] = "auto"
     if out["sampler"] == "mirostat":  # it decides one position of a row at a time
         out["drafter"] = "none"
     if device == "cpu" and out["graph"] != "off":
@@ -106,7 +110,7 @@ def plain_of(options: dict[str, Any], device: str) -> dict[str, Any]:
     """The engine that says what a request's answer is: no captures, nothing ahead, nothing shared, one at a time.  What
     an answer does depend on is as in ``options``."""
     invariant = options["quantizer"] == "none" and (device == "cpu" or options["fuse"])
-    kept = ("model", "fuse", "sampler", "logprobs_mode", "quantizer", "max_model_len")
+    kept = ("model", "fuse", "sampler", "logprobs_mode", "quantizer", "kv_format", "max_model_len")
     return {
         **{name: options[name] for name in kept},
         "batch_invariant": invariant,

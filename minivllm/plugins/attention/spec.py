@@ -24,7 +24,7 @@ SDPA = Spec(
         "dim_qk": ANY,
         "dim_v": ANY,
         "queries_per_kv": ANY,
-        "kv_format": {"bf16", "fp16", "fp32"},
+        "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
         "block": MultipleOf(1),
     },
     features=frozenset({"batch_invariant", "lse", "sinks", "softcap", "window"}),

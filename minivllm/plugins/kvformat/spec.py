@@ -25,3 +25,15 @@ FP32 = Spec(
     summary="keys and values in float32",
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": {"bfloat16", "float16", "float32"}},
 )
+INT8 = Spec(
+    impl="minivllm.plugins.kvformat.scaled:Int8KV",
+    api=(1, 0),
+    summary="keys and values in int8, a float32 scale for each token and head",
+    limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": frozenset()},
+)
+FP8 = Spec(
+    impl="minivllm.plugins.kvformat.scaled:Fp8KV",
+    api=(1, 0),
+    summary="keys and values in float8 (e4m3), a float32 scale for each token and head",
+    limits={"device": ANY, "sm": ANY, "dtype": ANY, "holds": frozenset()},
+)
