@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .module import Module
 
 
+SCALES = ("k_scale", "v_scale")  # of keys and values in int8, see plugins/kvformat/scaled.py
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # numbers that need no scale
 NIBBLES = 32  # inputs of a block of int4
 
@@ -87,12 +88,17 @@ class Lowering:
         a, cache = attention.spec, attention.cache
         if isinstance(layer.mlp, Experts):
             raise NotLowered(f"layer {i} is a mixture of experts")
-        if a.v_in_k or set(cache) != {"k", "v"}:
+        if a.v_in_k or set(cache) not in ({"k", "v"}, {"k", "v", *SCALES}):
             raise NotLowered(f"layer {i} has a KV cache of {', '.join(cache)}")
         k, v = cache["k"], cache["v"]
-        if k.dtype not in PLAIN or k.dtype != v.dtype:
+        scaled = SCALES[0] in cache
+        if k.dtype not in ((torch.int8,) if scaled else PLAIN) or k.dtype != v.dtype:
             raise NotLowered(f"layer {i} has a KV cache of {k.dtype} and {v.dtype}".replace("torch.", ""))
         token = (self.block, a.kv_heads)
+        if scaled and any(
+            x.shape[1:] != token or x.dtype != torch.float32 or not _whole(x) for x in map(cache.get, SCALES)
+        ):
+            raise NotLowered(f"layer {i} has scales of keys and values that do not lie token by token")
         if k.shape[1:] != (*token, a.dim_qk) or v.shape[1:] != (*token, a.dim_v) or not _whole(k, v):
             raise NotLowered(f"layer {i} has a KV cache that does not lie token by token")
         return a
@@ -229,6 +235,8 @@ class Lowering:
             softmax_scale=a.softmax_scale,
             keys=attention.cache["k"],
             values=attention.cache["v"],
+            key_scales=attention.cache.get("k_scale"),
+            value_scales=attention.cache.get("v_scale"),
             kv_format=FORMATS[attention.cache["k"].dtype],
         )
         return attn

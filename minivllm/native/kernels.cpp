@@ -1,6 +1,8 @@
 // The kernels, compiled once for each instruction set (ISA).
 #include "kernels.h"
 
+#include <cfloat>
+
 #include "simd.h"
 
 namespace minivllm {
@@ -287,6 +289,30 @@ static void store_numbers(const float* x, int64_t format, int64_t at, int64_t wi
   }
 }
 
+static void quantize(const float* x, int64_t width, int8_t* y, float* scale) {
+  Vec most = zero(), strange = zero();
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    const Vec v = load(x + i);
+    most = max(max(v, sub(zero(), v)), most);
+    strange = add(strange, mul(v, zero()));  // a NaN or an infinity leaves a NaN
+  }
+  float greatest = largest(most), rest = 0;
+  for (; i < width; i++) {
+    greatest = std::fabs(x[i]) > greatest ? std::fabs(x[i]) : greatest;
+    rest += x[i] * 0;
+  }
+  if (any_nan(strange) || std::isnan(rest)) {
+    *scale = NAN;
+    std::memset(y, 0, width);
+    return;
+  }
+  *scale = greatest / 127.0f;
+  const float by = *scale > FLT_MIN ? *scale : FLT_MIN;
+  for (i = 0; i + LANES <= width; i += LANES) store_int8(y + i, to_int(div(load(x + i), all(by))));
+  for (; i < width; i++) y[i] = int8_t(std::nearbyint(x[i] / by));
+}
+
 static void soft_cap(float* x, float cap, int64_t width) {
   const Vec c = all(cap);
   int64_t i = 0;
@@ -357,6 +383,15 @@ static void come(const T* x, int64_t stride, int64_t n, int64_t dim) {
     for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) _mm_prefetch((const char*)(x + i * stride + d), _MM_HINT_T1);
 }
 
+// scores or probabilities of ``count`` slots times the scales of their heads
+static void scale_by(const Attention& a, const float* scales, int64_t slot, int64_t from, int64_t count) {
+  for (int64_t h = 0; h < a.count * a.queries; h++) {
+    float* s = a.scores + h * a.room + from;
+    const float* by = scales + slot * a.kv_heads + a.head + h / a.queries;
+    for (int64_t i = 0; i < count; i++) s[i] *= by[i * a.kv_heads];
+  }
+}
+
 template <class N>
 static void attend_as(const Attention& a, const float* q, float* out) {
   using T = typename N::T;
@@ -375,6 +410,7 @@ static void attend_as(const Attention& a, const float* q, float* out) {
     for (int64_t h = 0; h < heads; h++)
       scores_of<N>(q + h * a.dim_qk, keys + slot * ks + h / a.queries * a.dim_qk, ks, count, a.dim_qk,
                    a.scores + h * a.room + at - a.first);
+    if (a.key_scales) scale_by(a, a.key_scales, slot, at - a.first, count);
     at += count;
   }
   for (int64_t h = 0; h < heads; h++) {
@@ -416,6 +452,7 @@ static void attend_as(const Attention& a, const float* q, float* out) {
   for (int64_t at = a.first; at <= a.last;) {
     const int64_t in = at % a.block, count = a.block - in < a.last - at + 1 ? a.block - in : a.last - at + 1;
     const int64_t slot = int64_t(a.table[at / a.block]) * a.block + in;
+    if (a.value_scales) scale_by(a, a.value_scales, slot, at - a.first, count);
     for (int64_t h = 0; h < heads; h++)
       weighted_any<N>(a.scores + h * a.room + at - a.first, values + slot * vs + h / a.queries * a.dim_v, vs, count,
                       a.dim_v, out + h * a.dim_v);
@@ -427,6 +464,7 @@ static void attend(const Attention& a, const float* q, float* out) {
   switch (a.format) {
     case F32: return attend_as<F32Numbers>(a, q, out);
     case BF16: return attend_as<Bf16Numbers>(a, q, out);
+    case INT8: return attend_as<Int8Numbers>(a, q, out);
     default: return attend_as<F16Numbers>(a, q, out);
   }
 }
@@ -521,7 +559,7 @@ static int64_t draw(const float* x, int64_t width, float largest, float temperat
 const Kernels& NAMED(ISA)() {
   using namespace ISA;
   static const Kernels table = {product,      norm,          add_scaled, activate, rotate, load_numbers,
-                                store_numbers, attend,        soft_cap,   argmax,   draw};
+                                store_numbers, quantize,      attend,        soft_cap,   argmax,   draw};
   return table;
 }
 

@@ -28,6 +28,7 @@ struct Matrix {
 // Attention of KV heads [head, head + count), each with its queries, over positions [first, last] of a sequence.
 struct Attention {
   const void *keys, *values;  // [blocks, block, kv_heads, dim]
+  const float *key_scales, *value_scales;  // [blocks, block, kv_heads] of INT8, else null
   const int32_t* table;       // block of each block-sized piece of the sequence
   const float* sinks;         // of these queries, or null
   float* scores;              // [count * queries, room], scratch
@@ -51,6 +52,8 @@ struct Kernels {
   // width numbers of a format to float32 and back
   void (*load)(const void* x, int64_t format, int64_t at, int64_t width, float* y);
   void (*store)(const float* x, int64_t format, int64_t at, int64_t width, void* y);
+  // x [width] as int8 and its scale, the greatest magnitude / 127; see plugins/kvformat/scaled.py
+  void (*quantize)(const float* x, int64_t width, int8_t* y, float* scale);
   // q [count * queries, dim_qk] -> out [count * queries, dim_v]
   void (*attend)(const Attention& a, const float* q, float* out);
   // x = cap * tanh(x / cap)

@@ -199,6 +199,7 @@ struct Op {
   const float *cos, *sin, *q_norm, *k_norm, *sinks;
   double softmax_scale;
   void *keys, *values;
+  float *key_scales, *value_scales;  // of INT8, else null
   int64_t kv_format;
   const float* positions;  // EMBED: learned positions [.., k]
   int64_t positions_format, first_position;
@@ -481,8 +482,16 @@ class Program {
       for (int64_t h = 0; h < queries; h++) prepare(op, x + (head * group + h) * op.dim_qk, op.q_norm, t);
       if (nobody) continue;
       const int64_t at = tokens_[t].position, slot = int64_t(table[at / block]) * block + at % block;
-      k_.store(k, op.kv_format, (slot * op.kv_heads + head) * op.dim_qk, count * op.dim_qk, op.keys);
-      k_.store(v, op.kv_format, (slot * op.kv_heads + head) * op.dim_v, count * op.dim_v, op.values);
+      const int64_t to = slot * op.kv_heads + head;
+      if (op.key_scales) {
+        for (int64_t h = 0; h < count; h++) {
+          k_.quantize(k + h * op.dim_qk, op.dim_qk, (int8_t*)op.keys + (to + h) * op.dim_qk, op.key_scales + to + h);
+          k_.quantize(v + h * op.dim_v, op.dim_v, (int8_t*)op.values + (to + h) * op.dim_v, op.value_scales + to + h);
+        }
+      } else {
+        k_.store(k, op.kv_format, to * op.dim_qk, count * op.dim_qk, op.keys);
+        k_.store(v, op.kv_format, to * op.dim_v, count * op.dim_v, op.values);
+      }
     }
     Scratch& s = scratch_[thread];
     for (int64_t t = r.first; t < r.first + r.count; t++) {
@@ -494,7 +503,8 @@ class Program {
       const int64_t last = tokens_[t].position, low = op.window ? last + 1 - op.window : 0, first = low > 0 ? low : 0;
       const int64_t room = (last - first + 1 + 63) / 64 * 64;
       if (s.scores.size() < size_t(queries * room)) s.scores.resize(queries * room * 2);
-      const Attention a = {op.keys,     op.values, table,     op.sinks ? op.sinks + head * group : nullptr,
+      const Attention a = {op.keys,     op.values, op.key_scales, op.value_scales,
+                           table,       op.sinks ? op.sinks + head * group : nullptr,
                            s.scores.data(),  op.kv_format, block,     op.kv_heads, head, count,
                            op.dim_qk,   op.dim_v,  group,     first,  last, room,
                            float(op.softmax_scale), float(op.cap)};
@@ -559,7 +569,7 @@ const Kernels* kernels_for(int32_t isa) { return isa == 2 ? &kernels_avx512() : 
 
 using minivllm::Program;
 
-EXPORT int32_t minivllm_abi(void) { return 1; }
+EXPORT int32_t minivllm_abi(void) { return 2; }
 
 // the best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512
 EXPORT int32_t minivllm_isa(void) { return minivllm::best_isa(); }

@@ -54,7 +54,7 @@ class Op(ctypes.Structure):
         *((name, _INT) for name in ("heads", "kv_heads", "dim_qk", "dim_v", "rope_dim", "kv_group", "window")),
         *((name, _ADDRESS) for name in ("cos", "sin", "q_norm", "k_norm", "sinks")),
         ("softmax_scale", _REAL),
-        *((name, _ADDRESS) for name in ("keys", "values")),
+        *((name, _ADDRESS) for name in ("keys", "values", "key_scales", "value_scales")),
         ("kv_format", _INT),
         ("positions", _ADDRESS),
         *((name, _INT) for name in ("positions_format", "first_position")),

@@ -62,6 +62,7 @@ static inline Vec load_int8(const int8_t* p) {
 static inline void store_bf16(uint16_t* p, IVec rounded) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(shr<16>(rounded)));
 }
+static inline void store_int8(int8_t* p, IVec x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(x)); }
 static inline void store_f16(uint16_t* p, Vec x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -139,6 +140,10 @@ static inline Vec load_int8(const int8_t* p) {
 static inline void store_bf16(uint16_t* p, IVec rounded) {
   IVec high = shr<16>(rounded);
   _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+}
+static inline void store_int8(int8_t* p, IVec x) {
+  const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(half, half));
 }
 static inline void store_f16(uint16_t* p, Vec x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

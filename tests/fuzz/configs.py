@@ -87,7 +87,7 @@ def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
         out["batch_invariant"] = True
     if out["batch_invariant"]:
         out["quantizer"], out["fuse"] = "none", out["fuse"] or device == "cuda"
-    if not out["batch_invariant"] or device != "cpu":  # a last bit of a key is a step of what is stored of it
+    if device != "cpu":
         out["kv_format"] = "auto"
     if out["sampler"] == "mirostat":  # it decides one position of a row at a time
         out["drafter"] = "none"

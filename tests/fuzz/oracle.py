@@ -104,16 +104,17 @@ Tie = Callable[[Output, Output, int], bool]
 
 
 def differences(
-    got: Answer, want: Answer, dtype: str, left: bool = False, tie: Tie | None = None
+    got: Answer, want: Answer, dtype: str, left: bool = False, tie: Tie | None = None, times: float = 1
 ) -> list[tuple[str, str]]:
     """(kind, message) of what differs.  ``left``: the client left, so ``got`` has the beginning, in its pieces.
-    ``tie(got, want, i)``: token i may be another one, and with it all that follows."""
+    ``tie(got, want, i)``: token i may be another one, and with it all that follows; ``times``: of the errors that
+    numbers may have."""
     if left:
         return _beginnings(got, want, tie)
     if len(got.outputs) != len(want.outputs):
         return [("count", f"{len(got.outputs)} outputs, alone {len(want.outputs)}")]
     found: list[tuple[str, str]] = []
-    split, near = False, NEAR[dtype] if tie is None else NEAR_TIES
+    split, near = False, times * (NEAR[dtype] if tie is None else NEAR_TIES)
     for a, b in zip(got.outputs, want.outputs, strict=True):
         at = _first(a.tokens, b.tokens)
         if at is not None:
@@ -131,7 +132,7 @@ def differences(
                 found.append(("text" if name == "text" else "finish", f"output {a.index}: {name} {x!r}, alone {y!r}"))
         found += _scores(a, b, near, tie is None)
         for point, x in (a.taps or {}).items():
-            if said := _values(x, (b.taps or {}).get(point), READ[dtype]):
+            if said := _values(x, (b.taps or {}).get(point), times * READ[dtype]):
                 found.append(("taps", f"output {a.index}: {point} {said}"))
     if not split and (got.prompt_logprobs is None) == (want.prompt_logprobs is None):
         for i, (x, y) in enumerate(zip(got.prompt_logprobs or (), want.prompt_logprobs or (), strict=False)):

@@ -14,6 +14,7 @@ from .oracle import Oracle
 
 NEAR = 2e-3  # of logits after processors and temperature, and of noise: far above float32's rounding in these models
 EDGE = 2e-3  # of a probability that decides whether a token is left out
+COARSE = 50  # times as much of both where a last bit of a key is a step of what is stored of it
 TOO_MUCH = (
     "typical_p",
     "mirostat_tau",
@@ -28,6 +29,8 @@ class Ties:
 
     def __init__(self, oracle: Oracle, options: dict[str, Any], prompt: list[int], params: dict[str, Any]) -> None:
         self.oracle, self.options, self.prompt, self.params = oracle, options, prompt, params
+        self.times = COARSE if options["kv_format"] != "auto" else 1
+        self.near, self.edge = NEAR * self.times, EDGE * self.times
 
     def __call__(self, got: Output, want: Output, at: int) -> bool:
         p = self.params
@@ -40,7 +43,7 @@ class Ties:
         t = p.get("temperature", 1.0)
         x = x / t if t else x
         drawn = x + (self._noise(at, want.index, len(x)) if t else 0)
-        if abs(drawn[a] - drawn[b]) <= NEAR * max(1.0, abs(float(x[a]))):
+        if abs(drawn[a] - drawn[b]) <= self.near * max(1.0, abs(float(x[a]))):
             return True
         return bool(t) and (self._at_an_edge(x, a) or self._at_an_edge(x, b))
 
@@ -98,11 +101,13 @@ class Ties:
         p, probs = self.params, np.exp(x - x.max())
         probs /= probs.sum()
         mine = probs[token]
-        above = probs[x > x[token] + NEAR].sum()
+        above = probs[x > x[token] + self.near].sum()
         if p.get("top_k", 0) > 0:
             kth = np.sort(x)[-min(p["top_k"], len(x))]
-            if abs(x[token] - kth) <= NEAR:
+            if abs(x[token] - kth) <= self.near:
                 return True
-        if p.get("top_p", 1.0) < 1 and (abs(above - p["top_p"]) <= EDGE or abs(above + mine - p["top_p"]) <= EDGE):
+        if p.get("top_p", 1.0) < 1 and (
+            abs(above - p["top_p"]) <= self.edge or abs(above + mine - p["top_p"]) <= self.edge
+        ):
             return True
-        return p.get("min_p", 0) > 0 and abs(mine / probs.max() - p["min_p"]) <= EDGE
+        return p.get("min_p", 0) > 0 and abs(mine / probs.max() - p["min_p"]) <= self.edge

@@ -166,7 +166,7 @@ class Play:
         if not exact and {"beam_width", "best_of"} & params.keys():
             return []  # in which order they come is decided by the last bits
         tie = None if exact else Ties(self.oracle, options, prompt, params)
-        found = differences(answer, alone, self.case.dtype, answer.left, tie)
+        found = differences(answer, alone, self.case.dtype, answer.left, tie, 1 if tie is None else tie.times)
         if found:
             again = self.oracle.answer(options, prompt, params, anew=True)
             if differences(again, alone, self.case.dtype):

@@ -64,7 +64,7 @@ def _bytes(x: Tensor) -> Tensor:
 class Int8KV(Scaled):
     """int8: 1 byte an element, steps of 1/127 of the head's greatest magnitude."""
 
-    dtype, most = "int8", 127.0
+    dtype, most, native = "int8", 127.0, True
 
     def rounded(self, x: Tensor) -> Tensor:
         return x.round_().to(torch.int8)
