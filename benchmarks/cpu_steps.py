@@ -3,11 +3,11 @@
     python benchmarks/cpu_steps.py [--model pocket] [--prompt 64] [--out 128] [--batch 1 8 32] [--repeat 5]
         [--ways float32 float32:off float32:int8 ...]  [--gguf FILE ... --python PYTHON] [--load-format dummy]
 
-A way is dtype[:quantizer][:kv=FORMAT][:off]; "off" is graph=off, each operation of torch by itself.  Greedy, no prefix cache, the
-default number of threads; prompts are random ids.  A figure is output tokens over the time of the whole call, prompts
-included: the best of ``--repeat`` calls, which other work on the machine disturbs least.  For ways with captured steps
-the time of a step is told too: layers, draw, and all else.  PYTHON is an interpreter that has llama-cpp-python; it runs
-after the others, with as many threads as torch has.
+A way is dtype[:quantizer][:kv=FORMAT][:off]; "off" is graph=off, each operation of torch by itself.  Greedy, no prefix
+cache, the default number of threads; prompts are random ids.  A figure is output tokens over the time of the whole
+call, prompts included: the best of ``--repeat`` calls, which other work on the machine disturbs least.  For ways with
+captured steps the time of a step is told too: layers, draw, and all else.  PYTHON is an interpreter that has
+llama-cpp-python; it runs after the others, with as many threads as torch has.
 """
 
 from __future__ import annotations
