@@ -32,6 +32,14 @@ SDPA = Spec(
     traits={"graph": "none", "plan": "host", "drafts": "merged"},
     check=invariant_on_cpu,
 )
+def float8_on(request: PluginQuery) -> Sequence[Reason]:
+    """Older devices have no instructions that read it."""
+    facts = request.facts
+    if facts.get("kv_format") == "fp8" and facts.get("sm", 0) < 89:
+        return [Reason("kv_format with sm", f"fp8 with {facts.get('sm')}", "sm 89 or later", "take kv_format=int8")]
+    return []
+
+
 DIMS = frozenset(range(8, 257, 8))
 TRITON = Spec(
     impl="minivllm.plugins.attention.triton_backend:Triton",
@@ -45,13 +53,14 @@ TRITON = Spec(
         "dim_qk": DIMS,
         "dim_v": DIMS,
         "queries_per_kv": Range(1, 64),
-        "kv_format": {"bf16", "fp16", "fp32"},
+        "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
         "block": MultipleOf(1),
     },
     features=frozenset({"batch_invariant", "lse", "repeatable", "sinks", "softcap", "v_in_k", "window"}),
     needs=(Needs("triton", "3.4", 'pip install "minivllm[triton]"'),),
     prefer={"block": 64},
     traits={"graph": "mixed", "plan": "device"},
+    check=float8_on,
 )
 
 

@@ -31,6 +31,8 @@ class Triton(AttentionBackend):
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
         want = {"k": (block, spec.kv_heads, spec.dim_qk), "v": (block, spec.kv_heads, spec.dim_v)}
+        if "k_scale" in layout.tensors:  # as ``kvformat.scaled`` has them
+            want |= dict.fromkeys(("k_scale", "v_scale"), (block, spec.kv_heads))
         for name, t in layout.tensors.items():
             if t.shape != want.get(name):
                 raise PluginError(f"triton: KV tensor {name!r} is {t.shape}: want {want.get(name, 'no such tensor')}")

@@ -60,6 +60,15 @@ def dot(a, b, acc, dtype: tl.constexpr, IEEE: tl.constexpr):
 
 
 @triton.jit
+def scaled_values(v, p, by, V_ROWS: tl.constexpr, dtype: tl.constexpr):
+    """Values and probabilities of which one is multiplied by the scales ``by`` [N] of the values, as ``dot`` takes them:
+    the few probabilities where the dtype has the range for it.  V_ROWS: tokens are rows of v, else its columns."""
+    if dtype == tl.float16:
+        return (v.to(tl.float32) * _along(by, V_ROWS)).to(dtype), p
+    return v, p * _along(by, not V_ROWS)
+
+
+@triton.jit
 def page_of(blocks, token, on, last, BLOCK: tl.constexpr, N: tl.constexpr):
     """Block numbers of N tokens from ``token`` on; a single one where a tile lies within a block."""
     if BLOCK % N == 0:
@@ -137,12 +146,12 @@ def _deal(
 
 @triton.jit
 def _decode(
-    q, k_cache, v_cache, table, entries, sums, norms, sinks, out, lse,
+    q, k_cache, v_cache, k_scales, v_scales, table, entries, sums, norms, sinks, out, lse,
     scale, softcap, q_stride, table_stride,
     KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:  # before it releases: the merge and the layers to come read what the dealing wrote without waiting
         settle(PDL)
@@ -188,14 +197,22 @@ def _decode(
             v = tl.load(v_at, mask=seen[None, :], other=0.0)
         else:
             v = tl.load(v_at, mask=seen[None, :] & (ov < DV)[:, None], other=0.0)
+        if SCALED:
+            by_k = tl.load(k_scales + at * KH + head, mask=seen, other=0.0)
+            by_v = tl.load(v_scales + at * KH + head, mask=seen, other=0.0)
         # the next tile's blocks, asked for now: their latency hides behind this tile
         page = page_of(blocks, tile * N + N, on, last, BLOCK, N)
-        s = base2(dot(k, queries, tl.zeros([N, GP], tl.float32), queries.dtype, IEEE), scale, softcap, SOFTCAP)
+        s = dot(k, queries, tl.zeros([N, GP], tl.float32), queries.dtype, IEEE)
+        if SCALED:
+            s = s * by_k[:, None]
+        s = base2(s, scale, softcap, SOFTCAP)
         s = tl.where(seen[:, None], s, NEVER)
         peak = tl.maximum(m, tl.max(s, 0))
         p = tl.exp2(s - peak[None, :])
         fade = tl.exp2(m - peak)
         total = total * fade + tl.sum(p, 0)
+        if SCALED:
+            v, p = scaled_values(v, p, by_v, False, queries.dtype)
         acc = dot(v, p, acc * fade[None, :], queries.dtype, IEEE)
         m = peak
 
@@ -279,6 +296,13 @@ def in_float32(q: Tensor) -> bool:
     return q.element_size() == 4 or q.device.type == "cpu"
 
 
+def scales_of(layer: AttnLayer) -> tuple[Tensor, Tensor]:
+    """Those of keys and values, f32 [blocks, block, kv_heads]; of a cache without scales something that is not read."""
+    cache = layer.cache
+    k = cache.get("k_scale", cache["k"])
+    return k, k if layer.spec.v_in_k else cache.get("v_scale", k)
+
+
 def keys_a_tile(spec: AttnSpec, exact: bool) -> int:
     return 64 if spec.dim_qk <= 128 and not exact else 32
 
@@ -347,6 +371,7 @@ def decode(
         q,
         k,
         v,
+        *scales_of(layer),
         meta.table[layer.group],
         work.entries,
         *ends,
@@ -364,6 +389,7 @@ def decode(
         SOFTCAP=spec.softcap is not None,
         STAGES=3 if not exact else 2,
         IEEE=exact,
+        SCALED="k_scale" in layer.cache,
         EARLY=early,
         num_warps=2 if tile == 64 else 4,
         **sizes,

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
 from minivllm.kernels.launch import capability, kernel
 
-from .triton_decode import NEVER, base2, dot, finish, in_float32, page_of, power
+from .triton_decode import NEVER, base2, dot, finish, in_float32, page_of, power, scaled_values, scales_of
 
 KEYS = 32  # N
 
@@ -58,12 +58,27 @@ def _load(
 
 
 @triton.jit
+def _load_scales(
+    k_scales, v_scales, page, key, head, low, end, KH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr
+):
+    """Of keys and values f32 [N], as ``_load`` does."""
+    if SCALED:
+        inside = (key >= low) & (key < end)
+        at = (page.to(tl.int64) * BLOCK + key % BLOCK) * KH + head
+        return tl.load(k_scales + at, mask=inside, other=0.0), tl.load(v_scales + at, mask=inside, other=0.0)
+    else:
+        return key, key  # not read
+
+
+@triton.jit
 def _see(
-    queries, k, v, key, position, m, total, acc, scale, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    IEEE: tl.constexpr, ALL: tl.constexpr,
+    queries, k, v, by_k, by_v, key, position, m, total, acc, scale, softcap, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, IEEE: tl.constexpr, ALL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax with a tile of keys more, at positions ``key`` [N].  ALL: every query sees every one."""
     s = dot(queries, k, tl.zeros([queries.shape[0], k.shape[1]], tl.float32), queries.dtype, IEEE)
+    if SCALED:
+        s = s * by_k[None, :]
     s = base2(s, scale, softcap, SOFTCAP)
     if not ALL:
         seen = key[None, :] <= position[:, None]
@@ -75,18 +90,21 @@ def _see(
     if not ALL:
         p = tl.where(seen, p, 0.0)  # of a line that has seen no key yet: its peak is NEVER too
     fade = tl.exp2(m - peak)
+    total = total * fade + tl.sum(p, 1)
+    if SCALED:
+        v, p = scaled_values(v, p, by_v, True, queries.dtype)
     acc = dot(p, v, acc * fade[:, None], queries.dtype, IEEE)
-    return peak, total * fade + tl.sum(p, 1), acc
+    return peak, total, acc
 
 
 @kernel("slots", "kv_len", "cu_q", "tile_row", "tile_token")
 def _prefill(
-    q, k_cache, v_cache, k_tiles, v_tiles, table, slots, kv_len, cu_q, tile_row, tile_token, sinks, out, lse,
+    q, k_cache, v_cache, k_tiles, v_tiles, k_scales, v_scales, table, slots, kv_len, cu_q, tile_row, tile_token, sinks, out, lse,
     scale, softcap, q_stride, table_stride,
     KH: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VS: tl.constexpr,
     DVP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    IEEE: tl.constexpr, TMA: tl.constexpr,
+    IEEE: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_row + tile)
@@ -124,15 +142,19 @@ def _prefill(
             k, v = k_tiles.load([place, head * D]).T, v_tiles.load([place, head * VS])
         else:
             k, v = _load(k_cache, v_cache, page, j * N + on, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
+        by_k, by_v = _load_scales(k_scales, v_scales, page, j * N + on, head, least, end, KH, BLOCK, SCALED)
         page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the next tile's, asked for early
         m, total, acc = _see(
-            queries, k, v, j * N + on, position, m, total, acc, scale, softcap, WINDOW, SOFTCAP, IEEE, True
+            queries, k, v, by_k, by_v, j * N + on, position, m, total, acc, scale, softcap, WINDOW, SOFTCAP, IEEE, True,
+            SCALED,
         )
     for j in tl.range(whole, (end + N - 1) // N, num_stages=STAGES):
         k, v = _load(k_cache, v_cache, page, j * N + on, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, False)
+        by_k, by_v = _load_scales(k_scales, v_scales, page, j * N + on, head, least, end, KH, BLOCK, SCALED)
         page = page_of(blocks, j * N + N, on, last, BLOCK, N)
         m, total, acc = _see(
-            queries, k, v, j * N + on, position, m, total, acc, scale, softcap, WINDOW, SOFTCAP, IEEE, False
+            queries, k, v, by_k, by_v, j * N + on, position, m, total, acc, scale, softcap, WINDOW, SOFTCAP, IEEE, False,
+            SCALED,
         )
     at = (begin + mine) * (KH * G) + heads
     finish(acc, m, total, at, real, heads, sinks, out, lse, DV, DVP, SINKS, LSE, True)
@@ -202,7 +224,8 @@ def prefill(
     row, token, lines = tiles
     group = spec.heads // spec.kv_heads
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
-    exact, tma = in_float32(q), by_tma(spec, k.dtype, q.device, meta.block)
+    scaled = "k_scale" in layer.cache
+    exact, tma = in_float32(q), not scaled and by_tma(spec, k.dtype, q.device, meta.block)
     whole = [
         TensorDescriptor.from_tensor(x.view(-1, x.shape[2] * x.shape[3]), [KEYS, spec.dim_v]) if tma else x
         for x in (k, v)
@@ -212,6 +235,7 @@ def prefill(
         k,
         v,
         *whole,
+        *scales_of(layer),
         meta.table[layer.group],
         meta.slots,
         meta.kv_len[layer.group],
@@ -243,6 +267,7 @@ def prefill(
         STAGES=3 if not exact and spec.dim_qk <= 128 else 2,
         IEEE=exact,
         TMA=tma,
+        SCALED=scaled,
         num_warps=4,
         enable_fp_fusion=not fixed,
     )

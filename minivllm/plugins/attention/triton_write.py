@@ -12,6 +12,7 @@ and ``KVFormat.store`` of the plain formats.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,16 +20,36 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, QKPre
 from minivllm.kernels.launch import kernel, pdl, release, settle
 
-from .triton_decode import power
+from .triton_decode import power, scales_of
+
+TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number
+ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: what is added to it has no fraction left
+
+
+@triton.jit
+def _scale(greatest, nothing, MOST: tl.constexpr):
+    """The scale of heads whose largest magnitudes are ``greatest`` [HB]; ``nothing``: 0, or NaN for NaN or infinity."""
+    return tl.div_rn(greatest, tl.full(greatest.shape, MOST, tl.float32)) + nothing
+
+
+@triton.jit
+def _scaled(x, by, MOST: tl.constexpr):
+    """x [HB, n] over its scales, within the range of the stored dtype; for int8 a whole number, ties to even."""
+    by = tl.maximum(by, TINY)[:, None]
+    x = tl.div_rn(x, tl.broadcast_to(by, x.shape))
+    x = tl.minimum(tl.maximum(x, -MOST), MOST)
+    if MOST < 128:
+        x = (x + ROUND) - ROUND
+    return x
 
 
 @kernel("position", "slot_map")
 def _write(
-    q, k, v, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, position, slot_map,
+    q, k, v, q_out, k_cache, v_cache, k_scales, v_scales, q_norm, k_norm, cos, sin, position, slot_map,
     q_stride, k_stride, v_stride, slot_stride, eps,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, H: tl.constexpr,
     DVP: tl.constexpr, HB: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
-    HAS_V: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    HAS_V: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first R elements of a head are turned in pairs (i, i + R / 2), the others pass: lane i holds two of them too.
     EARLY: positions and slots are those of an earlier layer too, and read before q, k and v are there."""
@@ -73,6 +94,11 @@ def _write(
         to_k = k_cache + (slot * KH + head - QH)[:, None] * D
         tl.store(to_q + ia[None, :], a.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
         tl.store(to_q + ib[None, :], b.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
+        if MOST > 0:
+            a, b = tl.where(on, a, 0.0), tl.where(on, b, 0.0)
+            by = _scale(tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1)), tl.sum(a * 0.0 + b * 0.0, 1), MOST)
+            tl.store(k_scales + slot * KH + head - QH, by, mask=is_k & kept)
+            a, b = _scaled(a, by, MOST), _scaled(b, by, MOST)
         tl.store(to_k + ia[None, :], a.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
         tl.store(to_k + ib[None, :], b.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
     if HAS_V and part * HB + HB > QH + KH:
@@ -81,6 +107,11 @@ def _write(
         on_v = ((mine >= 0) & (mine < KH))[:, None] & (ov < DV)[None, :]
         value = tl.load(v + token * v_stride + mine[:, None] * DV + ov[None, :], mask=on_v, other=0.0)
         to_v = v_cache + (slot * KH + mine)[:, None] * DV + ov[None, :]
+        if MOST > 0:
+            value = value.to(tl.float32)
+            by = _scale(tl.max(tl.abs(value), 1), tl.sum(value * 0.0, 1), MOST)
+            tl.store(v_scales + slot * KH + mine, by, mask=(mine >= 0) & (mine < KH) & kept)
+            value = _scaled(value, by, MOST)
         tl.store(to_v, value.to(v_cache.dtype.element_ty), mask=on_v & kept)
 
 
@@ -113,7 +144,8 @@ def write(
     out = q.new_empty(tokens, heads, dim)
     if not tokens:
         return out
-    has_v = "v" in layer.cache
+    has_v, keys = "v" in layer.cache, layer.cache["k"].dtype
+    most = 0.0 if "k_scale" not in layer.cache else 127.0 if keys == torch.int8 else torch.finfo(keys).max
     norm = pre is not None and pre.q_norm is not None
     rotary = pre is not None and pre.cos is not None
     each, warps = heads_each(FIXED if fixed else tokens)
@@ -125,6 +157,7 @@ def write(
         out,
         layer.cache["k"],
         layer.cache["v"] if has_v else out,
+        *scales_of(layer),
         pre.q_norm if norm else q,
         pre.k_norm if norm else q,
         pre.cos if rotary else q,
@@ -148,6 +181,7 @@ def write(
         NORM=norm,
         ROTARY=rotary,
         HAS_V=has_v,
+        MOST=most,
         EARLY=tokens <= MANY and "settled" in meta.work,
         num_warps=warps,
         **pdl(q),
