@@ -87,8 +87,6 @@ def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
         out["batch_invariant"] = True
     if out["batch_invariant"]:
         out["quantizer"], out["fuse"] = "none", out["fuse"] or device == "cuda"
-    if device != "cpu":
-        out["kv_format"] = "auto"
     if out["sampler"] == "mirostat":  # it decides one position of a row at a time
         out["drafter"] = "none"
     if device == "cpu" and out["graph"] != "off":

@@ -32,10 +32,12 @@ SDPA = Spec(
     traits={"graph": "none", "plan": "host", "drafts": "merged"},
     check=invariant_on_cpu,
 )
+
+
 def float8_on(request: PluginQuery) -> Sequence[Reason]:
     """Older devices have no instructions that read it."""
     facts = request.facts
-    if facts.get("kv_format") == "fp8" and facts.get("sm", 0) < 89:
+    if facts.get("kv_format") == "fp8" and facts.get("device") == "cuda" and facts.get("sm", 89) < 89:
         return [Reason("kv_format with sm", f"fp8 with {facts.get('sm')}", "sm 89 or later", "take kv_format=int8")]
     return []
 

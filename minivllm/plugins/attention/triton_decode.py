@@ -65,7 +65,8 @@ def scaled_values(v, p, by, V_ROWS: tl.constexpr, dtype: tl.constexpr):
     the few probabilities where the dtype has the range for it.  V_ROWS: tokens are rows of v, else its columns."""
     if dtype == tl.float16:
         return (v.to(tl.float32) * _along(by, V_ROWS)).to(dtype), p
-    return v, p * _along(by, not V_ROWS)
+    else:
+        return v, p * _along(by, not V_ROWS)
 
 
 @triton.jit

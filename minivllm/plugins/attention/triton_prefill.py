@@ -145,7 +145,22 @@ def _prefill(
         by_k, by_v = _load_scales(k_scales, v_scales, page, j * N + on, head, least, end, KH, BLOCK, SCALED)
         page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the next tile's, asked for early
         m, total, acc = _see(
-            queries, k, v, by_k, by_v, j * N + on, position, m, total, acc, scale, softcap, WINDOW, SOFTCAP, IEEE, True,
+            queries,
+            k,
+            v,
+            by_k,
+            by_v,
+            j * N + on,
+            position,
+            m,
+            total,
+            acc,
+            scale,
+            softcap,
+            WINDOW,
+            SOFTCAP,
+            IEEE,
+            True,
             SCALED,
         )
     for j in tl.range(whole, (end + N - 1) // N, num_stages=STAGES):
@@ -153,7 +168,22 @@ def _prefill(
         by_k, by_v = _load_scales(k_scales, v_scales, page, j * N + on, head, least, end, KH, BLOCK, SCALED)
         page = page_of(blocks, j * N + N, on, last, BLOCK, N)
         m, total, acc = _see(
-            queries, k, v, by_k, by_v, j * N + on, position, m, total, acc, scale, softcap, WINDOW, SOFTCAP, IEEE, False,
+            queries,
+            k,
+            v,
+            by_k,
+            by_v,
+            j * N + on,
+            position,
+            m,
+            total,
+            acc,
+            scale,
+            softcap,
+            WINDOW,
+            SOFTCAP,
+            IEEE,
+            False,
             SCALED,
         )
     at = (begin + mine) * (KH * G) + heads
