@@ -61,8 +61,8 @@ def dot(a, b, acc, dtype: tl.constexpr, IEEE: tl.constexpr):
 
 @triton.jit
 def scaled_values(v, p, by, V_ROWS: tl.constexpr, dtype: tl.constexpr):
-    """Values and probabilities of which one is multiplied by the scales ``by`` [N] of the values, as ``dot`` takes them:
-    the few probabilities where the dtype has the range for it.  V_ROWS: tokens are rows of v, else its columns."""
+    """Values and probabilities, of which one is multiplied by the scales ``by`` [N] of the values: the probabilities,
+    which are few, where the dtype has the range for it.  V_ROWS: tokens are rows of v, else its columns."""
     if dtype == tl.float16:
         return (v.to(tl.float32) * _along(by, V_ROWS)).to(dtype), p
     else:
