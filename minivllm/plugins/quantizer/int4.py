@@ -23,6 +23,7 @@ from minivllm.errors import ModelError
 from minivllm.layers.linear import no_adapter, part_rows
 from minivllm.layers.module import check_shape
 
+from .fast import kernels_of
 from .int8 import Int8Weight
 from .none import refuse_quantized
 from .options import Int4Options
@@ -111,6 +112,7 @@ class Int4Weight(WeightScheme):
             self.tensors["zero"] = self.zero
         at_once = AT_ONCE.get(self.weight.device.type, AT_ONCE_ELSEWHERE)
         self._tile = max(1, at_once // info.in_features)  # rows
+        self.kernels: Any = None  # on a GPU
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.info.out_features, self.info.in_features)}
@@ -131,8 +133,13 @@ class Int4Weight(WeightScheme):
         if self.zero is not None:
             self.zero[rows] = zero.view(len(w), -1)
 
+    def finish(self) -> None:
+        self.kernels = kernels_of(self.weight, self.scale, self.zero, self.group)
+
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
+        if self.kernels is not None:
+            return self.kernels(x, out)
         return self._product(x, slice(0, self.info.out_features), out)
 
     def stored(self) -> StoredWeight:

@@ -17,6 +17,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, StoredWeig
 from minivllm.layers.linear import no_adapter, part_rows
 from minivllm.layers.module import check_shape
 
+from .fast import kernels_of
 from .none import refuse_quantized
 from .options import Int8Options
 from .rules import NamePatterns, has_weight_to_quantize
@@ -31,6 +32,7 @@ class Int8Weight(WeightScheme):
         self.weight = torch.empty(out, inp, dtype=torch.int8, device=info.device)
         self.scale = torch.empty(out, dtype=torch.float32, device=info.device)
         self.tensors = {"weight": self.weight, "scale": self.scale}
+        self.kernels: Any = None  # on a GPU
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {"weight": tuple(self.weight.shape)}
@@ -43,8 +45,13 @@ class Int8Weight(WeightScheme):
         self.scale[rows] = scale
         self.weight[rows] = (w / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
 
+    def finish(self) -> None:
+        self.kernels = kernels_of(self.weight, self.scale)
+
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
+        if self.kernels is not None:
+            return self.kernels(x, out)
         y = self._product(x, slice(None))
         return y if out is None else out.copy_(y)
 

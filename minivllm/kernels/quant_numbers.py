@@ -1,0 +1,139 @@
+"""Numbers of weights of 8 and 4 bits: in registers, two at a time, and of a whole part of a weight in memory.
+
+bfloat16 has 8 bits of significand, so 128 + q is exact for q in 0..127 and its bits are 0x4300 | q::
+
+    int8      0x4300 | q & 127 is 128 + the lower bits, 0x4300 | q & 128 is 128, or 256 of a negative one: the
+              difference of the two is q
+    float8    e4m3's exponent and significand, moved to those of bfloat16, are 2 ** -120 of the number, subnormal or not
+    int4      0x4300 | q less 136 is q - 8, times a scale that is the sum of two bfloat16: a product and a multiply-add,
+              of which only the second rounds what is seen
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import kernel, pdl, wait
+
+
+@triton.jit
+def twice(s):
+    """float32 -> int32 with its nearest bfloat16 in both halves."""
+    return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [s], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def halves(s):
+    """float32 -> ``twice`` of its nearest bfloat16, and of what that leaves."""
+    near = twice(s)
+    return near, twice(s - (near & -65536).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def int8_pairs(q):
+    """int8 -> bfloat16."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 p, lo, hi, one;
+        cvt.u32.u16 p, $1;
+        prmt.b32 p, p, 0, 0x4140;
+        mov.b32 one, 0x43004300;
+        lop3.b32 lo, p, 0x007f007f, one, 0xea;
+        lop3.b32 hi, p, 0x00800080, one, 0xea;
+        sub.rn.bf16x2 $0, lo, hi;
+        }""",
+        "=r,h",
+        [q],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def fp8_pairs(q):
+    """The bits of float8_e4m3fn -> bfloat16; NaN becomes 480."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 p, sign, many;
+        cvt.u32.u16 p, $1;
+        prmt.b32 p, p, 0, 0x1404;
+        mov.b32 many, 0x7b807b80;
+        and.b32 sign, p, 0x80008000;
+        shr.u32 p, p, 4;
+        lop3.b32 p, p, 0x07f007f0, sign, 0xea;
+        mul.rn.bf16x2 $0, p, many;
+        }""",
+        "=r,h",
+        [q],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def int4_pairs(q, near, rest):
+    """Two codes a byte, the ``halves`` of the scale of each -> (low half - 8) * scale and (high half - 8) * scale in
+    bfloat16.  Bytes that lie beside each other share a scale."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 p, v, w, one, eight;
+        mov.b32 one, 0x43004300;
+        mov.b32 eight, 0x43084308;
+        cvt.u32.u16 p, $2;
+        prmt.b32 p, p, 0, 0x4140;
+        lop3.b32 v, p, 0x000f000f, one, 0xea;
+        sub.rn.bf16x2 v, v, eight;
+        mul.rn.bf16x2 w, v, $5;
+        fma.rn.bf16x2 $0, v, $3, w;
+        shr.u32 p, p, 4;
+        lop3.b32 v, p, 0x000f000f, one, 0xea;
+        sub.rn.bf16x2 v, v, eight;
+        mul.rn.bf16x2 w, v, $5;
+        fma.rn.bf16x2 $1, v, $3, w;
+        }""",
+        "=&r,=&r,h,r,r,r,r",
+        [q, near, rest],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@kernel()
+def _numbers(
+    weight, scale, zero, out, first, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows from ``first`` on -> out [rows, K]; a program takes BB bytes of a row."""
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    ob = tl.program_id(1) * BB + tl.arange(0, BB)
+    on = ob < K * FORM // 8
+    raw = tl.load(weight + (first + row) * (K * FORM // 8) + ob, mask=on, other=0.0 if FORM == 8 else 0)
+    if FORM == 8:
+        s = tl.load(scale + first + row)
+        tl.store(out + row * K + ob, (raw.to(tl.float32) * s).to(out.dtype.element_ty), mask=on)
+    else:
+        inputs = ob // 16 * 32 + ob % 16
+        at = (first + row) * SN + inputs // GROUP * SG
+        s = tl.load(scale + at, mask=on, other=0.0)
+        z = 8.0
+        if ZERO:
+            z = tl.load(zero + at, mask=on, other=0.0)
+        to = out + row * K + inputs
+        tl.store(to, (((raw & 15).to(tl.float32) - z) * s).to(out.dtype.element_ty), mask=on)
+        tl.store(to + 16, (((raw >> 4).to(tl.float32) - z) * s).to(out.dtype.element_ty), mask=on)
+
+
+def numbers_of(
+    weight: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, first: int, sizes: dict[str, Any]
+) -> None:
+    """Rows of the weight from ``first`` on, as many as ``out`` [rows, K] has, into it."""
+    grid = len(out), triton.cdiv(weight.shape[1], 2048)
+    _numbers[grid](weight, scale, scale if zero is None else zero, out, first, BB=2048, **sizes, **pdl(out))

@@ -1,0 +1,24 @@
+"""Which weights the kernels of ``minivllm.kernels.quant`` multiply by."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+LEAST = {FP8: (8, 9)}  # compute capability that Triton has the numbers of a dtype from; of others:
+OTHERS = (8, 0)
+
+
+def kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0) -> Any:
+    """``Quantized`` for a weight as in ``StoredWeight``; None where there is no Triton, or no GPU for it."""
+    if weight.device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return None
+    if torch.cuda.get_device_capability(weight.device) < LEAST.get(weight.dtype, OTHERS):
+        return None
+    from minivllm.kernels.quant import Quantized
+
+    return Quantized(weight, scale, zero, group)

@@ -1,0 +1,150 @@
+"""The kernels of quantized weights on a GPU, and the engine with them; under the interpreter the kernels are tested by
+``test_kernels.py``, and here that they compile."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import quant_kernels as checks
+
+from minivllm import LLM, SamplingParams
+from minivllm.testing.tiny import tiny_dir
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# small relatives of an 8B model's: outputs beyond a tile, inputs beyond a step, one that no step divides
+WIDE = [
+    ("int8", 1536, 1024, 0, False),
+    ("int8", 256, 3584, 0, False),
+    ("fp8", 1536, 1024, 0, False),
+    ("int4", 1536, 1024, 32, False),
+    ("int4", 256, 3584, 128, False),
+    ("int4", 520, 1056, 32, True),
+]
+FORMS = {
+    "int8": "int8",
+    "int8 with the head": {"name": "int8", "options": {"lm_head": True}},
+    "int4": "int4",
+    "int4 asymmetric": {"name": "int4", "options": {"symmetric": False, "group_size": 64, "lm_head": True}},
+    "int4 and 8 bits": {"name": "int4", "options": {"bits": {"*.down": 8, "layers.1.*.qkv": 16}}},
+}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+
+
+def on_gpu(test):
+    for mark in gpu:
+        test = mark(test)
+    return test
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", [*checks.SHAPES, *WIDE], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_are_those_of_the_weight_that_is_held(dtype, shape):
+    few_rows = (0, 1, 2, 3, 7, 8, 16, 17)
+    checks.check_products("cuda", dtype, shape, few_rows if dtype == torch.float32 else (*few_rows, 33, 64, 130, 300))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_rows_are_taken_and_what_is_given_is_filled(dtype):
+    checks.check_calls("cuda", dtype)
+    checks.check_calls("cuda", dtype, "int4", 32)
+
+
+@on_gpu
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
+def test_every_number_of_a_form_becomes_the_same_bfloat16_by_pairs(form):
+    """All values of a byte, among weights of which the product with an identity shows each."""
+    kernels, held = checks.make(form, 512, 256, 32 if form == "int4" else 0, False, "cuda")
+    if form != "int4":
+        values = torch.arange(256).to(torch.uint8).view(checks.EIGHT[form])
+        values = torch.where(values.float().isfinite(), values.float(), 0).to(values.dtype)
+        kernels.weight.copy_(values.expand(512, 256))
+        held = values.double() * kernels.scale.double().cpu()[:, None]
+    eye = torch.eye(256, dtype=torch.bfloat16, device="cuda")
+    for rows in (16, 64, 256):
+        got = torch.cat([kernels.dots(part) for part in eye.split(rows)]).T.float()
+        want = held.bfloat16().float().cuda() if form == "int4" else held.float().bfloat16().float().cuda()
+        assert ((got - want).abs() <= 2.0**-7 * want.abs()).all()
+        assert (got == want).float().mean() > 0.98  # the rest lie between two numbers
+
+
+@on_gpu
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_steps_give_the_tokens_of_steps_that_are_not(tmp_path, form, dtype):
+    tiny_dir(tmp_path, "llama", **SIZES)
+    prompts = [{"prompt_token_ids": [(7 * i * i + 3 * i + n) % 61 for i in range(n)]} for n in (24, 7, 40, 1, 5)]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    got = {}
+    for graph in ("off", "auto"):
+        options = dict(device="cuda", dtype=dtype, graph=graph, max_num_seqs=8, num_kvcache_blocks=200)
+        options |= dict(skip_tokenizer_init=True, enable_prefix_caching=False)
+        with LLM(model=str(tmp_path), quantizer=form, **options) as llm:
+            got[graph] = [[o.token_ids for o in llm.generate(prompts, params, False)] for _ in range(2)]
+            assert got[graph][0] == got[graph][1], f"graph={graph}: other tokens the second time"
+    if dtype == "float32":
+        assert got["off"] == got["auto"]
+    else:  # other numbers of rows are other sums, which rounding may part: not the first token, and seldom one
+        same = [a == b for x, y in zip(*(g[0] for g in got.values()), strict=True) for a, b in zip(x, y, strict=True)]
+        assert sum(same) > 0.5 * len(same)
+
+
+@on_gpu
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_step_leaves_no_memory_behind(form):
+    kernels, _ = checks.make(form, 1024, 512, 32 if form == "int4" else 0, False, "cuda")
+    taken = set()
+    for _ in range(4):
+        for m in (1, 8, 40, 300):
+            kernels(torch.randn(m, 512, device="cuda", dtype=torch.bfloat16))
+        gc.collect()
+        torch.cuda.synchronize()
+        taken.add(torch.cuda.memory_allocated())
+    assert len(taken) == 1
+
+
+COMPILED = """
+import torch
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from minivllm.kernels import quant
+
+for form, dtype in ((8, "i8"), (8, "fp8e4nv"), (4, "u8")):
+    few, dots = quant.few_tile(form, 32, 1), quant.dots_tile(form, 32, 16, 4096)
+    sizes = dict(N=4096, K=4096, SN=128, SG=1, FORM=form, GROUP=32, ZERO=False, PDL=True)
+    for kernel, tile, more in ((quant._few, few, {"ROWS": 1}), (quant._dots, dots, {"ASM": True})):
+        options = {"num_warps": tile["num_warps"]}
+        constants = {**sizes, **more, **{k: v for k, v in tile.items() if k != "num_warps"}}
+        types = dict(x="*bf16", y="*bf16", weight="*" + dtype, scale="*fp32", zero="*fp32", scratch="*fp32",
+                     arrived="*i32", M="i32")
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"}
+        indexed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(kernel, signature, indexed, aligned)
+        made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        ptx = made.asm["ptx"]
+        assert "cp.async.cg.shared.global" in ptx, "weights do not come by 16 bytes"
+        assert ("wgmma" in ptx) == (kernel is quant._dots)
+        assert ".local" not in ptx
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_hopper_without_one():
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "compiled" in done.stdout, done.stderr[-3000:]

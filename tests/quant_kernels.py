@@ -1,0 +1,80 @@
+"""What the kernels of quantized weights must give, on any device: run under the interpreter (``interpreted.py``) and on
+a GPU (``models/test_quant_kernels.py``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minivllm.kernels.quant import FEW, Quantized
+
+# of the product, beside sums of absolute values: bfloat16 rounds each weight of a group and what comes out
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+EIGHT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# form, outputs, inputs, group, zero points
+SHAPES = [
+    ("int8", 40, 161, 0, False),
+    ("fp8", 33, 40, 0, False),
+    ("int4", 33, 64, 32, False),
+    ("int4", 20, 160, 32, True),
+    ("int4", 36, 384, 128, False),
+]
+SPLIT = dict(BM=16, BN=16, BK=128, SK=2, STAGES=2, num_warps=4)  # a sum in two parts, also where one of them is empty
+
+
+def make(form: str, n: int, k: int, group: int, zeros: bool, device: str) -> tuple[Quantized, Tensor]:
+    """Kernels, and the weight that they hold in float64 on the CPU."""
+    generator = torch.Generator().manual_seed(n + k)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    if form in EIGHT:
+        q = (draw(n, k) * 40).clamp_(-127, 127).to(EIGHT[form])
+        scale = draw(n).abs_() / 100 + 1e-4
+        return Quantized(q.to(device), scale.to(device)), q.double() * scale.double()[:, None]
+    codes = torch.randint(0, 16, (n, k), generator=generator)
+    halves = codes.view(n, -1, 2, 16)
+    packed = (halves[:, :, 0] | halves[:, :, 1] << 4).to(torch.uint8).view(n, -1)
+    scale = draw(n, k // group) / 20
+    zero = 7.5 + draw(n, k // group) if zeros else None
+    spread = lambda t: t.double().repeat_interleave(group, 1)  # noqa: E731
+    held = (codes.double() - (8 if zero is None else spread(zero))) * spread(scale)
+    return Quantized(packed.to(device), scale.to(device), None if zero is None else zero.to(device), group), held
+
+
+def close(got: Tensor, x: Tensor, held: Tensor, what: str) -> None:
+    want, size = x.double().cpu() @ held.T, x.double().cpu().abs() @ held.abs().T
+    off = float(((got.double().cpu() - want).abs() / (size + 1e-30)).max())
+    assert off <= NEAR[x.dtype], f"{what}: off by {off:.1e} of the sum of absolute values"
+
+
+def check_products(device: str, dtype: torch.dtype, shape: tuple, rows: tuple[int, ...]) -> None:
+    """Each form gives x W^T, twice the same bits, and no other row or memory matters."""
+    kernels, held = make(*shape, device)
+    for m in rows:
+        x = torch.randn(m, held.shape[1], generator=torch.Generator().manual_seed(m)).to(device, dtype)
+        forms = {"dense": kernels.dense, "dense in parts": lambda x: kernels.dense(x, 5 * held.shape[1])}
+        if m <= FEW:
+            forms["few"] = kernels.few
+        if m:
+            forms["dots"] = kernels.dots
+            forms["dots in two parts"] = lambda x: kernels.dots(x, SPLIT)
+        for name, form in forms.items():
+            got = form(x)
+            assert got.shape == (m, held.shape[0]) and got.dtype == dtype
+            close(got, x, held, f"{name}, {shape}, {m} rows, {dtype}")
+            if x.is_cuda:
+                assert torch.equal(form(x), got), f"{name}, {shape}, {m} rows: other bits the second time"
+        assert not kernels.arrived.any(), "counters of split sums are not 0 again"
+
+
+def check_calls(device: str, dtype: torch.dtype, form: str = "int8", group: int = 0) -> None:
+    """Any number of rows, of any strides, into ``out`` of any strides."""
+    kernels, held = make(form, 48, 64, group, False, device)
+    for m in (0, 1, 5, 66):
+        wide = torch.randn(m, 67, generator=torch.Generator().manual_seed(m)).to(device, dtype)
+        x, out = wide[:, 3:], torch.full((48, m), torch.nan, dtype=dtype, device=device).T
+        got = kernels(x)
+        if m:
+            close(got, x, held, f"{m} rows")
+        assert kernels(x, out) is out and torch.equal(out, got)
+        whole = torch.full((m, 48), torch.nan, dtype=dtype, device=device)
+        assert kernels(x, whole) is whole and torch.equal(whole, got)
