@@ -1,0 +1,314 @@
+"""Which form and tile serves how many rows of a quantized weight, beside the library's bfloat16 product.
+
+    python benchmarks/quant_kernels.py --out quant.json
+
+For the shapes of Llama-3.1-8B.  Every variant is compiled first, in processes of their own, then compared with a
+float64 product of what the weight holds, then timed as a replayed graph of launches over as many copies of the weight
+as the second-level cache does not hold.  A variant that fails is printed with its error, and the rest goes on.
+
+Tiles: few BN/BK/stages/warps, dots BM/BN/BK/split/stages/warps, dense elements at once, w8a8 BM/BN/BK/stages/warps.
+"rows" is what it takes to quantize x, which w8a8 and the library's product of 8 bits need before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from minivllm.kernels import quant, scaled
+
+SHAPES = {
+    "o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "gate_up": (28672, 4096), "head": (128256, 4096),
+}  # fmt: skip
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
+FEW_TILES = (
+    (2, 1024, 3, 2), (4, 512, 3, 4), (4, 1024, 3, 4), (4, 1024, 4, 2), (8, 512, 4, 4), (8, 1024, 3, 4),
+    (4, 2048, 3, 4), (8, 512, 3, 2), (16, 256, 4, 4), (2, 2048, 3, 4),
+)  # fmt: skip
+FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+COLD = 160 << 20  # bytes of copies of a weight, of which the cache holds 50 MiB
+Job = tuple[str, str, int, str, dict[str, int]]  # format, shape, rows, form, tile
+
+
+def few_tiles(fmt: str, rows: int) -> Iterator[dict[str, int]]:
+    four = fmt == "int4"
+    for bn, bk, stages, warps in FEW_TILES:
+        if bn * bk * rows * (1 if four else 2) // (64 * warps) <= 128:  # sums that a thread keeps
+            yield dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
+
+
+def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
+    bm = min(max(16, triton.next_power_of_2(rows)), 128)
+    tiles = [(64, 128, 1, 4, 4), (64, 256, 1, 3, 4), (64, 256, 2, 3, 4), (64, 128, 2, 4, 4), (64, 128, 4, 5, 4)]
+    tiles += [(64, 256, 4, 4, 4), (128, 128, 1, 4, 8), (128, 256, 1, 3, 8), (128, 128, 2, 4, 8), (64, 512, 1, 2, 4)]
+    if bm > 16:
+        tiles = [(64, 128, 1, 3, 4), (64, 128, 2, 3, 4), (128, 128, 1, 3, 8), (128, 64, 1, 4, 8), (128, 64, 2, 4, 8)]
+        tiles += [(64, 64, 1, 5, 4), (256, 64, 1, 3, 8)]
+    for bn, bk, sk, stages, warps in tiles:
+        held = (bn * bk // (2 if fmt == "int4" else 1) + 2 * bm * bk + (bn * bk // 8 if fmt == "int4" else 0)) * stages
+        crowded = n >= 28672 and sk > 1
+        if held <= 224 * 1024 and not crowded and bm * bn <= 128 * 128:
+            yield dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=stages, num_warps=warps)
+
+
+def product_tiles(rows: int) -> Iterator[dict[str, int]]:
+    tiles = [(64, 64, 6, 4), (64, 128, 5, 4), (64, 128, 7, 4)] if rows <= 256 else []
+    tiles += [(128, 128, 5, 8), (128, 128, 4, 4), (128, 256, 4, 8)] if rows >= 128 else []
+    for bm, bn, stages, warps in tiles:
+        yield dict(BM=bm, BN=bn, BK=128, STAGES=stages, num_warps=warps)
+
+
+def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
+    n = SHAPES[shape][0]
+    if rows <= quant.FEW:
+        yield from (("few", tile) for tile in few_tiles(fmt, rows))
+    if rows <= 256:
+        yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n))
+    if rows >= 32:
+        yield from (("dense", {"at_once": 1 << p}) for p in (23, 25, 27))
+    if fmt != "int4" and rows >= 16:
+        yield from (("w8a8", tile) for tile in product_tiles(rows))
+        yield "library", {"fast": 0}
+        if fmt == "fp8":
+            yield "library", {"fast": 1}
+        yield "rows", {}
+
+
+def jobs(shapes: list[str], rows: list[int], formats: list[str]) -> Iterator[Job]:
+    for shape in shapes:
+        for fmt in formats:
+            for m in rows:
+                if shape == "head" and m > 256:
+                    continue  # the head is asked about what is sampled
+                yield from ((fmt, shape, m, form, tile) for form, tile in variants(fmt, shape, m))
+
+
+def weights(fmt: str, shape: str, device: str, copies: int) -> list[quant.Quantized]:
+    n, k = SHAPES[shape]
+    made = []
+    for _ in range(copies):
+        if fmt == "int4":
+            q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+            scale = torch.rand(n, k // 32, device=device) / 256 + 1e-3
+            made.append(quant.Quantized(q, scale, None, 32))
+        else:
+            q = torch.empty(n, k, dtype=torch.int8, device=device).random_(-127, 128)
+            q = q if fmt == "int8" else (q.to(torch.bfloat16) * 3).to(FORMATS[fmt])
+            made.append(quant.Quantized(q, torch.rand(n, device=device) / 4096 + 1e-4))
+    return made
+
+
+def held(kernels: quant.Quantized) -> torch.Tensor:
+    """The weight in float64, by torch."""
+    if kernels.form == 8:
+        return kernels.weight.to(torch.float32).double() * kernels.scale.double()[:, None]
+    halves = kernels.weight.view(kernels.n, -1, 1, 16)
+    codes = torch.cat((halves & 15, halves >> 4), 2).view(kernels.n, -1, kernels.group).to(torch.int8) - 8
+    return (codes.double() * kernels.scale.double()[..., None]).view(kernels.n, -1)
+
+
+def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Tensor) -> Callable[[], Any]:
+    """What is timed; of products of 8 bits the rows are quantized before."""
+    if form in ("few", "dots"):
+        return partial(getattr(kernels, form), x, tile)
+    if form == "dense":
+        return partial(kernels.dense, x, tile["at_once"])
+    if form == "rows":
+        return partial(scaled.rows, x, kernels.weight.dtype)
+    q, by_row = scaled.rows(x, kernels.weight.dtype)
+    y = x.new_empty(len(x), kernels.n)
+    if form == "w8a8":
+        return partial(scaled.product, q, by_row, kernels.weight, kernels.scale, y, tile)
+    if kernels.weight.dtype == torch.int8:
+        return partial(torch._int_mm, q, kernels.weight.t())
+    fast, by_column = bool(tile["fast"]), kernels.scale[None]
+    given = dict(out_dtype=x.dtype, use_fast_accum=fast, out=y)
+    return partial(torch._scaled_mm, q, kernels.weight.t(), by_row, by_column, **given)
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+
+class Compiled:
+    """In a kernel's place: a launch compiles it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
+
+
+def compile_share(share: list[Job]) -> None:
+    """A process that compiles its share, without memory of the device, into Triton's cache."""
+    launch = {"PDL": True, "launch_pdl": True}
+    for module in (quant, scaled):
+        module.pdl = lambda like: launch
+    quant.capability = lambda device: 9
+    quant._few, quant._dots, scaled._product = (Compiled(k) for k in (quant._few, quant._dots, scaled._product))
+    for fmt, shape, rows, form, tile in share:
+        try:
+            kernels = weights(fmt, shape, "meta", 1)[0]
+            x = torch.empty(rows, kernels.k, dtype=torch.bfloat16, device="meta")
+            if form == "w8a8":
+                q = torch.empty_like(x, dtype=kernels.weight.dtype)
+                y = x.new_empty(rows, kernels.n)
+                scaled.product(q, kernels.scale, kernels.weight, kernels.scale, y, tile)
+            else:
+                getattr(kernels, form)(x, tile)
+        except Exception as e:  # told when it is measured
+            if os.environ.get("TELL"):
+                print("not compiled", fmt, shape, rows, form, tile, repr(e)[:200], flush=True)
+
+
+def compile_all(todo: list[Job], processes: int) -> int:
+    unique: dict[Any, Job] = {}
+    for job in todo:
+        fmt, shape, rows, form, tile = job
+        if form in ("few", "dots", "w8a8"):  # rows are compiled in as the next power of two of few ones
+            unique.setdefault((fmt, shape, form, rows if form == "few" else 0, *sorted(tile.items())), job)
+    work = list(unique.values())
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=compile_share, args=(work[i::processes],)) for i in range(processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return len(work)
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def graph_time(calls: list[Callable[[], Any]], repeat: int) -> float:
+    """Microseconds of a call, the median of replays."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in calls:
+            run()
+    graph.replay()
+    found = []
+    for _ in range(repeat):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(found)[len(found) // 2]
+
+
+class Place:
+    """The copies of a weight in a format, and what its products must be."""
+
+    def __init__(self, fmt: str, shape: str, device: str = "cuda") -> None:
+        n, k = SHAPES[shape]
+        each = n * k * (5 if fmt == "int4" else 8) // 8
+        self.bytes, self.made = each, weights(fmt, shape, device, max(2, min(24, COLD // each + 1)))
+        self.held = held(self.made[0])
+        self.x: dict[int, torch.Tensor] = {}
+        self.want: dict[int, torch.Tensor] = {}
+
+    def inputs(self, rows: int) -> torch.Tensor:
+        if rows not in self.x:
+            self.x[rows] = torch.randn(rows, self.held.shape[1], device=self.held.device).to(torch.bfloat16)
+            self.want[rows] = self.x[rows][-64:].double() @ self.held.T
+        return self.x[rows]
+
+    def measure(self, rows: int, form: str, tile: dict[str, int], repeat: int) -> tuple[float, float]:
+        """(microseconds, relative error)."""
+        x, off = self.inputs(rows), 0.0
+        if form != "rows" and not (form == "library" and self.made[0].weight.dtype == torch.int8):
+            got = call(self.made[0], form, tile, x)()[-64:].double()
+            off = float((got - self.want[rows]).norm() / self.want[rows].norm())
+            if not off < (5e-2 if form in ("w8a8", "library") else 1e-2):
+                raise ValueError(f"wrong: off by {off:.1e}")
+        many = self.made if rows <= 1024 else self.made[:2]
+        calls = [call(kernels, form, tile, x) for kernels in many]
+        return graph_time(calls * (1 if len(calls) > 4 or rows > 256 else 4), repeat), off
+
+
+def baseline(shape: str, rows: int, repeat: int) -> float:
+    n, k = SHAPES[shape]
+    made = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(2, COLD // (n * k * 2) + 1))]
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    return graph_time([partial(torch.mm, x, w.t()) for w in made[: 2 if rows > 1024 else None]], repeat)
+
+
+def table(found: list[dict[str, Any]], base: dict[tuple[str, int], float]) -> None:
+    """A line for each number of rows: of each form the microseconds, how many times as fast as bfloat16's product it
+    is, and its tile; last what the best reaches of the memory's speed."""
+    best: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    for one in found:
+        forms = best.setdefault((one["shape"], one["format"], one["rows"]), {})
+        if one["form"] not in forms or one["us"] < forms[one["form"]]["us"]:
+            forms[one["form"]] = one
+    for (shape, fmt, rows), forms in best.items():
+        plain, said = base[shape, rows], []
+        for form, one in forms.items():
+            ratio = "" if form == "rows" else f" {plain / one['us']:.2f}x"
+            said.append(f"{form} {one['us']:.1f}{ratio} {'/'.join(map(str, one['tile'].values()))}")
+        fastest = min((one for form, one in forms.items() if form != "rows"), key=lambda one: one["us"])
+        speed = fastest["bytes"] / fastest["us"] / 1e3
+        print(f"{shape} {fmt} {rows}: bf16 {plain:.1f}; {'; '.join(said)}; {speed:.0f} GB/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--processes", type=int, default=15)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=140.0, help="after which no more is measured")
+    parser.add_argument("--out", default="", help="a file for all times, JSON")
+    args = parser.parse_args()
+
+    began = time.perf_counter()
+    todo = list(jobs(args.shapes, args.rows, args.formats))
+    print(f"{compile_all(todo, args.processes)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    base: dict[tuple[str, int], float] = {}
+    found: list[dict[str, Any]] = []
+    failed, place, at = 0, None, ("", "")
+    for fmt, shape, rows, form, tile in todo:
+        if time.perf_counter() - began > args.seconds:
+            print(f"out of time: {len(todo)} variants, {len(found)} measured", flush=True)
+            break
+        try:
+            if (shape, rows) not in base:
+                base[shape, rows] = baseline(shape, rows, args.repeat)
+            if at != (fmt, shape):
+                place = None  # its memory goes first
+                place, at = Place(fmt, shape), (fmt, shape)
+            assert place is not None
+            us, off = place.measure(rows, form, tile, args.repeat)
+        except Exception as e:
+            failed += 1
+            print("failed", fmt, shape, rows, form, tile, repr(e).replace("\n", " ")[:160], flush=True)
+            if "illegal" in str(e) or "misaligned" in str(e):
+                print("the device is lost to this process: no more is measured")
+                break
+            continue
+        found.append(dict(format=fmt, shape=shape, rows=rows, form=form, tile=tile, us=us, off=off, bytes=place.bytes))
+    if args.out:
+        with open(args.out, "w") as file:
+            plain = [{"shape": shape, "rows": rows, "us": us} for (shape, rows), us in base.items()]
+            json.dump({"bfloat16": plain, "variants": found}, file)
+    table(found, base)
+    print(f"{len(found)} variants measured, {failed} failed, {time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

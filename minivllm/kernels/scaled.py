@@ -1,0 +1,146 @@
+"""Products of which both sides have 8 bits: rows of x are quantized as they come, and the sums are scaled at the end.
+
+    rows      x [M, K] -> q [M, K] int8 or float8_e4m3fn, scale [M] = the largest of a row / 127 or 448
+    product   y [M, N] = (q W^T) * scale[m] * (scale of the weight)[n], grid (N / BN, M / BM)
+
+Sums are int32, which is exact, or float32.  float8's go beyond what the tensor cores keep of a sum (14 bits of
+significand), so that 128 inputs are summed there and then added in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .launch import kernel, pdl, wait
+from .quant import FEW, Quantized
+
+TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+STAGE_BYTES = 200 * 1024  # shared memory for the tiles in flight
+
+
+@kernel()
+def _rows(x, q, scale, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    ok = tl.arange(0, BK)
+    most = tl.zeros([BK], tl.float32)
+    for k in tl.range(0, K, BK):
+        most = tl.maximum(most, tl.abs(tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)))
+    top = tl.max(most, 0)
+    step = tl.where(top > 0, top / TOP, 1.0)
+    tl.store(scale + row, step)
+    for k in tl.range(0, K, BK):
+        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32) / step
+        if q.dtype.element_ty == tl.int8:
+            v = (v + 12582912.0) - 12582912.0  # the nearest whole number, of two the even one
+        v = tl.minimum(tl.maximum(v, -TOP), TOP)
+        tl.store(q + row * K + k + ok, v.to(q.dtype.element_ty), mask=k + ok < K)
+
+
+def rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [M, K] without gaps -> q [M, K], scale f32 [M, 1]; a row of zeros has scale 1.  What is no number stays none in
+    float8; in int8 it spoils its row."""
+    m, k = x.shape
+    q, scale = torch.empty_like(x, dtype=dtype), torch.empty((m, 1), dtype=torch.float32, device=x.device)
+    if m:
+        block = min(triton.next_power_of_2(k), 8192)
+        _rows[(m,)](x, q, scale, K=k, BK=block, TOP=TOP[dtype], num_warps=8 if block > 2048 else 4, **pdl(x))
+    return q, scale
+
+
+@kernel("M")
+def _product(
+    x, weight, x_scale, w_scale, y, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """WHOLE: of int8.  ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK]; outside of the tensors
+    they give 0."""
+    wait(PDL)
+    # tiles of eight rows of tiles one after another share what they read
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    at, wide = tl.program_id(0), 8 * tiles_n
+    first = at // wide * 8
+    many = tl.minimum(tiles_m - first, 8)
+    row, tile = first + at % wide % many, at % wide // many
+    acc = tl.zeros([BM, BN], tl.int32 if WHOLE else tl.float32)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        a, b = x.load([row * BM, k]), weight.load([tile * BN, k]).T
+        if WHOLE:
+            acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+        else:
+            acc = tl.dot(a, b, acc, max_num_imprecise_acc=BK if BK < 128 else 128)
+    om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+    by_row = tl.load(x_scale + om, mask=om < M, other=0.0)
+    by_column = tl.load(w_scale + on, mask=on < N, other=0.0)
+    out = acc.to(tl.float32) * by_row[:, None] * by_column[None, :]
+    at_y = y + om.to(tl.int64)[:, None] * N + on[None, :]
+    tl.store(at_y, out.to(y.dtype.element_ty), mask=(om < M)[:, None] & (on < N)[None, :])
+
+
+def product_tile(m: int, n: int, whole: bool) -> dict[str, int]:
+    """A guess: no device has been asked yet (``benchmarks/quant_kernels.py``)."""
+    if m <= 64:
+        bm, bn, warps = 64, 64, 4
+    elif m <= 256:
+        bm, bn, warps = 64, 128, 4
+    else:
+        bm, bn, warps = 128, 256 if whole and n >= 8192 else 128, 8  # float8's second sums need registers
+    return dict(BM=bm, BN=bn, BK=128, STAGES=min(5, STAGE_BYTES // ((bm + bn) * 128)), num_warps=warps)
+
+
+def product(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor, tile: dict[str, int] | None = None):
+    """x [M, K] and weight [N, K] of one 8-bit dtype, x_scale [M, 1] and scale [N] f32, into y [M, N]; K must be a
+    multiple of 16."""
+    (m, k), n = x.shape, len(weight)
+    tile = tile or product_tile(m, n, x.dtype == torch.int8)
+    _product[(triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"]),)](
+        TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
+        TensorDescriptor.from_tensor(weight, [tile["BN"], tile["BK"]]),
+        x_scale,
+        scale,
+        y,
+        m,
+        N=n,
+        K=k,
+        WHOLE=x.dtype == torch.int8,
+        **tile,
+        **pdl(x),
+    )
+    return y
+
+
+def library(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor) -> Tensor:
+    """The same of float8 by the library, into y bfloat16; outputs too must be a multiple of 16."""
+    return torch._scaled_mm(x, weight.t(), x_scale, scale[None], out_dtype=y.dtype, use_fast_accum=False, out=y)
+
+
+# rows from which the library's float8 product serves; a guess, until benchmarks/quant_kernels.py has measured it
+LIBRARY_ROWS = 512
+
+
+class Scaled:
+    """x W^T for a weight [N, K] of int8 or float8_e4m3fn with ``scale`` f32 [N]; rows of x are quantized where there
+    are more than ``few``: with fewer the weight alone decides how long it takes, and x stays as it is."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, few: int = FEW) -> None:
+        self.weight, self.scale, self.few = weight, scale, few
+        self.plain = Quantized(weight, scale)
+        n, k = weight.shape
+        self.fits = k % 16 == 0
+        self.library = weight.dtype == torch.float8_e4m3fn and self.fits and n % 16 == 0
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [M, K] of any strides -> [M, N], in ``out`` if that is given."""
+        if len(x) <= self.few or not self.fits:
+            return self.plain(x, out)
+        y = out if out is not None and out.is_contiguous() else x.new_empty(len(x), len(self.weight))
+        q, scale = rows(x.contiguous(), self.weight.dtype)
+        if self.library and len(x) >= LIBRARY_ROWS and x.dtype == torch.bfloat16:
+            library(q, scale, self.weight, self.scale, y)
+        else:
+            product(q, scale, self.weight, self.scale, y)
+        return y if out is None or y is out else out.copy_(y)
