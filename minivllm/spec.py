@@ -143,11 +143,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 _SEAMS + "quantizer:Quantizer",
                 api=(1, 2),
                 facts=("device", "sm", "dtype", "checkpoint"),
-                features={
-                    **_INVARIANT,
-                    "sliceable": "slicing a full tensor and quantizing the slice is quantizing and slicing",
+                features=_INVARIANT | {"sliceable": "to quantize a slice of a tensor is to slice the quantized one"},
+                traits={
+                    "bits": "bits of a quantized weight element, scales not counted",
+                    "exponent": "how many of these are an exponent's: steps then go by the size of an element",
+                    "inputs": "bits that products round activations to, a row at a time by its largest",
                 },
-                traits={"bits": "bits of a quantized weight element, scales not counted"},
             ),
             Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 4), facts=("device",), features=_SAMPLING),
             Kind(

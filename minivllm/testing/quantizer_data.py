@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,43 @@ SHAPES = (((24, 8), 64), ((3, 17, 1), 33), ((129,), 31), ((5,), 1), ((128, 64, 6
 LONG = ((5, 3), 4100)  # a sum longer than the loops of most kernels take at once, and of an odd end
 SHARED = (((24, 12), 48), ((768, 384), 1536))  # sizes that 2, 3 and 4 processes share evenly
 KINDS = ("linear", "linear", "linear", "lm_head", "embedding")
+
+
+def numbers(traits: Mapping[str, Any]) -> dict[str, int]:
+    return {"bits": traits["bits"], "exponent": traits.get("exponent", 0)}
+
+
+def step(weight: Tensor, bits: int, exponent: int = 0) -> Tensor:
+    """Distance of neighbouring numbers at each element, where the largest of a row is the largest of the format."""
+    largest = weight.abs().amax(1, keepdim=True)
+    if not exponent:
+        return (largest / (2 ** (bits - 1) - 1)).expand_as(weight)
+    digits = bits - 1 - exponent
+    return torch.maximum(weight.abs() * 2.0**-digits, largest * 2.0 ** (2 - 2**exponent - digits))
+
+
+def grid(info: ModuleInfo, bits: int, exponent: int = 0) -> Tensor:
+    """Numbers of the format, of which the largest is in each row and each group of 16 (of float8: 1.75 times a power
+    of two)."""
+    shape, top = (info.out_features, info.in_features), 2 ** (bits - 1) - 1
+    if exponent:
+        digits = bits - 1 - exponent
+        top = 7 * 2 ** (digits - 2)
+        sizes = torch.randint(2**digits, top + 1, shape) * 2.0 ** -torch.randint(0, 5, shape)
+        values = sizes.double() * (2 * torch.randint(0, 2, shape) - 1)
+    else:
+        values = torch.randint(-top, top + 1, shape).double()
+    values[:, ::16] = top
+    return values * 2.0 ** -torch.randint(0, 6, (shape[0], 1))
+
+
+def rounded(x: Tensor, held: Tensor, traits: Mapping[str, Any], dtype: str) -> Tensor | float:
+    """What rounding the rows of x may move the products by, in units of what a product may be off by."""
+    if "inputs" not in traits:
+        return 0.0
+    wide = x.cpu().double()
+    moved = step(wide, traits["inputs"], traits.get("exponent", 0)) / 2
+    return 1.01 * (moved @ held.abs().T) / (6 * torch.finfo(getattr(torch, dtype)).eps)
 
 
 def dequantized(scheme: WeightScheme, info: ModuleInfo) -> Tensor:

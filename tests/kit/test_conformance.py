@@ -12,8 +12,11 @@ ALIKE = {
     "scheduler": "minivllm/fcfs", "evictor": "minivllm/lru", "processor": "minivllm/penalties",
     "sampler": "minivllm/default", "model": "minivllm/llama", "kvformat": "minivllm/bf16",
 }  # fmt: skip
-# the first starts a process for each test, the other an exporter; both have tests of their own
-LONG = {("executor", "minivllm/process"), ("hooks", "minivllm/opentelemetry")}
+# the first starts a process for each test, the next an exporter; the others are like int8 and fp8-weight
+LONG = {
+    ("executor", "minivllm/process"), ("hooks", "minivllm/opentelemetry"), ("quantizer", "minivllm/fp8"),
+    ("quantizer", "minivllm/int8-w8a8"),
+}  # fmt: skip
 
 
 def cases():

@@ -18,6 +18,7 @@ if find_spec("triton") is None:
 import quant_kernels as checks
 
 from minivllm import LLM, SamplingParams
+from minivllm.kernels import scaled
 from minivllm.testing.tiny import tiny_dir
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -34,6 +35,9 @@ WIDE = [
 FORMS = {
     "int8": "int8",
     "int8 with the head": {"name": "int8", "options": {"lm_head": True}},
+    "fp8-weight with the head": {"name": "fp8-weight", "options": {"lm_head": True}},
+    "fp8": "fp8",
+    "int8-w8a8": "int8-w8a8",
     "int4": "int4",
     "int4 asymmetric": {"name": "int4", "options": {"symmetric": False, "group_size": 64, "lm_head": True}},
     "int4 and 8 bits": {"name": "int4", "options": {"bits": {"*.down": 8, "layers.1.*.qkv": 16}}},
@@ -99,6 +103,46 @@ def test_captured_steps_give_the_tokens_of_steps_that_are_not(tmp_path, form, dt
     else:  # other numbers of rows are other sums, which rounding may part: not the first token, and seldom one
         same = [a == b for x, y in zip(*(g[0] for g in got.values()), strict=True) for a, b in zip(x, y, strict=True)]
         assert sum(same) > 0.5 * len(same)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("form", DTYPES, ids=str)
+def test_rows_are_rounded_as_torch_rounds_them_and_their_products_scaled(form, dtype):
+    for m, n, k in ((9, 48, 64), (33, 1536, 1024), (300, 520, 3584), (700, 256, 1040)):
+        x = torch.randn(m, k, device="cuda").mul_(torch.logspace(-2, 2, m, device="cuda")[:, None]).to(form)
+        x[1] = 0
+        q, scale = scaled.rows(x, dtype)
+        want = x.float() / scale
+        want = want.round() if dtype == torch.int8 else want.clamp(-448, 448).to(dtype).float()
+        assert (q.float() == want).float().mean() > 0.999 and not q[1].float().any()
+        spread = torch.where(x.float().abs().amax(1) > 0, x.float().abs().amax(1) / scaled.TOP[dtype], 1)
+        torch.testing.assert_close(scale[:, 0], spread)
+        weight = (torch.randn(n, k, device="cuda") * 30).clamp(-127, 127).to(dtype)
+        by_column = torch.rand(n, device="cuda") / 100 + 1e-4
+        exact = (q.double() * scale.double()) @ (weight.double() * by_column.double()[:, None]).T
+        products = [scaled.product(q, scale, weight, by_column, x.new_empty(m, n))]
+        if dtype == torch.float8_e4m3fn and form == torch.bfloat16 and n % 16 == 0:
+            products.append(scaled.library(q, scale, weight, by_column, x.new_empty(m, n)))
+        for got in products:
+            off = (got.double() - exact).norm(dim=1) / (exact.norm(dim=1) + 1e-30)
+            assert off.max() < 2 * torch.finfo(form).eps + (1e-3 if dtype == torch.float8_e4m3fn else 1e-6)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_products_of_eight_bits_take_any_rows_and_sizes(dtype):
+    for n, k in ((48, 64), (33, 40), (1024, 512)):
+        weight = (torch.randn(n, k, device="cuda") * 30).clamp(-127, 127).to(dtype)
+        kernels = scaled.Scaled(weight, torch.rand(n, device="cuda") / 100 + 1e-4)
+        held = weight.double() * kernels.scale.double()[:, None]
+        for m in (0, 1, 8, 9, 65, 600):
+            x = torch.randn(m, k + 3, device="cuda", dtype=torch.bfloat16)[:, 3:]
+            out = torch.full((n, m), torch.nan, dtype=x.dtype, device="cuda").T
+            got = kernels(x)
+            assert kernels(x, out) is out and torch.equal(out, got)
+            if m:
+                assert (got.double() - x.double() @ held.T).norm() < 0.05 * (x.double() @ held.T).norm()
 
 
 @on_gpu

@@ -15,10 +15,23 @@ OTHERS = (8, 0)
 
 def kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0) -> Any:
     """``Quantized`` for a weight as in ``StoredWeight``; None where there is no Triton, or no GPU for it."""
-    if weight.device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
-        return None
-    if torch.cuda.get_device_capability(weight.device) < LEAST.get(weight.dtype, OTHERS):
+    if not _served(weight, LEAST.get(weight.dtype, OTHERS)):
         return None
     from minivllm.kernels.quant import Quantized
 
     return Quantized(weight, scale, zero, group)
+
+
+def scaled_kernels_of(weight: Tensor, scale: Tensor, few: int) -> Any:
+    """``Scaled``, likewise; its tiles come by the copy engine of a Hopper."""
+    if not _served(weight, (9, 0)):
+        return None
+    from minivllm.kernels.scaled import Scaled
+
+    return Scaled(weight, scale, few)
+
+
+def _served(weight: Tensor, least: tuple[int, int]) -> bool:
+    if weight.device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(weight.device) >= least

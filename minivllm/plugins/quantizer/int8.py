@@ -19,17 +19,19 @@ from minivllm.layers.module import check_shape
 
 from .fast import kernels_of
 from .none import refuse_quantized
-from .options import Int8Options
+from .options import WeightOnlyOptions
 from .rules import NamePatterns, has_weight_to_quantize
 
 
 class Int8Weight(WeightScheme):
     """``weight`` int8 [out, in], ``scale`` float32 [out].  One part at a time is in memory at full precision."""
 
+    dtype, top = torch.int8, 127.0
+
     def __init__(self, info: ModuleInfo) -> None:
         self.info = info
         out, inp = info.out_features, info.in_features
-        self.weight = torch.empty(out, inp, dtype=torch.int8, device=info.device)
+        self.weight = torch.empty(out, inp, dtype=self.dtype, device=info.device)
         self.scale = torch.empty(out, dtype=torch.float32, device=info.device)
         self.tensors = {"weight": self.weight, "scale": self.scale}
         self.kernels: Any = None  # on a GPU
@@ -41,9 +43,14 @@ class Int8Weight(WeightScheme):
         rows = part_rows(self.info, part)
         check_shape(tensor, self.weight[rows].shape)
         w = tensor.to(self.weight.device).float()
-        scale = w.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)  # a row of zeros stays zero
+        tiny = torch.finfo(torch.float32).tiny  # a row of zeros stays zero
+        scale = w.abs().amax(dim=1).div_(self.top).clamp_(min=tiny)
         self.scale[rows] = scale
-        self.weight[rows] = (w / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        self.weight[rows] = self.codes(w / scale[:, None])
+
+    def codes(self, steps: Tensor) -> Tensor:
+        """Multiples of the scales, float32, as they are held."""
+        return steps.round_().clamp_(-self.top, self.top).to(self.dtype)
 
     def finish(self) -> None:
         self.kernels = kernels_of(self.weight, self.scale)
@@ -65,23 +72,24 @@ class Int8Weight(WeightScheme):
     def _product(self, x: Tensor, rows: slice) -> Tensor:
         weight, scale = self.weight[rows], self.scale[rows]
         if x.dtype == torch.float16:  # sums of unscaled int8 products overflow float16
-            return F.linear(x, (weight * scale[:, None]).to(x.dtype))
+            return F.linear(x, (weight.float() * scale[:, None]).to(x.dtype))
         return F.linear(x, weight.to(x.dtype)).mul_(scale)
 
 
 class Int8(Quantizer):
     """Linear layers, experts (and the head, if asked) that no ``skip`` pattern names; routers stay as they are."""
 
-    options: Int8Options
+    name, made = "int8", Int8Weight
+    options: WeightOnlyOptions
 
-    def __init__(self, options: Int8Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
-        super().__init__(options or Int8Options(), checkpoint)
-        refuse_quantized(checkpoint, "int8")
+    def __init__(self, options: WeightOnlyOptions | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options or WeightOnlyOptions(), checkpoint)
+        refuse_quantized(checkpoint, self.name)
         self._skip = NamePatterns("skip", self.options.skip)
 
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
         left_out = self._skip.naming(m.name)
-        return Int8Weight(m) if has_weight_to_quantize(m, self.options.lm_head) and not left_out else None
+        return self.made(m) if has_weight_to_quantize(m, self.options.lm_head) and not left_out else None
 
     def finish(self) -> None:
-        self._skip.refuse_unused("int8")
+        self._skip.refuse_unused(self.name)

@@ -25,6 +25,18 @@ class Int8Options(WeightOnlyOptions):
     """Weight-only int8, one symmetric scale per output channel."""
 
 
+class Int8W8A8Options(WeightOnlyOptions):
+    """int8 weights and activations: a scale per output channel, and one per row of activations as it comes."""
+
+
+class Fp8WeightOptions(WeightOnlyOptions):
+    """Weight-only float8 (e4m3), one scale per output channel."""
+
+
+class Fp8Options(WeightOnlyOptions):
+    """float8 (e4m3) weights and activations: a scale per output channel, and one per row of activations as it comes."""
+
+
 class Int4Options(WeightOnlyOptions):
     """Weight-only int4, a scale for each group of inputs of an output channel."""
 

@@ -3,8 +3,24 @@
 ``checkpoint`` is the quantization method that the checkpoint names, "none" if it names none.
 """
 
-from minivllm.spec import ANY, Spec
+from minivllm.spec import ANY, AtLeast, Spec
 
+FP8 = Spec(
+    impl="minivllm.plugins.quantizer.eight:Fp8",
+    api=(1, 2),
+    summary="float8 weights with a scale per output row, float8 activations with one per token",
+    options="minivllm.plugins.quantizer.options:Fp8Options",
+    limits={"device": ANY, "sm": AtLeast(89), "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
+    traits={"bits": 8, "exponent": 4, "inputs": 8},
+)
+FP8_WEIGHT = Spec(
+    impl="minivllm.plugins.quantizer.eight:Fp8WeightOnly",
+    api=(1, 2),
+    summary="float8 weights with a scale per output row, made while loading",
+    options="minivllm.plugins.quantizer.options:Fp8WeightOptions",
+    limits={"device": ANY, "sm": AtLeast(89), "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
+    traits={"bits": 8, "exponent": 4},
+)
 INT4 = Spec(
     impl="minivllm.plugins.quantizer.int4:Int4",
     api=(1, 2),
@@ -20,6 +36,14 @@ INT8 = Spec(
     options="minivllm.plugins.quantizer.options:Int8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
     traits={"bits": 8},  # and not sliceable: a share of the inputs has row scales of its own
+)
+INT8_W8A8 = Spec(
+    impl="minivllm.plugins.quantizer.eight:Int8W8A8",
+    api=(1, 2),
+    summary="int8 weights with a scale per output row, int8 activations with one per token",
+    options="minivllm.plugins.quantizer.options:Int8W8A8Options",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
+    traits={"bits": 8, "inputs": 8},
 )
 MXFP4 = Spec(
     impl="minivllm.plugins.quantizer.mxfp4:Mxfp4",

@@ -1,0 +1,80 @@
+"""8 bits beside int8's: float8 weights, and activations that are quantized too, row by row as they come.
+
+float8 here is e4m3: 4 bits of exponent and 3 of significand, up to 448, no infinity (arXiv:2209.05433).  A weight's
+element is off by at most 1/16 of itself, and where int8 has steps of a row's largest over 127, small elements keep
+their digits.  With activations of 8 bits the products are those of the tensor cores' 8-bit modes, twice as fast as
+those of bfloat16; each row of x is scaled by its own largest element (dynamic, per token), which needs no calibration.
+Up to ``FEW`` rows are left as they are: there the bytes of the weight decide, and nothing is gained by rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.layers.linear import no_adapter
+
+from .fast import scaled_kernels_of
+from .int8 import Int8, Int8Weight
+
+FEW = 8  # as in ``minivllm.kernels.quant``
+
+
+def quantized_rows(x: Tensor, dtype: torch.dtype, top: float) -> Tensor:
+    """x [T, in] as it is after it was rounded to the 8-bit dtype, row by row."""
+    wide = x.float()
+    scale = wide.abs().amax(1, keepdim=True) / top
+    steps = wide / torch.where(scale > 0, scale, 1)
+    steps = steps.round_() if dtype == torch.int8 else steps.clamp_(-top, top).to(dtype).float()
+    return (steps * scale).to(x.dtype)
+
+
+class Fp8Weight(Int8Weight):
+    """``weight`` float8_e4m3fn [out, in], ``scale`` float32 [out]."""
+
+    dtype, top = torch.float8_e4m3fn, 448.0
+
+    def codes(self, steps: Tensor) -> Tensor:
+        return steps.clamp_(-self.top, self.top).to(self.dtype)
+
+
+class _Both(Int8Weight):
+    """And x [T, in] of more than ``FEW`` rows in 8 bits; experts multiply x as it is."""
+
+    def finish(self) -> None:
+        self.kernels = scaled_kernels_of(self.weight, self.scale, FEW)
+
+    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
+        no_adapter(self, adapter)
+        if self.kernels is not None:
+            return self.kernels(x, out)
+        y = self._product(x if len(x) <= FEW else quantized_rows(x, self.dtype, self.top), slice(None))
+        return y if out is None else out.copy_(y)
+
+
+class Int8Both(_Both):
+    """``weight`` int8 [out, in], ``scale`` float32 [out]."""
+
+
+class Fp8Both(_Both, Fp8Weight):
+    """``weight`` float8_e4m3fn [out, in], ``scale`` float32 [out]."""
+
+
+class Fp8WeightOnly(Int8):
+    """float8 weights, activations as they are."""
+
+    name, made = "fp8-weight", Fp8Weight
+
+
+class Fp8(Int8):
+    """float8 weights and activations."""
+
+    name, made = "fp8", Fp8Both
+
+
+class Int8W8A8(Int8):
+    """int8 weights and activations."""
+
+    name, made = "int8-w8a8", Int8Both
