@@ -195,7 +195,8 @@ def _dots(
 
 def few_tile(form: int, group: int, rows: int) -> dict[str, int]:
     """A guess: no device has been asked yet (``benchmarks/quant_kernels.py``)."""
-    return dict(BN=4, BK=max((1024 if rows <= 2 else 512) * 8 // form // 2, group), STAGES=3, num_warps=4)
+    bk = (512 if rows <= 2 else 256) * 8 // form
+    return dict(BN=4, BK=max(bk, group) if form == 4 else bk, STAGES=3, num_warps=4)
 
 
 def dots_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
