@@ -63,6 +63,7 @@ def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
 
 def product_tiles(rows: int) -> Iterator[dict[str, int]]:
     tiles = [(64, 64, 6, 4), (64, 128, 5, 4), (64, 128, 7, 4)] if rows <= 256 else []
+    tiles += [(64, 32, 8, 4), (64, 32, 12, 4)] if rows <= 64 else []
     tiles += [(128, 128, 5, 8), (128, 128, 4, 4), (128, 256, 4, 8)] if rows >= 128 else []
     for bm, bn, stages, warps in tiles:
         yield dict(BM=bm, BN=bn, BK=128, STAGES=stages, num_warps=warps)
@@ -76,7 +77,7 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
         yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n))
     if rows >= 32:
         yield from (("dense", {"at_once": 1 << p}) for p in (23, 25, 27))
-    if fmt != "int4" and rows >= 16:
+    if fmt != "int4":
         yield from (("w8a8", tile) for tile in product_tiles(rows))
         if fmt == "fp8" or rows > 16:  # what the library takes of int8
             yield "library", {"fast": 0}

@@ -144,7 +144,7 @@ def _dots(
     SG: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ASM: weights become bfloat16 by instructions that do two at a time, to the same bits."""
+    """ASM: weights become bfloat16 by instructions that do two at a time (of int4 1 in 1,000 is a rounding off)."""
     wait(PDL)
     row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import kernel, pdl, wait
-from .quant import FEW, Quantized
+from .quant import Quantized
 
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 STAGE_BYTES = 200 * 1024  # shared memory for the tiles in flight
@@ -84,7 +84,7 @@ def _product(
 def product_tile(m: int, n: int, whole: bool) -> dict[str, int]:
     """A guess: no device has been asked yet (``benchmarks/quant_kernels.py``)."""
     if m <= 64:
-        bm, bn, warps = 64, 64, 4
+        bm, bn, warps = 64, 32 if n <= 8192 else 64, 4
     elif m <= 256:
         bm, bn, warps = 64, 128, 4
     else:
@@ -123,24 +123,23 @@ LIBRARY_ROWS = 512
 
 
 class Scaled:
-    """x W^T for a weight [N, K] of int8 or float8_e4m3fn with ``scale`` f32 [N]; rows of x are quantized where there
-    are more than ``few``: with fewer the weight alone decides how long it takes, and x stays as it is."""
+    """x W^T for a weight [N, K] of int8 or float8_e4m3fn with ``scale`` f32 [N], of x whose rows are quantized, each by
+    itself: what a row becomes does not depend on the others."""
 
-    def __init__(self, weight: Tensor, scale: Tensor, few: int = FEW) -> None:
-        self.weight, self.scale, self.few = weight, scale, few
-        self.plain = Quantized(weight, scale)
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        self.weight, self.scale = weight, scale
         n, k = weight.shape
-        self.fits = k % 16 == 0
-        self.library = weight.dtype == torch.float8_e4m3fn and self.fits and n % 16 == 0
+        self.plain = None if k % 16 == 0 else Quantized(weight, scale)  # rows that the copy engine does not take
+        self.library = weight.dtype == torch.float8_e4m3fn and k % 16 == 0 and n % 16 == 0
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [M, K] of any strides -> [M, N], in ``out`` if that is given."""
-        if len(x) <= self.few or not self.fits:
-            return self.plain(x, out)
-        y = out if out is not None and out.is_contiguous() else x.new_empty(len(x), len(self.weight))
-        q, scale = rows(x.contiguous(), self.weight.dtype)
-        if self.library and len(x) >= LIBRARY_ROWS and x.dtype == torch.bfloat16:
+        m, (q, scale) = len(x), rows(x.contiguous(), self.weight.dtype)
+        if self.plain is not None:
+            return self.plain((q.float() * scale).to(x.dtype), out)
+        y = out if out is not None and out.is_contiguous() else x.new_empty(m, len(self.weight))
+        if self.library and m >= LIBRARY_ROWS and x.dtype == torch.bfloat16:
             library(q, scale, self.weight, self.scale, y)
-        else:
+        elif m:
             product(q, scale, self.weight, self.scale, y)
         return y if out is None or y is out else out.copy_(y)

@@ -4,7 +4,8 @@ float8 here is e4m3: 4 bits of exponent and 3 of significand, up to 448, no infi
 element is off by at most 1/16 of itself, and where int8 has steps of a row's largest over 127, small elements keep
 their digits.  With activations of 8 bits the products are those of the tensor cores' 8-bit modes, twice as fast as
 those of bfloat16; each row of x is scaled by its own largest element (dynamic, per token), which needs no calibration.
-Up to ``FEW`` rows are left as they are: there the bytes of the weight decide, and nothing is gained by rounding.
+Rows are rounded in steps of few rows too, where nothing is gained by it: what a token becomes would else depend, by far
+more than rounding, on how many are beside it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from minivllm.layers.linear import no_adapter
 
 from .fast import scaled_kernels_of
 from .int8 import Int8, Int8Weight
-
-FEW = 8  # as in ``minivllm.kernels.quant``
 
 
 def quantized_rows(x: Tensor, dtype: torch.dtype, top: float) -> Tensor:
@@ -41,16 +40,16 @@ class Fp8Weight(Int8Weight):
 
 
 class _Both(Int8Weight):
-    """And x [T, in] of more than ``FEW`` rows in 8 bits; experts multiply x as it is."""
+    """And x [T, in] in 8 bits; experts multiply x as it is."""
 
     def finish(self) -> None:
-        self.kernels = scaled_kernels_of(self.weight, self.scale, FEW)
+        self.kernels = scaled_kernels_of(self.weight, self.scale)
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
         if self.kernels is not None:
             return self.kernels(x, out)
-        y = self._product(x if len(x) <= FEW else quantized_rows(x, self.dtype, self.top), slice(None))
+        y = self._product(quantized_rows(x, self.dtype, self.top), slice(None))
         return y if out is None else out.copy_(y)
 
 

@@ -22,13 +22,13 @@ def kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None = None, group:
     return Quantized(weight, scale, zero, group)
 
 
-def scaled_kernels_of(weight: Tensor, scale: Tensor, few: int) -> Any:
+def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
     """``Scaled``, likewise; its tiles come by the copy engine of a Hopper."""
     if not _served(weight, (9, 0)):
         return None
     from minivllm.kernels.scaled import Scaled
 
-    return Scaled(weight, scale, few)
+    return Scaled(weight, scale)
 
 
 def _served(weight: Tensor, least: tuple[int, int]) -> bool:
