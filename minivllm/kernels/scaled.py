@@ -122,7 +122,7 @@ def library(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor
 LIBRARY_ROWS = 512
 
 
-class Scaled:
+class ScaledProduct:
     """x W^T for a weight [N, K] of int8 or float8_e4m3fn with ``scale`` f32 [N], of x whose rows are quantized, each by
     itself: what a row becomes does not depend on the others."""
 

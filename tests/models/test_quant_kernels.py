@@ -137,7 +137,7 @@ def test_rows_are_rounded_as_torch_rounds_them_and_their_products_scaled(form, d
 def test_products_of_eight_bits_take_any_rows_and_sizes(dtype):
     for n, k in ((48, 64), (33, 40), (1024, 512)):
         weight = (torch.randn(n, k, device="cuda") * 30).clamp(-127, 127).to(dtype)
-        kernels = scaled.Scaled(weight, torch.rand(n, device="cuda") / 100 + 1e-4)
+        kernels = scaled.ScaledProduct(weight, torch.rand(n, device="cuda") / 100 + 1e-4)
         held = weight.double() * kernels.scale.double()[:, None]
         for m in (0, 1, 8, 9, 65, 600):
             x = torch.randn(m, k + 3, device="cuda", dtype=torch.bfloat16)[:, 3:]

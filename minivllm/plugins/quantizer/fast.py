@@ -23,12 +23,12 @@ def kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None = None, group:
 
 
 def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
-    """``Scaled``, likewise; its tiles come by the copy engine of a Hopper."""
+    """``ScaledProduct``, likewise; its tiles come by the copy engine of a Hopper."""
     if not _served(weight, (9, 0)):
         return None
-    from minivllm.kernels.scaled import Scaled
+    from minivllm.kernels.scaled import ScaledProduct
 
-    return Scaled(weight, scale)
+    return ScaledProduct(weight, scale)
 
 
 def _served(weight: Tensor, least: tuple[int, int]) -> bool:
