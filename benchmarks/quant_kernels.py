@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import triton
 
-from minivllm.kernels import quant, scaled
+from minivllm.kernels import quant, quant_words, scaled
 
 SHAPES = {
     "o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "gate_up": (28672, 4096), "head": (128256, 4096),
@@ -35,30 +35,49 @@ FEW_TILES = (
     (2, 1024, 3, 2), (4, 512, 3, 4), (4, 1024, 3, 4), (4, 1024, 4, 2), (8, 512, 4, 4), (8, 1024, 3, 4),
     (4, 2048, 3, 4), (8, 512, 3, 2), (16, 256, 4, 4), (2, 2048, 3, 4),
 )  # fmt: skip
-FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+# outputs, inputs, loads in flight, warps; inputs of 4 bits are twice as many
+WORDS_TILES = (
+    (4, 512, 3, 2), (4, 1024, 3, 4), (8, 512, 3, 4), (8, 512, 4, 2), (8, 1024, 2, 4), (8, 1024, 3, 4), (16, 512, 3, 4),
+    (16, 512, 4, 4), (16, 512, 3, 8), (16, 1024, 3, 8), (32, 512, 3, 8), (16, 256, 4, 4), (8, 256, 5, 2),
+)  # fmt: skip
+# format -> dtype, inputs of a group
+FORMATS = {
+    "int8": (torch.int8, 0), "fp8": (torch.float8_e4m3fn, 0), "int4": (torch.uint8, 32), "int4-128": (torch.uint8, 128),
+}  # fmt: skip
+FORMS = ("few", "words", "dots", "dense", "w8a8", "library", "rows")
 COLD = 160 << 20  # bytes of copies of a weight, of which the cache holds 50 MiB
 Job = tuple[str, str, int, str, dict[str, int]]  # format, shape, rows, form, tile
 
 
 def few_tiles(fmt: str, rows: int) -> Iterator[dict[str, int]]:
-    four = fmt == "int4"
+    four = fmt.startswith("int4")
     for bn, bk, stages, warps in FEW_TILES:
         if bn * bk * rows * (1 if four else 2) // (64 * warps) <= 128:  # sums that a thread keeps
             yield dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
 
 
 def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
-    bm = min(max(16, triton.next_power_of_2(rows)), 128)
-    tiles = [(64, 128, 1, 4, 4), (64, 256, 1, 3, 4), (64, 256, 2, 3, 4), (64, 128, 2, 4, 4), (64, 128, 4, 5, 4)]
-    tiles += [(64, 256, 4, 4, 4), (128, 128, 1, 4, 8), (128, 256, 1, 3, 8), (128, 128, 2, 4, 8), (64, 512, 1, 2, 4)]
-    if bm > 16:
-        tiles = [(64, 128, 1, 3, 4), (64, 128, 2, 3, 4), (128, 128, 1, 3, 8), (128, 64, 1, 4, 8), (128, 64, 2, 4, 8)]
-        tiles += [(64, 64, 1, 5, 4), (256, 64, 1, 3, 8)]
-    for bn, bk, sk, stages, warps in tiles:
-        held = (bn * bk // (2 if fmt == "int4" else 1) + 2 * bm * bk + (bn * bk // 8 if fmt == "int4" else 0)) * stages
-        crowded = n >= 28672 and sk > 1
-        if held <= 224 * 1024 and not crowded and bm * bn <= 128 * 128:
-            yield dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=stages, num_warps=warps)
+    """Rows beyond 128 by tiles of 128 and of 256: what makes numbers of a weight then does it once."""
+    four = fmt.startswith("int4")
+    for bm in {min(max(16, triton.next_power_of_2(rows)), most) for most in (128, 256)}:
+        if bm <= 16:
+            tiles = [(64, 128, 1, 4, 4), (64, 256, 1, 3, 4), (64, 256, 2, 3, 4), (64, 128, 2, 4, 4), (64, 128, 4, 5, 4)]
+            tiles += [(64, 256, 4, 4, 4), (128, 128, 1, 4, 8), (128, 256, 1, 3, 8), (128, 128, 2, 4, 8)]
+        else:
+            tiles = [
+                (64, 128, 1, 3, 4),
+                (64, 128, 2, 3, 4),
+                (128, 128, 1, 3, 8),
+                (128, 64, 1, 4, 8),
+                (128, 64, 2, 4, 8),
+            ]
+            tiles += [(64, 64, 1, 5, 4), (256, 64, 1, 3, 8), (64, 64, 2, 4, 4), (64, 64, 4, 4, 4)]
+            tiles += [(64, 64, 1, 4, 8), (128, 64, 1, 3, 4), (128, 32, 1, 5, 8), (64, 32, 2, 6, 4), (128, 128, 1, 2, 8)]
+        for bn, bk, sk, stages, warps in tiles:
+            held = (bn * bk // (2 if four else 1) + 2 * bm * bk + (bn * bk // 8 if four else 0)) * stages
+            crowded = n >= 28672 and sk > 1
+            if held <= 224 * 1024 and not crowded and bm * bn <= 4096 * warps and bk >= FORMATS[fmt][1]:
+                yield dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=stages, num_warps=warps)
 
 
 def product_tiles(rows: int) -> Iterator[dict[str, int]]:
@@ -70,14 +89,18 @@ def product_tiles(rows: int) -> Iterator[dict[str, int]]:
 
 
 def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
-    n = SHAPES[shape][0]
+    n_out = SHAPES[shape][0]
     if rows <= quant.FEW:
         yield from (("few", tile) for tile in few_tiles(fmt, rows))
+        if fmt != "fp8":
+            times = 2 if fmt.startswith("int4") else 1
+            names = ("BN", "BK", "STAGES", "num_warps")
+            yield from (("words", dict(zip(names, (n, times * k, s, w), strict=True))) for n, k, s, w in WORDS_TILES)
     if rows <= 256:
-        yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n))
+        yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n_out))
     if rows >= 32:
         yield from (("dense", {"at_once": 1 << p}) for p in (23, 25, 27))
-    if fmt != "int4":
+    if not fmt.startswith("int4"):
         yield from (("w8a8", tile) for tile in product_tiles(rows))
         if fmt == "fp8" or rows > 16:  # what the library takes of int8
             yield "library", {"fast": 0}
@@ -86,26 +109,27 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
         yield "rows", {}
 
 
-def jobs(shapes: list[str], rows: list[int], formats: list[str]) -> Iterator[Job]:
+def jobs(shapes: list[str], rows: list[int], formats: list[str], forms: list[str]) -> Iterator[Job]:
     for shape in shapes:
         for fmt in formats:
             for m in rows:
                 if shape == "head" and m > 256:
                     continue  # the head is asked about what is sampled
-                yield from ((fmt, shape, m, form, tile) for form, tile in variants(fmt, shape, m))
+                yield from ((fmt, shape, m, form, tile) for form, tile in variants(fmt, shape, m) if form in forms)
 
 
 def weights(fmt: str, shape: str, device: str, copies: int) -> list[quant.Quantized]:
     n, k = SHAPES[shape]
     made = []
     for _ in range(copies):
-        if fmt == "int4":
+        dtype, group = FORMATS[fmt]
+        if group:
             q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
-            scale = torch.rand(n, k // 32, device=device) / 256 + 1e-3
-            made.append(quant.Quantized(q, scale, None, 32))
+            scale = torch.rand(n, k // group, device=device) / 256 + 1e-3
+            made.append(quant.Quantized(q, scale, None, group))
         else:
             q = torch.empty(n, k, dtype=torch.int8, device=device).random_(-127, 128)
-            q = q if fmt == "int8" else (q.to(torch.bfloat16) * 3).to(FORMATS[fmt])
+            q = q if fmt == "int8" else (q.to(torch.bfloat16) * 3).to(dtype)
             made.append(quant.Quantized(q, torch.rand(n, device=device) / 4096 + 1e-4))
     return made
 
@@ -121,7 +145,7 @@ def held(kernels: quant.Quantized) -> torch.Tensor:
 
 def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Tensor) -> Callable[[], Any]:
     """What is timed; of products of 8 bits the rows are quantized before."""
-    if form in ("few", "dots"):
+    if form in ("few", "words", "dots"):
         return partial(getattr(kernels, form), x, tile)
     if form == "dense":
         return partial(kernels.dense, x, tile["at_once"])
@@ -154,10 +178,11 @@ class Compiled:
 def compile_share(share: list[Job]) -> None:
     """A process that compiles its share, without memory of the device, into Triton's cache."""
     launch = {"PDL": True, "launch_pdl": True}
-    for module in (quant, scaled):
+    for module in (quant, quant_words, scaled):
         module.pdl = lambda like: launch
-    quant.capability = lambda device: 9
+    quant.capability = quant_words.capability = lambda device: 9
     quant._few, quant._dots, scaled._product = (Compiled(k) for k in (quant._few, quant._dots, scaled._product))
+    quant_words._words = Compiled(quant_words._words)
     for fmt, shape, rows, form, tile in share:
         try:
             kernels = weights(fmt, shape, "meta", 1)[0]
@@ -177,8 +202,8 @@ def compile_all(todo: list[Job], processes: int) -> int:
     unique: dict[Any, Job] = {}
     for job in todo:
         fmt, shape, rows, form, tile = job
-        if form in ("few", "dots", "w8a8"):  # rows are compiled in as the next power of two of few ones
-            unique.setdefault((fmt, shape, form, rows if form == "few" else 0, *sorted(tile.items())), job)
+        if form in ("few", "words", "dots", "w8a8"):  # rows are compiled in as the next power of two of few ones
+            unique.setdefault((fmt, shape, form, rows if form in ("few", "words") else 0, *sorted(tile.items())), job)
     work = list(unique.values())
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=compile_share, args=(work[i::processes],)) for i in range(processes)]
@@ -217,7 +242,7 @@ class Place:
 
     def __init__(self, fmt: str, shape: str, device: str = "cuda") -> None:
         n, k = SHAPES[shape]
-        each = n * k * (5 if fmt == "int4" else 8) // 8
+        each = n * k * ({0: 32, 32: 20, 128: 17}[FORMATS[fmt][1]]) // 32
         self.bytes, self.made = each, weights(fmt, shape, device, max(2, min(24, COLD // each + 1)))
         self.held = held(self.made[0])
         self.x: dict[int, torch.Tensor] = {}
@@ -272,6 +297,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--processes", type=int, default=15)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=140.0, help="after which no more is measured")
@@ -279,7 +305,7 @@ def main() -> None:
     args = parser.parse_args()
 
     began = time.perf_counter()
-    todo = list(jobs(args.shapes, args.rows, args.formats))
+    todo = list(jobs(args.shapes, args.rows, args.formats, args.forms))
     print(f"{compile_all(todo, args.processes)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
     base: dict[tuple[str, int], float] = {}
     found: list[dict[str, Any]] = []

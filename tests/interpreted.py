@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import expert_kernels
 import numpy as np
 import pytest
-import quant_kernels
 import torch
 import torch.nn.functional as F
 
@@ -438,12 +437,3 @@ def test_in_the_place_of_experts_of_transformers_they_give_the_same():
 
 def test_a_token_of_fixed_experts_has_the_bits_that_it_has_alone():
     expert_kernels.check_a_row_alone("cpu", torch.float32)
-
-
-@pytest.mark.parametrize("shape", quant_kernels.SHAPES)
-def test_quantized_weights_are_multiplied_as_they_are_held(shape):
-    quant_kernels.check_products("cpu", torch.float32, shape, (3, 17))
-
-
-def test_quantized_weights_take_any_rows_and_fill_what_they_are_given():
-    quant_kernels.check_calls("cpu", torch.float32)

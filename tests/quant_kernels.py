@@ -1,12 +1,13 @@
-"""What the kernels of quantized weights must give, on any device: run under the interpreter (``interpreted.py``) and on
-a GPU (``models/test_quant_kernels.py``)."""
+"""What the kernels of quantized weights must give, on any device: run under the interpreter (``interpreted_quant.py``)
+and on a GPU (``models/test_quant_kernels.py``)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from minivllm.kernels.quant import FEW, Quantized
+from minivllm.kernels.quant import FEW, Quantized, few_tile
+from minivllm.kernels.quant_words import takes
 
 # of the product, beside sums of absolute values: bfloat16 rounds each weight of a group and what comes out
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -42,7 +43,8 @@ def make(form: str, n: int, k: int, group: int, zeros: bool, device: str) -> tup
 
 def close(got: Tensor, x: Tensor, held: Tensor, what: str) -> None:
     want, size = x.double().cpu() @ held.T, x.double().cpu().abs() @ held.abs().T
-    off = float(((got.double().cpu() - want).abs() / (size + 1e-30)).max())
+    assert got.shape == want.shape
+    off = float(((got.double().cpu() - want).abs() / (size + 1e-30)).amax()) if want.numel() else 0.0
     assert off <= NEAR[x.dtype], f"{what}: off by {off:.1e} of the sum of absolute values"
 
 
@@ -53,7 +55,9 @@ def check_products(device: str, dtype: torch.dtype, shape: tuple, rows: tuple[in
         x = torch.randn(m, held.shape[1], generator=torch.Generator().manual_seed(m)).to(device, dtype)
         forms = {"dense": kernels.dense, "dense in parts": lambda x: kernels.dense(x, 5 * held.shape[1])}
         if m <= FEW:
-            forms["few"] = kernels.few
+            forms["few"] = lambda x: kernels.few(x, few_tile(kernels.form, kernels.group, len(x)))
+            if m and takes(x, kernels.weight, kernels.k):
+                forms["few by words"] = kernels.words
         if m:
             forms["dots"] = kernels.dots
             forms["dots in two parts"] = lambda x: kernels.dots(x, SPLIT)

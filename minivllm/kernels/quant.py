@@ -1,6 +1,7 @@
 """x W^T for weights of 8 or 4 bits: they are read as they lie and made numbers of in registers.
 
-    few     1 to 8 rows     no matrix units: a program sums BN outputs over all inputs, its weights stream past
+    few     1 to 8 rows     no matrix units: a program sums BN outputs over all inputs, its weights stream past;
+                            of whole numbers, for x of 16 bits, by words of 32 bits (``quant_words``)
     dots    any rows        grid (M / BM, N / BN, SK)   y^T [BN, BM] = numbers(W) [BN, K / SK] x^T on the tensor cores
     dense   many rows       a part of the weight is made numbers of in memory, for the library's product
 
@@ -22,14 +23,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import quant_words
 from .launch import capability, kernel, pdl, wait
 from .quant_numbers import fp8_pairs, halves, int4_pairs, int8_pairs, numbers_of
+from .quant_words import WIDE
 
 FEW = 8  # rows up to which ``few`` is there
-DENSE_AT_ONCE = 1 << 25  # elements of a weight that ``dense`` has in memory at a time
-# (rows up to which ``few`` serves, rows up to which ``dots`` does), by dtype of the weight.  Guesses, until
-# benchmarks/quant_kernels.py has measured them on an H200.
-SERVES = {torch.int8: (2, 64), torch.float8_e4m3fn: (2, 64), torch.uint8: (1, 64)}
+DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` has in memory at a time
+# (rows up to which ``few`` serves, rows up to which ``dots`` does), by dtype of the weight, as
+# benchmarks/quant_kernels.py has measured them on an H200
+SERVES = {torch.int8: (2, 256), torch.float8_e4m3fn: (2, 256), torch.uint8: (2, 128)}
 
 
 @triton.jit
@@ -44,10 +47,12 @@ def _products(acc, x, at, on, low, high, s, z, FORM: tl.constexpr):
 
 
 @triton.jit
-def _put(y, row, M, on, acc, scale, N: tl.constexpr, FORM: tl.constexpr):
+def _put(y, row, M, on, acc, scale, by_row, N: tl.constexpr, FORM: tl.constexpr, BY_ROW: tl.constexpr):
     total = tl.sum(acc, 1)
     if FORM == 8:
         total = total * tl.load(scale + on, mask=on < N, other=0.0)
+    if BY_ROW:
+        total = total * tl.load(by_row + row, mask=row < M, other=0.0)
     tl.store(y + row * N + on, total.to(y.dtype.element_ty), mask=(on < N) & (row < M))
 
 
@@ -62,11 +67,12 @@ def _spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
 
 @kernel("M")
 def _few(
-    x, weight, scale, zero, y, M, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
-    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scale, zero, by_row, y, M, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr, BY_ROW: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS (1, 2, 4, 8) >= M rows, which follow each other in x without gaps."""
+    """ROWS (1, 2, 4, 8) >= M rows, which follow each other in x without gaps; BY_ROW: each is multiplied by ``by_row``
+    [M] at last."""
     wait(PDL)
     on = tl.program_id(0) * BN + tl.arange(0, BN)
     ob = tl.arange(0, BK * FORM // 8)
@@ -105,17 +111,17 @@ def _few(
             a5 = _products(a5, x + tl.minimum(5, M - 1) * K, at, on_x, low, high, s, z, FORM)
             a6 = _products(a6, x + tl.minimum(6, M - 1) * K, at, on_x, low, high, s, z, FORM)
             a7 = _products(a7, x + tl.minimum(7, M - 1) * K, at, on_x, low, high, s, z, FORM)
-    _put(y, 0, M, on, a0, scale, N, FORM)
+    _put(y, 0, M, on, a0, scale, by_row, N, FORM, BY_ROW)
     if ROWS > 1:
-        _put(y, 1, M, on, a1, scale, N, FORM)
+        _put(y, 1, M, on, a1, scale, by_row, N, FORM, BY_ROW)
     if ROWS > 2:
-        _put(y, 2, M, on, a2, scale, N, FORM)
-        _put(y, 3, M, on, a3, scale, N, FORM)
+        _put(y, 2, M, on, a2, scale, by_row, N, FORM, BY_ROW)
+        _put(y, 3, M, on, a3, scale, by_row, N, FORM, BY_ROW)
     if ROWS > 4:
-        _put(y, 4, M, on, a4, scale, N, FORM)
-        _put(y, 5, M, on, a5, scale, N, FORM)
-        _put(y, 6, M, on, a6, scale, N, FORM)
-        _put(y, 7, M, on, a7, scale, N, FORM)
+        _put(y, 4, M, on, a4, scale, by_row, N, FORM, BY_ROW)
+        _put(y, 5, M, on, a5, scale, by_row, N, FORM, BY_ROW)
+        _put(y, 6, M, on, a6, scale, by_row, N, FORM, BY_ROW)
+        _put(y, 7, M, on, a7, scale, by_row, N, FORM, BY_ROW)
 
 
 @triton.jit
@@ -193,19 +199,32 @@ def _dots(
         tl.store(at_y, acc.to(y.dtype.element_ty), mask=(on < N)[:, None] & (om < M)[None, :])
 
 
-def few_tile(form: int, group: int, rows: int) -> dict[str, int]:
-    """A guess: no device has been asked yet (``benchmarks/quant_kernels.py``)."""
+def few_tile(form: int, group: int, rows: int, n: int = 0) -> dict[str, int]:
+    """The fastest of benchmarks/quant_kernels.py on an H200 for 8 bits and up to 2 rows."""
+    if form == 8 and rows <= 2:
+        bn, bk, stages, warps = (16, 256, 4, 4) if n >= WIDE else (8, 1024, 3, 4) if rows == 1 else (8, 512, 3, 2)
+        return dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
     bk = (512 if rows <= 2 else 256) * 8 // form
     return dict(BN=4, BK=max(bk, group) if form == 4 else bk, STAGES=3, num_warps=4)
 
 
 def dots_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
-    """Likewise."""
-    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-    bn = 64 if bm <= 32 else 128
-    sk = 2 if triton.cdiv(rows, bm) * triton.cdiv(n, bn) < 100 else 1
-    bk = max(128 if bm <= 64 else 64, group if form == 4 else 0)
-    return dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=4, num_warps=8 if bm > 64 else 4)
+    """The fastest of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs: with fewer outputs sums are
+    split among as many programs as the device has room for."""
+    four, wide = form == 4, n >= WIDE
+    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 256 if rows > 128 and wide else 128
+    bn, bk, sk, stages, warps = {
+        (16, False): (64, 256, 4, 4, 4),
+        (16, True): (64, 256, 1, 3, 4),
+        (32, False): (64, 128, 1 if four else 2, 3, 4),
+        (32, True): (128, 128, 1, 3, 8) if four else (64, 128, 1, 3, 4),
+        (64, False): (64, 128, 1, 3, 4),
+        (64, True): (128, 128, 1, 2 if four else 3, 8),
+        (128, False): (64, 128, 2, 3, 4) if four or rows > 128 else (64, 64, 4, 4, 4),
+        (128, True): (128, 128, 1, 3, 8) if four else (128, 64, 1, 4, 8),
+        (256, True): (128, 128, 1, 3, 8) if four else (128, 64, 1, 4, 8),
+    }[bm, wide]
+    return dict(BM=bm, BN=bn, BK=max(bk, group if four else 0), SK=sk, STAGES=stages, num_warps=warps)
 
 
 class Quantized:
@@ -237,16 +256,38 @@ class Quantized:
             self.dense(x, y=y)
         return y if out is None or y is out else out.copy_(y)
 
-    def few(self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None) -> Tensor:
-        """x [0 to 8, K] without gaps -> y [M, N]."""
+    def few(
+        self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None, by_row: Tensor | None = None
+    ) -> Tensor:
+        """x [0 to 8, K] without gaps -> y [M, N], times ``by_row`` f32 [M] if that is given."""
         m = len(x)
         y = x.new_empty(m, self.n) if y is None else y
-        tile, zero = tile or few_tile(self.form, self.group, m), self.scale if self.zero is None else self.zero
+        if tile is None and m and quant_words.takes(x, self.weight, self.k):
+            return self.words(x, None, y, by_row)
+        tile, zero = tile or few_tile(self.form, self.group, m, self.n), self.scale if self.zero is None else self.zero
         if m:
             _few[(triton.cdiv(self.n, tile["BN"]),)](
-                x, self.weight, self.scale, zero, y, m, ROWS=triton.next_power_of_2(m), **self._sizes, **tile, **pdl(x)
+                x,
+                self.weight,
+                self.scale,
+                zero,
+                self.scale if by_row is None else by_row,
+                y,
+                m,
+                ROWS=triton.next_power_of_2(m),
+                BY_ROW=by_row is not None,
+                **self._sizes,
+                **tile,
+                **pdl(x),
             )
         return y
+
+    def words(
+        self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None, by_row: Tensor | None = None
+    ) -> Tensor:
+        """x [1 to 8, K] that ``quant_words.takes`` -> y [M, N], times ``by_row`` f32 [M] if that is given."""
+        y = x.new_empty(len(x), self.n) if y is None else y
+        return quant_words.words(x, self.weight, self.scale, self.zero, y, self._sizes, tile, by_row)
 
     def dots(self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None) -> Tensor:
         """x [M, K] without gaps -> y [M, N]."""

@@ -17,13 +17,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import kernel, pdl, wait
 from .quant import Quantized
+from .quant_words import WIDE
 
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-STAGE_BYTES = 200 * 1024  # shared memory for the tiles in flight
+FEW_ROWS = 2  # up to which no matrix units serve
 
 
 @kernel()
-def _rows(x, q, scale, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr):
+def _rows(
+    x, q, scale, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """WHOLE: as int8 has them, else as float8; q may have a wider dtype."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ok = tl.arange(0, BK)
@@ -31,24 +35,40 @@ def _rows(x, q, scale, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, PDL
     for k in tl.range(0, K, BK):
         most = tl.maximum(most, tl.abs(tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)))
     top = tl.max(most, 0)
-    step = tl.where(top > 0, top / TOP, 1.0)
+    step = tl.where(top > 0, tl.div_rn(top, TOP), 1.0)
     tl.store(scale + row, step)
     for k in tl.range(0, K, BK):
-        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32) / step
-        if q.dtype.element_ty == tl.int8:
+        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
+        v = tl.div_rn(v, tl.broadcast_to(step, v.shape))
+        if WHOLE:
             v = (v + 12582912.0) - 12582912.0  # the nearest whole number, of two the even one
         v = tl.minimum(tl.maximum(v, -TOP), TOP)
+        if not WHOLE:
+            v = v.to(tl.float8e4nv)
         tl.store(q + row * K + k + ok, v.to(q.dtype.element_ty), mask=k + ok < K)
 
 
-def rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [M, K] without gaps -> q [M, K], scale f32 [M, 1]; a row of zeros has scale 1.  What is no number stays none in
-    float8; in int8 it spoils its row."""
+def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] without gaps -> q [M, K] of ``dtype``'s numbers in the dtype ``kept`` (None: that one), scale f32
+    [M, 1]; a row of zeros has scale 1.  What is no number stays none in float8; in int8 it spoils its row."""
     m, k = x.shape
-    q, scale = torch.empty_like(x, dtype=dtype), torch.empty((m, 1), dtype=torch.float32, device=x.device)
+    q = torch.empty(
+        (m, k), dtype=kept or dtype, device=x.device
+    )  # not as x: a single row keeps the stride of its source
+    scale = torch.empty((m, 1), dtype=torch.float32, device=x.device)
     if m:
         block = min(triton.next_power_of_2(k), 8192)
-        _rows[(m,)](x, q, scale, K=k, BK=block, TOP=TOP[dtype], num_warps=8 if block > 2048 else 4, **pdl(x))
+        _rows[(m,)](
+            x,
+            q,
+            scale,
+            K=k,
+            BK=block,
+            TOP=TOP[dtype],
+            WHOLE=dtype == torch.int8,
+            num_warps=8 if block > 2048 else 4,
+            **pdl(x),
+        )
     return q, scale
 
 
@@ -82,14 +102,15 @@ def _product(
 
 
 def product_tile(m: int, n: int, whole: bool) -> dict[str, int]:
-    """A guess: no device has been asked yet (``benchmarks/quant_kernels.py``)."""
-    if m <= 64:
-        bm, bn, warps = 64, 32 if n <= 8192 else 64, 4
-    elif m <= 256:
-        bm, bn, warps = 64, 128, 4
-    else:
-        bm, bn, warps = 128, 256 if whole and n >= 8192 else 128, 8  # float8's second sums need registers
-    return dict(BM=bm, BN=bn, BK=128, STAGES=min(5, STAGE_BYTES // ((bm + bn) * 128)), num_warps=warps)
+    """The fastest of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs of 4,096 inputs."""
+    bm, bn, stages, warps = 64, 64, 6, 4
+    if m > 256 or (n >= WIDE and m > 64):
+        bm, bn, stages, warps = (128, 256, 4, 8) if whole or m > 128 else (128, 128, 5, 8)
+    elif n >= WIDE and m <= 32:
+        bn, stages = 128, 7
+    elif n < WIDE and 32 < m <= 64:
+        bn, stages = 32, 12
+    return dict(BM=bm, BN=bn, BK=128, STAGES=stages, num_warps=warps)
 
 
 def product(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor, tile: dict[str, int] | None = None):
@@ -114,12 +135,14 @@ def product(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor
 
 
 def library(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """The same of float8 by the library, into y bfloat16; outputs too must be a multiple of 16."""
-    return torch._scaled_mm(x, weight.t(), x_scale, scale[None], out_dtype=y.dtype, use_fast_accum=False, out=y)
+    """The same of float8 by the library, into y bfloat16; outputs too must be a multiple of 16.  Its sums have the 14
+    bits of the tensor cores: 1e-4 of a product, where what is rounded to float8 makes 3e-2."""
+    return torch._scaled_mm(x, weight.t(), x_scale, scale[None], out_dtype=y.dtype, use_fast_accum=True, out=y)
 
 
-# rows from which the library's float8 product serves; a guess, until benchmarks/quant_kernels.py has measured it
-LIBRARY_ROWS = 512
+def by_library(m: int, n: int) -> bool:
+    """Whether the library's float8 product is the faster one: likewise."""
+    return m >= 4 if n >= WIDE else m >= 512
 
 
 class ScaledProduct:
@@ -129,17 +152,24 @@ class ScaledProduct:
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         self.weight, self.scale = weight, scale
         n, k = weight.shape
-        self.plain = None if k % 16 == 0 else Quantized(weight, scale)  # rows that the copy engine does not take
-        self.library = weight.dtype == torch.float8_e4m3fn and k % 16 == 0 and n % 16 == 0
+        self.wide = Quantized(weight, scale)  # for x of 16 bits or more
+        self.even = k % 16 == 0  # the copy engine takes no other rows
+        self.library = weight.dtype == torch.float8_e4m3fn and self.even and n % 16 == 0
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [M, K] of any strides -> [M, N], in ``out`` if that is given."""
-        m, (q, scale) = len(x), rows(x.contiguous(), self.weight.dtype)
-        if self.plain is not None:
-            return self.plain((q.float() * scale).to(x.dtype), out)
-        y = out if out is not None and out.is_contiguous() else x.new_empty(m, len(self.weight))
-        if self.library and m >= LIBRARY_ROWS and x.dtype == torch.bfloat16:
-            library(q, scale, self.weight, self.scale, y)
+        m, n = len(x), len(self.weight)
+        if not self.even:
+            q, scale = rows(x.contiguous(), self.weight.dtype)
+            return self.wide((q.float() * scale).to(x.dtype), out)
+        y = out if out is not None and out.is_contiguous() else x.new_empty(m, n)
+        if 0 < m <= FEW_ROWS:  # memory is what these wait for: the weights' kernel reads it faster
+            q, scale = rows(x.contiguous(), self.weight.dtype, x.dtype)
+            self.wide.few(q, None, y, scale)
         elif m:
-            product(q, scale, self.weight, self.scale, y)
+            q, scale = rows(x.contiguous(), self.weight.dtype)
+            if self.library and x.dtype == torch.bfloat16 and by_library(m, n):
+                library(q, scale, self.weight, self.scale, y)
+            else:
+                product(q, scale, self.weight, self.scale, y)
         return y if out is None or y is out else out.copy_(y)

@@ -97,7 +97,7 @@ def test_captured_steps_give_the_tokens_of_steps_that_are_not(tmp_path, form, dt
         options = dict(device="cuda", dtype=dtype, graph=graph, max_num_seqs=8, num_kvcache_blocks=200)
         options |= dict(skip_tokenizer_init=True, enable_prefix_caching=False)
         with LLM(model=str(tmp_path), quantizer=form, **options) as llm:
-            got[graph] = [[o.token_ids for o in llm.generate(prompts, params, False)] for _ in range(2)]
+            got[graph] = [[o.outputs[0].token_ids for o in llm.generate(prompts, params, False)] for _ in range(2)]
             assert got[graph][0] == got[graph][1], f"graph={graph}: other tokens the second time"
     same = [a == b for x, y in zip(*(g[0] for g in got.values()), strict=True) for a, b in zip(x, y, strict=True)]
     if form in ROUNDING:  # a last bit that differs with the number of rows becomes a step
@@ -167,16 +167,24 @@ import torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minivllm.kernels import quant
+from minivllm.kernels import quant, quant_words
 
 for form, dtype in ((8, "i8"), (8, "fp8e4nv"), (4, "u8")):
     few, dots = quant.few_tile(form, 32, 1), quant.dots_tile(form, 32, 16, 4096)
     sizes = dict(N=4096, K=4096, SN=128, SG=1, FORM=form, GROUP=32, ZERO=False, PDL=True)
-    for kernel, tile, more in ((quant._few, few, {"ROWS": 1}), (quant._dots, dots, {"ASM": True})):
+    for kernel, tile, more in (
+        (quant._few, few, {"ROWS": 1, "BY_ROW": False}),
+        (quant._dots, dots, {"ASM": True}),
+        (quant_words._words, quant_words.words_tile(form, 32, 1, 4096), {"ROWS": 1, "BY_ROW": True, "ASM": True}),
+    ):
+        words = kernel is quant_words._words
+        if words and dtype == "fp8e4nv":
+            continue
         options = {"num_warps": tile["num_warps"]}
         constants = {**sizes, **more, **{k: v for k, v in tile.items() if k != "num_warps"}}
         types = dict(x="*bf16", y="*bf16", weight="*" + dtype, scale="*fp32", zero="*fp32", scratch="*fp32",
-                     arrived="*i32", M="i32")
+                     arrived="*i32", M="i32", by_row="*fp32")
+        types.update(dict(x="*i64", weight="*i32") if words else {})
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"}
         indexed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

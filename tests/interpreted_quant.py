@@ -1,0 +1,41 @@
+"""The kernels of quantized weights on a CPU, under Triton's interpreter; run by test_kernels.py.
+
+Its float8 is another one and its bfloat16 is cut off, so that rows are tested in int8, and words in float16.
+"""
+
+from __future__ import annotations
+
+import pytest
+import quant_kernels
+import torch
+
+from minivllm.kernels import scaled
+
+
+@pytest.mark.parametrize("shape", quant_kernels.SHAPES)
+def test_quantized_weights_are_multiplied_as_they_are_held(shape):
+    quant_kernels.check_products("cpu", torch.float32, shape, (3, 17))
+
+
+def test_quantized_weights_take_any_rows_and_fill_what_they_are_given():
+    quant_kernels.check_calls("cpu", torch.float32)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_few_rows_of_eight_bits_are_rounded_and_scaled_row_by_row(m):
+    weight = torch.randint(-127, 128, (24, 64), dtype=torch.int8)
+    kernels = scaled.ScaledProduct(weight, torch.rand(24) / 100 + 1e-3)
+    x = torch.randn(m, 64) * torch.tensor([[1.0], [30.0]])[:m]
+    by_row = x.abs().amax(1, keepdim=True) / 127
+    want = ((x / by_row).round() * by_row).double() @ (weight.double() * kernels.scale.double()[:, None]).T
+    torch.testing.assert_close(kernels(x).double(), want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [("int8", 20, 1040, 0, False), *quant_kernels.SHAPES[3:]])
+def test_words_of_weights_are_multiplied_as_bytes_are(shape):
+    kernels, held = quant_kernels.make(*shape, "cpu")
+    for m in (1, 5):
+        x, by_row = torch.randn(m, held.shape[1]).half(), torch.rand(m) + 0.5
+        quant_kernels.close(kernels.words(x), x, held, f"{m} rows")
+        scaled_rows = kernels.words(x, by_row=by_row).double() / by_row[:, None].double()
+        quant_kernels.close(scaled_rows, x, held, f"{m} rows with a factor each")
