@@ -238,6 +238,10 @@ def by_tma(spec: AttnSpec, dtype: torch.dtype, device: torch.device, block: int)
     return spec.dim_qk == spec.dim_v == 128 and spec.window is None and block % KEYS == 0
 
 
+def _whole(x: Tensor, spec: AttnSpec) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[2] * x.shape[3]), [KEYS, spec.dim_v])
+
+
 def prefill(
     layer: AttnLayer,
     q: Tensor,
@@ -251,20 +255,16 @@ def prefill(
     ``fixed``: a tile of keys gives the same bits whether it is masked or not, which depends on where tiles of queries
     begin; the compiler would make a multiply-add of scaled scores less their maximum only where no mask is between."""
     spec = layer.spec
-    row, token, lines = tiles
-    group = spec.heads // spec.kv_heads
+    (row, token, lines), group = tiles, spec.heads // spec.kv_heads
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
     scaled = "k_scale" in layer.cache
     exact, tma = in_float32(q), not scaled and by_tma(spec, k.dtype, q.device, meta.block)
-    whole = [
-        TensorDescriptor.from_tensor(x.view(-1, x.shape[2] * x.shape[3]), [KEYS, spec.dim_v]) if tma else x
-        for x in (k, v)
-    ]
+    tiled = [_whole(x, spec) if tma else x for x in (k, v)]
     _prefill[(len(row), spec.kv_heads)](
         q,
         k,
         v,
-        *whole,
+        *tiled,
         *scales_of(layer),
         meta.table[layer.group],
         meta.slots,
