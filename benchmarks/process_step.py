@@ -187,7 +187,7 @@ def main() -> None:
         options |= dict(load_format="auto", dtype="float32") if args.shape == "tiny" else dict(load_format="dummy")
         most = max(args.rows)
         options |= dict(max_num_seqs=most, max_model_len=args.steps + 16, max_num_batched_tokens=max(most, 64))
-        options |= dict(num_kvcache_blocks=64 * most, enable_prefix_caching=False)
+        options |= dict(num_kvcache_blocks=(args.steps // 16 + 2) * most, enable_prefix_caching=False)
         found = {mode: compare(args, options, MODES.index(mode)) for mode in args.modes}
     show(args.rows, found)
 
