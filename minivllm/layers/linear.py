@@ -105,7 +105,7 @@ class Linear(Module):
         want: dict[tuple[str, str], tuple[int, ...] | None] = {}
         for part, rows in info.parts:
             outputs = rows * (size if info.split == "column" else 1)
-            for param, shape in self.scheme.params().items():
+            for param, shape in self.scheme.params_of(part).items():
                 want[part, param] = (outputs, inputs) if tuple(shape) == local else None
             if info.bias:
                 want[part, "bias"] = (outputs,)

@@ -13,7 +13,7 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnSpec
 from minivllm.core.interfaces.decoder import MLP, DecoderSpec, Experts, Norm, Rope
 from minivllm.core.interfaces.model import Model
-from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard, WeightScheme
+from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard, Source, WeightScheme
 from minivllm.errors import ModelError, PluginError
 
 from . import invariant
@@ -56,6 +56,7 @@ class ModelParts:
         self.quantizer, self.backend, self.fuse, self.invariant = quantizer, backend, fuse, batch_invariant
         self.pairs = fuse and not batch_invariant  # the kernels for pairs go by the number of rows
         self.described = False  # the model is what its architecture's table says, and nothing else
+        self.sources: Mapping[str, Mapping[str, Source]] | None = None  # as ``ModuleInfo.sources``, by module
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
@@ -75,7 +76,8 @@ class ModelParts:
 
     def _info(self, name: str, kind: str, inp: int, parts: Sequence[tuple[str, int]], **more: Any) -> ModuleInfo:
         dtype = str(self.dtype).removeprefix("torch.")
-        return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, shard=self.shard, **more)
+        sources = None if self.sources is None else self.sources.get(name, {})
+        return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, shard=self.shard, sources=sources, **more)
 
     def heads(self, n: int) -> int:
         """This process's share of n heads.  ModelError if they cannot be split evenly."""

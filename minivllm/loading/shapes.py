@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,20 +17,21 @@ from torch import Tensor
 
 from minivllm.core.interfaces.decoder import Rope
 from minivllm.core.interfaces.model import ModelArch, Rule
-from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.core.interfaces.quantizer import ModuleInfo, Source
 from minivllm.errors import ModelError, ResourceError, shown
 from minivllm.layers.embedding import Embedding
 from minivllm.layers.fields import expert_key
 from minivllm.layers.norm import LayerNorm, RMSNorm
 from minivllm.layers.parts import ModelParts
 
+from .tensor_files import Header, checkpoint_headers
 from .weights import (
     PLAIN,
-    Header,
     Target,
     by_rules,
     find_targets,
     of_one_form,
+    own_names,
     roots_of,
     rule_pattern,
     whole_name,
@@ -90,11 +92,13 @@ def blueprint(arch: ModelArch, cfg: Any, parts: ModelParts) -> Blueprint | None:
 
 
 def check(
-    folder: str, arch: ModelArch, cfg: Any, parts: ModelParts, headers: Mapping[str, Header], quantized: bool, free: int
-) -> None:
-    """ModelError naming the key of config.json that the checkpoint's tensors contradict (``headers``; none for random
-    weights), ResourceError for weights that take more than the ``free`` bytes.  ``quantized``: they are made smaller
-    while they are loaded, nobody says here how much."""
+    folder: str, arch: ModelArch, cfg: Any, parts: ModelParts, load_format: str, quantized: bool, free: int
+) -> Mapping[str, Mapping[str, Source]] | None:
+    """ModelError naming the key of config.json that the checkpoint's tensors contradict, ResourceError for weights that
+    take more than the ``free`` bytes.  ``quantized``: they are made smaller while they are loaded, nobody says here how
+    much.  Returns what the checkpoint has for each module by its parts; None where nobody can say: of random weights,
+    and of an architecture that computes with values while it is built."""
+    headers: Mapping[str, Header] = {} if load_format == "dummy" else checkpoint_headers(Path(folder))
     every, plan = arch.weights(cfg), blueprint(arch, cfg, parts)
     rules = of_one_form(every, headers)
     packed = any(rule.param not in ("", *PLAIN) for rule in rules)  # of the plan's weights none is
@@ -106,6 +110,33 @@ def check(
     if plan is not None:
         _check_shapes(folder, cfg, targets, headers)
         _check_memory(folder, plan, plan.bytes(quantized), free)
+    return None if plan is None or load_format == "dummy" else sources_of(arch, cfg, plan, targets, headers)
+
+
+def sources_of(
+    arch: ModelArch, cfg: Any, plan: Blueprint, targets: Mapping[str, Target], headers: Mapping[str, Header]
+) -> Mapping[str, Mapping[str, Source]]:
+    """module -> part -> what the headers have for it; a head that is tied has the tensors of its own, if there are
+    any."""
+    stems = {
+        name.removesuffix(".weight"): [(target.module.name, part) for part in target.parts]
+        for name, target in targets.items()
+        if target.param == "weight" and not target.experts
+    }
+    for head, own in own_names(arch, cfg, plan).items():
+        stems[own] = [(head.name, head.part)]
+    found: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
+    for name, header in headers.items():
+        stem = name
+        while stem and stem not in stems:
+            stem = stem.rpartition(".")[0]
+        if stem and stem != name:
+            found.setdefault(stem, {})[name[len(stem) + 1 :]] = (header.shape, header.dtype)
+    made: dict[str, dict[str, Source]] = {}
+    for stem, tensors in found.items():
+        for module, part in stems[stem]:
+            made.setdefault(module, {})[part] = Source(stem, tensors)
+    return made
 
 
 def _check_shapes(folder: str, cfg: Any, targets: Mapping[str, Target], headers: Mapping[str, Header]) -> None:

@@ -7,7 +7,6 @@ nothing from the model's directory is run.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import re
@@ -20,32 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm import files
 from minivllm.core.interfaces.model import Model, ModelArch, Rule
-from minivllm.errors import ModelError, shown, suggest
+from minivllm.errors import MinivllmError, ModelError, ResourceError, shown, suggest
 from minivllm.layers.embedding import TiedLMHead
 from minivllm.layers.module import Module
 from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import order_of_halves
 
+from .tensor_files import Header, checkpoint_headers, checkpoint_tensors, opened
+
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 # older checkpoints carry tables that are computed here
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(masked_)?bias")
-PICKLES = ("*.bin", "*.pt", "*.pth")
 DUMMY_STD = 0.02
 Wanted = Mapping[tuple[str, str], tuple[int, ...] | None]  # ``Module.wanted``
 PLAIN = ("weight", "bias")  # parameters that are not quantized
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
 log = logging.getLogger("minivllm")
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a safetensors file says of a tensor before it is read."""
-
-    path: Path
-    shape: tuple[int, ...]
-    name: str
 
 
 @dataclass(frozen=True)
@@ -91,9 +81,17 @@ def as_halves(x: Tensor, dim: int, turned: int) -> Tensor:
     return x.unflatten(0, (-1, dim))[:, order_of_halves(dim, turned)].flatten(0, 1)
 
 
-def build_model(arch: ModelArch, cfg: Any, parts: ModelParts) -> Model:
-    """The model with its memory taken and not yet filled.  ModelError on a config value that is not implemented."""
-    return arch.build(cfg, parts)
+def build_model(arch: ModelArch, cfg: Any, parts: ModelParts, where: str | Path = "") -> Model:
+    """The model of the folder ``where`` with its memory taken and not yet filled.  ModelError on a config value that is
+    not implemented, and on sizes that no tensor can have; ResourceError where there is no memory."""
+    try:
+        return arch.build(cfg, parts)
+    except torch.OutOfMemoryError as e:
+        raise ResourceError(f"no memory for the model's weights: {str(e).splitlines()[0]}") from e
+    except (RuntimeError, TypeError) as e:
+        if isinstance(e, MinivllmError):
+            raise
+        raise ModelError(f"{where}/config.json: the model cannot be built: {str(e).splitlines()[0]}") from e
 
 
 def load_weights(
@@ -119,7 +117,7 @@ def load_weights(
         _fill(tensors, targets, rules, str(model_dir))
         for module in parts.modules.values():
             module.finish()
-    return notes
+    return [*notes, *getattr(parts.quantizer, "notes", ())]
 
 
 def tie(
@@ -131,17 +129,18 @@ def tie(
     Both tensors, and they differ: the head gets a weight of its own.  Only the head's: both share that.  Otherwise both
     share the embedding's.
     """
-    heads = [module for module in parts.modules.values() if isinstance(module, TiedLMHead)]
+    heads = own_names(arch, cfg, parts)
     notes: list[str] = []
     headers = by_rules(checkpoint_headers(folder), arch, cfg) if heads else {}
-    for head in heads:
-        apart = copy.copy(cfg)
-        apart.tie_word_embeddings = False
-        untied = arch.weights(apart)
-        own = next((rule.source for rule in untied if rule.module == head.name), None)
+    for head, own in heads.items():
+        untied = _untied(arch, cfg)
+        if head.scheme is not None and "weight" not in head.scheme.params():  # it is packed, so it is its own
+            head.untie()
+            rules = untied
+            continue
         shared = next((rule.source for rule in rules if rule.module == head.tied.name), None)
         mine, theirs = headers.get(f"{own}.weight"), headers.get(f"{shared}.weight")
-        if own is None or mine is None:
+        if mine is None:
             continue
         if theirs is None:
             rules = [replace(r, source=own) if r.module == head.tied.name else r for r in rules if r.source != own]
@@ -157,6 +156,21 @@ def tie(
     return rules, notes
 
 
+def own_names(arch: ModelArch, cfg: Any, parts: ModelParts) -> dict[TiedLMHead, str]:
+    """Heads that were built to share the embedding's weight, and what a checkpoint would call the weight of their
+    own."""
+    heads = [module for module in parts.modules.values() if isinstance(module, TiedLMHead)]
+    sources = {rule.module: rule.source for rule in _untied(arch, cfg)} if heads else {}
+    return {head: sources[head.name] for head in heads if head.name in sources}
+
+
+def _untied(arch: ModelArch, cfg: Any) -> Sequence[Rule]:
+    """The rules for a head with a weight of its own."""
+    apart = copy.copy(cfg)
+    apart.tie_word_embeddings = False
+    return arch.weights(apart)
+
+
 def by_rules(headers: Mapping[str, Header], arch: ModelArch, cfg: Any) -> Mapping[str, Header]:
     """Headers by the names that the rules of the architecture have; without those that are made into others."""
     conversion = arch.conversion(cfg)
@@ -170,7 +184,7 @@ def _same(mine: Header, theirs: Header, dtype: torch.dtype) -> bool:
     """Whether two tensors of a checkpoint are equal in the dtype in which they are served."""
     if mine.shape != theirs.shape:
         return False
-    with _opened(mine.path) as left, _opened(theirs.path) as right:
+    with opened(mine.path) as left, opened(theirs.path) as right:
         a, b = left.get_tensor(mine.name), right.get_tensor(theirs.name)  # mapped, not read
         pieces = zip(a.split(ROWS_AT_ONCE), b.split(ROWS_AT_ONCE), strict=True)
         return all(torch.equal(x.to(dtype), y.to(dtype)) for x, y in pieces)
@@ -366,73 +380,3 @@ def dummy_tensors(targets: dict[str, Target], parts: ModelParts, seed: int) -> I
             generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU generator takes 32 bits of a seed
             tensor.normal_(0, DUMMY_STD, generator=generator)
         yield name, tensor
-
-
-def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in a Hugging Face directory, memory-mapped, file after file."""
-    for path, expected in checkpoint_files(folder):
-        with _opened(path, expected) as file:
-            for name in file.keys():  # noqa: SIM118  (a handle, not a dict; in the order of the file)
-                yield name, file.get_tensor(name)
-
-
-def checkpoint_headers(folder: Path) -> dict[str, Header]:
-    """What the files of a Hugging Face directory say of their tensors, by name."""
-    found: dict[str, Header] = {}
-    for path, expected in checkpoint_files(folder):
-        with _opened(path, expected) as file:
-            for name in file.keys():  # noqa: SIM118
-                found.setdefault(name, Header(path, tuple(file.get_slice(name).get_shape()), name))
-    return found
-
-
-@contextlib.contextmanager
-def _opened(path: Path, expected: Sequence[str] | None = None) -> Iterator[Any]:
-    """A safetensors file; ModelError if it is broken, or lacks a tensor that it is expected to have."""
-    from safetensors import SafetensorError, safe_open
-
-    files.check(path, error=ModelError)  # the library would wait for a FIFO, and call a pointer of Git LFS broken
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            names = set(file.keys())
-            for name in expected or ():
-                if name not in names:
-                    raise ModelError(
-                        f"{path}: lacks tensor {shown(name)}, which the index says is there; download it again"
-                    )
-            yield file
-    except (SafetensorError, OSError) as e:
-        raise ModelError(f"{path}: not a whole safetensors file ({e}); download it again") from None
-
-
-def checkpoint_files(folder: Path) -> list[tuple[Path, list[str] | None]]:
-    """The files to read, each with the tensor names that the index promises of it (None: no index)."""
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such model directory; want one with config.json and *.safetensors")
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if files.is_there(single):
-        return [(single, None)]
-    if not files.is_there(index):
-        pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
-        if pickles:
-            raise ModelError(
-                f"{folder}: only pickled weights ({pickles[0]}), which are never opened; convert to safetensors"
-            )
-        shards = sorted(p.name for p in folder.glob("*.safetensors"))
-        hint = f"found {shards[0]} without {index.name}" if shards else "or use load_format='dummy'"
-        raise ModelError(f"{folder}: no model.safetensors and no {index.name}; {hint}")
-    shards_of: dict[str, list[str]] = {}
-    listed = files.read_json(index, files.PART, ModelError)
-    try:
-        for name, shard in listed["weight_map"].items():
-            shards_of.setdefault(shard, []).append(name)
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ModelError(f"{index}: not an index of shards ({type(e).__name__}: {e}); download it again") from None
-    found: list[tuple[Path, list[str] | None]] = []
-    for shard, names in sorted(shards_of.items(), key=lambda item: str(item[0])):
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{index}: shard {shown(shard)}: want the name of a .safetensors file in the same folder")
-        if not files.is_there(folder / shard):
-            raise ModelError(f"{folder}: shard {shard} is missing; download it again")
-        found.append((folder / shard, list(names)))
-    return found

@@ -15,6 +15,7 @@ from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.layers.parts import ALONE, ModelParts
 from minivllm.layers.rotary import prepare_qk
+from minivllm.loading import shapes
 from minivllm.loading.weights import build_model, load_weights
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32
@@ -58,7 +59,9 @@ class Harness:
         self.parts = ModelParts(
             device, dtype, quantizer or Unquantized(), self.backend, shard, group, batch_invariant=batch_invariant
         )
-        self.model = build_model(arch, cfg, self.parts)
+        if path is not None:
+            self.parts.sources = shapes.check(str(path), arch, cfg, self.parts, load_format, True, 1 << 50)
+        self.model = build_model(arch, cfg, self.parts, path or "")
         for module in self.parts.modules.values():  # what nothing fills must be seen
             for tensor in module.tensors.values():
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 1)

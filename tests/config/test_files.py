@@ -16,7 +16,7 @@ from minivllm.cli.commands import read_prompts
 from minivllm.config import load_config
 from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.loading.hf_config import find_model, open_checkpoint
-from minivllm.loading.weights import checkpoint_headers
+from minivllm.loading.tensor_files import checkpoint_headers
 from minivllm.record import bill
 from minivllm.replay.read import read_trace
 from minivllm.server.http.auth import read_keys

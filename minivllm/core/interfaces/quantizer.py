@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,8 +13,9 @@ from minivllm.errors import PluginError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# 1.2: WeightScheme.stored; 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
-API = (1, 2)
+# 1.3: ModuleInfo.sources, WeightScheme.params_of, Quantizer.notes; 1.2: WeightScheme.stored
+# 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
+API = (1, 3)
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,13 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+
+
+class Source(NamedTuple):
+    """What a checkpoint has for one part of a module."""
+
+    name: str  # "model.layers.3.self_attn.q_proj"
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]  # parameter -> (shape, "F16", "I32" ...)
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class ModuleInfo:
     split: str | None = None
     shard: Shard = Shard()
     experts: int = 0  # of kind "experts": how many
+    # by part, where there is any; None: nobody has looked
+    sources: Mapping[str, Source] | None = field(default=None, compare=False)
 
     @property
     def out_features(self) -> int:
@@ -90,6 +100,10 @@ class WeightScheme(ABC):
         ``bias`` is not among them: the linear layer keeps it.
         """
 
+    def params_of(self, part: str) -> Mapping[str, tuple[int, ...]]:
+        """Those of one part, where they differ."""
+        return self.params()
+
     @abstractmethod
     def load(self, param: str, tensor: Tensor, part: str) -> None:
         """Take this process's slice of one part (see ``slice``); any floating dtype, any device, which stays as it is.
@@ -131,6 +145,7 @@ class Quantizer(ABC):
     def __init__(self, options: Any, checkpoint: Mapping[str, Any] | None = None) -> None:
         self.options = options
         self.checkpoint = checkpoint  # ``quantization_config`` of config.json, if any
+        self.notes: list[str] = []  # what the user should know, read once all is loaded
 
     @abstractmethod
     def scheme(self, m: ModuleInfo) -> WeightScheme | None: ...

@@ -6,7 +6,6 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +15,12 @@ from minivllm.core.interfaces.attention import AttentionContext, GraphKey
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.core.interfaces.plan import StepPlan, no_rows
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
-from minivllm.errors import ConfigError, ModelError, ResourceError
+from minivllm.errors import ConfigError, ResourceError
 from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import prepare_qk
 from minivllm.loading import shapes
 from minivllm.loading.hf_config import open_checkpoint
-from minivllm.loading.weights import build_model, checkpoint_headers, load_weights, weight_bytes
+from minivllm.loading.weights import build_model, load_weights, weight_bytes
 from minivllm.registry import build_part
 
 from . import step
@@ -175,21 +174,11 @@ def _load(
         fuse=fused(wiring),
         batch_invariant=wiring.batch_invariant,
     )
-    headers = {} if wiring.load_format == "dummy" else checkpoint_headers(Path(folder))
-    quantized = chosen["quantizer"].name != "minivllm/none"
-    shapes.check(folder, arch, cfg, parts, headers, quantized, _free_memory(parts.device))
+    quantized, free = chosen["quantizer"].name != "minivllm/none", _free_memory(parts.device)
+    parts.sources = shapes.check(folder, arch, cfg, parts, wiring.load_format, quantized, free)
     with torch.inference_mode():
-        try:
-            model = build_model(arch, cfg, parts)
-            parts.described = type(arch).build is ModelArch.build
-        except torch.OutOfMemoryError as e:
-            raise ResourceError(
-                f"no memory for the model's weights: {str(e).splitlines()[0]}"
-            ) from e
-        except (RuntimeError, TypeError) as e:  # sizes that no tensor can have
-            raise ModelError(
-                f"{folder}/config.json: the model cannot be built: {str(e).splitlines()[0]}"
-            ) from e
+        model = build_model(arch, cfg, parts, folder)
+        parts.described = type(arch).build is ModelArch.build
         quantizer.finish()
         notes = load_weights(folder, arch, cfg, parts, wiring.load_format, wiring.seed)
     return model, parts, notes
@@ -256,9 +245,8 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
         seen = per_row if g == 0 or window is None else min(per_row, -(-window // block) + 2)
         chunk = 0 if g == 0 or window is None else -(-wiring.max_num_batched_tokens // block)
         want.append(min(most, wiring.max_num_seqs * seen + chunk + 1))
-    share = min(
-        1.0, budget / max(1, sum(n * b for n, b in zip(want, worker.block_bytes, strict=True)))
-    )
+    whole = sum(n * b for n, b in zip(want, worker.block_bytes, strict=True))
+    share = min(1.0, budget / max(1, whole))
     blocks = [int(n * share) for n in want]
     if min(blocks) < 3:
         raise ResourceError(
@@ -287,9 +275,8 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
         activations = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-    return int(
-        free - (1 - wiring.cache.gpu_memory_utilization) * total - 1.2 * activations - (256 << 20)
-    )
+    reserved = (1 - wiring.cache.gpu_memory_utilization) * total
+    return int(free - reserved - 1.2 * activations - (256 << 20))
 
 
 def _trial_step(worker: Worker, wiring: Wiring) -> None:
@@ -303,9 +290,8 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
     state = DeviceState(rows, wiring.max_model_len, len(worker.groups), wiring.block, worker.device)
     with torch.inference_mode():
         table = state.to(step.pack_rows(plan, rows, host.tokens, 0))
-        hidden = step.forward(
-            worker.model, worker.backend, step.read_rows(state, table, host)[0], GraphKey()
-        )
+        tensors = step.read_rows(state, table, host)[0]
+        hidden = step.forward(worker.model, worker.backend, tensors, GraphKey())
         n = min(wiring.max_num_seqs, host.tokens)
         logits = worker.model.logits(hidden[:n]).float()
         del hidden
@@ -326,9 +312,7 @@ def free_ram() -> int:
     """Bytes of memory that the host has left."""
     try:
         with open("/proc/meminfo") as file:
-            return (
-                int(next(line for line in file if line.startswith("MemAvailable")).split()[1])
-                * 1024
-            )
+            found = next(line for line in file if line.startswith("MemAvailable"))
+            return int(found.split()[1]) * 1024
     except (OSError, StopIteration):
         return 4 << 30
