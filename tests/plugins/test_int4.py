@@ -15,7 +15,7 @@ from minivllm.errors import ModelError, PluginError
 from minivllm.layers.linear import Dense
 from minivllm.loading.weights import weight_bytes
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
-from minivllm.plugins.quantizer import int4
+from minivllm.plugins.quantizer import int4, tiled
 from minivllm.plugins.quantizer.int4 import Int4, Int4Weight
 from minivllm.plugins.quantizer.int8 import Int8Weight
 from minivllm.plugins.quantizer.options import Int4Options
@@ -198,7 +198,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_few_rows_at_a_time_are_at_full_precision(symmetric):
-    room = 40 * int4.AT_ONCE["cpu"]  # ten float32 tensors of as many elements; the larger weight is 32 MiB in float32
+    room = 40 * tiled.AT_ONCE["cpu"]  # ten float32 tensors of as many elements; the larger weight is 32 MiB in float32
     most = {}
     for rows in (2048, 8192):
         weight, x = torch.randn(rows, 1024, dtype=torch.bfloat16), torch.randn(4, 1024)
@@ -346,7 +346,7 @@ class Group(QuantizerConformance):
 
     @pytest.fixture(autouse=True)
     def few_at_once(self, monkeypatch):
-        monkeypatch.setitem(int4.AT_ONCE, "cpu", 5000)
+        monkeypatch.setitem(tiled.AT_ONCE, "cpu", 5000)
 
 
 class TestSteps(Group):

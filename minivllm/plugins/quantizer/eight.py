@@ -49,7 +49,7 @@ class _Both(Int8Weight):
         no_adapter(self, adapter)
         if self.kernels is not None:
             return self.kernels(x, out)
-        y = self._product(quantized_rows(x, self.dtype, self.top), slice(None))
+        y = self._product(quantized_rows(x, self.dtype, self.top), slice(0, len(self.weight)))
         return y if out is None else out.copy_(y)
 
 

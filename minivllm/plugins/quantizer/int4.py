@@ -15,12 +15,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, StoredWeight, WeightScheme
 from minivllm.errors import ModelError
-from minivllm.layers.linear import no_adapter, part_rows
+from minivllm.layers.linear import part_rows
 from minivllm.layers.module import check_shape
 
 from .fast import kernels_of
@@ -28,6 +27,7 @@ from .int8 import Int8Weight
 from .none import refuse_quantized
 from .options import Int4Options
 from .rules import NamePatterns, has_weight_to_quantize
+from .tiled import Tiled
 
 BLOCK = 32  # inputs that lie in 16 bytes
 GROUPS = (32, 64, 128)
@@ -35,8 +35,6 @@ CENTRE = 8  # the code in the middle of the grid: the zero point if none is kept
 CANDIDATES = 20  # scales that are tried, if any but those that hold all
 SHORTEST = 0.7  # of its whole range that a group may be cut to; of normal weights no group is best cut shorter
 FLAT = 2.0**-20  # of a group's largest element: the least step, where all of them are the same
-AT_ONCE = {"cpu": 1 << 19}  # elements that are there at full precision at a time: what a CPU's caches hold
-AT_ONCE_ELSEWHERE = 1 << 21  # 8 MiB of float32
 
 
 def pack(q: Tensor) -> Tensor:
@@ -97,22 +95,34 @@ def _ranges(w: Tensor, symmetric: bool, clip: bool) -> Iterator[tuple[Tensor, li
         yield sign * whole.clamp(min=FLAT), factors
 
 
-class Int4Weight(WeightScheme):
+class Int4Rows(Tiled):
     """``weight`` uint8 [out, in / 2] (see ``pack``), ``scale`` float32 [out, in / group], and with zero points ``zero``
-    likewise.  A few rows at a time are in memory at full precision, when it is loaded as when it is used."""
+    likewise."""
+
+    def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> None:
+        super().__init__(info, weight=weight, scale=scale, zero=zero)
+        self.weight, self.scale, self.zero, self.group = weight, scale, zero, group
+
+    def finish(self) -> None:
+        self.kernels = kernels_of(self.weight, self.scale, self.zero, self.group)
+
+    def stored(self) -> StoredWeight:
+        return StoredWeight(self.weight, self.scale, self.zero, self.group)
+
+    def numbers(self, rows: slice, like: Tensor) -> Tensor:
+        zero = None if self.zero is None else self.zero[rows]
+        return dequantize(self.weight[rows], self.scale[rows], zero, like.dtype)
+
+
+class Int4Weight(Int4Rows):
+    """Made of a weight of floating numbers, a few rows of which are in memory at full precision."""
 
     def __init__(self, info: ModuleInfo, group: int = 32, symmetric: bool = True, clip: bool = False) -> None:
-        self.info, self.group, self.clip = info, group, clip
         out, groups = info.out_features, info.in_features // group
-        self.weight = torch.empty(out, info.in_features // 2, dtype=torch.uint8, device=info.device)
-        self.scale = torch.empty(out, groups, dtype=torch.float32, device=info.device)
-        self.zero = None if symmetric else torch.empty_like(self.scale)
-        self.tensors = {"weight": self.weight, "scale": self.scale}
-        if self.zero is not None:
-            self.tensors["zero"] = self.zero
-        at_once = AT_ONCE.get(self.weight.device.type, AT_ONCE_ELSEWHERE)
-        self._tile = max(1, at_once // info.in_features)  # rows
-        self.kernels: Any = None  # on a GPU
+        weight = torch.empty(out, info.in_features // 2, dtype=torch.uint8, device=info.device)
+        scale = torch.empty(out, groups, dtype=torch.float32, device=info.device)
+        super().__init__(info, weight, scale, None if symmetric else torch.empty_like(scale), group)
+        self.clip = clip
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.info.out_features, self.info.in_features)}
@@ -133,30 +143,8 @@ class Int4Weight(WeightScheme):
         if self.zero is not None:
             self.zero[rows] = zero.view(len(w), -1)
 
-    def finish(self) -> None:
-        self.kernels = kernels_of(self.weight, self.scale, self.zero, self.group)
-
-    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
-        no_adapter(self, adapter)
-        if self.kernels is not None:
-            return self.kernels(x, out)
-        return self._product(x, slice(0, self.info.out_features), out)
-
     def stored(self) -> StoredWeight:
-        return StoredWeight(self.weight, self.scale, self.zero, self.group)
-
-    def expert(self, x: Tensor, e: int) -> Tensor:
-        rows = self.info.out_features // self.info.experts
-        return self._product(x, slice(e * rows, (e + 1) * rows))
-
-    def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
-        y = x.new_empty(len(x), rows.stop - rows.start) if out is None else out
-        for start in range(rows.start, rows.stop, self._tile):
-            tile = slice(start, min(start + self._tile, rows.stop))
-            zero = None if self.zero is None else self.zero[tile]
-            w = dequantize(self.weight[tile], self.scale[tile], zero, x.dtype)
-            y[:, tile.start - rows.start : tile.stop - rows.start] = F.linear(x, w)
-        return y
+        return super().stored()
 
 
 class Int4(Quantizer):

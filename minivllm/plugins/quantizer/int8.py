@@ -14,27 +14,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, StoredWeight, WeightScheme
-from minivllm.layers.linear import no_adapter, part_rows
+from minivllm.layers.linear import part_rows
 from minivllm.layers.module import check_shape
 
 from .fast import kernels_of
 from .none import refuse_quantized
 from .options import WeightOnlyOptions
 from .rules import NamePatterns, has_weight_to_quantize
+from .tiled import Whole
 
 
-class Int8Weight(WeightScheme):
-    """``weight`` int8 [out, in], ``scale`` float32 [out].  One part at a time is in memory at full precision."""
+class ByteRows(Whole):
+    """``weight`` int8 or float8 [out, in], ``scale`` float32 [out]."""
+
+    def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor) -> None:
+        super().__init__(info, weight=weight, scale=scale)
+        self.weight, self.scale = weight, scale
+
+    def finish(self) -> None:
+        self.kernels = kernels_of(self.weight, self.scale)
+
+    def stored(self) -> StoredWeight | None:
+        return StoredWeight(self.weight, self.scale) if self.weight.dtype == torch.int8 else None
+
+    def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+        weight, scale = self.weight[rows], self.scale[rows]
+        if x.dtype == torch.float16:  # sums of unscaled int8 products overflow float16
+            y = F.linear(x, (weight.float() * scale[:, None]).to(x.dtype))
+        else:
+            y = F.linear(x, weight.to(x.dtype)).mul_(scale)
+        return y if out is None else out.copy_(y)
+
+
+class Int8Weight(ByteRows):
+    """Made of a weight of floating numbers.  One part at a time is in memory at full precision."""
 
     dtype, top = torch.int8, 127.0
 
     def __init__(self, info: ModuleInfo) -> None:
-        self.info = info
-        out, inp = info.out_features, info.in_features
-        self.weight = torch.empty(out, inp, dtype=self.dtype, device=info.device)
-        self.scale = torch.empty(out, dtype=torch.float32, device=info.device)
-        self.tensors = {"weight": self.weight, "scale": self.scale}
-        self.kernels: Any = None  # on a GPU
+        weight = torch.empty(info.out_features, info.in_features, dtype=self.dtype, device=info.device)
+        super().__init__(info, weight, torch.empty(info.out_features, dtype=torch.float32, device=info.device))
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {"weight": tuple(self.weight.shape)}
@@ -52,28 +71,8 @@ class Int8Weight(WeightScheme):
         """Multiples of the scales, float32, as they are held."""
         return steps.round_().clamp_(-self.top, self.top).to(self.dtype)
 
-    def finish(self) -> None:
-        self.kernels = kernels_of(self.weight, self.scale)
-
-    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
-        no_adapter(self, adapter)
-        if self.kernels is not None:
-            return self.kernels(x, out)
-        y = self._product(x, slice(None))
-        return y if out is None else out.copy_(y)
-
-    def stored(self) -> StoredWeight:
-        return StoredWeight(self.weight, self.scale)
-
-    def expert(self, x: Tensor, e: int) -> Tensor:
-        rows = self.info.out_features // self.info.experts
-        return self._product(x, slice(e * rows, (e + 1) * rows))
-
-    def _product(self, x: Tensor, rows: slice) -> Tensor:
-        weight, scale = self.weight[rows], self.scale[rows]
-        if x.dtype == torch.float16:  # sums of unscaled int8 products overflow float16
-            return F.linear(x, (weight.float() * scale[:, None]).to(x.dtype))
-        return F.linear(x, weight.to(x.dtype)).mul_(scale)
+    def stored(self) -> StoredWeight | None:
+        return super().stored()
 
 
 class Int8(Quantizer):

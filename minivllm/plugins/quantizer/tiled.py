@@ -1,0 +1,65 @@
+"""Products of weights that are whole: of rows that share a scale, or a few rows at a time made numbers of."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
+from minivllm.errors import ModelError
+from minivllm.layers.linear import no_adapter
+
+AT_ONCE = {"cpu": 1 << 19}  # elements that are there at full precision at a time: what a CPU's caches hold
+AT_ONCE_ELSEWHERE = 1 << 21  # 8 MiB of float32
+
+
+class Whole(WeightScheme):
+    """A weight that was given to the constructor: nothing is loaded.  A subclass multiplies by some of its rows."""
+
+    def __init__(self, info: ModuleInfo, **tensors: Tensor | None) -> None:
+        self.info = info
+        self.tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        self.kernels: Any = None  # on a GPU
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        raise ModelError(f"{self.info.name} is whole, and takes no {param}")
+
+    @abstractmethod
+    def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+        """x [T, in] times rows of the weight: [T, rows]."""
+
+    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
+        no_adapter(self, adapter)
+        if self.kernels is not None:
+            return self.kernels(x, out)
+        return self._product(x, slice(0, self.info.out_features), out)
+
+    def expert(self, x: Tensor, e: int) -> Tensor:
+        rows = self.info.out_features // self.info.experts
+        return self._product(x, slice(e * rows, (e + 1) * rows))
+
+
+class Tiled(Whole):
+    """A few rows at a time are in memory at full precision."""
+
+    def __init__(self, info: ModuleInfo, **tensors: Tensor | None) -> None:
+        super().__init__(info, **tensors)
+        kind = next(iter(self.tensors.values())).device.type
+        self._tile = max(1, AT_ONCE.get(kind, AT_ONCE_ELSEWHERE) // info.in_features)  # rows
+
+    @abstractmethod
+    def numbers(self, rows: slice, like: Tensor) -> Tensor:
+        """Those rows of the weight [rows, in], in the dtype of ``like``."""
+
+    def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+        y = x.new_empty(len(x), rows.stop - rows.start) if out is None else out
+        for start in range(rows.start, rows.stop, self._tile):
+            tile = slice(start, min(start + self._tile, rows.stop))
+            y[:, tile.start - rows.start : tile.stop - rows.start] = F.linear(x, self.numbers(tile, x))
+        return y
