@@ -13,7 +13,7 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnSpec
 from minivllm.core.interfaces.decoder import MLP, DecoderSpec, Experts, Norm, Rope
 from minivllm.core.interfaces.model import Model
-from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard, Source, WeightScheme
+from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, WeightScheme
 from minivllm.errors import ModelError, PluginError
 
 from . import invariant
@@ -56,7 +56,7 @@ class ModelParts:
         self.quantizer, self.backend, self.fuse, self.invariant = quantizer, backend, fuse, batch_invariant
         self.pairs = fuse and not batch_invariant  # the kernels for pairs go by the number of rows
         self.described = False  # the model is what its architecture's table says, and nothing else
-        self.sources: Mapping[str, Mapping[str, Source]] | None = None  # as ``ModuleInfo.sources``, by module
+        self.sources: Mapping[str, Mapping[str, PartSource]] | None = None  # as ``ModuleInfo.sources``, by module
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.decoder import Rope
 from minivllm.core.interfaces.model import ModelArch, Rule
-from minivllm.core.interfaces.quantizer import ModuleInfo, Source
+from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource
 from minivllm.errors import ModelError, ResourceError, shown
 from minivllm.layers.embedding import Embedding
 from minivllm.layers.fields import expert_key
@@ -93,7 +93,7 @@ def blueprint(arch: ModelArch, cfg: Any, parts: ModelParts) -> Blueprint | None:
 
 def check(
     folder: str, arch: ModelArch, cfg: Any, parts: ModelParts, load_format: str, quantized: bool, free: int
-) -> Mapping[str, Mapping[str, Source]] | None:
+) -> Mapping[str, Mapping[str, PartSource]] | None:
     """ModelError naming the key of config.json that the checkpoint's tensors contradict, ResourceError for weights that
     take more than the ``free`` bytes.  ``quantized``: they are made smaller while they are loaded, nobody says here how
     much.  Returns what the checkpoint has for each module by its parts; None where nobody can say: of random weights,
@@ -115,7 +115,7 @@ def check(
 
 def sources_of(
     arch: ModelArch, cfg: Any, plan: Blueprint, targets: Mapping[str, Target], headers: Mapping[str, Header]
-) -> Mapping[str, Mapping[str, Source]]:
+) -> Mapping[str, Mapping[str, PartSource]]:
     """module -> part -> what the headers have for it; a head that is tied has the tensors of its own, if there are
     any."""
     stems = {
@@ -132,10 +132,10 @@ def sources_of(
             stem = stem.rpartition(".")[0]
         if stem and stem != name:
             found.setdefault(stem, {})[name[len(stem) + 1 :]] = (header.shape, header.dtype)
-    made: dict[str, dict[str, Source]] = {}
+    made: dict[str, dict[str, PartSource]] = {}
     for stem, tensors in found.items():
         for module, part in stems[stem]:
-            made.setdefault(module, {})[part] = Source(stem, tensors)
+            made.setdefault(module, {})[part] = PartSource(stem, tensors)
     return made
 
 

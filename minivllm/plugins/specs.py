@@ -59,6 +59,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("processor", "temperature_schedule", "minivllm.plugins.processor.spec:TEMPERATURE_SCHEDULE"),
     ("quantizer", "fp8", "minivllm.plugins.quantizer.spec:FP8"),
     ("quantizer", "fp8-weight", "minivllm.plugins.quantizer.spec:FP8_WEIGHT"),
+    ("quantizer", "gptq", "minivllm.plugins.quantizer.spec:GPTQ"),
     ("quantizer", "int4", "minivllm.plugins.quantizer.spec:INT4"),
     ("quantizer", "int8", "minivllm.plugins.quantizer.spec:INT8"),
     ("quantizer", "int8-w8a8", "minivllm.plugins.quantizer.spec:INT8_W8A8"),

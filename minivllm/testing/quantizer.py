@@ -20,9 +20,10 @@ from minivllm.errors import MinivllmError, ModelError, PluginError
 from minivllm.layers.linear import Linear
 from minivllm.loading.weights import find_targets
 from minivllm.registry import import_target
-from minivllm.spec import ANY, allows
+from minivllm.spec import allows
 
 from . import quantizer_data as data
+from . import quantizer_written as written
 from .base import Seen, since
 from .harness import Harness
 from .model import PROMPT, logits
@@ -40,9 +41,10 @@ GRID = " (a test class overrides grid(info) if these are not numbers of the form
 
 
 class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConformance):
-    """Override ``checkpoint`` and ``checkpoint_tensors`` if the weights come quantized, ``step`` and ``grid`` if the
-    format is not one symmetric scale per output row, ``outs``, ``ins`` and ``sizes`` if it takes only some, and
-    ``scale_bits`` if its scales take more; ``patterns`` names options, ``model`` sizes of the tiny model.
+    """Override ``checkpoint`` and ``checkpoint_tensors`` if the weights come quantized in a way that
+    ``testing.quantizer_written`` does not write, ``step`` and ``grid`` if the format is not one symmetric scale per
+    output row, ``outs``, ``ins`` and ``sizes`` if it takes only some, and ``scale_bits`` if its scales take more;
+    ``patterns`` names options, ``model`` sizes of the tiny model.
 
     Products are compared with those of ``x`` as it is, within what rounding its rows to ``inputs`` bits may move them.
     How well a scheme that does so rounds them is for a test of its own."""
@@ -59,22 +61,27 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     def checkpoint(self) -> Mapping[str, Any] | None:
         """``quantization_config`` of config.json; None for a plain checkpoint."""
-        limit: Any = ANY if self.spec.limits == ANY else self.spec.limits["checkpoint"]
-        return None if allows(limit, "none") else {"quant_method": min(limit)}
+        made, limit = written.of(self.spec), written.methods(self.spec)
+        return None if allows(limit, "none") else {"quant_method": min(limit), **(made.config if made else {})}
 
     def checkpoint_tensors(self, info: ModuleInfo, part: str, weight: Tensor) -> dict[str, Tensor]:
         """A weight [rows of the part, in] as the tensors that a checkpoint has for it: parameter -> tensor."""
-        return {"weight": weight}
+        made = written.of(self.spec)
+        return {"weight": weight} if made is None else made.tensors(weight)
 
     def step(self, weight: Tensor, info: ModuleInfo) -> Tensor:
         """Distance of neighbouring values of the format at each element of a weight [out, in], float64; what is held
         may be off by half of it.  Default: of ``bits`` bits with a symmetric scale per row, or exact rounding."""
+        if made := written.of(self.spec):
+            return made.step(weight)
         if "bits" not in self.spec.traits:
             return 2 * (weight - weight.to(getattr(torch, info.dtype)).double()).abs()
         return data.step(weight, **data.numbers(self.spec.traits))
 
     def grid(self, info: ModuleInfo) -> Tensor | None:
         """A weight [out, in] that the format holds exactly, with many different values; None if there is none."""
+        if made := written.of(self.spec):
+            return data.grid(info, made.bits, made.exponent)
         if "bits" not in self.spec.traits:
             return torch.randn(info.out_features, info.in_features).to(getattr(torch, info.dtype)).double()
         return data.grid(info, **data.numbers(self.spec.traits))
@@ -143,7 +150,8 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         zeros stay zero, and to quantize again changes nothing."""
         next(iter(self.quantized()))
         seen = Seen()
-        rows = st.lists(st.sampled_from(self.outs), min_size=1, max_size=3)
+        made = written.of(self.spec)
+        rows = st.lists(st.sampled_from(made.outs if made else self.outs), min_size=1, max_size=3)
         inputs = st.sampled_from([*self.ins, 0, 0])  # 0: as many as rows, where no shape shows that they are mixed up
         dtypes = (st.sampled_from(self.values("dtype", *data.DTYPES)), st.sampled_from(data.DTYPES))
         case = st.tuples(rows, inputs, st.sampled_from(data.KINDS), *dtypes, st.integers(0, 1 << 20))
@@ -362,7 +370,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
     @since(1, 0)
     def test_a_checkpoint_of_another_method_is_refused(self) -> None:
         """Its tensors would be taken for weights."""
-        limit = ANY if self.spec.limits == ANY else self.spec.limits["checkpoint"]
+        limit = written.methods(self.spec)
         other = {"quant_method": "a method of next year", "bits": 3}
         if allows(limit, other["quant_method"]):
             pytest.skip("claims to read checkpoints of any method")

@@ -26,7 +26,7 @@ class Shard:
     size: int = 1
 
 
-class Source(NamedTuple):
+class PartSource(NamedTuple):
     """What a checkpoint has for one part of a module."""
 
     name: str  # "model.layers.3.self_attn.q_proj"
@@ -54,7 +54,7 @@ class ModuleInfo:
     shard: Shard = Shard()
     experts: int = 0  # of kind "experts": how many
     # by part, where there is any; None: nobody has looked
-    sources: Mapping[str, Source] | None = field(default=None, compare=False)
+    sources: Mapping[str, PartSource] | None = field(default=None, compare=False)
 
     @property
     def out_features(self) -> int:

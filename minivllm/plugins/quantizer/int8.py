@@ -21,10 +21,10 @@ from .fast import kernels_of
 from .none import refuse_quantized
 from .options import WeightOnlyOptions
 from .rules import NamePatterns, has_weight_to_quantize
-from .tiled import Whole
+from .tiled import WholeWeight
 
 
-class ByteRows(Whole):
+class ByteRows(WholeWeight):
     """``weight`` int8 or float8 [out, in], ``scale`` float32 [out]."""
 
     def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor) -> None:

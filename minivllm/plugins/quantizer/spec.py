@@ -7,7 +7,7 @@ from minivllm.spec import ANY, AtLeast, Spec
 
 FP8 = Spec(
     impl="minivllm.plugins.quantizer.eight:Fp8",
-    api=(1, 2),
+    api=(1, 3),
     summary="float8 weights with a scale per output row, float8 activations with one per token",
     options="minivllm.plugins.quantizer.options:Fp8Options",
     limits={"device": ANY, "sm": AtLeast(89), "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -15,15 +15,21 @@ FP8 = Spec(
 )
 FP8_WEIGHT = Spec(
     impl="minivllm.plugins.quantizer.eight:Fp8WeightOnly",
-    api=(1, 2),
+    api=(1, 3),
     summary="float8 weights with a scale per output row, made while loading",
     options="minivllm.plugins.quantizer.options:Fp8WeightOptions",
     limits={"device": ANY, "sm": AtLeast(89), "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
     traits={"bits": 8, "exponent": 4},
 )
+GPTQ = Spec(
+    impl="minivllm.plugins.quantizer.gptq:Gptq",
+    api=(1, 3),
+    summary="checkpoints of GPTQ: 2, 3, 4 or 8 bits, act-order",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"gptq"}},
+)
 INT4 = Spec(
     impl="minivllm.plugins.quantizer.int4:Int4",
-    api=(1, 2),
+    api=(1, 3),
     summary="int4 weights with a scale per group of inputs of an output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int4Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -31,7 +37,7 @@ INT4 = Spec(
 )
 INT8 = Spec(
     impl="minivllm.plugins.quantizer.int8:Int8",
-    api=(1, 2),
+    api=(1, 3),
     summary="int8 weights with a scale per output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -39,7 +45,7 @@ INT8 = Spec(
 )
 INT8_W8A8 = Spec(
     impl="minivllm.plugins.quantizer.eight:Int8W8A8",
-    api=(1, 2),
+    api=(1, 3),
     summary="int8 weights with a scale per output row, int8 activations with one per token",
     options="minivllm.plugins.quantizer.options:Int8W8A8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -47,14 +53,14 @@ INT8_W8A8 = Spec(
 )
 MXFP4 = Spec(
     impl="minivllm.plugins.quantizer.mxfp4:Mxfp4",
-    api=(1, 2),
+    api=(1, 3),
     summary="checkpoints whose experts are MXFP4 (GPT-OSS), unpacked to the dtype of the run while loading",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float32"}, "checkpoint": {"mxfp4"}},
     features=frozenset({"batch_invariant"}),
 )
 NONE = Spec(
     impl="minivllm.plugins.quantizer.none:Unquantized",
-    api=(1, 2),
+    api=(1, 3),
     summary="weights as they are in the checkpoint, in the dtype of the run",
     priority=10,
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "checkpoint": {"none"}},

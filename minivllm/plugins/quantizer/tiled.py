@@ -16,7 +16,7 @@ AT_ONCE = {"cpu": 1 << 19}  # elements that are there at full precision at a tim
 AT_ONCE_ELSEWHERE = 1 << 21  # 8 MiB of float32
 
 
-class Whole(WeightScheme):
+class WholeWeight(WeightScheme):
     """A weight that was given to the constructor: nothing is loaded.  A subclass multiplies by some of its rows."""
 
     def __init__(self, info: ModuleInfo, **tensors: Tensor | None) -> None:
@@ -45,7 +45,7 @@ class Whole(WeightScheme):
         return self._product(x, slice(e * rows, (e + 1) * rows))
 
 
-class Tiled(Whole):
+class Tiled(WholeWeight):
     """A few rows at a time are in memory at full precision."""
 
     def __init__(self, info: ModuleInfo, **tensors: Tensor | None) -> None:

@@ -1,0 +1,210 @@
+"""The forms in which weights of quantized checkpoints are held, and which of them a weight gets.
+
+    int4      up to 4 bits, scales of 32, 64 or 128 neighbouring inputs        Int4Rows, by its kernels
+    rows      8 bits around 0 or float8, a scale for each output               ByteRows, by its kernels
+    grouped   8 bits or float8, scales of 8 to 128 neighbouring inputs         GroupedBytes, made numbers of
+    plain     all else, made numbers of while it is loaded                     PlainRows
+
+What a checkpoint calls a group may be longer, or end in the middle: a scale then stands there several times.  Inputs
+that share a scale and do not lie side by side (act-order) are sorted, and x with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
+
+from .int4 import CENTRE, Int4Rows
+from .int4 import pack as pack_int4
+from .int8 import ByteRows
+from .tiled import Tiled, WholeWeight
+
+GROUPS = (128, 64, 32, 16, 8)
+INT4_LEAST, BYTES_LEAST = 32, 8  # of the inputs that share a scale
+ROWS_AT_ONCE = 1024
+
+
+class Numbers(NamedTuple):
+    """The weight of one part, w[n, k] = (codes[n, k] - zero[n, g]) * scale[n, g] with g = group_of[k]."""
+
+    codes: Tensor  # u8, int8, float8 [n, k]
+    scale: Tensor  # f32 [n, groups]
+    zero: Tensor | None  # f32 [n, groups]; None: ``centre``
+    group_of: Tensor  # i64 [k] on the CPU
+    bits: int = 8
+    centre: int = 0
+
+
+class HeldRows(NamedTuple):
+    """Some rows of a weight in one of the forms."""
+
+    form: str
+    weight: Tensor
+    scale: Tensor | None = None  # f32 [n, k / group], of rows [n]
+    zero: Tensor | None = None  # as ``scale``
+    group: int = 0
+    order: Tensor | None = None  # i32 [k]: which input of x each column multiplies
+
+
+def fields(words: Tensor, bits: int, count: int) -> Tensor:
+    """The first ``count`` fields of each row of words i32 [rows, W], as u8; low first, across the ends of words."""
+    raw = words.contiguous().view(torch.uint8).view(len(words), -1)
+    if bits == 8:
+        return raw[:, :count]
+    mask = (1 << bits) - 1
+    if 8 % bits == 0:
+        each = [(raw >> at) & mask for at in range(0, 8, bits)]
+        return torch.stack(each, dim=-1).flatten(1)[:, :count]
+    at = torch.arange(count, device=raw.device) * bits
+    low, high = raw[:, at // 8].int(), raw[:, (at // 8 + 1).clamp(max=raw.shape[1] - 1)].int()
+    return ((low | high << 8) >> at % 8 & mask).to(torch.uint8)
+
+
+def piece_of(part: Numbers, dtype: torch.dtype) -> HeldRows:
+    """The form with the fewest bits that has these numbers exactly; ``plain`` is rounded to ``dtype``."""
+    if part.zero is not None and bool((part.zero == part.centre).all()):
+        part = part._replace(zero=None)
+    unit, order = arranged(part.group_of, INT4_LEAST) if part.bits <= 4 else (0, None)
+    form = "int4" if unit else "grouped"
+    if not unit and part.zero is None and bool((part.group_of == part.group_of[0]).all()):
+        return HeldRows("rows", _signed(part), part.scale[:, part.group_of[0]].contiguous())
+    if not unit:
+        unit, order = arranged(part.group_of, BYTES_LEAST)
+    if not unit:
+        return HeldRows("plain", dequantized(part, dtype))
+    codes, groups = part.codes, part.group_of[::unit]
+    if order is not None:
+        codes, groups = codes[:, order.to(codes.device)], part.group_of[order][::unit]
+        order = order.int().to(codes.device)
+    groups = groups.to(codes.device)
+    scale, zero = part.scale[:, groups], None if part.zero is None else part.zero[:, groups]
+    if form == "int4":
+        weight = pack_int4((codes if zero is not None else codes + (CENTRE - part.centre)).contiguous())
+    else:
+        weight = codes.contiguous() if zero is not None else _signed(part._replace(codes=codes))
+    return HeldRows(form, weight, scale, zero, unit, order)
+
+
+def _signed(part: Numbers) -> Tensor:
+    """The codes around 0, where unsigned ones have ``centre``."""
+    if part.codes.dtype != torch.uint8:
+        return part.codes.contiguous()
+    return (part.codes ^ 128).view(torch.int8) + (128 - part.centre)
+
+
+def arranged(group_of: Tensor, least: int) -> tuple[int, Tensor | None]:
+    """(how many neighbouring inputs share a scale, the order in which they do; None: as they lie).  (0, None) if they
+    are fewer than ``least`` in any order."""
+    unit = _unit(group_of)
+    if unit >= least:
+        return unit, None
+    order = torch.argsort(group_of, stable=True)
+    unit = _unit(group_of[order])
+    return (unit, order) if unit >= least else (0, None)
+
+
+def _unit(group_of: Tensor) -> int:
+    """The largest of GROUPS that divides every run of equal numbers; 0: none does."""
+    ends = (group_of[1:] != group_of[:-1]).nonzero().flatten() + 1
+    common = math.gcd(len(group_of), *ends.tolist())
+    return next((n for n in GROUPS if common % n == 0), 0)
+
+
+def dequantized(part: Numbers, dtype: torch.dtype) -> Tensor:
+    """[n, k]; computed in float32 and rounded."""
+    out = torch.empty(part.codes.shape, dtype=dtype, device=part.codes.device)
+    at = part.group_of.to(part.codes.device)
+    for i in range(0, len(out), ROWS_AT_ONCE):
+        rows = slice(i, i + ROWS_AT_ONCE)
+        zero = part.centre if part.zero is None else part.zero[rows][:, at]
+        out[rows] = ((part.codes[rows].float() - zero) * part.scale[rows][:, at]).to(dtype)
+    return out
+
+
+def merged(pieces: Sequence[HeldRows]) -> HeldRows | None:
+    """The pieces one below another as one; None if they differ in more than the number of their scales."""
+    first = pieces[0]
+    for one in pieces[1:]:
+        if (one.form, one.weight.dtype) != (first.form, first.weight.dtype):
+            return None
+        if (one.order is None) != (first.order is None):
+            return None
+        if one.order is not None and first.order is not None and not torch.equal(one.order, first.order):
+            return None
+    if len(pieces) == 1:
+        return first
+    weight = torch.cat([one.weight for one in pieces])
+    if first.form == "plain":
+        return HeldRows("plain", weight)
+    group = min(one.group for one in pieces)
+    scale = torch.cat([_repeated(one.scale, one.group, group) for one in pieces])
+    zero = None
+    if any(one.zero is not None for one in pieces):
+        zero = torch.cat([_repeated(_zero(one), one.group, group) for one in pieces])
+    return HeldRows(first.form, weight, scale, zero, group, first.order)
+
+
+def _zero(piece: HeldRows) -> Tensor:
+    """That of one that has none is 8 in int4, and 0 in signed bytes; unsigned ones have it."""
+    assert piece.scale is not None
+    none = CENTRE if piece.form == "int4" else 0
+    return torch.full_like(piece.scale, none) if piece.zero is None else piece.zero
+
+
+def _repeated(x: Tensor | None, group: int, wanted: int) -> Tensor:
+    assert x is not None
+    return x if group == wanted else x.repeat_interleave(group // wanted, dim=1)
+
+
+class GroupedBytes(Tiled):
+    """``weight`` u8, int8 or float8 [out, in], ``scale`` float32 [out, in / group], with zero points ``zero``
+    likewise."""
+
+    def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor, zero: Tensor | None) -> None:
+        super().__init__(info, weight=weight, scale=scale, zero=zero)
+        self.weight, self.scale, self.zero = weight, scale, zero
+
+    def numbers(self, rows: slice, like: Tensor) -> Tensor:
+        scale = self.scale[rows]
+        steps = self.weight[rows].float().view(*scale.shape, -1)
+        if self.zero is not None:
+            steps.sub_(self.zero[rows][..., None])
+        return steps.mul_(scale[..., None]).to(like.dtype).flatten(1)
+
+
+class PlainRows(WholeWeight):
+    """``weight`` [out, in] in the dtype of the activations."""
+
+    def __init__(self, info: ModuleInfo, weight: Tensor) -> None:
+        super().__init__(info, weight=weight)
+        self.weight = weight
+
+    def stored(self) -> StoredWeight:
+        return StoredWeight(self.weight)
+
+    def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+        y = F.linear(x, self.weight[rows])
+        return y if out is None else out.copy_(y)
+
+
+def scheme_of(piece: HeldRows, info: ModuleInfo) -> WeightScheme:
+    """What multiplies by a piece, which holds all rows of ``info``."""
+    given: Any = piece
+    if piece.form == "int4":
+        return Int4Rows(info, given.weight, given.scale.contiguous(), _whole(given.zero), given.group)
+    if piece.form == "rows":
+        return ByteRows(info, given.weight, given.scale)
+    if piece.form == "grouped":
+        return GroupedBytes(info, given.weight, given.scale.contiguous(), _whole(given.zero))
+    return PlainRows(info, given.weight)
+
+
+def _whole(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

@@ -1,0 +1,139 @@
+"""Checkpoints of GPTQ (arXiv:2210.17323), as AutoGPTQ and GPTQModel write them: 2, 3, 4 or 8 bits a weight.
+
+    qweight  i32 [in * bits / 32, out]      fields of the inputs of one output, low first
+    qzeros   i32 [groups, out * bits / 32]  fields of outputs; of "gptq" (v1) z - 1, of "gptq_v2" z
+    scales   f16 [groups, out]
+    g_idx    i32 [in]                       the group of each input; by act-order in any order (``desc_act``)
+    weight   w[n, k] = (q - z) * scales[g_idx[k], n]
+
+v1 cannot store z = 0: what was written for it is the largest field, and it takes 1 from the field beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource
+from minivllm.errors import ModelError, shown
+
+from . import forms
+from .forms import Numbers
+from .packed import FLOATS, CheckpointQuantizer, PartLayout, Settings, Share, Want
+
+BITS = (2, 3, 4, 8)
+FORMATS = ("gptq", "gptq_v2")
+OVERFLOWED = (
+    "v1 zero points are at their largest, as of a 0 that v1 cannot store: output may be poor; want the checkpoint as "
+    "checkpoint_format=gptq_v2"
+)
+
+
+class GptqKind(NamedTuple):
+    """How modules are quantized."""
+
+    bits: int
+    group_size: int  # -1: all inputs
+    act_order: bool
+
+    @staticmethod
+    def of(settings: Settings, default: GptqKind | None = None) -> GptqKind:
+        bits, size, order = default or (None, -1, False)
+        made = GptqKind(
+            settings.one_of("bits", BITS, bits), settings.group("group_size", size), settings.flag("desc_act", order)
+        )
+        settings.flag("sym", True)
+        return made
+
+
+class GptqLayout(PartLayout):
+    def __init__(self, share: Share, kind: GptqKind, old: bool, indexed: bool, tell: Any) -> None:
+        super().__init__(share)
+        self.kind, self.old, self.tell = kind, old, tell
+        bits, size = kind.bits, share.inputs if kind.group_size == -1 else kind.group_size
+        self.size, groups = size, -(-share.inputs // size)
+        self.why = f" with bits={bits}, group_size={kind.group_size}"
+        for what, n in (("inputs", share.inputs), ("outputs", share.outputs)):
+            if n * bits % 32:
+                raise ModelError(f"{n} {what} of {bits} bits are no whole number of words: want a multiple of 32 bits")
+        self.want = {
+            "qweight": Want(("I32",), ((share.inputs * bits // 32, share.outputs),)),
+            "qzeros": Want(("I32",), ((groups, share.outputs * bits // 32),)),
+            "scales": Want(FLOATS, ((groups, share.outputs),)),
+        }
+        if indexed:
+            self.want["g_idx"] = Want(("I32", "I64"), ((share.inputs,),))
+        self.groups = groups
+
+    def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
+        share, bits = self.share, self.kind.bits
+        codes = share.taken(given["qweight"][:, share.rows].t(), bits)
+        zero = forms.fields(given["qzeros"].to(share.device), bits, share.outputs)[:, share.rows].t()
+        scale = given["scales"][:, share.rows].to(share.device).t().float()
+        if self.old:
+            largest = (1 << bits) - 1
+            if bool((zero == largest).any()):
+                self.tell()
+            zero = (zero + 1) & largest
+        group_of = share.group_of(self.size)
+        if "g_idx" in given:
+            group_of = given["g_idx"][share.columns].long().cpu()
+            if bool(((group_of < 0) | (group_of >= self.groups)).any()):
+                raise ModelError(f"g_idx has groups beyond 0 to {self.groups - 1}, as many as there are scales")
+        return Numbers(codes, scale, zero.float(), group_of, bits, 1 << (bits - 1))
+
+
+class Gptq(CheckpointQuantizer):
+    """Modules with ``qweight``; those that ``dynamic`` names, as it says."""
+
+    method, packed_by = "gptq", ("qweight",)
+
+    def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options, checkpoint)
+        written = self.settings.given.get("checkpoint_format") or "gptq"
+        if self.settings.given.get("is_marlin_format"):
+            written = "marlin"
+        if written not in FORMATS:
+            raise ModelError(
+                f"the checkpoint is GPTQ of checkpoint_format={shown(written)}: want {' or '.join(FORMATS)}, "
+                "as GPTQModel writes with format=gptq"
+            )
+        self.old = written == "gptq"
+        self.kind = GptqKind.of(self.settings)
+        self.head = self.settings.flag("lm_head")
+        self.dynamic = [_override(key, self.settings.part("dynamic"), self.kind) for key in _keys(self.settings)]
+
+    def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
+        kind: GptqKind | None = self.kind
+        if source is not None:
+            kind = next((kind for pattern, kind in self.dynamic if pattern.match(source.name)), self.kind)
+            if "qweight" not in source.tensors:
+                return None
+            if kind is None:
+                raise ModelError(
+                    f"the checkpoint has {source.name}.qweight, and a pattern of dynamic says that it is not quantized"
+                )
+        elif self.dynamic:
+            raise ModelError("dynamic names modules by patterns, and this architecture does not say what theirs are")
+        assert kind is not None
+        indexed = source is None or "g_idx" in source.tensors
+        if kind.act_order and not indexed and kind.group_size != -1:
+            raise ModelError(f"the checkpoint lacks {source.name}.g_idx, which desc_act=true needs")  # type: ignore[union-attr]
+        return GptqLayout(share, kind, self.old, indexed, lambda: self.tell(OVERFLOWED, m.name))
+
+
+def _keys(settings: Settings) -> list[str]:
+    return list(settings.part("dynamic").given)
+
+
+def _override(key: str, dynamic: Settings, default: GptqKind) -> tuple[re.Pattern[str], GptqKind | None]:
+    """A pattern of names as GPTQModel reads it, "-:" before one that leaves modules out, "+:" or nothing before others;
+    and how those are quantized."""
+    try:
+        pattern = re.compile(key.removeprefix("-:").removeprefix("+:"))
+    except re.error as e:
+        raise dynamic.refuse(key, f"a regular expression as its name ({e})") from None
+    return pattern, None if key.startswith("-:") else GptqKind.of(dynamic.part(key), default)

@@ -1,0 +1,327 @@
+"""Weights that come quantized: from the tensors of a checkpoint, part by part, to the forms that are multiplied by."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, StoredWeight, WeightScheme
+from minivllm.errors import ModelError, shown
+from minivllm.layers.linear import no_adapter, part_rows, stored_by
+
+from . import forms
+from .forms import HeldRows, Numbers
+
+DTYPES = {
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu, "F64": torch.float64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = ("F16", "BF16", "F32", "F64")
+WHERE = "quantization_config of config.json"
+
+
+class Want(NamedTuple):
+    """What a tensor of a checkpoint has to be."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # one of these
+
+    def refuse(self, shape: tuple[int, ...], dtype: str, why: str) -> None:
+        """ModelError if it is something else."""
+        if shape not in self.shapes or dtype not in self.dtypes:
+            shapes = " or ".join(str(list(s)) for s in self.shapes)
+            raise ModelError(
+                f"shape {list(shape)} of {dtype}, want {shapes} of {' or '.join(self.dtypes)}{why}; config.json and "
+                "the weights do not belong together"
+            )
+
+
+@dataclass(frozen=True)
+class Share:
+    """The outputs and inputs of a part in the checkpoint, and which of them are this process's."""
+
+    outputs: int
+    inputs: int
+    rows: slice
+    columns: slice
+    dtype: torch.dtype
+    device: str
+
+    @staticmethod
+    def of(m: ModuleInfo, part: str) -> Share:
+        mine = part_rows(m, part)
+        rows, columns, (rank, size) = mine.stop - mine.start, m.in_features, (m.shard.rank, m.shard.size)
+        by_rows, by_columns = m.split == "column", m.split == "row"
+        return Share(
+            rows * (size if by_rows else 1),
+            columns * (size if by_columns else 1),
+            slice(rank * rows, (rank + 1) * rows) if by_rows else slice(0, rows),
+            slice(rank * columns, (rank + 1) * columns) if by_columns else slice(0, columns),
+            getattr(torch, m.dtype),
+            m.device,
+        )
+
+    def taken(self, words: Tensor, bits: int) -> Tensor:
+        """This process's columns u8 of rows of words, which have fields of all ``inputs``."""
+        first = self.columns.start * bits // 32
+        last = -(-self.columns.stop * bits // 32)
+        at = first * 32 // bits if 32 % bits == 0 else 0
+        words = words[:, first:last] if 32 % bits == 0 else words
+        found = forms.fields(words.to(self.device), bits, self.columns.stop - at)
+        return found[:, self.columns.start - at :]
+
+    def group_of(self, size: int) -> Tensor:
+        """The group of each of this process's inputs, ``size`` of which follow each other."""
+        return torch.arange(self.columns.start, self.columns.stop) // size
+
+
+class PartLayout(ABC):
+    """How one part lies in a checkpoint.  ``want`` has the tensors that must come, ``why`` the settings by which."""
+
+    why = ""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self.want: dict[str, Want] = {}
+
+    @abstractmethod
+    def numbers(self, given: Mapping[str, Tensor]) -> Numbers | Tensor:
+        """This process's share of the tensors, on its device; a Tensor: the weight itself."""
+
+
+class PlainLayout(PartLayout):
+    """A part that is not quantized, beside others that are."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__(share)
+        self.want = {"weight": Want(FLOATS, ((share.outputs, share.inputs),))}
+
+    def numbers(self, given: Mapping[str, Tensor]) -> Tensor:
+        share = self.share
+        return given["weight"][share.rows, share.columns].to(share.device, share.dtype).clone()
+
+
+@dataclass
+class _Held:
+    """Rows of the module and what multiplies by them."""
+
+    parts: tuple[str, ...]
+    rows: slice
+    scheme: WeightScheme
+    order: Tensor | None
+
+    def inputs(self, x: Tensor) -> Tensor:
+        return x if self.order is None else x.index_select(1, self.order)
+
+
+@dataclass(eq=False)
+class PackedWeight(WeightScheme):
+    """Takes the tensors of each part, in any order, and holds all parts as one weight if they can be; else each by
+    itself.  ``told`` is given what became of the module, if that is not what was asked for."""
+
+    info: ModuleInfo
+    layouts: Mapping[str, PartLayout]
+    told: Callable[[str, str], None]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._given: dict[str, dict[str, Tensor]] = {part: {} for part in self.layouts}
+        self._pieces: dict[str, HeldRows] = {}
+        self._held: list[_Held] = []
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for part in self.layouts for name, shape in self.params_of(part).items()}
+
+    def params_of(self, part: str) -> dict[str, tuple[int, ...]]:
+        layout = self.layouts[part]
+        found = {name: want.shapes[0] for name, want in layout.want.items()}
+        if found.get("weight") == (layout.share.outputs, layout.share.inputs):
+            found["weight"] = (self.info.out_features, self.info.in_features)  # the loader knows it by that
+        return found
+
+    def slice(self, param: str, tensor: Tensor, split: str | None, shard: Shard) -> Tensor:
+        """All of it: where a share of fields and their scales lies, ``load`` knows."""
+        return tensor
+
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        part_rows(self.info, part)
+        layout, given = self.layouts[part], self._given[part]
+        if param not in layout.want:
+            raise ModelError(f"{self.info.name} takes no {param}, want {', '.join(layout.want)}")
+        dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
+        layout.want[param].refuse(tuple(tensor.shape), dtype, layout.why)
+        if param == "bias" and bool(tensor.any()):
+            raise ModelError("a bias that is not 0, which this architecture has no place for")
+        given[param] = tensor
+        if len(given) < len(layout.want):
+            return
+        found = layout.numbers(given)
+        if isinstance(found, Tensor):
+            self._pieces[part] = HeldRows("plain", found)
+        else:
+            self._pieces[part] = piece = forms.piece_of(found, layout.share.dtype)
+            if piece.form == "plain":
+                what = f"inputs that share a scale do not fill blocks of 8: unpacked to {self.info.dtype}"
+                self.told(what, self.info.name)
+        self._given[part] = {}
+        if len(self._pieces) == len(self.layouts):
+            self._hold()
+
+    def _hold(self) -> None:
+        pieces, self._pieces = self._pieces, {}
+        parts = tuple(name for name, _ in self.info.parts)
+        one = forms.merged([pieces[name] for name in parts])
+        if one is not None:
+            rows, scheme = slice(0, self.info.out_features), forms.scheme_of(one, self.info)
+            self._held = [_Held(parts, rows, scheme, one.order)]
+        else:
+            for name, rows in self.info.rows.items():
+                mine = replace(self.info, parts=((name, rows.stop - rows.start),), experts=0)
+                scheme = forms.scheme_of(pieces[name], mine)
+                self._held.append(_Held((name,), rows, scheme, pieces[name].order))
+        for held in self._held:
+            prefix = "" if one is not None else f"{held.parts[0]}."
+            self.tensors |= {prefix + name: tensor for name, tensor in held.scheme.tensors.items()}
+            if held.order is not None:
+                self.tensors[prefix + "order"] = held.order
+
+    def finish(self) -> None:
+        for held in self._held:
+            held.scheme.finish()
+
+    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
+        no_adapter(self, adapter)
+        if len(self._held) == 1:
+            return self._held[0].scheme.apply(self._held[0].inputs(x), out)
+        y = x.new_empty(len(x), self.info.out_features) if out is None else out
+        for held in self._held:
+            held.scheme.apply(held.inputs(x), y[:, held.rows])
+        return y
+
+    def expert(self, x: Tensor, e: int) -> Tensor:
+        if len(self._held) == 1:
+            return self._held[0].scheme.expert(self._held[0].inputs(x), e)
+        each = len(self._held) // self.info.experts
+        return torch.cat([h.scheme.apply(h.inputs(x)) for h in self._held[e * each : (e + 1) * each]], dim=1)
+
+    def stored(self) -> StoredWeight | None:
+        if len(self._held) != 1 or self._held[0].order is not None:
+            return None
+        return stored_by(self._held[0].scheme)
+
+
+class Settings:
+    """``quantization_config``, or a part of it, asked with what is wanted."""
+
+    def __init__(self, given: Mapping[str, Any], where: str = "") -> None:
+        self.given, self.where = given, where
+
+    def refuse(self, key: str, wanted: str) -> ModelError:
+        return ModelError(f"{WHERE}: {self.where}{key}={shown(self.given.get(key))}: want {wanted}")
+
+    def one_of(self, key: str, allowed: tuple[Any, ...], default: Any, instead: str = "") -> Any:
+        value = self.given.get(key, default)
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            wanted = " or ".join("null" if one is None else shown(one) for one in allowed)
+            raise self.refuse(key, wanted + instead)
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return self.one_of(key, (True, False), default)
+
+    def group(self, key: str, default: int | None = None) -> int:
+        """Inputs that share a scale; -1: all."""
+        value = self.given.get(key, default)
+        if type(value) is not int or (value != -1 and value < 1):
+            raise self.refuse(key, "a number of inputs, or -1 for all")
+        return value
+
+    def names(self, key: str) -> tuple[str, ...]:
+        value = self.given.get(key) or ()
+        if not isinstance(value, (list, tuple)) or any(not isinstance(one, str) for one in value):
+            raise self.refuse(key, "a list of names")
+        return tuple(value)
+
+    def part(self, key: str) -> Settings:
+        value = self.given.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.refuse(key, "an object")
+        return Settings(value, f"{self.where}{key}.")
+
+
+class CheckpointQuantizer(Quantizer):
+    """Modules that come packed; which ones, and how, the tensors and config.json say together."""
+
+    method = ""
+    packed_by: tuple[str, ...] = ()  # a tensor of one of these names says that a part is quantized
+    head = False  # whether the output head is, where nobody has looked
+
+    def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options, checkpoint)
+        method = (checkpoint or {}).get("quant_method", "no method")
+        if method != self.method:
+            raise ModelError(f"the checkpoint is quantized with {method}: want {self.method} for this quantizer")
+        self.settings = Settings(checkpoint or {})
+        self._met: dict[str, list[str]] = {}
+        self._asked = self._found = 0
+
+    @abstractmethod
+    def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
+        """How a part lies; None: it is not quantized.  ``source`` None: nobody has looked."""
+
+    def scheme(self, m: ModuleInfo) -> WeightScheme | None:
+        if m.kind == "embedding":
+            return None
+        layouts = {part: self._layout(m, part) for part, _ in m.parts}
+        self._asked += m.sources is not None
+        if not any(layouts.values()):
+            return None
+        self._found += 1
+        return PackedWeight(m, {p: made or PlainLayout(Share.of(m, p)) for p, made in layouts.items()}, self.tell)
+
+    def _layout(self, m: ModuleInfo, part: str) -> PartLayout | None:
+        share = Share.of(m, part)
+        if m.sources is None:
+            packed = m.kind in ("linear", "experts") or (m.kind == "lm_head" and self.head)
+            return self.layout(m, None, share) if packed else None
+        source = m.sources.get(part)
+        if source is None:
+            return None
+        made = self.layout(m, source, share)
+        if made is None:
+            return None
+        if not m.bias and "bias" in source.tensors:
+            made.want["bias"] = Want(FLOATS, ((share.outputs,),))
+        for param, want in made.want.items():
+            name = f"{source.name}.{param}"
+            if param not in source.tensors:
+                raise ModelError(f"the checkpoint lacks {name}; download it again or check config.json")
+            try:
+                want.refuse(*source.tensors[param], made.why)
+            except ModelError as e:
+                raise ModelError(f"tensor {shown(name)}: {e}") from None
+        return made
+
+    def tell(self, what: str, module: str) -> None:
+        """A note for the user, once for all the modules that it holds for."""
+        self._met.setdefault(what, []).append(module)
+        self.notes[:] = [f"{said}: {_listed(modules)}" for said, modules in self._met.items()]
+
+    def finish(self) -> None:
+        if self._asked and not self._found:
+            raise ModelError(
+                f"{WHERE}: quant_method={shown(self.method)}, and no module of the checkpoint is packed so: "
+                f"want tensors named {' or '.join(self.packed_by)}, or config.json without it"
+            )
+
+
+def _listed(modules: list[str]) -> str:
+    names = list(dict.fromkeys(modules))
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

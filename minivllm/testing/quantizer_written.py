@@ -1,0 +1,82 @@
+"""Weights written as quantized checkpoints are, by the documented layouts, each element rounded to the nearest.
+
+The suite gives them to quantizers that read such checkpoints.  What is written is symmetric, of groups of 32 inputs or
+of rows, with scales in float32, so that numbers of any size can be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.spec import ANY, Spec, allows
+
+GROUP = 32
+TOP = 7  # of codes around 0
+
+
+class WrittenMethod(NamedTuple):
+    """One method: its ``quantization_config``, and a weight [out, in] -> parameter -> tensor."""
+
+    config: Mapping[str, Any]
+    tensors: Callable[[Tensor], dict[str, Tensor]]
+    step: Callable[[Tensor], Tensor]  # distance of neighbouring numbers at each element of a weight
+    bits: int = 4
+    exponent: int = 0
+    outs: tuple[int, ...] = (5, 8, 64, 136)  # output rows of a part, tried with
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes [rows, n] -> i32 [rows, n * bits / 32], low first, rows filled up with zeros."""
+    each = (codes.numpy().astype(np.uint8)[..., None] >> np.arange(bits, dtype=np.uint8)) & 1
+    stream = each.reshape(len(codes), -1)
+    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view(np.int32).copy())
+
+
+def largest(weight: Tensor) -> Tensor:
+    """[out, groups], of which the last may be shorter."""
+    return torch.stack([group.abs().amax(1) for group in weight.split(GROUP, dim=1)], dim=1)
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes -7 to 7 [out, in], scale f32 [out, groups])."""
+    tiny = torch.finfo(torch.float32).tiny
+    scale = (largest(weight.float()) / TOP).clamp(min=tiny)
+    steps = weight.float() / scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    return steps.round().clamp(-TOP, TOP).long(), scale
+
+
+def step(weight: Tensor) -> Tensor:
+    """Distance of neighbouring numbers of int4 in groups, at each element [out, in]."""
+    return (largest(weight.double()) / TOP).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+
+
+def _gptq(weight: Tensor) -> dict[str, Tensor]:
+    codes, scale = rounded(weight)
+    return {
+        "qweight": packed(codes + 8, 4).t().contiguous(),
+        "qzeros": packed(torch.full_like(scale, 7).t(), 4),
+        "scales": scale.t().contiguous(),
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
+    }
+
+
+WRITTEN: Mapping[str, WrittenMethod] = {
+    "gptq": WrittenMethod({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, _gptq, step),
+}
+
+
+def methods(spec: Spec) -> Any:
+    """Those that a quantizer reads."""
+    return ANY if spec.limits == ANY else spec.limits["checkpoint"]
+
+
+def of(spec: Spec) -> WrittenMethod | None:
+    """What a quantizer that reads one of the methods is given; None: it quantizes plain weights, or reads another."""
+    limit = methods(spec)
+    return None if allows(limit, "none") else WRITTEN.get(min(limit))

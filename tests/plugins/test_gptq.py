@@ -1,0 +1,296 @@
+"""Checkpoints of GPTQ: what they say is what is multiplied by, in the form it was packed for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packed_checkpoints import PROMPT, change, coded, gptq, packed_dir, say
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Shard
+from minivllm.errors import ModelError
+from minivllm.plugins.quantizer.forms import GroupedBytes, PlainRows
+from minivllm.plugins.quantizer.gptq import Gptq
+from minivllm.plugins.quantizer.int4 import Int4Rows
+from minivllm.plugins.quantizer.int8 import ByteRows
+from minivllm.plugins.quantizer.packed import PackedWeight
+from minivllm.testing.harness import Harness
+from minivllm.testing.quantizer_data import dequantized
+from minivllm.testing.session import run
+from minivllm.testing.tiny import ARCHS
+
+LLM_SIZES = {"max_num_seqs": 4, "num_kvcache_blocks": 64, "max_model_len": 64, "device": "cpu", "dtype": "float32",
+             "skip_tokenizer_init": True}  # fmt: skip
+
+
+def config(bits=4, group_size=32, **more):
+    return {"quant_method": "gptq", "bits": bits, "group_size": group_size, **more}
+
+
+def info(rows=(24, 8), inp=64, name="layers.3.attn.qkv", **more):
+    parts = tuple(zip("abcdefgh", rows, strict=False))
+    return ModuleInfo(name, more.pop("kind", "linear"), inp, parts, "float32", "cpu", **more)
+
+
+def loaded(m, said, tensors):
+    """``tensors``: of each part."""
+    scheme = Gptq(None, said).scheme(m)
+    for part, given in tensors.items():
+        for param, tensor in given.items():
+            scheme.load(param, scheme.slice(param, tensor, m.split, m.shard), part)
+    scheme.finish()
+    return scheme
+
+
+def held(scheme):
+    return dequantized(scheme, scheme.info)
+
+
+def forms(scheme):
+    return [type(one.scheme) for one in scheme._held]
+
+
+@pytest.mark.parametrize("v1", [True, False])
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric", "order", "form"),
+    [
+        (4, 32, True, False, Int4Rows), (4, 32, False, False, Int4Rows), (4, -1, True, False, Int4Rows),
+        (4, 128, False, False, Int4Rows), (4, 32, True, True, Int4Rows), (4, 64, False, True, Int4Rows),
+        (2, 32, True, False, Int4Rows), (2, 64, False, True, Int4Rows), (3, 32, False, False, Int4Rows),
+        (4, 16, False, False, GroupedBytes), (4, 5, True, True, PlainRows), (4, 48, False, False, GroupedBytes),
+        (8, 32, True, False, GroupedBytes), (8, 64, False, True, GroupedBytes), (8, -1, True, False, ByteRows),
+        (8, -1, False, False, GroupedBytes),
+    ],
+)  # fmt: skip
+def test_what_is_held_is_what_the_tensors_say(bits, group, symmetric, order, form, v1):
+    torch.manual_seed(bits * 100 + group)
+    parts = {"a": coded(32, 160, bits, group, symmetric, order), "b": coded(64, 160, bits, group, symmetric)}
+    if v1:  # which has no zero point of 0
+        for one in parts.values():
+            one.zero.clamp_(min=1)
+    said = config(bits, group, desc_act=order, checkpoint_format="gptq" if v1 else "gptq_v2")
+    m = info((32, 64), 160)
+    scheme = loaded(m, said, {part: gptq(one, bits, v1) for part, one in parts.items()})
+    want = torch.cat([one.weight for one in parts.values()]).double()
+    torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
+    assert forms(scheme)[0] is form
+    # parts that differ in their order are multiplied by themselves
+    assert len(forms(scheme)) == (2 if order and form is not PlainRows else 1)
+    x = torch.randn(3, 160)
+    torch.testing.assert_close(scheme.apply(x), x @ want.T.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_merged_layer_may_have_three_sizes_of_groups_and_stays_one_product():
+    torch.manual_seed(1)
+    dynamic = {"+:.*k_proj": {"group_size": 32}, r".*v_proj$": {"group_size": 64, "sym": False}}
+    said = config(4, 128, checkpoint_format="gptq_v2", dynamic=dynamic)
+    parts = {"a": coded(32, 256, 4, 128), "b": coded(32, 256, 4, 32), "c": coded(32, 256, 4, 64, False)}
+    names = dict(zip(parts, ("q_proj", "k_proj", "v_proj"), strict=True))
+    tensors = {part: gptq(one, 4, v1=False) for part, one in parts.items()}
+    scheme = loaded(info((32, 32, 32), 256, sources=sources(tensors, names)), said, tensors)
+    want = torch.cat([one.weight for one in parts.values()]).double()
+    torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
+    assert forms(scheme) == [Int4Rows] and scheme.tensors["scale"].shape == (96, 8)
+    assert scheme.stored().group == 32
+
+
+def sources(tensors, names=None):
+    """What the loader tells of tensors by part."""
+    from minivllm.plugins.quantizer.packed import NAMES
+
+    names = names or {part: f"{part}_proj" for part in tensors}
+    return {
+        part: PartSource(f"model.layers.0.self_attn.{names[part]}",
+                     {k: (tuple(t.shape), NAMES[t.dtype]) for k, t in given.items()})
+        for part, given in tensors.items()
+    }  # fmt: skip
+
+
+def test_zero_points_of_0_and_15_are_held_by_v2_and_v1_warns():
+    one = coded(32, 64, 4, 32, symmetric=False)
+    one.zero[:, 0], one.zero[:, 1] = 0, 15
+    for v1 in (False, True):
+        said = config(checkpoint_format="gptq" if v1 else "gptq_v2")
+        quantizer = Gptq(None, said)
+        scheme = quantizer.scheme(info((32,)))
+        for param, tensor in gptq(one, 4, v1).items():
+            scheme.load(param, tensor, "a")
+        torch.testing.assert_close(held(scheme), one.weight.double(), rtol=1e-6, atol=1e-7)
+        assert len(quantizer.notes) == v1
+        assert all(n.startswith("v1 zero points are at their largest, as of a 0") for n in quantizer.notes)
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 48), (8, 32), (2, -1)])
+@pytest.mark.parametrize("split", ["column", "row"])
+def test_each_process_holds_its_slice_also_where_it_cuts_through_words_and_groups(split, bits, group, order):
+    torch.manual_seed(2)
+    one = coded(96, 192, bits, group, symmetric=False, order=order)
+    for size in (2, 3):
+        for rank in range(size):
+            shape = (96 // size, 192) if split == "column" else (96, 192 // size)
+            m = info(shape[:1], shape[1], split=split, shard=Shard(rank, size))
+            scheme = loaded(m, config(bits, group, checkpoint_format="gptq_v2"), {"a": gptq(one, bits, v1=False)})
+            want = one.weight.double().chunk(size, 0 if split == "column" else 1)[rank]
+            torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
+
+
+def test_inputs_whose_groups_cannot_be_sorted_into_blocks_are_unpacked_and_told():
+    one = coded(32, 64, 4, 7, order=True)
+    quantizer = Gptq(None, config(4, 7, desc_act=True))
+    scheme = quantizer.scheme(info((32,)))
+    for param, tensor in gptq(one, 4).items():
+        scheme.load(param, tensor, "a")
+    assert forms(scheme) == [PlainRows]
+    what = "inputs that share a scale do not fill blocks of 8: unpacked to float32"
+    assert quantizer.notes == [f"{what}: layers.3.attn.qkv"]
+
+
+# ---- in a model ------------------------------------------------------------------------------------------------------
+
+
+def logits_of(path, cfg, hf, kind="llama", quantizer=Gptq):
+    harness = Harness(path, ARCHS[kind](), cfg, quantizer=quantizer(None, cfg.quantization_config))
+    with torch.inference_mode():
+        return harness, harness.step({0: PROMPT})[0], hf(torch.tensor([PROMPT])).logits[0]
+
+
+@pytest.mark.parametrize(("kind", "order"), [("llama", False), ("qwen2", True)])
+def test_logits_are_those_of_the_weights_in_floating_numbers(tmp_path, kind, order):
+    torch.manual_seed(3)
+    said = config(desc_act=order, sym=False, lm_head=True, dynamic={"-:.*layers.1.mlp": {}, r".*o_proj": {"bits": 8}})
+
+    def code(name, n, k):
+        bits = 8 if "o_proj" in name else 4
+        one = coded(n, k, bits, 32, symmetric=False, order=order)
+        one.zero.clamp_(min=1)
+        return None if "layers.1.mlp" in name else one
+
+    cfg, hf = packed_dir(tmp_path, said, code, lambda c, name: gptq(c, 8 if "o_proj" in name else 4), kind)
+    harness, got, want = logits_of(tmp_path, cfg, hf, kind)
+    assert (got - want).abs().max() <= 1e-4
+    modules = harness.parts.modules
+    assert isinstance(modules["lm_head"].scheme, PackedWeight)
+    assert not isinstance(modules["layers.1.mlp.down"].scheme, PackedWeight)
+    assert harness.parts.quantizer.notes == []
+
+
+def test_auto_takes_it_and_the_head_that_is_tied_stays_plain(tmp_path):
+    torch.manual_seed(4)
+
+    def code(name, n, k):
+        return None if name == "lm_head" else coded(n, k, 4, 32)
+
+    def write(c, name):  # AutoGPTQ gives modules a bias of zeros
+        return {**gptq(c, 4), "bias": torch.zeros(len(c.codes), dtype=torch.float16)}
+
+    _, hf = packed_dir(tmp_path, config(desc_act=False), code, write, tie_word_embeddings=True)
+    with LLM(model=str(tmp_path), **LLM_SIZES) as llm:
+        assert "minivllm/gptq" in llm.explain("quantizer")
+        ids = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=8, temperature=0))[0].outputs[0]
+    with torch.inference_mode():
+        want = hf.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
+    assert list(ids.token_ids) == want[len(PROMPT) :].tolist()
+
+
+def test_a_packed_head_of_a_model_that_says_it_is_tied_is_its_own(tmp_path):
+    torch.manual_seed(5)
+    one = coded(64, 64, 4, 32)
+    cfg, hf = packed_dir(tmp_path, config(), lambda name, n, k: coded(n, k, 4, 32), lambda c, name: gptq(c, 4),
+                         tie_word_embeddings=True)  # fmt: skip
+    change(tmp_path, lambda t: t.update({f"lm_head.{k}": v for k, v in gptq(one, 4).items()}))
+    _, got, _ = logits_of(tmp_path, cfg, hf)
+    hf.lm_head.weight = torch.nn.Parameter(one.weight)
+    with torch.inference_mode():
+        want = hf(torch.tensor([PROMPT])).logits[0]
+    assert (got - want).abs().max() <= 1e-4
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gptq")
+    packed_dir(path, config(), lambda name, n, k: coded(n, k, 4, 32) if "proj" in name else None,
+               lambda c, name: gptq(c, 4))  # fmt: skip
+    return path
+
+
+NAME = "model.layers.1.self_attn.k_proj"
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ({"bits": 5}, r"bits=5: want 2 or 3 or 4 or 8"),
+        ({"bits": "4"}, r"bits='4': want 2 or 3 or 4 or 8"),
+        ({"bits": 8}, r"'model.*qweight'.*shape \[8, 64\] of I32, want \[16, 64\] of I32 with bits=8, group_size=32"),
+        ({"group_size": 64}, r"'model.*q_proj.qzeros'.*want \[1, 8\] of I32 with bits=4, group_size=64"),
+        ({"group_size": 0}, r"group_size=0: want a number of inputs, or -1"),
+        ({"checkpoint_format": "gptq_p"}, r"checkpoint_format='gptq_p': want gptq or gptq_v2"),
+        ({"is_marlin_format": True}, r"checkpoint_format='marlin': want gptq or gptq_v2"),
+        ({"dynamic": {"-:.*k_proj": {}}}, r"has model.*k_proj.qweight, and a pattern of dynamic says"),
+        ({"dynamic": {"+:(": {"bits": 8}}}, r"want a regular expression"),
+        ({"dynamic": {"x": {"bits": 9}}}, r"dynamic.x.bits=9: want"),
+        ({"sym": 3}, r"sym=3: want True or False"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(checkpoint, said, wanted, monkeypatch):
+    monkeypatch.setattr(PackedWeight, "load", lambda *args: pytest.fail("something is loaded"))
+    say(checkpoint, config(**said) if "bits" not in said and "group_size" not in said else {**config(), **said})
+    with pytest.raises(ModelError, match=wanted):
+        LLM(model=str(checkpoint), **LLM_SIZES)
+    say(checkpoint, config())
+
+
+@pytest.mark.parametrize(
+    ("param", "made", "wanted"),
+    [
+        ("scales", None, rf"the checkpoint lacks {NAME}.scales; download it again"),
+        ("qzeros", lambda t: t[:1].clone(), rf"tensor '{NAME}.qzeros': shape \[1, 4\] of I32, want \[2, 4\] of I32"),
+        ("qweight", lambda t: t.long(), rf"tensor '{NAME}.qweight': shape \[8, 32\] of I64, want"),
+        ("g_idx", lambda t: t + 1, rf"tensor '{NAME}.*: g_idx has groups beyond 0 to 1"),
+        ("bias", lambda t: torch.ones(32), rf"tensor '{NAME}.bias': a bias that is not 0"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(checkpoint, tmp_path, param, made, wanted):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+
+    def edit(tensors):
+        found = tensors.pop(f"{NAME}.{param}", None)
+        if made is not None:
+            tensors[f"{NAME}.{param}"] = made(found)
+
+    change(tmp_path, edit)
+    with pytest.raises(ModelError, match=wanted):
+        LLM(model=str(tmp_path), **LLM_SIZES)
+
+
+def test_a_file_that_ends_early_is_refused_before_anything_is_loaded(checkpoint, tmp_path, capfd):
+    from minivllm.cli import main
+
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: -100 if file.suffix == ".safetensors" else None])
+    assert main(["generate", "x", "--model", str(tmp_path), "--set", "device=cpu", "--set", "dtype=float32",
+                 "--set", "skip_tokenizer_init=true"]) == 3  # fmt: skip
+    said = capfd.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and "not a whole safetensors file" in said[0]
+
+
+def test_a_checkpoint_that_is_not_packed_though_config_says_so_is_refused(tmp_path):
+    packed_dir(tmp_path, config(), lambda *args: None, None)
+    with pytest.raises(ModelError, match="no module of the checkpoint is packed so: want tensors named qweight"):
+        LLM(model=str(tmp_path), **LLM_SIZES)
+
+
+def test_the_conformance_kit_reads_what_it_writes():
+    """All of it is a slow test."""
+    only = {
+        "test_what_does_not_fit_is_refused", "test_params_are_what_comes_from_the_checkpoint",
+        "test_loading_leaves_the_checkpoint_as_it_is", "test_weights_that_the_format_has_come_back_exactly",
+        "test_a_model_computes_what_transformers_computes_with_the_held_weights", "test_modules_share_nothing",
+    }  # fmt: skip
+    outcomes = run([("quantizer", "minivllm/gptq")], only=only)
+    assert {o.test for o in outcomes if o.status == "passed"} == only, outcomes
