@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minivllm.testing.quantizer_written import packed
-from minivllm.testing.tiny import tiny_dir
+from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.testing.harness import Harness
+from minivllm.testing.quantizer_data import dequantized
+from minivllm.testing.quantizer_written import awq_words, packed
+from minivllm.testing.tiny import ARCHS, tiny_dir
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 64}  # of a tiny model
+LLM_SIZES = {
+    "max_num_seqs": 4, "num_kvcache_blocks": 64, "max_model_len": 64, "device": "cpu", "dtype": "float32",
+    "skip_tokenizer_init": True,
+}  # fmt: skip
+KIT = {  # tests of the conformance kit that cost little
+    "test_what_does_not_fit_is_refused", "test_params_are_what_comes_from_the_checkpoint",
+    "test_loading_leaves_the_checkpoint_as_it_is", "test_weights_that_the_format_has_come_back_exactly",
+    "test_a_model_computes_what_transformers_computes_with_the_held_weights", "test_modules_share_nothing",
+}  # fmt: skip
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33]
 
 
@@ -59,6 +71,14 @@ def gptq(c: Coded, bits: int, v1: bool = True) -> dict[str, Tensor]:
     }
 
 
+def awq(c: Coded) -> dict[str, Tensor]:
+    return {
+        "qweight": awq_words(c.codes.t()),
+        "qzeros": awq_words(c.zero.t()),
+        "scales": c.scale.t().half().contiguous(),
+    }
+
+
 Code = Callable[[str, int, int], "Coded | None"]  # name of a module, outputs, inputs -> None: it stays plain
 
 
@@ -93,5 +113,32 @@ def change(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-def cut(c: Coded, rows: slice) -> Coded:
-    return replace(c, codes=c.codes[rows], scale=c.scale[rows], zero=c.zero[rows])
+def info(rows=(24, 8), inp=64, name="layers.3.attn.qkv", **more) -> ModuleInfo:
+    parts = tuple(zip("abcdefgh", rows, strict=False))
+    return ModuleInfo(name, more.pop("kind", "linear"), inp, parts, "float32", "cpu", **more)
+
+
+def loaded(quantizer: Any, m: ModuleInfo, tensors: Mapping[str, Mapping[str, Tensor]]) -> Any:
+    """The scheme of a module, given the tensors of each part."""
+    scheme = quantizer.scheme(m)
+    for part, given in tensors.items():
+        for param, tensor in given.items():
+            scheme.load(param, scheme.slice(param, tensor, m.split, m.shard), part)
+    scheme.finish()
+    return scheme
+
+
+def held(scheme: Any) -> Tensor:
+    return dequantized(scheme, scheme.info)
+
+
+def forms(scheme: Any) -> list[type]:
+    """What multiplies by the parts of a module, or by all of them."""
+    return [type(one.scheme) for one in scheme._held]
+
+
+def logits_of(path: Path, cfg: Any, hf: Any, quantizer: Any, kind: str = "llama") -> tuple[Harness, Tensor, Tensor]:
+    """(a harness, our logits of a prompt, transformers')."""
+    harness = Harness(path, ARCHS[kind](), cfg, quantizer=quantizer(None, cfg.quantization_config))
+    with torch.inference_mode():
+        return harness, harness.step({0: PROMPT})[0], hf(torch.tensor([PROMPT])).logits[0]

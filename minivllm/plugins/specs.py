@@ -57,6 +57,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("processor", "penalties", "minivllm.plugins.processor.spec:PENALTIES"),
     ("processor", "prompt_penalty", "minivllm.plugins.processor.spec:PROMPT_PENALTY"),
     ("processor", "temperature_schedule", "minivllm.plugins.processor.spec:TEMPERATURE_SCHEDULE"),
+    ("quantizer", "awq", "minivllm.plugins.quantizer.spec:AWQ"),
     ("quantizer", "fp8", "minivllm.plugins.quantizer.spec:FP8"),
     ("quantizer", "fp8-weight", "minivllm.plugins.quantizer.spec:FP8_WEIGHT"),
     ("quantizer", "gptq", "minivllm.plugins.quantizer.spec:GPTQ"),

@@ -66,7 +66,23 @@ def _gptq(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
+def _awq(weight: Tensor) -> dict[str, Tensor]:
+    codes, scale = rounded(weight)
+    return {
+        "qweight": awq_words((codes + 8).t()),
+        "qzeros": awq_words(torch.full_like(scale, 8).t()),
+        "scales": scale.t().contiguous(),
+    }
+
+
+def awq_words(codes: Tensor) -> Tensor:
+    """Codes [n, out] -> i32 [n, out / 8], whose fields have outputs 0, 2, 4, 6, 1, 3, 5, 7 of the 8."""
+    by_field = codes.unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+    return packed(by_field.flatten(1), 4)
+
+
 WRITTEN: Mapping[str, WrittenMethod] = {
+    "awq": WrittenMethod({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq, step),
     "gptq": WrittenMethod({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, _gptq, step),
 }
 

@@ -4,50 +4,35 @@ from __future__ import annotations
 
 import pytest
 import torch
-from packed_checkpoints import PROMPT, change, coded, gptq, packed_dir, say
+from packed_checkpoints import (
+    KIT,
+    LLM_SIZES,
+    PROMPT,
+    change,
+    coded,
+    forms,
+    gptq,
+    held,
+    info,
+    loaded,
+    logits_of,
+    packed_dir,
+    say,
+)  # fmt: skip
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Shard
+from minivllm.core.interfaces.quantizer import PartSource, Shard
 from minivllm.errors import ModelError
 from minivllm.plugins.quantizer.forms import GroupedBytes, PlainRows
 from minivllm.plugins.quantizer.gptq import Gptq
 from minivllm.plugins.quantizer.int4 import Int4Rows
 from minivllm.plugins.quantizer.int8 import ByteRows
 from minivllm.plugins.quantizer.packed import PackedWeight
-from minivllm.testing.harness import Harness
-from minivllm.testing.quantizer_data import dequantized
 from minivllm.testing.session import run
-from minivllm.testing.tiny import ARCHS
-
-LLM_SIZES = {"max_num_seqs": 4, "num_kvcache_blocks": 64, "max_model_len": 64, "device": "cpu", "dtype": "float32",
-             "skip_tokenizer_init": True}  # fmt: skip
 
 
 def config(bits=4, group_size=32, **more):
     return {"quant_method": "gptq", "bits": bits, "group_size": group_size, **more}
-
-
-def info(rows=(24, 8), inp=64, name="layers.3.attn.qkv", **more):
-    parts = tuple(zip("abcdefgh", rows, strict=False))
-    return ModuleInfo(name, more.pop("kind", "linear"), inp, parts, "float32", "cpu", **more)
-
-
-def loaded(m, said, tensors):
-    """``tensors``: of each part."""
-    scheme = Gptq(None, said).scheme(m)
-    for part, given in tensors.items():
-        for param, tensor in given.items():
-            scheme.load(param, scheme.slice(param, tensor, m.split, m.shard), part)
-    scheme.finish()
-    return scheme
-
-
-def held(scheme):
-    return dequantized(scheme, scheme.info)
-
-
-def forms(scheme):
-    return [type(one.scheme) for one in scheme._held]
 
 
 @pytest.mark.parametrize("v1", [True, False])
@@ -70,7 +55,7 @@ def test_what_is_held_is_what_the_tensors_say(bits, group, symmetric, order, for
             one.zero.clamp_(min=1)
     said = config(bits, group, desc_act=order, checkpoint_format="gptq" if v1 else "gptq_v2")
     m = info((32, 64), 160)
-    scheme = loaded(m, said, {part: gptq(one, bits, v1) for part, one in parts.items()})
+    scheme = loaded(Gptq(None, said), m, {part: gptq(one, bits, v1) for part, one in parts.items()})
     want = torch.cat([one.weight for one in parts.values()]).double()
     torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
     assert forms(scheme)[0] is form
@@ -87,7 +72,7 @@ def test_a_merged_layer_may_have_three_sizes_of_groups_and_stays_one_product():
     parts = {"a": coded(32, 256, 4, 128), "b": coded(32, 256, 4, 32), "c": coded(32, 256, 4, 64, False)}
     names = dict(zip(parts, ("q_proj", "k_proj", "v_proj"), strict=True))
     tensors = {part: gptq(one, 4, v1=False) for part, one in parts.items()}
-    scheme = loaded(info((32, 32, 32), 256, sources=sources(tensors, names)), said, tensors)
+    scheme = loaded(Gptq(None, said), info((32, 32, 32), 256, sources=sources(tensors, names)), tensors)
     want = torch.cat([one.weight for one in parts.values()]).double()
     torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
     assert forms(scheme) == [Int4Rows] and scheme.tensors["scale"].shape == (96, 8)
@@ -130,7 +115,8 @@ def test_each_process_holds_its_slice_also_where_it_cuts_through_words_and_group
         for rank in range(size):
             shape = (96 // size, 192) if split == "column" else (96, 192 // size)
             m = info(shape[:1], shape[1], split=split, shard=Shard(rank, size))
-            scheme = loaded(m, config(bits, group, checkpoint_format="gptq_v2"), {"a": gptq(one, bits, v1=False)})
+            quantizer = Gptq(None, config(bits, group, checkpoint_format="gptq_v2"))
+            scheme = loaded(quantizer, m, {"a": gptq(one, bits, v1=False)})
             want = one.weight.double().chunk(size, 0 if split == "column" else 1)[rank]
             torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
 
@@ -149,12 +135,6 @@ def test_inputs_whose_groups_cannot_be_sorted_into_blocks_are_unpacked_and_told(
 # ---- in a model ------------------------------------------------------------------------------------------------------
 
 
-def logits_of(path, cfg, hf, kind="llama", quantizer=Gptq):
-    harness = Harness(path, ARCHS[kind](), cfg, quantizer=quantizer(None, cfg.quantization_config))
-    with torch.inference_mode():
-        return harness, harness.step({0: PROMPT})[0], hf(torch.tensor([PROMPT])).logits[0]
-
-
 @pytest.mark.parametrize(("kind", "order"), [("llama", False), ("qwen2", True)])
 def test_logits_are_those_of_the_weights_in_floating_numbers(tmp_path, kind, order):
     torch.manual_seed(3)
@@ -167,7 +147,7 @@ def test_logits_are_those_of_the_weights_in_floating_numbers(tmp_path, kind, ord
         return None if "layers.1.mlp" in name else one
 
     cfg, hf = packed_dir(tmp_path, said, code, lambda c, name: gptq(c, 8 if "o_proj" in name else 4), kind)
-    harness, got, want = logits_of(tmp_path, cfg, hf, kind)
+    harness, got, want = logits_of(tmp_path, cfg, hf, Gptq, kind)
     assert (got - want).abs().max() <= 1e-4
     modules = harness.parts.modules
     assert isinstance(modules["lm_head"].scheme, PackedWeight)
@@ -199,7 +179,7 @@ def test_a_packed_head_of_a_model_that_says_it_is_tied_is_its_own(tmp_path):
     cfg, hf = packed_dir(tmp_path, config(), lambda name, n, k: coded(n, k, 4, 32), lambda c, name: gptq(c, 4),
                          tie_word_embeddings=True)  # fmt: skip
     change(tmp_path, lambda t: t.update({f"lm_head.{k}": v for k, v in gptq(one, 4).items()}))
-    _, got, _ = logits_of(tmp_path, cfg, hf)
+    _, got, _ = logits_of(tmp_path, cfg, hf, Gptq)
     hf.lm_head.weight = torch.nn.Parameter(one.weight)
     with torch.inference_mode():
         want = hf(torch.tensor([PROMPT])).logits[0]
@@ -287,10 +267,5 @@ def test_a_checkpoint_that_is_not_packed_though_config_says_so_is_refused(tmp_pa
 
 def test_the_conformance_kit_reads_what_it_writes():
     """All of it is a slow test."""
-    only = {
-        "test_what_does_not_fit_is_refused", "test_params_are_what_comes_from_the_checkpoint",
-        "test_loading_leaves_the_checkpoint_as_it_is", "test_weights_that_the_format_has_come_back_exactly",
-        "test_a_model_computes_what_transformers_computes_with_the_held_weights", "test_modules_share_nothing",
-    }  # fmt: skip
-    outcomes = run([("quantizer", "minivllm/gptq")], only=only)
-    assert {o.test for o in outcomes if o.status == "passed"} == only, outcomes
+    outcomes = run([("quantizer", "minivllm/gptq")], only=KIT)
+    assert {o.test for o in outcomes if o.status == "passed"} == KIT, outcomes

@@ -5,6 +5,12 @@
 
 from minivllm.spec import ANY, AtLeast, Spec
 
+AWQ = Spec(
+    impl="minivllm.plugins.quantizer.awq:Awq",
+    api=(1, 3),
+    summary="checkpoints of AWQ, version gemm: 4 bits with zero points",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"awq"}},
+)
 FP8 = Spec(
     impl="minivllm.plugins.quantizer.eight:Fp8",
     api=(1, 3),

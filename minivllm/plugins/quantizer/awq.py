@@ -1,0 +1,88 @@
+"""Checkpoints of AWQ (arXiv:2306.00978), as AutoAWQ and GPTQModel write them with ``version: gemm``: 4 bits a weight.
+
+qweight  i32 [in, out / 8]      fields of 8 outputs, low first those of output 0, 2, 4, 6, 1, 3, 5, 7
+qzeros   i32 [groups, out / 8]  likewise
+scales   f16 [groups, out]
+weight   w[n, k] = (q - z) * scales[k // group_size, n]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource
+from minivllm.errors import ModelError, shown
+
+from . import forms
+from .forms import Numbers
+from .packed import FLOATS, CheckpointQuantizer, PartLayout, Share, Want
+
+FIELDS = 8  # of a word
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # in which field each output is
+GEMM = "want version=gemm, as AutoAWQ writes by default; GPTQModel converts others"
+
+
+class AwqLayout(PartLayout):
+    def __init__(self, share: Share, group_size: int) -> None:
+        super().__init__(share)
+        self.size = share.inputs if group_size == -1 else group_size
+        self.why = f" with bits=4, group_size={group_size}"
+        if share.outputs % FIELDS:
+            raise ModelError(f"{share.outputs} outputs of 4 bits are no whole number of words: want a multiple of 8")
+        groups, words = -(-share.inputs // self.size), share.outputs // FIELDS
+        self.want = {
+            "qweight": Want(("I32",), ((share.inputs, words),)),
+            "qzeros": Want(("I32",), ((groups, words),)),
+            "scales": Want(FLOATS, ((groups, share.outputs),)),
+        }
+
+    def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
+        share = self.share
+        codes, zero = (self._outputs(given[name]) for name in ("qweight", "qzeros"))
+        scale = given["scales"][:, share.rows].to(share.device).t().float()
+        return Numbers(codes[:, share.columns], scale, zero.float(), share.group_of(self.size), 4, forms.CENTRE)
+
+    def _outputs(self, words: Tensor) -> Tensor:
+        """This process's outputs u8 [outputs, n] of words [n, all outputs / 8]."""
+        rows = self.share.rows
+        first, last = rows.start // FIELDS, -(-rows.stop // FIELDS)
+        words = words[:, first:last].to(self.share.device)
+        found = forms.fields(words, 4, FIELDS * (last - first)).view(len(words), -1, FIELDS)
+        whole = found[:, :, list(ORDER)].flatten(1)
+        return whole[:, rows.start - first * FIELDS : rows.stop - first * FIELDS].t()
+
+
+class Awq(CheckpointQuantizer):
+    """Modules with ``qweight``; those that ``modules_to_not_convert`` names stay as they are."""
+
+    method, packed_by = "awq", ("qweight",)
+
+    def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options, checkpoint)
+        given = self.settings.given
+        for key in ("version", "backend"):
+            said = given.get(key) or ""
+            if str(said).lower() not in ("", "gemm", "autoawq", "auto"):
+                raise ModelError(f"the checkpoint is AWQ of {key}={shown(said)}: {GEMM}")
+        self.settings.one_of("w_bit" if "w_bit" in given else "bits", (4,), None)
+        self.group_size = self.settings.group("q_group_size" if "q_group_size" in given else "group_size", -1)
+        self.left_out = self.settings.names("modules_to_not_convert")
+
+    def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
+        if source is None:
+            if self.left_out:
+                raise ModelError(
+                    "modules_to_not_convert names modules, and this architecture does not say what theirs are"
+                )
+        else:
+            if "qweight" not in source.tensors:
+                return None
+            if named := [name for name in self.left_out if name in source.name]:
+                raise ModelError(
+                    f"the checkpoint has {source.name}.qweight, and modules_to_not_convert={shown(named)} says that it "
+                    "is not quantized"
+                )
+        return AwqLayout(share, self.group_size)
