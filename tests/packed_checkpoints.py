@@ -79,6 +79,20 @@ def awq(c: Coded) -> dict[str, Tensor]:
     }
 
 
+def compressed(c: Coded, bits: int, symmetric: bool, act_order: bool = False) -> dict[str, Tensor]:
+    """As pack-quantized has it; zero points along the outputs."""
+    made = {
+        "weight_packed": packed(c.codes, bits),
+        "weight_scale": c.scale.half(),
+        "weight_shape": torch.tensor(c.codes.shape),
+    }
+    if not symmetric:
+        made["weight_zero_point"] = packed(c.zero.t(), bits).t().contiguous()
+    if act_order:
+        made["weight_g_idx"] = c.group_of.int()
+    return made
+
+
 Code = Callable[[str, int, int], "Coded | None"]  # name of a module, outputs, inputs -> None: it stays plain
 
 
@@ -142,3 +156,18 @@ def logits_of(path: Path, cfg: Any, hf: Any, quantizer: Any, kind: str = "llama"
     harness = Harness(path, ARCHS[kind](), cfg, quantizer=quantizer(None, cfg.quantization_config))
     with torch.inference_mode():
         return harness, harness.step({0: PROMPT})[0], hf(torch.tensor([PROMPT])).logits[0]
+
+
+def scaled(
+    dtype: torch.dtype, rows: int, columns: int, outputs: int = 96, inputs: int = 192, zero: bool = False
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(the tensors of a weight in bytes, of which blocks share a scale; the weight)."""
+    codes = torch.randint(-127, 128, (outputs, inputs)).float()
+    codes = (codes if dtype == torch.int8 else codes * 3).to(dtype)
+    shape = (-(-outputs // rows), -(-inputs // columns))
+    scale, zeros = (torch.rand(shape) + 0.5) / 500, torch.randint(-5, 6, shape).to(torch.int8)
+    zeros.view(-1)[0] = 1
+    down, across = (torch.arange(n) // size for n, size in ((outputs, rows), (inputs, columns)))
+    weight = codes.float() - (zeros[down][:, across].float() if zero else 0)
+    made = {"weight": codes, "weight_scale": scale.view(()) if shape == (1, 1) else scale}
+    return {**made, **({"weight_zero_point": zeros} if zero else {})}, weight * scale[down][:, across]

@@ -30,7 +30,10 @@ from .tensor_files import Header, checkpoint_headers, checkpoint_tensors, opened
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 # older checkpoints carry tables that are computed here
-BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(masked_)?bias")
+BUFFERS = re.compile(
+    r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(masked_)?bias"
+    r"|.*\.self_attn\.([qkv]_scale|[kv]_proj\.([kv]_scale|output_scale|output_zero_point))"  # of a quantized cache
+)
 DUMMY_STD = 0.02
 Wanted = Mapping[tuple[str, str], tuple[int, ...] | None]  # ``Module.wanted``
 PLAIN = ("weight", "bias")  # parameters that are not quantized

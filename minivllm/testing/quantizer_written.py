@@ -81,8 +81,31 @@ def awq_words(codes: Tensor) -> Tensor:
     return packed(by_field.flatten(1), 4)
 
 
+def _compressed(weight: Tensor) -> dict[str, Tensor]:
+    codes, scale = rounded(weight)
+    return {
+        "weight_packed": packed(codes + 8, 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def _config_groups(**weights: Any) -> dict[str, Any]:
+    return {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", **weights}}}
+
+
 WRITTEN: Mapping[str, WrittenMethod] = {
     "awq": WrittenMethod({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq, step),
+    "compressed-tensors": WrittenMethod(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": _config_groups(strategy="group", group_size=GROUP, symmetric=True),
+            "ignore": ["lm_head"],
+        },
+        _compressed,
+        step,
+    ),
     "gptq": WrittenMethod({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, _gptq, step),
 }
 

@@ -243,6 +243,13 @@ class Settings:
             raise self.refuse(key, "a number of inputs, or -1 for all")
         return value
 
+    def pair(self, key: str) -> tuple[int, int]:
+        """Outputs and inputs of a block that shares a scale."""
+        value = self.given.get(key)
+        if not isinstance(value, (list, tuple)) or len(value) != 2 or any(type(n) is not int or n < 1 for n in value):
+            raise self.refuse(key, "two numbers, of outputs and inputs that share a scale")
+        return value[0], value[1]
+
     def names(self, key: str) -> tuple[str, ...]:
         value = self.given.get(key) or ()
         if not isinstance(value, (list, tuple)) or any(not isinstance(one, str) for one in value):
@@ -296,6 +303,11 @@ class CheckpointQuantizer(Quantizer):
             return None
         made = self.layout(m, source, share)
         if made is None:
+            if "weight" in source.tensors and source.tensors["weight"][1] not in FLOATS:
+                raise ModelError(
+                    f"the checkpoint has {source.name}.weight of {source.tensors['weight'][1]} and no scales for it; "
+                    "download it again or check config.json"
+                )
             return None
         if not m.bias and "bias" in source.tensors:
             made.want["bias"] = Want(FLOATS, ((share.outputs,),))

@@ -11,6 +11,17 @@ AWQ = Spec(
     summary="checkpoints of AWQ, version gemm: 4 bits with zero points",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"awq"}},
 )
+COMPRESSED_TENSORS = Spec(
+    impl="minivllm.plugins.quantizer.compressed:CompressedTensors",
+    api=(1, 3),
+    summary="checkpoints of compressed-tensors: 2 to 8 bits packed, int8, float8",
+    limits={
+        "device": ANY,
+        "sm": ANY,
+        "dtype": {"bfloat16", "float16", "float32"},
+        "checkpoint": {"compressed-tensors"},
+    },
+)
 FP8 = Spec(
     impl="minivllm.plugins.quantizer.eight:Fp8",
     api=(1, 3),

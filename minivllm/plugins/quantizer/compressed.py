@@ -1,0 +1,200 @@
+"""Checkpoints of compressed-tensors (llm-compressor), whose groups of modules may be quantized in several ways.
+
+    pack-quantized                    weight_packed      i32 [out, in * bits / 32]    fields of inputs, low first
+                                      weight_scale       f16 [out, groups]
+                                      weight_zero_point  i32 [out * bits / 32, groups]  fields of outputs
+                                      weight_g_idx       i32 [in], of groups by activations
+    int-, float-, naive-quantized     weight             int8, float8 [out, in]
+                                      weight_scale       one, [out, 1], [out, groups], [out / rows, in / columns]
+
+A field is q + 2 ** (bits - 1).  Scales of activations are not used: products take activations as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource
+from minivllm.errors import ModelError, shown
+
+from . import forms
+from .forms import Numbers
+from .packed import FLOATS, CheckpointQuantizer, PartLayout, Settings, Share, Want
+from .scaled_bytes import BytesLayout, by_row, scale_shapes
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+STRATEGIES = ("tensor", "channel", "group", "block", None)
+# what says how activations, keys and values were quantized
+UNUSED = (
+    "input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale", "weight_zero_point",
+    "weight_g_idx",
+)  # fmt: skip
+
+
+class ConfigGroup(NamedTuple):
+    """How the modules that ``targets`` name are quantized."""
+
+    targets: tuple[str, ...]
+    bits: int
+    floating: bool
+    symmetric: bool
+    strategy: str
+    rows: int  # outputs that share a scale; 0: all
+    columns: int  # inputs; 0: all
+    packed: bool | None  # None: the tensors say
+
+    @property
+    def why(self) -> str:
+        return f" with num_bits={self.bits}, strategy={self.strategy}, group_size={self.columns or None}"
+
+    def blocks(self, share: Share) -> tuple[int, int]:
+        return self.rows or share.outputs, self.columns or share.inputs
+
+
+def config_group(settings: Settings, outer: str) -> ConfigGroup | None:
+    """None: its weights are not quantized."""
+    written = settings.one_of("format", (None, *FORMATS), None) or outer
+    if settings.given.get("weights") is None or written == "dense":
+        return None
+    weights = settings.part("weights")
+    floating = weights.one_of("type", ("int", "float"), "int") == "float"
+    bits = weights.one_of("num_bits", (8,) if floating else (2, 3, 4, 5, 6, 7, 8), 8)
+    size = weights.given.get("group_size")
+    strategy = weights.one_of("strategy", STRATEGIES, None)
+    if strategy is None:
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    rows, columns = (0 if strategy == "tensor" else 1), 0
+    if strategy == "group":
+        columns = max(0, weights.group("group_size"))
+    if strategy == "block":
+        rows, columns = weights.pair("block_structure")
+    packed = None if written in ("naive-quantized", "mixed-precision") else written == "pack-quantized"
+    symmetric = weights.flag("symmetric", True)
+    return ConfigGroup(settings.names("targets"), bits, floating, symmetric, strategy, rows, columns, packed)
+
+
+class FieldsLayout(PartLayout):
+    """``weight_packed`` and what belongs to it."""
+
+    def __init__(self, share: Share, group: ConfigGroup, has: Mapping[str, Any] | None) -> None:
+        super().__init__(share)
+        self.group, self.why, bits = group, group.why, group.bits
+        self.rows, self.columns = group.blocks(share)
+        shapes = scale_shapes(share, self.rows, self.columns)
+        self.want = {
+            "weight_packed": Want(("I32",), ((share.outputs, -(-share.inputs * bits // 32)),)),
+            "weight_scale": Want(FLOATS, shapes),
+        }
+        if has is None or "weight_shape" in has:
+            self.want["weight_shape"] = Want(("I64", "I32"), ((2,),))
+        self.fields = group.strategy in ("group", "channel")  # zero points are
+        if not group.symmetric:
+            words = ((-(-share.outputs * bits // 32), -(-share.inputs // self.columns)),)
+            self.want["weight_zero_point"] = Want(("I32",), words) if self.fields else Want(("I8", "I32"), shapes)
+        if has is not None and "weight_g_idx" in has:
+            self.want["weight_g_idx"] = Want(("I32", "I64"), ((share.inputs,),))
+
+    def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
+        share, bits = self.share, self.group.bits
+        shape = given["weight_shape"].tolist() if "weight_shape" in given else [share.outputs, share.inputs]
+        if shape != [share.outputs, share.inputs]:
+            raise ModelError(f"weight_shape says {shape}, want {[share.outputs, share.inputs]}")
+        codes = share.taken(given["weight_packed"][share.rows], bits)
+        scale = by_row(given["weight_scale"], share, self.rows)
+        return Numbers(codes, scale, self._zero(given), self._group_of(given), bits, 1 << (bits - 1))
+
+    def _zero(self, given: Mapping[str, Tensor]) -> Tensor | None:
+        share, bits = self.share, self.group.bits
+        if self.group.symmetric:
+            return None
+        zero = given["weight_zero_point"].to(share.device)
+        if not self.fields:
+            return by_row(zero, share, self.rows) + (1 << (bits - 1))
+        return forms.fields(zero.t(), bits, share.outputs)[:, share.rows].t().float()
+
+    def _group_of(self, given: Mapping[str, Tensor]) -> Tensor:
+        plain = self.share.group_of(self.columns)
+        if "weight_g_idx" not in given:
+            return plain
+        found = given["weight_g_idx"][self.share.columns].long().cpu()
+        groups = -(-self.share.inputs // self.columns)
+        if bool((found == -1).all()):  # as it is before groups are sorted
+            return plain
+        if bool(((found < 0) | (found >= groups)).any()):
+            raise ModelError(f"weight_g_idx has groups beyond 0 to {groups - 1}, as many as there are scales")
+        return found
+
+
+class CompressedTensors(CheckpointQuantizer):
+    """Modules as ``config_groups`` says; those that ``ignore`` names stay as they are."""
+
+    method, packed_by = "compressed-tensors", ("weight_packed", "weight_scale")
+
+    def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options, checkpoint)
+        settings = self.settings
+        outer = settings.one_of("format", (None, *FORMATS), None) or "mixed-precision"
+        for key in ("sparsity_config", "transform_config"):
+            said = settings.part(key).given
+            if said and said.get("format") != "dense":
+                raise settings.refuse(key, "none: weights that are sparse or transformed are not read")
+        groups = settings.part("config_groups")
+        if not groups.given:
+            raise settings.refuse("config_groups", "an object of groups with targets and weights")
+        found = (config_group(groups.part(name), outer) for name in groups.given)
+        self.groups = [group for group in found if group is not None]
+        self.ignore = settings.names("ignore")
+        if settings.given.get("kv_cache_scheme"):
+            what = "scales of keys and values are not used; kv_format=fp8 and int8 have their own"
+            self.tell(what, "kv_cache_scheme")
+
+    def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
+        group = self._group(m, None if source is None else source.name)
+        has = None if source is None else source.tensors
+        if has is not None and "weight_packed" not in has and "weight_scale" not in has:
+            return None
+        if group is None:
+            if source is None:
+                return None
+            raise ModelError(
+                f"the checkpoint has scales of {source.name}, and config_groups and ignore say that it is not quantized"
+            )
+        if group.packed if has is None else "weight_packed" in has:
+            if group.floating:
+                raise ModelError(f"the weights of {m.name} are packed floating numbers: want type=int")
+            made: PartLayout = FieldsLayout(share, group, has)
+        else:
+            dtype = "F8_E4M3" if group.floating else "I8"
+            made = BytesLayout(share, dtype, *group.blocks(share), group.why, "weight_scale", not group.symmetric)
+        for name in UNUSED:
+            if has is not None and name in has and name not in made.want:
+                made.want[name] = Want((has[name][1],), (has[name][0],))
+        return made
+
+    def _group(self, m: ModuleInfo, name: str | None) -> ConfigGroup | None:
+        """Names come before patterns, and both before classes."""
+        if name is None:
+            names = [one for group in self.groups for one in (*group.targets, *self.ignore)]
+            if any(one.startswith("re:") or "." in one for one in names):
+                raise ModelError("config_groups names modules, and this architecture does not say what theirs are")
+            return next((g for g in self.groups if "Linear" in g.targets), None)
+        if any(_names(target, name) for target in self.ignore):
+            return None
+        for fits in (lambda t: t == name, lambda t: _names(t, name), lambda t: t == "Linear"):
+            for group in self.groups:
+                if any(fits(target) for target in group.targets):
+                    return group
+        return None
+
+
+def _names(target: str, name: str) -> bool:
+    if not target.startswith("re:"):
+        return target == name
+    try:
+        return re.match(target.removeprefix("re:"), name) is not None
+    except re.error as e:
+        raise ModelError(f"target {shown(target)} of {name}: want a regular expression after re: ({e})") from None

@@ -1,0 +1,50 @@
+"""Weights that lie in a checkpoint as bytes [out, in] beside their scales: int8, or float8 (e4m3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .forms import Numbers
+from .packed import FLOATS, PartLayout, Share, Want
+
+SCALES = (*FLOATS, "F8_E8M0")
+
+
+def scale_shapes(share: Share, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+    """Of scales that ``rows`` outputs and ``columns`` inputs share each; one number may come in other shapes."""
+    shape = (-(-share.outputs // rows), -(-share.inputs // columns))
+    if shape == (1, 1):
+        return ((1,), (1, 1), ())
+    return (shape,)
+
+
+def by_row(scales: Tensor, share: Share, rows: int) -> Tensor:
+    """Scales or zero points of blocks, as float32 [this process's outputs, groups]."""
+    table = scales.to(share.device).float().reshape(-(-share.outputs // rows), -1)
+    at = torch.arange(share.rows.start, share.rows.stop, device=table.device) // rows
+    return table[at]
+
+
+class BytesLayout(PartLayout):
+    """``weight`` and ``scale_name``, of which ``rows`` outputs and ``columns`` inputs share each number; with zero
+    points ``weight_zero_point``, of the same shape."""
+
+    def __init__(
+        self, share: Share, dtype: str, rows: int, columns: int, why: str, scale_name: str, zero: bool = False
+    ) -> None:
+        super().__init__(share)
+        self.rows, self.columns, self.why, self.scale_name = rows, columns, why, scale_name
+        shapes = scale_shapes(share, rows, columns)
+        self.want = {"weight": Want((dtype,), ((share.outputs, share.inputs),)), scale_name: Want(SCALES, shapes)}
+        if zero:
+            self.want["weight_zero_point"] = Want(("I8", "I32", *FLOATS), shapes)
+
+    def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
+        share = self.share
+        codes = given["weight"][share.rows, share.columns].to(share.device, copy=True)
+        scale = by_row(given[self.scale_name], share, self.rows)
+        zero = by_row(given["weight_zero_point"], share, self.rows) if "weight_zero_point" in self.want else None
+        return Numbers(codes, scale, zero, share.group_of(self.columns))
