@@ -36,7 +36,7 @@ from .explanation import Explanation
 from .kv_groups import group_layers
 from .own_models import OwnModels
 from .places import ModelPlaces, told
-from .unused import refuse_unused
+from .unused import method_read, refuse_unused
 from .values import PluginChoice
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ class _Fold:
         own = OwnModels(limits, partial(self._model_parts, invariant), places, notes=self.notes)
         speculation = self._drafter(own)
         known = ("device", "sm", "dtype")
-        self._pick("quantizer", config.quantizer, known, {"checkpoint": checkpoint.quantization}, invariant)
+        method = method_read(checkpoint, self.catalog["quantizer"], config.quantizer)
+        self._pick("quantizer", config.quantizer, known, {"checkpoint": method}, invariant)
         self._kv_format(dtype)
         processors = tuple(self._several("processor", config.processors, ("device",)))
         models = own.of_processors(processors, begins(source_of(self.origins, "processors")))
@@ -320,9 +321,8 @@ class _Fold:
         named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
         known, registry = ("device", "dtype"), self.catalog
         model = self._select_model(PluginChoice(), named, invariant)
-        quantizer = self._select(
-            "quantizer", PluginChoice(), (*known, "sm"), {"checkpoint": checkpoint.quantization}, invariant
-        )
+        method = {"checkpoint": method_read(checkpoint, registry["quantizer"], PluginChoice())}
+        quantizer = self._select("quantizer", PluginChoice(), (*known, "sm"), method, invariant)
         return {
             s.kind: make_part(registry[s.kind], s.require(), PluginChoice(), s.kind, {}) for s in (model, quantizer)
         }

@@ -1,18 +1,20 @@
-"""Options that mean nothing to the executor that was chosen are refused: nobody measures a part that does not run."""
+"""What nobody would use is refused: options that mean nothing to the executor that was chosen, as nobody measures a
+part that does not run; and checkpoints that no quantizer reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from minivllm.errors import ConfigError
-from minivllm.spec import OPTION_OF
+from minivllm.errors import ConfigError, ModelError, PluginError, shown
+from minivllm.spec import ANY, OPTION_OF, allows
 from minivllm.validation import begins, source_of
 
 if TYPE_CHECKING:
-    from minivllm.registry import Candidate
+    from minivllm.loading.hf_config import Checkpoint
+    from minivllm.registry import Candidate, Registry
 
-    from .values import EngineConfig
+    from .values import EngineConfig, PluginChoice
 
 
 def refuse_unused(config: EngineConfig, executor: Candidate, origins: Mapping[str, str]) -> None:
@@ -24,3 +26,25 @@ def refuse_unused(config: EngineConfig, executor: Candidate, origins: Mapping[st
         if (choice := getattr(config, option)).name != "auto":
             said = f"{begins(source_of(origins, option))}{option}={choice.name} with executor={config.executor.name}"
             raise ConfigError(f"{said}, which runs no {seam}: leave {option} out, or take executor=local")
+
+
+def method_read(checkpoint: Checkpoint, registry: Registry, choice: PluginChoice) -> str:
+    """The method that a checkpoint is quantized with, "none" if it is not.  ModelError if no quantizer that is
+    installed reads it, whatever the machine; one that is chosen by name says so itself."""
+    method, read = checkpoint.quantization, set[str]()
+    if choice.name != "auto":
+        return method
+    for entry in registry.entries:
+        try:
+            limits = registry.spec(entry).limits
+        except PluginError:  # the choice says what is wrong with it
+            continue
+        if limits == ANY or allows(limits.get("checkpoint", ()), method):
+            return method
+        if isinstance(limits.get("checkpoint"), (set, frozenset)):
+            read |= limits["checkpoint"]
+    known = ", ".join(sorted(read - {"none"}))
+    raise ModelError(
+        f"{checkpoint.folder}/config.json: quantization_config.quant_method={shown(method)}: no quantizer reads it; "
+        f"want {known}, a package with a plug-in for it, or the model in floating numbers"
+    )

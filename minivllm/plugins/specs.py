@@ -60,6 +60,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("quantizer", "awq", "minivllm.plugins.quantizer.spec:AWQ"),
     ("quantizer", "compressed-tensors", "minivllm.plugins.quantizer.spec:COMPRESSED_TENSORS"),
     ("quantizer", "fp8", "minivllm.plugins.quantizer.spec:FP8"),
+    ("quantizer", "fp8-checkpoint", "minivllm.plugins.quantizer.spec:FP8_CHECKPOINT"),
     ("quantizer", "fp8-weight", "minivllm.plugins.quantizer.spec:FP8_WEIGHT"),
     ("quantizer", "gptq", "minivllm.plugins.quantizer.spec:GPTQ"),
     ("quantizer", "int4", "minivllm.plugins.quantizer.spec:INT4"),

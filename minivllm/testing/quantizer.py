@@ -433,7 +433,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         tensors = read_tensors(path)
         built = Harness(None, arch, cfg, quantizer=self.build(*self.context()), **where)
         for source, part, module in self._linears(arch, cfg, built):
-            if "weight" not in module.scheme.params():
+            if set(module.scheme.params()) != {"weight"}:
                 made = self.checkpoint_tensors(module.info, part, tensors.pop(f"{source}.weight"))
                 tensors |= {f"{source}.{k}": v.contiguous() for k, v in made.items()}
         write_tensors(path, tensors)

@@ -16,6 +16,7 @@ from torch import Tensor
 from minivllm.spec import ANY, Spec, allows
 
 GROUP = 32
+BLOCK = 128  # of float8
 TOP = 7  # of codes around 0
 
 
@@ -90,6 +91,21 @@ def _compressed(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
+def _fp8(weight: Tensor) -> dict[str, Tensor]:
+    """Of all blocks the same scale."""
+    scale = (weight.float().abs().amax() / 448).clamp(min=torch.finfo(torch.float32).tiny)
+    blocks = [-(-n // BLOCK) for n in weight.shape]
+    return {
+        "weight": (weight.float() / scale).to(torch.float8_e4m3fn),
+        "weight_scale_inv": scale.expand(blocks).clone(),
+    }
+
+
+def _fp8_step(weight: Tensor) -> Tensor:
+    sizes = weight.double().abs()
+    return torch.maximum(sizes / 8, sizes.amax() * 2.0**-17)
+
+
 def _config_groups(**weights: Any) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", **weights}}}
 
@@ -105,6 +121,13 @@ WRITTEN: Mapping[str, WrittenMethod] = {
         },
         _compressed,
         step,
+    ),
+    "fp8": WrittenMethod(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+        _fp8,
+        _fp8_step,
+        bits=8,
+        exponent=4,
     ),
     "gptq": WrittenMethod({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, _gptq, step),
 }

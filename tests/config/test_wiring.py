@@ -184,18 +184,20 @@ def test_explain_of_one_seam_is_its_selection(model):
 
 def test_a_failed_choice_carries_what_was_chosen_before_it(tmp_path):
     with pytest.raises(PluginError) as info:
-        wire(save(tmp_path, quantization_config={"quant_method": "unheard_of"}), batch_invariant=True)
+        wire(save(tmp_path, quantization_config={"quant_method": "gptq"}), batch_invariant=True)
     assert [s.kind for s in info.value.selections] == ["executor", "model", "drafter", "quantizer"]
     text = Explanation(info.value.selections, info.value.notes, CATALOG).text("quantizer")
     assert text == str(info.value)
     lines = text.splitlines()
     assert lines[:2] == [
         "quantizer -> nothing suitable   (asked: auto)",
-        "  for device=cpu, dtype=float32, checkpoint=unheard_of, features={batch_invariant}",
+        "  for device=cpu, dtype=float32, checkpoint=gptq, features={batch_invariant}",
     ]
-    assert "  x minivllm/none   checkpoint: want unheard_of, supports {none}" in lines
-    why = "checkpoint: want unheard_of, supports {none}; feature 'batch_invariant' not declared"
-    assert f"  x minivllm/int8   {why}" in lines
+    said = [" ".join(line.split()) for line in lines]
+    assert "x minivllm/none checkpoint: want gptq, supports {none}" in said
+    assert "x minivllm/gptq feature 'batch_invariant' not declared" in said
+    why = "checkpoint: want gptq, supports {none}; feature 'batch_invariant' not declared"
+    assert f"x minivllm/int8 {why}" in said
 
 
 # ---------------------------------------------------------------- batch_invariant
@@ -341,8 +343,8 @@ def test_the_facts_of_a_checkpoint_are_read_from_either_spelling(tmp_path):
 def test_a_quantized_checkpoint_that_nobody_reads_is_refused(tmp_path):
     path = save(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    write(tmp_path, json.dumps({**raw, "quantization_config": {"quant_method": "awq", "bits": 4}}))
-    with pytest.raises(PluginError, match=r"x minivllm/none +checkpoint: want awq, supports \{none\}"):
+    write(tmp_path, json.dumps({**raw, "quantization_config": {"quant_method": "hqq", "bits": 4}}))
+    with pytest.raises(ModelError, match=r"quant_method='hqq': no quantizer reads it; want awq, "):
         wire(path)
 
 

@@ -259,6 +259,16 @@ def test_a_file_that_ends_early_is_refused_before_anything_is_loaded(checkpoint,
     assert len(said) == 1 and "not a whole safetensors file" in said[0]
 
 
+def test_a_method_that_no_quantizer_reads_is_refused_by_name_with_those_that_are_read(checkpoint, capfd):
+    from minivllm.cli import main
+
+    say(checkpoint, config(quant_method="hqq"))
+    assert main(["generate", "x", "--model", str(checkpoint), "--set", "device=cpu"]) == 3
+    said = capfd.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and "quant_method='hqq': no quantizer reads it; want awq, " in said[0]
+    say(checkpoint, config())
+
+
 def test_a_checkpoint_that_is_not_packed_though_config_says_so_is_refused(tmp_path):
     packed_dir(tmp_path, config(), lambda *args: None, None)
     with pytest.raises(ModelError, match="no module of the checkpoint is packed so: want tensors named qweight"):

@@ -14,7 +14,7 @@ def refuse_quantized(checkpoint: Mapping[str, Any] | None, name: str) -> None:
     if checkpoint:
         method = checkpoint.get("quant_method", "an unnamed method")
         raise ModelError(
-            f"the checkpoint is quantized with {method}, which quantizer={name} cannot read; choose another"
+            f"the checkpoint is quantized with {method}, which quantizer={name} cannot read; choose another, or auto"
         )
 
 

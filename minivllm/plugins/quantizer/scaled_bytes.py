@@ -14,11 +14,10 @@ SCALES = (*FLOATS, "F8_E8M0")
 
 
 def scale_shapes(share: Share, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-    """Of scales that ``rows`` outputs and ``columns`` inputs share each; one number may come in other shapes."""
+    """Of scales that ``rows`` outputs and ``columns`` inputs share each; one of all may come in other shapes."""
     shape = (-(-share.outputs // rows), -(-share.inputs // columns))
-    if shape == (1, 1):
-        return ((1,), (1, 1), ())
-    return (shape,)
+    one = rows == share.outputs and columns == share.inputs
+    return ((1,), (1, 1), ()) if one else (shape,)
 
 
 def by_row(scales: Tensor, share: Share, rows: int) -> Tensor:

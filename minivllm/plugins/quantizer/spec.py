@@ -30,6 +30,12 @@ FP8 = Spec(
     limits={"device": ANY, "sm": AtLeast(89), "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
     traits={"bits": 8, "exponent": 4, "inputs": 8},
 )
+FP8_CHECKPOINT = Spec(
+    impl="minivllm.plugins.quantizer.fp8_checkpoint:Fp8Checkpoint",
+    api=(1, 3),
+    summary="checkpoints of float8 weights with a scale per block, per row, or one (DeepSeek, Qwen)",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"fp8"}},
+)
 FP8_WEIGHT = Spec(
     impl="minivllm.plugins.quantizer.eight:Fp8WeightOnly",
     api=(1, 3),

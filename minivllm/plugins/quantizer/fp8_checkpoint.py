@@ -1,0 +1,56 @@
+"""Checkpoints whose weights are float8 (e4m3), as DeepSeek and Qwen publish them (``quant_method: fp8``).
+
+    weight            float8 [out, in]
+    weight_scale_inv  f32 [out / 128, in / 128], a number for each block (``weight_block_size``); it is multiplied by,
+                      whatever its name says
+    weight_scale      without blocks: one number, or [out, 1]
+
+Scales of activations are not used: products take activations as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource
+from minivllm.errors import ModelError
+
+from .packed import CheckpointQuantizer, PartLayout, Share, Want
+from .scaled_bytes import BytesLayout
+
+SCALES = ("weight_scale_inv", "weight_scale")
+UNUSED = ("input_scale", "activation_scale")
+LEFT_OUT = ("modules_to_not_convert", "ignored_layers")
+
+
+class Fp8Checkpoint(CheckpointQuantizer):
+    """Modules whose weight is float8; what ``modules_to_not_convert`` names the tensors say as well."""
+
+    method, packed_by = "fp8", ("weight_scale_inv", "weight_scale")
+
+    def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options, checkpoint)
+        settings = self.settings
+        settings.one_of("fmt", (None, "e4m3", "float8_e4m3fn"), None)
+        settings.one_of("activation_scheme", (None, "dynamic", "static"), None)
+        self.block = settings.pair("weight_block_size") if settings.given.get("weight_block_size") else None
+        self.left_out = tuple(name for key in LEFT_OUT for name in settings.names(key))
+
+    def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
+        name = SCALES[0] if self.block else SCALES[1]
+        rows, columns = self.block or (share.outputs, share.inputs)
+        has = {} if source is None else source.tensors
+        if source is not None:
+            name = next((one for one in SCALES if one in has), "")
+            if not name:
+                return None
+            if source.name in self.left_out:
+                key = " or ".join(LEFT_OUT)
+                raise ModelError(f"the checkpoint has {source.name}.{name}, and {key} says that it is not quantized")
+            if self.block is None and has[name][0] == (share.outputs, 1):
+                rows = 1
+        why = f" with weight_block_size={None if self.block is None else list(self.block)}"
+        made = BytesLayout(share, "F8_E4M3", rows, columns, why, name)
+        made.want |= {one: Want((has[one][1],), (has[one][0],)) for one in UNUSED if one in has}
+        return made
