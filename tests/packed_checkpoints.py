@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def packed_dir(path: Path, config: Mapping[str, Any], code: Code, write: Any, ki
     for name in [n for n in tensors if n.endswith(("_proj.weight", "lm_head.weight"))]:
         made = code(name.removesuffix(".weight"), *tensors[name].shape)
         if made is not None:
-            state[name].copy_(made.weight)
+            _place(state, name).copy_(made.weight)
             stem = name.removesuffix(".weight")
             del tensors[name]
             tensors |= {f"{stem}.{param}": t for param, t in write(made, stem).items()}
@@ -112,6 +113,17 @@ def packed_dir(path: Path, config: Mapping[str, Any], code: Code, write: Any, ki
     say(path, config)
     cfg.quantization_config = dict(config)
     return cfg, hf
+
+
+def _place(state: Mapping[str, Tensor], name: str) -> Tensor:
+    """Where transformers has a weight; of experts it has one tensor."""
+    expert = re.fullmatch(r"(.*experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if expert is None:
+        return state[name]
+    mixture, e, which = expert.groups()
+    if which == "down":
+        return state[f"{mixture}.down_proj"][int(e)]
+    return state[f"{mixture}.gate_up_proj"][int(e)].chunk(2)[which == "up"]
 
 
 def say(path: Path, config: Mapping[str, Any]) -> None:

@@ -137,7 +137,7 @@ def tie(
     headers = by_rules(checkpoint_headers(folder), arch, cfg) if heads else {}
     for head, own in heads.items():
         untied = _untied(arch, cfg)
-        if head.scheme is not None and "weight" not in head.scheme.params():  # it is packed, so it is its own
+        if head.scheme is not None and set(head.scheme.params()) != {"weight"}:  # it is packed, so it is its own
             head.untie()
             rules = untied
             continue

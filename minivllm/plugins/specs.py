@@ -58,6 +58,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("processor", "prompt_penalty", "minivllm.plugins.processor.spec:PROMPT_PENALTY"),
     ("processor", "temperature_schedule", "minivllm.plugins.processor.spec:TEMPERATURE_SCHEDULE"),
     ("quantizer", "awq", "minivllm.plugins.quantizer.spec:AWQ"),
+    ("quantizer", "bitsandbytes", "minivllm.plugins.quantizer.spec:BITSANDBYTES"),
     ("quantizer", "compressed-tensors", "minivllm.plugins.quantizer.spec:COMPRESSED_TENSORS"),
     ("quantizer", "fp8", "minivllm.plugins.quantizer.spec:FP8"),
     ("quantizer", "fp8-checkpoint", "minivllm.plugins.quantizer.spec:FP8_CHECKPOINT"),

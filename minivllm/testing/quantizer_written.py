@@ -106,12 +106,23 @@ def _fp8_step(weight: Tensor) -> Tensor:
     return torch.maximum(sizes / 8, sizes.amax() * 2.0**-17)
 
 
+def _int8(weight: Tensor) -> dict[str, Tensor]:
+    largest = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny * 127)
+    codes = (weight.float() / largest[:, None] * 127).round().to(torch.int8)
+    return {"weight": codes, "SCB": largest}
+
+
+def _int8_step(weight: Tensor) -> Tensor:
+    return (weight.double().abs().amax(1, keepdim=True) / 127).expand_as(weight)
+
+
 def _config_groups(**weights: Any) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", **weights}}}
 
 
 WRITTEN: Mapping[str, WrittenMethod] = {
     "awq": WrittenMethod({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq, step),
+    "bitsandbytes": WrittenMethod({"quant_method": "bitsandbytes", "load_in_8bit": True}, _int8, _int8_step, bits=8),
     "compressed-tensors": WrittenMethod(
         {
             "quant_method": "compressed-tensors",

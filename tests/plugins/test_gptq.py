@@ -23,11 +23,13 @@ from packed_checkpoints import (
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import PartSource, Shard
 from minivllm.errors import ModelError
+from minivllm.plugins.model.qwen3_moe import Qwen3Moe
 from minivllm.plugins.quantizer.forms import GroupedBytes, PlainRows
 from minivllm.plugins.quantizer.gptq import Gptq
 from minivllm.plugins.quantizer.int4 import Int4Rows
 from minivllm.plugins.quantizer.int8 import ByteRows
 from minivllm.plugins.quantizer.packed import PackedWeight
+from minivllm.testing.harness import Harness
 from minivllm.testing.session import run
 
 
@@ -153,6 +155,24 @@ def test_logits_are_those_of_the_weights_in_floating_numbers(tmp_path, kind, ord
     assert isinstance(modules["lm_head"].scheme, PackedWeight)
     assert not isinstance(modules["layers.1.mlp.down"].scheme, PackedWeight)
     assert harness.parts.quantizer.notes == []
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_experts_are_read_one_by_one_and_held_together_unless_their_orders_differ(tmp_path, order):
+    torch.manual_seed(6)
+
+    def code(name, n, k):
+        return coded(n, k, 4, 32, order=order) if "experts" in name else None
+
+    cfg, hf = packed_dir(tmp_path, config(desc_act=order), code, lambda c, name: gptq(c, 4), "qwen3_moe",
+                         moe_intermediate_size=64)  # fmt: skip
+    harness = Harness(tmp_path, Qwen3Moe(), cfg, quantizer=Gptq(None, cfg.quantization_config))
+    with torch.inference_mode():
+        got, want = harness.step({0: PROMPT})[0], hf(torch.tensor([PROMPT])).logits[0]
+    assert (got - want).abs().max() <= 1e-4
+    experts = harness.model.blocks[0].experts
+    assert len(forms(experts.gate_up.scheme)) == (12 if order else 1)
+    assert not isinstance(experts.router.scheme, PackedWeight)
 
 
 def test_auto_takes_it_and_the_head_that_is_tied_stays_plain(tmp_path):

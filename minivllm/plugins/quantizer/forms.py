@@ -3,6 +3,7 @@
     int4      up to 4 bits, scales of 32, 64 or 128 neighbouring inputs        Int4Rows, by its kernels
     rows      8 bits around 0 or float8, a scale for each output               ByteRows, by its kernels
     grouped   8 bits or float8, scales of 8 to 128 neighbouring inputs         GroupedBytes, made numbers of
+    table     4 bits that stand for 16 numbers, scales likewise of 32 or more   TableRows, made numbers of
     plain     all else, made numbers of while it is loaded                     PlainRows
 
 What a checkpoint calls a group may be longer, or end in the middle: a scale then stands there several times.  Inputs
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 
-from .int4 import CENTRE, Int4Rows
+from .int4 import BLOCK, CENTRE, Int4Rows
 from .int4 import pack as pack_int4
 from .int8 import ByteRows
 from .tiled import Tiled, WholeWeight
@@ -40,6 +41,7 @@ class Numbers(NamedTuple):
     group_of: Tensor  # i64 [k] on the CPU
     bits: int = 8
     centre: int = 0
+    table: Tensor | None = None  # f32 [16]: what each code stands for, in place of codes - zero
 
 
 class HeldRows(NamedTuple):
@@ -51,6 +53,7 @@ class HeldRows(NamedTuple):
     zero: Tensor | None = None  # as ``scale``
     group: int = 0
     order: Tensor | None = None  # i32 [k]: which input of x each column multiplies
+    table: Tensor | None = None  # f32 [16]
 
 
 def fields(words: Tensor, bits: int, count: int) -> Tensor:
@@ -73,9 +76,11 @@ def piece_of(part: Numbers, dtype: torch.dtype) -> HeldRows:
         part = part._replace(zero=None)
     unit, order = arranged(part.group_of, INT4_LEAST) if part.bits <= 4 else (0, None)
     form = "int4" if unit else "grouped"
-    if not unit and part.zero is None and bool((part.group_of == part.group_of[0]).all()):
+    if part.table is not None:
+        form = "table"
+    elif not unit and part.zero is None and bool((part.group_of == part.group_of[0]).all()):
         return HeldRows("rows", _signed(part), part.scale[:, part.group_of[0]].contiguous())
-    if not unit:
+    if not unit and part.table is None:
         unit, order = arranged(part.group_of, BYTES_LEAST)
     if not unit:
         return HeldRows("plain", dequantized(part, dtype))
@@ -85,6 +90,8 @@ def piece_of(part: Numbers, dtype: torch.dtype) -> HeldRows:
         order = order.int().to(codes.device)
     groups = groups.to(codes.device)
     scale, zero = part.scale[:, groups], None if part.zero is None else part.zero[:, groups]
+    if form == "table":
+        return HeldRows(form, pack_int4(codes.contiguous()), scale, None, unit, order, part.table)
     if form == "int4":
         weight = pack_int4((codes if zero is not None else codes + (CENTRE - part.centre)).contiguous())
     else:
@@ -124,7 +131,9 @@ def dequantized(part: Numbers, dtype: torch.dtype) -> Tensor:
     for i in range(0, len(out), ROWS_AT_ONCE):
         rows = slice(i, i + ROWS_AT_ONCE)
         zero = part.centre if part.zero is None else part.zero[rows][:, at]
-        out[rows] = ((part.codes[rows].float() - zero) * part.scale[rows][:, at]).to(dtype)
+        codes = part.codes[rows]
+        steps = codes.float() - zero if part.table is None else part.table[codes.long()]
+        out[rows] = (steps * part.scale[rows][:, at]).to(dtype)
     return out
 
 
@@ -138,6 +147,8 @@ def merged(pieces: Sequence[HeldRows]) -> HeldRows | None:
             return None
         if one.order is not None and first.order is not None and not torch.equal(one.order, first.order):
             return None
+        if one.table is not None and not torch.equal(one.table, first.table):  # type: ignore[arg-type]
+            return None
     if len(pieces) == 1:
         return first
     weight = torch.cat([one.weight for one in pieces])
@@ -148,7 +159,7 @@ def merged(pieces: Sequence[HeldRows]) -> HeldRows | None:
     zero = None
     if any(one.zero is not None for one in pieces):
         zero = torch.cat([_repeated(_zero(one), one.group, group) for one in pieces])
-    return HeldRows(first.form, weight, scale, zero, group, first.order)
+    return HeldRows(first.form, weight, scale, zero, group, first.order, first.table)
 
 
 def _zero(piece: HeldRows) -> Tensor:
@@ -179,6 +190,21 @@ class GroupedBytes(Tiled):
         return steps.mul_(scale[..., None]).to(like.dtype).flatten(1)
 
 
+class TableRows(Tiled):
+    """``weight`` u8 [out, in / 2] as ``int4.pack`` has codes, ``scale`` float32 [out, in / group], ``table`` f32 [16]:
+    what each code stands for."""
+
+    def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor, table: Tensor) -> None:
+        super().__init__(info, weight=weight, scale=scale, table=table)
+        self.weight, self.scale, self.table = weight, scale, table
+
+    def numbers(self, rows: slice, like: Tensor) -> Tensor:
+        scale = self.scale[rows]
+        halves = self.weight[rows].view(len(scale), -1, 1, BLOCK // 2)
+        codes = torch.cat((halves & 15, halves >> 4), dim=2).view(*scale.shape, -1)
+        return self.table[codes.int()].mul_(scale[..., None]).to(like.dtype).flatten(1)
+
+
 class PlainRows(WholeWeight):
     """``weight`` [out, in] in the dtype of the activations."""
 
@@ -201,6 +227,8 @@ def scheme_of(piece: HeldRows, info: ModuleInfo) -> WeightScheme:
         return Int4Rows(info, given.weight, given.scale.contiguous(), _whole(given.zero), given.group)
     if piece.form == "rows":
         return ByteRows(info, given.weight, given.scale)
+    if piece.form == "table":
+        return TableRows(info, given.weight, given.scale.contiguous(), given.table)
     if piece.form == "grouped":
         return GroupedBytes(info, given.weight, given.scale.contiguous(), _whole(given.zero))
     return PlainRows(info, given.weight)

@@ -11,6 +11,12 @@ AWQ = Spec(
     summary="checkpoints of AWQ, version gemm: 4 bits with zero points",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"awq"}},
 )
+BITSANDBYTES = Spec(
+    impl="minivllm.plugins.quantizer.bitsandbytes:BitsAndBytes",
+    api=(1, 3),
+    summary="checkpoints of bitsandbytes: NF4, FP4 (nested too), int8",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"bitsandbytes"}},
+)
 COMPRESSED_TENSORS = Spec(
     impl="minivllm.plugins.quantizer.compressed:CompressedTensors",
     api=(1, 3),

@@ -1,0 +1,182 @@
+"""Checkpoints of bitsandbytes: NF4, FP4 and int8, also with sizes that are quantized themselves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from packed_checkpoints import KIT, LLM_SIZES, PROMPT, change, forms, held, info, loaded, logits_of, packed_dir
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.quantizer import PartSource, Shard
+from minivllm.errors import ModelError
+from minivllm.plugins.quantizer.bitsandbytes import BitsAndBytes
+from minivllm.plugins.quantizer.forms import PlainRows, TableRows
+from minivllm.plugins.quantizer.int8 import ByteRows
+from minivllm.plugins.quantizer.packed import NAMES
+from minivllm.testing.session import run
+
+STATE = "weight.quant_state.bitsandbytes__"
+TABLES = {
+    "nf4": [-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0,
+            0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1],
+    "fp4": [0, 0.0052, 0.6667, 1, 0.3333, 0.5, 0.1667, 0.25, 0, -0.0052, -0.6667, -1, -0.3333, -0.5, -0.1667, -0.25],
+}  # fmt: skip
+
+
+def config(**more):
+    return {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", **more}
+
+
+class Four:
+    """A random weight of 4 bits as bitsandbytes writes it, element after element."""
+
+    def __init__(self, n, k, kind="nf4", nested=False, block=64, stored=torch.uint8):
+        codes = torch.randint(0, 16, (n * k,))
+        table = torch.tensor(TABLES[kind])
+        blocks = -(-n * k // block)
+        sizes = (torch.rand(blocks) + 0.5) / 10
+        state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": [n, k]}
+        self.tensors = {"weight.absmax": sizes, "weight.quant_map": table}
+        if nested:
+            values, outer = torch.linspace(-1, 1, 256), torch.rand(-(-blocks // 256)) / 50
+            inner = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.07}
+            sizes = values[inner.long()] * outer[torch.arange(blocks) // 256] + 0.07
+            self.tensors |= {"weight.absmax": inner, "weight.nested_absmax": outer, "weight.nested_quant_map": values}
+        self.weight = (table[codes] * sizes[torch.arange(n * k) // block]).view(n, k)
+        raw = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)
+        self.tensors["weight"] = raw.view(stored).view(-1, 1)
+        self.tensors[STATE + kind] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+class Eight:
+    def __init__(self, n, k):
+        codes, sizes = torch.randint(-127, 128, (n, k)), torch.rand(n) + 0.1
+        self.weight = codes * sizes[:, None] / 127
+        self.tensors = {
+            "weight": codes.to(torch.int8),
+            "SCB": sizes,
+            "weight_format": torch.tensor(0, dtype=torch.uint8),
+        }
+
+
+def source(tensors):
+    return PartSource("model.layers.0.mlp.down_proj", {k: (tuple(t.shape), NAMES[t.dtype]) for k, t in tensors.items()})
+
+
+def read(one, split=None, rank=0, size=1):
+    n, k = one.weight.shape
+    shape = (n // size if split == "column" else n,), k // size if split == "row" else k
+    quantizer = BitsAndBytes(None, config())
+    m = info(*shape, split=split, shard=Shard(rank, size), sources={"a": source(one.tensors)})
+    return quantizer, loaded(quantizer, m, {"a": one.tensors})
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("stored", [torch.uint8, torch.bfloat16])
+def test_what_is_held_is_what_the_codes_stand_for_and_each_process_holds_its_slice(kind, nested, stored):
+    torch.manual_seed(2)
+    one = Four(96, 384, kind, nested, stored=stored)
+    assert forms(read(one)[1]) == [TableRows]
+    for split, size in ((None, 1), ("column", 2), ("column", 3), ("row", 2), ("row", 3)):
+        for rank in range(size):
+            want = one.weight.double().chunk(size, 1 if split == "row" else 0)[rank]
+            torch.testing.assert_close(held(read(one, split, rank, size)[1]), want, rtol=1e-6, atol=1e-7)
+
+
+def test_blocks_that_go_on_into_the_next_row_are_unpacked_and_told():
+    one = Four(24, 80)
+    quantizer, scheme = read(one)
+    torch.testing.assert_close(held(scheme), one.weight.double(), rtol=1e-6, atol=1e-7)
+    assert forms(scheme) == [PlainRows] and "blocks of 64 numbers do not end with the rows" in quantizer.notes[0]
+
+
+def test_int8_is_multiplied_by_the_kernels_of_rows():
+    one = Eight(48, 96)
+    for split, size in ((None, 1), ("column", 3), ("row", 2)):
+        for rank in range(size):
+            scheme = read(one, split, rank, size)[1]
+            want = one.weight.double().chunk(size, 1 if split == "row" else 0)[rank]
+            torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
+            assert forms(scheme) == [ByteRows]
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bnb")
+    torch.manual_seed(1)
+
+    def code(name, n, k):
+        if name == "lm_head" or name.endswith("1.self_attn.o_proj"):
+            return None
+        return Eight(n, k) if "v_proj" in name else Four(n, k, nested="mlp" in name)
+
+    return path, *packed_dir(path, config(), code, lambda c, name: c.tensors, **SIZES)
+
+
+def test_logits_are_those_of_the_weights_in_floating_numbers(checkpoint):
+    harness, got, want = logits_of(*checkpoint, BitsAndBytes)
+    assert (got - want).abs().max() <= 1e-4
+    modules = harness.parts.modules
+    assert forms(modules["layers.1.mlp.gate_up"].scheme) == [TableRows]
+    assert forms(modules["layers.0.attn.qkv"].scheme) == [TableRows, TableRows, ByteRows]
+
+
+def test_auto_takes_it(checkpoint):
+    path, _, hf = checkpoint
+    with LLM(model=str(path), **LLM_SIZES) as llm:
+        ids = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=8, temperature=0))[0].outputs[0]
+    with torch.inference_mode():
+        want = hf.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
+    assert list(ids.token_ids) == want[len(PROMPT) :].tolist()
+
+
+NAME = "model.layers.1.mlp.up_proj."
+
+
+@pytest.mark.parametrize(
+    ("param", "made", "wanted"),
+    [
+        ("weight.absmax", None, r"lacks model.*up_proj.weight.absmax"),
+        ("weight.absmax", lambda t: t[:-1].clone(), r"says shape \[128, 64\] in blocks of 64 and 127 blocks are there"),
+        (STATE + "nf4", lambda t: t[:-3].clone(), r"the state of the quantization is broken"),
+        (STATE + "nf4", None, r"has model.*up_proj.weight of U8 and no scales for it"),
+        ("weight", lambda t: t[:-1].clone(), r"shape \[4095, 1\] of U8, want \[4096, 1\] of U8"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(checkpoint, tmp_path, param, made, wanted):
+    for file in checkpoint[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+
+    def edit(tensors):
+        found = tensors.pop(NAME + param)
+        if made is not None:
+            tensors[NAME + param] = made(found)
+
+    change(tmp_path, edit)
+    with pytest.raises(ModelError, match=wanted):
+        LLM(model=str(tmp_path), **LLM_SIZES)
+
+
+def test_files_of_the_library_itself_are_read_as_it_reads_them():
+    library = pytest.importorskip("bitsandbytes.functional")
+    for kind in ("nf4", "fp4"):
+        for nested in (False, True):
+            weight = torch.randn(96, 128)
+            codes, state = library.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=nested)
+            one = Four(96, 128)
+            one.weight = library.dequantize_4bit(codes, state).float()
+            one.tensors = {f"weight.{k}": v for k, v in state.as_dict(packed=True).items()} | {"weight": codes}
+            torch.testing.assert_close(held(read(one)[1]), one.weight.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_conformance_kit_reads_what_it_writes():
+    """All of it is a slow test."""
+    outcomes = run([("quantizer", "minivllm/bitsandbytes")], only=KIT)
+    assert {o.test for o in outcomes if o.status == "passed"} == KIT, outcomes
