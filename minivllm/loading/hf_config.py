@@ -17,6 +17,7 @@ from .numbers import check_numbers
 from .plain_config import plain_config
 
 IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft"}  # word -> directory in minivllm/pocket
+BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ, AutoAWQ -> their methods
 MOST_HUB_ID = 200  # characters
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -80,8 +81,20 @@ def open_checkpoint(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubO
     raw = files.read_json(path, files.PART, ModelError)
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: want a JSON object, got a {type(raw).__name__}")
+    raw = {**raw, **_said_beside(folder, raw)}
     check_numbers(str(path), raw)
     return Checkpoint(folder, raw)
+
+
+def _said_beside(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What older checkpoints say in a file of its own: how they are quantized."""
+    for name, method in BESIDE.items():
+        if not raw.get("quantization_config") and files.is_there(folder / name):
+            said = files.read_json(folder / name, files.PART, ModelError)
+            if not isinstance(said, dict):
+                raise ModelError(f"{folder / name}: want a JSON object, got a {type(said).__name__}")
+            return {"quantization_config": {"quant_method": method, **said}}
+    return {}
 
 
 def longest_context(cfg: Any) -> int | None:

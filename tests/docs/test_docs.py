@@ -72,6 +72,7 @@ PAGES = {
     "plugins/tutorial": 8,
     "eviction": 1,
     "scheduling": 0,
+    "quantized-checkpoints": 0,
     "server": 3,
     "attention": 0,
     "compare-hf": 2,

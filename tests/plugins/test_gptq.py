@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from packed_checkpoints import (
@@ -23,6 +25,7 @@ from packed_checkpoints import (
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import PartSource, Shard
 from minivllm.errors import ModelError
+from minivllm.native import library
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
 from minivllm.plugins.quantizer.forms import GroupedBytes, PlainRows
 from minivllm.plugins.quantizer.gptq import Gptq
@@ -187,10 +190,29 @@ def test_auto_takes_it_and_the_head_that_is_tied_stays_plain(tmp_path):
     _, hf = packed_dir(tmp_path, config(desc_act=False), code, write, tie_word_embeddings=True)
     with LLM(model=str(tmp_path), **LLM_SIZES) as llm:
         assert "minivllm/gptq" in llm.explain("quantizer")
+        said = [note for note in llm.engine.capacity.notes if "not captured" in note]
+        assert not said or library.load() is None
         ids = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=8, temperature=0))[0].outputs[0]
     with torch.inference_mode():
         want = hf.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
     assert list(ids.token_ids) == want[len(PROMPT) :].tolist()
+
+
+def test_what_autogptq_says_in_a_file_of_its_own_is_read(tmp_path):
+    torch.manual_seed(7)
+    _, hf = packed_dir(tmp_path, {}, lambda name, n, k: None if name == "lm_head" else coded(n, k, 4, 32),
+                       lambda c, name: gptq(c, 4))  # fmt: skip
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
+    want = None
+    for impl in ("auto", "transformers"):  # whose names are made of its own modules
+        with LLM(model=str(tmp_path), model_impl=impl, **LLM_SIZES) as llm:
+            assert "minivllm/gptq" in llm.explain("quantizer")
+            out = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=8, temperature=0))[0].outputs[0]
+        want = want or list(out.token_ids)
+        assert list(out.token_ids) == want
+    with torch.inference_mode():
+        ids = hf.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
+    assert want == ids[len(PROMPT) :].tolist()
 
 
 def test_a_packed_head_of_a_model_that_says_it_is_tied_is_its_own(tmp_path):

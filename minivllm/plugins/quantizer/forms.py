@@ -30,6 +30,7 @@ from .tiled import Tiled, WholeWeight
 GROUPS = (128, 64, 32, 16, 8)
 INT4_LEAST, BYTES_LEAST = 32, 8  # of the inputs that share a scale
 ROWS_AT_ONCE = 1024
+WITHOUT_KERNELS = 1 << 24  # elements at a time on a GPU, where each takes several launches
 
 
 class Numbers(NamedTuple):
@@ -178,6 +179,8 @@ class GroupedBytes(Tiled):
     """``weight`` u8, int8 or float8 [out, in], ``scale`` float32 [out, in / group], with zero points ``zero``
     likewise."""
 
+    elsewhere = WITHOUT_KERNELS
+
     def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor, zero: Tensor | None) -> None:
         super().__init__(info, weight=weight, scale=scale, zero=zero)
         self.weight, self.scale, self.zero = weight, scale, zero
@@ -193,6 +196,8 @@ class GroupedBytes(Tiled):
 class TableRows(Tiled):
     """``weight`` u8 [out, in / 2] as ``int4.pack`` has codes, ``scale`` float32 [out, in / group], ``table`` f32 [16]:
     what each code stands for."""
+
+    elsewhere = WITHOUT_KERNELS
 
     def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor, table: Tensor) -> None:
         super().__init__(info, weight=weight, scale=scale, table=table)

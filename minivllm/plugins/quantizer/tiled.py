@@ -48,10 +48,12 @@ class WholeWeight(WeightScheme):
 class Tiled(WholeWeight):
     """A few rows at a time are in memory at full precision."""
 
+    elsewhere = AT_ONCE_ELSEWHERE
+
     def __init__(self, info: ModuleInfo, **tensors: Tensor | None) -> None:
         super().__init__(info, **tensors)
         kind = next(iter(self.tensors.values())).device.type
-        self._tile = max(1, AT_ONCE.get(kind, AT_ONCE_ELSEWHERE) // info.in_features)  # rows
+        self._tile = max(1, AT_ONCE.get(kind, self.elsewhere) // info.in_features)  # rows
 
     @abstractmethod
     def numbers(self, rows: slice, like: Tensor) -> Tensor:
