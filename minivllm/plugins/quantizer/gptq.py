@@ -70,7 +70,7 @@ class GptqLayout(PartLayout):
 
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
         share, bits = self.share, self.kind.bits
-        codes = share.taken(given["qweight"][:, share.rows].t(), bits)
+        codes = share.taken(given["qweight"][:, share.rows].to(share.device).t(), bits)
         zero = forms.fields(given["qzeros"].to(share.device), bits, share.outputs)[:, share.rows].t()
         scale = given["scales"][:, share.rows].to(share.device).t().float()
         if self.old:
