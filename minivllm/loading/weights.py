@@ -54,6 +54,7 @@ class Target:
     transposed: bool = False  # likewise; ``shape`` is that of the checkpoint
     interleaved: bool = False  # likewise
     experts: int = 0  # on the first axis; 0: the tensor is of no experts, or of one
+    whole: bool = False  # each part is given all of the tensor: its scheme knows where the rows lie
 
     def fill(self, tensor: Tensor) -> None:
         if self.transposed:
@@ -66,8 +67,8 @@ class Target:
             self._fill(tensor[e], tuple(part.replace("{e}", str(e)) for part in self.parts))
 
     def _fill(self, tensor: Tensor, parts: Sequence[str]) -> None:
-        if len(parts) == 1:
-            pieces: Sequence[Tensor] = [tensor]
+        if len(parts) == 1 or self.whole:
+            pieces: Sequence[Tensor] = [tensor] * len(parts)
         elif self.interleaved:
             pieces = [tensor[n :: len(parts)] for n in range(len(parts))]
         else:
@@ -295,6 +296,9 @@ def _target(
     rule: Rule,
 ) -> Target:
     whole = [shape for shape in shapes if shape is not None]
+    scheme = getattr(module, "scheme", None)
+    if getattr(scheme, "cuts_parts", False) and param in scheme.params() and rule.pairs is None:
+        return Target(module, parts, param, None, whole=True)
     cut = len(parts) > 1 and not rule.interleaved  # at rows that only the scheme knows
     if len(whole) < len(shapes) and (cut or rule.pairs is not None or rule.transposed):
         what = "cut" if cut else "transposed" if rule.transposed else "put in order"

@@ -23,17 +23,21 @@ from packed_checkpoints import (
 )  # fmt: skip
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.interfaces.quantizer import PartSource, Shard
+from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Shard
 from minivllm.errors import ModelError
 from minivllm.native import library
+from minivllm.plugins.model.phi3 import Phi3
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
 from minivllm.plugins.quantizer.forms import GroupedBytes, PlainRows
+from minivllm.plugins.quantizer.fp8_checkpoint import Fp8Checkpoint
 from minivllm.plugins.quantizer.gptq import Gptq
 from minivllm.plugins.quantizer.int4 import Int4Rows
 from minivllm.plugins.quantizer.int8 import ByteRows
 from minivllm.plugins.quantizer.packed import PackedWeight
 from minivllm.testing.harness import Harness
 from minivllm.testing.session import run
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
 def config(bits=4, group_size=32, **more):
@@ -196,6 +200,42 @@ def test_auto_takes_it_and_the_head_that_is_tied_stays_plain(tmp_path):
     with torch.inference_mode():
         want = hf.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
     assert list(ids.token_ids) == want[len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize(("method", "said"), [(Gptq, config(checkpoint_format="gptq_v2")), (Fp8Checkpoint, FP8)])
+def test_parts_that_lie_in_one_tensor_are_cut_where_they_end(tmp_path, method, said):
+    torch.manual_seed(8)
+
+    def code(name, n, k):
+        one = coded(n, k, 4, -1 if method is Fp8Checkpoint else 32)
+        one.scale[:] = one.scale[0] if method is Fp8Checkpoint else one.scale
+        return None if name == "lm_head" else one
+
+    def write(c, name):
+        if method is Gptq:
+            return gptq(c, 4, v1=False)
+        return {"weight": (c.codes - 8).float().to(torch.float8_e4m3fn), "weight_scale": c.scale[:1, 0]}
+
+    cfg, hf = packed_dir(tmp_path, said, code, write, "phi3")
+    harness = Harness(tmp_path, Phi3(), cfg, quantizer=method(None, said))
+    with torch.inference_mode():
+        got, want = harness.step({0: PROMPT})[0], hf(torch.tensor([PROMPT])).logits[0]
+    assert (got - want).abs().max() <= 1e-4
+    for name in ("layers.0.attn.qkv", "layers.1.mlp.gate_up"):
+        assert len(forms(harness.parts.modules[name].scheme)) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_process_cuts_its_share_of_each_part_out_of_one_tensor(rank):
+    torch.manual_seed(9)
+    one = coded(64, 64, 4, 32)
+    tensors = gptq(one, 4)
+    source = sources({"q": tensors}, {"q": "qkv_proj"})["q"]
+    m = ModuleInfo("layers.0.attn.qkv", "linear", 64, (("q", 16), ("k", 8), ("v", 8)), "float32", "cpu",
+                   split="column", shard=Shard(rank, 2), sources=dict.fromkeys("qkv", source))  # fmt: skip
+    scheme = loaded(Gptq(None, config()), m, dict.fromkeys("qkv", tensors))
+    want = torch.cat([part.chunk(2)[rank] for part in one.weight.double().split([32, 16, 16])])
+    torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
 
 
 def test_what_autogptq_says_in_a_file_of_its_own_is_read(tmp_path):

@@ -53,19 +53,25 @@ class Share:
     columns: slice
     dtype: torch.dtype
     device: str
+    fused: bool = False  # the outputs are those of other parts too, one after another
 
     @staticmethod
     def of(m: ModuleInfo, part: str) -> Share:
         mine = part_rows(m, part)
         rows, columns, (rank, size) = mine.stop - mine.start, m.in_features, (m.shard.rank, m.shard.size)
-        by_rows, by_columns = m.split == "column", m.split == "row"
+        down, across = (size if m.split == "column" else 1), (size if m.split == "row" else 1)
+        names = _beside(m, part)
+        before = sum(m.rows[name].stop - m.rows[name].start for name in names[: names.index(part)]) * down
+        first = before + (rank * rows if down > 1 else 0)
+        start = rank * columns if across > 1 else 0
         return Share(
-            rows * (size if by_rows else 1),
-            columns * (size if by_columns else 1),
-            slice(rank * rows, (rank + 1) * rows) if by_rows else slice(0, rows),
-            slice(rank * columns, (rank + 1) * columns) if by_columns else slice(0, columns),
+            sum(m.rows[name].stop - m.rows[name].start for name in names) * down,
+            columns * across,
+            slice(first, first + rows),
+            slice(start, start + columns),
             getattr(torch, m.dtype),
             m.device,
+            len(names) > 1,
         )
 
     def taken(self, words: Tensor, bits: int) -> Tensor:
@@ -80,6 +86,14 @@ class Share:
     def group_of(self, size: int) -> Tensor:
         """The group of each of this process's inputs, ``size`` of which follow each other."""
         return torch.arange(self.columns.start, self.columns.stop) // size
+
+
+def _beside(m: ModuleInfo, part: str) -> list[str]:
+    """The parts that lie in one tensor of the checkpoint, in their order."""
+    if m.sources is None or part not in m.sources:
+        return [part]
+    mine = m.sources[part].name
+    return [name for name, _ in m.parts if name in m.sources and m.sources[name].name == mine]
 
 
 class PartLayout(ABC):
@@ -126,6 +140,8 @@ class PackedWeight(WeightScheme):
     """Takes the tensors of each part, in any order, and holds all parts as one weight if they can be; else each by
     itself.  ``told`` is given what became of the module, if that is not what was asked for."""
 
+    cuts_parts = True  # of a tensor that has several it is given all, once for each
+
     info: ModuleInfo
     layouts: Mapping[str, PartLayout]
     told: Callable[[str, str], None]
@@ -142,7 +158,7 @@ class PackedWeight(WeightScheme):
     def params_of(self, part: str) -> dict[str, tuple[int, ...]]:
         layout = self.layouts[part]
         found = {name: want.shapes[0] for name, want in layout.want.items()}
-        if found.get("weight") == (layout.share.outputs, layout.share.inputs):
+        if found.get("weight") == (layout.share.outputs, layout.share.inputs) and not layout.share.fused:
             found["weight"] = (self.info.out_features, self.info.in_features)  # the loader knows it by that
         return found
 
