@@ -24,11 +24,6 @@ LLM_SIZES = {
     "max_num_seqs": 4, "num_kvcache_blocks": 64, "max_model_len": 64, "device": "cpu", "dtype": "float32",
     "skip_tokenizer_init": True,
 }  # fmt: skip
-KIT = {  # tests of the conformance kit that cost little
-    "test_what_does_not_fit_is_refused", "test_params_are_what_comes_from_the_checkpoint",
-    "test_loading_leaves_the_checkpoint_as_it_is", "test_weights_that_the_format_has_come_back_exactly",
-    "test_a_model_computes_what_transformers_computes_with_the_held_weights", "test_modules_share_nothing",
-}  # fmt: skip
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33]
 
 

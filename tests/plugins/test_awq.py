@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_checkpoints import (
-    KIT,
     LLM_SIZES,
     PROMPT,
     awq,
@@ -24,7 +23,6 @@ from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
 from minivllm.plugins.quantizer.awq import Awq
 from minivllm.plugins.quantizer.int4 import Int4Rows
-from minivllm.testing.session import run
 
 
 def config(group_size=32, **more):
@@ -104,9 +102,3 @@ def test_a_tensor_that_is_missing_is_named(checkpoint):
     change(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.scales"))
     with pytest.raises(ModelError, match=r"lacks model.layers.1.mlp.up_proj.scales; download it again"):
         LLM(model=str(path), **LLM_SIZES)
-
-
-def test_the_conformance_kit_reads_what_it_writes():
-    """All of it is a slow test."""
-    outcomes = run([("quantizer", "minivllm/awq")], only=KIT)
-    assert {o.test for o in outcomes if o.status == "passed"} == KIT, outcomes

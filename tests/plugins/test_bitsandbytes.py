@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from packed_checkpoints import KIT, LLM_SIZES, PROMPT, change, forms, held, info, loaded, logits_of, packed_dir
+from packed_checkpoints import LLM_SIZES, PROMPT, change, forms, held, info, loaded, logits_of, packed_dir
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import PartSource, Shard
@@ -15,7 +15,6 @@ from minivllm.plugins.quantizer.bitsandbytes import BitsAndBytes
 from minivllm.plugins.quantizer.forms import PlainRows, TableRows
 from minivllm.plugins.quantizer.int8 import ByteRows
 from minivllm.plugins.quantizer.packed import NAMES
-from minivllm.testing.session import run
 
 STATE = "weight.quant_state.bitsandbytes__"
 TABLES = {
@@ -174,9 +173,3 @@ def test_files_of_the_library_itself_are_read_as_it_reads_them():
             one.weight = library.dequantize_4bit(codes, state).float()
             one.tensors = {f"weight.{k}": v for k, v in state.as_dict(packed=True).items()} | {"weight": codes}
             torch.testing.assert_close(held(read(one)[1]), one.weight.double(), rtol=1e-5, atol=1e-6)
-
-
-def test_the_conformance_kit_reads_what_it_writes():
-    """All of it is a slow test."""
-    outcomes = run([("quantizer", "minivllm/bitsandbytes")], only=KIT)
-    assert {o.test for o in outcomes if o.status == "passed"} == KIT, outcomes

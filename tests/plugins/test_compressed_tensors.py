@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_checkpoints import (
-    KIT,
     LLM_SIZES,
     PROMPT,
     change,
@@ -28,7 +27,6 @@ from minivllm.plugins.quantizer.compressed import CompressedTensors
 from minivllm.plugins.quantizer.forms import GroupedBytes, PlainRows
 from minivllm.plugins.quantizer.int4 import Int4Rows
 from minivllm.plugins.quantizer.int8 import ByteRows
-from minivllm.testing.session import run
 
 FP8 = torch.float8_e4m3fn
 
@@ -224,9 +222,3 @@ def test_files_of_the_library_itself_are_read_as_it_reads_them():
             given.pop("weight_zero_point", None)
         scheme = loaded(CompressedTensors(None, config((["Linear"], said), form=form)), info((64,), 96), {"a": given})
         torch.testing.assert_close(held(scheme), want, rtol=1e-5, atol=1e-6)
-
-
-def test_the_conformance_kit_reads_what_it_writes():
-    """All of it is a slow test."""
-    outcomes = run([("quantizer", "minivllm/compressed-tensors")], only=KIT)
-    assert {o.test for o in outcomes if o.status == "passed"} == KIT, outcomes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from packed_checkpoints import KIT, LLM_SIZES, PROMPT, change, forms, held, info, loaded, logits_of, say
+from packed_checkpoints import LLM_SIZES, PROMPT, change, forms, held, info, loaded, logits_of, say
 from packed_checkpoints import packed_dir as written
 from packed_checkpoints import scaled as random_bytes
 
@@ -14,7 +14,6 @@ from minivllm.errors import ModelError
 from minivllm.plugins.quantizer.forms import GroupedBytes
 from minivllm.plugins.quantizer.fp8_checkpoint import Fp8Checkpoint
 from minivllm.plugins.quantizer.int8 import ByteRows
-from minivllm.testing.session import run
 
 FP8 = torch.float8_e4m3fn
 
@@ -110,9 +109,3 @@ def test_float8_without_scales_is_not_taken_for_a_weight(checkpoint):
     change(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight_scale_inv"))
     with pytest.raises(ModelError, match=r"has model.layers.1.mlp.up_proj.weight of F8_E4M3 and no scales for it"):
         LLM(model=str(path), **LLM_SIZES)
-
-
-def test_the_conformance_kit_reads_what_it_writes():
-    """All of it is a slow test."""
-    outcomes = run([("quantizer", "minivllm/fp8-checkpoint")], only=KIT)
-    assert {o.test for o in outcomes if o.status == "passed"} == KIT, outcomes

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from packed_checkpoints import (
-    KIT,
     LLM_SIZES,
     PROMPT,
     change,
@@ -35,7 +34,6 @@ from minivllm.plugins.quantizer.int4 import Int4Rows
 from minivllm.plugins.quantizer.int8 import ByteRows
 from minivllm.plugins.quantizer.packed import PackedWeight
 from minivllm.testing.harness import Harness
-from minivllm.testing.session import run
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
@@ -355,9 +353,3 @@ def test_a_checkpoint_that_is_not_packed_though_config_says_so_is_refused(tmp_pa
     packed_dir(tmp_path, config(), lambda *args: None, None)
     with pytest.raises(ModelError, match="no module of the checkpoint is packed so: want tensors named qweight"):
         LLM(model=str(tmp_path), **LLM_SIZES)
-
-
-def test_the_conformance_kit_reads_what_it_writes():
-    """All of it is a slow test."""
-    outcomes = run([("quantizer", "minivllm/gptq")], only=KIT)
-    assert {o.test for o in outcomes if o.status == "passed"} == KIT, outcomes
