@@ -117,6 +117,15 @@ def _host_memory() -> int:
     return total
 
 
+def free_ram() -> int:
+    """Bytes of memory that the host has left."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return int(next(line for line in file if line.startswith("MemAvailable")).split()[1]) * 1024
+    except (OSError, StopIteration):
+        return 4 << 30
+
+
 # ---------------------------------------------------------------- which dtypes a CPU multiplies
 
 

@@ -57,7 +57,9 @@ class Decoder:
         self.spec = spec
         check(spec, parts)
         self.embed = parts.embedding("embed", spec.vocab, spec.hidden)
-        self.positions = parts.embedding("positions", spec.positions, spec.hidden) if spec.positions else None
+        self.positions = None
+        if spec.positions:
+            self.positions = parts.embedding("positions", spec.positions, spec.hidden, whole=True)
         # rounded as the product of two numbers of that dtype would be
         self.scale = float(torch.tensor(spec.embed_scale, dtype=parts.dtype))
         entries = [_norm(parts, spec, f"layers.{i}.norm1", layer.norms != AFTER) for i, layer in enumerate(spec.layers)]
@@ -132,7 +134,7 @@ class DecoderBlock:
 
     def _points(self) -> dict[str, int]:
         """What can be tapped in this layer, and behind it, and the widths."""
-        widths = dict(zip("qkv", self.sizes, strict=True))
+        widths = {} if self.shared else dict(zip("qkv", self.sizes, strict=True))  # a process has some heads only
         widths["attention"] = self.hidden
         if self.experts is not None:
             widths |= {"router": self.experts.spec.count, "experts": self.experts.spec.chosen}
@@ -143,9 +145,8 @@ class DecoderBlock:
     def _attention(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModelParts) -> None:
         a, name, twice = layer.attention, f"layers.{i}.attn", spec.switch is not None
         q, kv = a.heads * a.dim_qk, a.kv_heads * a.dim_qk
-        sizes = [("q", q), ("k", kv), ("v", a.kv_heads * a.dim_v)]
-        self.sizes = [parts.heads(a.heads) * a.dim_qk, *(parts.heads(a.kv_heads) * n for n in (a.dim_qk, a.dim_v))]
-        linear = parts.linear(name + ".qkv", spec.hidden, sizes, bias=layer.qkv_bias, split="column")
+        linear = parts.qkv(name + ".qkv", spec.hidden, a, layer.qkv_bias)
+        self.sizes, self.shared = [rows for _, rows in linear.info.parts], parts.shard.size > 1
         self.qkv, self.attn = parts.normed_linear(linear), parts.attention(i, a)
         norms: list[Any] = [None, None]
         self.wide: list[Any] = []

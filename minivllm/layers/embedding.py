@@ -1,32 +1,104 @@
-"""Token embedding and the output head, which may share its weight.  Both are whole on every process."""
+"""Token embedding and the output head, which may share its weight.
+
+Over several processes each has the rows of a range of the vocabulary.  Where that does not divide, the last ranges are
+shorter, and their weights padded with rows of zeros::
+
+    ids ──► rows of the ids in my range, zeros for others ──► sum over the processes ──► [T, dim]
+    x   ──► logits of my range ──► side by side on rank 0 ──► [N, V];  on other ranks [N, 0]
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
+from minivllm.core.interfaces.quantizer import ModuleInfo, Shard, StoredWeight, WeightScheme
 from minivllm.errors import ModelError
 
+from .communicator import share_of
 from .linear import Dense, Linear, stored_by
-from .module import Module
+from .module import Module, check_shape, fill
+
+
+class VocabRange:
+    """The rows of a vocabulary that a process has: ``first`` to ``end``, of the ``rows`` that its weight has."""
+
+    def __init__(self, vocab: int, shard: Shard) -> None:
+        self.vocab, self.rows = vocab, -(-vocab // shard.size)
+        self.first, self.end = (min(vocab, (shard.rank + i) * self.rows) for i in (0, 1))
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Of [V, ...] these rows [rows, ...], padded with zeros."""
+        mine = tensor[self.first : self.end]
+        return mine if len(mine) == self.rows else F.pad(mine, (0, 0) * (mine.dim() - 1) + (0, self.rows - len(mine)))
 
 
 class Embedding(Module):
     """ids i64 [T] -> [T, dim]."""
 
-    def __init__(self, name: str, rows: int, dim: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, name: str, rows: int, dim: int, dtype: torch.dtype, device: str, group: Any = None) -> None:
+        """``group``: the communicator of the processes that share the rows; None: all are here."""
         super().__init__(name)
-        self.weight = torch.empty(rows, dim, dtype=dtype, device=device)
+        self.group, self.range, self.dim = group, VocabRange(rows, share_of(group)), dim
+        self.weight = torch.empty(self.range.rows, dim, dtype=dtype, device=device)
         self.tensors = {"weight": self.weight}
 
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        return {("", "weight"): (self.range.vocab, self.dim)}
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        check_shape(tensor, (self.range.vocab, self.dim))
+        fill(self.weight, self.range.cut(tensor))
+
     def __call__(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+        if self.group is None:
+            return F.embedding(ids, self.weight)
+        here = (ids >= self.range.first) & (ids < self.range.end)
+        x = F.embedding(torch.where(here, ids - self.range.first, 0), self.weight).masked_fill_(~here[:, None], 0)
+        self.group.all_reduce(x)
+        return x
+
+
+def beside(logits: Tensor, vocab: int, group: Any) -> Tensor:
+    """Logits [N, V] on rank 0 of those of each rank's range, on others what the communicator leaves them."""
+    if group is None:
+        return logits
+    parts = group.gather(logits)
+    if parts is None:
+        return logits[:, :0]
+    rows = logits.shape[1]
+    return torch.cat([part[:, : max(0, vocab - i * rows)] for i, part in enumerate(parts)], dim=1)
 
 
 class LMHead(Linear):
     """Hidden states [N, dim] -> logits [N, V] with a weight of its own."""
+
+    def __init__(self, info: ModuleInfo, scheme: WeightScheme, vocab: int, group: Any = None) -> None:
+        super().__init__(info, scheme)
+        self.range, self.over = VocabRange(vocab, info.shard), group
+
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        mine, vocab = super().wanted(), self.range.vocab
+        return {key: shape if shape is None else (vocab, *shape[1:]) for key, shape in mine.items()}
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        if self.over is None:
+            super().load(part, param, tensor)
+            return
+        whole = self.wanted()[part, param]
+        if whole is None:
+            raise ModelError(
+                f"{self.name}.{param} is in a form that is not cut over processes: want the head in a floating dtype, "
+                "or tensor_parallel_size=1"
+            )
+        check_shape(tensor, whole)
+        self.scheme.load(param, self.range.cut(tensor), part)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return beside(super().__call__(x), self.range.vocab, self.over)
 
 
 class TiedLMHead(Module):
@@ -47,7 +119,8 @@ class TiedLMHead(Module):
 
     def untie(self) -> None:
         self.plain = None
-        self.own = LMHead(self.info, self.scheme or Dense(self.info, self.fuse, invariant=self.invariant))
+        scheme = self.scheme or Dense(self.info, self.fuse, invariant=self.invariant)
+        self.own = LMHead(self.info, scheme, self.tied.range.vocab, self.tied.group)
         self.tensors = self.own.tensors
 
     def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
@@ -75,4 +148,4 @@ class TiedLMHead(Module):
     def __call__(self, x: Tensor) -> Tensor:
         if self.own is not None:
             return self.own(x)
-        return (self.plain or self.scheme).apply(x)
+        return beside((self.plain or self.scheme).apply(x), self.tied.range.vocab, self.tied.group)

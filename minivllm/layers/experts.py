@@ -175,7 +175,7 @@ class Mixture:
         weights, ids = self.choose(h, tap)
         y = self.products(h, ids, weights)
         if self.down.reduce:
-            torch.distributed.all_reduce(y, group=self.down.group)
+            self.down.group.all_reduce(y)
         return y if self.shared is None else y.add_(self._of_shared(h, *self.shared))
 
     def choose(self, h: Normed, tap: Tap | None = None) -> tuple[Tensor, Tensor]:

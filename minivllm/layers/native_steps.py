@@ -68,6 +68,8 @@ class NativeSteps:
             raise NotLowered(reason)
         if wiring.batch_invariant:
             raise NotLowered("batch_invariant=true")
+        if parts.shard.size > 1:
+            raise NotLowered(f"{parts.shard.size} processes share the model, and sum between its operations")
         backend = parts.backend
         for seam, plugin in (("attention", backend), ("kvformat", backend.ctx.kv_format)):
             if not replaceable(plugin):

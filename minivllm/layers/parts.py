@@ -19,6 +19,7 @@ from minivllm.errors import ModelError, PluginError
 from . import invariant
 from .activation import APPLY, gate_mul
 from .attention import AttentionLayer
+from .communicator import share_of
 from .decoder import Decoder
 from .embedding import Embedding, LMHead, TiedLMHead
 from .experts import DenseExperts, ExpertLinear, ExpertsNorm, Mixture, RouterHook, RouterLinear
@@ -28,15 +29,14 @@ from .module import Module, Tensors
 from .norm import LayerNorm, RMSNorm
 from .rotary import rotary_tables
 
-ALONE = Shard()
-
 
 class ModelParts:
     """Makes modules and remembers them: ``modules`` by name for the loader, ``layers`` for the KV cache.
 
     ``batch_invariant``: what they give a row has the same bits whatever rows are beside it.
-    A model gives full sizes everywhere; this process's share is taken here.  ``groups`` names the layers of each KV
-    group; without it layers of equal geometry form one, in the order they come.
+    A model gives full sizes everywhere; this process's share is taken here, ``group`` being its end of the communicator
+    of those that share the model (None: it is alone, or ``shard`` says what it would have).  ``groups`` names the
+    layers of each KV group; without it layers of equal geometry form one, in the order they come.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class ModelParts:
         dtype: str | torch.dtype,
         quantizer: Quantizer,
         backend: AttentionBackend,
-        shard: Shard = ALONE,
+        shard: Shard | None = None,
         group: Any = None,
         groups: Sequence[Sequence[int]] | None = None,
         fuse: bool = False,
         batch_invariant: bool = False,
     ) -> None:
-        self.device, self.shard, self.group = str(device), shard, group
+        self.device, self.shard, self.group = str(device), shard or share_of(group), group
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.quantizer, self.backend, self.fuse, self.invariant = quantizer, backend, fuse, batch_invariant
         self.pairs = fuse and not batch_invariant  # the kernels for pairs go by the number of rows
@@ -83,13 +83,38 @@ class ModelParts:
         """This process's share of n heads.  ModelError if they cannot be split evenly."""
         return self._share(n, "heads")
 
+    def kv_heads(self, n: int) -> int:
+        """Likewise of n KV heads; where there are fewer than processes each has one, the same as its neighbours."""
+        return 1 if self._copies(n) > 1 else self._share(n, "KV heads")
+
+    def _copies(self, kv_heads: int) -> int:
+        """Processes that have the same KV head."""
+        return 1 if self.shard.size % kv_heads else self.shard.size // kv_heads
+
     def linear(
         self, name: str, inp: int, parts: Sequence[tuple[str, int]], *, bias: bool = False, split: str | None = None
     ) -> Linear:
         """``parts``: (name, outputs) stacked in one matrix; ``split`` None, "column" (outputs) or "row" (inputs)."""
         inp, parts = self._shares(name, inp, parts, split)
+        return self._linear(name, inp, parts, bias, split)
+
+    def _linear(
+        self,
+        name: str,
+        inp: int,
+        parts: Sequence[tuple[str, int]],
+        bias: bool,
+        split: str | None,
+        copies: Mapping[str, int] | None = None,
+    ) -> Linear:
         info = self._info(name, "linear", inp, parts, bias=bias, split=split)
-        return self._add(Linear(info, self.quantizer.scheme(info) or self._dense(info), self.group))
+        return self._add(Linear(info, self.quantizer.scheme(info) or self._dense(info), self.group, copies))
+
+    def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool) -> Linear:
+        """Queries, keys and values of an attention layer in one matrix, as parts "q", "k" and "v"."""
+        heads, kv_heads, copies = self.heads(spec.heads), self.kv_heads(spec.kv_heads), self._copies(spec.kv_heads)
+        sizes = [("q", heads * spec.dim_qk), ("k", kv_heads * spec.dim_qk), ("v", kv_heads * spec.dim_v)]
+        return self._linear(name, inp, sizes, bias, "column", {"k": copies, "v": copies})
 
     def _shares(
         self, name: str, inp: int, parts: Sequence[tuple[str, int]], split: str | None
@@ -141,16 +166,19 @@ class ModelParts:
         }
         return self._add(Tensors(name, made)).tensors
 
-    def embedding(self, name: str, rows: int, dim: int) -> Embedding:
-        return self._add(Embedding(name, rows, dim, self.dtype, self.device))
+    def embedding(self, name: str, rows: int, dim: int, whole: bool = False) -> Embedding:
+        """``whole``: processes that share the model have all of it each, as is better where it is small."""
+        group = self.group if self.shard.size > 1 and not whole else None
+        return self._add(Embedding(name, rows, dim, self.dtype, self.device, group))
 
     def lm_head(self, name: str, inp: int, vocab: int, tied: Embedding | None = None) -> LMHead | TiedLMHead:
         """``tied``: the embedding whose weight it shares, made before it."""
-        info = self._info(name, "lm_head", inp, [("", vocab)])
+        group = self.group if self.shard.size > 1 else None
+        info = self._info(name, "lm_head", inp, [("", -(-vocab // share_of(group).size))])
         scheme = self.quantizer.scheme(info)
         if tied is not None:
             return self._add(TiedLMHead(info, tied, scheme, self.fuse, self.invariant))
-        return self._add(LMHead(info, scheme or self._dense(info)))
+        return self._add(LMHead(info, scheme or self._dense(info), vocab, group))
 
     def norm(self, name: str, dim: int, kind: Norm | float) -> RMSNorm | LayerNorm:
         """``kind``: a number is the epsilon of a plain RMSNorm."""
@@ -219,7 +247,7 @@ class ModelParts:
             group = self._geometries.index(spec.geometry)
         else:
             group = self._group_of[index]
-        local = replace(spec, heads=self.heads(spec.heads), kv_heads=self.heads(spec.kv_heads))
+        local = replace(spec, heads=self.heads(spec.heads), kv_heads=self.kv_heads(spec.kv_heads))
         layer = AttnLayer(index, group, local)
         self.layers.append(layer)
         return self._add(AttentionLayer(f"layers.{index}.attn", layer, self.backend, self.device, self.shard))

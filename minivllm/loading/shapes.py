@@ -109,7 +109,8 @@ def check(
     _check_experts(folder, cfg, rules, headers)
     if plan is not None:
         _check_shapes(folder, cfg, targets, headers)
-        _check_memory(folder, plan, plan.bytes(quantized), free)
+        devices = 1 if parts.device == "cpu" else parts.shard.size  # processes of one machine share its memory
+        _check_memory(folder, plan, plan.bytes(quantized) // devices, free)
     return None if plan is None or load_format == "dummy" else sources_of(arch, cfg, plan, targets, headers)
 
 

@@ -13,7 +13,7 @@ import torch
 from minivllm.core.interfaces.attention import AttentionContext, GraphKey
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
-from minivllm.layers.parts import ALONE, ModelParts
+from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import prepare_qk
 from minivllm.loading import shapes
 from minivllm.loading.weights import build_model, load_weights
@@ -45,7 +45,7 @@ class Harness:
         max_len: int = 96,
         device: str = "cpu",
         quantizer=None,
-        shard: Shard = ALONE,
+        shard: Shard | None = None,
         group=None,
         backend=Sdpa,
         load_format: str = "auto",
@@ -125,18 +125,21 @@ class Harness:
 
 
 class Seat:
-    """One process of a tensor-parallel group that threads play; ``all_reduce`` stands in for torch's."""
+    """One process of a tensor-parallel group that threads play (``layers.communicator.Communicator``).  All of them get
+    what only rank 0 needs."""
 
     def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.sent, self.barrier = rank, sent, barrier
+        self.rank, self.size, self.sent, self.barrier = rank, len(sent), sent, barrier
 
-    @staticmethod
-    def all_reduce(y: torch.Tensor, group: Seat) -> None:
-        group.sent[group.rank] = y
-        group.barrier.wait()
-        total = torch.stack(group.sent).sum(0)
-        group.barrier.wait()  # before anyone overwrites what the others read
-        y.copy_(total)
+    def all_reduce(self, x: torch.Tensor) -> None:
+        x.copy_(torch.stack(self.gather(x)).sum(0))
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.sent[self.rank] = x.clone()
+        self.barrier.wait()
+        found = list(self.sent)
+        self.barrier.wait()  # before anyone overwrites what the others read
+        return found
 
 
 def seats(n: int) -> list[Seat]:

@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minivllm.core.interfaces.model import ModelArch, takes_logits_indices
-from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
 from minivllm.loading.hf_config import open_checkpoint
 from minivllm.spec import ANY
 
 from .base import Seen, since
-from .harness import Harness, Seat, play, seats
+from .harness import Harness, play, seats
 from .model_config import IGNORED, UNCHANGED, jumps, logits, names, others, record
 from .model_taps import ModelTaps
 from .tiny import VARIANTS, edits, quiet, read_tensors, save, small_config, tiny_model, write_tensors
@@ -302,14 +301,13 @@ class ModelConformance(ModelTaps):
                 assert a <= 2 * b + 1e-3, f"{name} in {dtype}: error {a:.2e}, transformers' {b:.2e}"
 
     @since(1, 0)
-    def test_processes_that_share_a_model_compute_it_together(self, tmp_path: Path, monkeypatch: Any) -> None:
+    def test_processes_that_share_a_model_compute_it_together(self, tmp_path: Path) -> None:
         """Two shares of every split layer, played by two threads; sizes come from ``parts.heads`` and the splits."""
-        monkeypatch.setattr(torch.distributed, "all_reduce", Seat.all_reduce)
         for name, cls in self.families().items():
             case = self.case(cls, tmp_path / name)
             group = seats(2)
             try:
-                shares = [self.harness(case.path, shard=Shard(seat.rank, 2), group=seat) for seat in group]
+                shares = [self.harness(case.path, group=seat) for seat in group]
             except ModelError as exc:
                 pytest.skip(f"refuses to be split over 2 processes: {exc}")
             for rank, got in enumerate(play(group, [partial(h.step, {0: PROMPT}) for h in shares])):

@@ -93,8 +93,8 @@ def test_config_values_that_are_not_implemented_are_refused(family, values, says
 
 
 def test_heads_that_cannot_be_split_are_refused():
-    with pytest.raises(ModelError, match="cannot be split over 4 processes"):
-        Harness("nowhere", ARCHS["llama"](), tiny_config(heads="gqa"), shard=Shard(0, 4), load_format="dummy")
+    with pytest.raises(ModelError, match="cannot be split over 3 processes"):
+        Harness("nowhere", ARCHS["llama"](), tiny_config(heads="gqa"), shard=Shard(0, 3), load_format="dummy")
 
 
 def test_tiny_models_are_not_degenerate():

@@ -1,83 +1,109 @@
-"""Two gloo processes on the loopback compute what one process computes: a merged GQA projection, and whole models."""
+"""Processes that share a model compute what one computes alone; ranks are threads here."""
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from transformers import AutoConfig
 
-from minivllm.testing.tiny import ARCHS, tiny_dir
+from minivllm.config import EngineConfig
+from minivllm.config.resolve import resolve
+from minivllm.core.interfaces.quantizer import Shard
+from minivllm.errors import ModelError
+from minivllm.layers.embedding import VocabRange
+from minivllm.plugins.quantizer.int8 import Int8
+from minivllm.registry import Catalog, build_part
+from minivllm.testing.harness import Harness, play, seats
+from minivllm.testing.tiny import tiny_dir
 
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12]
+WIDE = {"num_attention_heads": 8, "intermediate_size": 64, "head_dim": 8}  # what 8 processes can share
+# of 61 tokens 2, 4 and 8 processes have 31, 16 and 8 each, the last one fewer
+FAMILIES = {
+    "llama": ("llama", {**WIDE, "num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True}),
+    "two KV heads and biases": ("qwen2", {**WIDE, "num_key_value_heads": 2}),
+    "one KV head, tied": ("qwen3", {**WIDE, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "tied, windows, four norms": ("gemma3", {**WIDE, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "parallel blocks, scaled logits": ("cohere2", {**WIDE, "num_key_value_heads": 2}),
+    "one qkv tensor": ("phi3", {**WIDE, "num_key_value_heads": 4}),
+    "learned positions": ("gpt2", {"num_attention_heads": 8, "num_key_value_heads": 8}),
+    "experts": ("mixtral", {**WIDE, "num_key_value_heads": 2, "vocab_size": 9}),
+    "a shared expert": ("qwen2_moe", {**WIDE, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32}),
+    "sinks, biases of experts": ("gpt_oss", {**WIDE, "num_key_value_heads": 2}),
+}
 
 
-def _rank(rank: int, size: int, folder: str, cases: list[tuple[str, str, str]]) -> None:
-    """One process of ``size``: writes its logits beside the models.  A process that waits too long ends itself."""
-    sys.path.insert(0, os.path.dirname(__file__))
-    if size > 1:
-        faulthandler.dump_traceback_later(120, exit=True)
-        torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
-    from transformers import AutoConfig
+def architecture(path):
+    config = EngineConfig(model=str(path), device="cpu", dtype="float32", skip_tokenizer_init=True)
+    return build_part("model", resolve(config, Catalog.discover()).wiring.parts["model"])
 
-    from minivllm.core.interfaces.quantizer import Shard
-    from minivllm.plugins.quantizer.int8 import Int8
-    from minivllm.testing.harness import Harness
 
-    for name, family, load_format in cases:
-        cfg = AutoConfig.from_pretrained(f"{folder}/{name}")
-        quantizer = Int8() if load_format == "int8" else None
-        harness = Harness(
-            f"{folder}/{name}",
-            ARCHS[family](),
-            cfg,
-            quantizer=quantizer,
-            shard=Shard(rank, size),
-            group=dist.group.WORLD if size > 1 else None,
-            load_format="dummy" if load_format == "dummy" else "auto",
-        )
-        modules = harness.parts.modules
-        x = torch.linspace(-1, 1, 3 * 32).view(3, 32)
-        q, k, v = modules["layers.0.attn.qkv"](x).split([harness.parts.heads(n) * 8 for n in (4, 2, 2)], dim=-1)
-        k, v = (t.view(3, -1, 8).repeat_interleave(2, dim=1).flatten(1) for t in (k, v))  # each KV head serves two
-        mixed = modules["layers.0.attn.o"](q + k + v)
-        logits = torch.cat([harness.step({0: PROMPT[:6], 1: [7]})[0], harness.step({0: PROMPT[6:], 1: [8]})[0]])
-        torch.save({"logits": logits, "mixed": mixed}, f"{folder}/{name}.{load_format}.{rank}.of{size}")
-    if size > 1:
-        dist.destroy_process_group()
+def logits_of(harness, prompt):
+    return torch.cat([harness.step({0: prompt[:6], 1: [7]})[0], harness.step({0: prompt[6:], 1: [8]})[0]])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("tp")
-    tiny_dir(path / "llama", "llama", attention_bias=True, mlp_bias=True)
-    tiny_dir(path / "qwen3", "qwen3", tie_word_embeddings=True)
-    mp.start_processes(_rank, (2, str(path), CASES), nprocs=2, start_method="spawn")
-    _rank(0, 1, str(path), CASES)
-    return path
+def made(tmp_path_factory):
+    """A family's folder, architecture, config and the logits of one process, made once."""
+    found = {}
+
+    def make(name):
+        if name not in found:
+            family, values = FAMILIES[name]
+            path, _, _ = tiny_dir(tmp_path_factory.mktemp("tp") / "model", family, **values)
+            arch, cfg = architecture(path), AutoConfig.from_pretrained(path)
+            prompt = [t % cfg.vocab_size for t in PROMPT]
+            found[name] = path, arch, cfg, prompt, logits_of(Harness(path, arch, cfg), prompt)
+        return found[name]
+
+    return make
 
 
-CASES = [
-    ("llama", "llama", "auto"),
-    ("qwen3", "qwen3", "auto"),
-    ("llama", "llama", "dummy"),
-    ("llama", "llama", "int8"),
-]
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_ranks_compute_what_one_process_computes(made, name, size):
+    """Fewer KV heads than ranks, vocabularies that do not divide, heads that share the embedding's weight."""
+    path, arch, cfg, prompt, want = made(name)
+    group = seats(size)
+    shares = [Harness(path, arch, cfg, group=seat) for seat in group]
+    for rank, got in enumerate(play(group, [partial(logits_of, h, prompt) for h in shares])):
+        assert got.shape == want.shape
+        assert (got - want).abs().max() <= 1e-4 * want.abs().max(), (name, rank)
+    assert want.std() > 0.01
 
 
-@pytest.mark.parametrize(("name", "family", "load_format"), CASES)
-def test_two_processes_equal_one(folder, name, family, load_format):
-    one = torch.load(folder / f"{name}.{load_format}.0.of1", weights_only=True)
-    room = 0.05 if load_format == "int8" else 1e-5  # a row-split weight has a scale per share
-    for rank in range(2):
-        share = torch.load(folder / f"{name}.{load_format}.{rank}.of2", weights_only=True)
-        for key, value in one.items():
-            assert (share[key] - value).abs().max() <= room * value.abs().max(), (rank, key)
-        assert share["logits"].std() > 0.01
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_random_weights_and_weights_quantized_while_loading_are_cut_alike(made, load_format):
+    path, arch, cfg, prompt, _ = made("two KV heads and biases")
+    quantizer = {} if load_format == "dummy" else {"quantizer": Int8()}
+    one = logits_of(Harness(path, arch, cfg, load_format=load_format, **quantizer), prompt)
+    group = seats(2)
+    shares = [Harness(path, arch, cfg, load_format=load_format, group=seat, **quantizer) for seat in group]
+    room = 0.05 if quantizer else 1e-4  # a row-split weight has a scale per share
+    for got in play(group, [partial(logits_of, h, prompt) for h in shares]):
+        assert (got - one).abs().max() <= room * one.abs().max()
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 61])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ranges_of_a_vocabulary_are_each_row_once(vocab, size):
+    whole = torch.arange(1.0, vocab + 1)[:, None]
+    ranges = [VocabRange(vocab, Shard(rank, size)) for rank in range(size)]
+    assert [row for r in ranges for row in range(r.first, r.end)] == list(range(vocab))
+    for r in ranges:
+        mine = r.cut(whole)
+        assert len(mine) == r.rows == ranges[0].rows
+        assert mine[: r.end - r.first].flatten().tolist() == list(range(r.first + 1, r.end + 1))
+        assert not mine[r.end - r.first :].any(), "what pads a range is zero"
+
+
+def test_what_cannot_be_shared_is_refused_by_name_before_weights_are_read(made):
+    path, arch, cfg, *_ = made("two KV heads and biases")
+    with pytest.raises(ModelError, match="heads=8 cannot be split over 3 processes"):
+        Harness(path / "nowhere", arch, cfg, group=seats(3)[0])
+    cfg = AutoConfig.from_pretrained(path)
+    cfg.intermediate_size = 37
+    with pytest.raises(ModelError, match=r"layers.0.mlp.gate_up.gate outputs=37 cannot be split over 2"):
+        Harness(path / "nowhere", arch, cfg, group=seats(2)[0])

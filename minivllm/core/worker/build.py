@@ -16,6 +16,7 @@ from minivllm.core.interfaces.model import ModelArch
 from minivllm.core.interfaces.plan import StepPlan, no_rows
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
 from minivllm.errors import ConfigError, ResourceError
+from minivllm.hardware import free_ram
 from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import prepare_qk
 from minivllm.loading import shapes
@@ -95,13 +96,14 @@ def fused(wiring: Wiring) -> bool:
     return wiring.steps.fuse and has_kernels(wiring)
 
 
-def build_worker(wiring: Wiring) -> Worker:
-    """Load the model and take the memory."""
+def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
+    """Load the model and take the memory.  ``ranks``: the communicator of those that share the model, if it is shared.
+    Models beside it are whole on the rank that the wiring gives them to."""
     device = torch.device(wiring.device)
     cfg = open_checkpoint(wiring.model_dir).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
     model, parts, notes = _load(
-        wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.cache.groups
+        wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.cache.groups, ranks
     )
     groups = [list(g) for g in wiring.cache.groups]
     worker = Worker(
@@ -158,6 +160,7 @@ def _load(
     cfg: Any,
     fmt: Any,
     groups: Sequence[Sequence[int]],
+    ranks: Any = None,
 ) -> tuple[Any, ModelParts, list[str]]:
     """A model with its weights, an attention back end of its own, and what the user should know of the weights."""
     backend = build_part("attention", wiring.parts["attention"], attention_context(wiring, fmt))
@@ -170,6 +173,7 @@ def _load(
         wiring.dtype,
         quantizer,
         backend,
+        group=ranks,
         groups=groups or None,
         fuse=fused(wiring),
         batch_invariant=wiring.batch_invariant,
@@ -196,6 +200,7 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
         blocks = [wiring.cache.num_kvcache_blocks + 1] * len(worker.groups)
     else:
         blocks = _fit(worker, wiring, _budget(worker, wiring, parts, layouts), windows)
+        blocks = blocks if parts.group is None else parts.group.least(blocks)
     try:
         _allocate(worker, parts, layouts, blocks)
     except (RuntimeError, MemoryError) as e:
@@ -265,7 +270,7 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
 def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) -> int:
     """Bytes for the KV cache."""
     if worker.device.type == "cpu":
-        return min(int(CPU_CACHE_SHARE * free_ram()), CPU_CACHE_LIMIT)
+        return min(int(CPU_CACHE_SHARE * free_ram()), CPU_CACHE_LIMIT) // parts.shard.size
     _allocate(worker, parts, layouts, [1] * len(worker.groups))
     with ALONE:  # what another engine's capture takes meanwhile would count as this one's
         torch.cuda.empty_cache()
@@ -306,13 +311,3 @@ def _free_memory(device: str) -> int:
     with ALONE:  # beside a capture it would give nothing back
         torch.cuda.empty_cache()  # what an engine before this one gave back to torch
     return torch.cuda.mem_get_info()[0]
-
-
-def free_ram() -> int:
-    """Bytes of memory that the host has left."""
-    try:
-        with open("/proc/meminfo") as file:
-            found = next(line for line in file if line.startswith("MemAvailable"))
-            return int(found.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return 4 << 30

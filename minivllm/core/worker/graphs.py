@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 # contexts up to here share their captures; longer ones are cut differently by the attention back end
 SHORT = 8192
 MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
-# rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
-MEASURED_FROM = 128
 CAPTURES = 160  # mixed steps and sampling variants that are kept
 # of a mixed step until it is captured, which takes as long as several uncaptured ones: a burst has many kinds
 SIGHTS = 4
@@ -132,6 +130,8 @@ class Captured:
 class Graphs:
     """The captures of one runner.  All share one memory pool: they run one after another."""
 
+    # rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
+    measured_from = 128
     runner: Runner
     mixed: bool  # the attention back end can be captured in mixed steps
     buffers: dict[int, Buffers] = field(default_factory=dict)
@@ -270,7 +270,7 @@ class Graphs:
         keys = {
             size: GraphKey("decode", size, size, SHORT)
             for size in self.sizes
-            if size >= MEASURED_FROM
+            if size >= self.measured_from
         }
         # kernels of other steps are compiled now, not in the middle of the first burst
         if self.mixed:

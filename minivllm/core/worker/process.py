@@ -9,7 +9,7 @@ are imported, from the parent's import path, and a package that is installed bes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.hardware import prepare_environment
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 
-def build(text: str) -> Runner:
-    """Load the model and take the memory.  ModelError, PluginError (names the package of a target that cannot be
-    imported here) or ResourceError (also if another version of minivllm made the wiring)."""
+def build(text: str, make: Any = None) -> Runner:
+    """Load the model and take the memory; ``make(wiring)`` is called in place of ``Runner`` once torch may be imported.
+    ModelError, PluginError (names the package of a target that cannot be imported here) or ResourceError (also if
+    another version of minivllm made the wiring)."""
     prepare_environment()  # before torch is imported
     from minivllm.wiring import wiring_from_json
 
     from .runner import Runner
 
-    return Runner(wiring_from_json(text))
+    return (make or Runner)(wiring_from_json(text))

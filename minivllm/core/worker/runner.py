@@ -25,10 +25,11 @@ from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan, merge
 from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
 from minivllm.errors import RequestError
+from minivllm.hardware import free_ram
 from minivllm.layers.native_steps import NativeSteps, native_steps
 
 from . import step
-from .build import build_worker, free_ram, has_kernels
+from .build import build_worker, has_kernels
 from .calls import GuardedCalls, ProcessorChain, SeparateCalls, as_error
 from .capture import ALONE, synchronize
 from .drafting import Drafting
@@ -50,9 +51,11 @@ if TYPE_CHECKING:
 class Runner:
     """The model, its KV cache and the columns of one device."""
 
-    def __init__(self, wiring: Wiring) -> None:
+    captures: Any = None  # a class of captures of its own
+
+    def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
         self.wiring = wiring
-        self.worker = w = build_worker(wiring)
+        self.worker = w = build_worker(wiring, ranks)
         self.device, self.model, self.backend = w.device, w.model, w.backend
         self.selects = takes_logits_indices(w.model)
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
@@ -101,7 +104,9 @@ class Runner:
             return None
         from .graphs import Graphs, first_line
 
-        graphs = Graphs(self, graph == "mixed" and self.wiring.steps.graph in ("auto", "mixed"))
+        graphs = (self.captures or Graphs)(
+            self, graph == "mixed" and self.wiring.steps.graph in ("auto", "mixed")
+        )
         try:
             with torch.inference_mode():
                 graphs.warm()

@@ -1,0 +1,130 @@
+"""What the processes that share a model tell each other: sums of partial results, parts of logits, drawn tokens.
+
+    all_reduce   x of each rank ──► the sum of all, on each       a product whose inputs are cut, the embedding
+    gather       columns of each rank ──► rank 0, side by side    logits of a head that is cut by vocabulary
+    broadcast    of rank 0 ──► each                               tokens, at the head of the next step
+    all_gather   numbers of each rank ──► each                    blocks that all have room for, checksums
+
+Every rank makes the same calls in the same order.  Each call is counted (``calls``), so that of two ranks that part
+it can be said where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import Shard
+
+OPERATIONS = ("", "all_reduce", "gather", "broadcast", "all_gather")
+
+
+class Communicator(Protocol):
+    """One rank's end, as layers and executors use it."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> None:
+        """``x`` becomes the sum of all ranks', in place, with the same bits on each."""
+        ...
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        """Those of all ranks, in order, on rank 0; None on others."""
+        ...
+
+
+class LostRank(RuntimeError):
+    """Another rank has ended, or has not come to a call in time."""
+
+
+class ProcessGroup:
+    """``Communicator`` over torch's default process group of this process: gloo on a CPU, NCCL on GPUs."""
+
+    def __init__(self, rank: int, size: int, device: str, note: Callable[[int, int], None] | None = None) -> None:
+        """``note(call, operation)`` hears when a call begins, and with operation 0 when the host goes on."""
+        self.rank, self.size, self.device, self.calls = rank, size, torch.device(device), 0
+        self.lost: LostRank | None = None
+        self._note = note or (lambda call, operation: None)
+
+    @staticmethod
+    def join(rank: int, size: int, device: str, store: str, seconds: float) -> None:
+        """Meet the other ranks by the file ``store``; each wait, here and in calls, ends after ``seconds``.  LostRank
+        names how many came."""
+        meeting, limit = dist.FileStore(store, size), timedelta(seconds=seconds)
+        meeting.set_timeout(limit)
+        backend = "nccl" if device == "cuda" else "gloo"
+        where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
+        try:
+            dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=limit, device_id=where)
+        except RuntimeError as e:
+            first = str(e).splitlines()[0]
+            raise LostRank(f"the {size} ranks have not met by {backend} within {seconds:.0f} s: {first}") from e
+
+    @staticmethod
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _call(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:
+        number = OPERATIONS.index(operation)
+        self.calls += 1
+        self._note(self.calls, number)
+        try:
+            return call(*args)
+        except RuntimeError as e:
+            first = str(e).splitlines()[0]
+            self.lost = LostRank(f"{operation} number {self.calls} of rank {self.rank} failed: {first}")
+            raise self.lost from e
+        finally:
+            self._note(self.calls, 0)
+
+    def all_reduce(self, x: Tensor) -> None:
+        self._call("all_reduce", self._reduce, x)
+
+    def _reduce(self, x: Tensor) -> None:
+        if x.device.type != "cpu":
+            dist.all_reduce(x)
+            return
+        # Summed in the order of the ranks in one place: gloo's ring adds an element in the order that its place
+        # in the tensor says, so that a row's sum would go by the rows beside it, and takes longer on few cores.
+        parts = self._gathered(x)
+        if parts is not None:
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part.float()
+            x.copy_(total)
+        dist.broadcast(x, 0)
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        return self._call("gather", self._gathered, x.contiguous())
+
+    def _gathered(self, x: Tensor) -> list[Tensor] | None:
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(x, parts, 0)
+        return parts
+
+    def broadcast(self, x: Tensor) -> None:
+        """``x`` becomes rank 0's, in place."""
+        self._call("broadcast", dist.broadcast, x, 0)
+
+    def all_gather(self, numbers: list[int]) -> list[list[int]]:
+        """Numbers of 64 bits of each rank, as many of each; waits for the device."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._call("all_gather", dist.all_gather, found, mine)
+        return torch.stack(found).tolist()
+
+    def least(self, numbers: list[int]) -> list[int]:
+        """The least of all ranks', one by one."""
+        return [min(column) for column in zip(*self.all_gather(numbers), strict=True)]
+
+
+def share_of(communicator: Any) -> Shard:
+    """The place of a process among those that share its model; None: it is alone."""
+    return Shard() if communicator is None else Shard(communicator.rank, communicator.size)
