@@ -57,6 +57,7 @@ class Device:
     sm: int
     memory: int
     why: str
+    devices: int = 1  # of this kind
 
 
 def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str | None:
@@ -92,7 +93,9 @@ def find_device(asked: str) -> Device:
     if asked != "cpu" and torch.cuda.is_available():
         props = torch.cuda.get_device_properties(torch.cuda.current_device())
         why = "asked for" if asked == "cuda" else "a CUDA device is there"
-        return Device("cuda", props.name, 10 * props.major + props.minor, props.total_memory, why)
+        return Device(
+            "cuda", props.name, 10 * props.major + props.minor, props.total_memory, why, torch.cuda.device_count()
+        )
     if asked == "cuda":
         raise ResourceError("device='cuda': torch sees no CUDA device; use device='cpu' or 'auto'")
     why = "asked for" if asked == "cpu" else "torch sees no CUDA device"

@@ -31,6 +31,7 @@ from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selecti
 from minivllm.spec import OPTION_OF, Needs
 from minivllm.validation import begins, source_of
 
+from . import tensor_parallel
 from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .kv_groups import group_layers
@@ -146,6 +147,7 @@ class _Fold:
         dtype, why = choose_dtype(config.dtype, checkpoint.dtype, device)
         self._learn("dtype", dtype, f"{dtype} ({why})")
         specs, hf_config, switch = self._model(checkpoint, invariant)
+        tensor_parallel.check(config.tensor_parallel_size, specs, device, self.origins)
         max_len = self._max_len(hf_config)
         switch = None if switch is None or switch >= max_len else switch
         limits = DraftLimits(hf_config.vocab_size, max_len, switch)
@@ -239,11 +241,7 @@ class _Fold:
         if not config.batch_invariant:
             return frozenset()
         said = f"{begins(source_of(self.origins, 'batch_invariant'))}batch_invariant=true"
-        if config.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"{said} with tensor_parallel_size={config.tensor_parallel_size}: the order in which processes are "
-                "summed is the library's; want tensor_parallel_size=1"
-            )
+        tensor_parallel.refuse_invariant(config.tensor_parallel_size, said)
         if device.kind != "cpu":
             if not config.fuse:
                 raise ConfigError(f"{said} with fuse=false: torch's products go by the number of rows; want fuse=true")
@@ -347,7 +345,7 @@ class _Fold:
         more: dict[str, Any] = {
             "dim_qk": frozenset(s.dim_qk for s in specs),
             "dim_v": frozenset(s.dim_v for s in specs),
-            "queries_per_kv": frozenset(s.heads // s.kv_heads for s in specs),
+            "queries_per_kv": tensor_parallel.queries_per_kv(self.config.tensor_parallel_size, specs),
         }
         asked = self.config.kvcache_block_size
         if asked is not None:

@@ -52,19 +52,21 @@ class ProcessGroup:
         self.lost: LostRank | None = None
         self._note = note or (lambda call, operation: None)
 
-    @staticmethod
-    def join(rank: int, size: int, device: str, store: str, seconds: float) -> None:
-        """Meet the other ranks by the file ``store``; each wait, here and in calls, ends after ``seconds``.  LostRank
-        names how many came."""
-        meeting, limit = dist.FileStore(store, size), timedelta(seconds=seconds)
+    def join(self, store: str, seconds: float) -> None:
+        """Meet the other ranks by the file ``store``.  Each wait, here and in calls, ends after so many seconds:
+        LostRank."""
+        limit, device = timedelta(seconds=seconds), None
+        if self.device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        meeting = dist.FileStore(store, self.size)
         meeting.set_timeout(limit)
-        backend = "nccl" if device == "cuda" else "gloo"
-        where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
+        backend = "gloo" if device is None else "nccl"
+        at = dict(store=meeting, rank=self.rank, world_size=self.size, timeout=limit, device_id=device)
         try:
-            dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=limit, device_id=where)
+            dist.init_process_group(backend, **at)
         except RuntimeError as e:
             first = str(e).splitlines()[0]
-            raise LostRank(f"the {size} ranks have not met by {backend} within {seconds:.0f} s: {first}") from e
+            raise LostRank(f"the {self.size} ranks have not met by {backend} within {seconds:.0f} s: {first}") from e
 
     @staticmethod
     def leave() -> None:

@@ -16,6 +16,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("evictor", "prefix-depth", "minivllm.plugins.evictor.spec:PREFIX_DEPTH"),
     ("evictor", "s3fifo", "minivllm.plugins.evictor.spec:S3FIFO"),
     ("executor", "local", "minivllm.plugins.executor.spec:LOCAL"),
+    ("executor", "multiprocess", "minivllm.plugins.executor.spec:MULTIPROCESS"),
     ("executor", "process", "minivllm.plugins.executor.spec:PROCESS"),
     ("executor", "sim", "minivllm.plugins.executor.spec:SIM"),
     ("grammar", "llguidance", "minivllm.plugins.grammar.spec:LLGUIDANCE"),

@@ -111,6 +111,20 @@ class Child:
         except ChannelClosed as e:
             raise self._ended() from e
 
+    def rest(self, seconds: float, rhythm: Rhythm | None = None) -> bool:
+        """Until there may be a message, or it has ended: True; or so many seconds have passed."""
+        return self._channel is None or self._channel.ready() or self._channel.rest(seconds, rhythm)
+
+    def ended(self) -> ChildEnded | None:
+        """How, if it has, whatever it has said before."""
+        return None if self.alive() else self._ended()
+
+    def kill(self, seconds: float = 0.0) -> None:
+        """Without a word, and wait so long for its end; ``end`` comes behind."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
     def _gone(self) -> Message | None:
         raise ChannelClosed("the process has ended; another one holds its end of the channel")
 
@@ -133,10 +147,14 @@ class Child:
             self._channel.close()
             self._channel = None
 
+    def leave(self) -> None:
+        """Close its channel, upon which it ends; ``end`` waits for that."""
+        self._close()
+
     def end(self, deadline: float) -> None:
         """It ends by itself, as its channel is closed, or is killed after half of ``deadline`` seconds."""
         end = time.monotonic() + deadline
-        self._close()
+        self.leave()
         try:
             self._process.wait(deadline / 2)
         except subprocess.TimeoutExpired:

@@ -108,7 +108,8 @@ def test_a_tensor_too_many_and_one_too_few(capsys, tmp_path):
         (2, ("top_p=0.0",), ["--top-p", "0"]),
         (2, ("max_tokens=0",), ["--max-tokens", "0"]),
         (2, ("tensor_parallel_size",), ["--set", "tensor_parallel_size=0"]),
-        (4, ("tensor_parallel_size: want 2",), ["--set", "tensor_parallel_size=2"]),
+        (4, ("tensor_parallel_size: want 9",), ["--set", "tensor_parallel_size=9"]),
+        (2, ("want 1 or 2 or 4",), ["--set", "tensor_parallel_size=3"]),
         (2, ("dtype",), ["--set", "dtype=float12"]),
     ],
 )

@@ -7,6 +7,25 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
+class MultiprocessOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    timeout: float = Field(
+        60.0,
+        ge=1,
+        le=86_400,
+        description="seconds in which no process goes on, after which the engine ends and says who is missing",
+    )
+    start_timeout: float = Field(
+        1800.0, ge=1, le=86_400, description="seconds that loading the model may take, and a call such as a profile"
+    )
+    checked: bool = Field(
+        False,
+        description="compare, before each step, the plans, hidden states and columns of all processes; it costs a call "
+        "a step",
+    )
+
+
 class SimOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

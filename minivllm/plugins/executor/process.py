@@ -70,8 +70,7 @@ class Process(Executor):
         except BaseException:
             self.stop()
             raise
-        told["depth"] = max(told["depth"], 1) if wiring.steps.run_ahead is None else told["depth"]
-        return Capacity(**{name: tuple(v) if isinstance(v, list) else v for name, v in told.items()})
+        return capacity_of(told, wiring)
 
     def alive(self) -> bool:
         return self._child is not None and self._child.alive()
@@ -87,8 +86,7 @@ class Process(Executor):
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        kind, parts = self._plans.encode(plan)
-        self._send(kind, *parts)
+        self._send_plan(*self._plans.encode(plan))
         if not self._due:
             self._rhythm.begin()
         self._due.append(plan.id)
@@ -183,6 +181,9 @@ class Process(Executor):
             return error_from(**json.loads(message.data)["error"])
         return EngineDeadError(f"the worker sent a message of kind {message.kind} out of turn")
 
+    def _send_plan(self, kind: int, parts: Sequence[bytes]) -> None:
+        self._send(kind, *parts)
+
     # ---- the channel ---------------------------------------------------------------------------------------------
 
     def _send(self, kind: int, *parts: bytes, file: int = -1) -> None:
@@ -203,3 +204,9 @@ class Process(Executor):
 
     def _ready(self) -> bool:
         return self._child is not None and self._child.ready()
+
+
+def capacity_of(told: dict[str, Any], wiring: Wiring) -> Capacity:
+    """What a worker told of itself; a step runs ahead of the engine also on a CPU."""
+    told["depth"] = max(told["depth"], 1) if wiring.steps.run_ahead is None else told["depth"]
+    return Capacity(**{name: tuple(v) if isinstance(v, list) else v for name, v in told.items()})

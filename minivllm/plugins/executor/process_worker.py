@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minivllm.core.interfaces import codec
-from minivllm.core.interfaces.plan import LateInputs, StepPlan
+from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.core.worker.process import build
 from minivllm.errors import MinivllmError, told
 from minivllm.processes.channel import Channel, ChannelClosed
@@ -73,8 +73,7 @@ class WorkerLoop:
                 self._do(message.kind, message.data)
             if self._due:
                 for result in self.executor.collect(len(self._due)):
-                    self.channel.send(*self._results.encode(result, self._due.popleft().slots))
-                    self._rhythm.begin()
+                    self._give_back(result)
                 if message is None:
                     let_others()
 
@@ -84,7 +83,7 @@ class WorkerLoop:
             self._due.append(plan)
             if len(plan.late):
                 self._masked.add(plan.id)
-            self.executor.submit(plan)
+            self._submit(plan)
         elif kind in (MASKS, LATE):
             step, late = self._masks(data) if kind == MASKS else codec.decode_late(data)
             self._masked.discard(step)
@@ -95,6 +94,14 @@ class WorkerLoop:
             os.close(file)
         elif kind == CALL:
             self._call(*json.loads(data))
+
+    def _submit(self, plan: StepPlan) -> None:
+        self.executor.submit(plan)
+
+    def _give_back(self, result: StepResult) -> None:
+        """The oldest step that is due is done."""
+        self.channel.send(*self._results.encode(result, self._due.popleft().slots))
+        self._rhythm.begin()
 
     def _masks(self, data: bytearray) -> tuple[int, LateInputs]:
         step, memory, at, rows, words = PLACE.unpack(data)

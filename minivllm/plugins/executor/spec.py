@@ -1,6 +1,6 @@
 """What the built-in executors say about themselves."""
 
-from minivllm.spec import ANY, Spec
+from minivllm.spec import ANY, Range, Spec
 
 LOCAL = Spec(
     impl="minivllm.plugins.executor.local:Local",
@@ -26,4 +26,12 @@ SIM = Spec(
         "made_up": "minivllm.plugins.executor.made_up:logits_after",
         "unused": "attention kvformat quantizer sampler",
     },
+)
+MULTIPROCESS = Spec(
+    impl="minivllm.plugins.executor.multiprocess:Multiprocess",
+    api=(2, 3),
+    summary="runs the steps in a worker process for each device, which share the model (tensor parallelism)",
+    options="minivllm.plugins.executor.options:MultiprocessOptions",
+    priority=-10,  # what one process can do it does without messages
+    limits={"device": ANY, "tensor_parallel_size": Range(1, 8)},
 )

@@ -1,0 +1,314 @@
+"""Runs the steps in several worker processes that share the model, one for each device: tensor parallelism.
+
+    this process            rank 0                       rank 1 ...              (``multiprocess_worker``)
+    submit(plan) ─ PLAN ──► Local.submit ◄═ gloo, NCCL ═► Local.submit           the same bytes to each channel
+    supply(masks) ─ MASKS ► Local.supply    ─ GO ───────► Local.supply
+    collect()  ◄─ RESULT ── Local.collect
+
+Each rank has a channel of its own (``process``), whose notes are numbered, and a line of a page of shared memory that
+says where it is (``processes.status``).  Nothing waits for ever: where no rank goes on for ``timeout`` seconds, the
+engine ends and says who is missing.  A rank that dies ends it at once, with its last words.  A step that fails must
+have failed on all ranks at the same place, as what a plug-in raises does; else the ranks have parted, and it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from minivllm.core.interfaces.executor import Capacity, ParallelWiring, Wiring
+from minivllm.core.interfaces.plan import LateInputs, StepResult
+from minivllm.errors import EngineDeadError, ResourceError, error_from
+from minivllm.processes.channel import Message, shared_file
+from minivllm.processes.child import LOOK, Child, ChildEnded
+from minivllm.processes.status import BEGUN, CALLS, StatusPage
+from minivllm.wiring import wiring_to_json
+
+from .options import MultiprocessOptions
+from .process import CALL, FAILED, NOT_RUNNING, READY, START, Process, capacity_of
+
+WORKER = "minivllm.plugins.executor.multiprocess_worker:main"
+OPERATIONS = ("", "all_reduce", "gather", "broadcast", "all_gather")  # of ``layers.communicator``, which has torch
+GO, PARTED, LOST = 13, 14, 15  # kinds of messages beside those of ``process``: JSON
+AGREE = 5.0  # seconds in which all ranks must have said that a step failed
+DYING = 1.0  # seconds in which it shows who has died, where one says that another is lost
+PATIENCE = 2.0  # a call between ranks waits so much longer than who started them, who sees more of it
+STARTING = 0.01  # seconds between looks while they start
+
+
+class Multiprocess(Process):
+    """``Process`` with rank 0, and other ranks that follow."""
+
+    def __init__(self, options: MultiprocessOptions | None = None) -> None:
+        super().__init__(options or MultiprocessOptions())
+        self._others: list[Child] = []
+        self._page: StatusPage | None = None
+        self._device = ""
+        self._looked = 0.0  # at the others, when
+        self._limit = self.options.timeout  # seconds of standstill
+        self._parted: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> what it said of its failure
+
+    # ---- its life ------------------------------------------------------------------------------------------------
+
+    def start(self, wiring: Wiring) -> Capacity:
+        size, self._device = wiring.parallel.tensor_parallel_size, wiring.device
+        try:
+            self._start(wiring, size)
+            told = self._ready_all(size)
+        except (ChildEnded, EngineDeadError, OSError) as e:
+            self.stop()
+            what = f"the worker processes cannot be started: {e}" if isinstance(e, OSError) else str(e)
+            raise ResourceError(what) from e
+        except BaseException:
+            self.stop()
+            raise
+        capacity = capacity_of(told[0], wiring)
+        shares = [tuple(one["block_bytes"]) for one in told]
+        return replace(
+            capacity,
+            block_bytes=tuple(sum(share) for share in zip(*shares, strict=True)),
+            weight_bytes=sum(one["weight_bytes"] for one in told),
+        )
+
+    def _start(self, wiring: Wiring, size: int) -> None:
+        files = [shared_file(StatusPage.room(size)), shared_file(0)]
+        try:
+            self._page = StatusPage(files[0], size, OPERATIONS)
+            for rank in range(size):
+                child = Child(WORKER)
+                if rank:
+                    self._others.append(child)
+                else:
+                    self._child = child
+                text = wiring_to_json(replace(wiring, parallel=ParallelWiring(size, rank)))
+                told = {"rank": rank, "size": size, "wiring": text}
+                told |= {"timeout": PATIENCE * self.options.timeout, "checked": self.options.checked}
+                child.send(START, [json.dumps(told).encode()], files[0])
+                child.send(START, [b""], files[1])
+        finally:
+            for file in files:
+                os.close(file)
+
+    def _ready_all(self, size: int) -> list[dict[str, Any]]:
+        """What each rank said of itself once it was ready.  The error of one, or how one ended."""
+        told: dict[int, dict[str, Any]] = {}
+        end = time.monotonic() + self.options.start_timeout
+        failed: Exception | None = None  # of another rank than 0, whose error is the better one
+        while len(told) < size:
+            for rank in [r for r in range(size) if r not in told]:
+                try:
+                    message = self._rank(rank).receive(wait=False)
+                    ended = None if message is not None else self._rank(rank).ended()
+                except ChildEnded as e:
+                    message, ended = None, e
+                if ended is not None:
+                    raise EngineDeadError(f"{self._name(rank)}: {ended}")
+                if message is None:
+                    continue
+                said = json.loads(message.data)
+                if message.kind == READY:
+                    told[rank] = said["answer"]
+                elif message.kind == FAILED:
+                    error = error_from(**said["error"])
+                    if rank == 0:
+                        raise error
+                    failed, end = type(error)(f"{self._name(rank)}: {error}"), min(end, time.monotonic() + DYING)
+                elif failed is None:
+                    failed, end = ResourceError(said["error"]["message"]), min(end, time.monotonic() + DYING)
+            if time.monotonic() > end:
+                missing = "; ".join(self._where(rank) for rank in range(size) if rank not in told)
+                raise failed or ResourceError(f"not ready within {self.options.start_timeout:.0f} s: {missing}")
+            time.sleep(STARTING)
+        return [told[rank] for rank in range(size)]
+
+    def _ranks(self) -> list[Child]:
+        return [*([self._child] if self._child is not None else []), *self._others]
+
+    def _rank(self, rank: int) -> Child:
+        return self._ranks()[rank]
+
+    def _name(self, rank: int) -> str:
+        device = f"{self._device}:{rank}" if self._device != "cpu" else "cpu"
+        return f"rank {rank} of {1 + len(self._others)} ({device}, process {self._rank(rank).pid})"
+
+    def _where(self, rank: int) -> str:
+        return f"{self._name(rank)}: {self._page.told(rank) if self._page is not None else ''}"
+
+    def alive(self) -> bool:
+        return self._fault is None and self._child is not None and all(child.alive() for child in self._ranks())
+
+    def stop(self, deadline: float = 10.0) -> None:
+        others, self._others, end = self._others, [], time.monotonic() + deadline
+        for child in (*others, *([self._child] if self._child is not None else [])):
+            child.leave()
+        super().stop(deadline)
+        for child in others:
+            child.end(max(0.2, end - time.monotonic()))
+        page, self._page = self._page, None
+        self._parted, self._limit = {}, self.options.timeout
+        if page is not None:
+            page.close()
+
+    # ---- to the ranks --------------------------------------------------------------------------------------------
+
+    def _send_plan(self, kind: int, parts: Sequence[bytes]) -> None:
+        if not self._due and self._page is not None:
+            self._page.moves()
+        data = b"".join(parts)
+        self._send(kind, data)
+        self._tell(kind, data)
+
+    def supply(self, step: int, late: LateInputs) -> None:
+        if self._page is not None:
+            self._page.moves()
+        super().supply(step, late)
+        self._tell(GO, json.dumps(step).encode())
+
+    def _tell(self, kind: int, data: bytes) -> None:
+        for rank, child in enumerate(self._others, 1):
+            try:
+                child.send(kind, [data])
+            except ChildEnded as e:
+                raise self._dead(f"{self._name(rank)}: {e}") from e
+
+    def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
+        """Rank 0's; the memory that the KV cache takes is that of all."""
+        self._limit = self.options.start_timeout
+        try:
+            if self._page is not None:
+                self._page.moves()
+            found = super().call(verb, args)
+            return self._sum(verb, found) if verb == "kv_resident" else found
+        finally:
+            self._limit = self.options.timeout
+
+    def _sum(self, verb: str, found: Any) -> Any:
+        self._tell(CALL, json.dumps([self._calls, verb, None]).encode())
+        for rank, child in enumerate(self._others, 1):
+            said = json.loads(self._hear(rank, child).data)
+            found = None if found is None or said.get("answer") is None else found + said["answer"]
+        return found
+
+    def _hear(self, rank: int, child: Child) -> Message:
+        while True:
+            try:
+                message = child.receive(wait=False)
+                if message is not None and message.kind == PARTED:
+                    self._note(rank, message)
+                elif message is not None:
+                    return message
+            except ChildEnded as e:
+                raise self._dead(f"{self._name(rank)}: {e}") from e
+            if not child.rest(LOOK):
+                self._look()
+
+    # ---- from the ranks ------------------------------------------------------------------------------------------
+
+    def _receive(self, wait: bool) -> Message | None:
+        while self._child is not None:
+            try:
+                message = self._child.receive(wait=False)
+            except ChildEnded as e:
+                raise self._dead(f"{self._name(0)}: {e}") from e
+            if message is not None and message.kind == PARTED:
+                self._note(0, message)
+                continue
+            if message is not None:
+                return message
+            rested = wait and self._child.rest(LOOK, self._rhythm)
+            if not rested and (wait or time.monotonic() - self._looked > LOOK or not self.alive()):
+                self._look()
+            if not wait:
+                return None
+        raise EngineDeadError(NOT_RUNNING)
+
+    def _look(self) -> None:
+        """At the other ranks, and at the time.  EngineDeadError if one has died, has parted, or all stand still."""
+        self._looked = time.monotonic()
+        self._gather()
+        for rank, child in enumerate(self._ranks()):
+            if (ended := child.ended()) is not None:
+                raise self._dead(f"{self._name(rank)}: {ended}")
+        for step, said in self._parted.items():
+            if self._looked - min(one["at"] for one in said.values()) > AGREE or self._passed(step, said):
+                raise self._dead(self._differ(step))
+        waits = self._due and self._due[0] not in self._masked
+        if not waits and self._limit == self.options.timeout:
+            return
+        assert self._page is not None
+        if (still := self._page.standstill()) > self._limit:
+            missing = self._page.missing()
+            where = "; ".join(self._where(rank) for rank in range(1 + len(self._others)))
+            who = " and ".join(f"rank {rank}" for rank in missing) or "nobody, the device does not answer"
+            raise self._dead(f"no rank has gone on for {still:.0f} s.  Missing: {who}.  {where}")
+
+    def _passed(self, step: int, said: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether a rank is behind the place in a step at which others have failed."""
+        page, least = self._page, min(one["calls"] for one in said.values())
+        ranks = [] if page is None else [rank for rank in range(page.size) if rank not in said]
+        calls = {rank: page.get(rank, CALLS) for rank in ranks}  # before it is looked at whether they are of this step
+        return any(calls[rank] > least and page.get(rank, BEGUN) == step + 1 for rank in ranks)
+
+    def _gather(self) -> None:
+        """What the other ranks said of steps that failed."""
+        for rank, child in enumerate(self._others, 1):
+            while child.ready():
+                try:
+                    message = child.receive(wait=False)
+                except ChildEnded as e:
+                    raise self._dead(f"{self._name(rank)}: {e}") from e
+                if message is not None and message.kind == PARTED:
+                    self._note(rank, message)
+
+    def _note(self, rank: int, message: Message) -> None:
+        said = json.loads(message.data) | {"at": time.monotonic()}
+        self._parted.setdefault(said["step"], {})[rank] = said
+        if said["lost"]:  # another one has died, or hangs: which, shows now
+            end = time.monotonic() + DYING
+            while time.monotonic() < end:
+                for other, child in enumerate(self._ranks()):
+                    if not child.alive() and (ended := child.ended()) is not None:
+                        raise self._dead(f"{self._name(other)}: {ended}")
+                time.sleep(STARTING)
+        if said["where"] == "sample":  # the others know nothing of it
+            raise self._dead(self._differ(said["step"]))
+
+    def _result(self, message: Message) -> StepResult:
+        result = super()._result(message)
+        self._gather()
+        if self._parted or result.failure is not None:
+            self._agree(result)
+        return result
+
+    def _agree(self, result: StepResult) -> None:
+        """A step that failed on rank 0 has failed on all at the same place.  EngineDeadError if it has not."""
+        said, size = self._parted.get(result.id, {}), 1 + len(self._others)
+        if not said:
+            return  # drawing failed, of which the others need not know; or another step is meant
+        end = time.monotonic() + AGREE
+        while len(said) < size and result.failure is not None and time.monotonic() < end:
+            time.sleep(STARTING)
+            self._gather()
+        if len(said) < size or len({one["calls"] for one in said.values()}) > 1:
+            raise self._dead(self._differ(result.id))
+        del self._parted[result.id]
+
+    def _differ(self, step: int) -> str:
+        said, size = self._parted[step], 1 + len(self._others)
+        words = [
+            f"{self._name(rank)} failed after {one['calls']} calls: {one['message']}" for rank, one in said.items()
+        ]
+        words += [f"{self._where(rank)}, and has not failed" for rank in range(size) if rank not in said]
+        return f"the ranks have parted in step {step}: {'; '.join(words)}"
+
+    def _dead(self, words: str) -> EngineDeadError:
+        """The error of the end, in which no rank is of use any more."""
+        self._fault = EngineDeadError(words)
+        for seconds in (0.0, DYING):
+            for child in self._ranks():
+                child.kill(seconds)
+        return self._fault

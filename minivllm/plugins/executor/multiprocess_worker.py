@@ -1,0 +1,134 @@
+"""The worker of ``multiprocess``: one rank.  It meets the others, loads its share, and runs the steps of its channel.
+
+Rank 0 sends results; the others follow the same plans and say nothing, unless a step fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from typing import Any
+
+from minivllm.core.interfaces.executor import Wiring
+from minivllm.core.interfaces.plan import StepResult
+from minivllm.core.worker.process import build
+from minivllm.errors import MinivllmError, ResourceError
+from minivllm.processes.channel import Channel, ChannelClosed
+from minivllm.processes.child import attach
+from minivllm.processes.status import BEGUN, CALLS, DONE, OPERATION, PHASE, StatusPage
+
+from .local import Local
+from .multiprocess import GO, LOST, PARTED
+from .process import FAILED, READY
+from .process_worker import WorkerLoop, _answer, _failure
+
+MEETS, LOADS, IS_READY = 1, 2, 3  # of ``status.PHASES``
+
+
+def main(sock: str, memory: str) -> None:
+    """``sock``, ``memory``: descriptors of the channel."""
+    channel = attach(sock, memory)
+    try:
+        with contextlib.suppress(ChannelClosed):  # nobody is there any more
+            Rank(channel).serve()
+    finally:
+        channel.close()
+
+
+class Rank:
+    """What a rank is told first: its wiring, and files for the page of states and to meet the others by."""
+
+    def __init__(self, channel: Channel) -> None:
+        first = channel.receive(wait=True)
+        assert first is not None
+        self.told = json.loads(first.data)
+        self.channel, self.executor = channel, Local()
+        self.rank, self.size, self.ranks = self.told["rank"], self.told["size"], None
+        page, self.store = channel.file(), channel.file()  # the second stays open: torch has its path
+        self.page = StatusPage(page, self.size, ())
+        os.close(page)
+
+    def note(self, word: int, value: int) -> None:
+        self.page.set(self.rank, word, value)
+
+    def serve(self) -> None:
+        try:
+            try:
+                capacity = self.executor.adopt(build(self.told["wiring"], self._make))
+            except MinivllmError as e:
+                self.channel.send(FAILED, [_failure(0, e)])
+                return
+            except RuntimeError as e:
+                if self.ranks is None or self.ranks.lost is None:
+                    raise
+                self.channel.send(LOST, [_failure(0, e)])
+                return
+            self.note(PHASE, IS_READY)
+            self.channel.send(READY, [_answer(0, dataclasses.asdict(capacity))])
+            RankLoop(self).run()
+        finally:
+            self.executor.stop()
+            if self.ranks is not None:
+                self.ranks.leave()
+
+    def _make(self, wiring: Wiring) -> Any:
+        import torch
+
+        from minivllm.layers.communicator import LostRank, ProcessGroup
+
+        from .ranks import RankRunner
+
+        if wiring.device == "cuda":
+            torch.cuda.set_device(self.rank)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // self.size))
+        self.note(PHASE, MEETS)
+        self.ranks = ProcessGroup(self.rank, self.size, wiring.device, self._calls)
+        if self.size > 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine need no other network
+            try:
+                self.ranks.join(f"/proc/self/fd/{self.store}", self.told["timeout"])
+            except LostRank as e:
+                raise ResourceError(str(e)) from e
+        self.note(PHASE, LOADS)
+        return RankRunner(wiring, self.ranks, self._failed, self.told["checked"])
+
+    def _calls(self, call: int, operation: int) -> None:
+        if operation:
+            self.note(CALLS, call)
+        self.note(OPERATION, operation)
+
+    def _failed(self, step: int, where: str, message: str) -> None:
+        """A step failed here: whether on the others too, who started the ranks finds out."""
+        told = {"step": step, "where": where, "calls": self.ranks.calls, "message": message}
+        self.channel.send(PARTED, [json.dumps(told | {"lost": self.ranks.lost is not None}).encode()])
+
+
+class RankLoop(WorkerLoop):
+    """The loop of one rank."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank.channel, rank.executor)
+        self.rank = rank
+
+    def _do(self, kind: int, data: bytearray) -> None:
+        if kind == GO:  # the masks of a step are there, on rank 0
+            step = json.loads(data)
+            self._masked.discard(step)
+            self.executor.supply(step, None)
+            return
+        super()._do(kind, data)
+
+    def _submit(self, plan: Any) -> None:
+        self.rank.note(BEGUN, plan.id + 1)
+        super()._submit(plan)
+
+    def _give_back(self, result: StepResult) -> None:
+        self.rank.note(DONE, result.id + 1)
+        if self.rank.rank == 0:
+            super()._give_back(result)
+        else:
+            self._due.popleft()
+            self._rhythm.begin()

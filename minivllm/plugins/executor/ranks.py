@@ -1,0 +1,212 @@
+"""The runner of one rank: of processes that share a model, rank 0 draws, and the others follow.
+
+    rank 0     head: tokens ──► FORWARD ──► hidden ─ head ─ gather ─► logits ─ processors, masks, draw ─► columns
+                       │           │                           ▲
+    rank 1     head: tokens ──► FORWARD ──► hidden ─ head ─────┘
+
+All ranks have the same columns.  What a step drew is known on rank 0 alone; it goes out at the *head* of the next
+step, before its delta is applied, so that nobody waits in a call while a grammar compiles: a step behind one whose
+masks are missing has begun on no rank.  Drafts are rank 0's too, and so are models beside the one that is shared.
+
+FORWARD fails on all ranks or the engine ends: what a plug-in raises it raises on each, before the same call.  A rank
+that fails says how many calls it had made, and who started the ranks compares that.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.codec import encode_plan
+from minivllm.core.interfaces.drafter import Ask, Drafter
+from minivllm.core.interfaces.executor import Part, Wiring
+from minivllm.core.interfaces.plan import LateInputs, StepPlan
+from minivllm.core.worker.drafting import Drafting
+from minivllm.core.worker.runner import Runner
+from minivllm.core.worker.running import Running
+
+if TYPE_CHECKING:
+    from minivllm.layers.communicator import ProcessGroup
+
+Told = Callable[[int, str, str], None]  # step, "forward" or "sample", message
+
+
+class RankDrafter(Drafter):
+    """In a follower's wiring: what it proposes comes from rank 0."""
+
+    def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the drafts of a follower are rank 0's")
+
+
+def follower(wiring: Wiring) -> Wiring:
+    """What a rank that does not draw builds: no drafter, and no model beside the one that is shared."""
+    drafter = Part("minivllm/rank", "minivllm.plugins.executor.ranks:RankDrafter")
+    return replace(
+        wiring,
+        parts={**wiring.parts, "drafter": drafter},
+        speculation=replace(wiring.speculation, draft_model=None),
+        own_models={},
+    )
+
+
+class RankRunner(Runner):
+    """``told`` hears of a step that failed here and might not have failed on the others."""
+
+    def __init__(self, wiring: Wiring, ranks: ProcessGroup, told: Told, checked: bool = False) -> None:
+        self.ranks, self._told, self._checked = ranks, told, checked
+        self.leads, self._drawn, self._seen = ranks.rank == 0, None, [0, 0]
+        if wiring.device == "cuda":
+            self.captures = rank_graphs()
+        super().__init__(wiring if self.leads else follower(wiring), ranks if ranks.size > 1 else None)
+        if not self.leads:
+            self.model = self.worker.model = _Quiet(self.model, self.worker.vocab_size)
+            self.chain.commits = [False] * len(self.chain.commits)
+        if self.drafting is not None and ranks.size > 1:
+            self.drafting = RankDrafting(self)
+
+    # ---- FORWARD -------------------------------------------------------------------------------------------------
+
+    def forward(self, plan: StepPlan) -> Running:
+        try:
+            with torch.inference_mode():
+                self._meet(plan)
+        except Exception as e:  # the columns of the ranks are in doubt
+            running = Running(plan)
+            self._fail(running, "delta", e)
+        else:
+            running = super().forward(plan)
+            if not self.leads and self._poison:
+                slot, error = next(iter(self._poison.items()))
+                self._told(plan.id, "sample", f"row of slot {slot}: {error.message}")
+        if running.errors:
+            self._told(plan.id, "forward", running.errors[0].message)
+        elif self._checked and running.hidden is not None:
+            self._seen[1] = zlib.crc32(_bytes(running.hidden))
+        return running
+
+    def _meet(self, plan: StepPlan) -> None:
+        """The head of a step: the tokens of the step before it go from rank 0 to the others."""
+        drawn, self._drawn = self._drawn, None
+        if self.ranks.size == 1:
+            return
+        if len(plan.samples):
+            position = (plan.computed + plan.q_len)[plan.samples]
+            self._drawn = np.stack([plan.slots[plan.samples], position]).astype(np.int64)
+        if drawn is not None:
+            self._share(*self.state.to(drawn))
+        if self._checked:
+            self._compare(plan)
+
+    def _share(self, slots: Tensor, position: Tensor) -> None:
+        """Rank 0's columns of the rows that drew."""
+        s = self.state
+        columns = torch.stack([s.tokens[slots, position].long(), s.known[slots], s.stopped[slots].long()])
+        self.ranks.broadcast(columns)
+        if not self.leads:
+            s.tokens[slots, position] = columns[0].int()
+            s.known[slots] = columns[1]
+            s.stopped[slots] = columns[2].bool()
+
+    def _compare(self, plan: StepPlan) -> None:
+        """RuntimeError unless all ranks have the same plans, columns and hidden states."""
+        s = self.state
+        self._seen[0] = zlib.crc32(b"".join(encode_plan(plan)), self._seen[0])
+        newest = s.tokens[torch.arange(len(s.known), device=s.device), (s.known - 1).clamp(min=0)]
+        columns = zlib.crc32(b"".join(_bytes(t) for t in (s.known, s.stopped, newest)))
+        found = self.ranks.all_gather([*self._seen, columns])
+        for what, sums in zip(("plans", "hidden states", "columns"), zip(*found, strict=True), strict=True):
+            if len(set(sums)) > 1:
+                told = ", ".join(f"rank {rank} {one:08x}" for rank, one in enumerate(sums))
+                raise RuntimeError(f"the ranks have different {what} before step {plan.id}: {told}")
+
+    # ---- SAMPLE --------------------------------------------------------------------------------------------------
+
+    def sample(self, running: Running, late: LateInputs | None = None) -> None:
+        """On rank 0 as ever; the others give their part of the logits."""
+        drew = running.hidden is not None and not running.errors and self.ranks.size > 1
+        calls = self.ranks.calls
+        if self.leads:
+            super().sample(running, late)
+        else:
+            self._follow(running)
+        parted = self.ranks.lost is not None or self.ranks.calls != calls + drew
+        if parted or (running.errors and drew and not self.leads):
+            words = self.ranks.lost or (running.errors[0].message if running.errors else "calls were left out")
+            self._told(running.plan.id, "sample", str(words))
+
+    def _follow(self, running: Running) -> None:
+        running.sampled = True
+        try:
+            if running.hidden is not None and not running.errors:
+                with torch.inference_mode():
+                    self.model.share(running.hidden)
+            running.event = self._mark()
+        except Exception as e:
+            self._fail(running, "sampling", e)
+        running.hidden, running.seams = None, self.seams.take()
+
+    def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
+        """A capture that is made on rank 0 alone would call the others, who know nothing of it."""
+        return super()._sample_captured(running, late) if self.ranks.size == 1 else False
+
+
+class _Quiet:
+    """A follower's model.  Where something else than a draw wants logits, which rank 0 alone has, they are zeros."""
+
+    def __init__(self, model: Any, vocab: int) -> None:
+        self._model, self._vocab, self.share = model, vocab, model.logits
+
+    def __call__(self, step: Any) -> Tensor:
+        return self._model(step)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.share(hidden)
+        return hidden.new_zeros(len(hidden), self._vocab)
+
+
+class RankDrafting(Drafting):
+    """Drafts of rank 0 for all."""
+
+    def __init__(self, runner: RankRunner) -> None:
+        super().__init__(runner)
+        self._ranks, self._gone = runner.ranks, False
+
+    def _ask(self, running: Running, packed: Tensor, ask: Ask) -> tuple[Tensor, Tensor] | None:
+        found = None
+        if self._ranks.rank == 0 and not self._gone:
+            found = super()._ask(running, packed, ask)
+            # one that has failed is not asked again; the others do not know, and wait for what it says
+            self._gone, self.broken = self.broken, False
+        rows = packed.shape[1]
+        both = torch.zeros(rows, ask.k + 1, dtype=torch.int64, device=packed.device)
+        if found is not None:
+            both[:, : ask.k], both[:, ask.k] = found[0], found[1]
+        self._ranks.broadcast(both)
+        return both[:, : ask.k], both[:, ask.k]
+
+
+def rank_graphs() -> type:
+    """``Graphs`` of ranks: the same captures of FORWARD on each, of every size, and none of SAMPLE.  Which sizes a rank
+    measures to be useful, and which settings rank 0 meets, the others do not know."""
+    from minivllm.core.worker.graphs import Graphs
+
+    class RankGraphs(Graphs):
+        measured_from = 1 << 30
+
+        def sample(self, *args: Any, **more: Any) -> None:
+            return None
+
+    return RankGraphs
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()
