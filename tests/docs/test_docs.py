@@ -12,6 +12,7 @@ import json
 import re
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -31,7 +32,7 @@ from minivllm.config.server import ServerConfig
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.hooks.contract import FIGURES, WRAPPERS, HookContracts
 from minivllm.hooks.manager import NAMES
-from minivllm.plugins.executor.options import SimOptions
+from minivllm.plugins.executor.options import MultiprocessOptions, SimOptions
 from minivllm.registry import Catalog
 from minivllm.spec import KINDS
 from minivllm.testing.cli import main as conformance
@@ -73,6 +74,7 @@ PAGES = {
     "eviction": 1,
     "scheduling": 0,
     "quantized-checkpoints": 0,
+    "tensor-parallelism": 1,
     "server": 3,
     "attention": 0,
     "compare-hf": 2,
@@ -303,21 +305,27 @@ def test_the_table_of_server_settings_is_the_configuration():
     assert table(DOCS / "server.md", "settings") == settings_table(), "run `python tests/docs/test_docs.py`"
 
 
-def sim_table() -> list[str]:
-    rows = ["| option of `sim` | values | default | |", "|---|---|---|---|"]
-    for name, field in SimOptions.model_fields.items():
-        rows.append(f"| `{name}` | {values_of(name, field)} | `{field.default}` | {field.description} |")
+def executor_table(name: str) -> list[str]:
+    rows = [f"| option of `{name}` | values | default | |", "|---|---|---|---|"]
+    for option, field in EXECUTORS[name][1].model_fields.items():
+        rows.append(f"| `{option}` | {values_of(option, field)} | `{field.default}` | {field.description} |")
     return rows
 
 
-def test_the_table_of_the_simulated_device_is_its_options():
-    assert table(DOCS / "scheduling.md", "sim") == sim_table(), "run `python tests/docs/test_docs.py`"
+EXECUTORS = {"sim": ("scheduling.md", SimOptions), "multiprocess": ("tensor-parallelism.md", MultiprocessOptions)}
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_the_table_of_an_executor_is_its_options(name):
+    page = DOCS / EXECUTORS[name][0]
+    assert table(page, name) == executor_table(name), "run `python tests/docs/test_docs.py`"
 
 
 def write_tables() -> None:
     made = (("options.md", "options", options_table), ("hooks.md", "hooks", hooks_table))
-    more = (("options.md", "declared", declared_table), ("scheduling.md", "sim", sim_table))
-    for page, name, rows in (*made, *more, ("server.md", "settings", settings_table)):
+    more = (("options.md", "declared", declared_table), ("server.md", "settings", settings_table))
+    ours = ((page, name, partial(executor_table, name)) for name, (page, _) in EXECUTORS.items())
+    for page, name, rows in (*made, *more, *ours):
         path = DOCS / page
         text, now = path.read_text(encoding="utf-8"), "\n".join(rows())
         begin = text.index(f"<!-- table: {name} -->\n") + len(f"<!-- table: {name} -->\n")

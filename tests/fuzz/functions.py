@@ -111,13 +111,15 @@ def processor(name: str, number: int) -> Callable[..., Any]:
 
 
 def taps_of(params: dict[str, Any], points: Mapping[str, int]) -> list[Any]:
-    """The taps of a request, {"seed": n, "add": bool, "read": bool}, at some of the model's points."""
+    """The taps of a request, {"seed": n, "add": bool, "read": bool}, at some of the model's points, but those whose
+    names end with one of "without"."""
     from minivllm import Tap
     from minivllm.core.interfaces.taps import read_only
 
     if "taps" not in params:
         return []
-    asked, names = params["taps"], list(points)
+    asked = params["taps"]
+    names = [name for name in points if name.rpartition(".")[2] not in asked.get("without", ())]
     rng, made = random.Random(f"taps {asked['seed']}"), []
     if asked["add"]:
         for name in rng.sample([name for name in names if not read_only(name)], rng.choice([1, 1, 2])):

@@ -29,6 +29,7 @@ from fuzz import power
 from fuzz.cases import DEFAULT_DTYPES, KINDS, VERSION, Case, case_of, dtype_of
 from fuzz.ledger import Ledger
 from fuzz.pool import Pool, Result
+from fuzz.ranks import shared
 from fuzz.shrink import Shrinker
 
 STARTED = time.monotonic()
@@ -187,6 +188,8 @@ def shrink(args: argparse.Namespace, folder: Path) -> int:
 def of_seed(args: argparse.Namespace, seed: int, dtype: str) -> Case:
     """The case of a seed, with what the command line asks for of all engines."""
     case = case_of(seed, args.device, dtype)
+    if args.executor == "multiprocess":
+        return shared(case)
     own = {"executor": args.executor} if args.executor else {}
     return replace(case, engines=[{**options, **own} for options in case.engines])
 
@@ -194,7 +197,11 @@ def of_seed(args: argparse.Namespace, seed: int, dtype: str) -> Case:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--executor", default="", help="that engines run their steps with; empty: the default")
+    parser.add_argument(
+        "--executor",
+        default="",
+        help="that engines run their steps with; empty: the default; of multiprocess the number of ranks is drawn too",
+    )
     parser.add_argument("--configs", type=int, default=100, help="new seeds, at most")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=480, help="all in all; the summary comes within them")

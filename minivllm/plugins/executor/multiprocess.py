@@ -60,10 +60,12 @@ class Multiprocess(Process):
             self._start(wiring, size)
             told = self._ready_all(size)
         except (ChildEnded, EngineDeadError, OSError) as e:
+            self._kill()
             self.stop()
             what = f"the worker processes cannot be started: {e}" if isinstance(e, OSError) else str(e)
             raise ResourceError(what) from e
         except BaseException:
+            self._kill()
             self.stop()
             raise
         capacity = capacity_of(told[0], wiring)
@@ -308,7 +310,11 @@ class Multiprocess(Process):
     def _dead(self, words: str) -> EngineDeadError:
         """The error of the end, in which no rank is of use any more."""
         self._fault = EngineDeadError(words)
+        self._kill()
+        return self._fault
+
+    def _kill(self) -> None:
+        """All ranks: what they wait for will not come."""
         for seconds in (0.0, DYING):
             for child in self._ranks():
                 child.kill(seconds)
-        return self._fault
