@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from minivllm import __version__
-from minivllm.cli import bench, compare_hf, config, plugins, replay, serve
+from minivllm.cli import bench, compare_hf, config, doctor, plugins, replay, serve
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
@@ -97,6 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     replay.add_commands(command)
     compare_hf.add_commands(command)
     serve.add_commands(command, wiring)
+    doctor.add_commands(command)
     command("version", "cli.commands:version", "Print the version, as --version does.")
     text = "Put a number on the quality of the model in the package."
     sub = command("eval", "cli.commands:evaluate", text, wiring, record)

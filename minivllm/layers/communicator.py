@@ -66,7 +66,7 @@ class ProcessGroup:
             dist.init_process_group(backend, **at)
         except RuntimeError as e:
             first = str(e).splitlines()[0]
-            raise LostRank(f"the {self.size} ranks have not met by {backend} within {seconds:.0f} s: {first}") from e
+            raise LostRank(f"the {self.size} ranks have not met by {backend} (within {seconds:.0f} s): {first}") from e
 
     @staticmethod
     def leave() -> None:

@@ -302,7 +302,7 @@ def test_checked_ranks_refuse_plans_columns_and_hidden_states_that_differ():
 
 
 def test_bad_options_and_models_are_refused_with_their_own_words(tmp_path, folder):
-    assert MultiprocessOptions().timeout == 60.0
+    assert MultiprocessOptions().timeout == 120.0
     with pytest.raises(PluginError, match="timeout=0: want a number from 1"):
         LLM(**options(folder, executor={"name": "multiprocess", "options": {"timeout": 0}}, tensor_parallel_size=2))
     with pytest.raises(ModelError, match="config"):

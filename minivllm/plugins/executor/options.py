@@ -11,7 +11,7 @@ class MultiprocessOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     timeout: float = Field(
-        60.0,
+        120.0,
         ge=1,
         le=86_400,
         description="seconds in which no process goes on, after which the engine ends and says who is missing",
