@@ -107,9 +107,13 @@ class Try:
             *(["checked"] if rng.random() < 0.5 else []),
         ]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ENGINE, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True, env={**os.environ, "TMPDIR": folder},
-        )  # fmt: skip
+            [sys.executable, "-c", ENGINE, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": folder},
+        )
         self.folder = folder
 
     def hear(self) -> dict:
@@ -153,9 +157,13 @@ class Try:
 
     def _do(self, fault: str, pids: list[int]) -> None:
         numbers = {
-            "a rank is killed": signal.SIGKILL, "a rank crashes": signal.SIGSEGV, "a rank hangs": signal.SIGSTOP,
-            "the engine is killed": signal.SIGKILL, "the engine is terminated": signal.SIGTERM, "Ctrl-C": signal.SIGINT,
-        }  # fmt: skip
+            "a rank is killed": signal.SIGKILL,
+            "a rank crashes": signal.SIGSEGV,
+            "a rank hangs": signal.SIGSTOP,
+            "the engine is killed": signal.SIGKILL,
+            "the engine is terminated": signal.SIGTERM,
+            "Ctrl-C": signal.SIGINT,
+        }
         if fault == "Ctrl-C":
             os.killpg(self.process.pid, numbers[fault])  # as a terminal does, the ranks too
         else:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import math
 import mmap
 import os
 import platform
@@ -60,6 +61,10 @@ def barrier() -> None:
 
 class ChannelClosed(ConnectionError):
     """The other process has closed its end, or has ended."""
+
+
+class ChannelStuck(ChannelClosed):
+    """The other process is there, and has made no room for a message in time."""
 
 
 class Message(NamedTuple):
@@ -176,6 +181,8 @@ class Channel:
         self._pieces: list[bytearray] = []  # of a message of which more follows
         self._came: deque[Message] = deque()
         self._ended = False  # nothing is written behind what is there
+        self.patience = math.inf  # seconds to wait for room
+        self._full = 0.0  # since when there is none
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -185,7 +192,7 @@ class Channel:
 
     def send(self, kind: int, parts: Sequence[bytes | bytearray | memoryview], file: int = -1) -> None:
         """``file``: a descriptor that goes with it and stays open here.  ChannelClosed if nobody is there, as far as
-        is known: who reads will know."""
+        is known: who reads will know.  ChannelStuck if there is no room for ``patience`` seconds."""
         if self._ended:
             raise ChannelClosed("the other process has ended")
         data: bytes | memoryview = b"".join(parts)
@@ -196,6 +203,7 @@ class Channel:
             piece, end = data if size <= most else data[begin : begin + most], begin + most
             while self._into.put(piece, kind, end < size) < 0:
                 self._make_room()
+            self._full = 0.0
             if file >= 0 or not ORDERED or self._into.unheard():
                 self._ring(file)
                 file = -1
@@ -209,6 +217,10 @@ class Channel:
         if self._ended:
             raise ChannelClosed("the other process has ended")
         self._hear()
+        now = time.monotonic()
+        self._full = self._full or now
+        if now - self._full > self.patience:
+            raise ChannelStuck(f"has read nothing for {self.patience:.0f} s")
         time.sleep(PAUSE)
 
     def _ring(self, file: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -15,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 
 from . import fresh
-from .channel import Channel, ChannelClosed, Message, shared_file
+from .channel import Channel, ChannelClosed, ChannelStuck, Message, shared_file
 from .rhythm import Rhythm
 
 LAST_WORDS = 2000  # bytes of its standard error that its end is explained with
@@ -50,8 +51,8 @@ class Child:
     """It runs the function ``target`` ("module:name") with two words, the descriptors for ``attach``.  It ends when
     this process does, or forgets it."""
 
-    def __init__(self, target: str) -> None:
-        """OSError if it cannot be started."""
+    def __init__(self, target: str, patience: float = math.inf) -> None:
+        """``patience``: seconds that a message to it may wait for room.  OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         memory = says = says_to = -1
         try:
@@ -64,6 +65,7 @@ class Child:
                 pass_fds=(theirs.fileno(), memory),
             )
             self._channel: Channel | None = Channel(ours, memory, started=False)
+            self._channel.patience = patience
             self._words = Words(says)
             self._words.start()
             says = -1
@@ -89,6 +91,8 @@ class Child:
             if self._channel is None:
                 raise ChannelClosed
             self._channel.send(kind, parts, file)
+        except ChannelStuck as e:
+            raise ChildEnded(f"the worker process {self.pid} {e}") from e
         except ChannelClosed as e:
             raise self._ended() from e
 

@@ -56,10 +56,19 @@ class TestTwoRanks(ExecutorConformance):
 
 def options(folder, **more):
     base = {
-        "model": str(folder), "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 6,
-        "max_model_len": 128, "kvcache_block_size": 4, "num_kvcache_blocks": 30, "max_num_batched_tokens": 24,
-        "drafter": "ngram", "num_speculative_tokens": 2, "speculate": "always",
-    }  # fmt: skip
+        "model": str(folder),
+        "device": "cpu",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 6,
+        "max_model_len": 128,
+        "kvcache_block_size": 4,
+        "num_kvcache_blocks": 30,
+        "max_num_batched_tokens": 24,
+        "drafter": "ngram",
+        "num_speculative_tokens": 2,
+        "speculate": "always",
+    }
     return {**base, **more}
 
 

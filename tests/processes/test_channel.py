@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.processes import channel as module
-from minivllm.processes.channel import HEAD, Channel, ChannelClosed, Incoming, Outgoing, shared_file
+from minivllm.processes.channel import HEAD, Channel, ChannelClosed, ChannelStuck, Incoming, Outgoing, shared_file
 from minivllm.processes.rhythm import Rhythm
 
 
@@ -131,6 +131,16 @@ def test_more_notes_than_there_is_room_for_wait_for_the_reader(ends):
         ours.send(i, [])
     thread.join()
     assert found == list(range(many))
+
+
+def test_a_reader_that_makes_no_room_is_waited_for_only_so_long(ends):
+    ours, _ = ends
+    ours.patience = 0.05
+    begun = time.monotonic()
+    with pytest.raises(ChannelStuck, match="has read nothing for"):
+        for i in range(2 * module.NOTES):
+            ours.send(i, [])
+    assert 0.05 < time.monotonic() - begun < 2.0
 
 
 ANSWERS = """

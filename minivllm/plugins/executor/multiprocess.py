@@ -81,7 +81,7 @@ class Multiprocess(Process):
         try:
             self._page = StatusPage(files[0], size, OPERATIONS)
             for rank in range(size):
-                child = Child(WORKER)
+                child = Child(WORKER, self.options.timeout)
                 if rank:
                     self._others.append(child)
                 else:

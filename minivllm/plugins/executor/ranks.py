@@ -61,7 +61,7 @@ class RankRunner(Runner):
     def __init__(self, wiring: Wiring, ranks: ProcessGroup, told: Told, checked: bool = False) -> None:
         self.ranks, self._told, self._checked = ranks, told, checked
         self.leads, self._drawn, self._seen = ranks.rank == 0, None, [0, 0]
-        if wiring.device == "cuda":
+        if wiring.device == "cuda" and ranks.size > 1:
             self.captures = rank_graphs()
         super().__init__(wiring if self.leads else follower(wiring), ranks if ranks.size > 1 else None)
         if not self.leads:
