@@ -127,6 +127,7 @@ def test_two_ranks_give_the_tokens_of_one_process_and_a_dead_one_ends_the_engine
             os.kill(pids[1], number)
         assert answers(llm) == want
         llm.engine.cache.check()
+        assert "layers.0.mlp" in llm.tap_points() and "layers.0.q" not in llm.tap_points(), "a rank has some heads"
         assert llm.engine.call("kv_resident") > 0
         os.kill(pids[1], signal.SIGKILL)
         begun = time.monotonic()
@@ -248,6 +249,23 @@ def test_a_step_has_failed_on_all_ranks_at_one_place_or_the_engine_ends(monkeypa
             executor.collect(0)
         assert not any(child.lives for child in executor._ranks()), "none is of use any more"
     executor._page.close()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_has_died_is_named_by_who_sends_it_a_plan_and_the_others_are_ended(dead):
+    class Gone(Rank):
+        def send(self, kind, parts, file=-1):
+            raise ChildEnded("it has ended, signal 9 (SIGKILL)")
+
+    executor, ranks = Multiprocess(), [Rank(), Rank(), Rank()]
+    ranks[dead] = Gone()
+    executor._child, *executor._others = ranks
+    plan = StepPlan(4, *(np.zeros(1, np.int32) for _ in range(4)))
+    with pytest.raises(EngineDeadError, match=rf"rank {dead} of 3 .*: it has ended, signal 9"):
+        executor.submit(plan)
+    assert not executor.alive() and not any(rank.lives for rank in ranks)
+    with pytest.raises(EngineDeadError, match=f"rank {dead} of 3"):
+        executor.collect(0)
 
 
 def test_ranks_that_stand_still_end_the_engine_which_says_who_is_missing(monkeypatch):

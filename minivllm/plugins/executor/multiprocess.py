@@ -157,6 +157,12 @@ class Multiprocess(Process):
 
     # ---- to the ranks --------------------------------------------------------------------------------------------
 
+    def _send(self, kind: int, *parts: bytes, file: int = -1) -> None:
+        try:
+            super()._send(kind, *parts, file=file)
+        except EngineDeadError as e:
+            raise e if self._child is None else self._dead(f"{self._name(0)}: {e}") from e
+
     def _send_plan(self, kind: int, parts: Sequence[bytes]) -> None:
         if not self._due and self._page is not None:
             self._page.moves()
