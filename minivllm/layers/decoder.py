@@ -144,14 +144,16 @@ class DecoderBlock:
 
     def _attention(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModelParts) -> None:
         a, name, twice = layer.attention, f"layers.{i}.attn", spec.switch is not None
-        q, kv = a.heads * a.dim_qk, a.kv_heads * a.dim_qk
         linear = parts.qkv(name + ".qkv", spec.hidden, a, layer.qkv_bias)
         self.sizes, self.shared = [rows for _, rows in linear.info.parts], parts.shard.size > 1
         self.qkv, self.attn = parts.normed_linear(linear), parts.attention(i, a)
         norms: list[Any] = [None, None]
         self.wide: list[Any] = []
         if layer.qk_norm == WIDTH:
-            self.wide = [parts.norm(f"{name}.{x}_norm", n, spec.norm) for x, n in (("q", q), ("k", kv))]
+            self.wide = [
+                parts.width_norm(f"{name}.{x}_norm", n, a.dim_qk, spec.norm, keys=x == "k")
+                for x, n in (("q", a.heads), ("k", a.kv_heads))
+            ]
         elif layer.qk_norm == HEAD:
             norms = [parts.norm(f"{name}.{x}_norm", a.dim_qk, spec.norm).weight for x in "qk"]
         tables = (None, None) if layer.rope is None else parts.rotary(layer.rope, twice)
@@ -241,8 +243,6 @@ def check(spec: DecoderSpec, parts: ModelParts) -> None:
         ):
             if word not in known:
                 raise ModelError(f"layer {i}: {name}={shown(word)}: want one of {', '.join(map(str, known))}")
-        if layer.qk_norm == WIDTH and parts.shard.size > 1:
-            raise ModelError(f"layer {i}: a norm over all heads of q is not split: want tensor_parallel_size=1")
         if layer.qk_norm == HEAD and spec.norm.centered:
             raise ModelError(f"layer {i}: LayerNorm of each head is not implemented: want RMSNorm")
         if experts and not 1 <= experts.chosen <= experts.count:

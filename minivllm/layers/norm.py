@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.decoder import Norm
 
-from .module import Module, fill
+from .module import Module, check_shape, fill
 
 
 class RMSNorm(Module):
@@ -39,6 +41,38 @@ class RMSNorm(Module):
             return self.fused(x, residual, self.weight, self.eps)
         residual = x if residual is None else x + residual
         return rms_norm(residual, self.weight, self.eps), residual
+
+
+class SplitNorm(Module):
+    """RMSNorm over all heads of a projection, of which each process has some: x [T, its share] of ``dim``.
+
+    The mean is that of all: one more sum over the processes.  ``copies`` neighbours have the same share.
+    """
+
+    def __init__(
+        self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str, group: Any, copies: int
+    ) -> None:
+        super().__init__(name)
+        self.dim, self.eps, self.offset, self.group, self.copies = dim, kind.eps, kind.offset, group, copies
+        self.shares = group.size // copies
+        self.weight = torch.empty(dim // self.shares, dtype=torch.float32 if kind.offset else dtype, device=device)
+        self.tensors = {"weight": self.weight}
+
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        return {("", "weight"): (self.dim,)}
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        check_shape(tensor, (self.dim,))
+        fill(self.weight, tensor.chunk(self.shares)[self.group.rank // self.copies])
+        if self.offset:
+            self.weight.add_(self.offset)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, None]:
+        wide = x.float()
+        squares = wide.square().sum(dim=-1, keepdim=True)
+        self.group.all_reduce(squares)
+        scale = squares.div_(self.dim * self.copies).add_(self.eps).rsqrt_()
+        return (wide * scale * self.weight.float()).to(x.dtype), None
 
 
 class LayerNorm(Module):

@@ -26,7 +26,7 @@ from .experts import DenseExperts, ExpertLinear, ExpertsNorm, Mixture, RouterHoo
 from .fused import GatedLinear, Joined, LinearNorm, Normed, NormedLinear
 from .linear import Dense, Linear
 from .module import Module, Tensors
-from .norm import LayerNorm, RMSNorm
+from .norm import LayerNorm, RMSNorm, SplitNorm
 from .rotary import rotary_tables
 
 
@@ -186,6 +186,15 @@ class ModelParts:
         if kind.centered:
             return self._add(LayerNorm(name, dim, kind, self.dtype, self.device, self.fuse))
         return self._add(RMSNorm(name, dim, kind, self.dtype, self.device, self.fuse))
+
+    def width_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> RMSNorm | LayerNorm | SplitNorm:
+        """Over all ``heads`` of ``dim`` that a projection gives, ``keys``: to KV heads, which may be copied."""
+        if self.shard.size == 1:
+            return self.norm(name, heads * dim, kind)
+        if kind.centered:
+            raise ModelError(f"{name}: LayerNorm over all heads is not split: want tensor_parallel_size=1")
+        copies = self._copies(heads) if keys else 1
+        return self._add(SplitNorm(name, heads * dim, kind, self.dtype, self.device, self.group, copies))
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """Of an MLP without a gate, by its name in ``decoder.ACTIVATIONS``."""

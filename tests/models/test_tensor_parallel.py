@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, Olmo2Config
 
 from minivllm.config import EngineConfig
 from minivllm.config.resolve import resolve
@@ -16,7 +16,7 @@ from minivllm.layers.embedding import VocabRange
 from minivllm.plugins.quantizer.int8 import Int8
 from minivllm.registry import Catalog, build_part
 from minivllm.testing.harness import Harness, play, seats
-from minivllm.testing.tiny import tiny_dir
+from minivllm.testing.tiny import save, small_config, tiny_dir, tiny_model
 
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12]
 WIDE = {"num_attention_heads": 8, "intermediate_size": 64, "head_dim": 8}  # what 8 processes can share
@@ -31,6 +31,7 @@ FAMILIES = {
     "learned positions": ("gpt2", {"num_attention_heads": 8, "num_key_value_heads": 8}),
     "experts": ("mixtral", {**WIDE, "num_key_value_heads": 2, "vocab_size": 9}),
     "a shared expert": ("qwen2_moe", {**WIDE, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32}),
+    "norms over all heads": (Olmo2Config, {**WIDE, "num_key_value_heads": 4}),
     "sinks, biases of experts": ("gpt_oss", {**WIDE, "num_key_value_heads": 2}),
 }
 
@@ -52,7 +53,11 @@ def made(tmp_path_factory):
     def make(name):
         if name not in found:
             family, values = FAMILIES[name]
-            path, _, _ = tiny_dir(tmp_path_factory.mktemp("tp") / "model", family, **values)
+            path = tmp_path_factory.mktemp("tp") / "model"
+            if isinstance(family, str):
+                tiny_dir(path, family, **values)
+            else:
+                save(tiny_model(small_config(family, **values)), path)
             arch, cfg = architecture(path), AutoConfig.from_pretrained(path)
             prompt = [t % cfg.vocab_size for t in PROMPT]
             found[name] = path, arch, cfg, prompt, logits_of(Harness(path, arch, cfg), prompt)
