@@ -314,7 +314,15 @@ def _expert_rules(hf: str, our: str, names: WeightNames, spec: Experts) -> list[
 def _stacked(source: str, module: str, parts: tuple[str, ...], form: ExpertNames) -> list[Rule]:
     """Of a tensor of all experts, and its bias."""
     turns = form.interleaved and len(parts) > 1
-    weight = Rule(source, module, parts, None, form.transposed, turns, "weight", form.form)
+    weight = Rule(
+        source,
+        module,
+        parts,
+        transposed=form.transposed,
+        interleaved=turns,
+        param="weight",
+        form=form.form,
+    )
     plain = replace(weight, transposed=False)
     several = [replace(plain, source=f"{source}_{param}", param=param) for param in form.params]
     bias = replace(plain, source=source + "_bias", param="bias")
