@@ -148,7 +148,7 @@ def test_names_in_refusals_are_options_that_exist():
         (["--override-generation-config", '{"do_sample": 3}'], "do_sample"),
         (["--override-generation-config", '{"max_tokens": 1, "max_new_tokens": 2}'], "want one of them"),
         (["--allowed-origins", "[1"], "JSON list"),
-        (["--quantization", "awq", "--port", "0"], "No quantizer is called 'awq'"),
+        (["--quantization", "hqq", "--port", "0"], "No quantizer is called 'hqq'"),
         (["--tool-call-parser", "hermse"], "Did you mean 'hermes'?"),
         (["--max-logprobs", "-1"], "server.max_logprobs=-1"),
         (["--uds", "/tmp/x", "--port", "1"], "want a Unix socket or an address"),
@@ -160,7 +160,7 @@ def test_names_in_refusals_are_options_that_exist():
 )
 def test_what_is_wrong_with_flags_is_one_line_that_says_what_is_wanted(capsys, monkeypatch, flags, words):
     if flags[0] == "--quantization":  # found out when the parts are chosen
-        code = main(["explain", "quantizer", "--set", "quantization=awq"])
+        code = main(["explain", "quantizer", "--set", "quantization=hqq"])
         assert code == 4 and words in capsys.readouterr().err
         return
     assert words in refused(capsys, "pocket", *flags)
