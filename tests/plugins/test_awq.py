@@ -16,7 +16,7 @@ from packed_checkpoints import (
     logits_of,
     packed_dir,
     say,
-)  # fmt: skip
+)
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import Shard
@@ -58,8 +58,13 @@ def code(name, n, k):
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("awq")
     torch.manual_seed(1)
-    return path, *packed_dir(path, config(modules_to_not_convert=["layers.0.self_attn"]), code,
-                             lambda c, name: awq(c), tie_word_embeddings=True)  # fmt: skip
+    return path, *packed_dir(
+        path,
+        config(modules_to_not_convert=["layers.0.self_attn"]),
+        code,
+        lambda c, name: awq(c),
+        tie_word_embeddings=True,
+    )
 
 
 def test_logits_are_those_of_the_weights_in_floating_numbers(checkpoint):

@@ -18,7 +18,7 @@ from packed_checkpoints import (
     packed_dir,
     say,
     scaled,
-)  # fmt: skip
+)
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import Shard
@@ -38,10 +38,19 @@ def weights(bits=4, kind="int", strategy="group", group_size=32, symmetric=True,
 
 def config(*groups, form="pack-quantized", ignore=("lm_head",), **more):
     """``groups``: (targets, weights), and what else a group has."""
-    made = {f"group_{i}": {"targets": list(g[0]), "weights": g[1], **(g[2] if len(g) > 2 else {})}
-            for i, g in enumerate(groups)}  # fmt: skip
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": made, "ignore": list(ignore),
-            "quantization_status": "compressed", "kv_cache_scheme": None, **more}  # fmt: skip
+    made = {
+        f"group_{i}": {"targets": list(g[0]), "weights": g[1], **(g[2] if len(g) > 2 else {})}
+        for i, g in enumerate(groups)
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": made,
+        "ignore": list(ignore),
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -99,8 +108,11 @@ def test_inputs_that_were_sorted_by_activations_are_sorted_again():
     one = coded(32, 128, 4, 32, symmetric=False, order=True)
     said = config((["Linear"], weights(symmetric=False, actorder="group")))
     sources = {"a": source_of(compressed(one, 4, False, act_order=True))}
-    scheme = loaded(CompressedTensors(None, said), info((32,), 128, sources=sources),
-                    {"a": compressed(one, 4, False, act_order=True)})  # fmt: skip
+    scheme = loaded(
+        CompressedTensors(None, said),
+        info((32,), 128, sources=sources),
+        {"a": compressed(one, 4, False, act_order=True)},
+    )
     torch.testing.assert_close(held(scheme), one.weight.double(), rtol=1e-6, atol=1e-7)
     assert forms(scheme) == [Int4Rows] and "order" in scheme.tensors
 
@@ -154,9 +166,12 @@ def test_logits_of_groups_of_several_kinds_are_those_of_the_weights_in_floating_
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("compressed")
     torch.manual_seed(1)
-    return path, *packed_dir(path, config((["Linear"], weights())),
-                             lambda name, n, k: None if name == "lm_head" else coded(n, k, 4, 32),
-                             lambda c, name: compressed(c, 4, True))  # fmt: skip
+    return path, *packed_dir(
+        path,
+        config((["Linear"], weights())),
+        lambda name, n, k: None if name == "lm_head" else coded(n, k, 4, 32),
+        lambda c, name: compressed(c, 4, True),
+    )
 
 
 def test_auto_takes_it_and_leaves_scales_of_keys_and_values(checkpoint):

@@ -19,8 +19,13 @@ FP8 = torch.float8_e4m3fn
 
 
 def config(block=(128, 128), **more):
-    return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
-            "weight_block_size": None if block is None else list(block), **more}  # fmt: skip
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": None if block is None else list(block),
+        **more,
+    }
 
 
 class Weight:
@@ -65,9 +70,12 @@ def test_one_scale_or_one_a_row_is_multiplied_by_the_kernels_of_rows(shape, form
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("fp8")
     torch.manual_seed(1)
-    return path, *written(path, config((32, 48), modules_to_not_convert=["lm_head"]),
-                          lambda name, n, k: None if name == "lm_head" else Weight(n, k),
-                          lambda c, name: c.tensors)  # fmt: skip
+    return path, *written(
+        path,
+        config((32, 48), modules_to_not_convert=["lm_head"]),
+        lambda name, n, k: None if name == "lm_head" else Weight(n, k),
+        lambda c, name: c.tensors,
+    )
 
 
 def test_logits_are_those_of_the_weights_in_floating_numbers(checkpoint):

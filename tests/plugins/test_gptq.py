@@ -19,7 +19,7 @@ from packed_checkpoints import (
     logits_of,
     packed_dir,
     say,
-)  # fmt: skip
+)
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Shard
@@ -92,10 +92,11 @@ def sources(tensors, names=None):
 
     names = names or {part: f"{part}_proj" for part in tensors}
     return {
-        part: PartSource(f"model.layers.0.self_attn.{names[part]}",
-                     {k: (tuple(t.shape), NAMES[t.dtype]) for k, t in given.items()})
+        part: PartSource(
+            f"model.layers.0.self_attn.{names[part]}", {k: (tuple(t.shape), NAMES[t.dtype]) for k, t in given.items()}
+        )
         for part, given in tensors.items()
-    }  # fmt: skip
+    }
 
 
 def test_zero_points_of_0_and_15_are_held_by_v2_and_v1_warns():
@@ -169,8 +170,9 @@ def test_experts_are_read_one_by_one_and_held_together_unless_their_orders_diffe
     def code(name, n, k):
         return coded(n, k, 4, 32, order=order) if "experts" in name else None
 
-    cfg, hf = packed_dir(tmp_path, config(desc_act=order), code, lambda c, name: gptq(c, 4), "qwen3_moe",
-                         moe_intermediate_size=64)  # fmt: skip
+    cfg, hf = packed_dir(
+        tmp_path, config(desc_act=order), code, lambda c, name: gptq(c, 4), "qwen3_moe", moe_intermediate_size=64
+    )
     harness = Harness(tmp_path, Qwen3Moe(), cfg, quantizer=Gptq(None, cfg.quantization_config))
     with torch.inference_mode():
         got, want = harness.step({0: PROMPT})[0], hf(torch.tensor([PROMPT])).logits[0]
@@ -229,8 +231,17 @@ def test_each_process_cuts_its_share_of_each_part_out_of_one_tensor(rank):
     one = coded(64, 64, 4, 32)
     tensors = gptq(one, 4)
     source = sources({"q": tensors}, {"q": "qkv_proj"})["q"]
-    m = ModuleInfo("layers.0.attn.qkv", "linear", 64, (("q", 16), ("k", 8), ("v", 8)), "float32", "cpu",
-                   split="column", shard=Shard(rank, 2), sources=dict.fromkeys("qkv", source))  # fmt: skip
+    m = ModuleInfo(
+        "layers.0.attn.qkv",
+        "linear",
+        64,
+        (("q", 16), ("k", 8), ("v", 8)),
+        "float32",
+        "cpu",
+        split="column",
+        shard=Shard(rank, 2),
+        sources=dict.fromkeys("qkv", source),
+    )
     scheme = loaded(Gptq(None, config()), m, dict.fromkeys("qkv", tensors))
     want = torch.cat([part.chunk(2)[rank] for part in one.weight.double().split([32, 16, 16])])
     torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
@@ -238,8 +249,9 @@ def test_each_process_cuts_its_share_of_each_part_out_of_one_tensor(rank):
 
 def test_what_autogptq_says_in_a_file_of_its_own_is_read(tmp_path):
     torch.manual_seed(7)
-    _, hf = packed_dir(tmp_path, {}, lambda name, n, k: None if name == "lm_head" else coded(n, k, 4, 32),
-                       lambda c, name: gptq(c, 4))  # fmt: skip
+    _, hf = packed_dir(
+        tmp_path, {}, lambda name, n, k: None if name == "lm_head" else coded(n, k, 4, 32), lambda c, name: gptq(c, 4)
+    )
     (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
     want = None
     for impl in ("auto", "transformers"):  # whose names are made of its own modules
@@ -256,8 +268,9 @@ def test_what_autogptq_says_in_a_file_of_its_own_is_read(tmp_path):
 def test_a_packed_head_of_a_model_that_says_it_is_tied_is_its_own(tmp_path):
     torch.manual_seed(5)
     one = coded(64, 64, 4, 32)
-    cfg, hf = packed_dir(tmp_path, config(), lambda name, n, k: coded(n, k, 4, 32), lambda c, name: gptq(c, 4),
-                         tie_word_embeddings=True)  # fmt: skip
+    cfg, hf = packed_dir(
+        tmp_path, config(), lambda name, n, k: coded(n, k, 4, 32), lambda c, name: gptq(c, 4), tie_word_embeddings=True
+    )
     change(tmp_path, lambda t: t.update({f"lm_head.{k}": v for k, v in gptq(one, 4).items()}))
     _, got, _ = logits_of(tmp_path, cfg, hf, Gptq)
     hf.lm_head.weight = torch.nn.Parameter(one.weight)
@@ -272,8 +285,9 @@ def test_a_packed_head_of_a_model_that_says_it_is_tied_is_its_own(tmp_path):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("gptq")
-    packed_dir(path, config(), lambda name, n, k: coded(n, k, 4, 32) if "proj" in name else None,
-               lambda c, name: gptq(c, 4))  # fmt: skip
+    packed_dir(
+        path, config(), lambda name, n, k: coded(n, k, 4, 32) if "proj" in name else None, lambda c, name: gptq(c, 4)
+    )
     return path
 
 
@@ -333,8 +347,23 @@ def test_a_file_that_ends_early_is_refused_before_anything_is_loaded(checkpoint,
 
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: -100 if file.suffix == ".safetensors" else None])
-    assert main(["generate", "x", "--model", str(tmp_path), "--set", "device=cpu", "--set", "dtype=float32",
-                 "--set", "skip_tokenizer_init=true"]) == 3  # fmt: skip
+    assert (
+        main(
+            [
+                "generate",
+                "x",
+                "--model",
+                str(tmp_path),
+                "--set",
+                "device=cpu",
+                "--set",
+                "dtype=float32",
+                "--set",
+                "skip_tokenizer_init=true",
+            ]
+        )
+        == 3
+    )
     said = capfd.readouterr().err.strip().splitlines()
     assert len(said) == 1 and "not a whole safetensors file" in said[0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from minivllm.core.interfaces.plan import StepPlan, no_rows
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
 from minivllm.errors import ConfigError, ResourceError
 from minivllm.hardware import free_ram
+from minivllm.layers.kv_memory import allocate
 from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import prepare_qk
 from minivllm.loading import shapes
@@ -178,7 +178,8 @@ def _load(
         fuse=fused(wiring),
         batch_invariant=wiring.batch_invariant,
     )
-    quantized, free = chosen["quantizer"].name != "minivllm/none", _free_memory(parts.device)
+    quantized = chosen["quantizer"].name != "minivllm/none"
+    free = _free_memory(parts.device)
     parts.sources = shapes.check(folder, arch, cfg, parts, wiring.load_format, quantized, free)
     with torch.inference_mode():
         model = build_model(arch, cfg, parts, folder)
@@ -211,32 +212,15 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
 
 
 def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int]) -> None:
-    """Zeroed, so that a slot which nobody has written holds no NaN."""
+    """Of the layers of all models."""
     second = [layer for own in worker.own_models.values() for layer in own.parts.layers]
     layers, n_layers = [*parts.layers, *second], len(parts.layers)
     groups = [
         [*group, *(range(n_layers, len(layers)) if g == 0 else ())]
         for g, group in enumerate(worker.groups)
     ]
-    for group, n in zip(groups, blocks, strict=True):
-        for i in group:
-            layers[i].cache = {
-                name: _zeros((n, *t.shape), getattr(torch, t.dtype), worker.device)
-                for name, t in layouts[i].tensors.items()
-            }
     worker.num_blocks = blocks
-    worker.caches = [[layers[i].cache for i in group] for group in groups]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU the pages are taken when they are first written (numpy's calloc), not now."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    try:
-        memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    except ValueError as e:  # of a size that no array can have
-        raise MemoryError(str(e)) from e
-    return torch.from_numpy(memory).view(dtype).reshape(shape)
+    worker.caches = allocate(layers, layouts, groups, blocks, worker.device)
 
 
 def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None]) -> list[int]:
@@ -289,10 +273,20 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
     t = min(wiring.max_num_batched_tokens, wiring.max_num_seqs * wiring.max_model_len)
     rows = max(1, min(wiring.max_num_seqs, -(-t // wiring.max_model_len)))
     plan = StepPlan(
-        0, np.arange(rows), np.full(rows, t // rows, np.int32), np.zeros(rows, np.int32), no_rows()
+        0,
+        np.arange(rows),
+        np.full(rows, t // rows, np.int32),
+        np.zeros(rows, np.int32),
+        no_rows(),
     )
     host = step.host_lengths(plan, len(worker.groups))
-    state = DeviceState(rows, wiring.max_model_len, len(worker.groups), wiring.block, worker.device)
+    state = DeviceState(
+        rows,
+        wiring.max_model_len,
+        len(worker.groups),
+        wiring.block,
+        worker.device,
+    )
     with torch.inference_mode():
         table = state.to(step.pack_rows(plan, rows, host.tokens, 0))
         tensors = step.read_rows(state, table, host)[0]

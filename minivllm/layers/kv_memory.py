@@ -1,0 +1,38 @@
+"""The memory of a KV cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def allocate(
+    layers: Sequence[Any],
+    layouts: Sequence[Any],
+    groups: Sequence[Sequence[int]],
+    blocks: Sequence[int],
+    device: torch.device,
+) -> list[list[Mapping[str, torch.Tensor]]]:
+    """Gives each layer of each group its blocks; zeroed, so that a slot which nobody has written holds no NaN.  Returns
+    them, [group][layer of it]."""
+    for group, n in zip(groups, blocks, strict=True):
+        for i in group:
+            layers[i].cache = {
+                name: zeros((n, *t.shape), getattr(torch, t.dtype), device) for name, t in layouts[i].tensors.items()
+            }
+    return [[layers[i].cache for i in group] for group in groups]
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the pages are taken when they are first written (numpy's calloc), not now."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    except ValueError as e:  # of a size that no array can have
+        raise MemoryError(str(e)) from e
+    return torch.from_numpy(memory).view(dtype).reshape(shape)
