@@ -89,11 +89,9 @@ class LMHead(Linear):
             super().load(part, param, tensor)
             return
         whole = self.wanted()[part, param]
-        if whole is None:
-            raise ModelError(
-                f"{self.name}.{param} is in a form that is not cut over processes: want the head in a floating dtype, "
-                "or tensor_parallel_size=1"
-            )
+        if whole is None:  # a form that its scheme alone can cut, where the vocabulary divides (``ModelParts.lm_head``)
+            super().load(part, param, tensor)
+            return
         check_shape(tensor, whole)
         self.scheme.load(param, self.range.cut(tensor), part)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, Shard, StoredWeight, WeightScheme
+from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 from minivllm.errors import ModelError, PluginError
 
 from .invariant import FixedRows
@@ -86,15 +85,13 @@ class Linear(Module):
     """y = x W^T (+ b): x [T, in] -> [T, out], both this process's share.
 
     ``split="column"`` cuts the outputs of every part over the processes, ``"row"`` the inputs; a row-split layer sums
-    its result over ``group`` (one all-reduce) and then adds the bias once.  Of a part with several ``copies`` so many
-    neighbouring processes have the same share.
+    its result over ``group`` (one all-reduce) and then adds the bias once.  Of a part of which there are copies
+    neighbouring processes have the same share (``ModuleInfo.copies``).
     """
 
-    def __init__(
-        self, info: ModuleInfo, scheme: WeightScheme, group: Any = None, copies: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, info: ModuleInfo, scheme: WeightScheme, group: Any = None) -> None:
         super().__init__(info.name)
-        self.info, self.scheme, self.group, self.copies = info, scheme, group, copies or {}
+        self.info, self.scheme, self.group = info, scheme, group
         self.reduce = info.split == "row" and info.shard.size > 1
         self.tensors = dict(scheme.tensors)
         self.bias: Tensor | None = None
@@ -102,18 +99,13 @@ class Linear(Module):
             self.bias = torch.empty(info.out_features, dtype=getattr(torch, info.dtype), device=info.device)
             self.tensors["bias"] = self.bias
 
-    def _shard(self, part: str) -> Shard:
-        """The place of this process's share of a part among those that differ."""
-        shard, copies = self.info.shard, self.copies.get(part, 1)
-        return shard if copies == 1 else Shard(shard.rank // copies, shard.size // copies)
-
     def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
         info = self.info
         inputs = info.in_features * (info.shard.size if info.split == "row" else 1)
         local = (info.out_features, info.in_features)
         want: dict[tuple[str, str], tuple[int, ...] | None] = {}
         for part, rows in info.parts:
-            outputs = rows * (self._shard(part).size if info.split == "column" else 1)
+            outputs = rows * (info.share(part).size if info.split == "column" else 1)
             for param, shape in self.scheme.params_of(part).items():
                 want[part, param] = (outputs, inputs) if tuple(shape) == local else None
             if info.bias:
@@ -121,7 +113,7 @@ class Linear(Module):
         return want
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
-        info, shard = self.info, self._shard(part)
+        info, shard = self.info, self.info.share(part)
         size = shard.size
         if param == "bias" and self.bias is not None:
             rows = part_rows(info, part)

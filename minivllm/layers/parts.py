@@ -107,8 +107,8 @@ class ModelParts:
         split: str | None,
         copies: Mapping[str, int] | None = None,
     ) -> Linear:
-        info = self._info(name, "linear", inp, parts, bias=bias, split=split)
-        return self._add(Linear(info, self.quantizer.scheme(info) or self._dense(info), self.group, copies))
+        info = self._info(name, "linear", inp, parts, bias=bias, split=split, copies=copies or {})
+        return self._add(Linear(info, self.quantizer.scheme(info) or self._dense(info), self.group))
 
     def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool) -> Linear:
         """Queries, keys and values of an attention layer in one matrix, as parts "q", "k" and "v"."""
@@ -174,7 +174,15 @@ class ModelParts:
     def lm_head(self, name: str, inp: int, vocab: int, tied: Embedding | None = None) -> LMHead | TiedLMHead:
         """``tied``: the embedding whose weight it shares, made before it."""
         group = self.group if self.shard.size > 1 else None
-        info = self._info(name, "lm_head", inp, [("", -(-vocab // share_of(group).size))])
+        size = share_of(group).size
+        even = "column" if size > 1 and vocab % size == 0 else None
+        info = self._info(name, "lm_head", inp, [("", -(-vocab // size))], split=even)
+        packed = any(set(source.tensors) - {"weight", "bias"} for source in (info.sources or {}).values())
+        if size > 1 and even is None and packed:
+            raise ModelError(
+                f"{name} comes quantized, and its {vocab} outputs cannot be shared by {size} processes: want a "
+                "tensor_parallel_size that divides them"
+            )
         scheme = self.quantizer.scheme(info)
         if tied is not None:
             return self._add(TiedLMHead(info, tied, scheme, self.fuse, self.invariant))

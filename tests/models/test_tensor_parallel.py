@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from packed_checkpoints import coded, gptq, packed_dir
 from transformers import AutoConfig, Olmo2Config
 
 from minivllm.config import EngineConfig
@@ -13,6 +14,7 @@ from minivllm.config.resolve import resolve
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.errors import ModelError
 from minivllm.layers.embedding import VocabRange
+from minivllm.plugins.quantizer.gptq import Gptq
 from minivllm.plugins.quantizer.int8 import Int8
 from minivllm.registry import Catalog, build_part
 from minivllm.testing.harness import Harness, play, seats
@@ -37,8 +39,10 @@ FAMILIES = {
 
 
 def architecture(path):
+    """A folder's model plug-in, and its config."""
     config = EngineConfig(model=str(path), device="cpu", dtype="float32", skip_tokenizer_init=True)
-    return build_part("model", resolve(config, Catalog.discover()).wiring.parts["model"])
+    made = build_part("model", resolve(config, Catalog.discover()).wiring.parts["model"])
+    return made, AutoConfig.from_pretrained(path)
 
 
 def logits_of(harness, prompt):
@@ -58,7 +62,7 @@ def made(tmp_path_factory):
                 tiny_dir(path, family, **values)
             else:
                 save(tiny_model(small_config(family, **values)), path)
-            arch, cfg = architecture(path), AutoConfig.from_pretrained(path)
+            arch, cfg = architecture(path)
             prompt = [t % cfg.vocab_size for t in PROMPT]
             found[name] = path, arch, cfg, prompt, logits_of(Harness(path, arch, cfg), prompt)
         return found[name]
@@ -91,6 +95,28 @@ def test_random_weights_and_weights_quantized_while_loading_are_cut_alike(made, 
         assert (got - one).abs().max() <= room * one.abs().max()
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A folder with a GPTQ checkpoint of 6 heads on 1 and a head of 64 outputs, which 3 ranks cannot share."""
+    torch.manual_seed(5)
+    path = tmp_path_factory.mktemp("packed")
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "lm_head": True}
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 1}
+    packed_dir(path, said, lambda name, n, k: coded(n, k, 4, 32, symmetric=False), lambda c, name: gptq(c, 4), **sizes)
+    return partial(Harness, path, *architecture(path), quantizer=Gptq(None, said))
+
+
+def test_ranks_cut_a_packed_checkpoint_and_copy_what_their_heads_share(packed):
+    one, group = logits_of(packed(), PROMPT), seats(2)
+    for got in play(group, [partial(logits_of, h, PROMPT) for h in [packed(group=seat) for seat in group]]):
+        assert (got - one).abs().max() <= 1e-4 * one.abs().max()
+
+
+def test_a_packed_head_that_does_not_divide_is_refused_by_name(packed):
+    with pytest.raises(ModelError, match="lm_head comes quantized, and its 64 outputs cannot be shared by 3"):
+        packed(group=seats(3)[0])
+
+
 @pytest.mark.parametrize("vocab", [1, 7, 8, 9, 61])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_ranges_of_a_vocabulary_are_each_row_once(vocab, size):
@@ -104,11 +130,11 @@ def test_ranges_of_a_vocabulary_are_each_row_once(vocab, size):
         assert not mine[r.end - r.first :].any(), "what pads a range is zero"
 
 
-def test_what_cannot_be_shared_is_refused_by_name_before_weights_are_read(made):
+def test_what_cannot_be_shared_is_refused_by_name(made):
     path, arch, cfg, *_ = made("two KV heads and biases")
     with pytest.raises(ModelError, match="heads=8 cannot be split over 3 processes"):
-        Harness(path / "nowhere", arch, cfg, group=seats(3)[0])
+        Harness(path / "nowhere", arch, cfg, load_format="dummy", group=seats(3)[0])
     cfg = AutoConfig.from_pretrained(path)
     cfg.intermediate_size = 37
     with pytest.raises(ModelError, match=r"layers.0.mlp.gate_up.gate outputs=37 cannot be split over 2"):
-        Harness(path / "nowhere", arch, cfg, group=seats(2)[0])
+        Harness(path / "nowhere", arch, cfg, load_format="dummy", group=seats(2)[0])

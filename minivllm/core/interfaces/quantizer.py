@@ -13,7 +13,7 @@ from minivllm.errors import PluginError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# 1.3: ModuleInfo.sources, WeightScheme.params_of, Quantizer.notes; 1.2: WeightScheme.stored
+# 1.3: ModuleInfo.sources and copies, WeightScheme.params_of, Quantizer.notes; 1.2: WeightScheme.stored
 # 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
 API = (1, 3)
 
@@ -53,12 +53,19 @@ class ModuleInfo:
     split: str | None = None
     shard: Shard = Shard()
     experts: int = 0  # of kind "experts": how many
+    # of parts that are not cut as often as there are processes: neighbours that have the same share
+    copies: Mapping[str, int] = field(default_factory=dict, compare=False)
     # by part, where there is any; None: nobody has looked
     sources: Mapping[str, PartSource] | None = field(default=None, compare=False)
 
     @property
     def out_features(self) -> int:
         return sum(n for _, n in self.parts)
+
+    def share(self, part: str) -> Shard:
+        """The place of this process's share of a part among those that differ."""
+        copies = self.copies.get(part, 1)
+        return Shard(self.shard.rank // copies, self.shard.size // copies)
 
     @cached_property
     def rows(self) -> Mapping[str, slice]:

@@ -58,15 +58,17 @@ class Share:
     @staticmethod
     def of(m: ModuleInfo, part: str) -> Share:
         mine = part_rows(m, part)
-        rows, columns, (rank, size) = mine.stop - mine.start, m.in_features, (m.shard.rank, m.shard.size)
-        down, across = (size if m.split == "column" else 1), (size if m.split == "row" else 1)
+        rows, columns = mine.stop - mine.start, m.in_features
         names = _beside(m, part)
-        before = sum(m.rows[name].stop - m.rows[name].start for name in names[: names.index(part)]) * down
-        first = before + (rank * rows if down > 1 else 0)
-        start = rank * columns if across > 1 else 0
+        whole = {name: m.rows[name].stop - m.rows[name].start for name in names}
+        if m.split == "column":
+            whole = {name: own * m.share(name).size for name, own in whole.items()}
+        before = sum(whole[name] for name in names[: names.index(part)])
+        first = before + (m.share(part).rank * rows if m.split == "column" else 0)
+        start = m.shard.rank * columns if m.split == "row" else 0
         return Share(
-            sum(m.rows[name].stop - m.rows[name].start for name in names) * down,
-            columns * across,
+            sum(whole.values()),
+            columns * (m.shard.size if m.split == "row" else 1),
             slice(first, first + rows),
             slice(start, start + columns),
             getattr(torch, m.dtype),
