@@ -8,6 +8,7 @@ back as they are.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ class Ropes:
         return hook
 
     def _watched(self, module: nn.Module) -> Callable[..., Any]:
-        function = type(module).forward.__globals__[APPLY]
+        function = inspect.unwrap(type(module).forward).__globals__[APPLY]
 
         def apply(*args: Any, **kwargs: Any) -> Any:
             out = function(*args, **kwargs)
@@ -99,8 +100,9 @@ class Ropes:
 
 
 def applies(module: nn.Module) -> bool:
-    """Whether the forward of a module is a plain function that calls its file's ``apply_rotary_pos_emb``."""
-    forward = type(module).forward
+    """Whether the forward of a module, without decorators, is a function that calls its file's
+    ``apply_rotary_pos_emb``."""
+    forward = inspect.unwrap(type(module).forward)
     return isinstance(forward, types.FunctionType) and (
         APPLY in forward.__code__.co_names and not forward.__code__.co_freevars and APPLY in forward.__globals__
     )
@@ -108,10 +110,20 @@ def applies(module: nn.Module) -> bool:
 
 def with_apply(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a module with ``function`` for its ``apply_rotary_pos_emb``; the module's file stays as it is."""
-    old = type(module).forward
-    new = types.FunctionType(old.__code__, {**old.__globals__, APPLY: function}, old.__name__, old.__defaults__)
-    new.__kwdefaults__ = old.__kwdefaults__
-    return types.MethodType(new, module)
+
+    def remade(old: types.FunctionType) -> types.FunctionType:
+        inner, names, closure = getattr(old, "__wrapped__", None), old.__globals__, old.__closure__
+        if inner is None:
+            names = {**names, APPLY: function}
+        else:  # a decorator, which has what it decorates in a cell
+            new = remade(inner)
+            cells = (types.CellType(new) if cell.cell_contents is inner else cell for cell in closure or ())
+            closure = tuple(cells)
+        made = types.FunctionType(old.__code__, names, old.__name__, old.__defaults__, closure)
+        made.__kwdefaults__ = old.__kwdefaults__
+        return made
+
+    return types.MethodType(remade(type(module).forward), module)
 
 
 def leave(q: Tensor, k: Tensor, cos: Any, sin: Any) -> tuple[Tensor, Tensor]:
