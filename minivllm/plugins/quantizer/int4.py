@@ -144,7 +144,7 @@ class Int4Weight(Int4Rows):
             self.zero[rows] = zero.view(len(w), -1)
 
     def stored(self) -> StoredWeight:
-        return super().stored()
+        return super().stored()  # a subclass may multiply in another way: a class says this of itself alone
 
 
 class Int4(Quantizer):

@@ -72,7 +72,7 @@ class Int8Weight(ByteRows):
         return steps.round_().clamp_(-self.top, self.top).to(self.dtype)
 
     def stored(self) -> StoredWeight | None:
-        return super().stored()
+        return super().stored()  # a subclass may multiply in another way: a class says this of itself alone
 
 
 class Int8(Quantizer):
