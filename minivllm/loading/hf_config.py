@@ -87,7 +87,9 @@ def open_checkpoint(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubO
 
 
 def _said_beside(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What older checkpoints say in a file of its own: how they are quantized."""
+    """What older checkpoints say in a file of its own, or by another name: how they are quantized."""
+    if not raw.get("quantization_config") and isinstance(raw.get("compression_config"), dict):
+        return {"quantization_config": {"quant_method": "compressed-tensors", **raw["compression_config"]}}
     for name, method in BESIDE.items():
         if not raw.get("quantization_config") and files.is_there(folder / name):
             said = files.read_json(folder / name, files.PART, ModelError)

@@ -113,6 +113,23 @@ def test_zero_points_of_0_and_15_are_held_by_v2_and_v1_warns():
         assert all(n.startswith("v1 zero points are at their largest, as of a 0") for n in quantizer.notes)
 
 
+def test_symmetric_zero_points_say_which_version_they_are_of_where_config_is_wrong():
+    one = coded(32, 64, 4, 32)
+    for v1, notes in ((True, 0), (False, 1)):
+        quantizer = Gptq(None, config(checkpoint_format="gptq", sym=True))
+        scheme = loaded(quantizer, info((32,)), {"a": gptq(one, 4, v1)})
+        torch.testing.assert_close(held(scheme), one.weight.double(), rtol=1e-6, atol=1e-7)
+        assert len(quantizer.notes) == notes and all("read as gptq_v2" in note for note in quantizer.notes)
+
+
+def test_an_index_of_zeros_means_inputs_in_their_order():
+    one = coded(32, 64, 4, 32, symmetric=False)
+    tensors = gptq(one, 4, v1=False)
+    tensors["g_idx"] = torch.zeros_like(tensors["g_idx"])
+    scheme = loaded(Gptq(None, config(checkpoint_format="gptq_v2")), info((32,)), {"a": tensors})
+    torch.testing.assert_close(held(scheme), one.weight.double(), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 48), (8, 32), (2, -1)])
 @pytest.mark.parametrize("split", ["column", "row"])

@@ -80,7 +80,7 @@ class Awq(CheckpointQuantizer):
         else:
             if "qweight" not in source.tensors:
                 return None
-            if named := [name for name in self.left_out if name in source.name]:
+            if named := [name for name in self.left_out if f".{name.strip('.')}." in f".{source.name}."]:
                 raise ModelError(
                     f"the checkpoint has {source.name}.qweight, and modules_to_not_convert={shown(named)} says that it "
                     "is not quantized"

@@ -30,6 +30,9 @@ OVERFLOWED = (
     "v1 zero points are at their largest, as of a 0 that v1 cannot store: output may be poor; want the checkpoint as "
     "checkpoint_format=gptq_v2"
 )
+MISNAMED = (
+    "sym=true, and all zero points are in the middle as v2 stores them, though config.json says v1: read as gptq_v2"
+)
 
 
 class GptqKind(NamedTuple):
@@ -38,15 +41,17 @@ class GptqKind(NamedTuple):
     bits: int
     group_size: int  # -1: all inputs
     act_order: bool
+    symmetric: bool | None = None  # None: nothing is said
 
     @staticmethod
     def of(settings: Settings, default: GptqKind | None = None) -> GptqKind:
-        bits, size, order = default or (None, -1, False)
-        made = GptqKind(
-            settings.one_of("bits", BITS, bits), settings.group("group_size", size), settings.flag("desc_act", order)
+        bits, size, order, symmetric = default or (None, -1, False, None)
+        return GptqKind(
+            settings.one_of("bits", BITS, bits),
+            settings.group("group_size", size),
+            settings.flag("desc_act", order),
+            settings.flag("sym") if "sym" in settings.given else symmetric,
         )
-        settings.flag("sym", True)
-        return made
 
 
 class GptqLayout(PartLayout):
@@ -73,17 +78,21 @@ class GptqLayout(PartLayout):
         codes = share.taken(given["qweight"][:, share.rows].to(share.device).t(), bits)
         zero = forms.fields(given["qzeros"].to(share.device), bits, share.outputs)[:, share.rows].t()
         scale = given["scales"][:, share.rows].to(share.device).t().float()
-        if self.old:
-            largest = (1 << bits) - 1
+        centre, largest = 1 << (bits - 1), (1 << bits) - 1
+        if self.old and self.kind.symmetric and bool((zero == centre).all()):
+            self.tell(MISNAMED)
+        elif self.old:
             if bool((zero == largest).any()):
-                self.tell()
+                self.tell(OVERFLOWED)
             zero = (zero + 1) & largest
         group_of = share.group_of(self.size)
         if "g_idx" in given:
-            group_of = given["g_idx"][share.columns].long().cpu()
+            index = given["g_idx"].long().cpu()
+            # older tools wrote zeros where inputs are in their order
+            group_of = index[share.columns] if self.kind.act_order or bool(index.any()) else group_of
             if bool(((group_of < 0) | (group_of >= self.groups)).any()):
                 raise ModelError(f"g_idx has groups beyond 0 to {self.groups - 1}, as many as there are scales")
-        return Numbers(codes, scale, zero.float(), group_of, bits, 1 << (bits - 1))
+        return Numbers(codes, scale, zero.float(), group_of, bits, centre)
 
 
 class Gptq(CheckpointQuantizer):
@@ -122,7 +131,7 @@ class Gptq(CheckpointQuantizer):
         indexed = source is None or "g_idx" in source.tensors
         if kind.act_order and not indexed and kind.group_size != -1:
             raise ModelError(f"the checkpoint lacks {source.name}.g_idx, which desc_act=true needs")  # type: ignore[union-attr]
-        return GptqLayout(share, kind, self.old, indexed, lambda: self.tell(OVERFLOWED, m.name))
+        return GptqLayout(share, kind, self.old, indexed, lambda what: self.tell(what, m.name))
 
 
 def _keys(settings: Settings) -> list[str]:
