@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm import LLM, ConfigError, EngineDeadError, ModelError, PluginError, SamplingParams
+from minivllm import LLM, ConfigError, EngineDeadError, ModelError, PluginError, ResourceError, SamplingParams
 from minivllm.core.interfaces.plan import StepError, StepPlan, StepResult
 from minivllm.plugins.executor import multiprocess
-from minivllm.plugins.executor.multiprocess import OPERATIONS, PARTED, Multiprocess
+from minivllm.plugins.executor.multiprocess import LOST, OPERATIONS, PARTED, Multiprocess
 from minivllm.plugins.executor.options import MultiprocessOptions
+from minivllm.plugins.executor.process import FAILED
+from minivllm.plugins.executor.process_worker import _failure
 from minivllm.processes.channel import Message, shared_file
 from minivllm.processes.child import ChildEnded
 from minivllm.processes.status import BEGUN, CALLS, DONE, OPERATION, PHASE, StatusPage
@@ -249,6 +251,40 @@ def test_a_step_has_failed_on_all_ranks_at_one_place_or_the_engine_ends(monkeypa
             executor.collect(0)
         assert not any(child.lives for child in executor._ranks()), "none is of use any more"
     executor._page.close()
+
+
+class Ending(Rank):
+    """One that has ended once its messages are read."""
+
+    def ended(self):
+        return None if self.messages else ChildEnded("the worker process 7 has ended, exit code 0")
+
+
+def said(kind, error):
+    return Message(kind, bytearray(_failure(0, error)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error", "words"),
+    [
+        ([], [said(FAILED, ResourceError("no room"))], ResourceError, "^rank 1 of 2 .*: no room"),
+        (
+            [said(LOST, RuntimeError("gone"))],
+            [said(FAILED, ResourceError("no room"))],
+            ResourceError,
+            "rank 1 .*no room",
+        ),
+        ([said(FAILED, ResourceError("none"))], [said(FAILED, ResourceError("no room"))], ResourceError, "^none"),
+        ([said(LOST, RuntimeError("gone"))], [], EngineDeadError, "rank 1 of 2 .* has ended, exit code 0"),
+    ],
+)
+def test_what_is_wrong_while_ranks_start_is_what_the_one_with_a_reason_said(monkeypatch, first, second, error, words):
+    monkeypatch.setattr(multiprocess, "DYING", 0.1)
+    executor = Multiprocess()
+    executor._child = Ending(*first) if first else Rank()
+    executor._others = [Ending(*second)]
+    with pytest.raises(error, match=words):
+        executor._ready_all(2)
 
 
 @pytest.mark.parametrize("dead", [0, 1])

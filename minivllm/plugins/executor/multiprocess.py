@@ -50,6 +50,7 @@ class Multiprocess(Process):
         self._device = ""
         self._looked = 0.0  # at the others, when
         self._limit = self.options.timeout  # seconds of standstill
+        self._calling = False  # a call is under way, whose answer is waited for
         self._parted: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> what it said of its failure
 
     # ---- its life ------------------------------------------------------------------------------------------------
@@ -100,30 +101,36 @@ class Multiprocess(Process):
         told: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + self.options.start_timeout
         failed: Exception | None = None  # of another rank than 0, whose error is the better one
+        lost: Exception | None = None  # what a rank said of another
+        done: set[int] = set()  # those that have said why they end
         while len(told) < size:
-            for rank in [r for r in range(size) if r not in told]:
+            for rank in [r for r in range(size) if r not in told and r not in done]:
                 try:
                     message = self._rank(rank).receive(wait=False)
                     ended = None if message is not None else self._rank(rank).ended()
                 except ChildEnded as e:
                     message, ended = None, e
-                if ended is not None:
+                if ended is not None and failed is None:
                     raise EngineDeadError(f"{self._name(rank)}: {ended}")
                 if message is None:
                     continue
                 said = json.loads(message.data)
                 if message.kind == READY:
                     told[rank] = said["answer"]
-                elif message.kind == FAILED:
-                    error = error_from(**said["error"])
-                    if rank == 0:
-                        raise error
-                    failed, end = type(error)(f"{self._name(rank)}: {error}"), min(end, time.monotonic() + DYING)
-                elif failed is None:
-                    failed, end = ResourceError(said["error"]["message"]), min(end, time.monotonic() + DYING)
+                    continue
+                done.add(rank)
+                end = min(end, time.monotonic() + DYING)
+                if message.kind != FAILED:
+                    lost = lost or ResourceError(said["error"]["message"])
+                    continue
+                error = error_from(**said["error"])
+                if rank == 0:
+                    raise error
+                failed = failed or type(error)(f"{self._name(rank)}: {error}")
             if time.monotonic() > end:
                 missing = "; ".join(self._where(rank) for rank in range(size) if rank not in told)
-                raise failed or ResourceError(f"not ready within {self.options.start_timeout:.0f} s: {missing}")
+                late = ResourceError(f"not ready within {self.options.start_timeout:.0f} s: {missing}")
+                raise failed or lost or late
             time.sleep(STARTING)
         return [told[rank] for rank in range(size)]
 
@@ -185,14 +192,14 @@ class Multiprocess(Process):
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
         """Rank 0's; the memory that the KV cache takes is that of all."""
-        self._limit = self.options.start_timeout
+        self._limit, self._calling = self.options.start_timeout, True
         try:
             if self._page is not None:
                 self._page.moves()
             found = super().call(verb, args)
             return self._sum(verb, found) if verb == "kv_resident" else found
         finally:
-            self._limit = self.options.timeout
+            self._limit, self._calling = self.options.timeout, False
 
     def _sum(self, verb: str, found: Any) -> Any:
         self._tell(CALL, json.dumps([self._calls, verb, None]).encode())
@@ -245,7 +252,7 @@ class Multiprocess(Process):
             if self._looked - min(one["at"] for one in said.values()) > AGREE or self._passed(step, said):
                 raise self._dead(self._differ(step))
         waits = self._due and self._due[0] not in self._masked
-        if not waits and self._limit == self.options.timeout:
+        if not waits and not self._calling:
             return
         assert self._page is not None
         if (still := self._page.standstill()) > self._limit:

@@ -14,6 +14,7 @@ that fails says how many calls it had made, and who started the ranks compares t
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,7 +78,7 @@ class RankRunner(Runner):
             with torch.inference_mode():
                 self._meet(plan)
         except Exception as e:  # the columns of the ranks are in doubt
-            running = Running(plan)
+            running = Running(plan, start=time.perf_counter(), begun=self._mark())
             self._fail(running, "delta", e)
         else:
             running = super().forward(plan)
