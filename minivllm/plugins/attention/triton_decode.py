@@ -30,6 +30,8 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
 from minivllm.kernels.launch import kernel, pdl, release, settle, wait
 
+from .triton_bytes import numbers, quarters, together
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NEVER: tl.constexpr = tl.constexpr(-1.0e30)  # a score that no key reaches; finite, so that no NaN arises from it
@@ -57,6 +59,21 @@ def dot(a, b, acc, dtype: tl.constexpr, IEEE: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a.to(dtype), b.to(dtype), acc)
+
+
+@triton.jit
+def _in_float16(queries):
+    """Queries [D, G] divided by a number for each of them, so that none is beyond float16: (float16, float32 [G])."""
+    wide = queries.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 0)
+    largest = tl.where(largest > 0, largest, 1.0)
+    return (wide / largest[None, :]).to(tl.float16), largest
+
+
+@triton.jit
+def _exponent(x):
+    """The least whole number above the logarithm to base 2 of positive float32 x, but not below -100."""
+    return tl.maximum((x.to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 126.0, -100.0)
 
 
 @triton.jit
@@ -152,8 +169,10 @@ def _decode(
     KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
-    SCALED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, WORDS: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """WORDS: keys and values are bytes, and ``v_cache`` has them by four (``triton_bytes``); VS is in its elements."""
     if not EARLY:  # before it releases: the merge and the layers to come read what the dealing wrote without waiting
         settle(PDL)
     release(PDL)
@@ -179,9 +198,14 @@ def _decode(
         settle(PDL)
     q_at = q + row.to(tl.int64) * q_stride + heads[None, :] * D + od[:, None]
     queries = tl.load(q_at, mask=(og < G)[None, :] & (od < D)[:, None], other=0.0)  # [DP, GP]
+    if WORDS and not IEEE:
+        queries, largest = _in_float16(queries)
     m = tl.full([GP], NEVER, tl.float32)
     total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([DVP, GP], tl.float32)
+    wide: tl.constexpr = 4 if WORDS else 1
+    ow = tl.arange(0, DVP // wide)
+    acc = tl.zeros([DVP // wide, GP], tl.float32)
+    b, c, d = acc, acc, acc
     for tile in tl.range(start, end, num_stages=STAGES):
         token = tile * N + on
         at = page.to(tl.int64) * BLOCK + token % BLOCK
@@ -189,34 +213,50 @@ def _decode(
         if WINDOW > 0:
             seen &= token >= length - WINDOW
         k_at = k_cache + (at[:, None] * KH + head) * D + od[None, :]
-        v_at = v_cache + (at[None, :] * KH + head) * VS + ov[:, None]
+        v_at = v_cache + (at[None, :] * KH + head) * VS + ow[:, None]
         if D == DP:
             k = tl.load(k_at, mask=seen[:, None], other=0.0)
         else:
             k = tl.load(k_at, mask=seen[:, None] & (od < D)[None, :], other=0.0)
         if DV == DVP:
-            v = tl.load(v_at, mask=seen[None, :], other=0.0)
+            v = tl.load(v_at, mask=seen[None, :], other=0)
         else:
-            v = tl.load(v_at, mask=seen[None, :] & (ov < DV)[:, None], other=0.0)
+            v = tl.load(v_at, mask=seen[None, :] & (wide * ow < DV)[:, None], other=0)
         if SCALED:
             by_k = tl.load(k_scales + at * KH + head, mask=seen, other=0.0)
             by_v = tl.load(v_scales + at * KH + head, mask=seen, other=0.0)
         # the next tile's blocks, asked for now: their latency hides behind this tile
         page = page_of(blocks, tile * N + N, on, last, BLOCK, N)
+        if WORDS:
+            k = numbers(k, ASM)
         s = dot(k, queries, tl.zeros([N, GP], tl.float32), queries.dtype, IEEE)
+        if WORDS and not IEEE:
+            s = s * largest[None, :]
         if SCALED:
             s = s * by_k[:, None]
         s = base2(s, scale, softcap, SOFTCAP)
         s = tl.where(seen[:, None], s, NEVER)
-        peak = tl.maximum(m, tl.max(s, 0))
+        if WORDS and SCALED:  # so that no probability times the scale of its values is beyond 1
+            peak = tl.maximum(m, tl.max(s + _exponent(by_v)[:, None], 0))
+        else:
+            peak = tl.maximum(m, tl.max(s, 0))
         p = tl.exp2(s - peak[None, :])
         fade = tl.exp2(m - peak)
         total = total * fade + tl.sum(p, 0)
-        if SCALED:
+        if SCALED and WORDS:
+            p = p * by_v[:, None]
+        elif SCALED:
             v, p = scaled_values(v, p, by_v, False, queries.dtype)
+        if WORDS:
+            v, v1, v2, v3 = quarters(v, FLOAT8, ASM)
+            b = dot(v1, p, b * fade[None, :], queries.dtype, IEEE)
+            c = dot(v2, p, c * fade[None, :], queries.dtype, IEEE)
+            d = dot(v3, p, d * fade[None, :], queries.dtype, IEEE)
         acc = dot(v, p, acc * fade[None, :], queries.dtype, IEEE)
         m = peak
 
+    if WORDS:
+        acc = together(acc, b, c, d, DVP // 4, GP)
     if parts == 1:
         finish(acc, m, total, row * KH * G + heads, og < G, heads, sinks, out, lse, DV, DVP, SINKS, LSE, False)
     else:
@@ -367,11 +407,12 @@ def decode(
     tile = keys_a_tile(spec, exact)
     sizes = dict(KH=spec.kv_heads, G=spec.heads // spec.kv_heads, DV=spec.dim_v, DVP=power(max(spec.dim_v, 16)))
     flags = dict(SINKS=spec.sinks, LSE=lse is not None)
+    words = k.element_size() == 1 and spec.dim_qk % 4 == 0 and spec.dim_v % 4 == 0
     ends = (work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
     _decode[(spec.kv_heads, len(work.entries))](
         q,
         k,
-        v,
+        v.view(torch.int32) if words else v,
         *scales_of(layer),
         meta.table[layer.group],
         work.entries,
@@ -383,7 +424,7 @@ def decode(
         GP=power(max(sizes["G"], 8)),
         D=spec.dim_qk,
         DP=power(max(spec.dim_qk, 16)),
-        VS=v.shape[-1],
+        VS=v.shape[-1] // (4 if words else 1),
         BLOCK=meta.block,
         N=tile,
         WINDOW=spec.window or 0,
@@ -391,6 +432,9 @@ def decode(
         STAGES=3 if not exact else 2,
         IEEE=exact,
         SCALED="k_scale" in layer.cache,
+        WORDS=words,
+        FLOAT8=k.dtype == torch.float8_e4m3fn,
+        ASM=q.device.type == "cuda",
         EARLY=early,
         num_warps=2 if tile == 64 else 4,
         **sizes,
