@@ -6,7 +6,8 @@ For the shapes of Llama-3.1-8B.  Every variant is compiled first, in processes o
 float64 product of what the weight holds, then timed as a replayed graph of launches over as many copies of the weight
 as the second-level cache does not hold.  A variant that fails is printed with its error, and the rest goes on.
 
-Tiles: few BN/BK/stages/warps, dots BM/BN/BK/split/stages/warps, dense elements at once, w8a8 BM/BN/BK/stages/warps.
+Tiles: few and words BN/BK/stages/warps, slim BN/BK/parts/stages/warps, dots BM/BN/BK/split/stages/warps, dense elements
+at once, w8a8 BM/BN/BK/stages/warps.
 "rows" is what it takes to quantize x, which w8a8 and the library's product of 8 bits need before.
 """
 
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import triton
 
-from minivllm.kernels import quant, quant_words, scaled
+from minivllm.kernels import quant, quant_slim, quant_words, scaled
 
 SHAPES = {
     "o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "gate_up": (28672, 4096), "head": (128256, 4096),
@@ -44,7 +45,14 @@ WORDS_TILES = (
 FORMATS = {
     "int8": (torch.int8, 0), "fp8": (torch.float8_e4m3fn, 0), "int4": (torch.uint8, 32), "int4-128": (torch.uint8, 128),
 }  # fmt: skip
-FORMS = ("few", "words", "dots", "dense", "w8a8", "library", "rows")
+# outputs, inputs, of which so many at once, loads in flight, warps
+SLIM_TILES = (
+    (16, 128, 2, 6, 2), (16, 128, 4, 3, 4), (16, 128, 4, 4, 4), (16, 128, 4, 6, 4), (16, 128, 8, 2, 8),
+    (16, 128, 8, 3, 8), (16, 128, 8, 4, 8), (32, 128, 2, 4, 2), (32, 128, 4, 3, 4), (32, 128, 4, 4, 4),
+    (32, 128, 8, 2, 8), (32, 128, 8, 3, 8), (64, 128, 4, 3, 4), (16, 64, 8, 4, 8), (16, 128, 16, 2, 16),
+    (32, 64, 8, 3, 8), (64, 128, 2, 4, 4), (16, 64, 16, 3, 16),
+)  # fmt: skip
+FORMS = ("few", "words", "slim", "dots", "dense", "w8a8", "library", "rows")
 COLD = 160 << 20  # bytes of copies of a weight, of which the cache holds 50 MiB
 Job = tuple[str, str, int, str, dict[str, int]]  # format, shape, rows, form, tile
 
@@ -96,6 +104,9 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
             times = 2 if fmt.startswith("int4") else 1
             names = ("BN", "BK", "STAGES", "num_warps")
             yield from (("words", dict(zip(names, (n, times * k, s, w), strict=True))) for n, k, s, w in WORDS_TILES)
+        if not fmt.startswith("int4"):
+            names = ("BN", "BK", "P", "STAGES", "num_warps")
+            yield from (("slim", dict(zip(names, t, strict=True))) for t in SLIM_TILES)
     if rows <= 256:
         yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n_out))
     if rows >= 32:
@@ -147,6 +158,8 @@ def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Ten
     """What is timed; of products of 8 bits the rows are quantized before."""
     if form in ("few", "words", "dots"):
         return partial(getattr(kernels, form), x, tile)
+    if form == "slim":
+        return lambda: quant_slim.SlimProduct(kernels)(x, tile=tile)[0]
     if form == "dense":
         return partial(kernels.dense, x, tile["at_once"])
     if form == "rows":
@@ -178,11 +191,11 @@ class Compiled:
 def compile_share(share: list[Job]) -> None:
     """A process that compiles its share, without memory of the device, into Triton's cache."""
     launch = {"PDL": True, "launch_pdl": True}
-    for module in (quant, quant_words, scaled):
+    for module in (quant, quant_slim, quant_words, scaled):
         module.pdl = lambda like: launch
-    quant.capability = quant_words.capability = lambda device: 9
+    quant.capability = quant_slim.capability = quant_words.capability = lambda device: 9
     quant._few, quant._dots, scaled._product = (Compiled(k) for k in (quant._few, quant._dots, scaled._product))
-    quant_words._words = Compiled(quant_words._words)
+    quant_words._words, quant_slim._slim = Compiled(quant_words._words), Compiled(quant_slim._slim)
     for fmt, shape, rows, form, tile in share:
         try:
             kernels = weights(fmt, shape, "meta", 1)[0]
@@ -191,6 +204,8 @@ def compile_share(share: list[Job]) -> None:
                 q = torch.empty_like(x, dtype=kernels.weight.dtype)
                 y = x.new_empty(rows, kernels.n)
                 scaled.product(q, kernels.scale, kernels.weight, kernels.scale, y, tile)
+            elif form == "slim":
+                quant_slim.SlimProduct(kernels)(x, tile=tile)
             else:
                 getattr(kernels, form)(x, tile)
         except Exception as e:  # told when it is measured
@@ -202,7 +217,13 @@ def compile_all(todo: list[Job], processes: int) -> int:
     unique: dict[Any, Job] = {}
     for job in todo:
         fmt, shape, rows, form, tile = job
-        if form in ("few", "words", "dots", "w8a8"):  # rows are compiled in as the next power of two of few ones
+        if form in (
+            "few",
+            "words",
+            "slim",
+            "dots",
+            "w8a8",
+        ):  # rows are compiled in as the next power of two of few ones
             unique.setdefault((fmt, shape, form, rows if form in ("few", "words") else 0, *sorted(tile.items())), job)
     work = list(unique.values())
     context = multiprocessing.get_context("spawn")

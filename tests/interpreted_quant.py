@@ -39,3 +39,13 @@ def test_words_of_weights_are_multiplied_as_bytes_are(shape):
         quant_kernels.close(kernels.words(x), x, held, f"{m} rows")
         scaled_rows = kernels.words(x, by_row=by_row).double() / by_row[:, None].double()
         quant_kernels.close(scaled_rows, x, held, f"{m} rows with a factor each")
+
+
+@pytest.mark.parametrize("shape", [shape for shape in quant_kernels.SLIM if shape[0] != "fp8"])
+def test_few_rows_of_quantized_weights_with_what_follows_them(shape):
+    quant_kernels.check_slim("cpu", torch.float16, shape, dict(BN=16, BK=64, P=2, STAGES=2, num_warps=1))
+
+
+def test_rows_are_rounded_before_a_product_of_few_rows():
+    tile = dict(BN=16, BK=64, P=2, STAGES=2, num_warps=1)
+    quant_kernels.check_slim("cpu", torch.float16, quant_kernels.SLIM[0], tile, rounded=True)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minivllm.kernels.products import ADDED, GATED
 from minivllm.kernels.quant import FEW, Quantized, few_tile
+from minivllm.kernels.quant_slim import SlimProduct
 from minivllm.kernels.quant_words import takes
 
 # of the product, beside sums of absolute values: bfloat16 rounds each weight of a group and what comes out
@@ -82,3 +84,44 @@ def check_calls(device: str, dtype: torch.dtype, form: str = "int8", group: int 
         assert kernels(x, out) is out and torch.equal(out, got)
         whole = torch.full((m, 48), torch.nan, dtype=dtype, device=device)
         assert kernels(x, whole) is whole and torch.equal(whole, got)
+
+
+SLIM = [("int8", 48, 256, 0, False), ("fp8", 40, 128, 0, False), ("int8", 40, 640, 0, False)]
+
+
+def check_slim(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
+    """Up to 8 rows with what comes before and behind a product: the norm of the inputs, bias, gate, stream and norm."""
+    kernels, held = make(*shape, device)
+    n, k = held.shape
+    generator = torch.Generator().manual_seed(n)
+    draw = lambda *size: torch.randn(*size, generator=generator).to(device, dtype)  # noqa: E731
+    eps, near = 1e-5, 4 * NEAR[dtype] + (5e-2 if rounded else 0)
+    eight = kernels.weight.dtype if rounded else None
+    for m in (1, 2, 5, 8):
+        x, bias, norm, residual = draw(m, k), draw(n), draw(n).abs() + 0.5, draw(m, n)
+        squares = x.float().square().unflatten(1, (4, -1)).sum(2)
+        product = x.double().cpu() @ held.T
+        got, none = SlimProduct(kernels, rounded=eight)(x, tile=tile)
+        assert none is None
+        agree(got, product, near, f"{shape}, {m} rows")
+
+        divided = product / (x.double().cpu().square().mean(1, keepdim=True) + eps).sqrt()
+        got = SlimProduct(kernels, bias, rounded=eight)(x, squares, eps, tile=tile)[0]
+        agree(got, divided + bias.double().cpu(), near, f"{shape}, {m} rows, of a norm, with a bias")
+
+        gate, up = divided.chunk(2, 1)
+        got = SlimProduct(kernels, None, GATED, rounded=eight)(x, squares, eps, tile=tile)[0]
+        agree(got, torch.nn.functional.silu(gate) * up, near, f"{shape}, {m} rows, of a gate")
+
+        stream = residual.double().cpu() + product
+        got, parts = SlimProduct(kernels, None, ADDED, rounded=eight)(x, residual=residual, norm=norm, tile=tile)
+        assert parts is not None
+        agree(residual, stream, near, f"{shape}, {m} rows, the stream")
+        agree(got, stream * norm.double().cpu(), near, f"{shape}, {m} rows, with the norm's weight")
+        agree(parts.sum(1), stream.square().sum(1), near, f"{shape}, {m} rows, the sums of squares")
+
+
+def agree(got: Tensor, want: Tensor, near: float, what: str) -> None:
+    """Relative to the norm of what is wanted."""
+    off = float((got.double().cpu() - want).norm() / want.norm())
+    assert got.shape == want.shape and off <= near, f"{what}: off by {off:.1e}"

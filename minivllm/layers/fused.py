@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .linear import Dense, Linear
+from .linear import Linear, joined_by
 from .norm import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ class Normed(NamedTuple):
 
 
 class _Pair:
-    """A linear layer with a kernel for few rows, if it has a plain weight and nothing to reduce over processes."""
+    """A linear layer with a kernel for few rows, if its weight has one and nothing is reduced over processes."""
 
     mode = 0
     activation = "silu"  # of a gate
 
     def __init__(self, linear: Linear, fuse: bool) -> None:
-        self.linear, self.fuse = linear, fuse and isinstance(linear.scheme, Dense) and not linear.reduce
+        self.linear, self.fuse = linear, fuse and not linear.reduce
         self._kernel: Any = None
 
     def kernel(self, x: Tensor) -> Any:
@@ -58,9 +58,10 @@ class _Pair:
         if not self.fuse:
             return None
         if self._kernel is None:  # made once the weight is loaded
-            from minivllm.kernels.products import Product
-
-            self._kernel = Product(self.linear.scheme.weight, self.linear.bias, self.mode, self.activation)
+            self._kernel = joined_by(self.linear.scheme, self.linear.bias, self.mode, self.activation)
+            if self._kernel is None:
+                self.fuse = False
+                return None
         return self._kernel if self._kernel.fits(x) else None
 
 

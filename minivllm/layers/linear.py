@@ -32,6 +32,11 @@ def stored_by(scheme: WeightScheme) -> StoredWeight | None:
     return scheme.stored() if "stored" in vars(type(scheme)) else None
 
 
+def joined_by(scheme: WeightScheme, bias: Tensor | None, mode: int, activation: str) -> Any:
+    """Likewise."""
+    return scheme.joined(bias, mode, activation) if "joined" in vars(type(scheme)) else None
+
+
 class Dense(WeightScheme):
     """The unquantized weight [out, in] in the activations' dtype."""
 
@@ -69,6 +74,11 @@ class Dense(WeightScheme):
 
     def stored(self) -> StoredWeight | None:
         return StoredWeight(self.weight)
+
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        from minivllm.kernels.products import Product
+
+        return Product(self.weight, bias, mode, activation)
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)

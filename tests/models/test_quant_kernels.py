@@ -61,6 +61,13 @@ def test_products_are_those_of_the_weight_that_is_held(dtype, shape):
 
 
 @on_gpu
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("shape", [*checks.SLIM, *(s for s in WIDE if s[0] != "int4")], ids=str)
+def test_few_rows_with_what_comes_before_and_behind_a_product(shape, rounded):
+    checks.check_slim("cuda", torch.bfloat16, shape, None, rounded)
+
+
+@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_rows_are_taken_and_what_is_given_is_filled(dtype):
     checks.check_calls("cuda", dtype)

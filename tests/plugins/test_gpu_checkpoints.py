@@ -86,6 +86,6 @@ def test_bfloat16_runs_captured_near_the_weights_in_floating_numbers(tmp_path, n
             (found,) = llm.generate([{"prompt_token_ids": prompt}], asked)
             with torch.inference_mode():
                 want = hf(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-            near = 0.02 * float(want.max() - want.min())  # bfloat16 rounds logits of any size
+            near = 0.06 * float(want.max() - want.min())  # bfloat16 rounds logits of any size
             for token, said_of in found.outputs[0].logprobs[0].items():
                 assert abs(said_of.logprob - want[token].item()) <= near

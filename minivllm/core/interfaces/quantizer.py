@@ -13,9 +13,10 @@ from minivllm.errors import PluginError
 if TYPE_CHECKING:
     from torch import Tensor
 
+# 1.4: WeightScheme.joined
 # 1.3: ModuleInfo.sources and copies, WeightScheme.params_of, Quantizer.notes; 1.2: WeightScheme.stored
 # 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
-API = (1, 3)
+API = (1, 4)
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,11 @@ class WeightScheme(ABC):
     def stored(self) -> StoredWeight | None:
         """The weight of which ``apply`` is the plain product, if it lies in one of these forms: captured steps of a CPU
         read it there.  None: they are not captured.  A subclass does not inherit it, as its product may be another."""
+        return None
+
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        """``apply`` in one kernel with what surrounds it, as ``kernels.products.Product``, whose modes these are; asked
+        once all is loaded.  None: there is none.  A subclass does not inherit it, as its product may be another."""
         return None
 
     @property

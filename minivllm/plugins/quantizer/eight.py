@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minivllm.layers.linear import no_adapter
 
-from .fast import scaled_kernels_of
+from .fast import joined, scaled_kernels_of
 from .int8 import Int8, Int8Weight
 
 
@@ -38,6 +38,9 @@ class Fp8Weight(Int8Weight):
     def codes(self, steps: Tensor) -> Tensor:
         return steps.clamp_(-self.top, self.top).to(self.dtype)
 
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        return super().joined(bias, mode, activation)
+
 
 class _Both(Int8Weight):
     """And x [T, in] in 8 bits; experts multiply x as it is."""
@@ -52,13 +55,21 @@ class _Both(Int8Weight):
         y = self._product(quantized_rows(x, self.dtype, self.top), slice(0, len(self.weight)))
         return y if out is None else out.copy_(y)
 
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        wide = None if self.kernels is None else self.kernels.wide
+        return joined(wide, bias, mode, activation, self.dtype)
+
 
 class Int8Both(_Both):
     """``weight`` int8 [out, in], ``scale`` float32 [out]."""
 
+    joined = _Both.joined
+
 
 class Fp8Both(_Both, Fp8Weight):
     """``weight`` float8_e4m3fn [out, in], ``scale`` float32 [out]."""
+
+    joined = _Both.joined
 
 
 class Fp8WeightOnly(Int8):

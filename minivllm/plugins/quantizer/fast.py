@@ -31,6 +31,15 @@ def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
     return ScaledProduct(weight, scale)
 
 
+def joined(kernels: Any, bias: Any, mode: int, activation: str, rounded: torch.dtype | None = None) -> Any:
+    """``SlimProduct`` of what ``kernels_of`` gave; None of None.  ``rounded``: of which dtype rows of x are."""
+    if kernels is None:
+        return None
+    from minivllm.kernels.quant_slim import SlimProduct
+
+    return SlimProduct(kernels, bias, mode, activation, rounded)
+
+
 def _served(weight: Tensor, least: tuple[int, int]) -> bool:
     if weight.device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
         return False

@@ -17,7 +17,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, StoredWeig
 from minivllm.layers.linear import part_rows
 from minivllm.layers.module import check_shape
 
-from .fast import kernels_of
+from .fast import joined, kernels_of
 from .none import refuse_quantized
 from .options import WeightOnlyOptions
 from .rules import NamePatterns, has_weight_to_quantize
@@ -73,6 +73,9 @@ class Int8Weight(ByteRows):
 
     def stored(self) -> StoredWeight | None:
         return super().stored()  # a subclass may multiply in another way: a class says this of itself alone
+
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        return joined(self.kernels, bias, mode, activation)
 
 
 class Int8(Quantizer):
