@@ -1,0 +1,79 @@
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): columns are rounded one after another, and what each loses is made up
+for by those that are not rounded yet, by the second moments of the inputs.
+
+With H = sum of x xᵀ and U the upper Cholesky factor of its damped inverse, column j leaves the error
+e = (w_j - q_j) / U_jj, and w_k -= e U_jk for k > j.  Updates beyond a block of columns are made once a block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minivllm.errors import ModelError
+
+from .grid import Coded, Grid
+
+BLOCK = 128
+DAMPED_AGAIN = 3  # times, by ten each: a matrix whose factor does not come out
+
+
+def solve(w: Tensor, moments: Tensor, grid: Grid, damping: float, act_order: bool = False) -> Coded:
+    """w f32 [n, k] with inputs of ``moments`` f32 [k, k] -> its codes.  ModelError if the moments are no numbers."""
+    w, k = w.clone(), w.shape[1]
+    order = None
+    if act_order:
+        order = torch.argsort(moments.diagonal(), descending=True, stable=True)
+        w, moments = w[:, order], moments[order][:, order]
+    factor = inverse_factor(moments, damping)
+    importance = factor.diagonal().square().reciprocal()  # of an error that is made up for
+    size = grid.size(k)
+    step = size if size >= BLOCK else size * (BLOCK // size)
+    step = BLOCK if size == k else step
+    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    scales, zeros = (torch.empty(len(w), k // size, device=w.device) for _ in range(2))
+    if size == k:
+        scales, zeros = grid.fitted(w[:, None], importance[None])
+    for start in range(0, k, step):
+        stop = min(start + step, k)
+        block, own = w[:, start:stop], factor[start:stop, start:stop]
+        errors = torch.empty_like(block)
+        for j in range(stop - start):
+            g, within = divmod(start + j, size)
+            if within == 0 and size < k:
+                group = block[:, None, j : j + size]
+                s, z = grid.fitted(group, importance[None, start + j : start + j + size])
+                scales[:, g], zeros[:, g] = s[:, 0], z[:, 0]
+            column, scale, zero = block[:, j], scales[:, g], zeros[:, g]
+            code = grid.codes(column, scale, zero)
+            codes[:, start + j] = code.to(torch.uint8)
+            error = (column - (code - zero) * scale) / own[j, j]
+            block[:, j + 1 :].addr_(error, own[j, j + 1 :], alpha=-1)
+            errors[:, j] = error
+        w[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
+    group_of = torch.arange(k, device=w.device) // size
+    if order is not None:
+        back = torch.argsort(order)
+        codes, group_of = codes[:, back].contiguous(), group_of[back]
+    return Coded(codes, scales, zeros.to(torch.uint8), group_of)
+
+
+def inverse_factor(moments: Tensor, damping: float) -> Tensor:
+    """The upper U with Uᵀ U = (H + damping * mean(diag H))⁻¹, damped more where that has no factor."""
+    h = moments.clone()
+    unused = h.diagonal() == 0
+    h.diagonal()[unused] = 1.0  # inputs that were never anything: rounded by themselves
+    mean = h.diagonal()[~unused].mean() if bool((~unused).any()) else h.new_tensor(1.0)
+    if not bool(torch.isfinite(h).all()):
+        raise ModelError("activations of the calibration are not finite numbers; want another dtype or another text")
+    for _ in range(DAMPED_AGAIN + 1):
+        h.diagonal().add_(damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(h)
+        if not int(failed):
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed):
+                return upper
+        damping *= 10
+    raise ModelError(
+        "the second moments of the calibration have no Cholesky factor; want more samples or --damping 0.1"
+    )
