@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from minivllm.quantize.options import BITS, DAMPING, FORMATS, LENGTH, METHODS, SAMPLES, QuantizeOptions
+from minivllm.quantize.options import BITS, DAMPING, FORMATS, LENGTH, METHODS, ORDERS, SAMPLES, QuantizeOptions
 
 
 def add_commands(command: Any) -> None:
@@ -23,7 +23,7 @@ def add_commands(command: Any) -> None:
     sub.add_argument("--samples", type=int, default=SAMPLES, metavar="N", help=f"of the text (default {SAMPLES})")
     sub.add_argument("--length", type=int, default=LENGTH, metavar="N", help=f"tokens of a sample (default {LENGTH})")
     sub.add_argument("--asymmetric", action="store_true", help="a zero point for each group, beside its scale")
-    sub.add_argument("--act-order", action="store_true", help="gptq: inputs of large activations first")
+    sub.add_argument("--act-order", choices=ORDERS, default=ORDERS[0], help="gptq: inputs of large activations first")
     sub.add_argument("--damping", type=float, default=DAMPING, metavar="X", help=f"gptq: default {DAMPING:g}")
     sub.add_argument(
         "--skip", action="append", default=[], metavar="REGEX", help="modules that stay; again for several"

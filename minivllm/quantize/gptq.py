@@ -18,29 +18,36 @@ BLOCK = 128
 DAMPED_AGAIN = 3  # times, by ten each: a matrix whose factor does not come out
 
 
-def solve(w: Tensor, moments: Tensor, grid: Grid, damping: float, act_order: bool = False) -> Coded:
-    """w f32 [n, k] with inputs of ``moments`` f32 [k, k] -> its codes.  ModelError if the moments are no numbers."""
+def solve(w: Tensor, moments: Tensor, grid: Grid, damping: float, act_order: str = "no") -> Coded:
+    """w f32 [n, k] with inputs of ``moments`` f32 [k, k] -> its codes; ``act_order`` as in ``QuantizeOptions``.
+    ModelError if the moments are no numbers."""
     w, k = w.clone(), w.shape[1]
-    order = None
-    if act_order:
+    order, size = torch.arange(k, device=w.device), grid.size(k)
+    if act_order != "no":
         order = torch.argsort(moments.diagonal(), descending=True, stable=True)
         w, moments = w[:, order], moments[order][:, order]
     factor = inverse_factor(moments, damping)
     importance = factor.diagonal().square().reciprocal()  # of an error that is made up for
-    size = grid.size(k)
     step = size if size >= BLOCK else size * (BLOCK // size)
     step = BLOCK if size == k else step
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     scales, zeros = (torch.empty(len(w), k // size, device=w.device) for _ in range(2))
-    if size == k:
-        scales, zeros = grid.fitted(w[:, None], importance[None])
+    group_of = torch.arange(k, device=w.device) // size  # of columns in the order in which they are rounded
+    fixed = size == k or act_order == "static"
+    back = torch.argsort(order)
+    if act_order == "static":
+        group_of = group_of[order]
+    if fixed:  # before any is rounded
+        groups = w[:, back].view(len(w), -1, size)
+        scales, zeros = grid.fitted(groups, importance[back].view(-1, size))
+    places = group_of.tolist()
     for start in range(0, k, step):
         stop = min(start + step, k)
         block, own = w[:, start:stop], factor[start:stop, start:stop]
         errors = torch.empty_like(block)
         for j in range(stop - start):
-            g, within = divmod(start + j, size)
-            if within == 0 and size < k:
+            g = places[start + j]
+            if not fixed and (start + j) % size == 0:
                 group = block[:, None, j : j + size]
                 s, z = grid.fitted(group, importance[None, start + j : start + j + size])
                 scales[:, g], zeros[:, g] = s[:, 0], z[:, 0]
@@ -51,11 +58,7 @@ def solve(w: Tensor, moments: Tensor, grid: Grid, damping: float, act_order: boo
             block[:, j + 1 :].addr_(error, own[j, j + 1 :], alpha=-1)
             errors[:, j] = error
         w[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
-    group_of = torch.arange(k, device=w.device) // size
-    if order is not None:
-        back = torch.argsort(order)
-        codes, group_of = codes[:, back].contiguous(), group_of[back]
-    return Coded(codes, scales, zeros.to(torch.uint8), group_of)
+    return Coded(codes[:, back].contiguous(), scales, zeros.to(torch.uint8), group_of[back])
 
 
 def inverse_factor(moments: Tensor, damping: float) -> Tensor:

@@ -82,7 +82,7 @@ class GptqFormat(PackedFormat):
             "quant_method": "gptq",
             "bits": options.bits,
             "group_size": options.group,
-            "desc_act": options.act_order,
+            "desc_act": options.sorts,
             "sym": options.symmetric,
             "lm_head": False,
             "checkpoint_format": options.format,
@@ -105,8 +105,6 @@ class CompressedFormat(PackedFormat):
         }
         if not self.options.symmetric:
             made["weight_zero_point"] = words(coded.zero.t(), bits).t().contiguous()
-        if self.options.act_order:
-            made["weight_g_idx"] = coded.group_of.int()
         return made
 
     def coded(self, tensors: Mapping[str, Tensor]) -> Coded:
@@ -116,7 +114,6 @@ class CompressedFormat(PackedFormat):
         if "weight_zero_point" in tensors:
             zero = fields(tensors["weight_zero_point"].t(), bits, n).t().contiguous()
         group_of = torch.arange(k) // (k // scale.shape[1])
-        group_of = tensors["weight_g_idx"].long() if "weight_g_idx" in tensors else group_of
         return Coded(fields(tensors["weight_packed"], bits, k).contiguous(), scale, zero.to(scale.device), group_of)
 
     def settings(self, plain: Sequence[str]) -> dict[str, Any]:
@@ -128,7 +125,7 @@ class CompressedFormat(PackedFormat):
             "strategy": "channel" if options.group == -1 else "group",
             "group_size": None if options.group == -1 else options.group,
             "dynamic": False,
-            "actorder": "group" if options.act_order else None,
+            "actorder": "weight" if options.act_order == "static" else None,
         }
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         return {

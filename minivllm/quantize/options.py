@@ -12,6 +12,7 @@ from minivllm.errors import ConfigError, shown
 METHODS = ("rtn", "gptq", "awq")
 BITS = (4, 8)
 FORMATS = ("gptq", "gptq_v2", "compressed-tensors")
+ORDERS = ("no", "static", "groups")  # of inputs: groups lie as they did, or are made in that order
 LEAST_GROUP = 8
 LEAST_LENGTH = 8  # tokens of a sample
 DAMPING = 0.01
@@ -27,21 +28,26 @@ class QuantizeOptions:
     group: int = 128
     format: str = "gptq"
     symmetric: bool = True
-    act_order: bool = False  # of GPTQ: inputs of large second moment first
+    act_order: str = ORDERS[0]  # of GPTQ: inputs of large second moment first
     damping: float = DAMPING  # of GPTQ: a share of the mean second moment
     samples: int = SAMPLES
     length: int = LENGTH  # tokens of a sample
     skip: tuple[str, ...] = ()  # regular expressions: names that they match, from the start, stay as they are
 
     def __post_init__(self) -> None:
-        for name, allowed in (("method", METHODS), ("bits", BITS), ("format", FORMATS)):
+        for name, allowed in (("method", METHODS), ("bits", BITS), ("format", FORMATS), ("act_order", ORDERS)):
             if getattr(self, name) not in allowed:
                 wanted = ", ".join(map(str, allowed))
-                raise ConfigError(f"--{name} {shown(getattr(self, name))}: want one of {wanted}")
+                raise ConfigError(f"--{name.replace('_', '-')} {shown(getattr(self, name))}: want one of {wanted}")
         if self.group != -1 and (self.group < LEAST_GROUP or self.group % LEAST_GROUP):
             raise ConfigError(f"--group {self.group}: want a multiple of {LEAST_GROUP}, or -1 for all inputs")
-        if self.act_order and self.method != "gptq":
+        if self.act_order != "no" and self.method != "gptq":
             raise ConfigError(f"--act-order with --method {self.method}: want --method gptq, which goes by an order")
+        if self.sorts and self.format == "compressed-tensors":
+            raise ConfigError(
+                "--act-order groups: compressed-tensors has no such format any more; want --act-order static, or "
+                "--format gptq"
+            )
         if self.damping != DAMPING and self.method != "gptq":
             raise ConfigError(f"--damping with --method {self.method}: want --method gptq, which damps")
         if not 0 < self.damping < 1:
@@ -59,6 +65,11 @@ class QuantizeOptions:
     @property
     def calibrated(self) -> bool:
         return self.method != "rtn"
+
+    @property
+    def sorts(self) -> bool:
+        """Whether inputs that share a scale do not lie side by side."""
+        return self.act_order == "groups"
 
     def left_out(self, name: str) -> bool:
         return any(re.match(pattern, name) for pattern in self.skip)
