@@ -53,7 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
     wiring = argparse.ArgumentParser(add_help=False)
-    wiring.add_argument("--model", help="a directory, a Hugging Face id, pocket or pocket-draft (default pocket)")
+    wiring.add_argument(
+        "--model", help="a directory, a GGUF file, a Hugging Face id, pocket or pocket-draft (default pocket)"
+    )
     wiring.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; later ones win")
     wiring.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. scheduler.name=fcfs")
     wiring.add_argument(

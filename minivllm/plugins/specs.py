@@ -64,6 +64,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("quantizer", "fp8", "minivllm.plugins.quantizer.spec:FP8"),
     ("quantizer", "fp8-checkpoint", "minivllm.plugins.quantizer.spec:FP8_CHECKPOINT"),
     ("quantizer", "fp8-weight", "minivllm.plugins.quantizer.spec:FP8_WEIGHT"),
+    ("quantizer", "gguf", "minivllm.plugins.quantizer.spec:GGUF"),
     ("quantizer", "gptq", "minivllm.plugins.quantizer.spec:GPTQ"),
     ("quantizer", "int4", "minivllm.plugins.quantizer.spec:INT4"),
     ("quantizer", "int8", "minivllm.plugins.quantizer.spec:INT8"),

@@ -55,6 +55,8 @@ class Quantizing:
         if not options.calibrated and calibration is not None:
             raise ConfigError("--calibration: --method rtn looks at no text; want it left out, or gptq or awq")
         self.checkpoint = open_checkpoint(model)
+        if self.checkpoint.folder.is_file():
+            raise ModelError(f"{self.checkpoint.folder}: is a GGUF file; want a Hugging Face directory or id")
         if self.checkpoint.quantization != "none":
             raise ModelError(
                 f"{self.checkpoint.folder}: is quantized already ({self.checkpoint.quantization}); want its model in "

@@ -14,7 +14,7 @@
     │ core.interfaces                                       one file a seam
     │ declared                                              what plug-ins read of a request
     │ registry  registration                                finds plug-ins, chooses one
-    │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec  parameters  native
+    │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec  parameters  native  gguf_file
     ▼ minivllm  hardware  files  plain  errors              what is imported from everywhere
 
 A room is a package or a file of its own name; what a package has no row for is in the room of the package, so
@@ -67,12 +67,12 @@ MAY_IMPORT = {
     "config": "record text loading hooks core.interfaces registry validation spec hardware declared native",
     "structured": "core.interfaces registry tenant_cache",
     "record": "text loading registration spec hardware declared native",
-    "text": "core.engine core.interfaces",
+    "text": "core.engine core.interfaces gguf_file",
     "core.engine": "core core.interfaces declared",
     "plugins": "core.worker layers kernels hooks wiring core.interfaces json_schema processes spec",
     "core.functions": "core.worker core core.interfaces",
     "core.worker": "loading layers kernels core wiring core.interfaces registry hardware",
-    "loading": "layers core.interfaces",
+    "loading": "layers core.interfaces gguf_file",
     "layers": "kernels core.interfaces native",
     "kernels": "core.interfaces",
     "hooks": "core registry registration",
@@ -91,6 +91,7 @@ MAY_IMPORT = {
     "spec": "parameters",
     "parameters": "",
     "native": "",
+    "gguf_file": "",
     "minivllm": "hardware errors",
     "hardware": "",
     "files": "plain errors",

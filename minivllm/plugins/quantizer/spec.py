@@ -50,6 +50,12 @@ FP8_WEIGHT = Spec(
     limits={"device": ANY, "sm": AtLeast(89), "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
     traits={"bits": 8, "exponent": 4},
 )
+GGUF = Spec(
+    impl="minivllm.plugins.quantizer.gguf:Gguf",
+    api=(1, 3),
+    summary="weights of GGUF files as they lie there: Q8_0, Q4_0, Q4_K, Q6_K; others unpacked while loading",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"gguf"}},
+)
 GPTQ = Spec(
     impl="minivllm.plugins.quantizer.gptq:Gptq",
     api=(1, 3),
