@@ -70,6 +70,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("quantizer", "int8", "minivllm.plugins.quantizer.spec:INT8"),
     ("quantizer", "int8-w8a8", "minivllm.plugins.quantizer.spec:INT8_W8A8"),
     ("quantizer", "mxfp4", "minivllm.plugins.quantizer.spec:MXFP4"),
+    ("quantizer", "mxfp4-kept", "minivllm.plugins.quantizer.spec:MXFP4_KEPT"),
     ("quantizer", "none", "minivllm.plugins.quantizer.spec:NONE"),
     ("sampler", "default", "minivllm.plugins.sampler.spec:DEFAULT"),
     ("sampler", "mirostat", "minivllm.plugins.sampler.spec:MIROSTAT"),
