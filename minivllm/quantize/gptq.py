@@ -30,7 +30,7 @@ def solve(w: Tensor, moments: Tensor, grid: Grid, damping: float, act_order: str
     importance = factor.diagonal().square().reciprocal()  # of an error that is made up for
     step = size if size >= BLOCK else size * (BLOCK // size)
     step = BLOCK if size == k else step
-    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    codes = torch.empty(k, len(w), dtype=torch.uint8, device=w.device)  # a column lies together
     scales, zeros = (torch.empty(len(w), k // size, device=w.device) for _ in range(2))
     group_of = torch.arange(k, device=w.device) // size  # of columns in the order in which they are rounded
     fixed = size == k or act_order == "static"
@@ -43,22 +43,22 @@ def solve(w: Tensor, moments: Tensor, grid: Grid, damping: float, act_order: str
     places = group_of.tolist()
     for start in range(0, k, step):
         stop = min(start + step, k)
-        block, own = w[:, start:stop], factor[start:stop, start:stop]
+        block, own = w[:, start:stop].t().contiguous(), factor[start:stop, start:stop]
         errors = torch.empty_like(block)
         for j in range(stop - start):
             g = places[start + j]
             if not fixed and (start + j) % size == 0:
-                group = block[:, None, j : j + size]
+                group = block[j : j + size].t()[:, None]
                 s, z = grid.fitted(group, importance[None, start + j : start + j + size])
                 scales[:, g], zeros[:, g] = s[:, 0], z[:, 0]
-            column, scale, zero = block[:, j], scales[:, g], zeros[:, g]
+            column, scale, zero = block[j], scales[:, g], zeros[:, g]
             code = grid.codes(column, scale, zero)
-            codes[:, start + j] = code.to(torch.uint8)
+            codes[start + j] = code.to(torch.uint8)
             error = (column - (code - zero) * scale) / own[j, j]
-            block[:, j + 1 :].addr_(error, own[j, j + 1 :], alpha=-1)
-            errors[:, j] = error
-        w[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
-    return Coded(codes[:, back].contiguous(), scales, zeros.to(torch.uint8), group_of[back])
+            block[j + 1 :].addr_(own[j, j + 1 :], error, alpha=-1)
+            errors[j] = error
+        w[:, stop:].addmm_(errors.t(), factor[start:stop, stop:], alpha=-1)
+    return Coded(codes[back].t().contiguous(), scales, zeros.to(torch.uint8), group_of[back])
 
 
 def inverse_factor(moments: Tensor, damping: float) -> Tensor:

@@ -23,9 +23,11 @@ def words(codes: Tensor, bits: int) -> Tensor:
     """Codes u8 [n, k] -> i32 [n, ceil(k * bits / 32)], low first; a row is filled up with zeros."""
     each = 32 // bits
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each))
-    shifts = torch.arange(each, device=codes.device) * bits
-    whole = (codes.view(len(codes), -1, each).long() << shifts).sum(-1)
-    return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).int()
+    fields_of = codes.view(len(codes), -1, each)
+    made = torch.zeros(fields_of.shape[:2], dtype=torch.int32, device=codes.device)
+    for i in range(each):
+        made |= fields_of[:, :, i].int() << i * bits  # the last reaches the sign
+    return made
 
 
 class PackedFormat:

@@ -158,13 +158,12 @@ class Quantizing:
     ) -> dict[str, Tensor]:
         """The tensors of a layer, packed; ``hidden`` becomes what the next one is given."""
         what = f"layer {number}"
+        weights, coded = LayerWeights(self.model, number), dict[str, Coded]()
+        if not hidden:
+            coded = {name: self.grid.coded(weights.get(f"{name}.weight")) for name in self.wanted[number]}
+            progress(1, what)
+            return self._packed(number, weights, coded)
         with self.model.filled(number) as layer:
-            weights = LayerWeights(self.model, number)
-            if not hidden:
-                coded = {name: self.grid.coded(weights.get(f"{name}.weight")) for name in self.wanted[number]}
-                progress(1, what)
-                return self._packed(number, weights, coded)
-            coded = {}
             if self.wanted[number]:
                 found = watch(layer, self.wanted[number], weights.run, hidden, lambda: progress(1, what))
                 if self.options.method == "awq":
