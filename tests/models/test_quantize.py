@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from random import Random
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from minivllm.errors import ConfigError, ModelError, ResourceError
 from minivllm.loading.hf_config import open_checkpoint
 from minivllm.plugins.quantizer.compressed import CompressedTensors
 from minivllm.plugins.quantizer.gptq import Gptq
+from minivllm.pocket import tasks
+from minivllm.pocket.evaluate import Minivllm, default_cases, evaluate
 from minivllm.quantize import work as work_module
 from minivllm.quantize.awq import find_scales
 from minivllm.quantize.folding import Fold, find_fold, fold_in
@@ -168,6 +171,26 @@ def test_less_of_the_outputs_is_lost_than_by_rounding(text, tmp_path):
             lost[method] = float((model(ids).logits - true).square().mean())
         assert not report.unscaled and len(report.errors) == (0 if method == "rtn" else 2)
     assert lost["gptq"] < 0.7 * lost["rtn"] and lost["awq"] < 0.9 * lost["rtn"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_pocket_in_4_bits_loses_at_most_4_points_of_exact_match(method, tmp_path):
+    text = tmp_path / "text.jsonl"
+    rng = Random("calibration")
+    with text.open("w") as file:
+        for _ in range(40):
+            for task in ("needle", "copy", "sums", "json", "story", "echo"):
+                case = tasks.draw(task, rng, **({"pieces": (100, 300), "needles": (4, 8)} if task == "needle" else {}))
+                messages = [*case.messages, {"role": "assistant", "content": case.answer}]
+                file.write(json.dumps({"messages": messages}) + "\n")
+    quantize("pocket", tmp_path / "out", QuantizeOptions(method, samples=16, length=512), str(text), "cpu")
+    right = []
+    for model in ("pocket", str(tmp_path / "out")):
+        with LLM(model=model, device="cpu", dtype="float32") as llm:
+            cases = default_cases(100, tasks=("echo", "copy", "sums", "json"))
+            right.append({task: share for task, _, share in evaluate(Minivllm(llm).generate, cases)})
+    assert all(right[1][task] >= share - 0.04 for task, share in right[0].items()), right
 
 
 @pytest.mark.parametrize("group", [32, 128, -1])
