@@ -390,7 +390,10 @@ def _gguf_tokenizer(path: Path, chat_template: str | None) -> Tokenizer:
         )
     except Exception as e:  # of many kinds, as below
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise ModelError(f"{path}: transformers makes no tokenizer of it: {reason}; or skip_tokenizer_init=True") from e
+        raise ModelError(
+            f"{path}: transformers makes no tokenizer of it: {reason.rstrip('.')}; want one named by tokenizer, or "
+            "skip_tokenizer_init=True"
+        ) from e
     special = {name: str(text) for name in NAMED if (text := getattr(slow, name, None)) is not None}
     template = values.get("tokenizer.chat_template") if chat_template is None else read_template(chat_template)
     ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]

@@ -250,6 +250,9 @@ def test_a_file_is_served_with_the_tokenizer_in_it(tmp_path):
         assert "<user>Hi" in llm.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
         (out,) = llm.generate([text], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert len(out.outputs[0].token_ids) == 3
+    written(path, "qwen3", PACKED)
+    with pytest.raises(ModelError, match=r"makes no tokenizer of it: .*; want one named by tokenizer, or skip_tok"):
+        LLM(model=str(path), device="cpu")
 
 
 def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
