@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from minivllm import __version__
-from minivllm.cli import bench, compare_hf, config, doctor, plugins, replay, serve
+from minivllm.cli import bench, compare_hf, config, doctor, plugins, quantize, replay, serve
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
@@ -53,7 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
     wiring = argparse.ArgumentParser(add_help=False)
-    wiring.add_argument("--model", help="a directory, a Hugging Face id, pocket or pocket-draft (default pocket)")
+    wiring.add_argument(
+        "--model", help="a directory, a GGUF file, a Hugging Face id, pocket or pocket-draft (default pocket)"
+    )
     wiring.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; later ones win")
     wiring.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. scheduler.name=fcfs")
     wiring.add_argument(
@@ -96,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_commands(command, common, wiring, record)
     replay.add_commands(command)
     compare_hf.add_commands(command)
+    quantize.add_commands(command)
     serve.add_commands(command, wiring)
     doctor.add_commands(command)
     command("version", "cli.commands:version", "Print the version, as --version does.")

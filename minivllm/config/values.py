@@ -81,7 +81,9 @@ class EngineConfig(Strict):
     """All options of the engine; names and defaults are vLLM's where it has them."""
 
     config_version: Literal[1] = Field(1, description="of the form of the file")
-    model: Path_ = Field("pocket", min_length=1, description="a directory, a Hugging Face id, pocket or pocket-draft")
+    model: Path_ = Field(
+        "pocket", min_length=1, description="a directory, a GGUF file, a Hugging Face id, pocket or pocket-draft"
+    )
     revision: str | None = Field(
         None, min_length=1, description="of a model by a Hugging Face id: a branch, a tag or a commit; None: main"
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from minivllm import files
 from minivllm.errors import ModelError, brief, shown
+from minivllm.gguf_file import is_gguf
 
 from .hub import MODEL, HubFiles, HubOptions, find_snapshot, one_line
 from .numbers import check_numbers
@@ -24,7 +25,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model directory and the facts of its config.json that choose plug-ins."""
+    """A model directory, or a GGUF file, and the facts of its config.json that choose plug-ins."""
 
     folder: Path
     raw: Mapping[str, Any]
@@ -75,6 +76,10 @@ class Checkpoint:
 def open_checkpoint(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOptions()) -> Checkpoint:  # noqa: B008
     """Find a model and read its config.json.  ModelError says what is missing or broken."""
     folder = find_model(model, wanted, hub)
+    if is_gguf(folder):
+        from .gguf import config_of
+
+        return Checkpoint(folder, config_of(folder))
     path = folder / "config.json"
     if not files.is_there(path):
         raise ModelError(f"{folder}: holds no config.json; want a Hugging Face model directory")
@@ -119,9 +124,9 @@ def context_said(cfg: Any) -> str:
 
 
 def find_model(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOptions()) -> Path:  # noqa: B008
-    """The directory of a model: the words ``pocket`` and ``pocket-draft``, a directory, or an id of the Hugging Face
-    hub, of which the ``wanted`` files are fetched where the cache lacks them.  ModelError; ConfigError for a revision
-    of what has none."""
+    """Where a model is: the words ``pocket`` and ``pocket-draft``, a directory, a GGUF file, or an id of the Hugging
+    Face hub, of which the ``wanted`` files are fetched where the cache lacks them.  ModelError; ConfigError for a
+    revision of what has none."""
     if model in IN_PACKAGE:
         hub.refuse_revision(model)
         folder = Path(__file__).parents[1] / "pocket" / IN_PACKAGE[model]
@@ -131,8 +136,11 @@ def find_model(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOption
     if (folder := files.folder_of(model)) is not None:
         hub.refuse_revision(f"the directory {model}")
         return folder.resolve()
+    if is_gguf(model):
+        hub.refuse_revision(f"the file {model}")
+        return Path(os.path.realpath(model))
     if os.path.exists(model):
-        raise ModelError(f"{brief(model)}: is a file; want a model directory")
+        raise ModelError(f"{brief(model)}: is a file; want a model directory, or a GGUF file")
     if model.startswith((".", "/", "~")) or len(model) > MOST_HUB_ID:
         raise ModelError(f"{brief(model)}: no such directory")
     if not _HUB_ID.fullmatch(model):

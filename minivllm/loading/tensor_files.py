@@ -12,6 +12,9 @@ from torch import Tensor
 
 from minivllm import files
 from minivllm.errors import ModelError, shown
+from minivllm.gguf_file import is_gguf
+
+from .gguf import gguf_tensors
 
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
@@ -27,7 +30,10 @@ class Header:
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in a Hugging Face directory, memory-mapped, file after file."""
+    """(name, tensor) of every tensor in a Hugging Face directory, memory-mapped, file after file; or in a GGUF file."""
+    if is_gguf(folder):
+        yield from ((name, read()) for name, _, _, read in gguf_tensors(folder))
+        return
     for path, expected in checkpoint_files(folder):
         with opened(path, expected) as file:
             for name in file.keys():  # noqa: SIM118  (a handle, not a dict; in the order of the file)
@@ -35,7 +41,9 @@ def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def checkpoint_headers(folder: Path) -> dict[str, Header]:
-    """What the files of a Hugging Face directory say of their tensors, by name."""
+    """What the files of a Hugging Face directory, or a GGUF file, say of their tensors, by name."""
+    if is_gguf(folder):
+        return {name: Header(folder, shape, name, dtype) for name, shape, dtype, _ in gguf_tensors(folder)}
     found: dict[str, Header] = {}
     for path, expected in checkpoint_files(folder):
         with opened(path, expected) as file:

@@ -76,6 +76,7 @@ def model_identity(folder: Path, weights: bool = True) -> Source:
     that it takes a second and not a minute: their header, and start, middle and end of each tensor."""
     names = [folder / "config.json", folder / "generation_config.json"]
     names += sorted(folder.glob("*.safetensors")) if weights else []
+    names = [folder] if folder.is_file() else names  # GGUF
     return _source({p.name: (_sha_file(p), p.stat().st_mtime) for p in names if p.is_file()})
 
 

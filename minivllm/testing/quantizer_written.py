@@ -116,6 +116,21 @@ def _int8_step(weight: Tensor) -> Tensor:
     return (weight.double().abs().amax(1, keepdim=True) / 127).expand_as(weight)
 
 
+def _q8_0(weight: Tensor) -> dict[str, Tensor]:
+    """Blocks of 32 inputs: a scale as float16, and their codes."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
+    steps = groups / scale.float().clamp(min=torch.finfo(torch.float16).tiny)
+    codes = steps.round().clamp(-127, 127).to(torch.int8)
+    return {"q8_0": torch.cat((scale.view(torch.uint8), codes.view(torch.uint8)), dim=-1).flatten(1)}
+
+
+def _q8_0_step(weight: Tensor) -> Tensor:
+    """A float16 may be larger than the scale that it is rounded from."""
+    scale = largest(weight.double()) / 127 * (1 + 2.0**-10) + 2.0**-24
+    return scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+
+
 def _config_groups(**weights: Any) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", **weights}}}
 
@@ -140,6 +155,7 @@ WRITTEN: Mapping[str, WrittenMethod] = {
         bits=8,
         exponent=4,
     ),
+    "gguf": WrittenMethod({"quant_method": "gguf"}, _q8_0, _q8_0_step, bits=8),
     "gptq": WrittenMethod({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, _gptq, step),
 }
 

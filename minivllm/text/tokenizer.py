@@ -15,6 +15,7 @@ from typing import Any
 
 from minivllm import files
 from minivllm.errors import ModelError, RequestError, shown
+from minivllm.gguf_file import is_gguf, read_gguf
 
 from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, without_spellings
 from .template import compile_template, read_template
@@ -34,6 +35,8 @@ def load_tokenizer(model_dir: str | Path, chat_template: str | None = None) -> T
     Code from the directory is never run (``trust_remote_code`` stays off).
     """
     folder = Path(model_dir)
+    if is_gguf(folder):
+        return _gguf_tokenizer(folder, chat_template)
     config = _read_json(folder / "tokenizer_config.json")
     named = _read_json(folder / "special_tokens_map.json") | config
     special = {name: _content(named[name]) for name in NAMED if named.get(name)}
@@ -376,6 +379,29 @@ def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, st
     backend.add_special_tokens([_added(token, True) for token in named if _content(token) not in known])
 
 
+def _gguf_tokenizer(path: Path, chat_template: str | None) -> Tokenizer:
+    """The one in a GGUF file, as transformers makes it of the vocabulary."""
+    values = read_gguf(path).values
+    from transformers import AutoTokenizer
+
+    try:
+        slow = AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as e:  # of many kinds, as below
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise ModelError(
+            f"{path}: transformers makes no tokenizer of it: {reason.rstrip('.')}; want one named by tokenizer, or "
+            "skip_tokenizer_init=True"
+        ) from e
+    special = {name: str(text) for name in NAMED if (text := getattr(slow, name, None)) is not None}
+    template = values.get("tokenizer.chat_template") if chat_template is None else read_template(chat_template)
+    ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    made = Tokenizer(slow.backend_tokenizer, None, special, template, [one for one in ends if isinstance(one, int)])
+    made._folder = path
+    return made
+
+
 def _auto_tokenizer(folder: Path) -> Any:
     if not any(files.is_there(folder / name) for name in OTHER_FILES):
         raise ModelError(f"{folder} holds no tokenizer: want tokenizer.json, or set skip_tokenizer_init=True")
@@ -405,7 +431,10 @@ def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def configured_eos(folder: Path) -> list[int]:
-    """End-of-sequence ids of generation_config.json; without one, of config.json."""
+    """End-of-sequence ids of generation_config.json; without one, of config.json.  Of a GGUF file its own."""
+    if is_gguf(folder):
+        found = read_gguf(folder).values.get("tokenizer.ggml.eos_token_id")
+        return [found] if isinstance(found, int) else []
     for name in ("generation_config.json", "config.json"):
         found = _read_json(folder / name).get("eos_token_id")
         if found is not None:

@@ -324,7 +324,7 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path):
         ("a/b/c", "a/b/c: no such directory, and no Hugging Face id, which is OWNER/NAME"),
         ("some/model/", "some/model/: no such directory, and no Hugging Face id, which is OWNER/NAME"),
         ("some/mo--del", "some/mo--del: no such directory, and no Hugging Face model id"),
-        (f"{tmp_path}/file", f"{tmp_path}/file: is a file; want a model directory"),
+        (f"{tmp_path}/file", f"{tmp_path}/file: is a file; want a model directory, or a GGUF file"),
     ):
         with pytest.raises(ModelError) as info:
             find_model(name)

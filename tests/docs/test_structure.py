@@ -4,7 +4,7 @@
     │ server.serve  server.app  server.operations  server.desk_work
     │ server.openai                                         OpenAI's API, over the wire and the link to the engine
     │ server.link  server.http                              which do not know of each other
-    │ testing  scaffold  pocket  replay  compare_hf
+    │ testing  scaffold  pocket  replay  compare_hf  quantize
     │ frontend                                              text to requests, tokens to text
     │ config  structured                                    a configuration, a grammar -> what the engine is given
     │ record  text  core.engine                             the host: the engine's room needs no torch
@@ -14,7 +14,7 @@
     │ core.interfaces                                       one file a seam
     │ declared                                              what plug-ins read of a request
     │ registry  registration                                finds plug-ins, chooses one
-    │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec  parameters  native
+    │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec  parameters  native  gguf_file
     ▼ minivllm  hardware  files  plain  errors              what is imported from everywhere
 
 A room is a package or a file of its own name; what a package has no row for is in the room of the package, so
@@ -41,7 +41,7 @@ BASE = ("minivllm", "files", "plain", "errors")  # any room that is not one of t
 # room -> what it may import beside itself and BASE, top to bottom as in the picture
 MAY_IMPORT = {
     "cli": (
-        "server.serve pocket replay compare_hf frontend config record core.engine core.interfaces registry "
+        "server.serve pocket replay compare_hf quantize frontend config record core.engine core.interfaces registry "
         "registration server processes spec hardware declared"
     ),
     "server.serve": "server.app server.openai server.link server.http text server processes declared",
@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "pocket": "core.interfaces",
     "replay": "config core.engine plugins core core.interfaces registry",
     "compare_hf": "frontend layers core.interfaces",
+    "quantize": "text loading plugins",
     "frontend": (
         "config structured record text core.engine core.functions core.worker hooks core core.interfaces registry "
         "hardware"
@@ -66,12 +67,12 @@ MAY_IMPORT = {
     "config": "record text loading hooks core.interfaces registry validation spec hardware declared native",
     "structured": "core.interfaces registry tenant_cache",
     "record": "text loading registration spec hardware declared native",
-    "text": "core.engine core.interfaces",
+    "text": "core.engine core.interfaces gguf_file",
     "core.engine": "core core.interfaces declared",
     "plugins": "core.worker layers kernels hooks wiring core.interfaces json_schema processes spec",
     "core.functions": "core.worker core core.interfaces",
     "core.worker": "loading layers kernels core wiring core.interfaces registry hardware",
-    "loading": "layers core.interfaces",
+    "loading": "layers core.interfaces gguf_file",
     "layers": "kernels core.interfaces native",
     "kernels": "core.interfaces",
     "hooks": "core registry registration",
@@ -90,6 +91,7 @@ MAY_IMPORT = {
     "spec": "parameters",
     "parameters": "",
     "native": "",
+    "gguf_file": "",
     "minivllm": "hardware errors",
     "hardware": "",
     "files": "plain errors",

@@ -18,7 +18,7 @@ LONG = {
     ("quantizer", "minivllm/fp8"),
     ("quantizer", "minivllm/int8-w8a8"), ("quantizer", "minivllm/gptq"), ("quantizer", "minivllm/awq"),
     ("quantizer", "minivllm/compressed-tensors"), ("quantizer", "minivllm/fp8-checkpoint"),
-    ("quantizer", "minivllm/bitsandbytes"),
+    ("quantizer", "minivllm/bitsandbytes"), ("quantizer", "minivllm/gguf"),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import ModelError
-from minivllm.plugins.quantizer.mxfp4 import Mxfp4
+from minivllm.plugins.quantizer.mxfp4 import KeptExperts, Mxfp4
 from minivllm.testing.tiny import quiet, save, tiny_config, tiny_model
 
 PROMPT = [(7 * i * i + 3 * i + 5) % 61 for i in range(24)]
@@ -58,6 +58,36 @@ def test_packed_experts_are_those_that_transformers_unpacks(tmp_path):
     assert out.token_ids == other.token_ids and out.cumulative_logprob == other.cumulative_logprob
 
 
+def test_experts_that_are_kept_in_4_bits_are_unpacked_when_they_are_hit_and_no_others(tmp_path, monkeypatch):
+    packed_dir(tmp_path)
+    made = []
+    numbers = KeptExperts.numbers
+
+    def counted(self, rows, like):
+        made.append((id(self), rows.start, rows.stop))
+        return numbers(self, rows, like)
+
+    monkeypatch.setattr(KeptExperts, "numbers", counted)
+    found, prompt = [], PROMPT[:3]
+    for quantizer in ("auto", "mxfp4-kept"):
+        config = {"quantizer": quantizer, "dtype": "float32", "graph": "off", **SIZES}
+        with LLM(model=str(tmp_path / "packed"), **config) as llm:
+            params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
+            made.clear()
+            (out,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+            experts = [block.experts for block in llm.engine.executor.runner.model.blocks]
+            modules = [module for one in experts for module in (one.gate_up, one.down)]
+            found.append((out.outputs[0], sum(m.scheme.bytes for m in modules), len(made), modules[0].scheme))
+    (plain, whole, none, _), (kept, packed, products, scheme) = found
+    assert plain.token_ids == kept.token_ids
+    assert kept.cumulative_logprob == pytest.approx(plain.cumulative_logprob, abs=1e-5)
+    assert none == 0 and packed == whole // 32 * 17 // 4  # of float32
+    # 2 layers of 2 products; at most 4 experts of a prompt, 2 of each of 5 tokens
+    assert isinstance(scheme, KeptExperts) and 0 < products <= 2 * 2 * (4 + 5 * 2)
+    each = scheme.info.out_features // scheme.info.experts
+    assert {stop - start for owner, start, stop in made if owner == id(scheme)} == {each}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -66,13 +96,14 @@ def test_packed_experts_are_those_that_transformers_unpacks(tmp_path):
         (lambda t: t[:, :, :1].clone(), r"of shape \[.*want \["),
     ],
 )
-def test_packed_experts_that_do_not_fit_are_refused_by_name(change, says, tmp_path):
+@pytest.mark.parametrize("quantizer", ["mxfp4", "mxfp4-kept"])
+def test_packed_experts_that_do_not_fit_are_refused_by_name(quantizer, change, says, tmp_path):
     packed_dir(tmp_path)
     name, file = "model.layers.0.mlp.experts.gate_up_proj_blocks", tmp_path / "packed" / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, name: change(tensors[name])}, file)
     with pytest.raises(ModelError, match=rf"'{name}'.*{says}"):
-        LLM(model=str(tmp_path / "packed"), dtype="float32", **SIZES)
+        LLM(model=str(tmp_path / "packed"), dtype="float32", quantizer=quantizer, **SIZES)
 
 
 def test_what_is_not_packed_so_is_not_taken_for_it():

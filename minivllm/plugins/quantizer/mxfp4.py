@@ -1,4 +1,4 @@
-"""Experts that come in MXFP4 (OCP Microscaling Formats 1.0), as GPT-OSS's do: unpacked while loading.
+"""Experts in MXFP4 (OCP Microscaling Formats 1.0), as GPT-OSS's come: unpacked while loading, or when they are hit.
 
 32 neighbouring inputs of a row share a power of two; an element is a sign, two bits of exponent and one of mantissa::
 
@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightSche
 from minivllm.errors import ModelError
 from minivllm.layers.experts import DenseExperts
 from minivllm.layers.linear import part_rows
+
+from .forms import WITHOUT_KERNELS
+from .tiled import Tiled
 
 GROUP = 32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -39,15 +42,10 @@ class UnpackedExperts(DenseExperts):
         self._half: dict[str, dict[str, Tensor]] = {}
 
     def params(self) -> dict[str, tuple[int, ...]]:
-        rows, groups = self.info.out_features, self.info.in_features // GROUP
-        return {"blocks": (rows, groups, GROUP // 2), "scales": (rows, groups)}
+        return packed_shapes(self.info)
 
     def load(self, param: str, tensor: Tensor, part: str) -> None:
-        rows = part_rows(self.info, part)
-        want = (rows.stop - rows.start, *self.params()[param][1:])
-        if tuple(tensor.shape) != want or tensor.dtype != torch.uint8:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise ModelError(f"{param} of shape {list(tensor.shape)} and {dtype}, want {list(want)} and uint8")
+        rows = checked_rows(self.info, param, tensor, part)
         half = self._half.setdefault(part, {})
         half[param] = tensor
         if len(half) == 2:
@@ -56,14 +54,52 @@ class UnpackedExperts(DenseExperts):
             self.weight[rows] = unpack(*pair).to(self.weight.dtype)
 
 
+class KeptExperts(Tiled):
+    """``blocks`` and ``scales`` of all rows as they come: 4.25 bits an element.  Rows of an expert are made numbers of
+    when it is hit, some at a time."""
+
+    elsewhere = WITHOUT_KERNELS
+
+    def __init__(self, info: ModuleInfo) -> None:
+        made = {n: torch.empty(s, dtype=torch.uint8, device=info.device) for n, s in packed_shapes(info).items()}
+        super().__init__(info, **made)
+        self.blocks, self.scales = made["blocks"], made["scales"]
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        return packed_shapes(self.info)
+
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        self.tensors[param][checked_rows(self.info, param, tensor, part)] = tensor.to(self.blocks.device)
+
+    def numbers(self, rows: slice, like: Tensor) -> Tensor:
+        return unpack(self.blocks[rows], self.scales[rows]).to(like.dtype)
+
+
+def packed_shapes(info: ModuleInfo) -> dict[str, tuple[int, ...]]:
+    rows, groups = info.out_features, info.in_features // GROUP
+    return {"blocks": (rows, groups, GROUP // 2), "scales": (rows, groups)}
+
+
+def checked_rows(info: ModuleInfo, param: str, tensor: Tensor, part: str) -> slice:
+    """The rows of a part; ModelError if the tensor is not what they want."""
+    rows = part_rows(info, part)
+    want = (rows.stop - rows.start, *packed_shapes(info)[param][1:])
+    if tuple(tensor.shape) != want or tensor.dtype != torch.uint8:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ModelError(f"{param} of shape {list(tensor.shape)} and {dtype}, want {list(want)} and uint8")
+    return rows
+
+
 class Mxfp4(Quantizer):
     """Experts come in MXFP4, all else as it is in the checkpoint."""
+
+    experts: Callable[[ModuleInfo], WeightScheme] = UnpackedExperts
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
         method = (checkpoint or {}).get("quant_method", "no method")
         if method != "mxfp4":
-            raise ModelError(f"the checkpoint is quantized with {method}: want mxfp4 for quantizer=mxfp4")
+            raise ModelError(f"the checkpoint is quantized with {method}: want mxfp4 for this quantizer")
 
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
         if m.kind != "experts":
@@ -72,4 +108,10 @@ class Mxfp4(Quantizer):
             raise ModelError(
                 f"{m.name} has {m.in_features} inputs here: want a multiple of {GROUP}, which share a scale"
             )
-        return UnpackedExperts(m)
+        return type(self).experts(m)
+
+
+class Mxfp4Kept(Mxfp4):
+    """Experts stay in MXFP4."""
+
+    experts = KeptExperts

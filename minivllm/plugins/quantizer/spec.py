@@ -50,6 +50,12 @@ FP8_WEIGHT = Spec(
     limits={"device": ANY, "sm": AtLeast(89), "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
     traits={"bits": 8, "exponent": 4},
 )
+GGUF = Spec(
+    impl="minivllm.plugins.quantizer.gguf:Gguf",
+    api=(1, 3),
+    summary="weights of GGUF files as they lie there: Q8_0, Q4_0, Q4_K, Q6_K; others unpacked while loading",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"gguf"}},
+)
 GPTQ = Spec(
     impl="minivllm.plugins.quantizer.gptq:Gptq",
     api=(1, 3),
@@ -86,6 +92,13 @@ MXFP4 = Spec(
     summary="checkpoints whose experts are MXFP4 (GPT-OSS), unpacked to the dtype of the run while loading",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float32"}, "checkpoint": {"mxfp4"}},
     features=frozenset({"batch_invariant"}),
+    priority=10,
+)
+MXFP4_KEPT = Spec(
+    impl="minivllm.plugins.quantizer.mxfp4:Mxfp4Kept",
+    api=(1, 3),
+    summary="checkpoints whose experts are MXFP4 (GPT-OSS), in their 4 bits; one that is hit is unpacked each time",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float32"}, "checkpoint": {"mxfp4"}},
 )
 NONE = Spec(
     impl="minivllm.plugins.quantizer.none:Unquantized",
