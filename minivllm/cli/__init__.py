@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from minivllm import __version__
-from minivllm.cli import bench, compare_hf, config, doctor, plugins, replay, serve
+from minivllm.cli import bench, compare_hf, config, doctor, plugins, replay, serve, simulate
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
@@ -95,6 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     config.add_commands(command, wiring, common)
     bench.add_commands(command, common, wiring, record)
     replay.add_commands(command)
+    simulate.add_commands(command, wiring)
     compare_hf.add_commands(command)
     serve.add_commands(command, wiring)
     doctor.add_commands(command)

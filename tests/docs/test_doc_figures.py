@@ -15,8 +15,8 @@ from minivllm.cli import main, make_parser
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError
 from minivllm.registry import Catalog
-from minivllm.replay.synthetic import Synthetic
 from minivllm.spec import KINDS
+from minivllm.traces.synthetic import Synthetic
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
