@@ -90,7 +90,7 @@ def test_a_mooncake_trace_is_read_with_its_shared_prefixes(tmp_path):
             '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}\n',
             "1 hash ids for 513 tokens",
         ),
-        ("a.txt", "", "want a .csv (Azure), a .jsonl (Mooncake) or synthetic:"),
+        ("a.txt", "", "want a .csv (Azure, BurstGPT), a .jsonl (Mooncake, Qwen-Bailian), sample:NAME or synthetic:"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, name, text, said):
