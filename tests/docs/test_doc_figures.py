@@ -155,7 +155,9 @@ def test_the_table_of_commands_has_all_of_them():
     assert shown == set(commands)
     for name, parser in commands.items():  # what the page says of flags
         flags = parser._option_string_actions
-        assert ("--model" in flags) == (name in ("generate", "chat", "run", "explain", "serve", "eval", "calibrate")), name
+        assert ("--model" in flags) == (name in ("generate", "chat", "run", "explain", "serve", "eval", "calibrate")), (
+            name
+        )
         assert ("--record" in flags) == (name in ("generate", "chat", "run", "eval")), name
 
 
