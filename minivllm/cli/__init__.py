@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from minivllm import __version__
-from minivllm.cli import bench, compare_hf, config, doctor, plugins, quantize, replay, serve
+from minivllm.cli import bench, compare_hf, config, doctor, plugins, quantize, replay, serve, simulate
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
@@ -97,6 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     config.add_commands(command, wiring, common)
     bench.add_commands(command, common, wiring, record)
     replay.add_commands(command)
+    simulate.add_commands(command, wiring)
     compare_hf.add_commands(command)
     quantize.add_commands(command)
     serve.add_commands(command, wiring)

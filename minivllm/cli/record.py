@@ -27,6 +27,9 @@ def record_flag() -> argparse.ArgumentParser:
     return parser
 
 
+UNKNOWN_EXIT = 6  # of diff, where a part's source is not known: it may differ, and nobody sees it
+
+
 def add_commands(command: Any) -> None:
     """Add ``diff``.  ``command`` is that of ``minivllm.cli``."""
     sub = command("diff", "cli.record:diff", "Say what differs between two recorded runs, first of all in one line.")
@@ -47,11 +50,12 @@ def diff(args: argparse.Namespace) -> int:
         print(json.dumps({**found.as_dict(), "fingerprints": [a["fingerprint"], b["fingerprint"]]}, indent=1))
     else:
         print(report(found, _title(args.a, a), _title(args.b, b)))
+    allowed: set[str] = set()
     if args.only is not None:
         allowed = {name.strip() for text in args.only for name in text.split(",")} - {"nothing"}
         if others := [subject for subject in found.subjects if subject not in allowed]:
             raise DifferenceError(f"more than {', '.join(sorted(allowed)) or 'nothing'} differs: {', '.join(others)}")
-    return 0
+    return UNKNOWN_EXIT if set(found.unknown) - allowed else 0
 
 
 def _title(path: str, record: Mapping[str, Any]) -> str:

@@ -13,14 +13,14 @@ from minivllm.errors import ConfigError, brief
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
-    from minivllm.replay.trace import Trace
+    from minivllm.traces.trace import Trace
 
 
 def add_commands(command: Any) -> None:
     """Add ``replay``.  ``command`` is that of ``minivllm.cli``."""
     text = "Run a trace through the engine's scheduler and cache without a model, and compare configurations."
     sub = command("replay", "cli.replay:replay", text)
-    sub.add_argument("trace", help="a .csv (Azure), a .jsonl (Mooncake), or synthetic:requests=5000,seed=0,...")
+    sub.add_argument("trace", help="a .csv, a .jsonl, sample:NAME, or synthetic:requests=5000,seed=0,...")
     sub.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; one run for each")
     sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     sub.add_argument("--evictor", action="append", default=[], metavar="NAME", help="run each of these (a,b or again)")
@@ -42,11 +42,11 @@ def add_commands(command: Any) -> None:
 
 def replay(args: argparse.Namespace) -> int:
     from minivllm.replay import compare
-    from minivllm.replay.read import read_trace
+    from minivllm.traces.read import about, read_trace
 
     if not 0 <= args.step_ms <= 3.6e6:
         raise ConfigError(f"--step-ms {args.step_ms:g}: want 0 to 3600000")
-    trace = _part(read_trace(args.trace), args.requests)
+    trace = part_of(read_trace(args.trace), args.requests)
     evictors, schedulers = (
         [n for text in texts for n in text.split(",") if n] for texts in (args.evictor, args.scheduler)
     )
@@ -55,14 +55,14 @@ def replay(args: argparse.Namespace) -> int:
     for seam, names in (("evictor", evictors), ("scheduler", schedulers)):
         args.set += _whose_options(seam, names, args.set)
     found = compare.cases(
-        trace, _configs(args), evictors, schedulers, args.blocks, alone=args.cache_only, optimum=args.optimum
+        trace, configs_of(args), evictors, schedulers, args.blocks, alone=args.cache_only, optimum=args.optimum
     )
     if args.cache_only:
         rows = compare.run_alone(trace, found)
     else:
         told = lambda text: print(f"minivllm: {text}", file=sys.stderr)  # noqa: E731
         rows = compare.run_engine(trace, found, args.step_ms / 1e3, told)
-    about = {
+    sizes = {
         "trace": trace.name,
         "requests": len(trace),
         "prompt_tokens": int(trace.prompt.sum()),
@@ -70,12 +70,9 @@ def replay(args: argparse.Namespace) -> int:
         "seconds": float(trace.arrival[-1]),
     }
     if args.json:
-        print(json.dumps({**about, "step_ms": None if args.cache_only else args.step_ms, "runs": rows}))
+        print(json.dumps({**sizes, "step_ms": None if args.cache_only else args.step_ms, "runs": rows}))
         return 0
-    print(
-        f"{trace.name}: {len(trace)} requests in {about['seconds']:.0f} s, {about['prompt_tokens']} prompt and "
-        f"{about['output_tokens']} output tokens"
-    )
+    print(about(trace))
     print(compare.table(rows))
     return 0
 
@@ -95,7 +92,7 @@ def _whose_options(seam: str, names: list[str], sets: list[str]) -> list[str]:
     return [] if f"{seam}.name" in keys else [f"{seam}.name={whose}"]
 
 
-def _configs(args: argparse.Namespace) -> list[tuple[str, Loaded]]:
+def configs_of(args: argparse.Namespace) -> list[tuple[str, Loaded]]:
     """(label, configuration) for each file, or the defaults."""
     from minivllm.config import load_config
 
@@ -113,7 +110,7 @@ def _configs(args: argparse.Namespace) -> list[tuple[str, Loaded]]:
     return found or [("defaults", load_config([], args.set, flags=flags))]
 
 
-def _part(trace: Trace, text: str) -> Trace:
+def part_of(trace: Trace, text: str) -> Trace:
     if not text:
         return trace
     start, colon, stop = text.partition(":")

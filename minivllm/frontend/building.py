@@ -24,7 +24,7 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     """Choose the parts, load the model, start the executor."""
     from minivllm.config.resolve import resolve
     from minivllm.core.engine.engine import Engine
-    from minivllm.core.engine.parts import CacheOptions, EngineParts
+    from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
     from minivllm.core.functions.host_rows import HostDraw
     from minivllm.core.worker.build import make_processors
     from minivllm.hooks.bridge import EngineHooks
@@ -65,6 +65,7 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
                 strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
                 host_sampler=HostDraw,
                 grammars=grammars,
+                now=executor.now or monotonic,
             ),
             CacheOptions(windows_kept(resolved), config.enable_prefix_caching, config.partial_prefix_hits),
         )

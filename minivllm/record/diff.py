@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .nodes import GROUPS, SEVERAL, DiffNode, nodes, show
+from .nodes import GROUPS, LOOK_ON, SEVERAL, DiffNode, nodes, show
 
 NOTHING = "nothing that decides the tokens differs"
 PLURAL = ("prompts", *SEVERAL)
@@ -37,6 +37,7 @@ class Comparison:
     tokens_text: str
     results: tuple[tuple[str, Any, Any], ...]  # what was measured, where it differs
     warnings: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # parts that a change in cannot be seen of: nobody knows their source
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -46,6 +47,9 @@ class Comparison:
     @property
     def verdict(self) -> str:
         names = list(self.subjects)
+        if self.unknown:
+            known = f"{', '.join(names)} differ{'s' * (len(names) == 1)}" if names else "nothing else differs"
+            return f"unknown whether {' and '.join(self.unknown)} differ{'s' * (len(self.unknown) == 1)}; {known}"
         if not names:
             return NOTHING
         if len(names) == 1:
@@ -58,6 +62,7 @@ class Comparison:
         return {
             "verdict": self.verdict,
             "subjects": list(self.subjects),
+            "unknown": list(self.unknown),
             "tokens": self.tokens,
             "differences": [asdict(d) for d in self.differences],
             "results": {name: {"a": a, "b": b} for name, a, b in self.results},
@@ -82,7 +87,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], results: bool = True) ->
         found.append(Difference(name, node.group, node.label, *_told_apart(x, y), causes, node.counts, asked))
     tokens, text = _tokens(a.get("results"), b.get("results")) if results else (UNKNOWN, "")
     measured = tuple(_measured(a.get("results") or {}, b.get("results") or {})) if results else ()
-    return Comparison(tuple(found), tokens, text, measured, tuple(_warnings(a, b)))
+    out = Comparison(tuple(found), tokens, text, measured, tuple(_warnings(a, b)))
+    return replace(out, unknown=tuple(n for n in _unknown(a, b) if n not in out.subjects))
 
 
 def _differ(x: DiffNode | None, y: DiffNode | None) -> bool:
@@ -151,6 +157,12 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
             yield from _leaves(value, f"{prefix}{key}." if key != "stats" else prefix)
         else:
             yield f"{prefix}{key}", value
+
+
+def _unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Seams of the parts without a source; those that look on decide nothing."""
+    parts = [part for bill in (a, b) for part in bill["parts"]]
+    return list(dict.fromkeys(p["seam"] for p in parts if not p["source"]["hash"] and p["seam"] not in LOOK_ON))
 
 
 def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """What code and what weights a run used: hashes of the source of plug-ins, of minivllm itself, and of a model.
 
-The source of a plug-in is its module with what that imports of its own package (found by reading, nothing is run), so
-that a change in a helper counts and a change in another plug-in of the same package does not.  Built-ins follow imports
+The source of a plug-in is its module with what that imports of its own package, the modules of base classes wherever
+they are, and data files below its folder that it names (found by reading, nothing is run), so that a change in a helper
+counts and a change in another plug-in of the same package does not.  Built-ins follow imports
 within ``minivllm.plugins`` only: all else of minivllm is one hash of its own.  A hash covers module names and bytes, no
 paths and no times: the same code gives the same hash on every machine.
 """
@@ -21,7 +22,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .machine import LIBRARIES
+
 PLUGINS = "minivllm.plugins"
+HANDED_ON = 8  # modules that a name may be imported through
 CODE = (".py", ".cpp", ".h")
 APART = ("plugins", "pocket", "record", "scaffold", "testing")  # folders of minivllm that run no model: not in its hash
 WHOLE = 64 * 2**20  # bytes; a larger weight file is sampled
@@ -57,7 +61,9 @@ def plugin_source(target: str) -> Source:
             continue
         data, when = located
         found[current] = (_sha(data), when)
+        found |= {f"{current}:{name}": known for name, known in beside(_file(current), data)}
         todo += [m for m in _imports(current, data) if m not in found and scope.has(m)]
+        todo += [m for m in bases(current, data) if m not in found and scope.may_extend(m)]
     if module not in found:
         return _interactive(module, name)
     return _source(found)
@@ -113,24 +119,110 @@ class _Scope:
         file = _file(top) if self.beside is not None else None
         return file is not None and self.beside in (file.parent, file.parents[1])
 
+    def may_extend(self, module: str) -> bool:
+        """Whether a base class in another package is hashed: minivllm and the libraries that a record names by their
+        versions are known without."""
+        top = module.partition(".")[0]
+        return top not in sys.stdlib_module_names and top not in ("minivllm", "pydantic", *LIBRARIES)
+
+
+def bases(module: str, data: bytes) -> Iterator[str]:
+    """The modules that base classes of a module's classes are defined in, where packages hand names on too."""
+    tree = _parsed(data)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                yield from _defined_in(module, ast.unparse(base).partition("[")[0], tree)
+
+
+def _defined_in(module: str, name: str, tree: ast.Module | None, depth: int = 0) -> Iterator[str]:
+    """Of a dotted name as ``module`` knows it."""
+    first, _, rest = name.partition(".")
+    for node in ast.walk(tree) if tree is not None and depth < HANDED_ON else ():
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if first == (alias.asname or alias.name.partition(".")[0]):
+                    path = name if alias.asname is None else f"{alias.name}.{rest}"
+                    yield from _class_at(path.rpartition(".")[0], path.rpartition(".")[2], depth)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if first == (alias.asname or alias.name):
+                    at = _absolute(module, node)
+                    if rest:  # the name is a module
+                        yield from _class_at(f"{at}.{alias.name}", rest, depth)
+                    else:
+                        yield from _class_at(at, alias.name, depth)
+
+
+def _class_at(module: str, name: str, depth: int) -> Iterator[str]:
+    if not module or (located := _locate(module)) is None:
+        return
+    yield module
+    tree = _parsed(located[0])
+    if tree is not None and not any(isinstance(n, ast.ClassDef) and n.name == name for n in tree.body):
+        yield from _defined_in(module, name, tree, depth + 1)
+
+
+def beside(file: Path | None, data: bytes) -> Iterator[tuple[str, tuple[str, float]]]:
+    """Files that a module's text names in one piece, or joins from pieces, and that lie below its folder."""
+    tree = _parsed(data)
+    if file is None or tree is None:
+        return
+    names: dict[str, None] = {}
+    for node in ast.walk(tree):
+        joined = isinstance(node, ast.Call) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))
+        inner = ast.walk(node) if joined else [node]
+        texts = [n.value for n in inner if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        if joined:
+            texts = ["/".join(_pieces_of(node))]
+        names |= dict.fromkeys(t for t in texts if t and len(t) < 200 and t.isprintable())
+    for name in names:
+        path = file.parent / name
+        with contextlib.suppress(OSError, ValueError):
+            inside = path.resolve().is_relative_to(file.parent.resolve())
+            if inside and path.suffix not in (".py", ".pyc") and path.is_file():
+                yield _posix(path, file.parent), (_sha_file(path), path.stat().st_mtime)
+
+
+def _pieces_of(node: ast.AST) -> Iterator[str]:
+    """Texts of a path that is joined by ``/`` or by the arguments of a call, from left to right."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.BinOp):
+        yield from _pieces_of(node.left)
+        yield from _pieces_of(node.right)
+    elif isinstance(node, ast.Call):
+        for arg in node.args:
+            yield from _pieces_of(arg)
+
+
+def _parsed(data: bytes) -> ast.Module | None:
+    try:
+        return ast.parse(data)
+    except (SyntaxError, ValueError):  # a compiled extension
+        return None
+
+
+def _absolute(module: str, node: ast.ImportFrom) -> str:
+    """The module that ``from ... import`` names."""
+    if not node.level:
+        return node.module or ""
+    file = _file(module)
+    package = module if file is not None and file.name == "__init__.py" else module.rpartition(".")[0]
+    above = package.split(".")[: len(package.split(".")) - node.level + 1]
+    return ".".join([*above, *filter(None, [node.module])])
+
 
 def _imports(module: str, data: bytes) -> Iterator[str]:
     """Modules that a source file may import, those inside functions too, and the packages above them."""
-    try:
-        tree = ast.parse(data)
-    except (SyntaxError, ValueError):  # a compiled extension
+    if (tree := _parsed(data)) is None:
         return
-    file = _file(module)
-    package = module if file is not None and file.name == "__init__.py" else module.rpartition(".")[0]
     names = [module]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *filter(None, [base])])
+            base = _absolute(module, node)
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     for name in filter(None, names):
         parts = name.split(".")

@@ -13,10 +13,10 @@ from minivllm.config.resolve import DEFAULT_BLOCK, choose_seams
 from minivllm.core.interfaces.executor import Part
 from minivllm.errors import ConfigError
 from minivllm.registry import Catalog, build_part
+from minivllm.traces.trace import Trace
 
 from .blocks import CacheRun, run_cache, run_optimum
 from .serve import ServeRun, ServeSizes, serve
-from .trace import Trace
 
 OPTIMUM = "optimum"
 

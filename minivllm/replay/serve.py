@@ -29,9 +29,9 @@ from minivllm.plugins.executor.made_up import Histories
 from minivllm.plugins.executor.options import SimOptions
 from minivllm.plugins.executor.sim import Sim
 from minivllm.plugins.strategy.single import Single
+from minivllm.traces.trace import Trace
 
 from .optimum import Optimum, uses_of
-from .trace import Trace
 
 VOCAB = 2**31 - 1
 IDLE_TURNS = 100_000  # with requests there and nothing planned: the policy holds them back for ever
@@ -48,6 +48,8 @@ class ServeSizes:
     blocks: int  # that requests can use
     prefix: bool = True
     partial: bool = True  # hits go on inside a block
+    depth: int = 0  # steps in flight beside the newest
+    windows: tuple[int | None, ...] = (None,)  # of each KV group
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Counting(Sim):
         self.plan: StepPlan | None = None
 
     def start(self, wiring: Wiring) -> Capacity:
-        return replace(super().start(wiring), block_bytes=(self.sizes.block,))
+        return replace(super().start(wiring), block_bytes=(self.sizes.block,) * len(self.sizes.windows))
 
     def _histories(self, slots: int, length: int) -> Histories:
         return NoHistories()
@@ -199,13 +201,7 @@ def serve(
     steps = Steps(seconds_per_step)
     device = Counting(trace, sizes, steps)
     sent = 0
-    future: dict[int, list[int]] = {}
-    asked = evictor or (lambda ctx: Optimum(ctx, future, lambda: sent - engine.planner.n_waiting))
-    engine = _engine(device, sizes, policy, asked, steps)
-    if evictor is None:
-        root = engine.cache.pools[0].root(("", ""))[1]
-        usable = ((trace.prompt - 1) // sizes.block).tolist()  # a hit leaves a token to compute
-        future.update(uses_of([trace.keys(i, sizes.block, root)[:n] for i, n in enumerate(usable)]))
+    engine = engine_for(device, sizes, policy, evictor, lambda: steps.now, lambda: sent)
     tally = _Tally(engine.clock)
     cached = np.zeros(len(trace), np.int32)
 
@@ -268,7 +264,27 @@ def _result(
     )
 
 
-def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, steps: Steps) -> Engine:
+def engine_for(
+    device: Counting,
+    sizes: ServeSizes,
+    policy: Callable[[SchedulerContext], SchedulerPolicy],
+    evictor: Callable[[EvictorContext], Evictor] | None,
+    now: Callable[[], float],
+    sent: Callable[[], int],
+) -> Engine:
+    """An engine whose device makes the trace's tokens up.  ``sent``: requests of the trace that have come, by which
+    Belady's rule (``evictor`` None) knows where in the trace it is."""
+    future: dict[int, list[int]] = {}
+    asked = evictor or (lambda ctx: Optimum(ctx, future, lambda: sent() - engine.planner.n_waiting))
+    engine = _engine(device, sizes, policy, asked, now)
+    if evictor is None:
+        trace, root = device.trace, engine.cache.pools[0].root(("", ""))[1]
+        usable = ((trace.prompt - 1) // sizes.block).tolist()  # a hit leaves a token to compute
+        future.update(uses_of([trace.keys(i, sizes.block, root)[:n] for i, n in enumerate(usable)]))
+    return engine
+
+
+def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now: Callable[[], float]) -> Engine:
     wiring = Wiring(
         model_dir="",
         load_format="dummy",
@@ -280,8 +296,8 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, step
         batch_invariant=False,
         seed=0,
         parts={"model": Part("minivllm/replay", "minivllm.replay.serve:Counting")},
-        cache=CacheWiring(sizes.block, sizes.blocks),
-        steps=StepWiring(run_ahead=0),
+        cache=CacheWiring(sizes.block, sizes.blocks, groups=((),) * len(sizes.windows)),
+        steps=StepWiring(run_ahead=sizes.depth),
     )
     return Engine(
         wiring,
@@ -292,9 +308,9 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, step
             evictor,
             processors=[("replay/none", cast(Processor, NoSampler()))],
             strategies=[("minivllm/single", Single(None))],
-            now=lambda: steps.now,
+            now=now,
         ),
-        CacheOptions(prefix_caching=sizes.prefix, partial_hits=sizes.partial),
+        CacheOptions(sizes.windows, prefix_caching=sizes.prefix, partial_hits=sizes.partial),
     )
 
 

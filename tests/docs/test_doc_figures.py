@@ -15,8 +15,8 @@ from minivllm.cli import main, make_parser
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError
 from minivllm.registry import Catalog
-from minivllm.replay.synthetic import Synthetic
 from minivllm.spec import KINDS
+from minivllm.traces.synthetic import Synthetic
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -155,7 +155,9 @@ def test_the_table_of_commands_has_all_of_them():
     assert shown == set(commands)
     for name, parser in commands.items():  # what the page says of flags
         flags = parser._option_string_actions
-        assert ("--model" in flags) == (name in ("generate", "chat", "run", "explain", "serve", "eval")), name
+        assert ("--model" in flags) == (name in ("generate", "chat", "run", "explain", "serve", "eval", "calibrate")), (
+            name
+        )
         assert ("--record" in flags) == (name in ("generate", "chat", "run", "eval")), name
 
 

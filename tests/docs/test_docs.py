@@ -73,6 +73,7 @@ PAGES = {
     "plugins/tutorial": 8,
     "eviction": 1,
     "scheduling": 0,
+    "simulator": 3,
     "quantized-checkpoints": 0,
     "tensor-parallelism": 1,
     "server": 3,

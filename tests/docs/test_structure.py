@@ -4,7 +4,8 @@
     │ server.serve  server.app  server.operations  server.desk_work
     │ server.openai                                         OpenAI's API, over the wire and the link to the engine
     │ server.link  server.http                              which do not know of each other
-    │ testing  scaffold  pocket  replay  compare_hf  quantize
+     │ testing  scaffold  pocket  simulate  replay  compare_hf  quantize
+     │ traces
     │ frontend                                              text to requests, tokens to text
     │ config  structured                                    a configuration, a grammar -> what the engine is given
     │ record  text  core.engine                             the host: the engine's room needs no torch
@@ -41,8 +42,8 @@ BASE = ("minivllm", "files", "plain", "errors")  # any room that is not one of t
 # room -> what it may import beside itself and BASE, top to bottom as in the picture
 MAY_IMPORT = {
     "cli": (
-        "server.serve pocket replay compare_hf quantize frontend config record core.engine core.interfaces registry "
-        "registration server processes spec hardware declared"
+        "server.serve pocket simulate replay compare_hf quantize traces frontend config record core.engine "
+        "core.interfaces registry registration server processes plugins spec hardware declared"
     ),
     "server.serve": "server.app server.openai server.link server.http text server processes declared",
     "server.app": "server.operations server.openai server.http server",
@@ -57,9 +58,11 @@ MAY_IMPORT = {
     ),
     "scaffold": "config plugins.specs spec",
     "pocket": "core.interfaces",
-    "replay": "config core.engine plugins core core.interfaces registry",
+    "simulate": "replay traces config core.engine plugins core.interfaces registry",
+    "replay": "traces config core.engine plugins core core.interfaces registry",
     "compare_hf": "frontend layers core.interfaces",
     "quantize": "text loading plugins",
+    "traces": "core.engine",
     "frontend": (
         "config structured record text core.engine core.functions core.worker hooks core core.interfaces registry "
         "hardware"
@@ -193,7 +196,7 @@ def test_files_stand_in_no_circle():
 
 def test_the_host_is_imported_without_torch():
     """Every module of the engine's room, and the offline simulator of it."""
-    host = sorted(m for m in FILES if room(m) in ("core", "core.engine") or m == "minivllm.replay.serve")
+    host = sorted(m for m in FILES if room(m) in ("core", "core.engine") or m == "minivllm.simulate.cases")
     code = f"import importlib, sys\nfor m in {host}: importlib.import_module(m)\nprint('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.strip() == "False"

@@ -21,10 +21,10 @@ from minivllm.plugins.evictor.options import CostAwareOptions, S3FifoOptions
 from minivllm.plugins.evictor.s3fifo import S3Fifo
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.replay.blocks import _info, run_cache, run_optimum
-from minivllm.replay.read import read_trace
 from minivllm.replay.serve import ServeSizes, serve
-from minivllm.replay.synthetic import Synthetic, generate
-from minivllm.replay.trace import build
+from minivllm.traces.read import read_trace
+from minivllm.traces.synthetic import Synthetic, generate
+from minivllm.traces.trace import build
 
 SMALL = "synthetic:requests=60,seed=3,question=30,answer=20,node=40,longest=600,think=5,rate=4"
 
@@ -90,7 +90,7 @@ def test_a_mooncake_trace_is_read_with_its_shared_prefixes(tmp_path):
             '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}\n',
             "1 hash ids for 513 tokens",
         ),
-        ("a.txt", "", "want a .csv (Azure), a .jsonl (Mooncake) or synthetic:"),
+        ("a.txt", "", "want a .csv (Azure, BurstGPT), a .jsonl (Mooncake, Qwen-Bailian), sample:NAME or synthetic:"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, name, text, said):

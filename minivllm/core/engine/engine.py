@@ -146,6 +146,7 @@ class Engine:
             )
         p = request.params
         started = prepare(self, request)
+        request.arrival = request.arrival if self.executor.now is None else self.now()
         who = request.owner or p.tenant
         if who not in self.tenants and len(self.tenants) >= MAX_TENANTS:
             self.tenants.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 from .plan import LateInputs, StepPlan, StepResult
 
 # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models; 2.3: StepPlan.taps, Join.steer,
-# Capacity.taps
-API = (2, 3)
+# Capacity.taps; 2.4: Executor.now
+API = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,10 @@ class Capacity:
 
 class Executor(ABC):
     """Runs steps in order.  Nothing here raises for a failed step: the failure is in its result."""
+
+    # seconds of a clock of its own, which then is the engine's: policies and requests see its
+    # time; None: time.monotonic
+    now: Callable[[], float] | None = None
 
     def __init__(self, options: Any = None) -> None:
         self.options = options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class MultiprocessOptions(BaseModel):
@@ -35,6 +35,11 @@ class SimOptions(BaseModel):
     sample_ms: float = Field(
         0.0, ge=0, le=60_000, description="and of drawing, which begins when the masks of its rows are there"
     )
+    costs: str = Field(
+        "",
+        description="file that `minivllm calibrate` wrote: steps take what they took on the device that it measured; "
+        "`step_ms`, `row_ms` and `token_ms` then count for nothing and may not be set",
+    )
     clock: Literal["real", "virtual"] = Field(
         "real",
         description="`real`: a result comes when its time has passed; `virtual`: at once, and the time is what "
@@ -52,3 +57,11 @@ class SimOptions(BaseModel):
         False,
         description="each KV slot that a row reads must hold what that row wrote there; a step takes longer for it",
     )
+
+    @model_validator(mode="after")
+    def _one_pace(self) -> SimOptions:
+        fields = type(self).model_fields
+        said = [n for n in ("step_ms", "row_ms", "token_ms") if getattr(self, n) != fields[n].default]
+        if self.costs and said:
+            raise ValueError(f"costs and {said[0]} both say how long a step takes; leave one of them out")
+        return self

@@ -16,7 +16,6 @@ AssertionError, which ends the engine, because its books are wrong.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ import numpy as np
 from minivllm import files
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import (
+    ENDED,
     EOS,
     FAILED,
     LENGTH,
@@ -46,38 +46,14 @@ from minivllm.core.interfaces.plan import (
 )
 from minivllm.errors import ModelError, ResourceError
 
+from .clocks import CLOCKS
+from .costs import StepCounts, read_costs
 from .made_up import Histories, MadeUpModel, mixed, scores_of, uniform
 from .options import SimOptions
 
 MOST_BLOCKS = 1 << 31  # their numbers have 32 bits
 MADE_UP = "tokens are made up: no model is computed"
 DRAFT_LANE = np.uint64(0xE7037ED1A0B428DB)
-
-
-class RealClock:
-    """Seconds; waits are slept."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def until(self, when: float) -> None:
-        if (left := when - self.now()) > 0:
-            time.sleep(left)
-
-
-class VirtualClock(RealClock):
-    """Seconds in which waits are skipped: only what this process computes takes anybody's time."""
-
-    skipped = 0.0
-
-    def now(self) -> float:
-        return time.monotonic() + self.skipped
-
-    def until(self, when: float) -> None:
-        self.skipped += max(0.0, when - self.now())
-
-
-CLOCKS: dict[str, type[RealClock]] = {"real": RealClock, "virtual": VirtualClock}
 
 
 @dataclass
@@ -98,11 +74,15 @@ class Sim(Executor):
     def __init__(self, options: Any = None) -> None:
         super().__init__(SimOptions() if options is None else options)
         self.clock: Any = CLOCKS[self.options.clock]()
+        self.costs = read_costs(self.options.costs) if self.options.costs else None
+        # real: the engine's own does as well, and replays put theirs in its place
+        self.now = None if self.options.clock == "real" else self.clock.now
         # slot -> what its KV may be shared with; every slot that is read is checked to be of the same
         self.space: Callable[[int], object] = lambda slot: ()
         self._behind: deque[StepPlan] = deque()  # a step that waits for its masks
         self._early: dict[int, LateInputs] = {}  # masks by the id of a step in ``_behind``
         self._running: deque[SimStep] = deque()  # in order of submission; all but the last have drawn
+        self._last: StepPlan | None = None  # that was begun
         self._free_at = 0.0  # when the device is done with all that it was given
         self._started = False
 
@@ -151,10 +131,9 @@ class Sim(Executor):
         while self._behind and (not self._running or self._running[-1].result is not None):
             plan = self._behind.popleft()
             self._delta(plan.delta)
-            o = self.options
-            ms = o.step_ms + o.row_ms * len(plan.slots) + o.token_ms * int(plan.q_len.sum())
+            ms = self._cost(plan)
             self._work(ms)
-            self._running.append(SimStep(plan, ms + o.sample_ms))
+            self._running.append(SimStep(plan, ms + self.options.sample_ms))
             late = self._early.pop(plan.id, None)
             if late is not None or not len(plan.late):
                 self._sample(self._running[-1], late)
@@ -166,14 +145,24 @@ class Sim(Executor):
         self._sample(next(r for r in self._running if r.plan.id == step), late)
         self._enqueue()
 
+    def _cost(self, plan: StepPlan) -> float:
+        """Milliseconds of its FORWARD."""
+        o = self.options
+        if self.costs is not None:
+            counts, self._last = StepCounts.of(plan, self._last), plan
+            return 1e3 * self.costs.seconds(counts)
+        return o.step_ms + o.row_ms * len(plan.slots) + o.token_ms * int(plan.q_len.sum())
+
     def _work(self, ms: float) -> None:
         """The device is busy for so long, from now or from when it is free."""
         self._free_at = max(self.clock.now(), self._free_at) + ms / 1e3
 
     def _sample(self, step: SimStep, late: LateInputs | None) -> None:
         self._work(self.options.sample_ms)
+        step.result = result = self._run(step.plan, late, step.ms)
+        if self.costs is not None and self.costs.slopes["end"]:
+            self._work(1e3 * self.costs.slopes["end"] * int(np.count_nonzero(result.flags & ENDED)))
         step.done = self._free_at
-        step.result = self._run(step.plan, late, step.ms)
 
     def collect(self, in_flight: int) -> Sequence[StepResult]:
         out: list[StepResult] = []

@@ -4,20 +4,20 @@ from minivllm.spec import ANY, Range, Spec
 
 LOCAL = Spec(
     impl="minivllm.plugins.executor.local:Local",
-    api=(2, 3),
+    api=(2, 4),
     summary="runs the steps in this process, on one device",
     priority=10,
     limits={"device": ANY, "tensor_parallel_size": {1}},
 )
 PROCESS = Spec(
     impl="minivllm.plugins.executor.process:Process",
-    api=(2, 3),
+    api=(2, 4),
     summary="runs the steps in a worker process of its own, while this one plans and serves",
     limits={"device": ANY, "tensor_parallel_size": {1}},
 )
 SIM = Spec(
     impl="minivllm.plugins.executor.sim:Sim",
-    api=(2, 3),
+    api=(2, 4),
     summary="computes no model: made-up tokens at a chosen pace, to measure and test what is round it",
     options="minivllm.plugins.executor.options:SimOptions",
     priority=-100,  # nobody gets made-up tokens who has not asked for them
@@ -29,7 +29,7 @@ SIM = Spec(
 )
 MULTIPROCESS = Spec(
     impl="minivllm.plugins.executor.multiprocess:Multiprocess",
-    api=(2, 3),
+    api=(2, 4),
     summary="runs the steps in a worker process for each device, which share the model (tensor parallelism)",
     options="minivllm.plugins.executor.options:MultiprocessOptions",
     priority=-10,  # what one process can do it does without messages

@@ -15,6 +15,7 @@ import numpy as np
 
 from minivllm.errors import ConfigError, shown, suggest
 
+from .presets import PRESETS
 from .trace import Trace, build
 
 
@@ -51,11 +52,19 @@ class Synthetic:
 
 
 def parse(text: str) -> Synthetic:
-    """``requests=2000,seed=1``; ConfigError for what is not there."""
+    """``requests=2000,seed=1``, ``like=chat,rate=5``; ConfigError for what is not there."""
     kinds = {f.name: f.type for f in fields(Synthetic)}
     values: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         name, sign, value = item.partition("=")
+        if name == "like":
+            if value not in PRESETS:
+                near = suggest(value, sorted(PRESETS))
+                raise ConfigError(
+                    f"synthetic: like={shown(value)}: no such preset.{near} There are: {', '.join(PRESETS)}"
+                )
+            values = {**PRESETS[value], **values}
+            continue
         if name not in kinds:
             raise ConfigError(
                 f"synthetic: {shown(name)} is no parameter.{suggest(name, sorted(kinds))} There are: {', '.join(kinds)}"

@@ -1,0 +1,196 @@
+"""``minivllm calibrate`` and ``minivllm simulate``: what a configuration would do under a trace, on a virtual clock.
+Parsing it imports nothing heavy; simulating imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+from minivllm import files
+from minivllm.cli.common import load
+from minivllm.cli.replay import configs_of, part_of
+from minivllm.errors import ConfigError
+
+
+def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
+    """Add both.  ``command`` and the parent of its flags are of ``minivllm.cli``."""
+    text = "Measure what steps of a configuration cost on this machine, for `minivllm simulate`."
+    sub = command("calibrate", "cli.simulate:calibrate", text, wiring)
+    sub.add_argument("-o", "--output", default="costs.json", metavar="FILE", help="table of costs (default costs.json)")
+    sub.add_argument("--seconds", type=float, default=60.0, help="to measure for, after the start (default 60)")
+    sub.add_argument(
+        "--watts", default="", metavar="BUSY,IDLE", help="of the device, which gives joules in simulations"
+    )
+    text = "Run a trace through the real engine on a virtual clock, and compare configurations."
+    sub = command("simulate", "cli.simulate:simulate", text)
+    sub.add_argument("--trace", required=True, help="sample:NAME, synthetic:like=NAME,..., a .csv or a .jsonl")
+    sub.add_argument("--costs", required=True, metavar="FILE", help="what `minivllm calibrate` wrote")
+    sub.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; one run for each")
+    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
+    sub.add_argument("--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class")
+    sub.add_argument(
+        "--rate", action="append", default=[], metavar="xK", help="arrivals K times as fast; xinf: at once"
+    )
+    sub.add_argument("--requests", default="", metavar="A:B", help="only requests A to B-1, by arrival")
+    sub.add_argument("--goodput", action="append", default=[], metavar="NAME:MS", help="ttft, tpot or e2el at most")
+    sub.add_argument("--oracle", action="store_true", help="bounds: Belady's evictor; the shortest answer first")
+    sub.add_argument("--real", action="store_true", help="the trace on the real engine too, and how far off this was")
+    sub.add_argument("--no-answer-hits", action="store_true", help="later prompts hold no answers of earlier requests")
+    sub.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    if not 1 <= args.seconds <= 3600:
+        raise ConfigError(f"--seconds {args.seconds:g}: want 1 to 3600")
+    watts = _watts(args.watts)
+    files.check_output(args.output)
+    loaded = load(args)
+    from minivllm import LLM
+    from minivllm.record.machine import machine, versions
+    from minivllm.simulate import calibrate as measuring
+
+    with LLM(config=loaded) as llm:
+        about = {
+            "model": llm.config.model,
+            "dtype": llm.engine.wiring.dtype,
+            "parts": {seam: part.name for seam, part in llm.resolved.parts.items()},
+            "machine": machine(llm.resolved.device),
+            "versions": versions(),
+        }
+        if loaded.engine.executor.name == "sim":
+            raise ConfigError("executor=sim has no steps to measure; calibrate the executor that it is to stand for")
+        table = measuring.calibrate(llm.engine, about, args.seconds, _tell)
+    with open(args.output, "w", encoding="utf-8") as file:
+        json.dump(replace(table, watts=watts).as_json(), file, indent=1)
+        file.write("\n")
+    print(fit_table(table.fit))
+    print(f"costs of steps to {args.output}")
+    return 0
+
+
+def fit_table(fit: Any) -> str:
+    """How far the table is from what was measured.  ``check`` are steps that the fit did not see."""
+    lines = ["steps        number   error: median      90 %    of the sum"]
+    for phase, x in fit.items():
+        errors = (
+            f"{100 * x['median_error']:>12.1f} %  {100 * x['p90_error']:>6.1f} %    {100 * x['sum_error']:>+6.1f} %"
+        )
+        lines.append(f"{phase:10} {x['steps']:>8} {errors}")
+    return "\n".join(lines)
+
+
+def simulate(args: argparse.Namespace) -> int:
+    from minivllm.plugins.executor.costs import read_costs
+    from minivllm.simulate import cases, figures
+    from minivllm.traces.read import about, read_trace
+
+    if args.real and args.oracle:
+        raise ConfigError("--oracle has no real run to compare with; leave out --real")
+    goals, rates = figures.parse_goals(args.goodput), [_rate(text) for text in args.rate or ["x1"]]
+    costs = read_costs(args.costs)
+    trace = part_of(read_trace(args.trace), args.requests)
+    configs = configs_of(args)
+    answers = not (args.real or args.no_answer_hits)
+    rows, told = [], (lambda text: print(f"minivllm: {text}", file=sys.stderr))
+    for case in cases.cases(configs, costs, told, args.oracle):
+        for rate in rates:
+            told(" ".join([f"x{rate:g}", *case.head.values()]))
+            faster = cases.at_rate(trace, rate)
+            found = figures.figures(cases.simulate(case, faster, costs, answers), goals, costs.watts)
+            rows.append({**case.head, "rate": rate, **found})
+            if args.real:
+                rows[-1]["real"] = real = _really(case, faster, goals, costs)
+                rows[-1]["off"] = figures.off(found, real)
+    if args.json:
+        print(json.dumps({"trace": trace.name, "requests": len(trace), "costs": args.costs, "runs": rows}))
+        return 0
+    print(about(trace))
+    print(table(rows))
+    return 0
+
+
+def _really(case: Any, trace: Any, goals: Any, costs: Any) -> dict[str, Any]:
+    from minivllm import LLM
+    from minivllm.simulate import cases, figures
+
+    with LLM(config=case.loaded) as llm:
+        cases.warm(llm.engine, trace)
+        return figures.figures(cases.run_really(llm.engine, trace), goals, {})
+
+
+def _rate(text: str) -> float:
+    try:
+        found = float(text.removeprefix("x"))
+    except ValueError:
+        found = -1.0
+    if not found > 0:
+        raise ConfigError(f"--rate {text}: want xK with K above 0, or xinf")
+    return found
+
+
+def _watts(text: str) -> dict[str, float]:
+    if not text:
+        return {}
+    try:
+        busy, idle = (float(x) for x in text.split(","))
+    except ValueError:
+        busy = idle = -1.0
+    if not 0 <= idle <= busy < 1e6 or not math.isfinite(busy):
+        raise ConfigError(f"--watts {text}: want BUSY,IDLE in watts, as 450,120")
+    return {"busy": busy, "idle": idle}
+
+
+def _tell(text: str) -> None:
+    print(f"minivllm: {text}", file=sys.stderr)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each run; under one that was run really too, the real figures and how far off the simulation is."""
+    named = {
+        "tok/s": "output_throughput",
+        "req/s": "request_throughput",
+        "good/s": "request_goodput",
+        "TTFT ms mean": "mean_ttft_ms",
+        "p50": "p50_ttft_ms",
+        "p99": "p99_ttft_ms",
+        "TPOT ms mean": "mean_tpot_ms",
+        "p99 ": "p99_tpot_ms",
+        "E2E ms mean": "mean_e2el_ms",
+        "p99  ": "p99_e2el_ms",
+        "hits": "prefix_hit_rate",
+        "preempted": "preemptions",
+        "J/tok": "joules_per_output_token",
+        "failed": "failed",
+    }
+    shown = [(title, key) for title, key in named.items() if any(row.get(key) is not None for row in rows)]
+    shown = [(title, key) for title, key in shown if key != "failed" or any(row["failed"] for row in rows)]
+    lines = [["config", "rate", "scheduler", "evictor", *(title.strip() for title, _ in shown)]]
+    for row in rows:
+        lines.append(
+            [
+                row["config"],
+                f"x{row['rate']:g}",
+                row["scheduler"],
+                row["evictor"],
+                *(_cell(k, row.get(k)) for _, k in shown),
+            ]
+        )
+        if "real" in row:
+            lines.append(["", "", "really", "", *(_cell(k, row["real"].get(k)) for _, k in shown)])
+            errors = [f"{100 * row['off'][k]:+.1f} %" if k in row["off"] else "" for _, k in shown]
+            lines.append(["", "", "off by", "", *errors])
+    width = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    pad = lambda i, cell: cell.ljust(width[i]) if i < 4 else cell.rjust(width[i])  # noqa: E731
+    return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(line)).rstrip() for line in lines)
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if key == "prefix_hit_rate":
+        return f"{100 * value:.1f} %"
+    return str(value) if isinstance(value, int) else f"{value:.2f}" if value < 100 else f"{value:.0f}"

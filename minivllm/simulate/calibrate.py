@@ -1,0 +1,201 @@
+"""Measure what steps of a configuration cost on this machine.
+
+prefill   prompts of many lengths, alone and several in a step
+decode    1, 2, 4 ... rows with short and long contexts
+traffic   requests that come and go at random, so that steps mix both: what a server sees, at several loads
+check     the same with other lengths from another seed, which the fit does not see
+
+The time of a step is that from turn to turn of the real engine, and so has the host's share in it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from time import monotonic, perf_counter
+from typing import Any
+
+import numpy as np
+
+from minivllm.core.engine.engine import Engine
+from minivllm.core.engine.request import Request
+from minivllm.core.interfaces.params import SamplingParams
+from minivllm.core.interfaces.plan import StepPlan
+from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.plugins.executor.costs import CostTable, StepCounts
+
+from .fit import MeasuredStep, errors, fit
+
+SHARES = {"prefill": 0.2, "decode": 0.3, "traffic": 0.4, "check": 0.1}  # of the time
+WARM = 0.1  # of the time, before anything counts
+DECODES = 24  # steps of each point
+LOADS = (0.1, 0.3, 0.6, 1.0)  # of the rows
+REFILL = 0.15  # chance in a step that a free row gets a request: what ended together is not replaced together
+
+
+@dataclass
+class Point:
+    """Requests that enter together."""
+
+    prompts: list[int]  # tokens
+    outputs: list[int]
+
+
+class Calibrator:
+    """Drives an engine and keeps the time of each step."""
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        self.engine, self.rng = engine, np.random.default_rng(seed)
+        self.steps: list[MeasuredStep] = []
+        self.adds: list[float] = []
+        self._plans: deque[StepPlan] = deque()
+        self._last: StepPlan | None = None  # that came back
+        self._submit = engine.executor.submit
+        self._number = self._ended = 0
+        w = engine.wiring
+        self.rows, self.most = w.max_num_seqs, w.max_num_batched_tokens
+        # a row that grows must not be preempted here: what it is charged would be another's
+        self.room = (engine.capacity.blocks[0] - 1) * w.block * 9 // 10
+        self.longest = min(w.max_model_len - DECODES - 2, self.room)
+        if self.longest < 16:
+            raise ConfigError(
+                f"max_model_len={w.max_model_len}: too short to calibrate; want at least {16 + DECODES + 2}"
+            )
+
+    def __enter__(self) -> Calibrator:
+        def submit(plan: StepPlan) -> None:
+            self._plans.append(plan)
+            self._submit(plan)
+
+        self.engine.executor.submit = submit  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.engine.executor.submit
+
+    def add(self, prompt: int, output: int) -> None:
+        self._number += 1
+        engine = self.engine
+        tokens = self.rng.integers(0, engine.capacity.vocab_size, prompt).astype(np.int32)
+        params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False)
+        begun = perf_counter()
+        engine.add(Request(f"calibrate-{self._number}", tokens, params, monotonic(), on_done=self._done))
+        self.adds.append(perf_counter() - begun)
+
+    def _done(self, request: Request) -> None:
+        self._ended += 1
+
+    def turn(self, phase: str) -> None:
+        """One step.  With several in flight a turn waits for the oldest, whose time it takes."""
+        begun, self._ended = perf_counter(), 0
+        if not self.engine.step():
+            if self.engine.dead:
+                raise EngineDeadError(self.engine.dead)
+            return
+        seconds = perf_counter() - begun
+        back = [self._plans.popleft() for _ in range(len(self._plans) - len(self.engine.in_flight))]
+        if len(back) == 1 and phase:  # of several nobody knows whose time it was
+            self.steps.append(MeasuredStep(StepCounts.of(back[0], self._last, self._ended), seconds, phase))
+        self._last = back[-1] if back else self._last
+
+    def drain(self, phase: str) -> None:
+        while self.engine.busy:
+            self.turn(phase)
+
+    # ---- phases --------------------------------------------------------------------------------------------------
+
+    def run(self, phase: str, seconds: float, points: Iterator[Point]) -> None:
+        """Points until the time is over; one that has begun is ended."""
+        until = perf_counter() + seconds
+        for point in points:
+            for prompt, output in zip(point.prompts, point.outputs, strict=True):
+                self.add(prompt, output)
+            self.drain(phase)
+            if perf_counter() > until:
+                return
+
+    def prefills(self) -> Iterator[Point]:
+        """One token is drawn, so nothing but prompts is computed."""
+        while True:
+            for _ in range(8):
+                length = self._length(2, self.longest)
+                yield Point([length], [1])
+                several = min(self.rows, 4, max(1, self.room // length))
+                yield Point([max(2, length // several)] * several, [1] * several)
+
+    def decodes(self) -> Iterator[Point]:
+        while True:
+            for rows in (*_powers(1, self.rows),):
+                for context in (16, 256, self.longest):
+                    length = min(context, self.longest, max(16, self.room // rows - DECODES))
+                    if rows * length <= self.room and rows * length <= 16 * self.most:
+                        yield Point([length] * rows, [DECODES] * rows)
+
+    def traffic(self, phase: str, seconds: float) -> None:
+        """So many rows are kept busy; lengths are log-uniform."""
+        share = seconds / len(LOADS)
+        top = min(self.longest // 2, self.room // self.rows // 2)
+        for load in LOADS:
+            until, rows = perf_counter() + share, max(1, round(self.rows * load))
+            while perf_counter() < until:
+                if len(self.engine.requests) < rows and self.rng.random() < REFILL:
+                    self.add(self._length(4, top), self._length(2, max(4, top // 2)))
+                self.turn(phase)
+            for name in list(self.engine.requests):
+                self.engine.abort(name)
+            self.drain("")
+
+    def _length(self, low: int, high: int) -> int:
+        return int(np.exp(self.rng.uniform(np.log(low), np.log(max(high, low + 1)))))
+
+
+def _powers(low: int, high: int) -> list[int]:
+    found = [low]
+    while found[-1] * 2 < high:
+        found.append(found[-1] * 2)
+    return [*found, high] if high > found[-1] else found
+
+
+def _halves(low: int, high: int) -> list[int]:
+    """Powers of two, and what is halfway between them."""
+    powers = _powers(low, high)
+    return sorted({*powers, *((a + b) // 2 for a, b in itertools.pairwise(powers))})
+
+
+def calibrate(
+    engine: Engine, about: dict[str, Any], seconds: float = 60.0, told: Callable[[str], None] = lambda _: None
+) -> CostTable:
+    """``about``: what the table says of itself.  ConfigError where there is nothing to measure by."""
+    if engine.speculation is not None:
+        raise ConfigError("steps with drafts have no table of costs; set drafter=none")
+    with Calibrator(engine) as c:
+        told("warming up")
+        c.run("", WARM * seconds / 2, c.decodes())
+        c.traffic("", WARM * seconds / 2)
+        c.adds.clear()
+        for phase in SHARES:
+            spend = SHARES[phase] * seconds * (1 - WARM)
+            told(f"{phase}, {spend:.0f} s")
+            if phase in ("traffic", "check"):
+                c.rng = np.random.default_rng(len(phase))
+                c.traffic(phase, spend)
+            else:
+                c.run(phase, spend, c.prefills() if phase == "prefill" else c.decodes())
+        seen = [s for s in c.steps if s.phase != "check"]
+        table = fit(seen, [0, *_halves(1, c.rows)], [1, *_halves(8, c.most)])
+        adds = float(np.median(c.adds))
+    w, cap = engine.wiring, engine.capacity
+    sizes = {
+        "kvcache_block_size": w.block,
+        "num_kvcache_blocks": cap.blocks[0] - 1,
+        "max_model_len": w.max_model_len,
+        "max_num_seqs": w.max_num_seqs,
+        "max_num_batched_tokens": w.max_num_batched_tokens,
+        "depth": cap.depth,
+        "windows": list(engine.cache.windows),
+    }
+    when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return replace(table, add=adds, engine=sizes, about={"measured": when, **about}, fit=errors(table, c.steps))

@@ -1,0 +1,148 @@
+"""What is simulated: a configuration on the machine that a table of costs was measured on, and bounds beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from minivllm.config import Loaded
+from minivllm.config.resolve import choose_seams
+from minivllm.core.engine.engine import Engine
+from minivllm.core.interfaces.executor import Part
+from minivllm.errors import ConfigError
+from minivllm.plugins.executor.clocks import ModelClock, RealClock
+from minivllm.plugins.executor.costs import CostTable
+from minivllm.registry import Catalog, build_part
+from minivllm.replay.serve import ServeSizes, engine_for
+from minivllm.traces.trace import Trace
+
+from .device import UNSAID, Simulated
+from .drive import TraceOutcome, drive
+
+SHORTEST = "shortest-job"
+MIX = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class SimulatedCase:
+    """One row of the table.  ``evictor`` None is Belady's rule; ``known``: the scheduler knows each answer's length."""
+
+    label: str
+    loaded: Loaded
+    evictor: Part | None
+    scheduler: Part
+    sizes: ServeSizes
+    known: bool = False
+
+    @property
+    def head(self) -> dict[str, Any]:
+        short = lambda part: part.name.removeprefix("minivllm/")  # noqa: E731
+        return {
+            "config": self.label,
+            "scheduler": short(self.scheduler) + (" (lengths known)" if self.known else ""),
+            "evictor": "optimum" if self.evictor is None else short(self.evictor),
+        }
+
+
+def cases(
+    configs: Sequence[tuple[str, Loaded]], costs: CostTable, told: Callable[[str], None], oracles: bool = False
+) -> list[SimulatedCase]:
+    """Each configuration; ``oracles``: and each with Belady's evictor, and with the shortest answer first."""
+    found = []
+    for label, loaded in configs:
+        config, catalog = loaded.engine, Catalog.discover(allow_targets=loaded.engine.allow_targets)
+        if config.drafter.name not in ("auto", "none"):
+            raise ConfigError(f"{label}: drafts have no table of costs; set drafter=none")
+        parts = choose_seams(config, catalog, ("evictor", "scheduler"), loaded.origins)
+        case = SimulatedCase(label, loaded, parts["evictor"], parts["scheduler"], sizes_of(label, loaded, costs, told))
+        found.append(case)
+        if oracles:
+            found.append(replace(case, evictor=None))
+            shortest = choose_seams(
+                config.model_copy(update={"scheduler": type(config.scheduler)(name=SHORTEST)}),
+                catalog,
+                ("scheduler",),
+                {},
+            )
+            found.append(replace(case, scheduler=shortest["scheduler"], known=True))
+    return found
+
+
+def sizes_of(label: str, loaded: Loaded, costs: CostTable, told: Callable[[str], None]) -> ServeSizes:
+    """Of the configuration; what it leaves open is as it was where the table was measured."""
+    config, measured = loaded.engine, costs.engine
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if getattr(config, name) > int(measured[name]):
+            told(
+                f"{label}: {name}={getattr(config, name)}, and the table was measured up to {measured[name]}: "
+                "larger steps go on along its last slope"
+            )
+    block = config.kvcache_block_size or int(measured["kvcache_block_size"])
+    fitted = int(measured["num_kvcache_blocks"]) * int(measured["kvcache_block_size"]) // block
+    return ServeSizes(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_model_len or int(measured["max_model_len"]),
+        block,
+        config.num_kvcache_blocks if config.num_kvcache_blocks > 0 else fitted,
+        config.enable_prefix_caching,
+        config.partial_prefix_hits,
+        int(measured["depth"]) if config.run_ahead is None else config.run_ahead,
+        tuple(measured["windows"]),
+    )
+
+
+def at_rate(trace: Trace, rate: float) -> Trace:
+    """Arrivals ``rate`` times as fast; infinite: all at once."""
+    return replace(trace, arrival=trace.arrival / rate)
+
+
+def simulate(case: SimulatedCase, trace: Trace, costs: CostTable, answers: bool = True) -> TraceOutcome:
+    """``answers``: later prompts hold the answers of earlier ones, where the trace says so."""
+    clock, sent = ModelClock(), 0
+    device = Simulated(trace, case.sizes, costs, clock, answers)
+    evictor = None if case.evictor is None else _maker("evictor", case.evictor)
+    engine = engine_for(device, case.sizes, _maker("scheduler", case.scheduler), evictor, clock.now, lambda: sent)
+
+    def told(n: int) -> None:
+        nonlocal sent
+        sent = n
+
+    run = drive(engine, trace, clock, trace.tokens, told, case.known, costs.add)
+    return replace(run, busy=device.busy)
+
+
+def _maker(seam: str, part: Part) -> Any:
+    return lambda ctx: build_part(seam, part, ctx)
+
+
+def run_really(engine: Engine, trace: Trace) -> TraceOutcome:
+    """The same requests on a real engine, at their real times.  Answers are the model's own, so no later prompt holds
+    them."""
+    width = min(engine.capacity.vocab_size, UNSAID)
+    return drive(engine, trace, RealClock(), lambda i: tokens_within(trace.tokens(i), width))
+
+
+def tokens_within(tokens: np.ndarray, width: int) -> np.ndarray:
+    """i32 tokens below ``width``, equal where the trace's beginnings are; within a run of one content they vary with
+    their position, as a text's do."""
+    place = np.arange(len(tokens), dtype=np.uint64)
+    x = (tokens.astype(np.uint64) << np.uint64(20)) + place + np.uint64(1)
+    x = x * np.uint64(MIX)
+    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return ((x >> np.uint64(33)) % np.uint64(width)).astype(np.int32)
+
+
+def rows_of(case: SimulatedCase, found: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    return {**case.head, "rate": rate, **found}
+
+
+def warm(engine: Engine, trace: Trace) -> None:
+    """First calls allocate and compile: a few requests of other contents, which are gone when the trace begins."""
+    few = trace.part(0, min(len(trace), 2 * engine.wiring.max_num_seqs, 32))
+    other = replace(few, arrival=few.arrival * 0, output=np.minimum(few.output, 8))
+    width = min(engine.capacity.vocab_size, UNSAID)
+    drive(engine, other, RealClock(), lambda i: tokens_within(few.tokens(i) + 1_000_003, width))

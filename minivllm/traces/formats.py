@@ -1,0 +1,101 @@
+"""Readers of published formats.  None copies a text: the traces hold lengths, and ids where prefixes are equal."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+from minivllm import files
+from minivllm.errors import ConfigError
+
+from .trace import Trace, build
+
+MOONCAKE_BLOCK = 512  # tokens of a hash id
+BAILIAN_BLOCK = 16
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
+
+
+def read_azure(name: str, lines: Iterator[str]) -> Trace:
+    """Azure's LLM inference traces (Patel et al., "Splitwise", ISCA 2024; those of 2024 alike): TIMESTAMP,
+    ContextTokens, GeneratedTokens.  They say nothing about content, so no two requests share any."""
+
+    def fields(stamp: str, n: str, m: str) -> tuple[float, int, int]:
+        # seven digits after the point are one too many for datetime; those of 2024 end with an offset
+        whole, _, rest = stamp.partition(".")
+        digits, _, _ = rest.partition("+")
+        return datetime.fromisoformat(whole.partition("+")[0]).timestamp() + float(f"0.{digits or 0}"), int(n), int(m)
+
+    return _unshared(name, lines, AZURE, fields, "a time and two numbers")
+
+
+def read_burstgpt(name: str, lines: Iterator[str]) -> Trace:
+    """BurstGPT (Wang et al., 2024): Timestamp (seconds), Request tokens, Response tokens; others are passed over.
+    Rows without a response are failures of the service that was watched, and are left out."""
+    return _unshared(name, lines, BURSTGPT, lambda t, n, m: (float(t), int(n), int(m)), "three numbers", failures=True)
+
+
+def _unshared(
+    name: str,
+    lines: Iterator[str],
+    want: tuple[str, str, str],
+    fields: Callable[[str, str, str], tuple[float, int, int]],
+    what: str,
+    failures: bool = False,
+) -> Trace:
+    """A CSV of times and lengths."""
+    rows = csv.DictReader(lines)
+    if missing := [c for c in want if c not in (rows.fieldnames or ())]:
+        raise ConfigError(f"{name}: no column {missing[0]}; want {', '.join(want)}")
+    arrival, prompt, output = [], [], []
+    for row in rows:
+        try:
+            at, n, m = fields(*(row[c] for c in want))
+        except (ValueError, TypeError, AttributeError) as e:
+            raise ConfigError(f"{name}:{rows.line_num}: {e}; want {what}") from e
+        if failures and (n < 1 or m < 1):
+            continue
+        arrival.append(at)
+        prompt.append(n)
+        output.append(m)
+    runs = [[(2 * i, n)] for i, n in enumerate(prompt)]
+    return build(name, arrival, prompt, output, [2 * i + 1 for i in range(len(prompt))], runs)
+
+
+def read_mooncake(name: str, lines: Iterator[str]) -> Trace:
+    """Mooncake's traces (Qin et al., "Mooncake", FAST 2025): timestamp (ms), input_length, output_length, hash_ids, one
+    an equal prefix of 512 tokens.  What a turn answers is in no later prompt by name, so answers are never shared."""
+    return _hashed(name, lines, MOONCAKE_BLOCK, 1e3, "Mooncake's fields")
+
+
+def read_bailian(name: str, lines: Iterator[str]) -> Trace:
+    """Qwen-Bailian's traces (Wang et al., "KVCache Cache in the Wild", USENIX ATC 2025): chat_id, parent_chat_id,
+    timestamp (seconds), input_length, output_length, type, turn, hash_ids, one for an equal prefix of 16 tokens."""
+    return _hashed(name, lines, BAILIAN_BLOCK, 1.0, "Qwen-Bailian's fields")
+
+
+def _hashed(name: str, lines: Iterator[str], block: int, unit: float, fields: str) -> Trace:
+    """JSON lines whose prompts are ids of blocks; ``unit``: the timestamp's parts of a second."""
+    arrival, prompt, output, runs = [], [], [], []
+    numbers: dict[int, int] = {}  # id -> content number, in order of appearance
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row: Any = files.parse_json(line, name, line=number)
+            ids, n = [int(x) for x in row["hash_ids"]], int(row["input_length"])
+            arrival.append(float(row["timestamp"]) / unit)
+            prompt.append(n)
+            output.append(max(1, int(row["output_length"])))
+        except ConfigError:
+            raise
+        except (ValueError, KeyError, TypeError, OverflowError) as e:
+            raise ConfigError(f"{name}:{number}: {type(e).__name__}: {e}; want {fields}") from e
+        if len(ids) != -(-n // block):
+            what = f"{len(ids)} hash ids for {n} tokens"
+            raise ConfigError(f"{name}:{number}: {what}; want one for each {block} tokens begun")
+        runs.append([(numbers.setdefault(x, len(numbers)), block) for x in ids])
+    answers = [len(numbers) + i for i in range(len(runs))]
+    return build(name, arrival, prompt, output, answers, runs, block)

@@ -1,0 +1,223 @@
+"""The simulator: time is what the table of costs says and nothing else, the fit finds costs that are there, the real
+engine plans the same steps, and what a table or a rate may not be is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from minivllm import LLM
+from minivllm.cli import main
+from minivllm.config import load_config
+from minivllm.errors import ConfigError, PluginError
+from minivllm.plugins.executor.costs import BrokenLine, CostTable, StepCounts, read_costs
+from minivllm.simulate import cases, figures
+from minivllm.simulate.calibrate import calibrate
+from minivllm.simulate.fit import MeasuredStep, errors, fit
+from minivllm.traces.read import read_trace
+from minivllm.traces.trace import build
+
+SIZES = {
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 400,
+    "max_model_len": 1000,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "depth": 0,
+    "windows": [None],
+}
+COSTS = CostTable(
+    BrokenLine([0, 1, 8], [1.0, 2.0, 9.0]),
+    BrokenLine([1, 64], [1.0, 64.0]),
+    {"kv": 0.0, "pairs": 0.0, "chunk": 10.0, "join": 0.0, "end": 0.0, "fresh": 0.0},
+    watts={"busy": 30.0, "idle": 10.0},
+    engine=SIZES,
+)
+SMALL = "synthetic:like=pocket,requests=40,seed=3,rate=20"
+
+
+def alone(*lengths, every=1000.0, output=5):
+    n = len(lengths)
+    runs = [[(i, k)] for i, k in enumerate(lengths)]
+    return build("hand", [i * every for i in range(n)], lengths, [output] * n, [90 + i for i in range(n)], runs)
+
+
+def case(*sets, costs=COSTS):
+    given = ["max_num_seqs=8", "max_num_batched_tokens=64", *sets]
+    return cases.cases([("x", load_config([], given))], costs, lambda _: None)[0]
+
+
+@pytest.fixture
+def table(tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(COSTS.as_json()))
+    return str(file)
+
+
+# ---- time ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_alone_takes_the_sum_of_its_steps():
+    """100 tokens in chunks of 64 and 36, then four steps of one row."""
+    run = cases.simulate(case(), alone(100, 20), COSTS)
+    prefill = (1.0 + 64 + 10) + (1.0 + 36 + 10)
+    assert run.first.tolist() == [prefill, 1000 + 1.0 + 20 + 10]
+    assert (run.finished - run.first).tolist() == [4 * 2.0, 4 * 2.0]
+    assert run.busy == pytest.approx(prefill + 31 + 16) and run.steps == 11
+
+
+def test_policies_and_figures_see_the_virtual_clock_alone():
+    trace = alone(60, 60, 60, every=0.0)
+    out = figures.figures(cases.simulate(case("max_num_seqs=1"), trace, COSTS), {"e2el": 90e3}, COSTS.watts)
+    one = 1.0 + 60 + 10 + 4 * 2.0
+    assert out["duration"] == 3 * one and out["mean_ttft_ms"] == pytest.approx(1e3 * (71 + one))
+    assert out["request_goodput"] == pytest.approx(1 / (3 * one)) and out["mean_tpot_ms"] == 2000
+    assert out["joules"] == pytest.approx(30.0 * 3 * one) and out["run_seconds"] < 5
+
+
+def test_static_batches_hold_requests_until_their_time_though_nobody_computes():
+    """The policy's wait passes on the virtual clock, by itself."""
+    found = cases.simulate(case("scheduler=static", "scheduler.options.max_hold=7"), alone(10), COSTS)
+    assert found.first.tolist() == [7 + 1.0 + 10 + 10]
+
+
+def test_a_run_is_the_same_each_time_and_faster_arrivals_change_it():
+    trace, c = read_trace(SMALL), replace(COSTS, slopes={**COSTS.slopes, "chunk": 0.0})
+    slow = replace(c, rows=BrokenLine([0, 8], [0.001, 0.004]), prefill=BrokenLine([1, 64], [0.001, 0.02]))
+    runs = [cases.simulate(case(), cases.at_rate(trace, rate), slow) for rate in (1, 1, 50, np.inf)]
+    assert np.array_equal(runs[0].finished, runs[1].finished)
+    assert (runs[2].finished - runs[2].arrival).mean() > (runs[0].finished - runs[0].arrival).mean()
+    assert runs[3].arrival.max() == 0 and all(r.served.all() for r in runs)
+
+
+def test_what_the_engine_refuses_is_counted_as_failed():
+    found = figures.figures(cases.simulate(case("max_model_len=64"), alone(80, 20), COSTS), {}, {})
+    assert (found["completed"], found["failed"]) == (1, 1)
+
+
+# ---- fit -----------------------------------------------------------------------------------------------------------
+
+
+def test_costs_that_are_there_are_found_again_through_noise():
+    rng = np.random.default_rng(0)
+    truth = CostTable(
+        BrokenLine([0, 1, 4, 8], [3e-4, 5e-4, 9e-4, 3e-3]),
+        BrokenLine([1, 64, 128], [1e-3, 1e-2, 3e-2]),
+        {"kv": 1e-6, "pairs": 2e-7, "chunk": 1e-4, "join": 5e-5, "end": 1e-4, "fresh": 2e-4},
+    )
+    steps = []
+    for _ in range(4000):
+        rows, prefill = int(rng.integers(0, 9)), int(rng.integers(0, 129)) * int(rng.integers(0, 2))
+        if rows + prefill:
+            pairs = prefill * (rng.integers(0, 500) + prefill / 2)
+            chunks = int(rng.integers(1, 4)) if prefill else 0
+            counts = StepCounts(rows, int(rows * rng.integers(1, 900)), prefill, pairs, chunks, *rng.integers(0, 2, 3))
+            noise = rng.lognormal(0, 0.1) * (3 if rng.random() < 0.02 else 1)
+            steps.append(MeasuredStep(counts, truth.seconds(counts) * noise, "a"))
+    found = fit(steps, [0, 1, 4, 8], [1, 64, 128])
+    off = [found.seconds(s.counts) / truth.seconds(s.counts) - 1 for s in steps]
+    assert np.abs(off).mean() < 0.04 and abs(np.mean(off)) < 0.03
+    assert found.slopes["kv"] == pytest.approx(1e-6, rel=0.15) and errors(found, steps)["all"]["median_error"] < 0.1
+
+
+def test_no_cost_is_below_nothing_and_points_without_steps_are_left_out():
+    steps = [MeasuredStep(StepCounts(r, 0, 0, 0.0, 0), 1e-3 / r, "a") for r in (1, 2, 3, 4) for _ in range(20)]
+    found = fit(steps, [0, 1, 2, 4, 8, 16], [1, 8])
+    assert found.rows.at == [0, 1, 2, 4] and min(*found.rows.seconds, *found.slopes.values()) >= 0
+
+
+# ---- beside the real engine ----------------------------------------------------------------------------------------
+
+
+def test_a_real_engine_is_calibrated_and_its_simulation_serves_as_it_does(tmp_path):
+    """All requests there at once, so no clock decides: as many steps, hits and tokens as the real engine's."""
+    given = ["model=pocket", "device=cpu", "dtype=float32", "max_num_seqs=4", "max_num_batched_tokens=64"]
+    loaded = load_config([], [*given, "max_model_len=256", "num_kvcache_blocks=70"])
+    trace = cases.at_rate(read_trace("synthetic:like=pocket,requests=24,longest=230,node=30,seed=8"), np.inf)
+    with LLM(config=loaded) as llm:
+        costs = calibrate(llm.engine, {"model": "pocket"}, 0.6)
+        really = cases.run_really(llm.engine, trace)
+    assert costs.fit["check"]["steps"] > 5 and costs.engine["num_kvcache_blocks"] == 70
+    found = cases.simulate(cases.cases([("x", loaded)], costs, lambda _: None)[0], trace, costs, answers=False)
+    assert np.array_equal(found.cached, really.cached) and found.cached.any()
+    assert found.steps == really.steps and np.array_equal(found.output, trace.output)
+
+
+def test_the_executor_sim_takes_what_the_table_says(tmp_path):
+    file = tmp_path / "costs.json"
+    small = replace(COSTS, rows=BrokenLine([0, 1], [0.001, 40.0]), slopes={**COSTS.slopes, "chunk": 0.0})
+    file.write_text(json.dumps(small.as_json()))
+    options = {"costs": str(file), "clock": "virtual"}
+    with LLM(model="pocket", executor={"name": "sim", "options": options}, device="cpu", max_num_seqs=4) as llm:
+        out = llm.generate([[5, 6]], {"max_tokens": 4, "ignore_eos": True}, use_tqdm=False)[0]
+        assert llm.stats()["device_ms"] == 40_000
+    took = out.metrics.finished_time - out.metrics.arrival_time
+    assert 120 <= took < 150, "requests see another clock than the device's"
+
+
+# ---- command -------------------------------------------------------------------------------------------------------
+
+
+def test_simulate_compares_files_and_rates_beside_bounds_without_torch(tmp_path, table):
+    for name, scheduler in (("a", "fcfs"), ("b", "prefill-first")):
+        text = f'max_num_seqs = 8\nmax_num_batched_tokens = 64\nscheduler = "{scheduler}"\n'
+        (tmp_path / f"{name}.toml").write_text(text)
+    code = "import sys\nfrom minivllm.cli import main\ncode = main(sys.argv[1:])\nprint('torch' in sys.modules)\n"
+    files = [x for n in "ab" for x in ("--config", str(tmp_path / f"{n}.toml"))]
+    given = ["simulate", "--trace", SMALL, "--costs", table, *files, "--rate", "x1", "--rate", "xinf", "--oracle"]
+    run = [sys.executable, "-c", code, *given, "--goodput", "ttft:1e9", "--json"]
+    found = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert found[1] == "False", "simulating imports torch"
+    rows = json.loads(found[0])["runs"]
+    assert [(r["config"], r["scheduler"], r["evictor"], r["rate"]) for r in rows[:6:2]] == [
+        ("a", "fcfs", "lru", 1.0),
+        ("a", "fcfs", "optimum", 1.0),
+        ("a", "shortest-job (lengths known)", "lru", 1.0),
+    ]
+    assert len(rows) == 12 and all(r["request_goodput"] == r["request_throughput"] for r in rows)
+    assert rows[5]["mean_e2el_ms"] < rows[1]["mean_e2el_ms"], "the shortest answer first is no bound"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rate", "x0"], "--rate x0: want xK"),
+        (["--goodput", "ttft"], "--goodput 'ttft': want NAME:MILLISECONDS"),
+        (["--oracle", "--real"], "no real run to compare with"),
+        (["--set", "drafter=ngram"], "drafts have no table of costs"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(table, capsys, flags, said):
+    given = ["--set", "max_num_batched_tokens=64", "--set", "max_num_seqs=8"]
+    assert main(["simulate", "--trace", SMALL, "--costs", table, *given, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "x"}, "no table of costs"),
+        ({"seconds": {**COSTS.as_json()["seconds"], "kv": -1.0}}, "seconds or watts from 0 on"),
+        ({"seconds": {**COSTS.as_json()["seconds"], "rows": {"at": [2, 1], "seconds": [1, 1]}}}, "do not ascend"),
+        ({"seconds": {}}, "KeyError: 'rows'"),
+    ],
+)
+def test_a_wrong_table_is_refused(tmp_path, change, said):
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({**COSTS.as_json(), **change}))
+    with pytest.raises(ConfigError, match=said):
+        read_costs(str(file))
+
+
+def test_a_table_is_read_as_it_was_written(table):
+    assert read_costs(table) == COSTS
+
+
+def test_two_paces_are_refused(tmp_path, table):
+    with pytest.raises(PluginError, match="costs and step_ms both say"):
+        LLM(model="pocket", executor={"name": "sim", "options": {"costs": table, "step_ms": 3.0}}, device="cpu")

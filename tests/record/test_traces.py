@@ -1,0 +1,96 @@
+"""Traces: each published format is read as it was written, samples are what their script makes, presets are like what
+they are named after."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minivllm.errors import ConfigError
+from minivllm.traces import write
+from minivllm.traces.presets import PRESETS
+from minivllm.traces.read import FOLDER, SAMPLES, read_trace
+
+GENERATED = "synthetic:like=chat,requests=30,seed=4,node=40,longest=2000,rate=9"
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("azure", ".csv"), ("burstgpt", ".csv"), ("bailian", ".jsonl")])
+def test_a_trace_that_was_written_is_read_with_its_times_and_lengths(tmp_path, name, suffix):
+    trace, file = read_trace(GENERATED), tmp_path / f"x{suffix}"
+    file.write_text("\n".join(getattr(write, name)(trace)))
+    found = read_trace(str(file))
+    assert found.arrival == pytest.approx(trace.arrival, abs=1e-3)
+    assert np.array_equal(found.prompt, trace.prompt) and np.array_equal(found.output, trace.output)
+
+
+@pytest.mark.parametrize(("name", "block"), [("bailian", 16), ("mooncake", 512)])
+def test_prefixes_that_a_trace_shares_are_shared_after_it_was_written_and_read(tmp_path, name, block):
+    trace, file = read_trace(GENERATED), tmp_path / "x.jsonl"
+    file.write_text("\n".join(getattr(write, name)(trace)))
+    found = read_trace(str(file))
+    assert found.unit == block
+    for i in range(len(trace)):
+        for j in range(i):
+            both = list(zip(trace.keys(i, block), trace.keys(j, block), strict=False))
+            again = list(zip(found.keys(i, block), found.keys(j, block), strict=False))
+            assert [a == b for a, b in both] == [a == b for a, b in again]
+
+
+def test_failures_of_the_service_that_burstgpt_watched_are_left_out(tmp_path):
+    file = tmp_path / "b.csv"
+    head = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    file.write_text(head + "5,,1,ChatGPT,40,0,40,API log\n6.5,,1,GPT-4,30,20,50,API log\n8,,1,GPT-4,3,2,5,API log\n")
+    found = read_trace(str(file))
+    assert (found.arrival.tolist(), found.prompt.tolist(), found.output.tolist()) == ([0, 1.5], [30, 3], [20, 2])
+
+
+def test_times_of_2024_with_an_offset_are_read(tmp_path):
+    file = tmp_path / "a.csv"
+    rows = "2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01.259930+00:00,7,6\n"
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    assert read_trace(str(file)).arrival.tolist() == pytest.approx([0, 1.25])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("b.csv", "Timestamp,Request tokens\n", "no column Response tokens"),
+        ("b.csv", "Timestamp,Request tokens,Response tokens\nx,1,1\n", "b.csv:2: "),
+        (
+            "q.jsonl",
+            '{"chat_id":0,"timestamp":0,"input_length":17,"output_length":1,"hash_ids":[1]}\n',
+            "each 16 tokens",
+        ),
+        ("q.jsonl", '{"chat_id":0,"timestamp":0,"input_length":17}\n', "want Qwen-Bailian's fields"),
+    ],
+)
+def test_what_is_no_trace_of_these_is_refused(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_trace(str(tmp_path / name))
+    assert said in str(caught.value)
+
+
+def test_samples_are_what_their_script_writes_and_read_by_their_names(tmp_path):
+    write.write_samples(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in FOLDER.iterdir()} == set(SAMPLES.values())
+    for name, file in SAMPLES.items():
+        assert (tmp_path / file).read_bytes() == (FOLDER / file).read_bytes()
+        assert 40 <= len(read_trace(f"sample:{name}")) <= 60
+    with pytest.raises(ConfigError, match="no such sample; there are azure"):
+        read_trace("sample:sharegpt")
+
+
+def test_presets_have_the_lengths_that_are_published_and_own_values_win():
+    lengths = {}
+    for name in PRESETS:
+        t = read_trace(f"synthetic:requests=300,seed=1,like={name}")
+        lengths[name] = [float(f(x)) for f in (np.median, np.mean) for x in (t.prompt, t.output)]
+    assert lengths["azure-conversation"][:2] == pytest.approx([1020, 129], rel=0.15)
+    assert lengths["azure-code"][:2] == pytest.approx([1500, 13], rel=0.15)
+    assert lengths["mooncake-conversation"][2:] == pytest.approx([12_035, 343], rel=0.2)
+    assert 12_000 < lengths["agent"][0] < 80_000
+    assert len(read_trace("synthetic:requests=7,like=chat,longest=900")) == 7
+    assert read_trace("synthetic:question=5,like=pocket,requests=50,turns=1").prompt.max() < 300
+    with pytest.raises(ConfigError, match="Did you mean 'agent'"):
+        read_trace("synthetic:like=agents")
