@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     recording.add_commands(command)
     plugins.add_commands(command, wiring, common)
     config.add_commands(command, wiring, common)
-    bench.add_commands(command, common, wiring, record)
+    bench.add_commands(command, record, common, wiring)
     replay.add_commands(command)
     compare_hf.add_commands(command)
     serve.add_commands(command, wiring)

@@ -59,6 +59,7 @@ def said(capsys, *args):
         ["plugins", "scheduler"],
         ["diff", "--help"],
         ["compare-hf", "--help"],
+        ["bench", "serve", "--help"],
     ],
 )
 def test_light_commands_import_nothing_heavy(args):

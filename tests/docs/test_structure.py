@@ -4,7 +4,7 @@
     │ server.serve  server.app  server.operations  server.desk_work
     │ server.openai                                         OpenAI's API, over the wire and the link to the engine
     │ server.link  server.http                              which do not know of each other
-    │ testing  scaffold  pocket  replay  compare_hf
+    │ testing  scaffold  pocket  replay  compare_hf  bench
     │ frontend                                              text to requests, tokens to text
     │ config  structured                                    a configuration, a grammar -> what the engine is given
     │ record  text  core.engine                             the host: the engine's room needs no torch
@@ -41,7 +41,7 @@ BASE = ("minivllm", "files", "plain", "errors")  # any room that is not one of t
 # room -> what it may import beside itself and BASE, top to bottom as in the picture
 MAY_IMPORT = {
     "cli": (
-        "server.serve pocket replay compare_hf frontend config record core.engine core.interfaces registry "
+        "server.serve pocket replay compare_hf bench frontend config record core.engine core.interfaces registry "
         "registration server processes spec hardware declared"
     ),
     "server.serve": "server.app server.openai server.link server.http text server processes declared",
@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "pocket": "core.interfaces",
     "replay": "config core.engine plugins core core.interfaces registry",
     "compare_hf": "frontend layers core.interfaces",
+    "bench": "frontend core.interfaces",
     "frontend": (
         "config structured record text core.engine core.functions core.worker hooks core core.interfaces registry "
         "hardware"
