@@ -31,6 +31,7 @@ class TimedAnswer:
     output_tokens: int = 0
     late: float = 0.0
     error: str = ""
+    token_ids: list[int] = field(default_factory=list)  # where they are at hand
 
     @property
     def tpot(self) -> float:

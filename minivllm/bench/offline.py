@@ -34,11 +34,9 @@ def generate(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) 
         if output.error:
             raise (EngineDeadError if llm.engine.dead else MinivllmError)(f"a request failed: {output.error}")
         times = output.metrics
-        tokens = len(output.outputs[0].token_ids)
-        ttft = (times.first_token_time or begun) - begun
-        answers.append(
-            TimedAnswer(0.0, ttft, (times.finished_time or begun) - begun, [], len(output.prompt_token_ids), tokens)
-        )
+        ids = list(output.outputs[0].token_ids)
+        first, last = (times.first_token_time or begun) - begun, (times.finished_time or begun) - begun
+        answers.append(TimedAnswer(0.0, first, last, [], len(output.prompt_token_ids), len(ids), token_ids=ids))
     return answers, seconds
 
 
@@ -57,11 +55,14 @@ def repeated(
     return found, states
 
 
-def throughput(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) -> dict[str, Any]:
-    """Figures of one run, also under the names of ``vllm bench throughput``.  No prefix of an earlier run is found."""
+def throughput(
+    llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int, by: Callable[..., Any] = generate
+) -> dict[str, Any]:
+    """Figures of one run, also under the names of ``vllm bench throughput``, and the ``token_ids`` of each answer.  No
+    prefix of an earlier run is found.  ``by``: how requests are run, as ``generate`` is called and returns."""
     llm.reset_prefix_cache()
     before = llm.stats()
-    answers, seconds = generate(llm, asks, temperature, seed)
+    answers, seconds = by(llm, asks, temperature, seed)
     found = figures(answers, seconds)
     found = {key: value for key, value in found.items() if "_itl_" not in key}  # a call has no times of single tokens
     tokens = found["total_input_tokens"] + found["total_output_tokens"]
@@ -72,6 +73,7 @@ def throughput(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int
         "requests_per_second": found["request_throughput"],
         "tokens_per_second": found["total_token_throughput"],
         **_counted(before, llm.stats()),
+        "token_ids": [one.token_ids for one in answers],
     }
 
 

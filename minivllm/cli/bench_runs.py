@@ -277,7 +277,8 @@ def throughput(args: argparse.Namespace) -> int:
         watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
 
         def once(seed: int) -> dict[str, Any]:
-            return offline.throughput(llm, asks(seed), args.temperature, seed)
+            found = offline.throughput(llm, asks(seed), args.temperature, seed)
+            return {key: value for key, value in found.items() if key != "token_ids"}
 
         runs, states = offline.repeated(once, args.warmups, args.repeats, args.seed, watch)
         found = repeats.result("throughput", runs, states, settings(args), bill_of(llm, args))

@@ -60,6 +60,7 @@ def said(capsys, *args):
         ["diff", "--help"],
         ["compare-hf", "--help"],
         ["bench", "serve", "--help"],
+        ["ablate", "--help"],
     ],
 )
 def test_light_commands_import_nothing_heavy(args):
