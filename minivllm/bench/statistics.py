@@ -7,6 +7,7 @@ Statistics 6, 1979, p. 65), so that the chance that any sentence "a difference" 
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ def student_p(t: float, df: int) -> float:
     return _beta(df / 2, 0.5, df / (df + t * t)) if math.isfinite(t) else 0.0
 
 
+@functools.cache
 def student_quantile(df: int, alpha: float = ALPHA) -> float:
     """The t that is exceeded, on both sides together, with chance ``alpha``."""
     low, high = 0.0, 1e6

@@ -187,8 +187,11 @@ def bill_of(llm: Any, args: argparse.Namespace) -> Any:
 
 def planned_bill(loaded: Loaded, args: argparse.Namespace) -> Any:
     """The same of an engine that runs elsewhere with this configuration."""
-    if not (args.json or args.output_json):
-        return None
+    return bill_planned(loaded) if args.json or args.output_json else None
+
+
+def bill_planned(loaded: Loaded) -> dict[str, Any]:
+    """The bill of materials of a configuration before an engine is built."""
     from minivllm.hardware import prepare_environment
 
     prepare_environment()

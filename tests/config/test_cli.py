@@ -61,6 +61,7 @@ def said(capsys, *args):
         ["compare-hf", "--help"],
         ["bench", "serve", "--help"],
         ["ablate", "--help"],
+        ["compare", "--help"],
     ],
 )
 def test_light_commands_import_nothing_heavy(args):
