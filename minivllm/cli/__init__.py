@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from minivllm import __version__
-from minivllm.cli import ablate, bench, compare, compare_hf, config, doctor, plugins, replay, serve
+from minivllm.cli import ablate, bench, compare, compare_hf, config, doctor, plugins, replay, report, serve
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
@@ -96,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_commands(command, record, common, wiring)
     ablate.add_commands(command, wiring)
     compare.add_commands(command, wiring)
+    report.add_commands(command)
     replay.add_commands(command)
     compare_hf.add_commands(command)
     serve.add_commands(command, wiring)

@@ -62,6 +62,7 @@ def said(capsys, *args):
         ["bench", "serve", "--help"],
         ["ablate", "--help"],
         ["compare", "--help"],
+        ["report", "--help"],
     ],
 )
 def test_light_commands_import_nothing_heavy(args):
