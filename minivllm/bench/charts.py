@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, LEFT, ROW, TOP = 640, 190, 26, 8
-HEIGHT, LOW = 260, 220  # of a chart with lines; where its axis lies
+WIDTH, LEFT, ROW, TOP = 640, 230, 26, 8
+LONGEST = 34  # characters of a name beside a bar
+LOW, FEW = 220, 30  # where the axis of a chart with lines lies; points of a line that are drawn one by one
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,14 @@ def number(value: float) -> str:
     """Short: three digits that count."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "-"
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:.{min(digits, 6)}f}"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST else f"{name[: LONGEST // 2]}…{name[1 - LONGEST // 2 :]}"
 
 
 def _svg(height: int, label: str, parts: Sequence[str]) -> str:
@@ -55,7 +62,7 @@ def bars(rows: Sequence[Bar], label: str, mark: float | None = None) -> str:
     for i, row in enumerate(shown):
         y = TOP + i * ROW
         end = LEFT + max(0.0, row.value) * scale
-        parts.append(_text(LEFT - 8, y + 16, row.name[:30], "end"))
+        parts.append(_text(LEFT - 8, y + 16, _short(row.name), "end"))
         parts.append(f'<rect class="a" x="{LEFT}" y="{y + 3}" width="{end - LEFT:.1f}" height="{ROW - 8}"/>')
         if row.low is not None and row.high is not None:
             a, b, at = LEFT + max(0.0, row.low) * scale, LEFT + row.high * scale, y + ROW / 2 - 1
@@ -84,30 +91,41 @@ def stack(rows: Sequence[Bar], label: str) -> str:
 
 
 def lines(found: Sequence[DrawnLine], x_name: str, y_name: str, joined: bool = True) -> str:
-    """Lines over two linear axes from 0; not ``joined``: points with their names."""
+    """Lines over two linear axes from 0; not ``joined``: points, over axes about as wide as they lie apart."""
     points = [point for line in found for point in line.points]
-    most_x, most_y = (max([point[axis] for point in points], default=1.0) or 1.0 for axis in (0, 1))
-    wide, left = WIDTH - 90, 60
+    low, high = zip(*(_range([p[axis] for p in points], joined) for axis in (0, 1)), strict=True)
+    wide, left, most = WIDTH - 90, 60, LOW - 30
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
-        return left + point[0] / most_x * wide, LOW - point[1] / most_y * (LOW - 30)
+        x, y = ((point[axis] - low[axis]) / (high[axis] - low[axis]) for axis in (0, 1))
+        return left + x * wide, LOW - y * most
 
     parts = [f'<path class="x" d="M{left} 24V{LOW}H{left + wide}"/>']
     for share in (0.0, 0.5, 1.0):
-        parts.append(_text(left + share * wide, LOW + 16, number(share * most_x), "middle"))
-        parts.append(_text(left - 6, LOW - share * (LOW - 30) + 4, number(share * most_y), "end"))
+        x, y = (low[axis] + share * (high[axis] - low[axis]) for axis in (0, 1))
+        parts.append(_text(left + share * wide, LOW + 16, number(x), "middle"))
+        parts.append(_text(left - 6, LOW - share * most + 4, number(y), "end"))
     parts += [_text(left + wide, LOW + 34, x_name, "end"), _text(4, 14, y_name)]
     for i, line in enumerate(found):
         places, kind = [at(point) for point in line.points], "abcd"[i % 4]
         if joined and len(places) > 1:
             way = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
             parts.append(f'<path class="l{kind}" d="M{way}"/>')
-        if not joined or len(places) < 40:
+        if len(places) < FEW or not joined:
             parts += [f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in places]
-        if not joined and places:
-            x, y = places[0]
-            parts.append(_text(min(x, WIDTH - 10.0), y - 8, line.name, "end" if x > WIDTH / 2 else "start"))
-        elif len(found) > 1:
-            parts.append(f'<rect class="{kind}" x="{left + 130 * i}" y="{HEIGHT - 12}" width="12" height="12"/>')
-            parts.append(_text(left + 130 * i + 16, HEIGHT - 2, line.name[:16]))
-    return _svg(HEIGHT, f"{y_name} over {x_name}", parts)
+    named = [line for line in found if line.name]
+    for i, line in enumerate(named if len(found) > 1 else []):
+        y = LOW + 44 + 18 * i
+        parts.append(f'<rect class="{"abcd"[i % 4]}" x="{left}" y="{y}" width="12" height="12"/>')
+        parts.append(_text(left + 18, y + 10, line.name))
+    return _svg(LOW + 44 + 18 * len(named), f"{y_name} over {x_name}", parts)
+
+
+def _range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
+    """The ends of an axis."""
+    if not values:
+        return 0.0, 1.0
+    if from_zero:
+        return 0.0, max(values) or 1.0
+    room = 0.2 * (max(values) - min(values)) or 0.1 * abs(max(values)) or 1.0
+    return min(values) - room, max(values) + room

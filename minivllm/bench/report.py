@@ -128,7 +128,8 @@ def _compare(found: Row) -> str:
     scored = [row for row in rows if (row["quality"] or {}).get("perplexity")]
     if scored:
         points = [DrawnLine(r["name"], ((r["output_throughput"], r["quality"]["perplexity"]),)) for r in scored]
-        out += f"<h3>Quality and speed</h3>{lines(points, 'tokens/s', 'perplexity (lower is better)', joined=False)}"
+        drawn = lines(points, "tokens/s", "perplexity (lower is better; not from 0)", joined=False)
+        out += f"<h3>Quality and speed</h3>{drawn}"
     heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
     told = []
     for row in rows:
