@@ -28,6 +28,7 @@ COMPONENTS = {  # of ``bench memory``
     "device_reserved_bytes": "device, reserved by torch",
     "device_used_bytes": "device, used by all",
 }
+SHARE = 0.9  # of requests that have to meet their targets
 TARGETS = ("ttft", "tpot", "e2el")
 
 
@@ -127,7 +128,7 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
     text = "latency targets, as ttft:200 tpot:50: answers a second that meet them"
     sub.add_argument("--goodput", type=target, nargs="+", default=[], metavar="NAME:MS", help=text)
     text = "of the requests must meet the targets for a rate to be kept up with (default 0.9)"
-    sub.add_argument("--goodput-share", type=positive, default=0.9, metavar="X", help=text)
+    sub.add_argument("--goodput-share", type=positive, default=SHARE, metavar="X", help=text)
     repeat_flags(sub)
     sub = add("memory", "Bytes of weights, KV cache and the rest, with their peaks.")
     workload_flags(sub)

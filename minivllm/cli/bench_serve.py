@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.bench_runs import (
+    SHARE,
     asks_of,
     checked,
     energy_line,
@@ -34,6 +35,10 @@ def serve(args: argparse.Namespace) -> int:
 
     check_serve(checked(args))
     asks = asks_of(args)
+    if (args.request_rate or args.find_knee) and any(ask.at is not None for ask in asks(args.seed)):
+        raise ConfigError(
+            f"{args.dataset}: its requests say when they come (at); leave out --request-rate, --find-knee"
+        )
     if args.find_knee and (number := len(asks(args.seed))) < FEWEST:
         raise ConfigError(f"--find-knee: {number} requests are too few to see one; want at least {FEWEST}")
     return asyncio.run(serve_async(args, asks))
@@ -53,6 +58,11 @@ def check_serve(args: argparse.Namespace) -> None:
         raise ConfigError("--request-rate and --max-concurrency: want several values of one of them")
     if len({name for name, _ in args.goodput}) < len(args.goodput):
         raise ConfigError("--goodput: the same name twice")
+    paced = bool(args.request_rate or args.find_knee)
+    if args.burstiness != 1 and not paced:
+        raise ConfigError("--burstiness is of arrivals at a --request-rate or of --find-knee; give one of them")
+    if args.goodput_share != SHARE and not (args.find_knee and args.goodput):
+        raise ConfigError("--goodput-share is for --find-knee with --goodput; leave it out")
     if args.api_key_env and not os.environ.get(args.api_key_env):
         raise ConfigError(f"--api-key-env {shown(args.api_key_env)}: no such environment variable")
 

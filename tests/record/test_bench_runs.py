@@ -383,6 +383,18 @@ def test_serve_of_an_engine_in_this_process_measures_each_load_and_each_request(
     assert starts == sorted(starts)
 
 
+def test_a_file_with_times_is_replayed_and_no_rate_may_contradict_it(capsys, tmp_path):
+    path = tmp_path / "asks.jsonl"
+    path.write_text('{"prompt": "One day", "at": 0.05, "max_tokens": 2}\n{"prompt": [5, 6, 7], "at": 0}\n')
+    args = ["bench", "serve", "--direct", *SMALL, "--dataset", str(path), "--output-len", "3"]
+    code, out, _ = said(capsys, *args, "--repeats", "1", "--warmups", "0", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["output_lens"] == [3, 2] and found["input_lens"][0] == 3
+    assert found["start_times"][1] >= 0.05 > found["start_times"][0]
+    code, _, err = said(capsys, *args, "--request-rate", "3")
+    assert code == 2 and "its requests say when they come" in err
+
+
 def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
     code, out, _ = said(capsys, "bench", "memory", *SMALL, *LITTLE, "--json")
     found = json.loads(out)
@@ -405,6 +417,8 @@ def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
         (["serve", "--find-knee", "--direct", "--num-prompts", "3"], "3 requests are too few to see one"),
         (["serve", "--request-rate", "1,2", "--max-concurrency", "1,2"], "want several values of one of them"),
         (["serve", "--request-rate", "0"], "want a positive number"),
+        (["serve", "--burstiness", "0.5"], "--burstiness is of arrivals at a --request-rate"),
+        (["serve", "--goodput-share", "0.5"], "--goodput-share is for --find-knee with --goodput"),
         (["memory", "--set", "executor=sim"], "want executor=local"),
     ],
 )
