@@ -16,7 +16,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from minivllm import __version__
-from minivllm.cli import bench, compare_hf, config, doctor, plugins, quantize, replay, serve, simulate
+from minivllm.cli import (
+    ablate,
+    bench,
+    compare,
+    compare_hf,
+    config,
+    doctor,
+    plugins,
+    quantize,
+    replay,
+    report,
+    serve,
+    simulate,
+)
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
@@ -95,7 +108,10 @@ def make_parser() -> argparse.ArgumentParser:
     recording.add_commands(command)
     plugins.add_commands(command, wiring, common)
     config.add_commands(command, wiring, common)
-    bench.add_commands(command, common, wiring, record)
+    bench.add_commands(command, record, common, wiring)
+    ablate.add_commands(command, wiring)
+    compare.add_commands(command, wiring)
+    report.add_commands(command)
     replay.add_commands(command)
     simulate.add_commands(command, wiring)
     compare_hf.add_commands(command)

@@ -9,16 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm import files
+from minivllm.cli import bench_runs
 from minivllm.cli.common import load, open_llm
 from minivllm.errors import ConfigError, EngineDeadError
 
 
-def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
-    """Add ``bench`` and what it measures.  ``command`` and the ``parents`` of its flags are of ``minivllm.cli``."""
+def add_commands(command: Any, record: argparse.ArgumentParser, *own: argparse.ArgumentParser) -> None:
+    """Add ``bench`` and what it measures.  ``command`` and the parents of its flags are of ``minivllm.cli``.  Only
+    ``profile`` takes ``--record``: the results of the others have the bill of materials in them."""
     group = command("bench", "cli.bench:profile", "Measure what a configuration does on this machine.")
     whats = group.add_subparsers(metavar="WHAT", required=True, parser_class=type(group))
     text = "Eager steps under torch's profiler: each seam's share of the device (on a CPU: of the CPU's time)."
-    sub = whats.add_parser("profile", help=text, description=text, parents=parents)
+    sub = whats.add_parser("profile", help=text, description=text, parents=[*own, record])
     sub.set_defaults(run="minivllm.cli.bench:profile")
     sub.add_argument("--batch-size", type=_count, default=8, metavar="N", help="requests at once (default 8)")
     sub.add_argument("--input-len", type=_count, default=128, metavar="N", help="tokens of a prompt (default 128)")
@@ -27,7 +29,7 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--trace", default="", metavar="FILE", help="write the decode steps as a Chrome trace")
     sub.add_argument("--json", action="store_true", help="print the figures as JSON")
-    # the next one goes here: whats.add_parser("throughput", ...)
+    bench_runs.add_commands(whats, *own)
 
 
 def _count(text: str) -> int:

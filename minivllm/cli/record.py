@@ -67,7 +67,7 @@ def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
     from minivllm.record.bill import check_writable
 
     runs = hasattr(args, "file")  # the [run] table is about `minivllm run`
-    path = args.record or (loaded.run.record if runs else None)
+    path = getattr(args, "record", None) or (loaded.run.record if runs else None)
     if path is None:
         return None
     check_writable(path)

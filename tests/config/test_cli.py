@@ -60,6 +60,10 @@ def said(capsys, *args):
         ["diff", "--help"],
         ["compare-hf", "--help"],
         ["quantize", "--help"],
+        ["bench", "serve", "--help"],
+        ["ablate", "--help"],
+        ["compare", "--help"],
+        ["report", "--help"],
     ],
 )
 def test_light_commands_import_nothing_heavy(args):

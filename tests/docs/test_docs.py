@@ -69,6 +69,7 @@ PAGES = {
     "reproducibility": 2,
     "speculative": 1,
     "experiments": 8,
+    "bench": 7,
     "plugins": 8,
     "plugins/tutorial": 8,
     "eviction": 1,

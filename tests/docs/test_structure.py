@@ -4,7 +4,7 @@
     │ server.serve  server.app  server.operations  server.desk_work
     │ server.openai                                         OpenAI's API, over the wire and the link to the engine
     │ server.link  server.http                              which do not know of each other
-     │ testing  scaffold  pocket  simulate  replay  compare_hf  quantize
+     │ bench  testing  scaffold  pocket  simulate  replay  compare_hf  quantize
      │ traces
     │ frontend                                              text to requests, tokens to text
     │ config  structured                                    a configuration, a grammar -> what the engine is given
@@ -42,7 +42,7 @@ BASE = ("minivllm", "files", "plain", "errors")  # any room that is not one of t
 # room -> what it may import beside itself and BASE, top to bottom as in the picture
 MAY_IMPORT = {
     "cli": (
-        "server.serve pocket simulate replay compare_hf quantize traces frontend config record core.engine "
+        "server.serve pocket simulate replay compare_hf quantize bench traces frontend config record core.engine "
         "core.interfaces registry registration server processes plugins spec hardware declared"
     ),
     "server.serve": "server.app server.openai server.link server.http text server processes declared",
@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "server.openai": "server.link server.http text core.interfaces server tenant_cache json_schema validation declared",
     "server.link": "frontend config record text core.engine core core.interfaces server processes hardware",
     "server.http": "server",
+    "bench": "pocket frontend core.interfaces",
     "testing": (
         "frontend config core.engine plugins core.worker loading layers hooks core wiring core.interfaces registry "
         "registration spec hardware declared parameters"

@@ -1,0 +1,129 @@
+"""``minivllm ablate``: what each part of a configuration is worth.  Parsing it imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from minivllm.cli.bench_runs import (
+    asks_of,
+    checked,
+    energy_line,
+    machine_line,
+    repeat_flags,
+    settings,
+    tell,
+    workload_flags,
+)
+from minivllm.cli.common import load, open_llm
+
+if TYPE_CHECKING:
+    from minivllm.bench.ablate import Ablation
+    from minivllm.bench.trials import Cell
+    from minivllm.bench.workload import BenchAsk
+
+BASELINE, AGAIN = "baseline", "nothing (again)"
+
+
+def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
+    """Add ``ablate``.  ``command`` and the ``parents`` of its flags are of ``minivllm.cli``."""
+    text = "Take one part of a configuration away at a time: what each is worth, with error bars."
+    sub = command("ablate", "cli.ablate:ablate", text, *parents)
+    text = "only these; default: all that the configuration has"
+    sub.add_argument("--part", action="append", default=[], metavar="NAME,NAME", help=text)
+    workload_flags(sub)
+    text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
+    sub.add_argument("--in-turns", action="store_true", help=text)
+    sub.set_defaults(range_ratio=0.5, prefix_len=32)
+    repeat_flags(sub, repeats=5)
+
+
+def ablate(args: argparse.Namespace) -> int:
+    """The baseline is measured at the beginning and at the end: their difference is what noise and drift come to."""
+    from minivllm.bench import ablate as parts
+    from minivllm.bench import repeats, trials
+
+    asks = asks_of(checked(args))
+    names = [name for text in args.part for name in text.split(",")]
+    with open_llm(load(args), args) as llm:
+        found, missing = parts.chosen(llm, names)
+        bill = llm.bill_of_materials() if args.json or args.output_json else None
+        title = f"{llm.config.model} on {llm.engine.wiring.device}, {llm.engine.wiring.dtype}"
+    baseline = trials.Cell(BASELINE, lambda: _open(args, ()))
+    taken = [trials.Cell(p.name, functools.partial(_open, args, p.sets), _generate(p)) for p in found]
+    again = trials.Cell(AGAIN, baseline.open)
+    runs = measure(args, [baseline, *taken, again], asks)
+    judged = trials.judged([trials.against(own, runs[0], trials.SPEED) for own in runs[1:]])
+    rows = [
+        {
+            "part": part.name if part else AGAIN,
+            "sets": list(part.sets) if part else [],
+            "means": part.means if part else "",
+            "worth": verdict,
+            "same_tokens": trials.same_tokens(runs[0], own),
+            **repeats.merged([run["figures"] for run in own]),
+        }
+        for part, own, verdict in zip([*found, None], runs[1:], judged, strict=True)
+    ]
+    states = [run["state"] for own in runs for run in own]
+    figures = [run["figures"] for run in runs[0]]
+    more = {"rows": rows, "not_measured": dict(missing), "model_id": title}
+    whole = repeats.result("ablate", figures, [r["state"] for r in runs[0]], settings(args), bill, **more)
+    return tell(whole, args, "\n".join([*lines(title, whole, args.repeats), *_ends(whole, states)]))
+
+
+def _open(args: argparse.Namespace, sets: Sequence[str]) -> Any:
+    """The engine of the configuration with some settings over it."""
+    own = copy(args)
+    own.set = [*args.set, *sets]
+    return open_llm(load(own), own)
+
+
+def _generate(part: Ablation) -> Any:
+    from minivllm.bench import ablate as parts
+    from minivllm.bench import offline
+
+    return parts.recompute if part.recompute else offline.generate
+
+
+def measure(
+    args: argparse.Namespace, cells: Sequence[Cell], asks: Callable[[int], Sequence[BenchAsk]]
+) -> list[list[dict[str, Any]]]:
+    """The counted runs of each cell."""
+    from minivllm.bench import state, trials
+
+    def once(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
+        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        return trials.run(llm, asks(seed), args.temperature, seed, watch, cell.generate)
+
+    seeds = range(args.seed - args.warmups, args.seed + args.repeats)
+    return [own[args.warmups :] for own in trials.measure(cells, seeds, args.in_turns, once)]
+
+
+def lines(title: str, whole: dict[str, Any], repeats: int) -> list[str]:
+    """The table.  Worth: the baseline's figure over that without the part; of times the inverse."""
+    from minivllm.bench.repeats import with_bounds
+    from minivllm.bench.trials import ratio_text
+
+    out = [
+        f"{title}: {whole['num_requests']} requests, {repeats} runs each, paired by seed; intervals of 95 %",
+        f"{'without':20} {'tokens/s':>16} {'the part is worth':>20}  {'TTFT ms':>14} {'TPOT ms':>14} same tokens",
+        f"{BASELINE:20} {with_bounds(whole, 'output_throughput'):>16} {'':20}  "
+        f"{with_bounds(whole, 'median_ttft_ms'):>14} {with_bounds(whole, 'median_tpot_ms', 2):>14}",
+    ]
+    for row in whole["rows"]:
+        worth = row["worth"]["output_throughput"]
+        out.append(
+            f"{row['part']:20} {with_bounds(row, 'output_throughput'):>16} {ratio_text(worth):>20}  "
+            f"{with_bounds(row, 'median_ttft_ms'):>14} {with_bounds(row, 'median_tpot_ms', 2):>14} "
+            f"{100 * row['same_tokens']:>9.0f} %  {worth['says']}"
+        )
+    out += [f"{row['part']}: {', '.join(row['sets'])}: {row['means']}" for row in whole["rows"] if row["sets"]]
+    return [*out, *(f"not measured: {name}: {why}" for name, why in whole["not_measured"].items())]
+
+
+def _ends(whole: dict[str, Any], states: Sequence[dict[str, Any]]) -> list[str]:
+    return [energy_line(whole, states), machine_line(states)]

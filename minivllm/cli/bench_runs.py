@@ -1,0 +1,336 @@
+"""``minivllm bench latency | throughput | serve | memory | startup``.  Parsing them imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minivllm import files
+from minivllm.cli.common import load, open_llm
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.bench.workload import BenchAsk
+    from minivllm.config import Loaded
+
+COMPONENTS = {  # of ``bench memory``
+    "weight_bytes": "weights",
+    "kv_pool_bytes": "KV cache, reserved",
+    "kv_peak_bytes": "KV cache, held at the peak",
+    "rest_bytes": "activations and the rest",
+    "process_before_bytes": "process before",
+    "process_built_bytes": "process with the engine",
+    "process_peak_bytes": "process at its peak",
+    "device_peak_bytes": "device, allocated at the peak",
+    "device_reserved_bytes": "device, reserved by torch",
+    "device_used_bytes": "device, used by all",
+}
+SHARE = 0.9  # of requests that have to meet their targets
+TARGETS = ("ttft", "tpot", "e2el")
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: want a positive number")
+    return value
+
+
+def none_or_more(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value}: want 0 or a positive number")
+    return value
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: want a positive number")
+    return value
+
+
+def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Values with commas between them."""
+    return lambda text: [kind(one) for one in text.split(",")]
+
+
+def target(text: str) -> tuple[str, float]:
+    name, _, value = text.partition(":")
+    if name not in TARGETS:
+        raise argparse.ArgumentTypeError(f"{text}: want {', '.join(TARGETS)} and milliseconds, as ttft:200")
+    return name, positive(value)
+
+
+def repeat_flags(sub: argparse.ArgumentParser, repeats: int = 3, warmups: int = 1) -> None:
+    sub.add_argument("--repeats", type=count, default=repeats, metavar="N", help=f"runs (default {repeats})")
+    text = f"runs before them that are not counted (default {warmups})"
+    sub.add_argument("--warmups", type=none_or_more, default=warmups, metavar="N", help=text)
+    sub.add_argument("--output-json", default="", metavar="FILE", help="write the whole result, with every run")
+    sub.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def workload_flags(sub: argparse.ArgumentParser, prompts: int = 32, out: int = 32) -> None:
+    from_one: dict[str, Any] = dict(type=count, metavar="N")
+    sub.add_argument("--num-prompts", help=f"requests of a run (default {prompts}; of a file all)", **from_one)
+    sub.set_defaults(default_prompts=prompts)
+    sub.add_argument("--input-len", default=64, help="random tokens of a prompt (default 64)", **from_one)
+    sub.add_argument("--output-len", default=out, help=f"tokens of an answer (default {out})", **from_one)
+    text = "lengths are uniform within this share of the given ones (default 0)"
+    sub.add_argument("--range-ratio", type=float, default=0.0, metavar="R", help=text)
+    text = "tokens before each prompt that all have in common (default 0)"
+    sub.add_argument("--prefix-len", type=none_or_more, default=0, metavar="N", help=text)
+    text = "requests to send instead: JSON lines with prompt, max_tokens, at (seconds)"
+    sub.add_argument("--dataset", default="", metavar="FILE", help=text)
+    drawing_flags(sub)
+
+
+def drawing_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--vocab", type=count, default=1000, metavar="N", help="token ids are below it (default 1000)")
+    sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0")
+    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the first run; each has another")
+
+
+def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
+    """Add them to ``bench``."""
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        sub = whats.add_parser(name, help=text, description=text, parents=parents)
+        sub.set_defaults(run=f"minivllm.cli.bench_{'serve' if name == 'serve' else 'runs'}:{name}")
+        return sub
+
+    sub = add("latency", "One batch from its call to its last token, by prompt length and batch size.")
+    sub.add_argument("--input-len", type=several(count), default=[32], metavar="N,N", help="default 32")
+    sub.add_argument("--output-len", type=count, default=128, metavar="N", help="tokens of an answer (default 128)")
+    sub.add_argument("--batch-size", type=several(count), default=[8], metavar="N,N", help="default 8")
+    drawing_flags(sub)
+    repeat_flags(sub, repeats=10, warmups=2)
+    sub = add("throughput", "Tokens a second with all requests there at once.")
+    workload_flags(sub, prompts=64)
+    repeat_flags(sub)
+    sub = add("serve", "Latencies and throughput under load: closed loop, open loop, the knee.")
+    workload_flags(sub)
+    sub.add_argument("--url", default="", help="of any server with OpenAI's /v1/completions; default: start one")
+    sub.add_argument("--served-model", default="", metavar="NAME", help="to ask a server for (default: its first)")
+    text = "name of an environment variable with the key of the server"
+    sub.add_argument("--api-key-env", default="", metavar="NAME", help=text)
+    sub.add_argument("--direct", action="store_true", help="no server: an engine in this process, without HTTP")
+    text = "open loop: requests a second, arriving as a Poisson process; several: one run for each"
+    sub.add_argument("--request-rate", type=several(positive), default=[], metavar="R,R", help=text)
+    text = "gaps between arrivals have a Gamma distribution of this shape (default 1: Poisson)"
+    sub.add_argument("--burstiness", type=positive, default=1.0, metavar="X", help=text)
+    text = "requests at a time; without a rate a closed loop; several: one run for each"
+    sub.add_argument("--max-concurrency", type=several(count), default=[], metavar="N,N", help=text)
+    sub.add_argument("--find-knee", action="store_true", help="search the highest rate that is kept up with")
+    text = "latency targets, as ttft:200 tpot:50: answers a second that meet them"
+    sub.add_argument("--goodput", type=target, nargs="+", default=[], metavar="NAME:MS", help=text)
+    text = "of the requests must meet the targets for a rate to be kept up with (default 0.9)"
+    sub.add_argument("--goodput-share", type=positive, default=SHARE, metavar="X", help=text)
+    repeat_flags(sub)
+    sub = add("memory", "Bytes of weights, KV cache and the rest, with their peaks.")
+    workload_flags(sub)
+    repeat_flags(sub, repeats=1, warmups=0)
+    sub = add("startup", "Seconds from nothing to a first token, each run in a process of its own.")
+    repeat_flags(sub)
+
+
+# ---- what they share -------------------------------------------------------------------------------------------------
+
+
+def asks_of(args: argparse.Namespace) -> Callable[[int], Sequence[BenchAsk]]:
+    """The requests of a run by its seed; those of a file are the same in each."""
+    from minivllm.bench import workload
+
+    if args.dataset:
+        found = workload.read(args.dataset, args.output_len)[: args.num_prompts]
+        return lambda seed: found
+    if not 0 <= args.range_ratio <= 1:
+        raise ConfigError(f"--range-ratio {args.range_ratio:g}: want 0 to 1")
+    return workload.Generated(
+        args.num_prompts or args.default_prompts,
+        args.input_len,
+        args.output_len,
+        args.range_ratio,
+        args.prefix_len,
+        args.vocab,
+    ).asks
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, in the result."""
+    outside = ("run", "debug", "json", "output_json", "config", "set", "allow_target", "default_prompts")
+    return {key: value for key, value in sorted(vars(args).items()) if key not in outside}
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Before the work: can the result be written?"""
+    if args.output_json:
+        files.check_output(args.output_json)
+    return args
+
+
+def tell(found: dict[str, Any], args: argparse.Namespace, text: str) -> int:
+    from minivllm.bench import repeats
+
+    if args.output_json:
+        repeats.write(args.output_json, found)
+    print(repeats.dumps(found) if args.json else text)
+    return 0
+
+
+def bill_of(llm: Any, args: argparse.Namespace) -> Any:
+    """What was wired, where somebody will read it: to hash the sources takes a moment."""
+    return llm.bill_of_materials() if args.json or args.output_json else None
+
+
+def planned_bill(loaded: Loaded, args: argparse.Namespace) -> Any:
+    """The same of an engine that runs elsewhere with this configuration."""
+    return bill_planned(loaded) if args.json or args.output_json else None
+
+
+def bill_planned(loaded: Loaded) -> dict[str, Any]:
+    """The bill of materials of a configuration before an engine is built."""
+    from minivllm.hardware import prepare_environment
+
+    prepare_environment()
+    from minivllm.config.resolve import resolve
+    from minivllm.record import bill
+    from minivllm.registry import Catalog
+
+    return bill.make(resolve(loaded.engine, Catalog.discover(), loaded.origins), loaded)
+
+
+def energy_line(found: dict[str, Any], states: Sequence[dict[str, Any]]) -> str:
+    from minivllm.bench.repeats import with_bounds
+
+    if found.get("joules_per_output_token") is None:
+        return f"energy: unknown: {states[-1].get('energy_unknown', 'no counter') if states else 'nothing was run'}"
+    return f"energy: {with_bounds(found, 'joules_per_output_token', 4)} J a token ({states[-1]['energy_by']})"
+
+
+def machine_line(states: Sequence[dict[str, Any]]) -> str:
+    """What may have disturbed the runs."""
+    parts = []
+    others = [state["cores_of_others"] for state in states if state.get("cores_of_others") is not None]
+    if others:
+        parts.append(f"others used {max(others):.2f} cores at most")
+    clocks = [state["mhz"] for state in states if state.get("mhz")]
+    if clocks:
+        parts.append(f"clock {min(clocks):.0f} to {max(clocks):.0f} MHz, {states[-1]['watts']:.0f} W")
+    if slowed := sorted({word for state in states for word in state.get("throttled_by", ())}):
+        parts.append(f"slowed by {', '.join(slowed)}")
+    return "machine: " + "; ".join(parts or ["nothing is known of it"])
+
+
+def head(llm_or_loaded: Any, what: str) -> str:
+    config = getattr(llm_or_loaded, "config", None) or llm_or_loaded.engine
+    wiring = getattr(getattr(llm_or_loaded, "engine", None), "wiring", None)
+    where = f" on {wiring.device}, {wiring.dtype}" if wiring is not None else ""
+    return f"{config.model}{where}: {what}"
+
+
+# ---- in this process -------------------------------------------------------------------------------------------------
+
+
+def latency(args: argparse.Namespace) -> int:
+    from minivllm.bench import offline, repeats, state
+    from minivllm.bench.workload import Generated
+
+    loaded = load(checked(args))
+    rows: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
+    with open_llm(loaded, args) as llm:
+        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        most = llm.engine.wiring.max_num_seqs
+        if max(args.batch_size) > most:
+            raise ConfigError(f"--batch-size {max(args.batch_size)} is more than max_num_seqs={most}; lower it")
+        for length in args.input_len:
+            for batch in args.batch_size:
+                asked = Generated(batch, length, args.output_len, vocab=args.vocab)
+                once = functools.partial(offline.latency, llm, batch, asked, args.temperature)
+                found, seen = offline.repeated(once, args.warmups, args.repeats, args.seed, watch)
+                merged = repeats.merged(found)
+                rows.append({"input_len": length, "batch_size": batch, **merged, **offline.latencies(found)})
+                runs, states = [*runs, *found], [*states, *seen]
+        whole = repeats.result("latency", runs, states, settings(args), bill_of(llm, args), rows=rows)
+        title = head(llm, f"{args.output_len} tokens out, {args.repeats} runs; median ± half the 95 % interval")
+    whole |= {key: rows[0][key] for key in ("avg_latency", "latencies", "percentiles")} if len(rows) == 1 else {}
+    lines = [title, f"{'prompt':>6} {'batch':>6} {'latency ms':>16} {'p99':>9} {'TTFT ms':>16} {'TPOT ms':>16}"]
+    for row in rows:
+        in_ms = {
+            "latency": 1e3 * row["latency"],
+            "intervals": {k: [1e3 * x for x in v] for k, v in row["intervals"].items()},
+        }
+        times = [repeats.with_bounds(row, f"median_{name}_ms", 2) for name in ("ttft", "tpot")]
+        lines.append(
+            f"{row['input_len']:>6} {row['batch_size']:>6} {repeats.with_bounds(in_ms, 'latency'):>16} "
+            f"{row['p99_e2el_ms']:>9.1f} {times[0]:>16} {times[1]:>16}"
+        )
+    return tell(whole, args, "\n".join([*lines, energy_line(whole, states), machine_line(states)]))
+
+
+def throughput(args: argparse.Namespace) -> int:
+    from minivllm.bench import offline, repeats, state
+
+    asks = asks_of(checked(args))
+    with open_llm(load(args), args) as llm:
+        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+
+        def once(seed: int) -> dict[str, Any]:
+            found = offline.throughput(llm, asks(seed), args.temperature, seed)
+            return {key: value for key, value in found.items() if key != "token_ids"}
+
+        runs, states = offline.repeated(once, args.warmups, args.repeats, args.seed, watch)
+        found = repeats.result("throughput", runs, states, settings(args), bill_of(llm, args))
+        title = head(llm, f"{found['num_requests']} requests, {args.repeats} runs; median ± half the 95 % interval")
+    shown_ = functools.partial(repeats.with_bounds, found)
+    lines = [
+        title,
+        f"throughput   {shown_('output_throughput')} output tokens/s, {shown_('total_token_throughput')} tokens/s, "
+        f"{shown_('request_throughput', 2)} requests/s",
+        f"tokens       {found['total_input_tokens']} in, {found['total_output_tokens']} out "
+        f"in {found['duration']:.2f} s",
+        f"latency ms   first token {shown_('median_ttft_ms')}, per token {shown_('median_tpot_ms', 2)}, "
+        f"99th percentile of a request {shown_('p99_e2el_ms')}",
+        energy_line(found, states),
+        machine_line(states),
+    ]
+    return tell(found, args, "\n".join(lines))
+
+
+def memory(args: argparse.Namespace) -> int:
+    from minivllm.bench import offline, repeats
+
+    asks, loaded = asks_of(checked(args)), load(args)
+    importlib.import_module("minivllm.frontend.llm")  # torch and what else is imported belongs to no component
+
+    def work(llm: Any) -> None:
+        offline.generate(llm, asks(args.seed), args.temperature, args.seed)
+
+    turns = args.warmups + args.repeats
+    runs = [offline.memory(lambda: open_llm(loaded, args), work) for _ in range(turns)][args.warmups :]
+    found = repeats.result("memory", runs, [{}] * len(runs), settings(args), planned_bill(loaded, args))
+    lines = [f"{text:32} {found[key] / 2**20:10.1f} MiB" for key, text in COMPONENTS.items() if key in found]
+    return tell(found, args, "\n".join([head(loaded, f"{len(asks(args.seed))} requests"), *lines]))
+
+
+def startup(args: argparse.Namespace) -> int:
+    from minivllm.bench import repeats, state
+    from minivllm.bench import startup as starts
+
+    loaded = load(checked(args))
+    runs, states = [], []
+    for turn in range(args.warmups + args.repeats):
+        with state.MachineWatch() as watch:
+            found = starts.once(loaded)
+        if turn >= args.warmups:
+            runs.append(found)
+            states.append(watch.found)
+    whole = repeats.result("startup", runs, states, settings(args), planned_bill(loaded, args))
+    names = {"import_s": "imports", "build_s": "engine", "first_token_s": "first token", "startup_s": "altogether"}
+    lines = [f"{text:12} {repeats.with_bounds(whole, key, 3)} s" for key, text in names.items()]
+    return tell(whole, args, "\n".join([head(loaded, f"{args.repeats} starts"), *lines, machine_line(states)]))

@@ -1,0 +1,160 @@
+"""``minivllm bench serve``: what ``bench_runs`` parses, done."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minivllm.cli.bench_runs import (
+    SHARE,
+    asks_of,
+    checked,
+    energy_line,
+    head,
+    machine_line,
+    planned_bill,
+    settings,
+    tell,
+)
+from minivllm.cli.common import load
+from minivllm.errors import ConfigError, MinivllmError, shown
+
+if TYPE_CHECKING:
+    from minivllm.bench.workload import BenchAsk
+    from minivllm.config import Loaded
+
+LATE = 20.0  # milliseconds after which a request was sent late
+FEWEST = 24  # requests of a run from which a knee can be told
+
+
+def serve(args: argparse.Namespace) -> int:
+    import asyncio
+
+    check_serve(checked(args))
+    asks = asks_of(args)
+    if (args.request_rate or args.find_knee) and any(ask.at is not None for ask in asks(args.seed)):
+        raise ConfigError(
+            f"{args.dataset}: its requests say when they come (at); leave out --request-rate, --find-knee"
+        )
+    if args.find_knee and (number := len(asks(args.seed))) < FEWEST:
+        raise ConfigError(f"--find-knee: {number} requests are too few to see one; want at least {FEWEST}")
+    return asyncio.run(serve_async(args, asks))
+
+
+def check_serve(args: argparse.Namespace) -> None:
+    """ConfigError for flags that contradict each other."""
+    if args.url and args.direct:
+        raise ConfigError("--url and --direct: want one of them, a server that runs or an engine in this process")
+    if args.url and (args.config or args.set or args.model):
+        raise ConfigError("--url: the server has a configuration of its own; leave out --model, --config and --set")
+    if not args.url and (args.served_model or args.api_key_env):
+        raise ConfigError("--served-model and --api-key-env are for --url")
+    if args.find_knee and len(args.request_rate) > 1:
+        raise ConfigError(f"--find-knee: want at most one --request-rate, where to begin, not {len(args.request_rate)}")
+    if len(args.request_rate) > 1 and len(args.max_concurrency) > 1:
+        raise ConfigError("--request-rate and --max-concurrency: want several values of one of them")
+    if len({name for name, _ in args.goodput}) < len(args.goodput):
+        raise ConfigError("--goodput: the same name twice")
+    paced = bool(args.request_rate or args.find_knee)
+    if args.burstiness != 1 and not paced:
+        raise ConfigError("--burstiness is of arrivals at a --request-rate or of --find-knee; give one of them")
+    if args.goodput_share != SHARE and not (args.find_knee and args.goodput):
+        raise ConfigError("--goodput-share is for --find-knee with --goodput; leave it out")
+    if args.api_key_env and not os.environ.get(args.api_key_env):
+        raise ConfigError(f"--api-key-env {shown(args.api_key_env)}: no such environment variable")
+
+
+async def serve_async(args: argparse.Namespace, asks: Callable[[int], Sequence[BenchAsk]]) -> int:
+    from minivllm.bench import state
+    from minivllm.bench.client import HttpServer
+    from minivllm.bench.direct import DirectEngine, started
+
+    extra = {"temperature": args.temperature}
+    if args.url:
+        server = HttpServer(args.url, args.served_model, os.environ.get(args.api_key_env, ""), extra)
+        name = await server.find_model()
+        watch = functools.partial(state.MachineWatch, None)
+        return await measure_serve(args, asks, server, watch, f"{name} at {args.url}", None, None)
+    loaded = load(args)
+    if not args.direct:
+        with started(loaded) as (url, pid):
+            server = HttpServer(url, "", "", extra)
+            await server.find_model()
+            watch = functools.partial(state.MachineWatch, _device(loaded), pid)
+            bill = planned_bill(loaded, args)
+            return await measure_serve(args, asks, server, watch, head(loaded, "over HTTP"), bill, None)
+    from minivllm import AsyncLLM
+
+    async with AsyncLLM(config=loaded) as llm:
+        engine = DirectEngine(llm, args.temperature)
+        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        bill = await llm.bill_of_materials() if args.json or args.output_json else None
+        return await measure_serve(args, asks, engine, watch, head(llm, "without HTTP"), bill, engine.reset)
+
+
+def _device(loaded: Loaded) -> str:
+    from minivllm.hardware import find_device
+
+    return find_device(loaded.engine.device).kind
+
+
+async def measure_serve(
+    args: argparse.Namespace, asks: Any, asked: Any, watch: Any, title: str, bill: Any, reset: Any
+) -> int:
+    from minivllm.bench.loads import Bench, OfferedLoad
+    from minivllm.bench.repeats import result
+
+    bench = Bench(asked, asks, watch, dict(args.goodput), args.burstiness, args.seed, reset)
+    most = max(args.max_concurrency, default=None)
+    for _ in range(args.warmups):
+        await bench.warm(most or len(asks(args.seed)), most)
+    more: dict[str, Any] = {}
+    if args.find_knee:
+        start = args.request_rate[0] if args.request_rate else 1.0
+        found = await bench.knee(start, most, args.goodput_share, args.repeats)
+        rows, more["knee"] = found["rows"], found["knee"]
+    else:
+        loads = [OfferedLoad(r, c) for r in args.request_rate or [None] for c in args.max_concurrency or [None]]
+        rows = [await bench.row(one, args.repeats) for one in loads]
+    if all(row["completed"] == 0 for row in rows):
+        raise MinivllmError(f"every request failed; the last: {rows[-1]['requests']['errors'][-1]}")
+    if len(rows) == 1:
+        more |= {k: v for k, v in rows[0].items() if k not in ("repeats", "intervals", "requests")}
+        more |= rows[0]["requests"]
+    runs = [run for row in rows for run in row["repeats"]]
+    named = {"backend": "openai" if args.url else "minivllm", "model_id": title, "num_prompts": len(asks(args.seed))}
+    whole = result("serve", runs, bench.states, settings(args), bill, rows=rows, **named, **more)
+    return tell(whole, args, "\n".join(serve_lines(title, rows, whole, args)))
+
+
+def serve_lines(
+    title: str, rows: Sequence[dict[str, Any]], whole: dict[str, Any], args: argparse.Namespace
+) -> list[str]:
+    from minivllm.bench.repeats import with_bounds
+
+    good = " goodput/s" if args.goodput else ""
+    lines = [
+        f"{title}; {whole['num_prompts']} requests, {args.repeats} runs; medians, ± half the 95 % interval",
+        f"{'rate':>8} {'streams':>7} {'failed':>6} {'requests/s':>14} {'tokens/s':>16} {'TTFT p50':>9} {'p99':>9} "
+        f"{'TPOT p50':>9} {'p99':>9} {'E2EL p50':>9} {'p99':>9}{good}",
+    ]
+    for row in rows:
+        rate = row["request_rate"] if isinstance(row["request_rate"], str) else f"{row['request_rate']:.2f}"
+        times = [row[f"{q}_{n}_ms"] for n in ("ttft", "tpot", "e2el") for q in ("median", "p99")]
+        cells = " ".join(f"{one:>9.1f}" for one in times)
+        met = f" {with_bounds(row, 'request_goodput', 2)}" if args.goodput else ""
+        over = "  not kept up with" if row.get("beyond") else ""
+        speeds = f"{with_bounds(row, 'request_throughput', 2):>14} {with_bounds(row, 'output_throughput'):>16}"
+        streams = row["max_concurrency"] or "any"
+        lines.append(f"{rate:>8} {streams:>7} {row['failed']:>6} {speeds} {cells}{met}{over}")
+    if "knee" in whole:
+        said = f"{whole['knee']:.2f} requests/s" if whole["knee"] else "below every rate that was tried"
+        lines.append(f"knee: {said}")
+    late = max(row["p99_late_ms"] for row in rows)
+    if late > LATE and any(row["request_rate"] != "inf" for row in rows) and not args.max_concurrency:
+        lines.append(f"requests were sent up to {late:.0f} ms late (99th percentile): the client was at its limit")
+    states = whole["machine_states"]
+    return [*lines, energy_line(rows[0] if len(rows) == 1 else whole, states), machine_line(states)]

@@ -1,0 +1,210 @@
+"""``minivllm compare``: configurations side by side over seeds.  Parsing it imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.cli.bench_runs import asks_of, checked, count, none_or_more, settings, several, tell, workload_flags
+from minivllm.cli.common import load, open_llm
+from minivllm.errors import ConfigError, RequestError, brief, shown
+
+if TYPE_CHECKING:
+    from minivllm.bench.quality import TextScores
+    from minivllm.bench.store import Store
+    from minivllm.bench.workload import BenchAsk
+    from minivllm.config import Loaded
+
+
+def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
+    """Add ``compare``.  ``command`` and the ``parents`` of its flags are of ``minivllm.cli``."""
+    text = "Configurations side by side over seeds: speed, memory, energy, quality, with tests against the first."
+    sub = command("compare", "cli.compare:compare", text, *parents)
+    sub.add_argument("file", nargs="*", help="TOML or YAML, one configuration each")
+    text = "one configuration for each value, for each combination of several keys"
+    sub.add_argument("--sweep", nargs="+", action="extend", default=[], metavar="KEY=VALUE,VALUE", help=text)
+    sub.add_argument("--seeds", type=several(int), default=[1, 2, 3], metavar="N,N", help="runs (default 1,2,3)")
+    text = "runs before them that are not counted (default 1)"
+    sub.add_argument("--warmups", type=none_or_more, default=1, metavar="N", help=text)
+    text = "a text whose perplexity is measured (default: stories in English)"
+    sub.add_argument("--text", default="", metavar="FILE", help=text)
+    text = "tokens of it that are scored (default 512; 0: no quality of a text)"
+    sub.add_argument("--quality-tokens", type=none_or_more, default=512, metavar="N", help=text)
+    text = "of the model in the package: needle, copy, sums, json, story, echo"
+    sub.add_argument("--task", type=several(str), default=[], metavar="NAME,NAME", help=text)
+    sub.add_argument("--cases", type=count, default=20, metavar="N", help="of each task and seed (default 20)")
+    text = "a folder in which runs are kept: what is there is not run again"
+    sub.add_argument("--results", default="", metavar="DIR", help=text)
+    text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
+    sub.add_argument("--in-turns", action="store_true", help=text)
+    sub.add_argument("--output-json", default="", metavar="FILE", help="write the whole result, with every run")
+    sub.add_argument("--json", action="store_true", help="print the result as JSON")
+    workload_flags(sub)
+
+
+@dataclass
+class Contender:
+    """One configuration of the table."""
+
+    name: str
+    args: argparse.Namespace
+    loaded: Loaded
+    bill: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+
+
+def compare(args: argparse.Namespace) -> int:
+    from minivllm.bench import comparing, quality, trials
+    from minivllm.bench.store import Store
+
+    asks = asks_of(checked(args))
+    if len(set(args.seeds)) < len(args.seeds):
+        raise ConfigError(f"--seeds {','.join(map(str, args.seeds))}: the same seed twice; each is a run of its own")
+    quality.check_tasks(args.task)
+    found, store = contenders(args), Store(args.results)
+    work = Work(args, asks, store, quality.text_of(args.text) if args.quality_tokens else "", found[0])
+    for one in found:
+        one.bill, one.key = work.identity(one)
+    by_name = {one.name: one for one in found}
+    todo = [one for one in found if not work.done(one)]
+    if todo and args.quality_tokens and work.reference() is None and found[0] not in todo:
+        todo.insert(0, found[0])  # the others are measured against its distributions
+    kept = sum(len(store.of(one.key)["runs"].keys() & set(map(str, args.seeds))) for one in found)
+    if kept:
+        print(f"minivllm: {kept} of {len(found) * len(args.seeds)} runs are in {args.results}", file=sys.stderr)
+    cells = [trials.Cell(one.name, functools.partial(open_llm, one.loaded, one.args)) for one in todo]
+    trials.measure(cells, args.seeds, args.in_turns, lambda cell, llm, seed: work.once(by_name[cell.name], llm, seed))
+    table = comparing.ComparedRuns([one.name for one in found], work.stored(found), args.seeds, settings(args))
+    whole = table.result({one.name: one.bill for one in found})
+    return tell(whole, args, "\n".join(table.lines(whole)))
+
+
+@dataclass
+class Work:
+    """What is measured of each configuration, and kept as soon as it is known."""
+
+    args: argparse.Namespace
+    asks: Callable[[int], Sequence[BenchAsk]]
+    store: Store
+    text: str
+    first: Contender  # the reference of the others
+    scores: TextScores | None = None  # of the first
+    warm: set[str] = field(default_factory=set)
+
+    def identity(self, one: Contender) -> tuple[dict[str, Any], str]:
+        """The bill of materials of a configuration, and its digest with what is asked of it."""
+        from minivllm.bench.store import digest
+        from minivllm.cli.bench_runs import bill_planned
+
+        args = self.args
+        asked = [[ask.prompt, ask.max_tokens] for ask in self.asks(0)]
+        work = {
+            "asks": asked,
+            "temperature": args.temperature,
+            "text": self.text,
+            "tokens": args.quality_tokens,
+            "tasks": args.task,
+            "cases": args.cases,
+        }
+        bill = bill_planned(one.loaded)
+        return bill, digest(bill, work)
+
+    def stored(self, found: Sequence[Contender]) -> list[dict[str, Any]]:
+        """The runs of each, and its quality against the first."""
+        there = [self.store.of(one.key) for one in found]
+        return [{"runs": one["runs"], "quality": one["quality"].get(self.first.key)} for one in there]
+
+    def done(self, one: Contender) -> bool:
+        there = self.store.of(one.key)
+        runs = all(str(seed) in there["runs"] for seed in self.args.seeds)
+        return runs and (self.first.key in there["quality"] or not self.text)
+
+    def reference(self) -> TextScores | None:
+        from minivllm.bench.quality import TextScores
+
+        path = self.store.scores(self.first.key)
+        self.scores = self.scores or (TextScores.load(path) if path is not None else None)
+        return self.scores
+
+    def once(self, one: Contender, llm: Any, seed: int) -> None:
+        """Quality first, once; then the run of a seed, unless it is there."""
+        from minivllm.bench import quality, state, trials
+
+        args, watch = self.args, functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        if one.name not in self.warm:
+            self.warm.add(one.name)
+            self._quality(one, llm)
+            for turn in range(args.warmups):
+                trials.run(llm, self.asks(-1 - turn), args.temperature, seed, watch)
+        if str(seed) in self.store.of(one.key)["runs"]:
+            return
+        run = trials.run(llm, self.asks(seed), args.temperature, seed, watch)
+        if args.task:
+            run["figures"] |= quality.tasks(llm, args.task, args.cases, seed)
+        capacity = llm.engine.capacity
+        sizes = zip(capacity.block_bytes, capacity.blocks, strict=True)
+        run["figures"] |= {
+            "weight_bytes": capacity.weight_bytes,
+            "kv_token_bytes": sum(size for size, _ in sizes) / llm.engine.wiring.block,
+        }
+        self.store.keep_run(one.key, seed, run)
+
+    def _quality(self, one: Contender, llm: Any) -> None:
+        from minivllm.bench import quality
+
+        if not self.text:
+            return
+        try:
+            own = quality.score(llm, self.text, self.args.quality_tokens)
+        except RequestError as exc:
+            self.store.keep_quality(one.key, self.first.key, {"not_measured": brief(str(exc), 300)})
+            return
+        if one is self.first:
+            self.scores = own
+            if (path := self.store.scores(one.key)) is not None:
+                own.save(path)
+        reference = self.reference()
+        if reference is None:  # the first could not be scored: a perplexity needs none
+            found = {key: value for key, value in quality.summary(own, own).items() if key not in quality.RELATIVE}
+        else:
+            found = quality.summary(own, reference)
+        self.store.keep_quality(one.key, self.first.key, found)
+
+
+def contenders(args: argparse.Namespace) -> list[Contender]:
+    """The configurations, each with a name of its own.  ConfigError if there are fewer than two, or one twice."""
+    if args.sweep and len(args.file) > 1:
+        raise ConfigError(f"--sweep: want one file at most to begin with, not {len(args.file)}")
+    if not args.sweep and len(args.file) < 2:
+        raise ConfigError("want at least two files to compare, or --sweep KEY=VALUE,VALUE")
+    cases: list[tuple[str, list[str], list[str]]] = []
+    if args.sweep:
+        for chosen in itertools.product(*map(_values, args.sweep)):
+            cases.append((" ".join(chosen), list(args.file), list(chosen)))
+    else:
+        stems = [Path(file).stem for file in args.file]
+        names = stems if len(set(stems)) == len(stems) else args.file
+        cases = [(name, [file], []) for name, file in zip(names, args.file, strict=True)]
+    if twice := {name for name, _, _ in cases if sum(name == other for other, _, _ in cases) > 1}:
+        raise ConfigError(f"{brief(min(twice))}: the same configuration twice")
+    found = []
+    for name, files, sets in cases:
+        own = copy(args)
+        own.set = [*args.set, *sets]
+        found.append(Contender(name, own, load(own, files)))
+    return found
+
+
+def _values(text: str) -> list[str]:
+    key, equals, values = text.partition("=")
+    given = values.split(",")
+    if not equals or not key.strip() or not all(given):
+        raise ConfigError(f"--sweep {shown(text)}: want key=value,value, for example quantizer=none,int8")
+    return [f"{key.strip()}={value}" for value in given]

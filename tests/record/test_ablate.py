@@ -1,0 +1,120 @@
+"""``minivllm ablate``: what is taken away is away, changes no token of a greedy answer, and is refused where it is not
+there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from minivllm import LLM
+from minivllm.bench import ablate, offline, trials
+from minivllm.bench.statistics import Paired
+from minivllm.bench.workload import Generated
+from minivllm.cli import main
+
+SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=64", "--set", "num_kvcache_blocks=64"]
+LITTLE = ["--num-prompts", "4", "--input-len", "6", "--output-len", "4", "--repeats", "2", "--warmups", "0"]
+OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=64)
+
+
+def said(capsys, *args):
+    try:
+        code = main(list(args))
+    except SystemExit as exc:
+        code = exc.code
+    return (code, *capsys.readouterr())
+
+
+def test_without_a_kv_cache_each_token_is_computed_from_all_before_it_and_is_the_same():
+    asks = Generated(4, 6, 5, 0.5, 0, 1000).asks(0)
+    with LLM("pocket", dtype="float32", enable_prefix_caching=False, **OPTIONS) as llm:
+        kept, _ = offline.generate(llm, asks, 0.0, 0)
+        before = llm.engine.clock.count
+        again, seconds = ablate.recompute(llm, asks, 0.0, 0)
+        steps = llm.engine.clock.count - before
+        stats = llm.stats()
+    assert [one.token_ids for one in again] == [one.token_ids for one in kept]
+    assert [one.output_tokens for one in again] == [ask.max_tokens for ask in asks]
+    assert [one.prompt_tokens for one in again] == [len(ask.prompt) for ask in asks]
+    assert steps == max(ask.max_tokens for ask in asks) and stats["prefix_hits"] == 0
+    assert all(0 < one.ttft <= one.latency <= seconds for one in again)
+    computed = sum(int(n) for n in llm.engine.clock.tokens[before : before + steps])
+    assert computed == sum(len(a.prompt) + i for a in asks for i in range(a.max_tokens))
+
+
+def test_an_ablation_says_what_each_part_is_worth_and_repeats_the_baseline(capsys, tmp_path):
+    path = tmp_path / "a.json"
+    parts = "prefix-cache,continuous-batching"
+    flags = ["--part", parts, "--in-turns", "--output-json", str(path)]
+    code, out, _ = said(capsys, "ablate", *SMALL, *LITTLE, *flags)
+    assert code == 0 and "prefix-cache: enable_prefix_caching=false" in out
+    found = json.loads(path.read_text())
+    rows = {row["part"]: row for row in found["rows"]}
+    assert list(rows) == ["prefix-cache", "continuous-batching", "nothing (again)"]
+    assert all(row["same_tokens"] == 1 for row in rows.values())
+    assert found["prefix_hit_rate"] > 0 and rows["prefix-cache"]["prefix_hit_rate"] == 0
+    assert rows["nothing (again)"]["engine_steps"] == found["engine_steps"]
+    for row in rows.values():
+        worth = row["worth"]["output_throughput"]
+        assert worth["low"] <= worth["ratio"] <= worth["high"] and worth["says"]
+    assert found["bill_of_materials"]["config"]["values"]["enable_prefix_caching"]
+
+
+def test_every_part_that_is_offered_takes_settings_that_the_engine_takes():
+    with LLM("pocket", scheduler="fcfs", quantizer="int8", kv_format="int8", drafter="ngram", **OPTIONS) as llm:
+        found, missing = ablate.chosen(llm, [])
+    names = {part.name for part in found} | {name for name, _ in missing}
+    assert names == {part.name for part in ablate.PARTS}
+    assert {"quantization", "kv-format", "speculation", "kv-cache"} <= {part.name for part in found}
+    why = dict(missing)
+    assert "GPU" in why["fusion"] and why["batch-invariance"] == "batch_invariant is false"
+    from minivllm.config import load_config
+
+    for part in ablate.PARTS:
+        load_config(sets=[*part.sets])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--part", "prefix-cach"], "no such part. Did you mean 'prefix-cache'?"),
+        (["--part", "fusion"], "there is nothing to take away: fused kernels are those of a GPU"),
+        (["--part", "speculation"], "there is nothing to take away: nothing is drafted"),
+        (["--part", "prefix-cache", "--set", "enable_prefix_caching=false"], "enable_prefix_caching is false"),
+        (["--part", "continuous-batching", "--set", "scheduler=static"], "the scheduler is static already"),
+    ],
+)
+def test_a_part_that_cannot_be_taken_away_is_refused_by_name(capsys, args, message):
+    code, _, err = said(capsys, "ablate", *SMALL, "--set", "device=cpu", *LITTLE, *args)
+    assert code == 2 and message in err
+
+
+def test_engines_in_turns_run_every_seed_once_and_begin_with_another_each_time():
+    order = []
+
+    class Engine:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            order.append("end")
+
+    cells = [trials.Cell(name, Engine) for name in "abc"]
+    once = lambda cell, llm, seed: order.append((cell.name, seed)) or (cell.name, seed)  # noqa: E731
+    found = trials.measure(cells, [5, 6], True, once)
+    assert found == [[(name, 5), (name, 6)] for name in "abc"]
+    assert order[:6] == [("a", 5), ("b", 5), ("c", 5), ("b", 6), ("c", 6), ("a", 6)] and order[6:] == ["end"] * 3
+    order.clear()
+    assert trials.measure(cells, [5, 6], False, once) == found
+    assert order[:3] == [("a", 5), ("a", 6), "end"]
+
+
+def test_tokens_that_differ_are_found_and_the_sentences_of_a_table_are_corrected_for_their_number():
+    a = [{"tokens": [[1, 2, 3], [4]]}, {"tokens": [[1, 2], [9]]}]
+    b = [{"tokens": [[1, 2, 3], [4]]}, {"tokens": [[1, 7], [9, 9]]}]
+    assert trials.same_tokens(a, b) == 0.5 and trials.first_divergence(a, b) == 2
+    assert trials.same_tokens(a, a) == 1 and trials.first_divergence(a, a) is None
+    alone = trials.judged([{"x": Paired(1.1, 1.01, 1.2, 0.04, 5)}])
+    among = trials.judged([{"x": Paired(1.1, 1.01, 1.2, 0.04, 5), "y": Paired(1.0, 0.9, 1.1, 0.8, 5)}])
+    assert alone[0]["x"]["says"] == "a difference" and among[0]["x"]["says"] == "no difference shown"

@@ -1,0 +1,103 @@
+"""``minivllm report``: one file that asks for nothing else, whose charts show the values that they are given."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as xml
+
+import pytest
+
+from minivllm.bench import charts, repeats, report
+from minivllm.bench.charts import Bar, DrawnLine
+from minivllm.cli import main
+
+ROW = {
+    "intervals": {"output_throughput": [90.0, 110.0]},
+    "output_throughput": 100.0,
+    "median_ttft_ms": 5.0,
+    "failed": 0,
+}
+TIMES = {"request_throughput": 2.0, "p99_ttft_ms": 9.0, "median_tpot_ms": 1.0, "p99_tpot_ms": 2.0}
+ASKED = {"ttfts": [0.001, 0.002, 0.004], "e2els": [0.1, 0.2, 0.3]}
+WORTH = {"output_throughput": {"ratio": 1.5, "low": 1.2, "high": 1.9, "p": 0.01, "says": "a difference"}}
+NAME = '<script>alert("x")</script> & co'
+
+
+def result(kind, **more):
+    return {**repeats.result(kind, [ROW], [{"energy_joules": None}], {}, None), **more}
+
+
+LOADED = {**ROW, **TIMES, "max_concurrency": None, "requests": ASKED}
+BATCH = {**ROW, "input_len": 4, "batch_size": 2, "latency": 0.1, "median_tpot_ms": 1.0}
+FIRST = {**ROW, "name": NAME, "quality": None, "against_first": {}, "weight_bytes": 1 << 20}
+SECOND = {**FIRST, "name": "b", "quality": {"perplexity": 3.0, "kl": 0.1}, "against_first": WORTH}
+RESULTS = {
+    "serve": result("serve", rows=[{**LOADED, "request_rate": rate} for rate in (1.0, 2.0)]),
+    "closed": result("serve", rows=[{**LOADED, "request_rate": "inf"}]),
+    "ablate": result("ablate", model_id=NAME, rows=[{**ROW, "part": NAME, "worth": WORTH, "sets": ["a=b"]}]),
+    "compare": result("compare", rows=[FIRST, SECOND]),
+    "latency": result("latency", rows=[BATCH]),
+    "memory": result("memory", weight_bytes=1 << 20, kv_peak_bytes=2 << 20, rest_bytes=1 << 20),
+    "throughput": result("throughput"),
+}
+
+
+def test_a_report_of_every_kind_is_whole_asks_for_nothing_and_shows_names_as_text(tmp_path, capsys):
+    paths = []
+    for name, found in RESULTS.items():
+        paths.append(tmp_path / f"{name}.json")
+        repeats.write(str(paths[-1]), found)
+    out = tmp_path / "r.html"
+    assert main(["report", *map(str, paths), "-o", str(out)]) == 0
+    page = out.read_text()
+    assert page.count("<h2>") == len(RESULTS) and "nan" not in page and "Traceback" not in page
+    assert not re.search(r"https?:|src=|@import|url\(|<script|<link|onload|javascript", page)
+    assert "&lt;script&gt;" in page and "prefers-color-scheme:dark" in page and "width=device-width" in page
+    drawings = re.findall(r"<svg.*?</svg>", page, re.S)
+    assert len(drawings) >= 10
+    for one in drawings:
+        root = xml.fromstring(one)
+        assert root.get("aria-label") and root.get("viewBox").startswith("0 0 640 ")
+        for rect in root.iter("rect"):
+            assert 0 <= float(rect.get("x")) <= 640 and 0 <= float(rect.get("width")) <= 640
+
+
+def test_bars_are_as_long_as_their_values_and_error_bars_where_the_interval_is():
+    root = xml.fromstring(charts.bars([Bar("a", 1.0, 0.5, 2.0), Bar("b", 2.0)], "x", 1.0))
+    a, b = (float(rect.get("width")) for rect in root.iter("rect"))
+    assert b == pytest.approx(2 * a, rel=1e-3)
+    error = next(path.get("d") for path in root.iter("path") if path.get("class") == "e")
+    low, high = re.match(r"M([\d.]+) [\d.]+H([\d.]+)", error).groups()
+    assert float(low) == pytest.approx(charts.LEFT + a / 2, abs=0.1)
+    assert float(high) == pytest.approx(charts.LEFT + b, abs=0.1)
+
+
+def test_points_lie_where_their_values_are_and_a_stack_fills_its_width():
+    root = xml.fromstring(charts.lines([DrawnLine("l", ((1.0, 10.0), (2.0, 5.0)))], "x", "y"))
+    (x1, y1), (x2, y2) = [(float(c.get("cx")), float(c.get("cy"))) for c in root.iter("circle")]
+    assert x2 - 60 == pytest.approx(2 * (x1 - 60)) and charts.LOW - y1 == pytest.approx(2 * (charts.LOW - y2))
+    wide = [float(r.get("width")) for r in xml.fromstring(charts.stack([Bar("a", 3), Bar("b", 1)], "m")).iter("rect")]
+    assert wide[0] + wide[2] == pytest.approx(620) or sum(wide) == pytest.approx(620 + 24)
+
+
+def test_a_distribution_ends_at_one_and_is_thinned():
+    found = report._distribution("d", [i / 1000 for i in range(5000)])
+    assert len(found.points) == report.MOST_STEPS + 1 and found.points[-1] == (4999.0, 1.0)
+    assert found.points[0] == (0.0, 1 / 5000)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "no result of a measurement"),
+        ('{"format": "minivllm-bench", "format_version": 9}', "format 9; this minivllm reads 1"),
+        (json.dumps({"format": "minivllm-bench", "format_version": 1, "kind": "ablate"}), "not a whole result"),
+        ("{", "r.json"),
+    ],
+)
+def test_what_is_no_result_is_refused_and_nothing_is_written(tmp_path, capsys, text, message):
+    path, out = tmp_path / "r.json", tmp_path / "r.html"
+    path.write_text(text)
+    assert main(["report", str(path), "-o", str(out)]) == 2
+    assert message in capsys.readouterr().err and not out.exists()

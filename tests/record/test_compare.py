@@ -1,0 +1,142 @@
+"""``minivllm compare``: quality by its definitions, runs that are there are not run again, sentences that say what was
+measured."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from minivllm import LLM, SamplingParams
+from minivllm.bench import quality, trials
+from minivllm.bench.comparing import ComparedRuns
+from minivllm.bench.quality import TextScores
+from minivllm.bench.store import Store, digest
+from minivllm.cli import main
+
+SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=128", "--set", "num_kvcache_blocks=64"]
+LITTLE = ["--num-prompts", "3", "--input-len", "6", "--output-len", "3", "--warmups", "0", "--quality-tokens", "24"]
+
+
+def said(capsys, *args):
+    try:
+        code = main(list(args))
+    except SystemExit as exc:
+        code = exc.code
+    return (code, *capsys.readouterr())
+
+
+def test_perplexity_is_that_of_the_log_probabilities_of_the_prompt():
+    text = quality.text_of("")
+    with LLM("pocket", dtype="float32", max_num_seqs=4, max_num_batched_tokens=256, num_kvcache_blocks=64) as llm:
+        found = quality.score(llm, text, 2 * quality.PIECE + 9)
+        pieces = np.split(found.ids, np.cumsum(found.lengths)[:-1])
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        outputs = llm.generate([piece.tolist() for piece in pieces], params, use_tqdm=False)
+    assert found.lengths.tolist() == [quality.PIECE, quality.PIECE, 9]
+    losses = []
+    for piece, output in zip(pieces, outputs, strict=True):
+        given = [output.prompt_logprobs[i][int(piece[i])].logprob for i in range(1, len(piece))]
+        losses.append(-sum(given) / len(given))
+    assert found.losses() == pytest.approx(losses, abs=1e-4)
+    own = quality.summary(found, found)
+    whole = sum(loss * (n - 1) for loss, n in zip(losses, found.lengths, strict=True)) / (found.lengths - 1).sum()
+    assert own["perplexity"] == pytest.approx(math.exp(whole), rel=1e-4)
+    assert own["kl"] == 0 and own["top1_agreement"] == 1 and own["scored_tokens"] == found.lengths.sum() - 3
+
+
+def test_kl_and_agreement_are_those_of_the_definitions_and_other_tokens_are_not_compared(tmp_path):
+    def scores(rows, ids=(0, 1, 2)):
+        with np.errstate(divide="ignore"):
+            return TextScores(np.array(ids, np.int32), np.array([3]), np.log(np.array(rows, np.float32)))
+
+    a, b = scores([[0.5, 0.25, 0.25], [0.0, 0.4, 0.6]]), scores([[0.25, 0.5, 0.25], [0.1, 0.3, 0.6]])
+    want = (0.5 * math.log(2) + 0.25 * math.log(0.5) + 0.4 * math.log(4 / 3)) / 2
+    found = b.against(a)
+    assert found["kl"] == pytest.approx(want, rel=1e-5) and found["top1_agreement"] == 0.5
+    assert b.losses() == pytest.approx([-(math.log(0.5) + math.log(0.6)) / 2])
+    assert scores([[0.2, 0.2, 0.6]] * 2, ids=(0, 2, 2)).against(a) == {}
+    a.save(tmp_path / "a.npz")
+    assert TextScores.load(tmp_path / "a.npz").against(a)["kl"] == 0
+    (tmp_path / "half.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:100])
+    assert TextScores.load(tmp_path / "half.npz") is None and TextScores.load(tmp_path / "none.npz") is None
+
+
+def test_a_sweep_runs_each_combination_over_the_seeds_and_what_is_there_is_not_run_again(capsys, tmp_path, monkeypatch):
+    config, path = tmp_path / "c.toml", tmp_path / "r.json"
+    config.write_text('dtype = "float32"\nscheduler = "fcfs"\n')
+    args = ["compare", str(config), *SMALL, *LITTLE, "--results", str(tmp_path / "kept"), "--output-json", str(path)]
+    sweep = ["--sweep", "quantizer=none,int8"]
+    code, out, _ = said(capsys, *args, *sweep, "--seeds", "1,2", "--task", "echo", "--cases", "2")
+    assert code == 0 and "quantizer=int8 over quantizer=none:" in out
+    found = json.loads(path.read_text())
+    none, int8 = found["rows"]
+    assert (none["name"], int8["name"]) == ("quantizer=none", "quantizer=int8")
+    assert none["quality"]["kl"] == 0 and int8["quality"]["kl"] > 1e-7 and int8["weight_bytes"] < none["weight_bytes"]
+    assert none["same_tokens"] == 1 and none["first_divergence"] is None
+    assert {"output_throughput", "task_echo", "perplexity"} <= set(int8["against_first"])
+    assert [run["seed"] for run in found["runs_by_name"]["quantizer=int8"]] == [1, 2]
+    parts = found["bills_of_materials"]["quantizer=int8"]["parts"]
+    assert next(part["name"] for part in parts if part["seam"] == "quantizer") == "minivllm/int8"
+
+    ran, real = [], trials.run
+    monkeypatch.setattr(
+        trials, "run", lambda llm, *given: ran.append((llm.config.quantizer.name, given[2])) or real(llm, *given)
+    )
+    code, again, err = said(capsys, *args, *sweep, "--seeds", "1,2", "--task", "echo", "--cases", "2")
+    assert code == 0 and not ran and again == out and "4 of 4 runs are in" in err
+    code, _, _ = said(capsys, *args, *sweep, "--seeds", "1,2,7", "--task", "echo", "--cases", "2")
+    assert code == 0 and ran == [("none", 7), ("int8", 7)]
+    ran.clear()  # the same runs against another reference: only quality is measured again
+    code, _, _ = said(
+        capsys, *args, "--sweep", "quantizer=int8,none", "--seeds", "1,2", "--task", "echo", "--cases", "2"
+    )
+    first, second = json.loads(path.read_text())["rows"]
+    assert code == 0 and not ran and first["quality"]["kl"] == 0 and second["quality"]["kl"] > 1e-7
+
+
+def test_a_digest_depends_on_the_sources_the_machine_and_the_workload(tmp_path):
+    bill = {"fingerprint": "a", "versions": {}, "machine": {"cpu": "x"}, "environment": {}}
+    changed = [{**bill, "fingerprint": "b"}, {**bill, "machine": {"cpu": "y"}}, {**bill, "versions": {"torch": "2"}}]
+    keys = {digest(one, {"n": 1}) for one in (bill, *changed)} | {digest(bill, {"n": 2})}
+    assert len(keys) == 5 and digest(bill, {"n": 1}) == digest(dict(bill), {"n": 1})
+    store = Store(str(tmp_path))
+    store.keep_run("k", 1, {"figures": {"x": math.nan}})
+    (tmp_path / "broken.json").write_text('{"runs"')
+    assert Store(str(tmp_path)).of("k")["runs"] == {"1": {"figures": {"x": None}}}
+    assert Store(str(tmp_path)).of("broken") == {"runs": {}, "quality": {}}
+
+
+def test_speeds_at_other_clocks_are_not_compared():
+    def stored(rate, mhz):
+        figures = {"output_throughput": rate, "median_ttft_ms": 1.0, "median_tpot_ms": 1.0, "weight_bytes": 1}
+        run = {"figures": {**figures, "total_output_tokens": 1}, "state": {"mhz": mhz, "seconds": 1.0}, "tokens": [[1]]}
+        runs = {"1": run, "2": run}
+        return {"runs": runs, "quality": None}
+
+    found = ComparedRuns(["a", "b", "c"], [stored(1, 1900), stored(2, 1200), stored(2, 1910)], [1, 2], {}).result({})
+    says = [row["against_first"]["output_throughput"]["says"] for row in found["rows"][1:]]
+    assert says == ["not compared: clocks of 1900 and 1200 MHz", "a difference"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "want at least two files to compare, or --sweep"),
+        (["c.toml"], "want at least two files to compare, or --sweep"),
+        (["c.toml", "c.toml", "--sweep", "seed=1,2"], "want one file at most to begin with, not 2"),
+        (["--sweep", "seed"], "want key=value,value, for example quantizer=none,int8"),
+        (["--sweep", "seed=1,"], "want key=value,value"),
+        (["--sweep", "seed=1,1"], "seed=1: the same configuration twice"),
+        (["--sweep", "seed=1,2", "--seeds", "3,3"], "--seeds 3,3: the same seed twice"),
+        (["--sweep", "seed=1,2", "--task", "ecco"], "no such task. Did you mean 'echo'?"),
+        (["--sweep", "sede=1,2"], "sede"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(capsys, tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text("seed = 1\n")
+    code, _, err = said(capsys, "compare", *SMALL, *LITTLE, *args)
+    assert code == 2 and message in err
