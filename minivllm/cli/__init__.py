@@ -62,9 +62,8 @@ class CommandParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+def wiring_flags() -> argparse.ArgumentParser:
+    """Flags of the commands that wire an engine."""
     wiring = argparse.ArgumentParser(add_help=False)
     wiring.add_argument(
         "--model", help="a directory, a GGUF file, a Hugging Face id, pocket or pocket-draft (default pocket)"
@@ -74,6 +73,13 @@ def make_parser() -> argparse.ArgumentParser:
     wiring.add_argument(
         "--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class"
     )
+    return wiring
+
+
+def make_parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+    wiring = wiring_flags()
     sampling = argparse.ArgumentParser(add_help=False)
     for name, kind, text in SAMPLING:
         sampling.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, default=None, help=text)

@@ -4,8 +4,8 @@
     │ server.serve  server.app  server.operations  server.desk_work
     │ server.openai                                         OpenAI's API, over the wire and the link to the engine
     │ server.link  server.http                              which do not know of each other
-     │ bench  testing  scaffold  pocket  simulate  replay  compare_hf  quantize
-     │ traces
+    │ bench  testing  scaffold  pocket  simulate  replay  compare_hf  quantize
+    │ traces
     │ frontend                                              text to requests, tokens to text
     │ config  structured                                    a configuration, a grammar -> what the engine is given
     │ record  text  core.engine                             the host: the engine's room needs no torch
