@@ -15,7 +15,7 @@ from minivllm.loading.hf_config import longest_context, open_checkpoint
 
 from . import awq, gptq
 from .calibration import read_samples
-from .folding import find_fold, fold_in
+from .folding import find_fold, find_uses, fold_in
 from .grid import Coded, Grid
 from .layers import Inputs, LayerModel, LayerWeights, watch
 from .layouts import PackedFormat
@@ -203,8 +203,9 @@ class Quantizing:
     ) -> None:
         """AWQ's scales, wherever they can be put; ``found`` becomes what modules are given then."""
         before, packed = weights.run(sample), set(self.wanted[number])
+        uses = find_uses(weights.layer, weights.run, sample)
         for inputs in found:
-            fold = find_fold(weights.layer, inputs, self.heads)
+            fold = find_fold(weights.layer, inputs, self.heads, uses)
             if fold is not None:
                 mine = [weights.get(f"{name}.weight") for name in inputs.names]
                 s = awq.find_scales(mine, fold.tied(inputs.means), inputs.moments, self.grid)

@@ -21,7 +21,7 @@ from minivllm.pocket import tasks
 from minivllm.pocket.evaluate import Minivllm, default_cases, evaluate
 from minivllm.quantize import work as work_module
 from minivllm.quantize.awq import find_scales
-from minivllm.quantize.folding import Fold, find_fold, fold_in
+from minivllm.quantize.folding import Fold, find_fold, find_uses, fold_in
 from minivllm.quantize.gptq import solve
 from minivllm.quantize.grid import Grid
 from minivllm.quantize.layers import LayerModel, LayerWeights, watch
@@ -220,9 +220,9 @@ def test_scales_that_are_folded_in_leave_a_layer_as_it_was(kind, tmp_path):
             "mlp.gate_proj mlp.up_proj",
             "mlp.down_proj",
         ]
-        before = weights.run(hidden[0])
+        before, uses = weights.run(hidden[0]), find_uses(layer, weights.run, hidden[0])
         for inputs in found:
-            fold = find_fold(layer, inputs, 2)
+            fold = find_fold(layer, inputs, 2, uses)
             s = fold.tied(torch.rand(len(inputs.means)) + 0.5)
             assert fold_in(weights, inputs.names, fold, s, hidden[0], before, set(names))
             own = weights.get(f"{inputs.names[0]}.weight")
@@ -233,6 +233,26 @@ def test_scales_that_are_folded_in_leave_a_layer_as_it_was(kind, tmp_path):
         assert not fold_in(weights, ["self_attn.o_proj"], wrong, s[:64] * 2, hidden[0], before, set(names))
         assert weights.changed.keys() == known.keys() and all(weights.changed[n] is known[n] for n in known)
         torch.testing.assert_close(weights.run(hidden[0]), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("residual", [1, 1e4])
+def test_a_fold_that_another_module_would_see_is_refused_also_under_a_large_residual(residual, plain, text, tmp_path):
+    model = LayerModel(open_checkpoint(str(plain[0])), "cpu", torch.float32)
+    hidden = [residual * x for x in model.embedded(torch.arange(20).view(1, 20))]
+    with model.filled(0) as layer, torch.no_grad():
+        weights, names = LayerWeights(model, 0), [n for n in model.linears(0) if not n.endswith("q_proj")]
+        found = watch(layer, names, weights.run, hidden, lambda: None)
+        uses, before = find_uses(layer, weights.run, hidden[0]), weights.run(hidden[0])
+        assert (before - hidden[0]).norm() < (1e-2 if residual > 1 else 9) * before.norm()
+        found_at = {" ".join(inputs.names): find_fold(layer, inputs, 2, uses) for inputs in found}
+        assert [at for at, fold in found_at.items() if fold is None] == ["self_attn.k_proj self_attn.v_proj"]
+        s = torch.rand(64) + 0.5
+        for more, folds in (([], False), (["self_attn.q_proj"], True)):
+            taken = ["self_attn.k_proj", "self_attn.v_proj", *more]
+            assert fold_in(weights, taken, Fold("input_layernorm", 1, 1), s, hidden[0], before, set(names)) is folds
+    report, _ = made(plain, tmp_path / "out", text, method="awq", skip=(r".*q_proj",))
+    unscaled = [f"model.layers.{n}.self_attn.{part}_proj" for n in (0, 1) for part in "kv"]
+    assert report.unscaled == unscaled
 
 
 def test_a_run_that_was_broken_off_goes_on_and_writes_what_one_in_one_piece_writes(plain, text, tmp_path):
