@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from random import Random
 
 import pytest
@@ -277,6 +278,26 @@ def test_a_run_that_was_broken_off_goes_on_and_writes_what_one_in_one_piece_writ
         assert not list(tmp_path.glob("*.partial"))
 
 
+def test_layers_are_never_without_the_plan_that_says_what_they_are_of(plain, tmp_path, monkeypatch):
+    def fails(old, new):
+        raise OSError(errno.EIO, "Input/output error")
+
+    source, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(plain[0], source)
+    (source / "plan.json").write_text("{}")  # somebody's own
+    with monkeypatch.context() as m, pytest.raises(ResourceError, match="Input/output error"):
+        m.setattr(work_module.os, "rename", fails)
+        quantize(str(source), out, options("rtn"), None, "cpu")
+    with pytest.raises(ConfigError, match="was begun with bits=4, and this is 8"):
+        quantize(str(source), out, options("rtn", bits=8), None, "cpu")
+    plan = (tmp_path / "out.partial/plan.json").rename(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=r"has layers, and no plan.json that says of what; remove it to begin anew"):
+        quantize(str(source), out, options("rtn", bits=8), None, "cpu")
+    plan.rename(tmp_path / "out.partial/plan.json")
+    assert quantize(str(source), out, options("rtn"), None, "cpu").resumed == 2
+    assert (out / "config.json").exists() and not (out / "plan.json").exists()
+
+
 def test_a_full_disk_leaves_nothing_half_written(plain, tmp_path, monkeypatch):
     def full(tensors, path, metadata):
         path.write_bytes(b"half")
@@ -354,6 +375,11 @@ def test_models_that_cannot_be_quantized_are_refused_in_one_line(plain, tmp_path
             Quantizing(str(model), tmp_path / "out", options("rtn"), None, "cpu")
     with pytest.raises(ConfigError, match="is there already; want a directory that is not"):
         Quantizing(str(plain[0]), tmp_path / "packed", options("rtn"), None, "cpu")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    for path, kind in ((tmp_path / "link", "a symbolic link"), ("/proc", "where a disk is mounted")):
+        with pytest.raises(ConfigError, match=f"{path}: is {kind}, which no directory can be renamed to"):
+            Quantizing(str(plain[0]), path, options("rtn"), None, "cpu")
     raw = json.loads((plain[0] / "config.json").read_text())
     other = tmp_path / "other"
     other.mkdir()
