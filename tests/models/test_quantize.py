@@ -20,6 +20,7 @@ from minivllm.plugins.quantizer.compressed import CompressedTensors
 from minivllm.plugins.quantizer.gptq import Gptq
 from minivllm.pocket import tasks
 from minivllm.pocket.evaluate import Minivllm, default_cases, evaluate
+from minivllm.quantize import run as run_module
 from minivllm.quantize import work as work_module
 from minivllm.quantize.awq import find_scales
 from minivllm.quantize.folding import Fold, find_fold, find_uses, fold_in
@@ -50,7 +51,8 @@ def text(tmp_path_factory):
 
 
 def options(method="gptq", **more):
-    return QuantizeOptions(method, **{"group": 32, "samples": 4, "length": 48, **more})
+    read = {} if method == "rtn" else {"samples": 4, "length": 48}
+    return QuantizeOptions(method, **{"group": 32, **read, **more})
 
 
 def made(plain, out, text, **more):
@@ -298,6 +300,35 @@ def test_layers_are_never_without_the_plan_that_says_what_they_are_of(plain, tmp
     assert (out / "config.json").exists() and not (out / "plan.json").exists()
 
 
+def test_a_full_device_leaves_what_the_same_command_goes_on_with(plain, text, tmp_path, capsys, monkeypatch):
+    full = [True]
+
+    def solved(*args):
+        full.append(full[0] and len(full) == 8)  # the second layer
+        if full[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return solve(*args)
+
+    monkeypatch.setattr(run_module.gptq, "solve", solved)
+    command = ["quantize", str(plain[0]), str(tmp_path / "out"), "--method", "gptq", "--group", "32", "--calibration"]
+    command += [text, "--samples", "4", "--length", "48", "--device", "cpu"]
+    assert main(command) == 5
+    said = capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
+    assert "Tried to allocate 2 GiB; finished layers are in" in said and f"{tmp_path}/out.partial, from which" in said
+    assert "--device cpu or a smaller --length takes less" in said
+    full[0] = False
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "1 layers of a run before, outputs of linear modules of this run's layers lose" in said
+
+
+@pytest.mark.parametrize("group, order", [(-1, None), (32, "weight")])
+def test_a_scale_for_a_whole_channel_has_no_order_in_compressed_tensors(group, order):
+    asked = options(group=group, act_order="static", format="compressed-tensors")
+    weights = PackedFormat.of(asked, torch.float32).settings([])["config_groups"]["group_0"]["weights"]
+    assert (weights["strategy"], weights["actorder"]) == ("channel" if group == -1 else "group", order)
+
+
 def test_a_full_disk_leaves_nothing_half_written(plain, tmp_path, monkeypatch):
     def full(tensors, path, metadata):
         path.write_bytes(b"half")
@@ -333,6 +364,9 @@ def test_the_command_writes_a_directory_that_is_served(plain, text, tmp_path, ca
         (["--method", "rtn", "--group", "128"], 2, "has 64 inputs, which it does not divide: want 32 or 16 or 8 or -1"),
         (["--method", "rtn", "--act-order", "static"], 2, "--act-order with --method rtn: want --method gptq"),
         (["--method", "rtn", "--skip", "("], 2, "--skip '(': want a regular expression"),
+        (["--method", "rtn", "--skip", ".*q_proj", "--skip", "q_pro"], 2, "--skip 'q_pro': matches no linear module"),
+        (["--method", "rtn", "--samples", "4"], 2, "--samples with --method rtn: want --method gptq or awq"),
+        (["--method", "rtn", "--length", "2048"], 2, "--length with --method rtn: want --method gptq or awq"),
         (["--method", "rtn", "--skip", ".*"], 2, "--skip: leaves no linear module to quantize"),
         (["--method", "awq", "--calibration", "no.txt"], 3, "no.txt: no such file"),
         (["--method", "awq", "--calibration", "EMPTY"], 3, "no text to calibrate with; want at least 192 tokens"),
@@ -350,9 +384,10 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(
     for name, content in files.items():
         (tmp_path / f"{name}.jsonl").write_text(content)
     named = {"TEXT": text, **{name: str(tmp_path / f"{name}.jsonl") for name in files}}
-    sizes = [] if "--length" in given else ["--length", "48"]
-    sizes += [] if "--group" in given else ["--group", "32"]
-    sizes += [] if "--samples" in given else ["--samples", "4"]
+    sizes = [] if "--group" in given else ["--group", "32"]
+    if "rtn" not in given:
+        sizes += [] if "--length" in given else ["--length", "48"]
+        sizes += [] if "--samples" in given else ["--samples", "4"]
     words = ["quantize", str(plain[0]), str(tmp_path / "out"), *[named.get(w, w) for w in given], *sizes]
     try:
         assert main([*words, "--device", "cpu"]) == code
