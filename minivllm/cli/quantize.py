@@ -64,8 +64,8 @@ def quantize(args: argparse.Namespace) -> int:
             raise
     of_run = " of this run's layers" if report.resumed else ""
     if report.unscaled:
-        print(f"minivllm: no scales of inputs for {_listed(report.unscaled)}{of_run and ',' + of_run}", file=sys.stderr)
-    resumed = f", {report.resumed} layers of a run before" if report.resumed else ""
+        print(f"minivllm: no scales of inputs for {_listed(report.unscaled)}{of_run}", file=sys.stderr)
+    resumed = f", layers: {report.resumed} finished by a run before" if report.resumed else ""
     mean = sum(report.errors) / max(len(report.errors), 1)
     lost = f", outputs of linear modules{of_run} lose {mean:.2%}" if report.errors else ""
     print(f"{report.out}: {report.bytes / 2**20:.1f} MiB in {report.seconds:.0f} s{resumed}{lost}")

@@ -319,7 +319,7 @@ def test_a_full_device_leaves_what_the_same_command_goes_on_with(plain, text, tm
     full[0] = False
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "1 layers of a run before, outputs of linear modules of this run's layers lose" in said
+    assert "1 finished by a run before, outputs of linear modules of this run's layers lose" in said
 
 
 @pytest.mark.parametrize("group, order", [(-1, None), (32, "weight")])
