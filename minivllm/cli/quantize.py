@@ -20,14 +20,14 @@ def add_commands(command: Any) -> None:
     sub.add_argument("--group", type=int, default=128, metavar="N", help="inputs that share a scale; -1: all of them")
     sub.add_argument("--format", choices=FORMATS, default="gptq", help="of the files (default gptq, AutoGPTQ's v1)")
     sub.add_argument("--calibration", metavar="FILE", help="text, or .jsonl with text, messages or ids in each line")
-    sub.add_argument("--samples", type=int, default=SAMPLES, metavar="N", help=f"of the text (default {SAMPLES})")
-    sub.add_argument("--length", type=int, default=LENGTH, metavar="N", help=f"tokens of a sample (default {LENGTH})")
+    sub.add_argument("--samples", type=int, metavar="N", help=f"gptq, awq: of the text (default {SAMPLES})")
+    sub.add_argument("--length", type=int, metavar="N", help=f"gptq, awq: tokens of a sample (default {LENGTH})")
     sub.add_argument("--asymmetric", action="store_true", help="a zero point for each group, beside its scale")
     sub.add_argument("--act-order", choices=ORDERS, default=ORDERS[0], help="gptq: inputs of large activations first")
     sub.add_argument("--damping", type=float, default=DAMPING, metavar="X", help=f"gptq: default {DAMPING:g}")
-    sub.add_argument(
-        "--skip", action="append", default=[], metavar="REGEX", help="modules that stay; again for several"
-    )
+    skip = "modules that are not packed: matched from the start of names such as model.layers.0.mlp.down_proj; again "
+    skip += "for several"
+    sub.add_argument("--skip", action="append", default=[], metavar="REGEX", help=skip)
     sub.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default cuda if torch sees it")
 
 
@@ -62,10 +62,12 @@ def quantize(args: argparse.Namespace) -> int:
             bar.close()
             print(f"minivllm: finished layers are in {work.work.folder}: the same command goes on", file=sys.stderr)
             raise
+    of_run = " of this run's layers" if report.resumed else ""
     if report.unscaled:
-        print(f"minivllm: no scales of inputs for {_listed(report.unscaled)}", file=sys.stderr)
-    resumed = f", {report.resumed} layers of a run before" if report.resumed else ""
-    lost = f", outputs of linear modules lose {sum(report.errors) / len(report.errors):.2%}" if report.errors else ""
+        print(f"minivllm: no scales of inputs for {_listed(report.unscaled)}{of_run}", file=sys.stderr)
+    resumed = f", layers: {report.resumed} finished by a run before" if report.resumed else ""
+    mean = sum(report.errors) / max(len(report.errors), 1)
+    lost = f", outputs of linear modules{of_run} lose {mean:.2%}" if report.errors else ""
     print(f"{report.out}: {report.bytes / 2**20:.1f} MiB in {report.seconds:.0f} s{resumed}{lost}")
     return 0
 

@@ -44,6 +44,13 @@ ROPE_FACTORS = "rope_freqs.weight"
 WIDEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27B, which scale q by the width of their heads
 # of the rotary embedding of Llama 3.1 and later, of which a file has only what comes of it
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of Gemma 2, where a file has none
+# of rotary embeddings: what keys have to say, if they are there, since other values change the result
+FIXED_ROPE: Mapping[str, tuple[float, ...]] = {
+    "rope.scale_linear": (0.0, 1.0), "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0), "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,), "rope.freq_base_swa": (10000.0,),
+}  # fmt: skip
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -59,6 +66,8 @@ def config_of(path: Path) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise file.refuse("lacks tensor token_embd.weight; download it again")
+    head_dim = _number(file, "attention.key_length", width // heads)
+    _check_fixed(file, head_dim)
     raw: dict[str, Any] = {
         "model_type": model_type,
         "architectures": [name],
@@ -68,7 +77,7 @@ def config_of(path: Path) -> dict[str, Any]:
         "num_hidden_layers": _number(file, "block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
-        "head_dim": _number(file, "attention.key_length", width // heads),
+        "head_dim": head_dim,
         "max_position_embeddings": _number(file, "context_length"),
         "rms_norm_eps": _digits(_number(file, "attention.layer_norm_rms_epsilon")),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -90,6 +99,17 @@ def _number(file: GgufFile, key: str, default: Any = None) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise file.refuse(f"{file.architecture}.{key}={shown(value)}: want a number; layers that differ are not read")
     return value
+
+
+def _check_fixed(file: GgufFile, head_dim: int) -> None:
+    """ModelError for values that are not read, and would change the result."""
+    of_heads = dict.fromkeys(("attention.value_length", "rope.dimension_count"), (head_dim,))
+    for key, allowed in {**of_heads, **FIXED_ROPE}.items():
+        value = _number(file, key, allowed[-1])
+        if not any(math.isclose(value, one, rel_tol=1e-6) for one in allowed):
+            raise file.refuse(
+                f"{file.architecture}.{key}={value:g}: want {allowed[-1]:g}; another value is not implemented"
+            )
 
 
 def _digits(value: float) -> float:
@@ -123,8 +143,8 @@ def _attention(file: GgufFile, heads: int, width: int) -> dict[str, Any]:
     if not file.architecture.startswith("gemma"):
         return {}
     found: dict[str, Any] = {}
-    for key, name in (("attn_logit_softcapping", "attn_logit_softcapping"), ("final_logit_softcapping",) * 2):
-        found[name] = file.of_model(key)
+    for name, default in SOFT_CAPS.items():
+        found[name] = file.of_model(name, default if file.architecture == "gemma2" else None)
     window = file.of_model("attention.sliding_window")
     found |= {} if window is None else {"sliding_window": window}
     widest = _number(file, "block_count") == WIDEST_GEMMA[file.architecture]
@@ -135,8 +155,8 @@ def _attention(file: GgufFile, heads: int, width: int) -> dict[str, Any]:
 def _rope(file: GgufFile) -> dict[str, Any]:
     """``rope_theta`` and ``rope_scaling``, of which transformers makes what it has now."""
     theta = _digits(file.of_model("rope.freq_base", 10000.0))
-    kind, scaling = file.of_model("rope.scaling.type", "none"), None
-    factor = file.of_model("rope.scaling.factor")
+    factor, scaling = file.of_model("rope.scaling.factor"), None
+    kind = file.of_model("rope.scaling.type", "linear" if factor else "none")
     if kind == "linear" and factor is not None:
         scaling = {"rope_type": "linear", "factor": _digits(factor)}
     elif kind == "yarn" and factor is not None:

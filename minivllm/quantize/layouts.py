@@ -120,6 +120,7 @@ class CompressedFormat(PackedFormat):
 
     def settings(self, plain: Sequence[str]) -> dict[str, Any]:
         options = self.options
+        ordered = options.act_order == "static" and options.group != -1  # a channel's scale is of all, in any order
         weights = {
             "num_bits": options.bits,
             "type": "int",
@@ -127,7 +128,7 @@ class CompressedFormat(PackedFormat):
             "strategy": "channel" if options.group == -1 else "group",
             "group_size": None if options.group == -1 else options.group,
             "dynamic": False,
-            "actorder": "weight" if options.act_order == "static" else None,
+            "actorder": "weight" if ordered else None,
         }
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         return {

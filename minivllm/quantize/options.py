@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,8 +30,8 @@ class QuantizeOptions:
     symmetric: bool = True
     act_order: str = ORDERS[0]  # of GPTQ: inputs of large second moment first
     damping: float = DAMPING  # of GPTQ: a share of the mean second moment
-    samples: int = SAMPLES
-    length: int = LENGTH  # tokens of a sample
+    samples: int | None = None  # of a method that reads a text: None is SAMPLES
+    length: int | None = None  # tokens of a sample, likewise LENGTH
     skip: tuple[str, ...] = ()  # regular expressions: names that they match, from the start, stay as they are
 
     def __post_init__(self) -> None:
@@ -52,9 +52,12 @@ class QuantizeOptions:
             raise ConfigError(f"--damping with --method {self.method}: want --method gptq, which damps")
         if not 0 < self.damping < 1:
             raise ConfigError(f"--damping {self.damping:g}: want a number between 0 and 1")
-        if self.samples < 1:
+        for name in ("samples", "length"):
+            if getattr(self, name) is not None and not self.calibrated:
+                raise ConfigError(f"--{name} with --method {self.method}: want --method gptq or awq, which read a text")
+        if self.sample_count < 1:
             raise ConfigError(f"--samples {self.samples}: want at least 1")
-        if self.length < LEAST_LENGTH:
+        if self.sample_length < LEAST_LENGTH:
             raise ConfigError(f"--length {self.length}: want at least {LEAST_LENGTH}")
         for pattern in self.skip:
             try:
@@ -67,12 +70,29 @@ class QuantizeOptions:
         return self.method != "rtn"
 
     @property
+    def sample_count(self) -> int:
+        return SAMPLES if self.samples is None else self.samples
+
+    @property
+    def sample_length(self) -> int:
+        return LENGTH if self.length is None else self.length
+
+    @property
     def sorts(self) -> bool:
         """Whether inputs that share a scale do not lie side by side."""
         return self.act_order == "groups"
 
     def left_out(self, name: str) -> bool:
         return any(re.match(pattern, name) for pattern in self.skip)
+
+    def check_skips(self, names: Sequence[str]) -> None:
+        """ConfigError if a pattern leaves none of ``names``, the linear modules, as it is."""
+        for pattern in self.skip:
+            if not any(re.match(pattern, name) for name in names):
+                raise ConfigError(
+                    f"--skip {shown(pattern)}: matches no linear module of a layer; want a regular expression that "
+                    f"matches names from their start, such as {names[-1]}, or one that begins with .*"
+                )
 
     def check_sizes(self, sizes: Iterable[tuple[str, int, int]]) -> None:
         """ConfigError if a module (name, outputs, inputs) does not fit bits and group."""
@@ -98,4 +118,6 @@ class QuantizeOptions:
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"skip": list(self.skip)}
+        """Two that ask for the same are equal."""
+        read = {"samples": self.sample_count, "length": self.sample_length} if self.calibrated else {}
+        return asdict(self) | {"skip": list(self.skip)} | read

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minivllm.errors import ConfigError, ModelError
+from minivllm.errors import ConfigError, ModelError, ResourceError, told
 from minivllm.loading.hf_config import longest_context, open_checkpoint
 
 from . import awq, gptq
 from .calibration import read_samples
-from .folding import find_fold, fold_in
+from .folding import find_fold, find_uses, fold_in
 from .grid import Coded, Grid
 from .layers import Inputs, LayerModel, LayerWeights, watch
 from .layouts import PackedFormat
@@ -84,7 +85,9 @@ class Quantizing:
     def _modules(self) -> tuple[list[list[str]], list[str]]:
         """Of each layer the linear modules that are packed; the names of all that are left out."""
         wanted, plain, sizes = [], [], []
-        for number in range(len(self.model.layers)):
+        layers = range(len(self.model.layers))
+        self.options.check_skips([self.model.name(i, name) for i in layers for name in self.model.linears(i)])
+        for number in layers:
             mine = []
             for name, module in self.model.linears(number).items():
                 whole = self.model.name(number, name)
@@ -103,16 +106,16 @@ class Quantizing:
         if calibration is None:
             return None, ""
         options, most = self.options, longest_context(self.model.model.config)
-        if most is not None and options.length > most:
-            raise ConfigError(f"--length {options.length}: the model reads at most {most} tokens")
+        if most is not None and options.sample_length > most:
+            raise ConfigError(f"--length {options.sample_length}: the model reads at most {most} tokens")
         folder = self.checkpoint.folder
-        return read_samples(calibration, folder, self.model.vocabulary, options.samples, options.length)
+        return read_samples(calibration, folder, self.model.vocabulary, options.sample_count, options.sample_length)
 
     def run(self, progress: Callable[[int, str], None] = lambda done, what: None) -> WrittenModel:
         """``progress`` is given how many samples, or layers where there are none, have been done since it was last
         called, and what is being done."""
         began, report = time.monotonic(), WrittenModel(self.out, 0, 0.0, 0)
-        with self.work.held(), torch.no_grad():
+        with self.work.held(), torch.no_grad(), self._memory():
             self.work.need(self._bytes())
             hidden = [] if self.samples is None else self.model.embedded(self.samples)
             for number in range(len(self.model.layers)):
@@ -128,6 +131,18 @@ class Quantizing:
             self.work.finish(self.checkpoint.folder, config)
         report.seconds = time.monotonic() - began
         return report
+
+    @contextlib.contextmanager
+    def _memory(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as e:
+            less = "--device cpu or a smaller --length" if self.options.calibrated else "--device cpu"
+            raise ResourceError(
+                f"{self.model.device} has too little memory for a layer: {told(e)}; finished layers are in "
+                f"{self.work.folder}, from which the same command goes on when memory is free; {less} takes less of "
+                "it, and begins anew when that directory is removed"
+            ) from e
 
     @property
     def steps(self) -> int:
@@ -203,8 +218,9 @@ class Quantizing:
     ) -> None:
         """AWQ's scales, wherever they can be put; ``found`` becomes what modules are given then."""
         before, packed = weights.run(sample), set(self.wanted[number])
+        uses = find_uses(weights.layer, weights.run, sample)
         for inputs in found:
-            fold = find_fold(weights.layer, inputs, self.heads)
+            fold = find_fold(weights.layer, inputs, self.heads, uses)
             if fold is not None:
                 mine = [weights.get(f"{name}.weight") for name in inputs.names]
                 s = awq.find_scales(mine, fold.tied(inputs.means), inputs.moments, self.grid)

@@ -25,11 +25,14 @@ from minivllm.errors import ConfigError, ResourceError, shown
 PLAN = "plan.json"
 INDEX = "model.safetensors.index.json"
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # of the model's directory: tokenizer, generation
-NOT_COPIED = ("config.json", "*.index.json", "quantize_config.json", "quant_config.json")
+NOT_COPIED = (PLAN, "config.json", "*.index.json", "quantize_config.json", "quant_config.json")
 
 
 def check_free(out: Path) -> None:
     """ConfigError if ``out`` is there, or cannot be made."""
+    if out.is_symlink() or os.path.ismount(out):
+        kind = "a symbolic link" if out.is_symlink() else "where a disk is mounted"
+        raise ConfigError(f"{out}: is {kind}, which no directory can be renamed to; want another path")
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out}: is there already; want a directory that is not, or is empty")
     parent = out.absolute().parent
@@ -64,6 +67,8 @@ class WorkFolder:
     def _agree(self, file: Any) -> None:
         file.seek(0)
         text = file.read()
+        if not text and any(self.folder.glob("*.safetensors")):
+            raise ConfigError(f"{self.folder}: has layers, and no {PLAN} that says of what; remove it to begin anew")
         there = {}
         with contextlib.suppress(json.JSONDecodeError):
             there = json.loads(text) if text else dict(self._plan)
@@ -129,5 +134,5 @@ class WorkFolder:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         for name, value in ((INDEX, index), ("config.json", config)):
             (self.folder / name).write_text(json.dumps(value, indent=2) + "\n")
-        (self.folder / PLAN).unlink()
         os.rename(self.folder, self.out)
+        (self.out / PLAN).unlink()

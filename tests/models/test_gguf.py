@@ -129,11 +129,12 @@ def of_gemma3(writer):
 
 def of_gemma2(writer):
     of_gemma3(writer)
-    writer.add_attn_logit_softcapping(50.0)
-    writer.add_final_logit_softcapping(30.0)
+    writer.add_attn_logit_softcapping(0.5)
+    writer.add_final_logit_softcapping(3.0)
 
 
 KEYS = {"gemma2": of_gemma2, "gemma3": of_gemma3}
+CAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0}
 HELD_AS = {
     TYPE.Q8_0: GroupedBytes, TYPE.Q4_0: Int4Rows, TYPE.Q4_K: Int4Rows, TYPE.Q6_K: GroupedBytes, TYPE.Q5_K: PlainRows,
 }  # fmt: skip
@@ -146,7 +147,7 @@ FLOATS, PACKED = (TYPE.F32, TYPE.F16, TYPE.BF16), (TYPE.Q4_K, TYPE.Q6_K, TYPE.Q8
         ("llama", FLOATS, {}), ("llama", PACKED, {"attention_bias": True}), ("llama", (TYPE.Q4_K,), {}),
         ("llama", (TYPE.Q4_0, TYPE.Q5_K, TYPE.F16), {"tie_word_embeddings": True}),
         ("qwen2", PACKED, {"tie_word_embeddings": True}), ("qwen3", PACKED, {}), ("qwen3", (TYPE.Q6_K,), {}),
-        ("gemma2", PACKED, {"tie_word_embeddings": True}),
+        ("gemma2", PACKED, {"tie_word_embeddings": True, **CAPS}),
         ("gemma3", PACKED, {"tie_word_embeddings": True, "query_pre_attn_scalar": 64, "sliding_window": 6}),
     ],
 )  # fmt: skip
@@ -223,6 +224,33 @@ def test_rotary_embeddings_are_those_that_the_file_was_made_of(tmp_path):
     assert of(yarn)[1] == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     with pytest.raises(ModelError, match=r"rope.scaling.type='longrope': want none, linear or yarn"):
         of(lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE))
+
+
+def test_what_a_file_does_not_say_is_what_llama_cpp_does_and_what_is_not_read_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    written(path, "gemma2", FLOATS, of_gemma3, tie_word_embeddings=True, num_hidden_layers=1)
+    raw = open_checkpoint(str(path)).raw
+    assert (raw["attn_logit_softcapping"], raw["final_logit_softcapping"]) == (50.0, 30.0)
+    written(path, "llama", FLOATS, lambda w: w.add_rope_scaling_factor(2.0), num_hidden_layers=1)
+    assert open_checkpoint(str(path)).raw["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    keys = {
+        "rope.dimension_count": (64.0, 32.0),
+        "attention.value_length": (64.0, 128.0),
+        "rope.scale_linear": (1.0, 4.0),
+        "rope.scaling.attn_factor": (1.0, 0.8),
+        "rope.scaling.yarn_beta_fast": (32.0, 16.0),
+    }
+
+    def tell(key, value):
+        number = value if key.startswith("rope.scal") else int(value)
+        add = gguf.GGUFWriter.add_float32 if isinstance(number, float) else gguf.GGUFWriter.add_uint32
+        written(path, "llama", FLOATS, lambda w: add(w, f"llama.{key}", number), num_hidden_layers=1)
+        return open_checkpoint(str(path)).raw["head_dim"]
+
+    for key, (right, wrong) in keys.items():
+        assert tell(key, right) == 64
+        with pytest.raises(ModelError, match=f"llama.{key}={wrong:g}: want {right:g}; another value is not impl"):
+            tell(key, wrong)
 
 
 def test_a_file_is_served_with_the_tokenizer_in_it(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from random import Random
 
 import pytest
@@ -19,9 +20,10 @@ from minivllm.plugins.quantizer.compressed import CompressedTensors
 from minivllm.plugins.quantizer.gptq import Gptq
 from minivllm.pocket import tasks
 from minivllm.pocket.evaluate import Minivllm, default_cases, evaluate
+from minivllm.quantize import run as run_module
 from minivllm.quantize import work as work_module
 from minivllm.quantize.awq import find_scales
-from minivllm.quantize.folding import Fold, find_fold, fold_in
+from minivllm.quantize.folding import Fold, find_fold, find_uses, fold_in
 from minivllm.quantize.gptq import solve
 from minivllm.quantize.grid import Grid
 from minivllm.quantize.layers import LayerModel, LayerWeights, watch
@@ -49,7 +51,8 @@ def text(tmp_path_factory):
 
 
 def options(method="gptq", **more):
-    return QuantizeOptions(method, **{"group": 32, "samples": 4, "length": 48, **more})
+    read = {} if method == "rtn" else {"samples": 4, "length": 48}
+    return QuantizeOptions(method, **{"group": 32, **read, **more})
 
 
 def made(plain, out, text, **more):
@@ -220,9 +223,9 @@ def test_scales_that_are_folded_in_leave_a_layer_as_it_was(kind, tmp_path):
             "mlp.gate_proj mlp.up_proj",
             "mlp.down_proj",
         ]
-        before = weights.run(hidden[0])
+        before, uses = weights.run(hidden[0]), find_uses(layer, weights.run, hidden[0])
         for inputs in found:
-            fold = find_fold(layer, inputs, 2)
+            fold = find_fold(layer, inputs, 2, uses)
             s = fold.tied(torch.rand(len(inputs.means)) + 0.5)
             assert fold_in(weights, inputs.names, fold, s, hidden[0], before, set(names))
             own = weights.get(f"{inputs.names[0]}.weight")
@@ -233,6 +236,26 @@ def test_scales_that_are_folded_in_leave_a_layer_as_it_was(kind, tmp_path):
         assert not fold_in(weights, ["self_attn.o_proj"], wrong, s[:64] * 2, hidden[0], before, set(names))
         assert weights.changed.keys() == known.keys() and all(weights.changed[n] is known[n] for n in known)
         torch.testing.assert_close(weights.run(hidden[0]), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("residual", [1, 1e4])
+def test_a_fold_that_another_module_would_see_is_refused_also_under_a_large_residual(residual, plain, text, tmp_path):
+    model = LayerModel(open_checkpoint(str(plain[0])), "cpu", torch.float32)
+    hidden = [residual * x for x in model.embedded(torch.arange(20).view(1, 20))]
+    with model.filled(0) as layer, torch.no_grad():
+        weights, names = LayerWeights(model, 0), [n for n in model.linears(0) if not n.endswith("q_proj")]
+        found = watch(layer, names, weights.run, hidden, lambda: None)
+        uses, before = find_uses(layer, weights.run, hidden[0]), weights.run(hidden[0])
+        assert (before - hidden[0]).norm() < (1e-2 if residual > 1 else 9) * before.norm()
+        found_at = {" ".join(inputs.names): find_fold(layer, inputs, 2, uses) for inputs in found}
+        assert [at for at, fold in found_at.items() if fold is None] == ["self_attn.k_proj self_attn.v_proj"]
+        s = torch.rand(64) + 0.5
+        for more, folds in (([], False), (["self_attn.q_proj"], True)):
+            taken = ["self_attn.k_proj", "self_attn.v_proj", *more]
+            assert fold_in(weights, taken, Fold("input_layernorm", 1, 1), s, hidden[0], before, set(names)) is folds
+    report, _ = made(plain, tmp_path / "out", text, method="awq", skip=(r".*q_proj",))
+    unscaled = [f"model.layers.{n}.self_attn.{part}_proj" for n in (0, 1) for part in "kv"]
+    assert report.unscaled == unscaled
 
 
 def test_a_run_that_was_broken_off_goes_on_and_writes_what_one_in_one_piece_writes(plain, text, tmp_path):
@@ -255,6 +278,55 @@ def test_a_run_that_was_broken_off_goes_on_and_writes_what_one_in_one_piece_writ
             path.unlink()
         (tmp_path / "whole").rename(tmp_path / f"{method} whole")
         assert not list(tmp_path.glob("*.partial"))
+
+
+def test_layers_are_never_without_the_plan_that_says_what_they_are_of(plain, tmp_path, monkeypatch):
+    def fails(old, new):
+        raise OSError(errno.EIO, "Input/output error")
+
+    source, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(plain[0], source)
+    (source / "plan.json").write_text("{}")  # somebody's own
+    with monkeypatch.context() as m, pytest.raises(ResourceError, match="Input/output error"):
+        m.setattr(work_module.os, "rename", fails)
+        quantize(str(source), out, options("rtn"), None, "cpu")
+    with pytest.raises(ConfigError, match="was begun with bits=4, and this is 8"):
+        quantize(str(source), out, options("rtn", bits=8), None, "cpu")
+    plan = (tmp_path / "out.partial/plan.json").rename(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=r"has layers, and no plan.json that says of what; remove it to begin anew"):
+        quantize(str(source), out, options("rtn", bits=8), None, "cpu")
+    plan.rename(tmp_path / "out.partial/plan.json")
+    assert quantize(str(source), out, options("rtn"), None, "cpu").resumed == 2
+    assert (out / "config.json").exists() and not (out / "plan.json").exists()
+
+
+def test_a_full_device_leaves_what_the_same_command_goes_on_with(plain, text, tmp_path, capsys, monkeypatch):
+    full = [True]
+
+    def solved(*args):
+        full.append(full[0] and len(full) == 8)  # the second layer
+        if full[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return solve(*args)
+
+    monkeypatch.setattr(run_module.gptq, "solve", solved)
+    command = ["quantize", str(plain[0]), str(tmp_path / "out"), "--method", "gptq", "--group", "32", "--calibration"]
+    command += [text, "--samples", "4", "--length", "48", "--device", "cpu"]
+    assert main(command) == 5
+    said = capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
+    assert "Tried to allocate 2 GiB; finished layers are in" in said and f"{tmp_path}/out.partial, from which" in said
+    assert "--device cpu or a smaller --length takes less" in said
+    full[0] = False
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "1 finished by a run before, outputs of linear modules of this run's layers lose" in said
+
+
+@pytest.mark.parametrize("group, order", [(-1, None), (32, "weight")])
+def test_a_scale_for_a_whole_channel_has_no_order_in_compressed_tensors(group, order):
+    asked = options(group=group, act_order="static", format="compressed-tensors")
+    weights = PackedFormat.of(asked, torch.float32).settings([])["config_groups"]["group_0"]["weights"]
+    assert (weights["strategy"], weights["actorder"]) == ("channel" if group == -1 else "group", order)
 
 
 def test_a_full_disk_leaves_nothing_half_written(plain, tmp_path, monkeypatch):
@@ -292,6 +364,9 @@ def test_the_command_writes_a_directory_that_is_served(plain, text, tmp_path, ca
         (["--method", "rtn", "--group", "128"], 2, "has 64 inputs, which it does not divide: want 32 or 16 or 8 or -1"),
         (["--method", "rtn", "--act-order", "static"], 2, "--act-order with --method rtn: want --method gptq"),
         (["--method", "rtn", "--skip", "("], 2, "--skip '(': want a regular expression"),
+        (["--method", "rtn", "--skip", ".*q_proj", "--skip", "q_pro"], 2, "--skip 'q_pro': matches no linear module"),
+        (["--method", "rtn", "--samples", "4"], 2, "--samples with --method rtn: want --method gptq or awq"),
+        (["--method", "rtn", "--length", "2048"], 2, "--length with --method rtn: want --method gptq or awq"),
         (["--method", "rtn", "--skip", ".*"], 2, "--skip: leaves no linear module to quantize"),
         (["--method", "awq", "--calibration", "no.txt"], 3, "no.txt: no such file"),
         (["--method", "awq", "--calibration", "EMPTY"], 3, "no text to calibrate with; want at least 192 tokens"),
@@ -309,9 +384,10 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(
     for name, content in files.items():
         (tmp_path / f"{name}.jsonl").write_text(content)
     named = {"TEXT": text, **{name: str(tmp_path / f"{name}.jsonl") for name in files}}
-    sizes = [] if "--length" in given else ["--length", "48"]
-    sizes += [] if "--group" in given else ["--group", "32"]
-    sizes += [] if "--samples" in given else ["--samples", "4"]
+    sizes = [] if "--group" in given else ["--group", "32"]
+    if "rtn" not in given:
+        sizes += [] if "--length" in given else ["--length", "48"]
+        sizes += [] if "--samples" in given else ["--samples", "4"]
     words = ["quantize", str(plain[0]), str(tmp_path / "out"), *[named.get(w, w) for w in given], *sizes]
     try:
         assert main([*words, "--device", "cpu"]) == code
@@ -334,6 +410,11 @@ def test_models_that_cannot_be_quantized_are_refused_in_one_line(plain, tmp_path
             Quantizing(str(model), tmp_path / "out", options("rtn"), None, "cpu")
     with pytest.raises(ConfigError, match="is there already; want a directory that is not"):
         Quantizing(str(plain[0]), tmp_path / "packed", options("rtn"), None, "cpu")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    for path, kind in ((tmp_path / "link", "a symbolic link"), ("/proc", "where a disk is mounted")):
+        with pytest.raises(ConfigError, match=f"{path}: is {kind}, which no directory can be renamed to"):
+            Quantizing(str(plain[0]), path, options("rtn"), None, "cpu")
     raw = json.loads((plain[0] / "config.json").read_text())
     other = tmp_path / "other"
     other.mkdir()
