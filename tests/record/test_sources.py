@@ -66,3 +66,14 @@ def test_where_a_source_is_unknown_headline_and_exit_code_say_so(made, monkeypat
     assert main(["diff", str(file), str(file)]) == 6 and main(["diff", str(file), str(file), "--only", "nothing"]) == 6
     assert main(["diff", str(file), str(file), "--only", "evictor"]) == 0
     assert "unknown whether evictor differs" in capsys.readouterr().out
+
+
+def test_a_hook_without_a_source_leaves_nothing_unknown(made):
+    one = made()
+    hook = {**one["parts"][0], "seam": "hooks.typed_in", "source": {"hash": "", "files": {}}}
+    bill = {**one, "parts": [*one["parts"], hook]}
+    found = compare(bill, bill)
+    assert found.unknown == () and found.verdict == "nothing that decides the tokens differs"
+    assert any("hooks.typed_in" in line for line in found.warnings)
+    hook["seam"] = "drafter.typed_in"
+    assert compare(bill, bill).unknown == ("drafter.typed_in",)
