@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from minivllm.text.tokenizer import Tokenizer
 
 
-def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
-    """Choose the parts, load the model, start the executor."""
+def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, Tokenizer | None]:
+    """Choose the parts, load the model, start the executor.  ``live``: for clients whose time is the real one."""
     from minivllm.config.resolve import resolve
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
@@ -46,6 +46,11 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     grammars: Any = None
     executor = build_part("executor", parts["executor"])
     try:
+        if live and executor.now is not None:
+            raise ConfigError(
+                f"executor={parts['executor'].name} has a clock of its own, and a server and AsyncLLM serve in real time: "
+                "want an executor without one; set clock=real among its options, or use LLM or `minivllm simulate`"
+            )
         capacity = executor.start(wiring)
         if wiring.own_models and not capacity.own_models:
             who = f"{next(iter(wiring.own_models))}: it has a model of its own"

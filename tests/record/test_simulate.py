@@ -3,6 +3,7 @@ engine plans the same steps, and what a table or a rate may not be is refused.""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minivllm import LLM
+from minivllm import LLM, AsyncLLM
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.errors import ConfigError, PluginError
 from minivllm.plugins.executor.costs import BrokenLine, CostTable, StepCounts, read_costs
+from minivllm.plugins.executor.sim import Sim
+from minivllm.server.link.client import LocalClient
 from minivllm.simulate import cases, figures
 from minivllm.simulate.calibrate import calibrate
 from minivllm.simulate.fit import MeasuredStep, errors, fit
@@ -216,6 +219,16 @@ def test_a_wrong_table_is_refused(tmp_path, change, said):
 
 def test_a_table_is_read_as_it_was_written(table):
     assert read_costs(table) == COSTS
+
+
+def test_who_serves_in_real_time_refuses_a_virtual_clock_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(Sim, "start", lambda *_: pytest.fail("started"))
+    executor = {"name": "sim", "options": {"clock": "virtual"}}
+    with pytest.raises(ConfigError, match=r"clock of its own.*set clock=real"):
+        AsyncLLM("pocket", executor=executor, device="cpu")
+    loaded = load_config(keywords={"model": "pocket", "executor": executor, "device": "cpu"})
+    with pytest.raises(ConfigError, match="clock of its own"):
+        asyncio.run(LocalClient(loaded).open())
 
 
 def test_two_paces_are_refused(tmp_path, table):
