@@ -48,7 +48,7 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
     try:
         if live and executor.now is not None:
             raise ConfigError(
-                f"executor={parts['executor'].name} has a clock of its own, and a server and AsyncLLM serve in real time: "
+                f"executor={parts['executor'].name} has a clock of its own, and servers and AsyncLLM keep real time: "
                 "want an executor without one; set clock=real among its options, or use LLM or `minivllm simulate`"
             )
         capacity = executor.start(wiring)
