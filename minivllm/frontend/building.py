@@ -44,13 +44,8 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
     parts = resolved.parts
     hooks = HookManager.make(resolved.hooks) if resolved.hooks else None  # a wrong one is refused before a model loads
     grammars: Any = None
-    executor = build_part("executor", parts["executor"])
+    executor = refuse_own_clock(build_part("executor", parts["executor"]), parts["executor"].name, live)
     try:
-        if live and executor.now is not None:
-            raise ConfigError(
-                f"executor={parts['executor'].name} has a clock of its own, and servers and AsyncLLM keep real time: "
-                "want an executor without one; set clock=real among its options, or use LLM or `minivllm simulate`"
-            )
         capacity = executor.start(wiring)
         if wiring.own_models and not capacity.own_models:
             who = f"{next(iter(wiring.own_models))}: it has a model of its own"
@@ -85,6 +80,16 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
             grammars.close()
         raise
     return engine, resolved, tokenizer
+
+
+def refuse_own_clock(executor: Any, name: str, live: bool) -> Any:
+    """The executor, which has not started; ConfigError where clients live in real time and it does not."""
+    if live and executor.now is not None:
+        raise ConfigError(
+            f"executor={name} has a clock of its own, and servers and AsyncLLM keep real time: "
+            "want an executor without one; set clock=real among its options, or use LLM or `minivllm simulate`"
+        )
+    return executor
 
 
 def windows_kept(resolved: Resolved) -> tuple[int | None, ...]:
