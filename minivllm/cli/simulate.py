@@ -49,6 +49,7 @@ def calibrate(args: argparse.Namespace) -> int:
     watts = _watts(args.watts)
     files.check_output(args.output)
     loaded = load(args)
+    _refuse_sim(loaded)
     from minivllm import LLM
     from minivllm.record.machine import machine, versions
     from minivllm.simulate import calibrate as measuring
@@ -61,8 +62,6 @@ def calibrate(args: argparse.Namespace) -> int:
             "machine": machine(llm.resolved.device),
             "versions": versions(),
         }
-        if loaded.engine.executor.name == "sim":
-            raise ConfigError("executor=sim has no steps to measure; calibrate the executor that it is to stand for")
         table = measuring.calibrate(llm.engine, about, args.seconds, _tell)
     with open(args.output, "w", encoding="utf-8") as file:
         json.dump(replace(table, watts=watts).as_json(), file, indent=1)
@@ -70,6 +69,19 @@ def calibrate(args: argparse.Namespace) -> int:
     print(fit_table(table.fit))
     print(f"costs of steps to {args.output}")
     return 0
+
+
+def _refuse_sim(loaded: Any) -> None:
+    """By the part that a name stands for: ``minivllm/sim`` is ``sim``."""
+    from minivllm.config.resolve import choose_seams
+    from minivllm.registry import Catalog
+
+    config = loaded.engine
+    if config.executor.name == "auto":
+        return
+    parts = choose_seams(config, Catalog.discover(allow_targets=config.allow_targets), ("executor",), loaded.origins)
+    if parts["executor"].name.removeprefix("minivllm/") == "sim":
+        raise ConfigError("executor=sim has no steps to measure; calibrate the executor that it is to stand for")
 
 
 def fit_table(fit: Any) -> str:
@@ -101,7 +113,7 @@ def simulate(args: argparse.Namespace) -> int:
             told(" ".join([f"x{rate:g}", *case.head.values()]))
             faster = cases.at_rate(trace, rate)
             found = figures.figures(cases.simulate(case, faster, costs, answers), goals, costs.watts)
-            rows.append({**case.head, "rate": rate, **found})
+            rows.append({**case.head, "rate": rate if math.isfinite(rate) else "inf", **found})
             if args.real:
                 rows[-1]["real"] = real = _really(case, faster, goals, costs)
                 rows[-1]["off"] = figures.off(found, real)
@@ -173,7 +185,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             [
                 row["config"],
-                f"x{row['rate']:g}",
+                f"x{float(row['rate']):g}",
                 row["scheduler"],
                 row["evictor"],
                 *(_cell(k, row.get(k)) for _, k in shown),

@@ -40,6 +40,8 @@ class AsyncLLM(FrontDoor):
     Abandoning the iterator (or cancelling its task) aborts the request: its blocks are free within a step.
     """
 
+    live = True
+
     def __init__(
         self, model: Any = None, *, config: Any = None, record: str | os.PathLike[str] | None = None, **options: Any
     ) -> None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from minivllm.text.tokenizer import Tokenizer
 
 
-def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
-    """Choose the parts, load the model, start the executor."""
+def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, Tokenizer | None]:
+    """Choose the parts, load the model, start the executor.  ``live``: for clients whose time is the real one."""
     from minivllm.config.resolve import resolve
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
@@ -44,7 +44,7 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
     parts = resolved.parts
     hooks = HookManager.make(resolved.hooks) if resolved.hooks else None  # a wrong one is refused before a model loads
     grammars: Any = None
-    executor = build_part("executor", parts["executor"])
+    executor = refuse_own_clock(build_part("executor", parts["executor"]), parts["executor"].name, live)
     try:
         capacity = executor.start(wiring)
         if wiring.own_models and not capacity.own_models:
@@ -80,6 +80,16 @@ def build_engine(loaded: Loaded) -> tuple[Engine, Resolved, Tokenizer | None]:
             grammars.close()
         raise
     return engine, resolved, tokenizer
+
+
+def refuse_own_clock(executor: Any, name: str, live: bool) -> Any:
+    """The executor, which has not started; ConfigError where clients live in real time and it does not."""
+    if live and executor.now is not None:
+        raise ConfigError(
+            f"executor={name} has a clock of its own, and servers and AsyncLLM keep real time: "
+            "want an executor without one; set clock=real among its options, or use LLM or `minivllm simulate`"
+        )
+    return executor
 
 
 def windows_kept(resolved: Resolved) -> tuple[int | None, ...]:

@@ -38,6 +38,8 @@ def load(config: Any, options: Mapping[str, Any], stacklevel: int = 3) -> Loaded
 class FrontDoor:
     """An engine and what belongs to it, of a configuration.  ``resolved``: the parts that were chosen, and why."""
 
+    live = False  # requests come at any real time: an executor with another clock is refused
+
     def __init__(
         self, model: Any, config: Any, record: str | os.PathLike[str] | None, options: Mapping[str, Any]
     ) -> None:
@@ -50,7 +52,7 @@ class FrontDoor:
 
         self.config = self._loaded.engine
         self._recorder = RunRecorder(self._loaded, record)
-        self.engine, self.resolved, self.tokenizer = build_engine(self._loaded)
+        self.engine, self.resolved, self.tokenizer = build_engine(self._loaded, self.live)
         self._recorder.begin(self.resolved, self.engine)
 
     def tap_points(self) -> dict[str, int]:

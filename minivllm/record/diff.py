@@ -162,7 +162,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 def _unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Seams of the parts without a source; those that look on decide nothing."""
     parts = [part for bill in (a, b) for part in bill["parts"]]
-    return list(dict.fromkeys(p["seam"] for p in parts if not p["source"]["hash"] and p["seam"] not in LOOK_ON))
+    decides = lambda seam: seam.partition(".")[0] not in LOOK_ON  # noqa: E731  # one of several is ``hooks.NAME``
+    return list(dict.fromkeys(p["seam"] for p in parts if not p["source"]["hash"] and decides(p["seam"])))
 
 
 def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

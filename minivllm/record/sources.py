@@ -25,7 +25,6 @@ from pathlib import Path
 from .machine import LIBRARIES
 
 PLUGINS = "minivllm.plugins"
-HANDED_ON = 8  # modules that a name may be imported through
 CODE = (".py", ".cpp", ".h")
 APART = ("plugins", "pocket", "record", "scaffold", "testing")  # folders of minivllm that run no model: not in its hash
 WHOLE = 64 * 2**20  # bytes; a larger weight file is sampled
@@ -135,53 +134,94 @@ def bases(module: str, data: bytes) -> Iterator[str]:
                 yield from _defined_in(module, ast.unparse(base).partition("[")[0], tree)
 
 
-def _defined_in(module: str, name: str, tree: ast.Module | None, depth: int = 0) -> Iterator[str]:
-    """Of a dotted name as ``module`` knows it."""
+def _defined_in(module: str, name: str, tree: ast.Module | None, seen: set[str] | None = None) -> Iterator[str]:
+    """Of a dotted name as ``module`` knows it; each name of a module is looked at once."""
+    seen = set() if seen is None else seen
+    if f"{module}:{name}" in seen:
+        return
+    seen.add(f"{module}:{name}")
     first, _, rest = name.partition(".")
-    for node in ast.walk(tree) if tree is not None and depth < HANDED_ON else ():
+    for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if first == (alias.asname or alias.name.partition(".")[0]):
                     path = name if alias.asname is None else f"{alias.name}.{rest}"
-                    yield from _class_at(path.rpartition(".")[0], path.rpartition(".")[2], depth)
+                    yield from _class_at(path.rpartition(".")[0], path.rpartition(".")[2], seen)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if first == (alias.asname or alias.name):
-                    at = _absolute(module, node)
+                at = _absolute(module, node)
+                if alias.name == "*":
+                    yield from _class_at(at, name, seen)
+                elif first == (alias.asname or alias.name):
                     if rest:  # the name is a module
-                        yield from _class_at(f"{at}.{alias.name}", rest, depth)
+                        yield from _class_at(f"{at}.{alias.name}", rest, seen)
                     else:
-                        yield from _class_at(at, alias.name, depth)
+                        yield from _class_at(at, alias.name, seen)
+        elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == first for t in node.targets):
+            other = f"{ast.unparse(node.value).partition('[')[0]}{'.' * bool(rest)}{rest}"
+            if other.replace(".", "").isidentifier():  # another name of it
+                yield from _defined_in(module, other, tree, seen)
 
 
-def _class_at(module: str, name: str, depth: int) -> Iterator[str]:
+def _class_at(module: str, name: str, seen: set[str]) -> Iterator[str]:
     if not module or (located := _locate(module)) is None:
         return
     yield module
     tree = _parsed(located[0])
     if tree is not None and not any(isinstance(n, ast.ClassDef) and n.name == name for n in tree.body):
-        yield from _defined_in(module, name, tree, depth + 1)
+        yield from _defined_in(module, name, tree, seen)
 
 
 def beside(file: Path | None, data: bytes) -> Iterator[tuple[str, tuple[str, float]]]:
-    """Files that a module's text names in one piece, or joins from pieces, and that lie below its folder."""
+    """Files below a module's folder that its text joins from ``__file__``, directly or through names that are assigned
+    from it, and that it does not open for writing: what a run writes is no source of it."""
     tree = _parsed(data)
     if file is None or tree is None:
         return
-    names: dict[str, None] = {}
+    here, names, written = _from_file(tree), dict[str, None](), set[str]()
     for node in ast.walk(tree):
         joined = isinstance(node, ast.Call) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))
-        inner = ast.walk(node) if joined else [node]
-        texts = [n.value for n in inner if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-        if joined:
-            texts = ["/".join(_pieces_of(node))]
-        names |= dict.fromkeys(t for t in texts if t and len(t) < 200 and t.isprintable())
+        if not joined or not _mentions(node, here):
+            continue
+        if isinstance(node, ast.Call) and _writes(node):
+            target = node.args[0] if isinstance(node.func, ast.Name) and node.args else node.func
+            written |= {"/".join(_pieces_of(n)) for n in ast.walk(target) if isinstance(n, (ast.Call, ast.BinOp))}
+            continue
+        text = "/".join(_pieces_of(node))
+        names |= {text: None} if text and len(text) < 200 and text.isprintable() else {}
+    names = {name: None for name in names if name not in written}
     for name in names:
         path = file.parent / name
         with contextlib.suppress(OSError, ValueError):
             inside = path.resolve().is_relative_to(file.parent.resolve())
             if inside and path.suffix not in (".py", ".pyc") and path.is_file():
                 yield _posix(path, file.parent), (_sha_file(path), path.stat().st_mtime)
+
+
+def _from_file(tree: ast.Module) -> set[str]:
+    """``__file__`` and the names that are assigned from it."""
+    here, before = {"__file__"}, 0
+    while len(here) > before:
+        before = len(here)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and _mentions(node.value, here):
+                here |= {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return here
+
+
+def _mentions(node: ast.AST, names: set[str]) -> bool:
+    return any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(node))
+
+
+def _writes(call: ast.Call) -> bool:
+    """``open(path, "w")``, ``path.open("w")``, ``path.write_text(...)``."""
+    f = call.func
+    name = f.id if isinstance(f, ast.Name) else f.attr if isinstance(f, ast.Attribute) else ""
+    if name in ("write_text", "write_bytes"):
+        return True
+    given = [*call.args[isinstance(f, ast.Name) :][:1], *(k.value for k in call.keywords if k.arg == "mode")]
+    modes = [n.value for n in given if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return name == "open" and any(set(mode) & set("wax+") for mode in modes)
 
 
 def _pieces_of(node: ast.AST) -> Iterator[str]:

@@ -185,6 +185,9 @@ def calibrate(
             else:
                 c.run(phase, spend, c.prefills() if phase == "prefill" else c.decodes())
         seen = [s for s in c.steps if s.phase != "check"]
+        empty = [name for name in SHARES if not any(s.phase == name for s in c.steps)]
+        if empty or not c.adds:
+            raise ConfigError(f"--seconds {seconds:g}: no step of {', '.join(empty) or 'any request'}; raise --seconds")
         table = fit(seen, [0, *_halves(1, c.rows)], [1, *_halves(8, c.most)])
         adds = float(np.median(c.adds))
     w, cap = engine.wiring, engine.capacity

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,10 +134,6 @@ def tokens_within(tokens: np.ndarray, width: int) -> np.ndarray:
     x = x * np.uint64(MIX)
     x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return ((x >> np.uint64(33)) % np.uint64(width)).astype(np.int32)
-
-
-def rows_of(case: SimulatedCase, found: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    return {**case.head, "rate": rate, **found}
 
 
 def warm(engine: Engine, trace: Trace) -> None:

@@ -77,7 +77,7 @@ def drive(
             output[i] = outputs[i]
 
     due, outputs = (base + trace.arrival).tolist(), trace.output.tolist()
-    start, start_cpu, before = perf_counter(), process_time(), engine.clock.count
+    start, start_cpu, before = perf_counter(), process_time(), _counted(engine)
     sent = idle = 0
     while sent < n or engine.busy:
         while sent < n and due[sent] <= clock.now():
@@ -101,9 +101,15 @@ def drive(
             what = f"{engine.planner.n_waiting} requests wait and nothing was planned in {IDLE_TURNS} turns"
             raise EngineDeadError(f"{what}: the scheduler {type(engine.planner.policy).__name__} holds them back")
     columns = (trace.arrival, first, finished, trace.prompt, output, cached)
-    evictions = sum(p.evictions for p in engine.cache.pools)
-    counted = (engine.clock.count - before, engine.planner.preemptions, evictions)
-    return TraceOutcome(*columns, *counted, 0.0, perf_counter() - start, process_time() - start_cpu)
+    steps, preemptions, evictions = (now - then for now, then in zip(_counted(engine), before, strict=True))
+    return TraceOutcome(
+        *columns, steps, preemptions, evictions, 0.0, perf_counter() - start, process_time() - start_cpu
+    )
+
+
+def _counted(engine: Engine) -> tuple[int, int, int]:
+    """Steps, preemptions and evictions since the engine began: an engine may have served others before."""
+    return engine.clock.count, engine.planner.preemptions, sum(p.evictions for p in engine.cache.pools)
 
 
 def _wait(engine: Engine, clock: TraceClock, arrival: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
@@ -37,6 +38,14 @@ def read_burstgpt(name: str, lines: Iterator[str]) -> Trace:
     return _unshared(name, lines, BURSTGPT, lambda t, n, m: (float(t), int(n), int(m)), "three numbers", failures=True)
 
 
+def _checked(at: float, *lengths: int) -> None:
+    """ValueError for a time or a length that no request can have."""
+    if not math.isfinite(at):
+        raise ValueError(f"a time of {at}, which is no time")
+    if any(abs(n) >= 2**31 for n in lengths):
+        raise ValueError(f"lengths of {' and '.join(str(n)[:20] for n in lengths)} tokens; want less than 2**31")
+
+
 def _unshared(
     name: str,
     lines: Iterator[str],
@@ -53,7 +62,8 @@ def _unshared(
     for row in rows:
         try:
             at, n, m = fields(*(row[c] for c in want))
-        except (ValueError, TypeError, AttributeError) as e:
+            _checked(at, n, m)
+        except (ValueError, TypeError, AttributeError, OverflowError) as e:
             raise ConfigError(f"{name}:{rows.line_num}: {e}; want {what}") from e
         if failures and (n < 1 or m < 1):
             continue
@@ -89,6 +99,7 @@ def _hashed(name: str, lines: Iterator[str], block: int, unit: float, fields: st
             arrival.append(float(row["timestamp"]) / unit)
             prompt.append(n)
             output.append(max(1, int(row["output_length"])))
+            _checked(arrival[-1], n, output[-1])
         except ConfigError:
             raise
         except (ValueError, KeyError, TypeError, OverflowError) as e:

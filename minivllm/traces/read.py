@@ -51,7 +51,7 @@ def _reader(path: Path, head: list[str]) -> Callable[[str, Iterator[str]], Trace
         return read_burstgpt if "Request tokens" in first else read_azure
     try:
         row = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):  # its reader says so, with the line
         row = None
     return read_bailian if isinstance(row, dict) and "chat_id" in row else read_mooncake
 

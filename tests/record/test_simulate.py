@@ -3,6 +3,7 @@ engine plans the same steps, and what a table or a rate may not be is refused.""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,13 +12,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minivllm import LLM
+from minivllm import LLM, AsyncLLM
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.errors import ConfigError, PluginError
 from minivllm.plugins.executor.costs import BrokenLine, CostTable, StepCounts, read_costs
+from minivllm.plugins.executor.sim import Sim
+from minivllm.server.link.client import LocalClient
 from minivllm.simulate import cases, figures
-from minivllm.simulate.calibrate import calibrate
+from minivllm.simulate.calibrate import Calibrator, calibrate
 from minivllm.simulate.fit import MeasuredStep, errors, fit
 from minivllm.traces.read import read_trace
 from minivllm.traces.trace import build
@@ -205,6 +208,11 @@ def test_what_cannot_be_simulated_is_refused(table, capsys, flags, said):
         ({"seconds": {**COSTS.as_json()["seconds"], "kv": -1.0}}, "seconds or watts from 0 on"),
         ({"seconds": {**COSTS.as_json()["seconds"], "rows": {"at": [2, 1], "seconds": [1, 1]}}}, "do not ascend"),
         ({"seconds": {}}, "KeyError: 'rows'"),
+        ({"engine": {}}, "KeyError: 'kvcache_block_size'"),
+        ({"engine": None}, "TypeError"),
+        ({"engine": {**SIZES, "kvcache_block_size": 0}}, "kvcache_block_size=0: want"),
+        ({"engine": {**SIZES, "depth": -1}}, "depth=-1: want"),
+        ({"engine": {**SIZES, "windows": "x"}}, "windows='x': want a list"),
     ],
 )
 def test_a_wrong_table_is_refused(tmp_path, change, said):
@@ -216,6 +224,52 @@ def test_a_wrong_table_is_refused(tmp_path, change, said):
 
 def test_a_table_is_read_as_it_was_written(table):
     assert read_costs(table) == COSTS
+
+
+def test_who_serves_in_real_time_refuses_a_virtual_clock_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(Sim, "start", lambda *_: pytest.fail("started"))
+    executor = {"name": "sim", "options": {"clock": "virtual"}}
+    with pytest.raises(ConfigError, match=r"clock of its own.*set clock=real"):
+        AsyncLLM("pocket", executor=executor, device="cpu")
+    loaded = load_config(keywords={"model": "pocket", "executor": executor, "device": "cpu"})
+    with pytest.raises(ConfigError, match="clock of its own"):
+        asyncio.run(LocalClient(loaded).open())
+
+
+def test_what_is_no_executor_of_steps_is_not_calibrated_by_any_of_its_names(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(Sim, "start", lambda *_: pytest.fail("loaded"))
+    for name in ("sim", "minivllm/sim"):
+        given = ["--model", "pocket", "--set", f"executor={name}", "-o", str(tmp_path / "c.json")]
+        assert main(["calibrate", *given]) == 2
+        assert "executor=sim has no steps to measure" in capsys.readouterr().err
+
+
+def test_a_rate_without_end_is_json_that_others_read(table, capsys):
+    given = ["--set", "max_num_batched_tokens=64", "--set", "max_num_seqs=8", "--rate", "xinf"]
+    assert main(["simulate", "--trace", SMALL, "--costs", table, *given, "--json"]) == 0
+    out = json.loads(capsys.readouterr().out, parse_constant=lambda x: pytest.fail(x))
+    assert out["runs"][0]["rate"] == "inf"
+    assert main(["simulate", "--trace", SMALL, "--costs", table, *given]) == 0
+    assert " xinf " in capsys.readouterr().out
+
+
+def test_what_an_engine_counted_before_is_not_counted_again():
+    executor = {"name": "sim", "options": {"step_ms": 0}}
+    trace = cases.at_rate(read_trace("synthetic:like=pocket,requests=6,longest=200,node=30,seed=8"), np.inf)
+    with LLM(
+        "pocket", executor=executor, device="cpu", max_num_seqs=4, num_kvcache_blocks=20, max_model_len=256
+    ) as llm:
+        runs = [cases.run_really(llm.engine, trace) for _ in range(2)]
+        assert runs[0].evictions > 0
+        assert sum(r.evictions for r in runs) == sum(p.evictions for p in llm.engine.cache.pools)
+        assert sum(r.preemptions for r in runs) == llm.engine.planner.preemptions
+
+
+def test_too_little_time_to_calibrate_in_is_said(monkeypatch):
+    monkeypatch.setattr(Calibrator, "traffic", lambda *_: None)
+    said = pytest.raises(ConfigError, match="no step of traffic, check; raise --seconds")
+    with LLM("pocket", executor="sim", device="cpu", max_num_seqs=2, max_model_len=128) as llm, said:
+        calibrate(llm.engine, {}, 0.01)
 
 
 def test_two_paces_are_refused(tmp_path, table):

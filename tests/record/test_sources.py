@@ -35,6 +35,36 @@ def test_a_base_class_of_another_package_is_covered_through_the_package_that_han
     assert sources.plugin_source("own_plugin:Mine").hash != first.hash
 
 
+@pytest.mark.parametrize(
+    ("handed_on", "mine"),
+    [("from .real import *", "class Mine(b.Base)"), ("from .real import Base", "B = b.Base\nclass Mine(B)")],
+)
+def test_a_base_class_behind_a_star_or_another_name_is_covered(tmp_path, monkeypatch, handed_on, mine):
+    site = tmp_path / "site-packages"
+    (site / "star_lib").mkdir(parents=True)
+    (site / "star_lib" / "__init__.py").write_text(handed_on + "\n")
+    (site / "star_lib" / "real.py").write_text("class Base:\n    keep = 1\n")
+    (site / "star_plugin.py").write_text(f"import star_lib as b\n{mine}: pass\n")
+    monkeypatch.syspath_prepend(site)
+    assert set(sources.plugin_source("star_plugin:Mine").files) == {"star_plugin", "star_lib", "star_lib.real"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "LOG = 'out.txt'\nopen(LOG, 'w')\n",
+        "open(Path(__file__).parent / 'out.txt', 'w')\n",
+        "HERE = Path(__file__).parent\n(HERE / 'out.txt').write_text('x')\n",
+        "(Path(__file__).parent / 'out.txt').open(mode='a')\n",
+    ],
+)
+def test_a_file_that_a_part_writes_is_no_source_of_it(tmp_path, text):
+    (tmp_path / "out.txt").write_text("1")
+    assert not list(sources.beside(tmp_path / "m.py", text.encode()))
+    read = b"HERE = Path(__file__).parent\nopen(HERE / 'out.txt')\n"
+    assert [name for name, _ in sources.beside(tmp_path / "m.py", read)] == ["out.txt"]
+
+
 def test_data_files_that_a_part_names_beside_itself_are_covered(write, tmp_path):
     write(
         "table_of_mine",
@@ -66,3 +96,14 @@ def test_where_a_source_is_unknown_headline_and_exit_code_say_so(made, monkeypat
     assert main(["diff", str(file), str(file)]) == 6 and main(["diff", str(file), str(file), "--only", "nothing"]) == 6
     assert main(["diff", str(file), str(file), "--only", "evictor"]) == 0
     assert "unknown whether evictor differs" in capsys.readouterr().out
+
+
+def test_a_hook_without_a_source_leaves_nothing_unknown(made):
+    one = made()
+    hook = {**one["parts"][0], "seam": "hooks.typed_in", "source": {"hash": "", "files": {}}}
+    bill = {**one, "parts": [*one["parts"], hook]}
+    found = compare(bill, bill)
+    assert found.unknown == () and found.verdict == "nothing that decides the tokens differs"
+    assert any("hooks.typed_in" in line for line in found.warnings)
+    hook["seam"] = "drafter.typed_in"
+    assert compare(bill, bill).unknown == ("drafter.typed_in",)

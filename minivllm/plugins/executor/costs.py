@@ -28,6 +28,15 @@ from minivllm.errors import ConfigError
 FORMAT = "minivllm-costs 1"
 SLOPES = ("kv", "pairs", "chunk", "join", "end", "fresh")  # seconds for each
 
+SIZES = {  # of the engine, and the least that each may be
+    "kvcache_block_size": 1,
+    "num_kvcache_blocks": 1,
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "depth": 0,
+}
+
 
 @dataclass(frozen=True)
 class BrokenLine:
@@ -121,12 +130,26 @@ def read_costs(path: str) -> CostTable:
             {name: _number(found[name]) for name in SLOPES},
             _number(found["add"]),
             {name: _number(x) for name, x in raw["watts"].items()},
-            raw["engine"],
+            _engine(raw["engine"]),
             raw["about"],
             raw["fit"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise ConfigError(f"{path}: {type(e).__name__}: {e}; want a file that `minivllm calibrate` wrote") from e
+
+
+def _engine(raw: Any) -> dict[str, Any]:
+    """Sizes of the engine that was measured."""
+    for name, low in SIZES.items():
+        if type(raw[name]) is not int or not low <= raw[name] < 2**31:
+            raise ValueError(f"engine.{name}={raw[name]!r}: want a whole number from {low} on, below 2**31")
+    windows = raw["windows"]
+    if not isinstance(windows, list) or not windows:
+        raise ValueError(f"engine.windows={windows!r}: want a list, a window (or null) of each KV group")
+    for window in windows:
+        if window is not None and (type(window) is not int or window < 1):
+            raise ValueError(f"engine.windows={windows!r}: want whole numbers from 1 on, or null")
+    return dict(raw)
 
 
 def _line(raw: Any) -> BrokenLine:

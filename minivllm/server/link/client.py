@@ -380,7 +380,7 @@ class LocalClient(FrameClient):
         from minivllm.frontend.building import build_engine
 
         self._loop = asyncio.get_running_loop()
-        self._engine, resolved, self.tokenizer = await asyncio.to_thread(build_engine, self._loaded)
+        self._engine, resolved, self.tokenizer = await asyncio.to_thread(build_engine, self._loaded, True)
         self._opened(describe(self._engine, resolved))
         self._thread = EngineLoop(self._engine, self).start()
 

@@ -123,7 +123,7 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
     if not opening or opening[0].kind != "open":
         raise EngineDeadError("the client of the engine did not say what to open")
     try:
-        engine, resolved, _ = build_engine(loaded_from_json(opening[0].header))
+        engine, resolved, _ = build_engine(loaded_from_json(opening[0].header), live=True)
     except BaseException as e:  # SystemExit too: a process that ends without a word tells nobody why
         if not isinstance(e, MinivllmError):
             logging.getLogger("minivllm").exception("the engine could not be started")
