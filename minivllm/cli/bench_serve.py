@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,7 @@ def serve_lines(
     for row in rows:
         rate = row["request_rate"] if isinstance(row["request_rate"], str) else f"{row['request_rate']:.2f}"
         times = [row[f"{q}_{n}_ms"] for n in ("ttft", "tpot", "e2el") for q in ("median", "p99")]
-        cells = " ".join(f"{one:>9.1f}" for one in times)
+        cells = " ".join(f"{one:>9.1f}" if math.isfinite(one) else f"{'-':>9}" for one in times)
         met = f" {with_bounds(row, 'request_goodput', 2)}" if args.goodput else ""
         over = "  not kept up with" if row.get("beyond") else ""
         speeds = f"{with_bounds(row, 'request_throughput', 2):>14} {with_bounds(row, 'output_throughput'):>16}"
@@ -157,4 +158,8 @@ def serve_lines(
     if late > LATE and any(row["request_rate"] != "inf" for row in rows) and not args.max_concurrency:
         lines.append(f"requests were sent up to {late:.0f} ms late (99th percentile): the client was at its limit")
     states = whole["machine_states"]
+    if args.url:
+        lines.append(f"prompts are those of --seed {args.seed}: a server that was asked them before may have them cached")
+    if args.dataset and not args.direct:
+        lines.append("each run sends the prompts of the file again: a server that caches prefixes finds them")
     return [*lines, energy_line(rows[0] if len(rows) == 1 else whole, states), machine_line(states)]

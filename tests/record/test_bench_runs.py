@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import random
+import re
 import time
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from minivllm.bench import serving, state, statistics, workload
 from minivllm.bench.answers import TimedAnswer, figures
 from minivllm.bench.client import HttpServer
+from minivllm.bench.loads import Bench, OfferedLoad
 from minivllm.bench.repeats import dumps, merged
 from minivllm.bench.workload import BenchAsk, Generated
 from minivllm.cli import main
@@ -147,6 +149,9 @@ def test_the_median_of_runs_comes_with_its_interval_and_what_was_not_measured_is
     assert (found["a"], found["b"], found["c"]) == (2.0, None, 2)
     low, high = found["intervals"]["a"]
     assert low == pytest.approx(2 - 4.3027 / math.sqrt(3), abs=1e-3) and high == pytest.approx(4 - low)
+    some = merged([{"a": math.nan, "b": None}, {"a": 2.0, "b": 4.0}, {"a": math.inf, "b": 6.0}])
+    assert some["a"] == 2 and some["b"] == 5 and "a" not in some["intervals"]
+    assert math.isnan(merged([{"a": math.nan}] * 3)["a"])
     assert json.loads(dumps({"x": math.nan, "y": [math.inf, 1]})) == {"x": None, "y": [None, 1]}
 
 
@@ -178,6 +183,25 @@ def test_a_closed_loop_never_has_more_requests_than_its_streams_and_an_open_one_
     answers, _ = asyncio.run(serving.run(opened, workload.poisson(asks, 400.0, 0), None, 0))
     assert opened.most > 6
     assert max(one.late for one in answers) < 0.05 and answers[-1].start > answers[0].start
+
+
+def test_no_two_runs_of_a_call_send_the_same_prompts_whatever_their_load():
+    asked = []
+
+    class Heard:
+        async def ask(self, ask, seed):
+            asked.append(ask.prompt)
+            return TimedAnswer(0.0, 0.001, 0.001, [], 1, 1)
+
+    async def measure():
+        bench = Bench(Heard(), Generated(3, 8, 1).asks, lambda: state.MachineWatch(None))
+        await bench.warm(3, None)
+        for streams in (1, 3):
+            await bench.row(OfferedLoad(None, streams), 2)
+        await bench.knee(1e5, None, 0.9, 2)
+
+    asyncio.run(measure())
+    assert len(set(asked)) == len(asked) >= 3 * 7
 
 
 def test_the_knee_of_a_target_that_answers_so_many_a_second_is_found():
@@ -355,6 +379,14 @@ def test_throughput_counts_every_token_and_writes_vllm_s_names_with_the_bill_of_
     assert {"output_throughput", "mean_ttft_ms", "p99_tpot_ms", "elapsed_time", "total_num_tokens"} <= set(found)
     assert found["prefix_hit_rate"] >= 16 / 96  # whoever comes a step later finds the common prefix
     assert found["bill_of_materials"]["fingerprint"] and found["settings"]["prefix_len"] == 16
+
+
+def test_answers_of_one_token_have_no_time_per_token(capsys):
+    one = [*LITTLE[:-1], "1", "--repeats", "2", "--warmups", "0"]
+    code, out, _ = said(capsys, "bench", "throughput", *SMALL, *one)
+    assert code == 0 and "per token unknown" in out
+    code, out, _ = said(capsys, "bench", "serve", "--direct", *SMALL, *one)
+    assert code == 0 and re.search(r" inf +any .* - +- +\d", out)
 
 
 def test_latency_has_a_row_for_each_length_and_batch(capsys):
