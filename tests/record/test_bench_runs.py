@@ -66,7 +66,10 @@ def test_pairs_find_a_difference_that_is_smaller_than_the_noise_between_seeds_an
         for _ in range(400)
     )
     assert 0.01 < wrong / 400 < 0.09  # 5 % by definition
-    assert statistics.paired(a, a).sentence() == "the same"
+    assert statistics.paired(a, a).sentence() == "the same in every run"
+    constant = statistics.paired(a, [1.1 * x for x in a])  # no spread, no Student's test
+    assert math.isnan(constant.p) and constant.sentence() == "too few to say: the same ratio in every run"
+    assert statistics.paired([3.0, 3.0], [3.3, 3.3]).sentence().startswith("too few to say")
     assert statistics.paired(a[:1], faster[:1]).sentence() == "one pair: no test"
     assert statistics.paired([0.0], [1.0]).sentence() == "not measured"
 

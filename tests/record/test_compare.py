@@ -110,13 +110,16 @@ def test_a_digest_depends_on_the_sources_the_machine_and_the_workload(tmp_path):
 
 
 def test_speeds_at_other_clocks_are_not_compared():
-    def stored(rate, mhz):
-        figures = {"output_throughput": rate, "median_ttft_ms": 1.0, "median_tpot_ms": 1.0, "weight_bytes": 1}
-        run = {"figures": {**figures, "total_output_tokens": 1}, "state": {"mhz": mhz, "seconds": 1.0}, "tokens": [[1]]}
-        runs = {"1": run, "2": run}
+    def stored(rates, mhz):
+        runs = {}
+        for seed, rate in enumerate(rates, 1):
+            figures = {"output_throughput": rate, "median_ttft_ms": 1.0, "median_tpot_ms": 1.0, "weight_bytes": 1}
+            asked = {"figures": {**figures, "total_output_tokens": 1}, "tokens": [[1]]}
+            runs[str(seed)] = {**asked, "state": {"mhz": mhz, "seconds": 1.0}}
         return {"runs": runs, "quality": None}
 
-    found = ComparedRuns(["a", "b", "c"], [stored(1, 1900), stored(2, 1200), stored(2, 1910)], [1, 2], {}).result({})
+    measured = [stored([1, 1], 1900), stored([2, 2.001], 1200), stored([2, 2.001], 1910)]
+    found = ComparedRuns(["a", "b", "c"], measured, [1, 2], {}).result({})
     says = [row["against_first"]["output_throughput"]["says"] for row in found["rows"][1:]]
     assert says == ["not compared: clocks of 1900 and 1200 MHz", "a difference"]
 
