@@ -65,20 +65,22 @@ class Bench:
         return found, answers
 
     async def row(self, load: OfferedLoad, repeats: int) -> dict[str, Any]:
-        """Medians over ``repeats`` runs with seeds of their own, and of the last run each request."""
+        """Medians over ``repeats`` runs with seeds of their own (``failed``: their sum); each request of the last run."""
         runs: list[dict[str, Any]] = []
         answers: list[TimedAnswer] = []
         for _ in range(repeats):
             found, answers = await self.once(load)
             runs.append(found)
-        return {**load.named, **merged(runs), "repeats": runs, "requests": details(answers)}
+        failed = {"failed": sum(run["failed"] for run in runs)}
+        return {**load.named, **merged(runs), **failed, "repeats": runs, "requests": details(answers)}
 
     async def knee(self, start: float, concurrency: int | None, share: float, repeats: int) -> dict[str, Any]:
-        """``knee``: the highest rate that the target keeps up with (0.0: none of those that were tried), and ``rows``,
-        the runs by rate."""
+        """``knee``: the highest rate that the target keeps up with (0.0: none of those that were tried), ``knee_below``:
+        the lowest that was too much (None: none), and ``rows``, the figures by rate."""
 
-        async def measure(rate: float) -> dict[str, Any]:
-            return await self.row(OfferedLoad(rate, concurrency), repeats)
+        async def measure(rate: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+            row = await self.row(OfferedLoad(rate, concurrency), repeats)
+            return row["repeats"], row
 
-        found, rows = await serving.find_knee(measure, start, share)
-        return {"knee": found, "rows": rows}
+        found, over, rows = await serving.find_knee(measure, start, share)
+        return {"knee": found, "knee_below": over, "rows": rows}

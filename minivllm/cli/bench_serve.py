@@ -116,16 +116,18 @@ async def measure_serve(
     if args.find_knee:
         start = args.request_rate[0] if args.request_rate else 1.0
         found = await bench.knee(start, most, args.goodput_share, args.repeats)
-        rows, more["knee"] = found["rows"], found["knee"]
+        rows = found.pop("rows")
+        more |= found
     else:
         loads = [OfferedLoad(r, c) for r in args.request_rate or [None] for c in args.max_concurrency or [None]]
         rows = [await bench.row(one, args.repeats) for one in loads]
-    if all(row["completed"] == 0 for row in rows):
+    runs = [run for row in rows for run in row["repeats"]]
+    if all(run["completed"] == 0 for run in runs):
         raise MinivllmError(f"every request failed; the last: {rows[-1]['requests']['errors'][-1]}")
+    more["failed"] = sum(run["failed"] for run in runs)
     if len(rows) == 1:
         more |= {k: v for k, v in rows[0].items() if k not in ("repeats", "intervals", "requests")}
         more |= rows[0]["requests"]
-    runs = [run for row in rows for run in row["repeats"]]
     named = {"backend": "openai" if args.url else "minivllm", "model_id": title, "num_prompts": len(asks(args.seed))}
     whole = result("serve", runs, bench.states, settings(args), bill, rows=rows, **named, **more)
     return tell(whole, args, "\n".join(serve_lines(title, rows, whole, args)))
@@ -135,10 +137,11 @@ def serve_lines(
     title: str, rows: Sequence[dict[str, Any]], whole: dict[str, Any], args: argparse.Namespace
 ) -> list[str]:
     from minivllm.bench.repeats import with_bounds
+    from minivllm.bench.serving import knee_text
 
     good = " goodput/s" if args.goodput else ""
     lines = [
-        f"{title}; {whole['num_prompts']} requests, {args.repeats} runs; medians, ± half the 95 % interval",
+        f"{title}; {whole['num_prompts']} requests, {args.repeats} runs; medians, ± half the 95 % interval; failed: in all runs",
         f"{'rate':>8} {'streams':>7} {'failed':>6} {'requests/s':>14} {'tokens/s':>16} {'TTFT p50':>9} {'p99':>9} "
         f"{'TPOT p50':>9} {'p99':>9} {'E2EL p50':>9} {'p99':>9}{good}",
     ]
@@ -152,8 +155,7 @@ def serve_lines(
         streams = row["max_concurrency"] or "any"
         lines.append(f"{rate:>8} {streams:>7} {row['failed']:>6} {speeds} {cells}{met}{over}")
     if "knee" in whole:
-        said = f"{whole['knee']:.2f} requests/s" if whole["knee"] else "below every rate that was tried"
-        lines.append(f"knee: {said}")
+        lines.append(f"knee: {knee_text(whole['knee'], whole['knee_below'])}")
     late = max(row["p99_late_ms"] for row in rows)
     if late > LATE and any(row["request_rate"] != "inf" for row in rows) and not args.max_concurrency:
         lines.append(f"requests were sent up to {late:.0f} ms late (99th percentile): the client was at its limit")

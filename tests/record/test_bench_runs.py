@@ -215,12 +215,45 @@ def test_the_knee_of_a_target_that_answers_so_many_a_second_is_found():
         for i in range(n):
             free = max(free, i / rate) + seconds
             answers.append(TimedAnswer(i / rate, free - i / rate, free - i / rate, [], 1, 1))
-        return figures(answers, free)
+        found = figures(answers, free)
+        return [found], found
 
     for start in (3.0, 2000.0):
-        knee, rows = asyncio.run(serving.find_knee(measure, start, 0.9, rounds=12))
-        assert 85 < knee < 125  # 100 a second
+        knee, over, rows = asyncio.run(serving.find_knee(measure, start, 0.9, rounds=12))
+        assert 85 < knee < over < 130  # 100 a second
+        assert serving.knee_text(knee, over) == f"between {knee:.2f} and {over:.2f} requests/s"
         assert [row["beyond"] for row in rows] == sorted(row["beyond"] for row in rows)
+
+
+def test_a_search_that_ends_before_a_rate_is_too_much_has_no_upper_end_and_runs_are_judged_one_by_one():
+    kept = {"failed": 0, "request_goodput": None, "duration": 1.0, "last_arrival": 1.0, "early_e2el_ms": 1.0}
+    lagged = {**kept, "duration": 9.0}
+
+    def search(*runs):
+        async def measure(rate):
+            return [dict(run) for run in runs], {}
+
+        return asyncio.run(serving.find_knee(measure, 1.0, 0.9, rounds=3))
+
+    assert search(kept, kept, lagged)[:2] == (4.0, None)  # most kept up
+    assert serving.knee_text(4.0, None).startswith("above 4.00 requests/s")
+    for runs in ((kept, lagged, lagged), (kept, kept, {**kept, "failed": 1})):
+        good, over, rows = search(*runs)
+        assert (good, over) == (0.0, 0.25) and serving.knee_text(good, over) == "below 0.25 requests/s"
+        assert len(rows) == 3
+
+
+def test_failed_requests_of_a_load_are_those_of_all_its_runs():
+    class Once:
+        failed = False
+
+        async def ask(self, ask, seed):
+            error, self.failed = "" if self.failed else "gone", True
+            return TimedAnswer(0.0, 0.001, 0.001, [], 1, 1, error=error)
+
+    bench = Bench(Once(), Generated(2, 4, 1).asks, lambda: state.MachineWatch(None))
+    row = asyncio.run(bench.row(OfferedLoad(None, 1), 3))
+    assert row["failed"] == 1 and [run["failed"] for run in row["repeats"]] == [1, 0, 0]
 
 
 def test_with_targets_the_knee_is_where_too_few_requests_meet_them():
