@@ -7,13 +7,16 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import random
 import re
+import signal
+import subprocess
 import time
 
 import pytest
 
-from minivllm.bench import serving, state, statistics, workload
+from minivllm.bench import direct, serving, state, statistics, workload
 from minivllm.bench.answers import TimedAnswer, figures
 from minivllm.bench.client import HttpServer
 from minivllm.bench.loads import Bench, OfferedLoad
@@ -260,6 +263,33 @@ def test_with_targets_the_knee_is_where_too_few_requests_meet_them():
     good = {"failed": 0, "request_goodput": 9.5, "duration": 1.0, "completed": 10}
     assert not serving.beyond(good, 0.9) and serving.beyond({**good, "request_goodput": 8.5}, 0.9)
     assert serving.beyond({**good, "failed": 1}, 0.9)
+
+
+@pytest.mark.parametrize("at", ["in a loop", "alone"])
+def test_sigterm_ends_what_was_started(at):
+    """The process takes no notice of it and has to be killed."""
+    process = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 60"], stdout=subprocess.PIPE, text=True)
+    process.stdout.readline()
+
+    async def serve():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(9)
+        finally:
+            direct.end(process, 0.01)
+
+    def alone():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(9)
+        finally:
+            direct.end(process, 0.01)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"), direct.terminable():
+        alone() if at == "alone" else asyncio.run(serve())
+    assert process.returncode == -signal.SIGKILL and signal.getsignal(signal.SIGTERM) is before
+    process.stdout.close()
 
 
 # ---------------------------------------------------------------- the client
