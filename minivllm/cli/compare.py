@@ -8,7 +8,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,8 @@ def compare(args: argparse.Namespace) -> int:
     work = Work(args, asks, store, quality.text_of(args.text) if args.quality_tokens else "", found[0])
     for one in found:
         one.bill, one.key = work.identity(one)
+        if same := next((other.name for other in found if other is not one and other.key == one.key), None):
+            raise ConfigError(f"{brief(same)} and {brief(one.name)} are the same configuration: want different ones")
     by_name = {one.name: one for one in found}
     todo = [one for one in found if not work.done(one)]
     if todo and args.quality_tokens and work.reference() is None and found[0] not in todo:
@@ -198,7 +200,8 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
     for name, files, sets in cases:
         own = copy(args)
         own.set = [*args.set, *sets]
-        found.append(Contender(name, own, load(own, files)))
+        loaded = load(own, files)
+        found.append(Contender(name, own, replace(loaded, run=type(loaded.run)())))  # [run] is about `minivllm run`
     return found
 
 

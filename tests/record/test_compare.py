@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from minivllm.bench.comparing import ComparedRuns
 from minivllm.bench.quality import TextScores
 from minivllm.bench.store import Store, digest
 from minivllm.cli import main
+from minivllm.cli.compare import contenders
+from minivllm.cli.record import record_path
 
 SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=128", "--set", "num_kvcache_blocks=64"]
 LITTLE = ["--num-prompts", "3", "--input-len", "6", "--output-len", "3", "--warmups", "0", "--quality-tokens", "24"]
@@ -124,9 +127,19 @@ def test_speeds_at_other_clocks_are_not_compared():
     assert says == ["not compared: clocks of 1900 and 1200 MHz", "a difference"]
 
 
+def test_the_run_table_of_a_compared_file_is_that_of_another_command(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.toml").write_text(f'max_num_seqs = {ord(name)}\n[run]\nrecord = "x.json"\n')
+    given = {"sweep": [], "set": [], "config": [], "model": None, "allow_target": []}
+    args = Namespace(file=[str(tmp_path / "a.toml"), str(tmp_path / "b.toml")], **given)
+    found = contenders(args)
+    assert [record_path(one.args, one.loaded) for one in found] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["c.toml", "d.toml"], "c and d are the same configuration: want different ones"),
         ([], "want at least two files to compare, or --sweep"),
         (["c.toml"], "want at least two files to compare, or --sweep"),
         (["c.toml", "c.toml", "--sweep", "seed=1,2"], "want one file at most to begin with, not 2"),
@@ -140,6 +153,7 @@ def test_speeds_at_other_clocks_are_not_compared():
 )
 def test_what_cannot_be_compared_is_refused(capsys, tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.toml").write_text("seed = 1\n")
+    for name in ("c", "d"):
+        (tmp_path / f"{name}.toml").write_text("seed = 1\n")
     code, _, err = said(capsys, "compare", *SMALL, *LITTLE, *args)
     assert code == 2 and message in err
