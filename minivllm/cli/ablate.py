@@ -34,10 +34,9 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     sub = command("ablate", "cli.ablate:ablate", text, *parents)
     text = "only these; default: all that the configuration has"
     sub.add_argument("--part", action="append", default=[], metavar="NAME,NAME", help=text)
-    workload_flags(sub)
+    workload_flags(sub, ratio=0.5, prefix=32)
     text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
     sub.add_argument("--in-turns", action="store_true", help=text)
-    sub.set_defaults(range_ratio=0.5, prefix_len=32)
     repeat_flags(sub, repeats=5)
 
 

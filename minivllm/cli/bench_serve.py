@@ -49,10 +49,15 @@ def check_serve(args: argparse.Namespace) -> None:
     """ConfigError for flags that contradict each other."""
     if args.url and args.direct:
         raise ConfigError("--url and --direct: want one of them, a server that runs or an engine in this process")
-    if args.url and (args.config or args.set or args.model):
-        raise ConfigError("--url: the server has a configuration of its own; leave out --model, --config and --set")
+    if args.url and (args.config or args.set or args.model or args.allow_target):
+        flags = "--model, --config, --set and --allow-target"
+        raise ConfigError(f"--url: the server has a configuration of its own; leave out {flags}")
     if not args.url and (args.served_model or args.api_key_env):
         raise ConfigError("--served-model and --api-key-env are for --url")
+    if args.goodput_share > 1:
+        raise ConfigError(f"--goodput-share {args.goodput_share:g}: want a share, above 0 and at most 1")
+    if args.find_knee and len(args.max_concurrency) > 1:
+        raise ConfigError(f"--find-knee: want at most one --max-concurrency, not {len(args.max_concurrency)}")
     if args.find_knee and len(args.request_rate) > 1:
         raise ConfigError(f"--find-knee: want at most one --request-rate, where to begin, not {len(args.request_rate)}")
     if len(args.request_rate) > 1 and len(args.max_concurrency) > 1:

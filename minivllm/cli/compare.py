@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 
+CASES = 20  # of each task and seed
+
+
 def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     """Add ``compare``.  ``command`` and the ``parents`` of its flags are of ``minivllm.cli``."""
     text = "Configurations side by side over seeds: speed, memory, energy, quality, with tests against the first."
@@ -39,14 +42,14 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     sub.add_argument("--quality-tokens", type=none_or_more, default=512, metavar="N", help=text)
     text = "of the model in the package: needle, copy, sums, json, story, echo"
     sub.add_argument("--task", type=several(str), default=[], metavar="NAME,NAME", help=text)
-    sub.add_argument("--cases", type=count, default=20, metavar="N", help="of each task and seed (default 20)")
+    sub.add_argument("--cases", type=count, metavar="N", help=f"of each task and seed (default {CASES})")
     text = "a folder in which runs are kept: what is there is not run again"
     sub.add_argument("--results", default="", metavar="DIR", help=text)
     text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
     sub.add_argument("--in-turns", action="store_true", help=text)
     sub.add_argument("--output-json", default="", metavar="FILE", help="write the whole result, with every run")
     sub.add_argument("--json", action="store_true", help="print the result as JSON")
-    workload_flags(sub)
+    workload_flags(sub, seed=None)
 
 
 @dataclass
@@ -64,9 +67,8 @@ def compare(args: argparse.Namespace) -> int:
     from minivllm.bench import comparing, quality, trials
     from minivllm.bench.store import Store
 
-    asks = asks_of(checked(args))
-    if len(set(args.seeds)) < len(args.seeds):
-        raise ConfigError(f"--seeds {','.join(map(str, args.seeds))}: the same seed twice; each is a run of its own")
+    check(checked(args))
+    asks = asks_of(args)
     quality.check_tasks(args.task)
     found, store = contenders(args), Store(args.results)
     work = Work(args, asks, store, quality.text_of(args.text) if args.quality_tokens else "", found[0])
@@ -86,6 +88,19 @@ def compare(args: argparse.Namespace) -> int:
     table = comparing.ComparedRuns([one.name for one in found], work.stored(found), args.seeds, settings(args))
     whole = table.result({one.name: one.bill for one in found})
     return tell(whole, args, "\n".join(table.lines(whole)))
+
+
+def check(args: argparse.Namespace) -> None:
+    """ConfigError for flags that would change nothing or contradict each other."""
+    if args.seed is not None:
+        raise ConfigError(f"--seed {args.seed}: a run has a seed of --seeds; give it there")
+    if len(set(args.seeds)) < len(args.seeds):
+        raise ConfigError(f"--seeds {','.join(map(str, args.seeds))}: the same seed twice; each is a run of its own")
+    if args.text and not args.quality_tokens:
+        raise ConfigError("--text is scored by --quality-tokens, which are 0; leave out either")
+    if args.cases is not None and not args.task:
+        raise ConfigError(f"--cases {args.cases}: of no task; want --task NAME, or leave it out")
+    args.cases = args.cases or CASES
 
 
 @dataclass
