@@ -127,6 +127,21 @@ def test_speeds_at_other_clocks_are_not_compared():
     assert says == ["not compared: clocks of 1900 and 1200 MHz", "a difference"]
 
 
+def test_perplexities_of_other_tokens_are_not_compared():
+    def stored(ids, loss):
+        rows = np.log(np.full((2, 3), loss, np.float32))
+        scores = TextScores(np.array(ids, np.int32), np.array([3]), rows)
+        figures = {"output_throughput": loss, "median_ttft_ms": 1.0, "median_tpot_ms": 1.0, "weight_bytes": 1}
+        run = {"figures": {**figures, "total_output_tokens": 1}, "state": {}, "tokens": [[1]]}
+        return {"runs": {"1": run}, "quality": quality.summary(scores, scores)}
+
+    table = ComparedRuns(["a", "b", "c"], [stored((0, 1, 2), 0.5), stored((0, 2, 1), 0.4), stored((0, 1, 2), 0.4)], [1], {})
+    whole = table.result({})
+    assert ["perplexity" in row["against_first"] for row in whole["rows"]] == [False, False, True]
+    b, c = "\n".join(table.lines(whole)).split("b over a:")[1].split("c over a:")
+    assert "perplexity: not compared: other tokens" in b and "other tokens" not in c
+
+
 def test_the_run_table_of_a_compared_file_is_that_of_another_command(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.toml").write_text(f'max_num_seqs = {ord(name)}\n[run]\nrecord = "x.json"\n')
@@ -149,6 +164,9 @@ def test_the_run_table_of_a_compared_file_is_that_of_another_command(tmp_path):
         (["--sweep", "seed=1,2", "--seeds", "3,3"], "--seeds 3,3: the same seed twice"),
         (["--sweep", "seed=1,2", "--task", "ecco"], "no such task. Did you mean 'echo'?"),
         (["--sweep", "sede=1,2"], "sede"),
+        (["--sweep", "seed=1,2", "--seed", "99"], "--seed 99: a run has a seed of --seeds"),
+        (["--sweep", "seed=1,2", "--text", "c.toml", "--quality-tokens", "0"], "--text is scored by --quality-tokens"),
+        (["--sweep", "seed=1,2", "--cases", "20"], "--cases 20: of no task; want --task NAME"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(capsys, tmp_path, monkeypatch, args, message):
