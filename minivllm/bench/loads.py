@@ -65,7 +65,7 @@ class Bench:
         return found, answers
 
     async def row(self, load: OfferedLoad, repeats: int) -> dict[str, Any]:
-        """Medians over ``repeats`` runs with seeds of their own (``failed``: their sum); each request of the last run."""
+        """Medians over ``repeats`` runs with seeds of their own (``failed``: the sum); of the last run each request."""
         runs: list[dict[str, Any]] = []
         answers: list[TimedAnswer] = []
         for _ in range(repeats):
@@ -75,8 +75,8 @@ class Bench:
         return {**load.named, **merged(runs), **failed, "repeats": runs, "requests": details(answers)}
 
     async def knee(self, start: float, concurrency: int | None, share: float, repeats: int) -> dict[str, Any]:
-        """``knee``: the highest rate that the target keeps up with (0.0: none of those that were tried), ``knee_below``:
-        the lowest that was too much (None: none), and ``rows``, the figures by rate."""
+        """``knee``: the highest rate that the target keeps up with (0.0: none of those that were tried);
+        ``knee_below``: the lowest that was too much (None: none); ``rows``: the figures by rate."""
 
         async def measure(rate: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             row = await self.row(OfferedLoad(rate, concurrency), repeats)

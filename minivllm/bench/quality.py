@@ -113,8 +113,8 @@ def score(llm: Any, text: str, most: int) -> TextScores:
 
 
 def summary(own: TextScores, reference: TextScores) -> dict[str, Any]:
-    """``perplexity`` a token of those that ``tokens`` is a digest of; ``losses`` by piece, so that two configurations can be compared in pairs; ``kl`` and
-    ``top1_agreement`` against the reference, if both have the same tokens."""
+    """``perplexity`` a token; ``losses`` by piece, so that two configurations can be compared in pairs if ``tokens``, a
+    digest of what was scored, are the same; ``kl`` and ``top1_agreement`` against the reference, if those are."""
     losses = own.losses()
     weights = own.lengths - 1
     mean = float(np.average(losses, weights=weights))

@@ -105,7 +105,7 @@ def _serve(found: Row) -> str:
         times = [DrawnLine(f"{word} {q}", of(f"{q}_{word}_ms")) for word in ("ttft", "tpot") for q in ("median", "p99")]
         out += lines(times, name, "milliseconds")
     for word, text in (("ttfts", "to the first token"), ("e2els", "to the last")):
-        drawn = [_distribution(label(row), times) for row in rows[:MOST_LINES] if (times := _answered(row, word))]
+        drawn = [_distribution(label(row), took) for row in rows[:MOST_LINES] if (took := _answered(row, word))]
         out += f"<h3>Share of requests, time {text}</h3>{lines(drawn, 'milliseconds', 'share')}"
     if len(rows) > MOST_LINES:
         out += f"<p class=s>Distributions are those of the first {MOST_LINES} of {len(rows)} loads.</p>"

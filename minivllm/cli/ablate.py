@@ -16,6 +16,7 @@ from minivllm.cli.bench_runs import (
     repeat_flags,
     settings,
     tell,
+    watch_of,
     workload_flags,
 )
 from minivllm.cli.common import load, open_llm
@@ -92,10 +93,10 @@ def measure(
     args: argparse.Namespace, cells: Sequence[Cell], asks: Callable[[int], Sequence[BenchAsk]]
 ) -> list[list[dict[str, Any]]]:
     """The counted runs of each cell."""
-    from minivllm.bench import state, trials
+    from minivllm.bench import trials
 
     def once(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
-        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        watch = watch_of(llm.config, llm.engine.wiring.device)
         return trials.run(llm, asks(seed), args.temperature, seed, watch, cell.generate)
 
     seeds = range(args.seed - args.warmups, args.seed + args.repeats)

@@ -82,8 +82,8 @@ def workload_flags(
     prefix: int = 0,
     seed: int | None = 0,
 ) -> None:
-    """What is not given stays None until ``asks_of``: a file of requests leaves no use for most of it.  ``seed`` None: a
-    command that has no --seed refuses it by itself, as argparse would take it for a shorter --seeds."""
+    """What is not given stays None until ``asks_of``: a file of requests leaves no use for most of it.  ``seed`` None:
+    a command that has no --seed refuses it by itself, as argparse would take it for a shorter --seeds."""
     from_one: dict[str, Any] = dict(type=count, metavar="N")
     sub.add_argument("--num-prompts", help=f"requests of a run (default {prompts}; of a file all)", **from_one)
     sub.set_defaults(
@@ -131,6 +131,8 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
     sub.add_argument("--served-model", default="", metavar="NAME", help="to ask a server for (default: its first)")
     text = "name of an environment variable with the key of the server"
     sub.add_argument("--api-key-env", default="", metavar="NAME", help=text)
+    text = "for a whole answer over HTTP (default 600); what takes longer has failed"
+    sub.add_argument("--timeout", type=positive, metavar="S", help=text)
     sub.add_argument("--direct", action="store_true", help="no server: an engine in this process, without HTTP")
     text = "open loop: requests a second, arriving as a Poisson process; several: one run for each"
     sub.add_argument("--request-rate", type=several(positive), default=[], metavar="R,R", help=text)
@@ -246,6 +248,13 @@ def machine_line(states: Sequence[dict[str, Any]]) -> str:
     return "machine: " + "; ".join(parts or ["nothing is known of it"])
 
 
+def watch_of(config: Any, device: str, pid: int | None = None) -> Callable[[], Any]:
+    """Makes a ``state.MachineWatch`` of the devices that an engine of this configuration uses."""
+    from minivllm.bench import state
+
+    return functools.partial(state.MachineWatch, device, pid, config.tensor_parallel_size)
+
+
 def head(llm_or_loaded: Any, what: str) -> str:
     config = getattr(llm_or_loaded, "config", None) or llm_or_loaded.engine
     wiring = getattr(getattr(llm_or_loaded, "engine", None), "wiring", None)
@@ -257,7 +266,7 @@ def head(llm_or_loaded: Any, what: str) -> str:
 
 
 def latency(args: argparse.Namespace) -> int:
-    from minivllm.bench import offline, repeats, state
+    from minivllm.bench import offline, repeats
     from minivllm.bench.workload import Generated
 
     loaded = load(checked(args))
@@ -265,7 +274,7 @@ def latency(args: argparse.Namespace) -> int:
     states: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     with open_llm(loaded, args) as llm:
-        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        watch = watch_of(llm.config, llm.engine.wiring.device)
         most = llm.engine.wiring.max_num_seqs
         if max(args.batch_size) > most:
             raise ConfigError(f"--batch-size {max(args.batch_size)} is more than max_num_seqs={most}; lower it")
@@ -295,11 +304,11 @@ def latency(args: argparse.Namespace) -> int:
 
 
 def throughput(args: argparse.Namespace) -> int:
-    from minivllm.bench import offline, repeats, state
+    from minivllm.bench import offline, repeats
 
     asks = asks_of(checked(args))
     with open_llm(load(args), args) as llm:
-        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        watch = watch_of(llm.config, llm.engine.wiring.device)
 
         def once(seed: int) -> dict[str, Any]:
             found = offline.throughput(llm, asks(seed), args.temperature, seed)

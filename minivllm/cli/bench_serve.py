@@ -19,6 +19,7 @@ from minivllm.cli.bench_runs import (
     planned_bill,
     settings,
     tell,
+    watch_of,
 )
 from minivllm.cli.common import load
 from minivllm.errors import ConfigError, MinivllmError, shown
@@ -52,6 +53,8 @@ def check_serve(args: argparse.Namespace) -> None:
     if args.url and (args.config or args.set or args.model or args.allow_target):
         flags = "--model, --config, --set and --allow-target"
         raise ConfigError(f"--url: the server has a configuration of its own; leave out {flags}")
+    if args.direct and args.timeout is not None:
+        raise ConfigError(f"--timeout {args.timeout:g} is of answers over HTTP; leave it or --direct out")
     if not args.url and (args.served_model or args.api_key_env):
         raise ConfigError("--served-model and --api-key-env are for --url")
     if args.goodput_share > 1:
@@ -75,28 +78,28 @@ def check_serve(args: argparse.Namespace) -> None:
 
 async def serve_async(args: argparse.Namespace, asks: Callable[[int], Sequence[BenchAsk]]) -> int:
     from minivllm.bench import state
-    from minivllm.bench.client import HttpServer
+    from minivllm.bench.client import TIMEOUT, HttpServer
     from minivllm.bench.direct import DirectEngine, started
 
-    extra = {"temperature": args.temperature}
+    extra, timeout = {"temperature": args.temperature}, args.timeout or TIMEOUT
     if args.url:
-        server = HttpServer(args.url, args.served_model, os.environ.get(args.api_key_env, ""), extra)
+        server = HttpServer(args.url, args.served_model, os.environ.get(args.api_key_env, ""), extra, timeout)
         name = await server.find_model()
-        watch = functools.partial(state.MachineWatch, None)
-        return await measure_serve(args, asks, server, watch, f"{name} at {args.url}", None, None)
+        elsewhere = functools.partial(state.MachineWatch, None)
+        return await measure_serve(args, asks, server, elsewhere, f"{name} at {args.url}", None, None)
     loaded = load(args)
     if not args.direct:
         with started(loaded) as (url, pid):
-            server = HttpServer(url, "", "", extra)
+            server = HttpServer(url, "", "", extra, timeout)
             await server.find_model()
-            watch = functools.partial(state.MachineWatch, _device(loaded), pid)
+            own = watch_of(loaded.engine, _device(loaded), pid)
             bill = planned_bill(loaded, args)
-            return await measure_serve(args, asks, server, watch, head(loaded, "over HTTP"), bill, None)
+            return await measure_serve(args, asks, server, own, head(loaded, "over HTTP"), bill, None)
     from minivllm import AsyncLLM
 
     async with AsyncLLM(config=loaded) as llm:
         engine = DirectEngine(llm, args.temperature)
-        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        watch = watch_of(llm.config, llm.engine.wiring.device)
         bill = await llm.bill_of_materials() if args.json or args.output_json else None
         return await measure_serve(args, asks, engine, watch, head(llm, "without HTTP"), bill, engine.reset)
 
@@ -146,7 +149,8 @@ def serve_lines(
 
     good = " goodput/s" if args.goodput else ""
     lines = [
-        f"{title}; {whole['num_prompts']} requests, {args.repeats} runs; medians, ± half the 95 % interval; failed: in all runs",
+        f"{title}; {whole['num_prompts']} requests, {args.repeats} runs; medians, ± half the 95 % interval; "
+        "failed: in all runs",
         f"{'rate':>8} {'streams':>7} {'failed':>6} {'requests/s':>14} {'tokens/s':>16} {'TTFT p50':>9} {'p99':>9} "
         f"{'TPOT p50':>9} {'p99':>9} {'E2EL p50':>9} {'p99':>9}{good}",
     ]
@@ -166,7 +170,9 @@ def serve_lines(
         lines.append(f"requests were sent up to {late:.0f} ms late (99th percentile): the client was at its limit")
     states = whole["machine_states"]
     if args.url:
-        lines.append(f"prompts are those of --seed {args.seed}: a server that was asked them before may have them cached")
+        lines.append(
+            f"prompts are those of --seed {args.seed}: a server that was asked them before may have them cached"
+        )
     if args.dataset and not args.direct:
         lines.append("each run sends the prompts of the file again: a server that caches prefixes finds them")
     return [*lines, energy_line(rows[0] if len(rows) == 1 else whole, states), machine_line(states)]

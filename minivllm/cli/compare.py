@@ -12,7 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.bench_runs import asks_of, checked, count, none_or_more, settings, several, tell, workload_flags
+from minivllm.cli.bench_runs import (
+    asks_of,
+    checked,
+    count,
+    none_or_more,
+    settings,
+    several,
+    tell,
+    watch_of,
+    workload_flags,
+)
 from minivllm.cli.common import load, open_llm
 from minivllm.errors import ConfigError, RequestError, brief, shown
 
@@ -152,9 +162,9 @@ class Work:
 
     def once(self, one: Contender, llm: Any, seed: int) -> None:
         """Quality first, once; then the run of a seed, unless it is there."""
-        from minivllm.bench import quality, state, trials
+        from minivllm.bench import quality, trials
 
-        args, watch = self.args, functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        args, watch = self.args, watch_of(llm.config, llm.engine.wiring.device)
         if one.name not in self.warm:
             self.warm.add(one.name)
             self._quality(one, llm)

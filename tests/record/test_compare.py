@@ -135,7 +135,8 @@ def test_perplexities_of_other_tokens_are_not_compared():
         run = {"figures": {**figures, "total_output_tokens": 1}, "state": {}, "tokens": [[1]]}
         return {"runs": {"1": run}, "quality": quality.summary(scores, scores)}
 
-    table = ComparedRuns(["a", "b", "c"], [stored((0, 1, 2), 0.5), stored((0, 2, 1), 0.4), stored((0, 1, 2), 0.4)], [1], {})
+    three = [stored((0, 1, 2), 0.5), stored((0, 2, 1), 0.4), stored((0, 1, 2), 0.4)]
+    table = ComparedRuns(["a", "b", "c"], three, [1], {})
     whole = table.result({})
     assert ["perplexity" in row["against_first"] for row in whole["rows"]] == [False, False, True]
     b, c = "\n".join(table.lines(whole)).split("b over a:")[1].split("c over a:")
