@@ -20,14 +20,22 @@ from .answers import TimedAnswer
 from .workload import BenchAsk
 
 MOST = 1 << 22  # bytes of a line
+TIMEOUT = 600.0  # seconds for an answer
 PATIENCE = 5.0  # seconds that looking at the server may take
 
 
 class HttpServer:
-    """``url`` as http://host:port, with or without /v1; ``extra``: fields of each request beside those of the workload.
-    ConfigError of a URL that is none."""
+    """``url`` as http://host:port, with or without /v1; ``extra``: fields of each request beside those of the workload;
+    ``timeout``: seconds for a whole answer.  ConfigError of a URL that is none."""
 
-    def __init__(self, url: str, model: str = "", api_key: str = "", extra: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str = "",
+        api_key: str = "",
+        extra: Mapping[str, Any] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
         try:
             parts = urlsplit(url)
             self.port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -38,7 +46,7 @@ class HttpServer:
         self.url, self.host, self.model = url, parts.hostname, model
         self.base = parts.path.rstrip("/").removesuffix("/v1")
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self.extra = dict(extra or {})
+        self.extra, self.timeout = dict(extra or {}), timeout
         self.headers = f"Host: {parts.netloc}\r\nConnection: close\r\n"
         if api_key:
             self.headers += f"Authorization: Bearer {api_key}\r\n"
@@ -84,18 +92,23 @@ class HttpServer:
         data = json.dumps({k: v for k, v in body.items() if v is not None}).encode()
         answer, began = TimedAnswer(), time.perf_counter()
         try:
-            reader, writer = await self._connect()
-            try:
-                head = f"POST {self.base}/v1/completions HTTP/1.1\r\n{self.headers}Content-Type: application/json\r\n"
-                writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-                await self._read(reader, answer, began)
-            finally:
-                writer.close()
-        except (OSError, ValueError, LookupError, asyncio.IncompleteReadError) as exc:
-            answer.error = told(exc)
+            await asyncio.wait_for(self._post(data, answer, began), self.timeout)
+        except asyncio.TimeoutError:
+            answer.error = f"no whole answer within {self.timeout:g} s (--timeout)"
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, asyncio.IncompleteReadError) as exc:
+            answer.error = told(exc)  # of values too that are not of the kind that OpenAI's have
         if not answer.error and not answer.output_tokens:
             answer.error = "the answer has no tokens"
         return answer
+
+    async def _post(self, data: bytes, answer: TimedAnswer, began: float) -> None:
+        reader, writer = await self._connect()
+        try:
+            head = f"POST {self.base}/v1/completions HTTP/1.1\r\n{self.headers}Content-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            await self._read(reader, answer, began)
+        finally:
+            writer.close()
 
     async def _read(self, reader: asyncio.StreamReader, answer: TimedAnswer, began: float) -> None:
         status, lines = await _head(reader)
@@ -109,6 +122,8 @@ class HttpServer:
             if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
                 continue
             event = json.loads(line[5:])
+            if not isinstance(event, dict):
+                raise ValueError(f"an event is no object: {shown(event)}")
             if "error" in event:
                 answer.error = brief(str(event["error"]), 300)
                 return

@@ -52,7 +52,7 @@ class ComparedRuns:
     def _against_first(self, i: int) -> dict[str, Paired]:
         found = trials.against(self.runs[0], self.runs[i], self.metrics)
         a, b = self.stored[0]["quality"], self.stored[i]["quality"]
-        if a and b and "losses" in a and "losses" in b and len(a["losses"]) == len(b["losses"]):
+        if a and b and "losses" in a and "losses" in b and a["tokens"] == b["tokens"]:
             found["perplexity"] = paired(quality.perplexities(a), quality.perplexities(b))
         return found
 
@@ -92,7 +92,10 @@ class ComparedRuns:
             for key, verdict in row["against_first"].items():
                 if verdict["says"] != "not measured":
                     out.append(f"  {names[key]:12} {trials.ratio_text(verdict):>20}  {verdict['says']}")
-            if why := (row["quality"] or {}).get("not_measured"):
+            quality_of = [one["quality"] or {} for one in (rows[0], row)]
+            if len({one["tokens"] for one in quality_of if "tokens" in one}) > 1:
+                out.append("  perplexity: not compared: other tokens (each is that of a token of its own tokenizer)")
+            if why := quality_of[1].get("not_measured"):
                 out.append(f"  quality of a text: not measured: {why}")
         joules = whole["joules_per_output_token"]
         unknown = whole["machine_states"][0].get("energy_unknown", "no counter")

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 START = 600.0  # seconds that a server may take to start
+PATIENCE = 20.0  # seconds that it may take to end
 
 
 class DirectEngine:
@@ -78,18 +80,46 @@ def started(loaded: Loaded) -> Iterator[tuple[str, int]]:
             json.dump(values, file)  # JSON is YAML
         argv = [sys.executable, "-m", "minivllm", "serve", "--config", path, "--port", "0", "--log-format", "json"]
         argv += [part for module in loaded.engine.allow_targets for part in ("--allow-target", module)]
-        process = subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-        killer = threading.Timer(START, process.kill)
-        killer.start()
-        try:
-            url = _url(process)
-            killer.cancel()
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
-            yield url, process.pid
-        finally:
-            killer.cancel()
-            process.terminate()
-            process.wait()
+        with terminable():
+            process = subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            killer = threading.Timer(START, process.kill)
+            killer.start()
+            try:
+                url = _url(process)
+                killer.cancel()
+                threading.Thread(target=process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
+                yield url, process.pid
+            finally:
+                killer.cancel()
+                end(process)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends the block with SystemExit, so that what was started in it is ended too.  Signals go to the main
+    thread: a block of another one is left as it is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end(process: subprocess.Popen[str], patience: float = PATIENCE) -> None:
+    """Terminate a process, and kill it if it is still there after ``patience`` seconds."""
+    process.terminate()
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _url(process: subprocess.Popen[str]) -> str:

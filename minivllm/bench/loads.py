@@ -29,7 +29,8 @@ class OfferedLoad:
 @dataclass
 class Bench:
     """``asks(seed)`` are the requests of a run; ``watch`` makes a ``state.MachineWatch``; ``reset`` is awaited before
-    each run.  ``targets`` are latencies in milliseconds for goodput."""
+    each run.  ``targets`` are latencies in milliseconds for goodput.  No two runs share a seed, of whatever rate they
+    are: a server that keeps prefixes would find the prompts of the earlier one."""
 
     target: serving.LoadTarget
     asks: Callable[[int], Sequence[BenchAsk]]
@@ -39,6 +40,7 @@ class Bench:
     seed: int = 0
     reset: Callable[[], Awaitable[Any]] | None = None
     states: list[dict[str, Any]] = field(default_factory=list)
+    runs: int = 0  # so far
 
     async def warm(self, count: int, concurrency: int | None) -> None:
         """Requests that are not counted: what a batch of that size needs once.  MinivllmError if the first fails."""
@@ -47,7 +49,9 @@ class Bench:
         if answers and answers[0].error:
             raise MinivllmError(f"the first request failed: {answers[0].error}")
 
-    async def once(self, load: OfferedLoad, seed: int) -> tuple[dict[str, Any], list[TimedAnswer]]:
+    async def once(self, load: OfferedLoad) -> tuple[dict[str, Any], list[TimedAnswer]]:
+        seed = self.seed + self.runs
+        self.runs += 1
         if self.reset is not None:
             await self.reset()
         asks = list(self.asks(seed))
@@ -61,20 +65,22 @@ class Bench:
         return found, answers
 
     async def row(self, load: OfferedLoad, repeats: int) -> dict[str, Any]:
-        """Medians over ``repeats`` runs with seeds of their own, and of the last run each request."""
+        """Medians over ``repeats`` runs with seeds of their own (``failed``: the sum); of the last run each request."""
         runs: list[dict[str, Any]] = []
         answers: list[TimedAnswer] = []
-        for turn in range(repeats):
-            found, answers = await self.once(load, self.seed + turn)
+        for _ in range(repeats):
+            found, answers = await self.once(load)
             runs.append(found)
-        return {**load.named, **merged(runs), "repeats": runs, "requests": details(answers)}
+        failed = {"failed": sum(run["failed"] for run in runs)}
+        return {**load.named, **merged(runs), **failed, "repeats": runs, "requests": details(answers)}
 
     async def knee(self, start: float, concurrency: int | None, share: float, repeats: int) -> dict[str, Any]:
-        """``knee``: the highest rate that the target keeps up with (0.0: none of those that were tried), and ``rows``,
-        the runs by rate."""
+        """``knee``: the highest rate that the target keeps up with (0.0: none of those that were tried);
+        ``knee_below``: the lowest that was too much (None: none); ``rows``: the figures by rate."""
 
-        async def measure(rate: float) -> dict[str, Any]:
-            return await self.row(OfferedLoad(rate, concurrency), repeats)
+        async def measure(rate: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+            row = await self.row(OfferedLoad(rate, concurrency), repeats)
+            return row["repeats"], row
 
-        found, rows = await serving.find_knee(measure, start, share)
-        return {"knee": found, "rows": rows}
+        found, over, rows = await serving.find_knee(measure, start, share)
+        return {"knee": found, "knee_below": over, "rows": rows}

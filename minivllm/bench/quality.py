@@ -6,6 +6,7 @@ decode step before it, so coarser weights, a coarser KV cache and other kernels 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -112,14 +113,15 @@ def score(llm: Any, text: str, most: int) -> TextScores:
 
 
 def summary(own: TextScores, reference: TextScores) -> dict[str, Any]:
-    """``perplexity`` a token; ``losses`` by piece, so that two configurations can be compared in pairs; ``kl`` and
-    ``top1_agreement`` against the reference, if both have the same tokens."""
+    """``perplexity`` a token; ``losses`` by piece, so that two configurations can be compared in pairs if ``tokens``, a
+    digest of what was scored, are the same; ``kl`` and ``top1_agreement`` against the reference, if those are."""
     losses = own.losses()
     weights = own.lengths - 1
     mean = float(np.average(losses, weights=weights))
     return {
         "perplexity": math.exp(mean),
         "losses": losses,
+        "tokens": hashlib.sha256(own.ids.tobytes() + own.lengths.astype(np.int64).tobytes()).hexdigest(),
         "scored_tokens": int(weights.sum()),
         **own.against(reference),
     }

@@ -19,14 +19,16 @@ FORMAT, FORMAT_VERSION = "minivllm-bench", 1
 
 def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of each figure the median over runs, and under ``intervals`` where its mean lies with 95 % confidence (Student;
-    there is none of a single run)."""
+    there is none of a single run).  A run in which it was not measured, or is NaN (time per token of single tokens),
+    does not count; NaN if it is that in all."""
     first = runs[0]
-    names = [key for key, value in first.items() if type(value) in (int, float)]
-    values = {key: [float(run[key]) for run in runs if run.get(key) is not None] for key in names}
+    names = [key for key in first if any(type(run.get(key)) in (int, float) for run in runs)]
+    known = {key: [run[key] for run in runs if run.get(key) is not None] for key in names}
+    values = {key: [float(one) for one in own if math.isfinite(one)] for key, own in known.items()}
     found: dict[str, Any] = {key: value for key, value in first.items() if key not in values}
     for key, own in values.items():
         middle = percentile(own, 50)
-        found[key] = int(middle) if type(first[key]) is int and middle == int(middle) else middle
+        found[key] = int(middle) if own and type(first[key]) is int and middle == int(middle) else middle
     bounds = {key: interval(own) for key, own in values.items()}
     found["intervals"] = {key: list(one) for key, one in bounds.items() if one is not None}
     return found

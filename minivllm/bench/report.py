@@ -11,9 +11,11 @@ from html import escape
 from typing import Any
 
 from .charts import Bar, DrawnLine, bars, lines, number, stack
+from .serving import knee_text
 from .trials import ratio_text
 
 MOST_STEPS = 200  # of a distribution that is drawn
+MOST_LINES = 4  # of one chart
 STYLE = """
 :root{--f:#1b1f24;--g:#fff;--h:#667;--r:#d5dae1;--a:#2f6fb3;--b:#c2571a;--c:#2e8b57;--d:#8a4fa3}
 @media(prefers-color-scheme:dark){:root{--f:#e6e9ee;--g:#14171b;--h:#99a;--r:#343b45;--a:#6aa9e9;--b:#f0955c;--c:#6cc596;
@@ -85,6 +87,12 @@ def _distribution(name: str, values: Sequence[float]) -> DrawnLine:
     return DrawnLine(name, tuple((ordered[i], (i + 1) / len(ordered)) for i in steps))
 
 
+def _answered(row: Row, word: str) -> list[float]:
+    """Times of the requests of a load that did not fail."""
+    asked = row["requests"]
+    return [seconds for seconds, error in zip(asked[word], asked["errors"], strict=True) if not error]
+
+
 def _serve(found: Row) -> str:
     rows = found["rows"]
     rated = all(not isinstance(row["request_rate"], str) for row in rows)
@@ -97,11 +105,13 @@ def _serve(found: Row) -> str:
         times = [DrawnLine(f"{word} {q}", of(f"{q}_{word}_ms")) for word in ("ttft", "tpot") for q in ("median", "p99")]
         out += lines(times, name, "milliseconds")
     for word, text in (("ttfts", "to the first token"), ("e2els", "to the last")):
-        drawn = [_distribution(label(row), row["requests"][word]) for row in rows[:4] if row["requests"][word]]
+        drawn = [_distribution(label(row), took) for row in rows[:MOST_LINES] if (took := _answered(row, word))]
         out += f"<h3>Share of requests, time {text}</h3>{lines(drawn, 'milliseconds', 'share')}"
+    if len(rows) > MOST_LINES:
+        out += f"<p class=s>Distributions are those of the first {MOST_LINES} of {len(rows)} loads.</p>"
     heads = (name, "requests/s", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "failed")
     keys = ("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
-    knee = f"<p>Knee: {number(float(found['knee']))} requests a second</p>" if "knee" in found else ""
+    knee = f"<p>Knee: {knee_text(found['knee'], found['knee_below'])}</p>" if "knee" in found else ""
     return out + knee + table(heads, [(label(row), *(row[k] for k in keys), row["failed"]) for row in rows])
 
 

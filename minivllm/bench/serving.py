@@ -62,14 +62,17 @@ def beyond(found: Mapping[str, Any], goodput_share: float) -> bool:
 
 async def find_knee(
     measure: Callable[[float], Any], start: float, share: float, rounds: int = 8
-) -> tuple[float, list[dict[str, Any]]]:
-    """The highest rate that is not ``beyond``, and all runs by rate.  ``measure(rate)`` is a coroutine that gives the
-    figures of one run.  Rates double until one is too much (or halve until one is not), then the gap is bisected in
-    logarithms, ``rounds`` runs at most altogether; 0.0 if every rate was too much."""
+) -> tuple[float, float | None, list[dict[str, Any]]]:
+    """The highest rate that was kept up with (0.0: none), the lowest that was too much (None: none), and the figures by
+    rate.  ``measure(rate)`` is a coroutine that gives the figures of each run at a rate, and those of all together.  A
+    rate is too much if no fewer than half of its runs were ``beyond``, or a request of any failed.  Rates double until
+    one is too much (or halve until one is not), then the gap is bisected in logarithms, ``rounds`` rates at most."""
     good, bad, rate, rows = 0.0, 0.0, start, []
     for _ in range(rounds):
-        found = await measure(rate)
-        over = beyond(found, share)
+        runs, found = await measure(rate)
+        for run in runs:
+            run["beyond"] = beyond(run, share)
+        over = any(run["failed"] for run in runs) or 2 * sum(run["beyond"] for run in runs) >= len(runs)
         rows.append({"request_rate": rate, "beyond": over, **found})
         good, bad = (good, rate) if over else (rate, bad)
         if good and bad:
@@ -78,4 +81,11 @@ async def find_knee(
             rate = (good * bad) ** 0.5
         else:
             rate = 2 * rate if good else rate / 2
-    return good, sorted(rows, key=lambda row: row["request_rate"])
+    return good, bad or None, sorted(rows, key=lambda row: row["request_rate"])
+
+
+def knee_text(good: float, bad: float | None) -> str:
+    """Between which rates the knee lies."""
+    if bad is None:
+        return f"above {good:.2f} requests/s: every rate that was tried was kept up with"
+    return f"between {good:.2f} and {bad:.2f} requests/s" if good else f"below {bad:.2f} requests/s"

@@ -89,9 +89,12 @@ class Nvml:
         )
 
 
-def find_meter(device: str) -> Meter:
-    """The counter of a device ("cpu", "cuda").  OSError says why there is none."""
+def find_meter(device: str, devices: int = 1) -> Meter:
+    """The counter of a device ("cpu", "cuda").  OSError says why there is none, as where an engine computes on several
+    GPUs: this process knows its own."""
     if device.startswith("cuda"):
+        if devices > 1:
+            raise OSError(f"the counter is that of one GPU, and {devices} are used")
         import torch
 
         return Nvml(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
@@ -100,10 +103,10 @@ def find_meter(device: str) -> Meter:
 
 class MachineWatch:
     """A context that notes the machine's state; ``found`` afterwards.  ``device`` None: another machine is measured,
-    of which nothing is known here but this one's load.  ``pid``: a process that is no other's work, as a server
-    that was started for the purpose, with those that it started."""
+    of which nothing is known here but this one's load.  ``devices``: how many of them compute.  ``pid``: a process that
+    is no other's work, as a server that was started for the purpose, with those that it started."""
 
-    def __init__(self, device: str | None = "cpu", pid: int | None = None) -> None:
+    def __init__(self, device: str | None = "cpu", pid: int | None = None, devices: int = 1) -> None:
         self.found: dict[str, Any] = {}
         self.pid = pid
         self.meter: Meter | None = None
@@ -112,7 +115,7 @@ class MachineWatch:
         self._done = threading.Event()
         if device is not None:
             try:
-                self.meter = find_meter(device)
+                self.meter = find_meter(device, devices)
             except (OSError, ValueError) as exc:
                 self.why = _why(exc)
 

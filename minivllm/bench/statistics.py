@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 ALPHA = 0.05
 NAN = float("nan")
+ROUNDING = 1e-12  # a spread below it is that of the arithmetic
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -82,7 +83,8 @@ def interval(values: Sequence[float], alpha: float = ALPHA) -> tuple[float, floa
 @dataclass(frozen=True)
 class Paired:
     """b over a, from runs in pairs.  ``low`` to ``high``: where the ratio lies with confidence 95 %, NaN of one pair;
-    ``p``: the chance of a ratio as far from 1 if there were no difference, NaN of one pair."""
+    ``p``: the chance of a ratio as far from 1 if there were no difference, NaN of one pair and of pairs without any
+    spread, of which Student's test says nothing."""
 
     ratio: float
     low: float
@@ -95,10 +97,10 @@ class Paired:
         p = self.p if p is None else p
         if math.isnan(self.ratio):
             return "not measured"
+        if math.isnan(p) and self.pairs > 1:
+            return "the same in every run" if self.ratio == 1 else "too few to say: the same ratio in every run"
         if math.isnan(p):
             return "one pair: no test"
-        if p == 1 and self.low == self.high == 1:
-            return "the same"
         return "a difference" if p < ALPHA else "no difference shown"
 
 
@@ -108,8 +110,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     if len(a) != len(b):
         raise ValueError(f"{len(a)} values and {len(b)}: want pairs")
     if a and list(a) == list(b):
-        return Paired(1.0, 1.0, 1.0, 1.0, len(a))
-    logs = [math.log(y / x) for x, y in zip(a, b, strict=True) if x > 0 and y > 0]
+        return Paired(1.0, 1.0, 1.0, NAN, len(a))
+    logs = [math.log(y / x) for x, y in zip(a, b, strict=True) if 0 < x < math.inf and 0 < y < math.inf]
     if not logs:
         return Paired(NAN, NAN, NAN, NAN, 0)
     mean = statistics.fmean(logs)
@@ -117,7 +119,9 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     if found is None:
         return Paired(math.exp(mean), NAN, NAN, NAN, 1)
     error = statistics.stdev(logs) / math.sqrt(len(logs))
-    t = mean / error if error else (math.inf if mean else 0.0)
+    if error <= ROUNDING * max(1.0, abs(mean)):
+        return Paired(math.exp(mean), math.exp(mean), math.exp(mean), NAN, len(logs))
+    t = mean / error
     return Paired(math.exp(mean), math.exp(found[0]), math.exp(found[1]), student_p(t, len(logs) - 1), len(logs))
 
 

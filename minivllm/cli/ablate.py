@@ -16,6 +16,7 @@ from minivllm.cli.bench_runs import (
     repeat_flags,
     settings,
     tell,
+    watch_of,
     workload_flags,
 )
 from minivllm.cli.common import load, open_llm
@@ -34,10 +35,9 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     sub = command("ablate", "cli.ablate:ablate", text, *parents)
     text = "only these; default: all that the configuration has"
     sub.add_argument("--part", action="append", default=[], metavar="NAME,NAME", help=text)
-    workload_flags(sub)
+    workload_flags(sub, ratio=0.5, prefix=32)
     text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
     sub.add_argument("--in-turns", action="store_true", help=text)
-    sub.set_defaults(range_ratio=0.5, prefix_len=32)
     repeat_flags(sub, repeats=5)
 
 
@@ -93,10 +93,10 @@ def measure(
     args: argparse.Namespace, cells: Sequence[Cell], asks: Callable[[int], Sequence[BenchAsk]]
 ) -> list[list[dict[str, Any]]]:
     """The counted runs of each cell."""
-    from minivllm.bench import state, trials
+    from minivllm.bench import trials
 
     def once(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
-        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        watch = watch_of(llm.config, llm.engine.wiring.device)
         return trials.run(llm, asks(seed), args.temperature, seed, watch, cell.generate)
 
     seeds = range(args.seed - args.warmups, args.seed + args.repeats)

@@ -28,6 +28,7 @@ COMPONENTS = {  # of ``bench memory``
     "device_reserved_bytes": "device, reserved by torch",
     "device_used_bytes": "device, used by all",
 }
+VOCAB = 1000
 SHARE = 0.9  # of requests that have to meet their targets
 TARGETS = ("ttft", "tpot", "e2el")
 
@@ -73,25 +74,38 @@ def repeat_flags(sub: argparse.ArgumentParser, repeats: int = 3, warmups: int = 
     sub.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def workload_flags(sub: argparse.ArgumentParser, prompts: int = 32, out: int = 32) -> None:
+def workload_flags(
+    sub: argparse.ArgumentParser,
+    prompts: int = 32,
+    out: int = 32,
+    ratio: float = 0.0,
+    prefix: int = 0,
+    seed: int | None = 0,
+) -> None:
+    """What is not given stays None until ``asks_of``: a file of requests leaves no use for most of it.  ``seed`` None:
+    a command that has no --seed refuses it by itself, as argparse would take it for a shorter --seeds."""
     from_one: dict[str, Any] = dict(type=count, metavar="N")
     sub.add_argument("--num-prompts", help=f"requests of a run (default {prompts}; of a file all)", **from_one)
-    sub.set_defaults(default_prompts=prompts)
-    sub.add_argument("--input-len", default=64, help="random tokens of a prompt (default 64)", **from_one)
+    sub.set_defaults(
+        drawn={"num_prompts": prompts, "input_len": 64, "range_ratio": ratio, "prefix_len": prefix, "vocab": VOCAB}
+    )
+    sub.add_argument("--input-len", help="random tokens of a prompt (default 64)", **from_one)
     sub.add_argument("--output-len", default=out, help=f"tokens of an answer (default {out})", **from_one)
-    text = "lengths are uniform within this share of the given ones (default 0)"
-    sub.add_argument("--range-ratio", type=float, default=0.0, metavar="R", help=text)
-    text = "tokens before each prompt that all have in common (default 0)"
-    sub.add_argument("--prefix-len", type=none_or_more, default=0, metavar="N", help=text)
+    text = f"lengths are uniform within this share of the given ones (default {ratio:g})"
+    sub.add_argument("--range-ratio", type=float, metavar="R", help=text)
+    text = f"tokens before each prompt that all have in common (default {prefix})"
+    sub.add_argument("--prefix-len", type=none_or_more, metavar="N", help=text)
     text = "requests to send instead: JSON lines with prompt, max_tokens, at (seconds)"
     sub.add_argument("--dataset", default="", metavar="FILE", help=text)
-    drawing_flags(sub)
+    drawing_flags(sub, None, seed)
 
 
-def drawing_flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--vocab", type=count, default=1000, metavar="N", help="token ids are below it (default 1000)")
+def drawing_flags(sub: argparse.ArgumentParser, vocab: int | None = VOCAB, seed: int | None = 0) -> None:
+    text = f"token ids are below it (default {VOCAB})"
+    sub.add_argument("--vocab", type=count, default=vocab, metavar="N", help=text)
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0")
-    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the first run; each has another")
+    text = "of the first run; each has another" if seed is not None else argparse.SUPPRESS
+    sub.add_argument("--seed", type=int, default=seed, metavar="N", help=text)
 
 
 def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
@@ -117,6 +131,8 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
     sub.add_argument("--served-model", default="", metavar="NAME", help="to ask a server for (default: its first)")
     text = "name of an environment variable with the key of the server"
     sub.add_argument("--api-key-env", default="", metavar="NAME", help=text)
+    text = "for a whole answer over HTTP (default 600); what takes longer has failed"
+    sub.add_argument("--timeout", type=positive, metavar="S", help=text)
     sub.add_argument("--direct", action="store_true", help="no server: an engine in this process, without HTTP")
     text = "open loop: requests a second, arriving as a Poisson process; several: one run for each"
     sub.add_argument("--request-rate", type=several(positive), default=[], metavar="R,R", help=text)
@@ -145,12 +161,19 @@ def asks_of(args: argparse.Namespace) -> Callable[[int], Sequence[BenchAsk]]:
     from minivllm.bench import workload
 
     if args.dataset:
+        given = [key for key in ("input_len", "range_ratio", "prefix_len", "vocab") if getattr(args, key) is not None]
+        if given:
+            flags = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+            raise ConfigError(f"{flags}: random requests have that, and --dataset gives others; leave out either")
         found = workload.read(args.dataset, args.output_len)[: args.num_prompts]
         return lambda seed: found
+    for key, value in args.drawn.items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
     if not 0 <= args.range_ratio <= 1:
         raise ConfigError(f"--range-ratio {args.range_ratio:g}: want 0 to 1")
     return workload.Generated(
-        args.num_prompts or args.default_prompts,
+        args.num_prompts,
         args.input_len,
         args.output_len,
         args.range_ratio,
@@ -161,7 +184,7 @@ def asks_of(args: argparse.Namespace) -> Callable[[int], Sequence[BenchAsk]]:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, in the result."""
-    outside = ("run", "debug", "json", "output_json", "config", "set", "allow_target", "default_prompts")
+    outside = ("run", "debug", "json", "output_json", "config", "set", "allow_target", "drawn")
     return {key: value for key, value in sorted(vars(args).items()) if key not in outside}
 
 
@@ -225,6 +248,13 @@ def machine_line(states: Sequence[dict[str, Any]]) -> str:
     return "machine: " + "; ".join(parts or ["nothing is known of it"])
 
 
+def watch_of(config: Any, device: str, pid: int | None = None) -> Callable[[], Any]:
+    """Makes a ``state.MachineWatch`` of the devices that an engine of this configuration uses."""
+    from minivllm.bench import state
+
+    return functools.partial(state.MachineWatch, device, pid, config.tensor_parallel_size)
+
+
 def head(llm_or_loaded: Any, what: str) -> str:
     config = getattr(llm_or_loaded, "config", None) or llm_or_loaded.engine
     wiring = getattr(getattr(llm_or_loaded, "engine", None), "wiring", None)
@@ -236,7 +266,7 @@ def head(llm_or_loaded: Any, what: str) -> str:
 
 
 def latency(args: argparse.Namespace) -> int:
-    from minivllm.bench import offline, repeats, state
+    from minivllm.bench import offline, repeats
     from minivllm.bench.workload import Generated
 
     loaded = load(checked(args))
@@ -244,7 +274,7 @@ def latency(args: argparse.Namespace) -> int:
     states: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     with open_llm(loaded, args) as llm:
-        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        watch = watch_of(llm.config, llm.engine.wiring.device)
         most = llm.engine.wiring.max_num_seqs
         if max(args.batch_size) > most:
             raise ConfigError(f"--batch-size {max(args.batch_size)} is more than max_num_seqs={most}; lower it")
@@ -274,11 +304,11 @@ def latency(args: argparse.Namespace) -> int:
 
 
 def throughput(args: argparse.Namespace) -> int:
-    from minivllm.bench import offline, repeats, state
+    from minivllm.bench import offline, repeats
 
     asks = asks_of(checked(args))
     with open_llm(load(args), args) as llm:
-        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        watch = watch_of(llm.config, llm.engine.wiring.device)
 
         def once(seed: int) -> dict[str, Any]:
             found = offline.throughput(llm, asks(seed), args.temperature, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from minivllm.cli.bench_runs import (
     planned_bill,
     settings,
     tell,
+    watch_of,
 )
 from minivllm.cli.common import load
 from minivllm.errors import ConfigError, MinivllmError, shown
@@ -48,10 +50,17 @@ def check_serve(args: argparse.Namespace) -> None:
     """ConfigError for flags that contradict each other."""
     if args.url and args.direct:
         raise ConfigError("--url and --direct: want one of them, a server that runs or an engine in this process")
-    if args.url and (args.config or args.set or args.model):
-        raise ConfigError("--url: the server has a configuration of its own; leave out --model, --config and --set")
+    if args.url and (args.config or args.set or args.model or args.allow_target):
+        flags = "--model, --config, --set and --allow-target"
+        raise ConfigError(f"--url: the server has a configuration of its own; leave out {flags}")
+    if args.direct and args.timeout is not None:
+        raise ConfigError(f"--timeout {args.timeout:g} is of answers over HTTP; leave it or --direct out")
     if not args.url and (args.served_model or args.api_key_env):
         raise ConfigError("--served-model and --api-key-env are for --url")
+    if args.goodput_share > 1:
+        raise ConfigError(f"--goodput-share {args.goodput_share:g}: want a share, above 0 and at most 1")
+    if args.find_knee and len(args.max_concurrency) > 1:
+        raise ConfigError(f"--find-knee: want at most one --max-concurrency, not {len(args.max_concurrency)}")
     if args.find_knee and len(args.request_rate) > 1:
         raise ConfigError(f"--find-knee: want at most one --request-rate, where to begin, not {len(args.request_rate)}")
     if len(args.request_rate) > 1 and len(args.max_concurrency) > 1:
@@ -69,28 +78,28 @@ def check_serve(args: argparse.Namespace) -> None:
 
 async def serve_async(args: argparse.Namespace, asks: Callable[[int], Sequence[BenchAsk]]) -> int:
     from minivllm.bench import state
-    from minivllm.bench.client import HttpServer
+    from minivllm.bench.client import TIMEOUT, HttpServer
     from minivllm.bench.direct import DirectEngine, started
 
-    extra = {"temperature": args.temperature}
+    extra, timeout = {"temperature": args.temperature}, args.timeout or TIMEOUT
     if args.url:
-        server = HttpServer(args.url, args.served_model, os.environ.get(args.api_key_env, ""), extra)
+        server = HttpServer(args.url, args.served_model, os.environ.get(args.api_key_env, ""), extra, timeout)
         name = await server.find_model()
-        watch = functools.partial(state.MachineWatch, None)
-        return await measure_serve(args, asks, server, watch, f"{name} at {args.url}", None, None)
+        elsewhere = functools.partial(state.MachineWatch, None)
+        return await measure_serve(args, asks, server, elsewhere, f"{name} at {args.url}", None, None)
     loaded = load(args)
     if not args.direct:
         with started(loaded) as (url, pid):
-            server = HttpServer(url, "", "", extra)
+            server = HttpServer(url, "", "", extra, timeout)
             await server.find_model()
-            watch = functools.partial(state.MachineWatch, _device(loaded), pid)
+            own = watch_of(loaded.engine, _device(loaded), pid)
             bill = planned_bill(loaded, args)
-            return await measure_serve(args, asks, server, watch, head(loaded, "over HTTP"), bill, None)
+            return await measure_serve(args, asks, server, own, head(loaded, "over HTTP"), bill, None)
     from minivllm import AsyncLLM
 
     async with AsyncLLM(config=loaded) as llm:
         engine = DirectEngine(llm, args.temperature)
-        watch = functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        watch = watch_of(llm.config, llm.engine.wiring.device)
         bill = await llm.bill_of_materials() if args.json or args.output_json else None
         return await measure_serve(args, asks, engine, watch, head(llm, "without HTTP"), bill, engine.reset)
 
@@ -115,16 +124,18 @@ async def measure_serve(
     if args.find_knee:
         start = args.request_rate[0] if args.request_rate else 1.0
         found = await bench.knee(start, most, args.goodput_share, args.repeats)
-        rows, more["knee"] = found["rows"], found["knee"]
+        rows = found.pop("rows")
+        more |= found
     else:
         loads = [OfferedLoad(r, c) for r in args.request_rate or [None] for c in args.max_concurrency or [None]]
         rows = [await bench.row(one, args.repeats) for one in loads]
-    if all(row["completed"] == 0 for row in rows):
+    runs = [run for row in rows for run in row["repeats"]]
+    if all(run["completed"] == 0 for run in runs):
         raise MinivllmError(f"every request failed; the last: {rows[-1]['requests']['errors'][-1]}")
+    more["failed"] = sum(run["failed"] for run in runs)
     if len(rows) == 1:
         more |= {k: v for k, v in rows[0].items() if k not in ("repeats", "intervals", "requests")}
         more |= rows[0]["requests"]
-    runs = [run for row in rows for run in row["repeats"]]
     named = {"backend": "openai" if args.url else "minivllm", "model_id": title, "num_prompts": len(asks(args.seed))}
     whole = result("serve", runs, bench.states, settings(args), bill, rows=rows, **named, **more)
     return tell(whole, args, "\n".join(serve_lines(title, rows, whole, args)))
@@ -134,27 +145,34 @@ def serve_lines(
     title: str, rows: Sequence[dict[str, Any]], whole: dict[str, Any], args: argparse.Namespace
 ) -> list[str]:
     from minivllm.bench.repeats import with_bounds
+    from minivllm.bench.serving import knee_text
 
     good = " goodput/s" if args.goodput else ""
     lines = [
-        f"{title}; {whole['num_prompts']} requests, {args.repeats} runs; medians, ± half the 95 % interval",
+        f"{title}; {whole['num_prompts']} requests, {args.repeats} runs; medians, ± half the 95 % interval; "
+        "failed: in all runs",
         f"{'rate':>8} {'streams':>7} {'failed':>6} {'requests/s':>14} {'tokens/s':>16} {'TTFT p50':>9} {'p99':>9} "
         f"{'TPOT p50':>9} {'p99':>9} {'E2EL p50':>9} {'p99':>9}{good}",
     ]
     for row in rows:
         rate = row["request_rate"] if isinstance(row["request_rate"], str) else f"{row['request_rate']:.2f}"
         times = [row[f"{q}_{n}_ms"] for n in ("ttft", "tpot", "e2el") for q in ("median", "p99")]
-        cells = " ".join(f"{one:>9.1f}" for one in times)
+        cells = " ".join(f"{one:>9.1f}" if math.isfinite(one) else f"{'-':>9}" for one in times)
         met = f" {with_bounds(row, 'request_goodput', 2)}" if args.goodput else ""
         over = "  not kept up with" if row.get("beyond") else ""
         speeds = f"{with_bounds(row, 'request_throughput', 2):>14} {with_bounds(row, 'output_throughput'):>16}"
         streams = row["max_concurrency"] or "any"
         lines.append(f"{rate:>8} {streams:>7} {row['failed']:>6} {speeds} {cells}{met}{over}")
     if "knee" in whole:
-        said = f"{whole['knee']:.2f} requests/s" if whole["knee"] else "below every rate that was tried"
-        lines.append(f"knee: {said}")
+        lines.append(f"knee: {knee_text(whole['knee'], whole['knee_below'])}")
     late = max(row["p99_late_ms"] for row in rows)
     if late > LATE and any(row["request_rate"] != "inf" for row in rows) and not args.max_concurrency:
         lines.append(f"requests were sent up to {late:.0f} ms late (99th percentile): the client was at its limit")
     states = whole["machine_states"]
+    if args.url:
+        lines.append(
+            f"prompts are those of --seed {args.seed}: a server that was asked them before may have them cached"
+        )
+    if args.dataset and not args.direct:
+        lines.append("each run sends the prompts of the file again: a server that caches prefixes finds them")
     return [*lines, energy_line(rows[0] if len(rows) == 1 else whole, states), machine_line(states)]

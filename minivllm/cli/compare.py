@@ -8,11 +8,21 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.bench_runs import asks_of, checked, count, none_or_more, settings, several, tell, workload_flags
+from minivllm.cli.bench_runs import (
+    asks_of,
+    checked,
+    count,
+    none_or_more,
+    settings,
+    several,
+    tell,
+    watch_of,
+    workload_flags,
+)
 from minivllm.cli.common import load, open_llm
 from minivllm.errors import ConfigError, RequestError, brief, shown
 
@@ -21,6 +31,9 @@ if TYPE_CHECKING:
     from minivllm.bench.store import Store
     from minivllm.bench.workload import BenchAsk
     from minivllm.config import Loaded
+
+
+CASES = 20  # of each task and seed
 
 
 def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
@@ -39,14 +52,14 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     sub.add_argument("--quality-tokens", type=none_or_more, default=512, metavar="N", help=text)
     text = "of the model in the package: needle, copy, sums, json, story, echo"
     sub.add_argument("--task", type=several(str), default=[], metavar="NAME,NAME", help=text)
-    sub.add_argument("--cases", type=count, default=20, metavar="N", help="of each task and seed (default 20)")
+    sub.add_argument("--cases", type=count, metavar="N", help=f"of each task and seed (default {CASES})")
     text = "a folder in which runs are kept: what is there is not run again"
     sub.add_argument("--results", default="", metavar="DIR", help=text)
     text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
     sub.add_argument("--in-turns", action="store_true", help=text)
     sub.add_argument("--output-json", default="", metavar="FILE", help="write the whole result, with every run")
     sub.add_argument("--json", action="store_true", help="print the result as JSON")
-    workload_flags(sub)
+    workload_flags(sub, seed=None)
 
 
 @dataclass
@@ -64,14 +77,15 @@ def compare(args: argparse.Namespace) -> int:
     from minivllm.bench import comparing, quality, trials
     from minivllm.bench.store import Store
 
-    asks = asks_of(checked(args))
-    if len(set(args.seeds)) < len(args.seeds):
-        raise ConfigError(f"--seeds {','.join(map(str, args.seeds))}: the same seed twice; each is a run of its own")
+    check(checked(args))
+    asks = asks_of(args)
     quality.check_tasks(args.task)
     found, store = contenders(args), Store(args.results)
     work = Work(args, asks, store, quality.text_of(args.text) if args.quality_tokens else "", found[0])
     for one in found:
         one.bill, one.key = work.identity(one)
+        if same := next((other.name for other in found if other is not one and other.key == one.key), None):
+            raise ConfigError(f"{brief(same)} and {brief(one.name)} are the same configuration: want different ones")
     by_name = {one.name: one for one in found}
     todo = [one for one in found if not work.done(one)]
     if todo and args.quality_tokens and work.reference() is None and found[0] not in todo:
@@ -84,6 +98,19 @@ def compare(args: argparse.Namespace) -> int:
     table = comparing.ComparedRuns([one.name for one in found], work.stored(found), args.seeds, settings(args))
     whole = table.result({one.name: one.bill for one in found})
     return tell(whole, args, "\n".join(table.lines(whole)))
+
+
+def check(args: argparse.Namespace) -> None:
+    """ConfigError for flags that would change nothing or contradict each other."""
+    if args.seed is not None:
+        raise ConfigError(f"--seed {args.seed}: a run has a seed of --seeds; give it there")
+    if len(set(args.seeds)) < len(args.seeds):
+        raise ConfigError(f"--seeds {','.join(map(str, args.seeds))}: the same seed twice; each is a run of its own")
+    if args.text and not args.quality_tokens:
+        raise ConfigError("--text is scored by --quality-tokens, which are 0; leave out either")
+    if args.cases is not None and not args.task:
+        raise ConfigError(f"--cases {args.cases}: of no task; want --task NAME, or leave it out")
+    args.cases = args.cases or CASES
 
 
 @dataclass
@@ -135,9 +162,9 @@ class Work:
 
     def once(self, one: Contender, llm: Any, seed: int) -> None:
         """Quality first, once; then the run of a seed, unless it is there."""
-        from minivllm.bench import quality, state, trials
+        from minivllm.bench import quality, trials
 
-        args, watch = self.args, functools.partial(state.MachineWatch, llm.engine.wiring.device)
+        args, watch = self.args, watch_of(llm.config, llm.engine.wiring.device)
         if one.name not in self.warm:
             self.warm.add(one.name)
             self._quality(one, llm)
@@ -198,7 +225,8 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
     for name, files, sets in cases:
         own = copy(args)
         own.set = [*args.set, *sets]
-        found.append(Contender(name, own, load(own, files)))
+        loaded = load(own, files)
+        found.append(Contender(name, own, replace(loaded, run=type(loaded.run)())))  # [run] is about `minivllm run`
     return found
 
 

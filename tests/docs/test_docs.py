@@ -69,7 +69,7 @@ PAGES = {
     "reproducibility": 2,
     "speculative": 1,
     "experiments": 8,
-    "bench": 7,
+    "bench": 5,
     "plugins": 8,
     "plugins/tutorial": 8,
     "eviction": 1,

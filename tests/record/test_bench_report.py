@@ -19,7 +19,7 @@ ROW = {
     "failed": 0,
 }
 TIMES = {"request_throughput": 2.0, "p99_ttft_ms": 9.0, "median_tpot_ms": 1.0, "p99_tpot_ms": 2.0}
-ASKED = {"ttfts": [0.001, 0.002, 0.004], "e2els": [0.1, 0.2, 0.3]}
+ASKED = {"ttfts": [0.001, 0.002, 0.0], "e2els": [0.1, 0.2, 0.0], "errors": ["", "", "gone"]}
 WORTH = {"output_throughput": {"ratio": 1.5, "low": 1.2, "high": 1.9, "p": 0.01, "says": "a difference"}}
 NAME = '<script>alert("x")</script> & co'
 
@@ -79,6 +79,14 @@ def test_points_lie_where_their_values_are_and_a_stack_fills_its_width():
     assert x2 - 60 == pytest.approx(2 * (x1 - 60)) and charts.LOW - y1 == pytest.approx(2 * (charts.LOW - y2))
     wide = [float(r.get("width")) for r in xml.fromstring(charts.stack([Bar("a", 3), Bar("b", 1)], "m")).iter("rect")]
     assert wide[0] + wide[2] == pytest.approx(620) or sum(wide) == pytest.approx(620 + 24)
+
+
+def test_failed_requests_are_no_fast_ones_and_loads_that_are_not_drawn_are_mentioned():
+    assert report._answered(LOADED, "ttfts") == [0.001, 0.002]
+    five = report.section("r", result("serve", rows=[{**LOADED, "request_rate": float(i)} for i in range(1, 6)]))
+    assert "first 4 of 5 loads" in five and "loads" not in report.section("r", RESULTS["serve"])
+    nothing = {**RESULTS["closed"], "knee": 4.0, "knee_below": None}
+    assert "Knee: above 4.00 requests/s" in report.section("r", nothing)
 
 
 def test_a_distribution_ends_at_one_and_is_thinned():

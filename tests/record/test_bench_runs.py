@@ -1,24 +1,24 @@
-"""What ``minivllm bench`` measures: figures by their definitions, intervals and tests by known values, loads that do
-what they say, a client that reads any server's answers."""
+"""What ``minivllm bench`` measures: figures by their definitions, intervals and tests by known values."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import math
 import random
+import re
 import time
 
 import pytest
 
-from minivllm.bench import serving, state, statistics, workload
+from minivllm.bench import state, statistics, workload
 from minivllm.bench.answers import TimedAnswer, figures
-from minivllm.bench.client import HttpServer
 from minivllm.bench.repeats import dumps, merged
 from minivllm.bench.workload import BenchAsk, Generated
 from minivllm.cli import main
-from minivllm.errors import ConfigError, ResourceError
+from minivllm.cli.bench_runs import watch_of
+from minivllm.config import EngineConfig
+from minivllm.errors import ConfigError
 
 SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=64", "--set", "num_kvcache_blocks=64"]
 LITTLE = ["--num-prompts", "4", "--input-len", "8", "--output-len", "4"]
@@ -64,7 +64,10 @@ def test_pairs_find_a_difference_that_is_smaller_than_the_noise_between_seeds_an
         for _ in range(400)
     )
     assert 0.01 < wrong / 400 < 0.09  # 5 % by definition
-    assert statistics.paired(a, a).sentence() == "the same"
+    assert statistics.paired(a, a).sentence() == "the same in every run"
+    constant = statistics.paired(a, [1.1 * x for x in a])  # no spread, no Student's test
+    assert math.isnan(constant.p) and constant.sentence() == "too few to say: the same ratio in every run"
+    assert statistics.paired([3.0, 3.0], [3.3, 3.3]).sentence().startswith("too few to say")
     assert statistics.paired(a[:1], faster[:1]).sentence() == "one pair: no test"
     assert statistics.paired([0.0], [1.0]).sentence() == "not measured"
 
@@ -147,157 +150,10 @@ def test_the_median_of_runs_comes_with_its_interval_and_what_was_not_measured_is
     assert (found["a"], found["b"], found["c"]) == (2.0, None, 2)
     low, high = found["intervals"]["a"]
     assert low == pytest.approx(2 - 4.3027 / math.sqrt(3), abs=1e-3) and high == pytest.approx(4 - low)
+    some = merged([{"a": math.nan, "b": None}, {"a": 2.0, "b": 4.0}, {"a": math.inf, "b": 6.0}])
+    assert some["a"] == 2 and some["b"] == 5 and "a" not in some["intervals"]
+    assert math.isnan(merged([{"a": math.nan}] * 3)["a"])
     assert json.loads(dumps({"x": math.nan, "y": [math.inf, 1]})) == {"x": None, "y": [None, 1]}
-
-
-# ---------------------------------------------------------------- loads
-
-
-class Slow:
-    """Answers one request at a time, ``seconds`` each."""
-
-    def __init__(self, seconds, at_once=1):
-        self.seconds, self.gate, self.now, self.most = seconds, asyncio.Semaphore(at_once), 0, 0
-
-    async def ask(self, ask, seed):
-        begun = time.perf_counter()
-        self.now += 1
-        self.most = max(self.most, self.now)
-        async with self.gate:
-            await asyncio.sleep(self.seconds)
-        self.now -= 1
-        took = time.perf_counter() - begun
-        return TimedAnswer(0.0, took, took, [], 1, 1)
-
-
-def test_a_closed_loop_never_has_more_requests_than_its_streams_and_an_open_one_does_not_wait():
-    asks = [BenchAsk((1,), 1)] * 12
-    closed, opened = Slow(0.004, 99), Slow(0.02)
-    asyncio.run(serving.run(closed, asks, 3, 0))
-    assert closed.most == 3
-    answers, _ = asyncio.run(serving.run(opened, workload.poisson(asks, 400.0, 0), None, 0))
-    assert opened.most > 6
-    assert max(one.late for one in answers) < 0.05 and answers[-1].start > answers[0].start
-
-
-def test_the_knee_of_a_target_that_answers_so_many_a_second_is_found():
-    """A queue with one server in virtual time: request i arrives at i / rate and takes 10 ms."""
-
-    async def measure(rate, seconds=0.01, n=64):
-        free, answers = 0.0, []
-        for i in range(n):
-            free = max(free, i / rate) + seconds
-            answers.append(TimedAnswer(i / rate, free - i / rate, free - i / rate, [], 1, 1))
-        return figures(answers, free)
-
-    for start in (3.0, 2000.0):
-        knee, rows = asyncio.run(serving.find_knee(measure, start, 0.9, rounds=12))
-        assert 85 < knee < 125  # 100 a second
-        assert [row["beyond"] for row in rows] == sorted(row["beyond"] for row in rows)
-
-
-def test_with_targets_the_knee_is_where_too_few_requests_meet_them():
-    good = {"failed": 0, "request_goodput": 9.5, "duration": 1.0, "completed": 10}
-    assert not serving.beyond(good, 0.9) and serving.beyond({**good, "request_goodput": 8.5}, 0.9)
-    assert serving.beyond({**good, "failed": 1}, 0.9)
-
-
-# ---------------------------------------------------------------- the client
-
-
-def event(text, **more):
-    return b"data: " + json.dumps({"choices": [{"text": text}] if text is not None else [], **more}).encode() + b"\n\n"
-
-
-PIECES = [
-    event("a"),
-    event(""),
-    event("b"),
-    event(None, usage={"prompt_tokens": 5, "completion_tokens": 4}),
-    b"data: [DONE]\n\n",
-]
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-
-
-def chunked(data):
-    return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-def answered(respond):
-    """What the client makes of a server whose connections are handled by ``respond(reader, writer)``."""
-    heard = []
-
-    async def handle(reader, writer):
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        length = next((int(line.split(":")[1]) for line in head.split("\r\n") if line.startswith("Content-Length")), 0)
-        heard.append((head, json.loads(await reader.readexactly(length)) if length else None))
-        await respond(writer)
-        await writer.drain()
-        writer.close()
-
-    async def run():
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            target = HttpServer(f"http://127.0.0.1:{port}/v1", "m", "secret", {"temperature": 0.5})
-            return await target.ask(BenchAsk("hi", 4), 7)
-
-    return asyncio.run(run()), heard
-
-
-@pytest.mark.parametrize("how", ["chunks", "split chunks", "to the end"])
-def test_the_client_times_pieces_with_text_and_counts_tokens_by_the_usage(how):
-    async def respond(writer):
-        writer.write(HEAD + (b"\r\n" if how == "to the end" else b"Transfer-Encoding: chunked\r\n\r\n"))
-        for piece in PIECES:
-            await asyncio.sleep(0.01)
-            if how == "to the end":
-                writer.write(piece)
-            elif how == "chunks":
-                writer.write(chunked(piece))
-            else:
-                writer.write(chunked(piece[:9]) + chunked(piece[9:]))
-            await writer.drain()
-        if how != "to the end":
-            writer.write(b"0\r\n\r\n")
-
-    answer, heard = answered(respond)
-    assert not answer.error and (answer.prompt_tokens, answer.output_tokens) == (5, 4)
-    assert answer.ttft >= 0.009 and len(answer.itls) == 1 and answer.itls[0] >= 0.018
-    assert answer.latency == pytest.approx(answer.ttft + answer.itls[0])
-    assert answer.tpot == pytest.approx(answer.itls[0] / 3)
-    head, body = heard[0]
-    assert head.startswith("POST /v1/completions HTTP/1.1\r\n") and "Authorization: Bearer secret" in head
-    assert body["stream_options"] == {"include_usage": True} and body["ignore_eos"] and body["temperature"] == 0.5
-    assert (body["model"], body["prompt"], body["max_tokens"], body["seed"]) == ("m", "hi", 4, 7)
-
-
-@pytest.mark.parametrize(
-    ("data", "error"),
-    [
-        (b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\nbusy", "status 503: busy"),
-        (b"SSH-2.0-x\r\n\r\n", "no HTTP"),
-        (b"", "no HTTP"),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n9\r\nda", "IncompleteReadError"),
-        (HEAD + b'\r\ndata: {"error": {"message": "no room"}}\n\n', "no room"),
-        (HEAD + b"\r\ndata: [DONE]\n\n", "the answer has no tokens"),
-        (HEAD + b"\r\ndata: {oops\n\n", "JSONDecodeError"),
-    ],
-)
-def test_an_answer_that_is_none_is_an_error_of_its_request_and_raises_nothing(data, error):
-    async def respond(writer):
-        writer.write(data)
-
-    answer, _ = answered(respond)
-    assert error in answer.error
-
-
-def test_where_no_server_is_that_is_said():
-    with pytest.raises(ResourceError, match=r"names no model .* is a server there"):
-        asyncio.run(HttpServer("http://127.0.0.1:9").find_model())
-    for url in ("ftp://x", "http://", "http://a:b", "nonsense"):
-        with pytest.raises(ConfigError, match="want http"):
-            HttpServer(url)
 
 
 # ---------------------------------------------------------------- the machine
@@ -329,6 +185,14 @@ def test_the_load_of_others_is_what_this_process_did_not_use():
     assert not state.clocks_apart({}, {"mhz": 1})
 
 
+def test_the_energy_of_several_gpus_is_not_taken_for_that_of_one():
+    found = {"model": "pocket", "tensor_parallel_size": 2}
+    with watch_of(EngineConfig(**found), "cuda")() as watch:
+        pass
+    assert watch.found["energy_joules"] is None
+    assert watch.found["energy_unknown"] == "the counter is that of one GPU, and 2 are used"
+
+
 # ---------------------------------------------------------------- commands
 
 
@@ -355,6 +219,14 @@ def test_throughput_counts_every_token_and_writes_vllm_s_names_with_the_bill_of_
     assert {"output_throughput", "mean_ttft_ms", "p99_tpot_ms", "elapsed_time", "total_num_tokens"} <= set(found)
     assert found["prefix_hit_rate"] >= 16 / 96  # whoever comes a step later finds the common prefix
     assert found["bill_of_materials"]["fingerprint"] and found["settings"]["prefix_len"] == 16
+
+
+def test_answers_of_one_token_have_no_time_per_token(capsys):
+    one = [*LITTLE[:-1], "1", "--repeats", "2", "--warmups", "0"]
+    code, out, _ = said(capsys, "bench", "throughput", *SMALL, *one)
+    assert code == 0 and "per token unknown" in out
+    code, out, _ = said(capsys, "bench", "serve", "--direct", *SMALL, *one)
+    assert code == 0 and re.search(r" inf +any .* - +- +\d", out)
 
 
 def test_latency_has_a_row_for_each_length_and_batch(capsys):
@@ -390,7 +262,7 @@ def test_a_file_with_times_is_replayed_and_no_rate_may_contradict_it(capsys, tmp
     code, out, _ = said(capsys, *args, "--repeats", "1", "--warmups", "0", "--json")
     found = json.loads(out)
     assert code == 0 and found["output_lens"] == [3, 2] and found["input_lens"][0] == 3
-    assert found["start_times"][1] >= 0.05 > found["start_times"][0]
+    assert found["start_times"][1] >= 0.049 and found["start_times"][0] < found["start_times"][1]
     code, _, err = said(capsys, *args, "--request-rate", "3")
     assert code == 2 and "its requests say when they come" in err
 
@@ -417,8 +289,13 @@ def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
         (["serve", "--find-knee", "--direct", "--num-prompts", "3"], "3 requests are too few to see one"),
         (["serve", "--request-rate", "1,2", "--max-concurrency", "1,2"], "want several values of one of them"),
         (["serve", "--request-rate", "0"], "want a positive number"),
+        (["serve", "--direct", "--timeout", "3"], "--timeout 3 is of answers over HTTP"),
         (["serve", "--burstiness", "0.5"], "--burstiness is of arrivals at a --request-rate"),
         (["serve", "--goodput-share", "0.5"], "--goodput-share is for --find-knee with --goodput"),
+        (["serve", "--find-knee", "--goodput", "ttft:1", "--goodput-share", "5"], "--goodput-share 5: want a share"),
+        (["serve", "--find-knee", "--max-concurrency", "1,4"], "want at most one --max-concurrency, not 2"),
+        (["serve", "--url", "http://x", "--allow-target", "acme"], "leave out --model, --config, --set and --allow"),
+        (["throughput", "--dataset", "x", "--vocab", "9", "--prefix-len", "0"], "--prefix-len, --vocab: random"),
         (["memory", "--set", "executor=sim"], "want executor=local"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from minivllm.bench.comparing import ComparedRuns
 from minivllm.bench.quality import TextScores
 from minivllm.bench.store import Store, digest
 from minivllm.cli import main
+from minivllm.cli.compare import contenders
+from minivllm.cli.record import record_path
 
 SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=128", "--set", "num_kvcache_blocks=64"]
 LITTLE = ["--num-prompts", "3", "--input-len", "6", "--output-len", "3", "--warmups", "0", "--quality-tokens", "24"]
@@ -110,20 +113,49 @@ def test_a_digest_depends_on_the_sources_the_machine_and_the_workload(tmp_path):
 
 
 def test_speeds_at_other_clocks_are_not_compared():
-    def stored(rate, mhz):
-        figures = {"output_throughput": rate, "median_ttft_ms": 1.0, "median_tpot_ms": 1.0, "weight_bytes": 1}
-        run = {"figures": {**figures, "total_output_tokens": 1}, "state": {"mhz": mhz, "seconds": 1.0}, "tokens": [[1]]}
-        runs = {"1": run, "2": run}
+    def stored(rates, mhz):
+        runs = {}
+        for seed, rate in enumerate(rates, 1):
+            figures = {"output_throughput": rate, "median_ttft_ms": 1.0, "median_tpot_ms": 1.0, "weight_bytes": 1}
+            asked = {"figures": {**figures, "total_output_tokens": 1}, "tokens": [[1]]}
+            runs[str(seed)] = {**asked, "state": {"mhz": mhz, "seconds": 1.0}}
         return {"runs": runs, "quality": None}
 
-    found = ComparedRuns(["a", "b", "c"], [stored(1, 1900), stored(2, 1200), stored(2, 1910)], [1, 2], {}).result({})
+    measured = [stored([1, 1], 1900), stored([2, 2.001], 1200), stored([2, 2.001], 1910)]
+    found = ComparedRuns(["a", "b", "c"], measured, [1, 2], {}).result({})
     says = [row["against_first"]["output_throughput"]["says"] for row in found["rows"][1:]]
     assert says == ["not compared: clocks of 1900 and 1200 MHz", "a difference"]
+
+
+def test_perplexities_of_other_tokens_are_not_compared():
+    def stored(ids, loss):
+        rows = np.log(np.full((2, 3), loss, np.float32))
+        scores = TextScores(np.array(ids, np.int32), np.array([3]), rows)
+        figures = {"output_throughput": loss, "median_ttft_ms": 1.0, "median_tpot_ms": 1.0, "weight_bytes": 1}
+        run = {"figures": {**figures, "total_output_tokens": 1}, "state": {}, "tokens": [[1]]}
+        return {"runs": {"1": run}, "quality": quality.summary(scores, scores)}
+
+    three = [stored((0, 1, 2), 0.5), stored((0, 2, 1), 0.4), stored((0, 1, 2), 0.4)]
+    table = ComparedRuns(["a", "b", "c"], three, [1], {})
+    whole = table.result({})
+    assert ["perplexity" in row["against_first"] for row in whole["rows"]] == [False, False, True]
+    b, c = "\n".join(table.lines(whole)).split("b over a:")[1].split("c over a:")
+    assert "perplexity: not compared: other tokens" in b and "other tokens" not in c
+
+
+def test_the_run_table_of_a_compared_file_is_that_of_another_command(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.toml").write_text(f'max_num_seqs = {ord(name)}\n[run]\nrecord = "x.json"\n')
+    given = {"sweep": [], "set": [], "config": [], "model": None, "allow_target": []}
+    args = Namespace(file=[str(tmp_path / "a.toml"), str(tmp_path / "b.toml")], **given)
+    found = contenders(args)
+    assert [record_path(one.args, one.loaded) for one in found] == [None, None]
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["c.toml", "d.toml"], "c and d are the same configuration: want different ones"),
         ([], "want at least two files to compare, or --sweep"),
         (["c.toml"], "want at least two files to compare, or --sweep"),
         (["c.toml", "c.toml", "--sweep", "seed=1,2"], "want one file at most to begin with, not 2"),
@@ -133,10 +165,14 @@ def test_speeds_at_other_clocks_are_not_compared():
         (["--sweep", "seed=1,2", "--seeds", "3,3"], "--seeds 3,3: the same seed twice"),
         (["--sweep", "seed=1,2", "--task", "ecco"], "no such task. Did you mean 'echo'?"),
         (["--sweep", "sede=1,2"], "sede"),
+        (["--sweep", "seed=1,2", "--seed", "99"], "--seed 99: a run has a seed of --seeds"),
+        (["--sweep", "seed=1,2", "--text", "c.toml", "--quality-tokens", "0"], "--text is scored by --quality-tokens"),
+        (["--sweep", "seed=1,2", "--cases", "20"], "--cases 20: of no task; want --task NAME"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(capsys, tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.toml").write_text("seed = 1\n")
+    for name in ("c", "d"):
+        (tmp_path / f"{name}.toml").write_text("seed = 1\n")
     code, _, err = said(capsys, "compare", *SMALL, *LITTLE, *args)
     assert code == 2 and message in err
