@@ -97,7 +97,7 @@ MXFP4 = Spec(
 MXFP4_KEPT = Spec(
     impl="minivllm.plugins.quantizer.mxfp4:Mxfp4Kept",
     api=(1, 4),
-    summary="checkpoints whose experts are MXFP4 (GPT-OSS), in their 4 bits; one that is hit is unpacked each time",
+    summary="checkpoints whose experts are MXFP4 (GPT-OSS), in 4 bits; a step unpacks those it uses",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float32"}, "checkpoint": {"mxfp4"}},
 )
 NONE = Spec(
