@@ -33,6 +33,7 @@ SHARES = {"prefill": 0.2, "decode": 0.3, "traffic": 0.4, "check": 0.1}  # of the
 WARM = 0.1  # of the time, before anything counts
 DECODES = 24  # steps of each point
 LOADS = (0.1, 0.3, 0.6, 1.0)  # of the rows
+LEAST_STEPS = 4  # of each load that are measured
 REFILL = 0.15  # chance in a step that a free row gets a request: what ended together is not replaced together
 
 
@@ -135,12 +136,13 @@ class Calibrator:
                         yield Point([length] * rows, [DECODES] * rows)
 
     def traffic(self, phase: str, seconds: float) -> None:
-        """So many rows are kept busy; lengths are log-uniform."""
+        """So many rows are kept busy, for some steps however short the time is; lengths are log-uniform."""
         share = seconds / len(LOADS)
         top = min(self.longest // 2, self.room // self.rows // 2)
         for load in LOADS:
             until, rows = perf_counter() + share, max(1, round(self.rows * load))
-            while perf_counter() < until:
+            least = len(self.steps) + (LEAST_STEPS if phase else 0)
+            while perf_counter() < until or len(self.steps) < least:
                 if len(self.engine.requests) < rows and self.rng.random() < REFILL:
                     self.add(self._length(4, top), self._length(2, max(4, top // 2)))
                 self.turn(phase)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
@@ -15,6 +16,7 @@ from .trace import Trace, build
 
 MOONCAKE_BLOCK = 512  # tokens of a hash id
 BAILIAN_BLOCK = 16
+STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d+))?(?:Z|([+-]\d\d:\d\d))?")  # UTC without an offset
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -25,9 +27,12 @@ def read_azure(name: str, lines: Iterator[str]) -> Trace:
 
     def fields(stamp: str, n: str, m: str) -> tuple[float, int, int]:
         # seven digits after the point are one too many for datetime; those of 2024 end with an offset
-        whole, _, rest = stamp.partition(".")
-        digits, _, _ = rest.partition("+")
-        return datetime.fromisoformat(whole.partition("+")[0]).timestamp() + float(f"0.{digits or 0}"), int(n), int(m)
+        found = STAMP.fullmatch(stamp)
+        if found is None:
+            raise ValueError(f"{stamp[:40]!r} is no time")
+        whole, digits, offset = found.groups()
+        at = datetime.fromisoformat(whole + (offset or "+00:00")).timestamp()
+        return at + float(f"0.{digits or 0}"), int(n), int(m)
 
     return _unshared(name, lines, AZURE, fields, "a time and two numbers")
 

@@ -38,7 +38,7 @@ def read_trace(source: str) -> Trace:
         raise ConfigError(f"{brief(source, 300)}: {WANTED}")
     try:
         lines = files.read_lines(path, files.HUGE)
-        head = list(itertools.islice(lines, 1))
+        head = [line.removeprefix("\ufeff") for line in itertools.islice(lines, 1)]
         return _reader(path, head)(source, itertools.chain(head, lines))
     except csv.Error as e:
         raise ConfigError(f"{source}: no CSV: {e}") from e

@@ -106,3 +106,14 @@ def test_presets_have_the_lengths_that_are_published_and_own_values_win():
     assert read_trace("synthetic:question=5,like=pocket,requests=50,turns=1").prompt.max() < 300
     with pytest.raises(ConfigError, match="Did you mean 'agent'"):
         read_trace("synthetic:like=agents")
+
+
+def test_times_are_those_of_their_offsets_and_a_byte_order_mark_is_no_column(tmp_path):
+    path = tmp_path / "a.csv"
+    stamps = ["2024-03-10 01:59:59.5000000", "2024-03-10 02:00:00Z", "2024-03-09 19:00:01.25-07:00"]
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{stamp},5,6\n" for stamp in stamps)
+    path.write_text("\ufeff" + text, encoding="utf-8")
+    assert read_trace(str(path)).arrival.tolist() == pytest.approx([0.0, 0.5, 1.75])
+    path.write_text(text.replace(stamps[1], "noon"))
+    with pytest.raises(ConfigError, match=r"a.csv:3: 'noon' is no time; want a time and two numbers"):
+        read_trace(str(path))
