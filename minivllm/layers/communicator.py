@@ -52,13 +52,13 @@ class ProcessGroup:
         self.lost: LostRank | None = None
         self._note = note or (lambda call, operation: None)
 
-    def join(self, store: str, seconds: float) -> None:
-        """Meet the other ranks by the file ``store``.  Each wait, here and in calls, ends after so many seconds:
-        LostRank."""
+    def join(self, store: str | dist.Store, seconds: float) -> None:
+        """Meet the other ranks by ``store``, a file or one of torch's.  Each wait, here and in calls, ends after so
+        many seconds: LostRank."""
         limit, device = timedelta(seconds=seconds), None
         if self.device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        meeting = dist.FileStore(store, self.size)
+        meeting = dist.FileStore(store, self.size) if isinstance(store, str) else store
         meeting.set_timeout(limit)
         backend = "gloo" if device is None else "nccl"
         at = dict(store=meeting, rank=self.rank, world_size=self.size, timeout=limit, device_id=device)
