@@ -13,6 +13,7 @@ have failed on all ranks at the same place, as what a plug-in raises does; else 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -91,7 +92,8 @@ class Multiprocess(Process):
                 text = wiring_to_json(replace(wiring, parallel=ParallelWiring(size, rank)))
                 told = {"rank": rank, "size": size, "wiring": text}
                 told |= {"timeout": PATIENCE * self.options.timeout, "checked": self.options.checked}
-                self._begin(child, rank, told, files)
+                with self._named(rank):
+                    self._begin(child, rank, told, files)
         finally:
             for file in files:
                 os.close(file)
@@ -112,7 +114,9 @@ class Multiprocess(Process):
         end = time.monotonic() + self.options.start_timeout
         while len(said) < size:
             for rank in [rank for rank in range(size) if rank not in said]:
-                if (message := self._rank(rank).receive(wait=False)) is None:
+                with self._named(rank):
+                    message = self._rank(rank).receive(wait=False)
+                if message is None:
                     self._still_starts(rank)
                 elif message.kind == FINGERPRINT:
                     said[rank] = json.loads(message.data)
@@ -128,6 +132,14 @@ class Multiprocess(Process):
                     f"{self._name(rank)} has other files or versions than {self._name(0)}: {words}; all ranks need the "
                     "same"
                 )
+
+    @contextlib.contextmanager
+    def _named(self, rank: int) -> Iterator[None]:
+        """EngineDeadError says which one has ended."""
+        try:
+            yield
+        except ChildEnded as e:
+            raise EngineDeadError(f"{self._name(rank)}: {e}") from e
 
     def _still_starts(self, rank: int) -> None:
         if (ended := self._rank(rank).ended()) is not None:

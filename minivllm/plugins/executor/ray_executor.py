@@ -163,7 +163,8 @@ class RayCluster:
             while (message := self._launcher.receive(wait=False)) is not None:
                 self._note(message.kind, json.loads(message.data))
             if ended := [place for place in missing if place in self._said and not guests[place]]:
-                raise ResourceError(f"rank in place {ended[0]} of {size}: {self._said[ended[0]]}")
+                how = self._said[ended[0]] or "its actor has ended before it came"
+                raise ResourceError(f"rank in place {ended[0]} of {size}: {how}")
             if time.monotonic() > end:
                 raise ResourceError(
                     f"{len(missing)} of {size} ranks have not come within {self.options.start_timeout:.0f} s: places "

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ class Launcher:
             more = {"address": "local", "num_cpus": self.asked["size"], "include_dashboard": False}
             more |= {"object_store_memory": OBJECTS, "_temp_dir": self.folder}
             more |= {"num_gpus": 0} if self.asked["device"] == "cpu" else {}
-            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "2")  # nobody starts its head again
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")  # nobody starts its head again
             if "RAY_AUTH_MODE" not in os.environ:  # else Ray would leave a token in the user's home
                 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         else:
@@ -142,7 +142,7 @@ class Launcher:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - it tells of ends, as the engine does itself
 
     def _check_room(self) -> None:
-        nodes = {node["NodeManagerHostname"]: node["Resources"] for node in self.ray.nodes() if node["Alive"]}
+        nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in self.ray.nodes() if node["Alive"]]
         if said := lacks(nodes, self.asked["size"], wants(self.asked["device"])):
             raise ResourceError(said)
 
@@ -239,19 +239,19 @@ def shown_resources(found: Mapping[str, float]) -> str:
     return " and ".join(f"{found.get(name, 0):g} {name}" for name in ("GPU", "CPU") if name in found) or "none"
 
 
-def lacks(nodes: Mapping[str, Mapping[str, float]], size: int, want: Mapping[str, float]) -> str:
+def lacks(nodes: Sequence[tuple[str, Mapping[str, float]]], size: int, want: Mapping[str, float]) -> str:
     """Why a cluster of such nodes could never have so many places; "" if it could."""
-    places = {name: int(min(have.get(what, 0) // n for what, n in want.items())) for name, have in nodes.items()}
-    if sum(places.values()) >= size:
+    places = [int(min(have.get(what, 0) // n for what, n in want.items())) for _, have in nodes]
+    if sum(places) >= size:
         return ""
     have = "; ".join(
-        f"{name} has {shown_resources({what: nodes[name].get(what, 0) for what in want})}, so {n} places"
-        for name, n in places.items()
+        f"{name} has {shown_resources({what: have.get(what, 0) for what in want})}, so {n}"
+        for (name, have), n in zip(nodes, places, strict=True)
     )
     return (
         f"tensor_parallel_size={size}: {size} places are wanted, each with {shown_resources(want)}, and the Ray "
-        f"cluster has {sum(places.values())}: {have or 'no node that is alive'}; add nodes, or want at most "
-        f"tensor_parallel_size={max(1, sum(places.values()))}"
+        f"cluster has {sum(places)}: {have or 'no node that is alive'}; add nodes, or want at most "
+        f"tensor_parallel_size={max(1, sum(places))}"
     )
 
 
