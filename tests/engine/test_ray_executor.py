@@ -28,7 +28,7 @@ from minivllm.plugins.executor.ray_executor import Ray, RayCluster
 from minivllm.plugins.executor.ray_launcher import check_address, lacks, of_session, said_of_end, wants
 from minivllm.plugins.executor.ray_rank import CHANNEL
 from minivllm.plugins.executor.ray_worker import interface_of
-from minivllm.processes.door import Guest
+from minivllm.processes.gate import Guest
 
 HAVE = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAVE, reason='Ray is not installed: pip install "minivllm[ray]"')

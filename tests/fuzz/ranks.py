@@ -1,4 +1,4 @@
-"""Cases for the executor ``multiprocess``: how many ranks share the model of each engine, drawn for the seed."""
+"""Cases for executors of several ranks: how many share the model of each engine, drawn for the seed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ def sizes(model: str) -> list[int]:
     return [n for n in range(1, MOST + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
 
 
-def shared(case: Case) -> Case:
-    """The case with ranks.  What they would be refused is left out: bits that do not go by the batch, points of which
-    each has a part.  Weights that are quantized share by share are other weights, so none are."""
+def shared(case: Case, executor: str) -> Case:
+    """The case with ranks of an executor.  What they would be refused is left out: bits that do not go by the batch,
+    points of which each has a part.  Weights that are quantized share by share are other weights, so none are."""
     engines = []
     for i, options in enumerate(case.engines):
         rng = random.Random(f"ranks {case.seed} {i}")
         able = sizes(options["model"])
         size = rng.choice([n for n in able if n > 1] or able)
-        checked = {"name": "multiprocess", "options": {"checked": rng.random() < 0.5, "timeout": 60}}
+        how: dict[str, object] = {"checked": rng.random() < 0.5, "timeout": 60}
+        if executor == "ray":
+            how["transport"] = rng.choice(["auto", "tcp"])
+        checked = {"name": executor, "options": how}
         more = {"batch_invariant": False, "quantizer": "none"} if size > 1 else {}
         engines.append({**options, "executor": checked, "tensor_parallel_size": size, **more})
     asks = []

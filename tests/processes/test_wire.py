@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.processes import door as module
+from minivllm.processes import gate as module
 from minivllm.processes.channel import ChannelClosed, ChannelStuck
-from minivllm.processes.door import MOST, NONCE, Door, Refused, admit, greet
+from minivllm.processes.gate import MOST, NONCE, Gate, Refused, admit, greet
 from minivllm.processes.wire import GONE, HEAD, Wire
 
 SECRET = b"s" * 32
@@ -108,22 +108,22 @@ def test_the_kernel_asks_after_a_machine_that_is_silent():
             assert a.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * GONE
 
 
-# ---- the door --------------------------------------------------------------------------------------------------------
+# ---- the gate --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def door():
-    found = Door(SECRET, "127.0.0.1")
+def gate():
+    found = Gate(SECRET, "127.0.0.1")
     yield found
     found.close()
 
 
-def test_who_knows_the_secret_comes_in_on_both_ways_and_says_who_it_is(door):
-    for family, address in ((socket.AF_INET, door.address), (socket.AF_UNIX, "\0" + door.name)):
+def test_who_knows_the_secret_comes_in_on_both_ways_and_says_who_it_is(gate):
+    for family, address in ((socket.AF_INET, gate.address), (socket.AF_UNIX, "\0" + gate.name)):
         with socket.socket(family) as sock:
             sock.connect(address)
             greet(sock, SECRET, {"place": 3})
-            guest = door.guests.get(timeout=5)
+            guest = gate.guests.get(timeout=5)
             assert guest.said == {"place": 3} and guest.sock.family == family
             sock.sendall(b"x")
             assert guest.sock.recv(1) == b"x"
@@ -140,19 +140,19 @@ def test_who_knows_the_secret_comes_in_on_both_ways_and_says_who_it_is(door):
     ],
     ids=["nothing", "http", "no proof", "too much"],
 )
-def test_who_does_not_know_it_is_sent_away_and_keeps_nobody_out(door, says, monkeypatch):
+def test_who_does_not_know_it_is_sent_away_and_keeps_nobody_out(gate, says, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.3)
-    with socket.create_connection(door.address) as stranger, socket.create_connection(door.address) as rank:
+    with socket.create_connection(gate.address) as stranger, socket.create_connection(gate.address) as rank:
         stranger.sendall(says(stranger.recv(NONCE)))
         greet(rank, SECRET, {})
-        assert door.guests.get(timeout=5).said == {}
+        assert gate.guests.get(timeout=5).said == {}
         stranger.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    assert door.guests.empty() and door.refused == 1
+    assert gate.guests.empty() and gate.refused == 1
 
 
-def test_a_proof_that_was_heard_is_worth_nothing_a_second_time(door):
+def test_a_proof_that_was_heard_is_worth_nothing_a_second_time(gate):
     """A stranger who hears one greeting says the same bytes again."""
     heard = []
 
@@ -167,10 +167,10 @@ def test_a_proof_that_was_heard_is_worth_nothing_a_second_time(door):
             heard.append(data)
             self.sock.sendall(data)
 
-    with socket.create_connection(door.address) as sock:
+    with socket.create_connection(gate.address) as sock:
         greet(Heard(sock), SECRET, {})
-    door.guests.get(timeout=5).sock.close()
-    with socket.create_connection(door.address) as sock:
+    gate.guests.get(timeout=5).sock.close()
+    with socket.create_connection(gate.address) as sock:
         sock.recv(NONCE)
         sock.sendall(heard[0])
         assert sock.recv(1) == b""
@@ -193,8 +193,8 @@ def test_a_rank_hears_only_who_knows_the_secret_too():
     b.close()
 
 
-def test_a_closed_door_leaves_no_port_and_no_name():
-    found = Door(SECRET, "127.0.0.1")
+def test_a_closed_gate_leaves_no_port_and_no_name():
+    found = Gate(SECRET, "127.0.0.1")
     address, name = found.address, found.name
     found.close()
     found.close()
@@ -202,7 +202,7 @@ def test_a_closed_door_leaves_no_port_and_no_name():
         socket.create_connection(address, 1)
     with socket.socket(socket.AF_UNIX) as sock, pytest.raises(OSError):
         sock.connect("\0" + name)
-    assert Door(SECRET).address is None or pytest.fail("other machines may come, and nobody said so")
+    assert Gate(SECRET).address is None or pytest.fail("other machines may come, and nobody said so")
 
 
 def test_what_a_rank_says_of_itself_is_json_and_nothing_that_runs():

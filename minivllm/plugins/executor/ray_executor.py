@@ -1,7 +1,7 @@
 """``multiprocess`` whose ranks are actors of a Ray cluster, which may be on several machines.
 
     this process         the launcher (``ray_launcher``)          actors (``ray_worker``)
-    door   ◄───────────────────────────────────────────────────── come in, and say where they are
+    gate   ◄───────────────────────────────────────────────────── come in, and say where they are
     ranks are numbered by their machines: this one first
     plans, results  ◄══════ shared memory, or TCP ══════════════► as in ``multiprocess``
 
@@ -26,8 +26,8 @@ from minivllm.core.interfaces.executor import Executor, Wiring
 from minivllm.errors import ResourceError, error_from
 from minivllm.processes.channel import ChannelClosed
 from minivllm.processes.child import Child, ChildEnded
-from minivllm.processes.door import Door, Guest
 from minivllm.processes.fresh import import_path
+from minivllm.processes.gate import Gate, Guest
 
 from .multiprocess import START, Multiprocess
 from .options import RayOptions
@@ -102,7 +102,7 @@ class RayCluster:
         self._ranks: list[PlacedRank] = []
         self._said: dict[int, str] = {}  # what Ray says of places whose actor has ended
         self._placed = False
-        self._door: Door | None = None
+        self._gate: Gate | None = None
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
@@ -119,12 +119,12 @@ class RayCluster:
             found = self._hear(FOUND, end)
             self._folder, self._node = found["folder"], found["node"]
             host = found["ip"] if options.address or options.transport == "tcp" else ""
-            door = self._door = Door(secret, host)
-            self._launcher.send(OPEN, [json.dumps({"name": door.name, "tcp": door.address}).encode()])
-            guests = self._all_in(door, size, end)
+            gate = self._gate = Gate(secret, host)
+            self._launcher.send(OPEN, [json.dumps({"name": gate.name, "tcp": gate.address}).encode()])
+            guests = self._all_in(gate, size, end)
         finally:
-            if self._door is not None:
-                self._door.close()
+            if self._gate is not None:
+                self._gate.close()
         self._ranks = [
             PlacedRank(self, guests[place], options.timeout) for place in sorted(guests, key=self._order(guests))
         ]
@@ -153,12 +153,12 @@ class RayCluster:
         if kind == PLACED:
             self._placed = True
 
-    def _all_in(self, door: Door, size: int, end: float) -> dict[int, dict[str, Guest]]:
+    def _all_in(self, gate: Gate, size: int, end: float) -> dict[int, dict[str, Guest]]:
         """By place, what came for what."""
         guests: dict[int, dict[str, Guest]] = {place: {} for place in range(size)}
         while missing := [place for place in range(size) if not _complete(guests[place])]:
             with contextlib.suppress(queue.Empty):
-                guest = door.guests.get(timeout=0.02)
+                guest = gate.guests.get(timeout=0.02)
                 guests[guest.said["place"]][guest.said["role"]] = guest
             while (message := self._launcher.receive(wait=False)) is not None:
                 self._note(message.kind, json.loads(message.data))
@@ -168,7 +168,7 @@ class RayCluster:
             if time.monotonic() > end:
                 raise ResourceError(
                     f"{len(missing)} of {size} ranks have not come within {self.options.start_timeout:.0f} s: places "
-                    f"{', '.join(map(str, missing))}; {door.refused} others were refused"
+                    f"{', '.join(map(str, missing))}; {gate.refused} others were refused"
                 )
         return guests
 

@@ -3,7 +3,7 @@
     engine (``ray_executor``)          this process                         actors of the cluster (``ray_worker``)
     START: what is wanted ───────────► ray.init, is there room?
       ◄──────────────────────── FOUND: where it is
-    OPEN: where ranks come in ───────► placement group, actors ───────────► they come to the engine's door
+    OPEN: where ranks come in ───────► placement group, actors ───────────► they come to the engine's gate
       ◄──────────────────────── ENDED: an actor, and what Ray says of it
     closes ──────────────────────────► actors, group, a cluster of its own: all is ended
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from minivllm.processes.channel import Channel, ChannelClosed, ChannelStuck, Message, shared_file
 from minivllm.processes.child import HUNG_UP, ChildEnded, Words
-from minivllm.processes.door import Guest
+from minivllm.processes.gate import Guest
 from minivllm.processes.rhythm import Rhythm
 from minivllm.processes.status import LINE, WORD, StatusPage
 from minivllm.processes.wire import Wire

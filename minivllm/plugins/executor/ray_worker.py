@@ -1,4 +1,4 @@
-"""A rank in an actor of Ray: it comes to the engine's door, and is then the rank that ``multiprocess`` has.
+"""A rank in an actor of Ray: it comes to the engine's gate, and is then the rank that ``multiprocess`` has.
 
 On the engine's machine it gets a channel through shared memory there, as a process does that the engine itself has
 started.  Elsewhere it comes three times: for its channel, its standard error, and where it is (``status``).
@@ -21,7 +21,7 @@ from typing import Any
 
 from minivllm.processes.channel import Channel, ChannelClosed, shared_file
 from minivllm.processes.child import follow
-from minivllm.processes.door import Refused, greet
+from minivllm.processes.gate import Refused, greet
 from minivllm.processes.status import StatusPage
 from minivllm.processes.wire import Wire, watch_peer
 

@@ -1,6 +1,6 @@
 """Where processes that this one did not start itself come in: they prove that they know a secret, and so does this one.
 
-    comes in                                    is let in by (``Door``)
+    comes in                                    is let in by (``Gate``)
                ◄── nonce, 32 bytes ────────────
     ── nonce, proof of both, words about itself ──►
                ◄── proof of both ──────────────
@@ -90,7 +90,7 @@ def admit(sock: socket.socket, secret: bytes) -> dict[str, Any]:
     return json.loads(words)
 
 
-class Door:
+class Gate:
     """Listens until it is closed; each greeting has a thread of its own, so that one who is silent keeps nobody out."""
 
     def __init__(self, secret: bytes, host: str = "") -> None:
@@ -114,7 +114,7 @@ class Door:
             os.close(self._closed)
             self._end()
             raise
-        self._thread = threading.Thread(target=self._run, name="minivllm: the door for ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="minivllm: the gate for ranks", daemon=True)
         self._thread.start()
 
     def _listen(self, sock: socket.socket, address: Any) -> socket.socket:
