@@ -21,6 +21,7 @@ from minivllm.processes.child import attach
 from minivllm.processes.status import BEGUN, CALLS, DONE, OPERATION, PHASE, StatusPage
 from minivllm.wiring import wiring_from_json
 
+from .crowded import with_others
 from .fingerprint import fingerprint
 from .local import Local
 from .multiprocess import FINGERPRINT, GO, LOST, PARTED
@@ -116,7 +117,10 @@ class Rank:
             except LostRank as e:
                 raise ResourceError(str(e)) from e
         self.note(PHASE, LOADS)
-        return RankRunner(wiring, self.ranks, self._failed, self.told["checked"])
+        try:
+            return RankRunner(wiring, self.ranks, self._failed, self.told["checked"])
+        except ResourceError as e:
+            raise with_others(e, wiring.device) from e
 
     def _calls(self, call: int, operation: int) -> None:
         if operation:
