@@ -19,7 +19,7 @@ def with_others(error: ResourceError, device: str) -> ResourceError:
         return error
     device = f"cuda:{torch.cuda.current_device()}"
     return ResourceError(
-        f"{error}.  About {others / 2**30:.1f} of the {total / 2**30:.0f} GiB of {device} are other processes' (nvidia-smi "
-        "names them), such as another engine's: want one engine for a device, or a smaller gpu_memory_utilization for "
-        "the one that starts first"
+        f"{error}.  About {others / 2**30:.1f} of the {total / 2**30:.0f} GiB of {device} are other processes' "
+        "(nvidia-smi names them), such as another engine's: want one engine for a device, or a smaller "
+        "gpu_memory_utilization for the one that starts first"
     )
