@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ if __name__ == "__main__":
 """
 SOON = {"a rank hangs": 2.0 + 2.0}  # seconds until the engine says so, where they are not 2
 GONE = 15.0  # seconds until nothing is left
+LONGEST = 300.0  # seconds of a try
 
 
 @dataclass
@@ -152,6 +154,16 @@ class Try:
 
     def run(self, fault: str, row: Row) -> None:
         row.tries += 1
+        late = threading.Timer(LONGEST, self.process.kill)
+        late.start()
+        try:
+            self._run(fault, row)
+        finally:
+            if late.finished.is_set():
+                row.wrong.append(f"{fault}: the engine has not ended within {LONGEST:.0f} s")
+            late.cancel()
+
+    def _run(self, fault: str, row: Row) -> None:
         if fault == AGAIN:
             told = self.hear()
             self._left(row, time.monotonic())
@@ -248,6 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.executor != "ray":
         args.faults = [fault for fault in args.faults if fault != LAUNCHER]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background without it
     rng, rows = random.Random(args.seed), {fault: Row() for fault in args.faults}
     with tempfile.TemporaryDirectory() as folder:
         for i in range(args.times):

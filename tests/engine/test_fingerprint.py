@@ -30,10 +30,8 @@ class Parts(Sdpa):
 
 def wiring(model_dir, **parts):
     own = {seam: Part(f"acme/{seam}", f"{target}:X") for seam, target in parts.items()}
-    return Wiring(
-        str(model_dir), "auto", "cpu", "float32", 1, 8, 16, False, 0, {"model": Part("a", "minivllm.x:Y"), **own},
-        CacheWiring(4),
-    )  # fmt: skip
+    parts = {"model": Part("a", "minivllm.x:Y"), **own}
+    return Wiring(str(model_dir), "auto", "cpu", "float32", 1, 8, 16, False, 0, parts, CacheWiring(4))
 
 
 @pytest.fixture
