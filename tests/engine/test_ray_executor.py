@@ -25,7 +25,7 @@ from minivllm.core.interfaces.executor import Part
 from minivllm.plugins.executor import ray_launcher
 from minivllm.plugins.executor.options import RayOptions
 from minivllm.plugins.executor.ray_executor import Ray, RayCluster
-from minivllm.plugins.executor.ray_launcher import check_address, lacks, of_session, said_of_end, wants
+from minivllm.plugins.executor.ray_launcher import check_address, lacks, of_session, refused, said_of_end, wants
 from minivllm.plugins.executor.ray_rank import CHANNEL
 from minivllm.plugins.executor.ray_worker import interface_of
 from minivllm.processes.gate import Guest
@@ -103,6 +103,15 @@ def test_of_what_ray_says_the_advice_is_left_out():
     assert (
         said_of_end(RuntimeError("Worker exit detail: Worker unexpectedly exits with a connection error code 2.")) == ""
     )
+
+
+def test_why_ray_does_not_start_is_told_in_one_line():
+    e = RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.1\n    Python: 3.9\n")
+    assert refused("a:1", e).endswith(
+        "join the cluster at a:1: RuntimeError: Version mismatch: The cluster was started with: Ray: 2.1 Python: 3.9"
+    )
+    assert refused("", e).startswith("Ray cannot start a cluster here: ")
+    assert "no Ray cluster answers there" in refused("auto", ConnectionError("none"))
 
 
 def test_devices_that_this_machine_does_not_see_count_where_an_address_was_given():

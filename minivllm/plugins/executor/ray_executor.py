@@ -217,7 +217,7 @@ class RayCluster:
     def end(self, deadline: float) -> None:
         for one in self._ranks:
             one.end(0.0)
-        self._launcher.end(2 * deadline)  # it waits for half of that
+        self._launcher.end(deadline)
         if self._folder and os.path.exists(self._folder):  # it has not come to that
             sweep(self._launcher.pid, self._folder)
 

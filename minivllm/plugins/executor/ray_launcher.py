@@ -69,7 +69,7 @@ class RankPlace:
         import ray
 
         context = ray.get_runtime_context()
-        given["node"], given["gpus"] = context.get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+        given["node"], given["gpus"] = context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
         given["ip"] = ray.util.get_node_ip_address()
         if given["node"] == given["engine_node"]:  # the files of the engine
             sys.path[:] = [*given["path"], *(one for one in sys.path if one not in given["path"])]
@@ -278,7 +278,8 @@ def no_cluster(address: str) -> str:
 def refused(address: str, e: Exception) -> str:
     if address and isinstance(e, ConnectionError):
         return f"{no_cluster(address)}: {told(e)}"
-    return f"Ray cannot {'join the cluster at ' + address if address else 'start a cluster here'}: {told(e)}"
+    what = f"join the cluster at {address}" if address else "start a cluster here"
+    return f"Ray cannot {what}: {type(e).__name__}: {' '.join(str(e).split())[:400]}"
 
 
 def said_of_end(e: Exception) -> str:
