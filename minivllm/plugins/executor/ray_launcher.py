@@ -125,6 +125,7 @@ class Launcher:
             more = {"address": "local", "num_cpus": self.asked["size"], "include_dashboard": False}
             more |= {"object_store_memory": OBJECTS, "_temp_dir": self.folder}
             more |= {"num_gpus": 0} if self.asked["device"] == "cpu" else {}
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of what it will do once
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")  # nobody starts its head again
             if "RAY_AUTH_MODE" not in os.environ:  # else Ray would leave a token in the user's home
                 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
