@@ -16,6 +16,7 @@ import json
 import os
 import random
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -128,7 +129,7 @@ class Try:
     def __init__(self, args: argparse.Namespace, folder: str, rng: random.Random) -> None:
         self.args, self.rng, self.before = args, rng, belongings(folder)
         self.rank = rng.randrange(args.ranks)
-        self.mark = str(rng.getrandbits(64))
+        self.mark = secrets.token_hex(8)
         words = [
             str(args.ranks),
             args.device,

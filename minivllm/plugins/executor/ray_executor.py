@@ -109,7 +109,12 @@ class RayCluster:
     def ranks(self, device: str, size: int, page: Any) -> list[PlacedRank]:
         """All, in order.  ResourceError."""
         secret, options = secrets.token_bytes(32), self.options
-        given = {"secret": secret.hex(), "transport": options.transport, "path": import_path(), "folder": os.getcwd()}
+        given: dict[str, Any] = {
+            "secret": secret.hex(),
+            "transport": options.transport,
+            "path": import_path(),
+            "folder": os.getcwd(),
+        }
         given["environment"] = {name: os.environ.get(name) for name in KEPT}
         asked = {"address": options.address, "placement_timeout": options.placement_timeout}
         asked |= {"size": size, "device": device, "given": given}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -136,7 +137,7 @@ class Launcher:
 
             self.ray = ray
             try:
-                ray.init(**more, log_to_driver=False, logging_level="ERROR", configure_logging=True)
+                ray.init(**more, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
             except Exception as e:  # whatever the library raises
                 raise ResourceError(refused(address, e)) from e
         ignore_signals()  # it has taken them
