@@ -35,8 +35,7 @@ class Kind:
     ``api`` is the contract's (major, minor); a plug-in fits if its major is equal and its minor is not newer.
     ``facts`` are what ``limits`` may name, ``features`` and ``traits`` what a spec may claim and declare.  The engine
     asks for some of the features; the others are promises to users, and the conformance kit holds plug-ins to all.
-    ``open`` are the facts that a user may leave open and a spec may supply in ``prefer``.  ``changed`` says what an
-    author of the major before has to change.
+    ``open``: facts that a user may leave open, and a spec supply in ``prefer``; ``changed``: what a new major changes.
     """
 
     name: str
@@ -112,6 +111,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                     "unused": "seams that it does not run, with spaces between: a plug-in chosen for one is refused",
                     "made_up": "it computes no model: target of a function (token ids, vocabulary) that gives the "
                     "logits f32 [V] of the next token, which the conformance kit compares with instead",
+                    "cluster": "the option that, where it is set, names devices which this machine does not see",
                 },
             ),
             Kind(
