@@ -173,6 +173,10 @@ class Try:
             return
         if fault == STARTS:
             begun = self._kill_a_starting_rank()
+        elif fault == EARLY:
+            time.sleep(self.rng.uniform(0.5, 12.0))
+            begun = time.monotonic()
+            self.process.kill()
         else:
             told = self.hear()
             if "pids" not in told:
@@ -241,10 +245,10 @@ class Try:
 
 
 HANGS, STARTS, AGAIN = "a rank hangs", "a rank dies while it starts", "it is started again"
-LAUNCHER = "the launcher is killed"  # of Ray
+EARLY, LAUNCHER = "the engine dies while it starts", "the launcher is killed"  # of Ray
 FAULTS = (
     "a rank is killed", "a rank crashes", HANGS, STARTS, "the engine is killed", "the engine is terminated", "Ctrl-C",
-    AGAIN, LAUNCHER,
+    AGAIN, EARLY, LAUNCHER,
 )  # fmt: skip
 RANK = {"multiprocess": "multiprocess_worker", "ray": r"^ray::RankPlace"}  # command lines
 MARK = "RANK_DEATHS_TRY"
@@ -267,11 +271,11 @@ def main(argv: list[str] | None = None) -> int:
         for i in range(args.times):
             args.fault = args.faults[i % len(args.faults)]
             Try(args, folder, rng).run(args.fault, rows[args.fault])
-    print(f"{'fault':28} {'tries':>5} {'said within':>11} {'gone within':>11}  left behind")
+    print(f"{'fault':31} {'tries':>5} {'said within':>11} {'gone within':>11}  left behind")
     for fault, row in rows.items():
         left = ", ".join(f"{n} {what}" for what, n in row.left.items()) or "nothing"
         said = f"{row.said:9.2f} s" if fault.startswith(("a rank", "the l")) else f"{'-':>11}"
-        print(f"{fault:28} {row.tries:5} {said} {row.gone:9.2f} s  {left}")
+        print(f"{fault:31} {row.tries:5} {said} {row.gone:9.2f} s  {left}")
     wrong = [line for row in rows.values() for line in row.wrong]
     print("\n".join(wrong))
     return 1 if wrong or any(row.left for row in rows.values()) else 0
