@@ -42,6 +42,6 @@ RAY = Spec(
     options="minivllm.plugins.executor.options:RayOptions",
     priority=-50,  # a cluster is a thing to ask for
     limits={"device": ANY, "tensor_parallel_size": Range(1, 8)},
-    needs=(Needs("ray", "2.50", 'pip install "minivllm[ray]"'),),
+    needs=(Needs("ray", "2.52", 'pip install "minivllm[ray]"'),),
     traits={"cluster": "address"},  # the option that names where devices are which this machine does not see
 )
