@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .launch import kernel, wait
+from .peer_sums import _at
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def gather(
             for r in tl.static_range(1, SIZE):
                 _await((tl.load(peers) + FLAGS).to(tl.pointer_type(tl.int32)) + block * SIZE + r, number)
                 tl.debug_barrier()
-                here = (tl.load(peers) + place + r * TILE * 4).to(tl.pointer_type(element))
+                here = _at(peers, 0, place + r * TILE * 4, element)
                 theirs = tl.load(here + within, mask=on, other=0.0, cache_modifier=".cg")
                 column = r * COLUMNS + at
                 tl.store(out + row * vocab + column, theirs, mask=on & (column < vocab))
@@ -63,7 +64,7 @@ def gather(
         else:
             _await((tl.load(peers + rank) + ACKS).to(tl.pointer_type(tl.int32)) + block * SIZE, number - 2)
             tl.debug_barrier()
-            there = (tl.load(peers) + place + rank * TILE * 4).to(tl.pointer_type(element))
+            there = _at(peers, 0, place + rank * TILE * 4, element)
             tl.store(there + within, mine, mask=on)
             tl.debug_barrier()  # the writes of all threads come before the flag of one
             flag = (tl.load(peers) + FLAGS).to(tl.pointer_type(tl.int32)) + block * SIZE + rank
@@ -105,12 +106,11 @@ def drawn(
     else:
         here = (tl.load(peers + rank) + PLACES).to(tl.pointer_type(tl.int64)) + place + within
         token = tl.load(here, mask=on, other=0, volatile=True)
-        length = tl.load(here + TILE, mask=on, other=0, volatile=True)
-        missing = ((token >> 32).to(tl.int32) != number) | ((length >> 32).to(tl.int32) != number)
-        while tl.max(tl.where(on & missing, 1, 0), 0) > 0:
+        while tl.max(tl.where(on & ((token >> 32).to(tl.int32) != number), 1, 0), 0) > 0:
             token = tl.load(here, mask=on, other=0, volatile=True)
+        length = tl.load(here + TILE, mask=on, other=0, volatile=True)
+        while tl.max(tl.where(on & ((length >> 32).to(tl.int32) != number), 1, 0), 0) > 0:
             length = tl.load(here + TILE, mask=on, other=0, volatile=True)
-            missing = ((token >> 32).to(tl.int32) != number) | ((length >> 32).to(tl.int32) != number)
         tl.store(tokens + at, token.to(tl.int32), mask=on)
         tl.store(known + slot, length & 0x7FFFFFFF, mask=on)
         tl.store(stopped + slot, ((length >> 31) & 1).to(tl.uint8), mask=on)

@@ -11,15 +11,16 @@ enough: whoever is at number n + 1 has read all of number n.
 
               rank r:  x ──► {data, n} ──► words[parity][b][r] of each peer;   its own: look until all have come ─► sum
 
-    flags   more rows.  Each rank writes its rows into its own region, sets a flag in those of the others, and reads
-            theirs once their flags are there.  With ``SPLIT`` it sums a share of the columns alone, and a second
-            meeting gives everybody the shares: fewer bytes between many GPUs, one meeting more.
+    flags   more rows.  Each rank writes its rows into the regions of the others, and then a flag; it reads its own once
+            all flags are there.  With ``SPLIT`` it gives each rank a share of the columns to sum, and a second meeting
+            gives all of them the sums: fewer bytes between many GPUs, one meeting more.
 
-              rank r:  x ──► rows[parity][b];  flag n ──► peers;  all flags n?  ─► rows of all ─► sum
+              rank r:  x ──► rows[parity][b][r], then flag n, of each peer;   all flags n?  ─► rows of all ─► sum
 
 Sums are float32 in the order of the ranks, so that they have the same bits on each rank and in each run.
 
-Bytes between two GPUs in each direction: T * dim * (4 words, or 2 of bfloat16 by flags).  Reference: a float64 sum,
+Bytes that a rank sends, of T rows of B bytes: T * B * 2 (size - 1) by words, T * B * (size - 1) by flags, and
+T * B * 2 (size - 1) / size by split ones.  Reference: a float64 sum,
 ``layers.norm.rms_norm`` (``tests/models/test_peer_kernels.py``).
 """
 
@@ -99,6 +100,13 @@ def _add_and_norm(
     tl.store(y + at, words, mask=on)
 
 
+@triton.jit
+def _at(peers, r, offset, element: tl.constexpr):
+    """The address of ``offset`` bytes in the region of rank r.  Offsets are multiples of 16 bytes, which the compiler
+    cannot see of an address that comes from memory."""
+    return tl.multiple_of((tl.load(peers + r) + offset).to(tl.pointer_type(element)), 16)
+
+
 @kernel("rank")
 def sum_by_words(
     x, residual, weight, bias, y, peers, count, stride, rank, eps, DIM: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
@@ -117,9 +125,9 @@ def sum_by_words(
     place = ((number & 1) * ROWS + row).to(tl.int64) * (SIZE * MOST)
     for r in tl.static_range(SIZE):
         if r != rank:
-            there = (tl.load(peers + r) + WORDS).to(tl.pointer_type(tl.int64))
+            there = _at(peers, r, WORDS, tl.int64)
             tl.store(there + place + rank * MOST + at, tagged, mask=on)
-    here = (tl.load(peers + rank) + WORDS).to(tl.pointer_type(tl.int64))
+    here = _at(peers, rank, WORDS, tl.int64)
     even = tl.zeros([P], tl.float32)
     odd = tl.zeros([P], tl.float32)
     for r in tl.static_range(SIZE):
@@ -158,57 +166,69 @@ def _meet(peers, rank, block, number, flags, SIZE: tl.constexpr):
 def sum_by_flags(
     x, residual, weight, bias, y, peers, count, stride, rank, eps, T, DIM: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
-    SIZE: tl.constexpr, FLAGS: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr,
-    CHUNK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, FLAGS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, EACH: tl.constexpr,
+    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """grid (G,), G <= BLOCKS: program b takes the rows b, b + G ..., EACH of them a meeting.  In a region: FLAGS bytes
-    behind its begin i32 [BLOCKS, SIZE], ROWS bytes behind it i32 [2, BLOCKS, 2, CHUNK]: rows, and sums if SPLIT."""
+    """grid (G,), G <= BLOCKS: program b takes the rows b, b + G ..., EACH of them a meeting.  In a region, behind its
+    begin: FLAGS bytes i32 [BLOCKS, SIZE], ROWS bytes i32 [2, BLOCKS, SIZE, CHUNK] by sender, SUMS bytes i32 [2, BLOCKS,
+    CHUNK]."""
     wait(PDL)
     block, programs = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, P)
     on = at < N
-    share: tl.constexpr = (N + SIZE - 1) // SIZE
+    share: tl.constexpr = ((N + SIZE - 1) // SIZE + 3) // 4 * 4
     number = tl.load(count + block)
     for first in tl.range(block, T, programs * EACH):
         number += 1
-        place = ((number & 1) * BLOCKS + block).to(tl.int64) * (2 * CHUNK)
-        here = (tl.load(peers + rank) + ROWS).to(tl.pointer_type(tl.int32)) + place
+        half = ((number & 1) * BLOCKS + block).to(tl.int64) * (CHUNK * 4)
         for i in tl.static_range(EACH):
             row = first + i * programs
             mask = on & (row < T)
-            tl.store(here + i * N + at, tl.load(x + row.to(tl.int64) * stride + at, mask=mask, other=0), mask=mask)
+            mine = tl.load(x + row.to(tl.int64) * stride + at, mask=mask, other=0)
+            for r in tl.static_range(SIZE):
+                if r != rank:
+                    theirs = mask
+                    if SPLIT:
+                        theirs = mask & (at >= r * share) & (at < (r + 1) * share)
+                    there = _at(peers, r, ROWS + half * SIZE + rank * (CHUNK * 4), tl.int32)
+                    tl.store(there + i * N + at, mine, mask=theirs)
         _meet(peers, rank, block, number, FLAGS, SIZE)
         if SPLIT:
             part = tl.arange(0, P // SIZE) + rank * share
             within = (part < N) & (part < (rank + 1) * share)
             for i in tl.static_range(EACH):
-                mask = within & (first + i * programs < T)
+                row = first + i * programs
+                mask = within & (row < T)
                 even = tl.zeros([P // SIZE], tl.float32)
                 odd = tl.zeros([P // SIZE], tl.float32)
                 for r in tl.static_range(SIZE):
-                    there = (tl.load(peers + r) + ROWS).to(tl.pointer_type(tl.int32)) + place
-                    e, o = _numbers(tl.load(there + i * N + part, mask=mask, other=0, cache_modifier=".cg"), KIND)
+                    from_r = _at(peers, rank, ROWS + half * SIZE + r * (CHUNK * 4), tl.int32)
+                    words = tl.load(x + row.to(tl.int64) * stride + part, mask=mask & (r == rank), other=0)
+                    words |= tl.load(from_r + i * N + part, mask=mask & (r != rank), other=0, cache_modifier=".cg")
+                    e, o = _numbers(words, KIND)
                     even += e
                     odd += o
-                tl.store(here + CHUNK + i * N + part, _words(even, odd, KIND), mask=mask)
+                for r in tl.static_range(SIZE):
+                    there = _at(peers, r, SUMS + half, tl.int32)
+                    tl.store(there + i * N + part, _words(even, odd, KIND), mask=mask)
             number += 1
             _meet(peers, rank, block, number, FLAGS, SIZE)
         for i in tl.static_range(EACH):
             row = first + i * programs
             mask = on & (row < T)
-            even = tl.zeros([P], tl.float32)
-            odd = tl.zeros([P], tl.float32)
-            for r in tl.static_range(SIZE):
-                there = (tl.load(peers + r) + ROWS).to(tl.pointer_type(tl.int32)) + place + i * N + at
-                if SPLIT:
-                    theirs = mask & (at >= r * share) & (at < (r + 1) * share)
-                    words = tl.load(there + CHUNK, mask=theirs, other=0, cache_modifier=".cg")
-                else:
-                    words = tl.load(there, mask=mask, other=0, cache_modifier=".cg")
-                e, o = _numbers(words, KIND)
-                even += e
-                odd += o
+            if SPLIT:
+                here = _at(peers, rank, SUMS + half, tl.int32)
+                even, odd = _numbers(tl.load(here + i * N + at, mask=mask, other=0, cache_modifier=".cg"), KIND)
+            else:
+                even = tl.zeros([P], tl.float32)
+                odd = tl.zeros([P], tl.float32)
+                for r in tl.static_range(SIZE):
+                    from_r = _at(peers, rank, ROWS + half * SIZE + r * (CHUNK * 4), tl.int32)
+                    words = tl.load(x + row.to(tl.int64) * stride + at, mask=mask & (r == rank), other=0)
+                    words |= tl.load(from_r + i * N + at, mask=mask & (r != rank), other=0, cache_modifier=".cg")
+                    e, o = _numbers(words, KIND)
+                    even += e
+                    odd += o
             _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, mask, eps, DIM, KIND, WIDE,
                           BIAS, ADD, NORM)  # fmt: skip
     tl.store(count + block, number)
-

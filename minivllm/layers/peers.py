@@ -6,7 +6,7 @@ Each rank has a region, which torch's symmetric memory maps into all processes. 
     flags of sums        i32 [BLOCKS, size]
     flags, acks of moves i32 [MOVERS, size] twice;  acks of drawn tokens i32 [MOVERS, size]
     words of sums        i64 [2, WORD_ROWS, size, WORDS]
-    rows of sums         i32 [2, BLOCKS, 2, CHUNK]
+    rows of sums         i32 [2, BLOCKS, size, CHUNK];  sums of shares i32 [2, BLOCKS, CHUNK]
     places of moves      [2, MOVERS, size, TILE] of 4 bytes at most
     places of tokens     i64 [2, MOVERS, 2, DRAWN]
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BLOCKS = 264  # programs of a sum, two for each multiprocessor of an H100 or H200
 CHUNK = 8192  # words of 32 bits that a program brings to a meeting
-WORD_ROWS, WORDS = 32, 8192  # of sums by words: rows, and words of 32 bits of a row
+WORD_ROWS, WORDS = 128, 8192  # of sums by words: rows, and words of 32 bits of a row
 MOVERS, TILE = 132, 4096  # programs of a gather, elements that each moves at a time
 DRAWN = 128  # rows of drawn tokens for each program
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -53,7 +53,8 @@ class Layout:
             ("move_acks", 4 * MOVERS * size),
             ("drawn_acks", 4 * MOVERS * size),
             ("words", 8 * 2 * WORD_ROWS * size * WORDS),
-            ("rows", 4 * 2 * BLOCKS * 2 * CHUNK),
+            ("rows", 4 * 2 * BLOCKS * size * CHUNK),
+            ("sums", 4 * 2 * BLOCKS * CHUNK),
             ("places", 4 * 2 * MOVERS * size * TILE),
             ("drawn", 8 * 2 * MOVERS * 2 * DRAWN),
         ):
@@ -64,6 +65,15 @@ class Layout:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> int: ...
+
+
+def reachable(size: int) -> str:
+    """Why the first ``size`` GPUs of this host cannot use each other's memory; "" if they can."""
+    for a in range(size):
+        for b in range(size):
+            if a != b and not torch.cuda.can_device_access_peer(a, b):
+                return f"cuda:{a} does not reach the memory of cuda:{b}"
+    return ""
 
 
 class PeerMemory:
@@ -110,7 +120,8 @@ class PeerMemory:
         self._sum(x, x)
 
     def add_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """The sum of all ranks' x [T, dim], with ``bias`` [dim], is added to ``residual`` [T, dim] in place; its norm."""
+        """The sum of all ranks' x [T, dim], with ``bias`` [dim], is added to ``residual`` [T, dim] in place.  What is
+        given back is the norm of that."""
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._sum(x, y, bias, residual, norm)
         return y
@@ -165,7 +176,8 @@ class PeerMemory:
             each *= 2
         sum_by_flags[(programs,)](
             *given, self.flags, stride, self.rank, eps, tokens, FLAGS=self.layout.sum_flags, ROWS=self.layout.rows,
-            EACH=each, BLOCKS=BLOCKS, CHUNK=CHUNK, SPLIT=way == "split", num_warps=4 if n <= 1024 else 8, **sizes,
+            SUMS=self.layout.sums, EACH=each, BLOCKS=BLOCKS, CHUNK=CHUNK, SPLIT=way == "split",
+            num_warps=4 if n <= 1024 else 8, **sizes,
         )  # fmt: skip
 
     def way(self, tokens: int, row_bytes: int) -> str:
@@ -180,7 +192,9 @@ class PeerMemory:
         """x [N, columns] of all ranks side by side, cut at ``vocab``: [N, vocab] on rank 0, None on others."""
         rows, columns = x.shape
         out = torch.empty(rows, vocab, dtype=x.dtype, device=x.device) if self.rank == 0 else None
-        if rows and not self.alone:
+        if out is not None and self.alone and not torch.cuda.is_current_stream_capturing():
+            out.zero_()
+        elif rows:
             programs = min(MOVERS, rows * -(-columns // TILE))
             gather[(programs,)](
                 x.contiguous(), x if out is None else out, self.peers, self.moves, rows, self.rank, vocab,
@@ -190,8 +204,8 @@ class PeerMemory:
         return out
 
     def share_drawn(self, slots: Tensor, position: Tensor, state: Any) -> None:
-        """Rank 0's columns of the rows that drew, to all: ``slots`` and ``position`` i64 [N] as in ``kernels.peer_moves.
-        drawn``, ``state`` the device's columns."""
+        """Rank 0's columns (``state``) of the rows that drew, to all: of ``slots`` i64 [N] the token at ``position``
+        i64 [N], the length, and whether it has ended."""
         rows = len(slots)
         if rows:
             drawn[(-(-rows // DRAWN),)](

@@ -76,6 +76,7 @@ class Rank:
     def _make(self, wiring: Wiring) -> Any:
         import torch
 
+        from minivllm.core.worker.build import has_kernels
         from minivllm.layers.communicator import LostRank, ProcessGroup
 
         from .ranks import RankRunner
@@ -92,6 +93,8 @@ class Rank:
                 self.ranks.join(f"/proc/self/fd/{self.store}", self.told["timeout"])
             except LostRank as e:
                 raise ResourceError(str(e)) from e
+            if self.told["sums"] == "auto" and has_kernels(wiring):
+                self.ranks.share_memory()
         self.note(PHASE, LOADS)
         return RankRunner(wiring, self.ranks, self._failed, self.told["checked"])
 

@@ -63,8 +63,10 @@ class RankRunner(Runner):
         self.ranks, self._told, self._checked = ranks, told, checked
         self.leads, self._drawn, self._seen = ranks.rank == 0, None, [0, 0]
         if wiring.device == "cuda" and ranks.size > 1:
-            self.captures = rank_graphs()
+            self.captures = rank_graphs(ranks)
         super().__init__(wiring if self.leads else follower(wiring), ranks if ranks.size > 1 else None)
+        if self.leads and ranks.why_not:
+            self.worker.notes.append(f"ranks add by NCCL alone: {ranks.why_not}")
         if not self.leads:
             self.model = self.worker.model = _Quiet(self.model, self.worker.vocab_size)
             self.chain.commits = [False] * len(self.chain.commits)
@@ -100,19 +102,9 @@ class RankRunner(Runner):
             position = (plan.computed + plan.q_len)[plan.samples]
             self._drawn = np.stack([plan.slots[plan.samples], position]).astype(np.int64)
         if drawn is not None:
-            self._share(*self.state.to(drawn))
+            self.ranks.share_drawn(*self.state.to(drawn), self.state)
         if self._checked:
             self._compare(plan)
-
-    def _share(self, slots: Tensor, position: Tensor) -> None:
-        """Rank 0's columns of the rows that drew."""
-        s = self.state
-        columns = torch.stack([s.tokens[slots, position].long(), s.known[slots], s.stopped[slots].long()])
-        self.ranks.broadcast(columns)
-        if not self.leads:
-            s.tokens[slots, position] = columns[0].int()
-            s.known[slots] = columns[1]
-            s.stopped[slots] = columns[2].bool()
 
     def _compare(self, plan: StepPlan) -> None:
         """RuntimeError unless all ranks have the same plans, columns and hidden states."""
@@ -153,8 +145,10 @@ class RankRunner(Runner):
         running.hidden, running.seams = None, self.seams.take()
 
     def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
-        """A capture that is made on rank 0 alone would call the others, who know nothing of it."""
-        return super()._sample_captured(running, late) if self.ranks.size == 1 else False
+        done = super()._sample_captured(running, late)
+        if done and self.ranks.size > 1:
+            self.ranks.replayed("gather")
+        return done
 
 
 class _Quiet:
@@ -195,16 +189,31 @@ class RankDrafting(Drafting):
         return both[:, : ask.k], both[:, ask.k]
 
 
-def rank_graphs() -> type:
-    """``Graphs`` of ranks: the same captures of FORWARD on each, of every size, and none of SAMPLE.  Which sizes a rank
-    measures to be useful, and which settings rank 0 meets, the others do not know."""
+def rank_graphs(ranks: ProcessGroup) -> type:
+    """``Graphs`` of ranks: the same captures of FORWARD on each, of every size.  Which sizes a rank measures to be
+    useful, the others do not know.
+
+    SAMPLE is captured on rank 0, where logits come through memory that all GPUs reach: it waits there for the parts of
+    the others, whatever they run to send them.  The others have nothing to draw."""
     from minivllm.core.worker.graphs import Graphs
 
     class RankGraphs(Graphs):
         measured_from = 1 << 30
 
-        def sample(self, *args: Any, **more: Any) -> None:
-            return None
+        def warm(self) -> None:
+            if ranks.peers is not None:  # the kernel that gathers is compiled on all, before rank 0 captures it
+                self.runner.model.logits(self._buffers(self.coarse[0]).hidden[:1])
+            super().warm()
+
+        def sample(self, *args: Any, **more: Any) -> Any:
+            return super().sample(*args, **more) if ranks.rank == 0 and ranks.peers is not None else None
+
+        def _capture_sample(self, *args: Any) -> Any:
+            ranks.peers.alone = True
+            try:
+                return super()._capture_sample(*args)
+            finally:
+                ranks.peers.alone = False
 
     return RankGraphs
 
