@@ -2,9 +2,9 @@
 
     python benchmarks/ranks_speed.py --model DIR --load-format dummy --ranks 1 2 --rows 1 32 256 --workloads nano
 
-Each number of ranks runs in a process of its own, one after the other.  Decode steps have contexts of about ``--prompt``
-tokens and are medians from start to start; a workload is the best of two turns (``throughput.py``).  ``--set`` changes
-the configuration of all of them, ``--sums nccl`` the way in which ranks add.
+Each number of ranks runs in a process of its own, one after the other.  Decode steps have contexts of about
+``--prompt`` tokens and are medians from start to start; a workload is the best of two turns (``throughput.py``).
+``--set`` changes the configuration of all of them, ``--sums nccl`` the way in which ranks add.
 """
 
 from __future__ import annotations

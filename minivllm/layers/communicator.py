@@ -40,8 +40,8 @@ class Communicator(Protocol):
         ...
 
     def add_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """The sum of all ranks' x [T, dim], with ``bias`` [dim], is added to ``residual`` [T, dim] in place; what is given
-        back is the norm of that.  ``peers`` must take x."""
+        """The sum of all ranks' x [T, dim], with ``bias`` [dim], is added to ``residual`` [T, dim] in place, and the
+        norm of that is given back.  ``peers`` must take x."""
         ...
 
     def gather(self, x: Tensor, width: int) -> Tensor | None:
@@ -82,8 +82,8 @@ class ProcessGroup:
             raise LostRank(f"the {self.size} ranks have not met by {backend} (within {seconds:.0f} s): {first}") from e
 
     def share_memory(self) -> None:
-        """Use memory of the GPUs that all ranks reach from now on.  Where there is none ``why_not`` says why, and calls go
-        by NCCL as before."""
+        """Use memory of the GPUs that all ranks reach from now on.  Where there is none ``why_not`` says why, and calls
+        go by NCCL as before."""
         from .peers import PeerMemory, reachable
 
         self.why_not = reachable(self.size)
