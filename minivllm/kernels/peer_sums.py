@@ -109,12 +109,13 @@ def _at(peers, r, offset, element: tl.constexpr):
 
 @kernel("rank")
 def sum_by_words(
-    x, residual, weight, bias, y, peers, count, stride, rank, eps, DIM: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    KIND: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    x, residual, weight, bias, y, peers, count, progress, stride, rank, eps, DIM: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
     SIZE: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """grid (T,), T <= ROWS: a program takes a row of N words of 32 bits, P a power of two.  ``peers`` i64 [SIZE]: the
-    regions; in each, WORDS bytes behind its begin, i64 [2, ROWS, SIZE, MOST]."""
+    regions; in each, WORDS bytes behind its begin, i64 [2, ROWS, SIZE, MOST].  ``progress`` i32 [2], which the host
+    reads: the number of the sum that the first program began last, and of the one that it ended last."""
     wait(PDL)
     row = tl.program_id(0)
     at = tl.arange(0, P)
@@ -122,6 +123,8 @@ def sum_by_words(
     number = tl.load(count + row) + 1
     mine = tl.load(x + row.to(tl.int64) * stride + at, mask=on, other=0)
     tagged = (mine.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    if row == 0:
+        tl.store(progress, number)
     place = ((number & 1) * ROWS + row).to(tl.int64) * (SIZE * MOST)
     for r in tl.static_range(SIZE):
         if r != rank:
@@ -142,6 +145,8 @@ def sum_by_words(
     _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, on, eps, DIM, KIND, WIDE, BIAS, ADD,
                   NORM)  # fmt: skip
     tl.store(count + row, number)
+    if row == 0:
+        tl.store(progress + 1, number)
 
 
 @triton.jit
@@ -164,7 +169,7 @@ def _meet(peers, rank, block, number, flags, SIZE: tl.constexpr):
 
 @kernel("rank", "T")
 def sum_by_flags(
-    x, residual, weight, bias, y, peers, count, stride, rank, eps, T, DIM: tl.constexpr, N: tl.constexpr,
+    x, residual, weight, bias, y, peers, count, progress, stride, rank, eps, T, DIM: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
     SIZE: tl.constexpr, FLAGS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, EACH: tl.constexpr,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
@@ -178,6 +183,8 @@ def sum_by_flags(
     on = at < N
     share: tl.constexpr = ((N + SIZE - 1) // SIZE + 3) // 4 * 4
     number = tl.load(count + block)
+    if block == 0:
+        tl.store(progress, number + 1)
     for first in tl.range(block, T, programs * EACH):
         number += 1
         half = ((number & 1) * BLOCKS + block).to(tl.int64) * (CHUNK * 4)
@@ -232,3 +239,5 @@ def sum_by_flags(
             _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, mask, eps, DIM, KIND, WIDE,
                           BIAS, ADD, NORM)  # fmt: skip
     tl.store(count + block, number)
+    if block == 0:
+        tl.store(progress + 1, number)

@@ -89,6 +89,9 @@ class PeerMemory:
             torch.zeros(n, dtype=torch.int32, device=device) for n in (WORD_ROWS, BLOCKS, MOVERS, MOVERS)
         )
 
+        # host memory: the sum by words that began last, that ended last, and likewise by flags
+        self.progress = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
+
     @classmethod
     def meet(cls, rank: int, size: int, device: torch.device) -> PeerMemory:
         """With the ranks of torch's default process group.  RuntimeError where they do not reach each other's memory;
@@ -166,8 +169,8 @@ class PeerMemory:
         way = way or self.way(tokens, 4 * n)
         if way == "words":
             sum_by_words[(tokens,)](
-                *given, self.words, stride, self.rank, eps, WORDS=self.layout.words, ROWS=WORD_ROWS, MOST=WORDS,
-                num_warps=4 if n <= 1024 else 8, **sizes,
+                *given, self.words, self.progress[:2], stride, self.rank, eps, WORDS=self.layout.words, ROWS=WORD_ROWS,
+                MOST=WORDS, num_warps=4 if n <= 1024 else 8, **sizes,
             )  # fmt: skip
             return
         programs = min(tokens, BLOCKS)
@@ -175,8 +178,8 @@ class PeerMemory:
         while 2 * each * n <= CHUNK and each < 4 and each * programs < tokens:
             each *= 2
         sum_by_flags[(programs,)](
-            *given, self.flags, stride, self.rank, eps, tokens, FLAGS=self.layout.sum_flags, ROWS=self.layout.rows,
-            SUMS=self.layout.sums, EACH=each, BLOCKS=BLOCKS, CHUNK=CHUNK, SPLIT=way == "split",
+            *given, self.flags, self.progress[2:], stride, self.rank, eps, tokens, FLAGS=self.layout.sum_flags,
+            ROWS=self.layout.rows, SUMS=self.layout.sums, EACH=each, BLOCKS=BLOCKS, CHUNK=CHUNK, SPLIT=way == "split",
             num_warps=4 if n <= 1024 else 8, **sizes,
         )  # fmt: skip
 

@@ -205,8 +205,8 @@ def rank_graphs(ranks: ProcessGroup) -> type:
                 self.runner.model.logits(self._buffers(self.coarse[0]).hidden[:1])
             super().warm()
 
-        def sample(self, *args: Any, **more: Any) -> Any:
-            return super().sample(*args, **more) if ranks.rank == 0 and ranks.peers is not None else None
+        def _sample_of(self, *args: Any) -> Any:
+            return super()._sample_of(*args) if ranks.rank == 0 and ranks.peers is not None else None
 
         def _capture_sample(self, *args: Any) -> Any:
             ranks.peers.alone = True
