@@ -69,6 +69,8 @@ class Layout:
 
 def reachable(size: int) -> str:
     """Why the first ``size`` GPUs of this host cannot use each other's memory; "" if they can."""
+    if torch.cuda.device_count() < size:
+        return f"a rank sees {torch.cuda.device_count()} GPU(s) of {size}"
     for a in range(size):
         for b in range(size):
             if a != b and not torch.cuda.can_device_access_peer(a, b):
