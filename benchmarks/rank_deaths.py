@@ -1,11 +1,12 @@
 """Ends of processes that share a model, at random moments: how soon the engine says so, and what is left behind.
 
     python benchmarks/rank_deaths.py --times 20 --ranks 2
-    python benchmarks/rank_deaths.py --times 5 --faults "kill a rank" "Ctrl-C"
+    python benchmarks/rank_deaths.py --times 5 --executor ray --faults "a rank is killed" "Ctrl-C"
 
 Each try starts an engine in a process of its own, which answers requests one after another, and does one thing to it
 at a random moment.  Afterwards nothing may be there that was not before: processes, files in /dev/shm or in the folder
-for temporary ones, ports that somebody listens at.  Exit status 1 if something is, or if a fault took too long.
+for temporary ones, ports that somebody listens at.  An engine that is started again is stopped and started three times
+in its process, which goes on meanwhile.  Exit status 1 if something is left, or if a fault took too long.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import argparse
 import json
 import os
 import random
+import re
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,16 +34,28 @@ from minivllm import LLM, EngineDeadError, SamplingParams
 def say(**words):
     print(json.dumps(words), flush=True)
 
-if __name__ == "__main__":
-    ranks, device, timeout = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-    options = {"timeout": timeout, "checked": len(sys.argv) > 4}
+def make(ranks, device, timeout, executor, rounds, *checked):
+    options = {"timeout": float(timeout), "checked": bool(checked)}
     try:
-        llm = LLM(model="pocket", device=device, max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=64,
-                  max_model_len=256, executor={"name": "multiprocess", "options": options}, tensor_parallel_size=ranks)
+        return LLM(model="pocket", device=device, max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=64,
+                   max_model_len=256, executor={"name": executor, "options": options}, tensor_parallel_size=int(ranks))
     except Exception as e:
-        say(start=str(e))
+        say(start=str(e), at=time.monotonic())
         sys.exit(3)
-    say(pids=[child.pid for child in llm.engine.executor._ranks()])
+
+if __name__ == "__main__":
+    for _ in range(int(sys.argv[5])):
+        with make(*sys.argv[1:]) as llm:
+            out = llm.generate(["Once"], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+            assert out[0].error is None
+    if sys.argv[5] != "0":
+        say(stopped=True)
+        sys.stdin.read()
+        sys.exit()
+    llm = make(*sys.argv[1:])
+    executor = llm.engine.executor
+    cluster = getattr(executor, "_cluster", None)
+    say(pids=[child.pid for child in executor._ranks()], launcher=cluster and cluster._launcher.pid)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     with llm:
         while True:
@@ -49,8 +65,9 @@ if __name__ == "__main__":
                 break
             say(tokens=sum(len(o.tokens) for o in out))
 """
-SOON = {"Ctrl-C": 15.0, "a rank hangs": 2.0 + 2.0}  # seconds until the engine says so, where they are not 2
+SOON = {"a rank hangs": 2.0 + 2.0}  # seconds until the engine says so, where they are not 2
 GONE = 15.0  # seconds until nothing is left
+LONGEST = 300.0  # seconds of a try
 
 
 @dataclass
@@ -64,33 +81,45 @@ class Row:
     wrong: list[str] = field(default_factory=list)
 
 
-def listening() -> set[str]:
-    """Local addresses of sockets that listen."""
-    found = set()
+def listening() -> dict[str, str]:
+    """Local addresses of sockets that listen, by their inodes."""
+    found = {}
     for name in ("tcp", "tcp6"):
         with open(f"/proc/net/{name}", encoding="ascii") as file:
-            found |= {line.split()[1] for line in file if line.split()[3] == "0A"}
+            found |= {line.split()[9]: line.split()[1] for line in file if line.split()[3] == "0A"}
     return found
 
 
-def belongings(folder: str) -> dict[str, set[str]]:
+def of_others(mark: str) -> set[str]:
+    """Inodes of sockets that processes have which belong to no try."""
+    ours, found = of_try(mark), set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target.startswith("socket:[") and int(link.parts[2]) not in ours:
+            found.add(target[8:-1])
+    return found
+
+
+def belongings(folder: str) -> dict[str, set]:
     return {
         "shared memory": set(os.listdir("/dev/shm")),
         "temporary files": set(os.listdir(folder)),
-        "ports": listening(),
+        "ports": set(listening().items()),
     }
 
 
-def of_group(group: int) -> list[int]:
-    """Processes of a session that are there and no zombies."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def of_try(mark: str) -> dict[int, str]:
+    """Processes that have the variable ``MARK`` and are no zombies, and their command lines: wherever they belong."""
+    found, wanted = {}, f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            rest = stat.read_text().rpartition(") ")[2].split()
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_text()
         except OSError:
             continue
-        if rest[0] != "Z" and int(rest[3]) == group:
-            found.append(int(stat.parent.name))
     return found
 
 
@@ -100,19 +129,23 @@ class Try:
     def __init__(self, args: argparse.Namespace, folder: str, rng: random.Random) -> None:
         self.args, self.rng, self.before = args, rng, belongings(folder)
         self.rank = rng.randrange(args.ranks)
+        self.mark = secrets.token_hex(8)
         words = [
             str(args.ranks),
             args.device,
-            "2" if args.hangs else "30",
+            "2" if args.fault == HANGS else "30",
+            args.executor,
+            "3" if args.fault == AGAIN else "0",
             *(["checked"] if rng.random() < 0.5 else []),
         ]
         self.process = subprocess.Popen(
             [sys.executable, "-c", ENGINE, *words],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "TMPDIR": folder},
+            env={**os.environ, "TMPDIR": folder, MARK: self.mark},
         )
         self.folder = folder
 
@@ -122,52 +155,68 @@ class Try:
 
     def run(self, fault: str, row: Row) -> None:
         row.tries += 1
-        if fault == "a rank dies while it starts":
+        late = threading.Timer(LONGEST, self.process.kill)
+        late.start()
+        try:
+            self._run(fault, row)
+        finally:
+            if late.finished.is_set():
+                row.wrong.append(f"{fault}: the engine has not ended within {LONGEST:.0f} s")
+            late.cancel()
+
+    def _run(self, fault: str, row: Row) -> None:
+        if fault == AGAIN:
+            told = self.hear()
+            self._left(row, time.monotonic())
+            if "stopped" not in told:
+                row.wrong.append(f"{fault}: it says {told}")
+            return
+        if fault == STARTS:
             begun = self._kill_a_starting_rank()
         else:
-            pids = self.hear()["pids"]
+            told = self.hear()
+            if "pids" not in told:
+                row.wrong.append(f"{fault}: it says {told}")
+                return self._left(row, time.monotonic())
             time.sleep(self.rng.uniform(0.0, 1.0))
             begun = time.monotonic()
-            self._do(fault, pids)
+            self._do(fault, told)
         said = {}
         while self.process.poll() is None or not said:
             if not (heard := self.hear()):
                 break
             said = heard if "error" in heard or "start" in heard else said
-        row.said = max(row.said, (took := time.monotonic() - begun))
+        took = said.get("at", time.monotonic()) - begun
+        row.said = max(row.said, took)
         self._left(row, begun)
         words = said.get("error", said.get("start", ""))
         if fault.startswith("a rank"):
-            if f"rank {self.rank} of {self.args.ranks}" not in words:
+            numbered = fault != STARTS or self.args.executor == "multiprocess"  # Ray's places get numbers later
+            if (f"rank {self.rank} of {self.args.ranks}" if numbered else "rank") not in words:
                 row.wrong.append(f"{fault} {self.rank}: it says {words!r}")
             if took > SOON.get(fault, 2.0):
                 row.wrong.append(f"{fault} {self.rank}: said after {took:.1f} s")
 
     def _kill_a_starting_rank(self) -> float:
-        """Ranks are the engine's children, in order; some time after there are so many."""
+        """Some time after there are so many."""
         found: list[int] = []
         while len(found) < self.args.ranks and self.process.poll() is None:
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            found = [int(pid) for pid in children if "multiprocess_worker" in _words(int(pid))]
+            found = [pid for pid, words in of_try(self.mark).items() if re.search(RANK[self.args.executor], words)]
             time.sleep(0.02)
         time.sleep(self.rng.uniform(0.0, 1.5))
         begun = time.monotonic()
         os.kill(sorted(found)[self.rank], signal.SIGKILL)
         return begun
 
-    def _do(self, fault: str, pids: list[int]) -> None:
-        numbers = {
-            "a rank is killed": signal.SIGKILL,
-            "a rank crashes": signal.SIGSEGV,
-            "a rank hangs": signal.SIGSTOP,
-            "the engine is killed": signal.SIGKILL,
-            "the engine is terminated": signal.SIGTERM,
-            "Ctrl-C": signal.SIGINT,
-        }
+    def _do(self, fault: str, told: dict) -> None:
+        numbers = {HANGS: signal.SIGSTOP, "a rank crashes": signal.SIGSEGV, "the engine is terminated": signal.SIGTERM}
+        number = numbers.get(fault, signal.SIGKILL)
         if fault == "Ctrl-C":
-            os.killpg(self.process.pid, numbers[fault])  # as a terminal does, the ranks too
+            os.killpg(self.process.pid, signal.SIGINT)  # as a terminal does, the ranks too
+        elif fault.startswith("a rank"):
+            os.kill(told["pids"][self.rank], number)
         else:
-            os.kill(pids[self.rank] if fault.startswith("a rank") else self.process.pid, numbers[fault])
+            os.kill(told["launcher"] if fault == LAUNCHER else self.process.pid, number)
 
     def _left(self, row: Row, begun: float) -> None:
         """Wait until nothing is left, and count what is."""
@@ -175,30 +224,30 @@ class Try:
         while True:
             now = belongings(self.folder)
             more = {what: now[what] - self.before[what] for what in now}
-            more["processes"] = {str(pid) for pid in of_group(self.process.pid) if pid != self.process.pid}
-            if self.process.poll() is None:
+            if more["ports"]:  # of this machine, on which others work too
+                others = of_others(self.mark)
+                more["ports"] = {port for port in more["ports"] if port[0] not in others}
+            more["processes"] = {str(pid) for pid in of_try(self.mark) if pid != self.process.pid}
+            if self.process.poll() is None and self.args.fault != AGAIN:
                 more["processes"].add("the engine")
             if not any(more.values()) or time.monotonic() > end:
                 break
             time.sleep(0.02)
         row.gone = max(row.gone, time.monotonic() - begun)
         row.left.update({what: len(names) for what, names in more.items() if names})
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in [] if self.args.fault == AGAIN else of_try(self.mark):
+            os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
 
-def _words(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
+HANGS, STARTS, AGAIN = "a rank hangs", "a rank dies while it starts", "it is started again"
+LAUNCHER = "the launcher is killed"  # of Ray
 FAULTS = (
-    "a rank is killed", "a rank crashes", "a rank hangs", "a rank dies while it starts", "the engine is killed",
-    "the engine is terminated", "Ctrl-C",
+    "a rank is killed", "a rank crashes", HANGS, STARTS, "the engine is killed", "the engine is terminated", "Ctrl-C",
+    AGAIN, LAUNCHER,
 )  # fmt: skip
+RANK = {"multiprocess": "multiprocess_worker", "ray": r"^ray::RankPlace"}  # command lines
+MARK = "RANK_DEATHS_TRY"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -206,19 +255,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=20, help="tries, of all faults together")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--executor", default="multiprocess", choices=list(RANK))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    if args.executor != "ray":
+        args.faults = [fault for fault in args.faults if fault != LAUNCHER]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background without it
     rng, rows = random.Random(args.seed), {fault: Row() for fault in args.faults}
     with tempfile.TemporaryDirectory() as folder:
         for i in range(args.times):
-            fault = args.faults[i % len(args.faults)]
-            args.hangs = fault == "a rank hangs"
-            Try(args, folder, rng).run(fault, rows[fault])
+            args.fault = args.faults[i % len(args.faults)]
+            Try(args, folder, rng).run(args.fault, rows[args.fault])
     print(f"{'fault':28} {'tries':>5} {'said within':>11} {'gone within':>11}  left behind")
     for fault, row in rows.items():
         left = ", ".join(f"{n} {what}" for what, n in row.left.items()) or "nothing"
-        said = f"{row.said:9.2f} s" if fault.startswith("a rank") else f"{'-':>11}"
+        said = f"{row.said:9.2f} s" if fault.startswith(("a rank", "the l")) else f"{'-':>11}"
         print(f"{fault:28} {row.tries:5} {said} {row.gone:9.2f} s  {left}")
     wrong = [line for row in rows.values() for line in row.wrong]
     print("\n".join(wrong))

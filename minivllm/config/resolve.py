@@ -147,7 +147,7 @@ class _Fold:
         dtype, why = choose_dtype(config.dtype, checkpoint.dtype, device)
         self._learn("dtype", dtype, f"{dtype} ({why})")
         specs, hf_config, switch = self._model(checkpoint, invariant)
-        tensor_parallel.check(config.tensor_parallel_size, specs, device, self.origins)
+        tensor_parallel.check(config.tensor_parallel_size, specs, device, self.parts["executor"], self.origins)
         max_len = self._max_len(hf_config)
         switch = None if switch is None or switch >= max_len else switch
         limits = DraftLimits(hf_config.vocab_size, max_len, switch)

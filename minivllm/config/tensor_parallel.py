@@ -10,6 +10,7 @@ from minivllm.validation import begins, source_of
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnSpec
+    from minivllm.core.interfaces.executor import Part
     from minivllm.hardware import Device
 
 
@@ -18,10 +19,15 @@ def fits(size: int, spec: AttnSpec) -> bool:
     return spec.heads % size == 0 and (spec.kv_heads % size == 0 or size % spec.kv_heads == 0)
 
 
-def check(size: int, specs: Sequence[AttnSpec], device: Device, origins: Mapping[str, str]) -> None:
+def elsewhere(executor: Part) -> bool:
+    """Whether an executor has devices that this machine does not see: its trait ``cluster`` names the option."""
+    return bool(executor.options.get(str(executor.traits.get("cluster", ""))))
+
+
+def check(size: int, specs: Sequence[AttnSpec], device: Device, executor: Part, origins: Mapping[str, str]) -> None:
     """ConfigError, with the sizes that would do."""
     said = begins(source_of(origins, "tensor_parallel_size"))
-    if device.devices < size and device.kind != "cpu":
+    if device.devices < size and device.kind != "cpu" and not elsewhere(executor):
         raise ConfigError(
             f"{said}tensor_parallel_size={size}: each process has a device, and torch sees {device.devices} on "
             f"{device.kind}; want at most {device.devices}"

@@ -65,13 +65,13 @@ class ProcessGroup:
         self.why_not = ""  # there is no such memory
         self._note = note or (lambda call, operation: None)
 
-    def join(self, store: str, seconds: float) -> None:
-        """Meet the other ranks by the file ``store``.  Each wait, here and in calls, ends after so many seconds:
-        LostRank."""
+    def join(self, store: str | dist.Store, seconds: float) -> None:
+        """Meet the other ranks by ``store``, a file or one of torch's.  Each wait, here and in calls, ends after so
+        many seconds: LostRank."""
         limit, device = timedelta(seconds=seconds), None
         if self.device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        meeting = dist.FileStore(store, self.size)
+        meeting = dist.FileStore(store, self.size) if isinstance(store, str) else store
         meeting.set_timeout(limit)
         backend = "gloo" if device is None else "nccl"
         at = dict(store=meeting, rank=self.rank, world_size=self.size, timeout=limit, device_id=device)
@@ -87,8 +87,14 @@ class ProcessGroup:
         from .peers import PeerMemory, reachable
 
         self.why_not = reachable(self.size)
-        if not self.why_not:
+        if self.why_not:  # all ranks find the same
+            return
+        try:
             self.peers = PeerMemory.meet(self.rank, self.size, torch.device("cuda", torch.cuda.current_device()))
+        except RuntimeError as e:
+            self.why_not = str(e).splitlines()[0]
+        if not self.least([self.peers is not None])[0]:
+            self.peers, self.why_not = None, self.why_not or "another rank has no access to it"
 
     def leave(self) -> None:
         self.peers = None

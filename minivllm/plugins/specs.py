@@ -18,6 +18,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("executor", "local", "minivllm.plugins.executor.spec:LOCAL"),
     ("executor", "multiprocess", "minivllm.plugins.executor.spec:MULTIPROCESS"),
     ("executor", "process", "minivllm.plugins.executor.spec:PROCESS"),
+    ("executor", "ray", "minivllm.plugins.executor.spec:RAY"),
     ("executor", "sim", "minivllm.plugins.executor.spec:SIM"),
     ("grammar", "llguidance", "minivllm.plugins.grammar.spec:LLGUIDANCE"),
     ("grammar", "xgrammar", "minivllm.plugins.grammar.spec:XGRAMMAR"),

@@ -188,6 +188,11 @@ class Channel:
 
     BYTES = 2 * HEAD + OUT + BACK
 
+    @property
+    def socket(self) -> socket.socket:
+        """Its end tells of the other process's."""
+        return self._sock
+
     # ---- to the other --------------------------------------------------------------------------------------------
 
     def send(self, kind: int, parts: Sequence[bytes | bytearray | memoryview], file: int = -1) -> None:

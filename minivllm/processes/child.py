@@ -13,15 +13,20 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from . import fresh
 from .channel import Channel, ChannelClosed, ChannelStuck, Message, shared_file
 from .rhythm import Rhythm
 
-LAST_WORDS = 2000  # bytes of its standard error that its end is explained with
+LAST_WORDS = 16_000  # bytes of its standard error that its end is explained with
+MOST = 400  # characters of a line of it
+CRASH = "Fatal Python error"  # as faulthandler begins
 LOOK = 0.5  # seconds between looks whether it lives: others may hold its end of the channel
 PATIENCE = 5.0  # seconds for one whose channel has closed to end
+HUNG_UP = getattr(
+    select, "POLLRDHUP", 0
+)  # that the other end of a socket has closed, also where bytes are left to read
 
 
 class ChildEnded(Exception):
@@ -45,6 +50,13 @@ class Words(threading.Thread):
                 sys.stderr.write(said.decode(errors="replace"))
                 sys.stderr.flush()
         os.close(self._pipe)
+
+    def told(self) -> str:
+        """The last lines, for the sentence that tells of an end; of a crash the first ones of what Python writes."""
+        lines = [line for line in self.last.decode(errors="replace").splitlines() if line.strip()]
+        crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH)), None)
+        some = lines[-3:] if crash is None else lines[crash : crash + 3]
+        return f"; its last words: {' | '.join(line.strip()[:MOST] for line in some)}" if some else ""
 
 
 class Child:
@@ -141,9 +153,7 @@ class Child:
             return ChildEnded(f"the worker process {pid} has closed its channel, and runs on")
         self._words.join(1.0)
         how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal_name(-code)})"
-        words = self._words.last.decode(errors="replace").strip().splitlines()
-        last = f"; its last words: {' | '.join(words[-3:])}" if words else ""
-        return ChildEnded(f"the worker process {pid} has ended, {how}{last}")
+        return ChildEnded(f"the worker process {pid} has ended, {how}{self._words.told()}")
 
     def _close(self) -> None:
         if self._channel is not None:
@@ -174,24 +184,36 @@ def signal_name(number: int) -> str:
         return "unknown"
 
 
-def attach(sock: str, memory: str) -> Channel:
-    """In the started process: its end of the channel.  From now on signals that a terminal or a supervisor sends to the
-    whole group are left to who started it, whose end ends this process too, be it in the middle of a step."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+def attach(sock: str, memory: str, last: Callable[[], None] | None = None) -> Channel:
+    """In the started process: its end of the channel, upon whose end it ends (``follow``)."""
     ours = socket.socket(fileno=int(sock))
     ours.set_inheritable(False)
     channel = Channel(ours, int(memory), started=True)
     os.close(int(memory))
-    threading.Thread(target=_end_with, args=(os.dup(ours.fileno()), os.getppid()), daemon=True).start()
+    follow(ours, last)
     return channel
 
 
-def _end_with(sock: int, parent: int) -> None:
+def follow(sock: socket.socket, last: Callable[[], None] | None = None, patience: float = PATIENCE) -> None:
+    """From now on signals that a terminal or a supervisor sends to the whole group are left to the process at the other
+    end of ``sock``, whose end ends this process too, be it in the middle of a step.  ``last`` is called before, where
+    this process has not ended by itself within ``patience`` seconds."""
+    ignore_signals()
+    threading.Thread(target=_end_with, args=(os.dup(sock.fileno()), os.getppid(), last, patience), daemon=True).start()
+
+
+def ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_with(sock: int, parent: int, last: Callable[[], None] | None, patience: float) -> None:
     """End this process when the other end of its channel has closed, if it has not done so by itself in time."""
     poll = select.poll()
-    poll.register(sock, 0)  # its end is always told
+    poll.register(sock, HUNG_UP)
     while not poll.poll(1e3 * LOOK) and os.getppid() == parent:
         pass
-    time.sleep(PATIENCE)
+    time.sleep(patience)
+    if last is not None:
+        last()
     os._exit(1)

@@ -40,6 +40,13 @@ class StatusPage:
     def get(self, rank: int, word: int) -> int:
         return self._words[rank * LINE + word]
 
+    def line(self, rank: int) -> bytes:
+        """All words of a process, as another page's ``set_line`` takes them."""
+        return bytes(self._bytes[rank * LINE * WORD : (rank + 1) * LINE * WORD])
+
+    def set_line(self, rank: int, line: bytes) -> None:
+        self._bytes[rank * LINE * WORD : (rank + 1) * LINE * WORD] = line
+
     def _all(self) -> bytes:
         return bytes(self._bytes)
 

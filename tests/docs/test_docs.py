@@ -32,7 +32,7 @@ from minivllm.config.server import ServerConfig
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.hooks.contract import FIGURES, WRAPPERS, HookContracts
 from minivllm.hooks.manager import NAMES
-from minivllm.plugins.executor.options import MultiprocessOptions, SimOptions
+from minivllm.plugins.executor.options import MultiprocessOptions, RayOptions, SimOptions
 from minivllm.registry import Catalog
 from minivllm.spec import KINDS
 from minivllm.testing.cli import main as conformance
@@ -314,7 +314,12 @@ def executor_table(name: str) -> list[str]:
     return rows
 
 
-EXECUTORS = {"sim": ("scheduling.md", SimOptions), "multiprocess": ("tensor-parallelism.md", MultiprocessOptions)}
+RANKS = "tensor-parallelism.md"
+EXECUTORS = {
+    "sim": ("scheduling.md", SimOptions),
+    "multiprocess": (RANKS, MultiprocessOptions),
+    "ray": (RANKS, RayOptions),
+}
 
 
 @pytest.mark.parametrize("name", EXECUTORS)

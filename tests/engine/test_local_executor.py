@@ -7,10 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.core.interfaces.plan import LateInputs
+from minivllm.errors import ResourceError
+from minivllm.plugins.executor.crowded import with_others
 from minivllm.plugins.executor.local import Local
 
 
@@ -54,3 +58,26 @@ def test_each_step_draws_under_its_masks_before_the_next_one_begins(late: list[b
     assert got == list(range(len(late))), "each result once, in the order of submission"
     assert runner.asked == [(what, step) for step in range(len(late)) for what in ("forward", "sample")]
     assert runner.masks == {step: step for step, is_late in enumerate(late) if is_late}
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "reserved", "words"),
+    [
+        (
+            "cuda",
+            4,
+            2,
+            "no room.  About 73.0 of the 80 GiB of cuda:1 are other processes' (nvidia-smi names them), such",
+        ),
+        ("cuda", 4, 76, "no room"),
+        ("cpu", 0, 0, "no room"),
+    ],
+)
+def test_too_little_memory_is_told_with_what_other_processes_have_of_the_device(
+    monkeypatch, device, free, reserved, words
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved << 30)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    error = with_others(ResourceError("no room"), device)
+    assert str(error).startswith(words) and len(str(error)) - len(words) < (1 if words == "no room" else 200)

@@ -1,4 +1,4 @@
-"""Cases for the executor ``multiprocess``: how many ranks share the model of each engine, drawn for the seed."""
+"""Cases for executors of several ranks: how many share the model of each engine, drawn for the seed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ OWN = ("q", "k", "v")  # points of a layer that no rank has whole
 
 
 def sizes(model: str, most: int = MOST) -> list[int]:
-    """How many ranks can share a model, of at most ``most``.  Where a router may send a token elsewhere for a last bit it
-    is one."""
+    """How many ranks can share a model, of at most ``most``.  Where a router may send a token elsewhere for a last bit
+    it is one."""
     if model in ROUTED:
         return [1]
     shape = SHAPES.get(model, POCKET)
@@ -25,15 +25,18 @@ def sizes(model: str, most: int = MOST) -> list[int]:
     return [n for n in range(1, most + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
 
 
-def shared(case: Case, most: int = MOST) -> Case:
-    """The case with ranks.  What they would be refused is left out: bits that do not go by the batch, points of which
-    each has a part.  Weights that are quantized share by share are other weights, so none are."""
+def shared(case: Case, executor: str, most: int = MOST) -> Case:
+    """The case with ranks of an executor.  What they would be refused is left out: bits that do not go by the batch,
+    points of which each has a part.  Weights that are quantized share by share are other weights, so none are."""
     engines = []
     for i, options in enumerate(case.engines):
         rng = random.Random(f"ranks {case.seed} {i}")
         able = sizes(options["model"], most)
         size = rng.choice([n for n in able if n > 1] or able)
-        checked = {"name": "multiprocess", "options": {"checked": rng.random() < 0.5, "timeout": 60}}
+        how: dict[str, object] = {"checked": rng.random() < 0.5, "timeout": 60}
+        if executor == "ray":
+            how["transport"] = rng.choice(["auto", "tcp"])
+        checked = {"name": executor, "options": how}
         more = {"batch_invariant": False, "quantizer": "none"} if size > 1 else {}
         engines.append({**options, "executor": checked, "tensor_parallel_size": size, **more})
     asks = []

@@ -31,6 +31,7 @@ from fuzz.ledger import Ledger
 from fuzz.pool import Pool, Result
 from fuzz.ranks import shared
 from fuzz.shrink import Shrinker
+from minivllm.hardware import find_device
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -188,8 +189,8 @@ def shrink(args: argparse.Namespace, folder: Path) -> int:
 def of_seed(args: argparse.Namespace, seed: int, dtype: str) -> Case:
     """The case of a seed, with what the command line asks for of all engines."""
     case = case_of(seed, args.device, dtype)
-    if args.executor == "multiprocess":
-        return shared(case)
+    if args.executor in ("multiprocess", "ray"):
+        return shared(case, args.executor, *([find_device("cuda").devices] if args.device == "cuda" else []))
     own = {"executor": args.executor} if args.executor else {}
     return replace(case, engines=[{**options, **own} for options in case.engines])
 
@@ -200,7 +201,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--executor",
         default="",
-        help="that engines run their steps with; empty: the default; of multiprocess the number of ranks is drawn too",
+        help="that engines run their steps with; empty: the default; of multiprocess and ray with ranks",
     )
     parser.add_argument("--configs", type=int, default=100, help="new seeds, at most")
     parser.add_argument("--processes", type=int, default=2)

@@ -12,9 +12,10 @@ ALIKE = {
     "scheduler": "minivllm/fcfs", "evictor": "minivllm/lru", "processor": "minivllm/penalties",
     "sampler": "minivllm/default", "model": "minivllm/llama", "kvformat": "minivllm/bf16",
 }  # fmt: skip
-# the first two start processes for each test, the next an exporter; the others are like int8, fp8-weight and int4
+# the first three start processes for each test, the next an exporter; the others are like int8, fp8-weight and int4
 LONG = {
-    ("executor", "minivllm/process"), ("executor", "minivllm/multiprocess"), ("hooks", "minivllm/opentelemetry"),
+    ("executor", "minivllm/process"), ("executor", "minivllm/multiprocess"), ("executor", "minivllm/ray"),
+    ("hooks", "minivllm/opentelemetry"),
     ("quantizer", "minivllm/fp8"),
     ("quantizer", "minivllm/int8-w8a8"), ("quantizer", "minivllm/gptq"), ("quantizer", "minivllm/awq"),
     ("quantizer", "minivllm/compressed-tensors"), ("quantizer", "minivllm/fp8-checkpoint"),

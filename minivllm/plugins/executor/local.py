@@ -11,8 +11,10 @@ import numpy as np
 
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, ResourceError
 from minivllm.processes.memory import HeapTrimmer, resident_bytes
+
+from .crowded import with_others
 
 if TYPE_CHECKING:
     from minivllm.core.worker.runner import Runner
@@ -34,7 +36,10 @@ class Local(Executor):
     def start(self, wiring: Wiring) -> Capacity:
         from minivllm.core.worker.runner import Runner
 
-        return self.adopt(Runner(wiring))
+        try:
+            return self.adopt(Runner(wiring))
+        except ResourceError as e:
+            raise with_others(e, wiring.device) from e
 
     def adopt(self, runner: Runner) -> Capacity:
         """Run steps with a runner that has been made."""

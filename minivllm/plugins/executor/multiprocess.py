@@ -13,10 +13,11 @@ have failed on all ranks at the same place, as what a plug-in raises does; else 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +29,13 @@ from minivllm.processes.child import LOOK, Child, ChildEnded
 from minivllm.processes.status import BEGUN, CALLS, StatusPage
 from minivllm.wiring import wiring_to_json
 
+from .fingerprint import differences
 from .options import MultiprocessOptions
 from .process import CALL, FAILED, NOT_RUNNING, READY, START, Process, capacity_of
 
 WORKER = "minivllm.plugins.executor.multiprocess_worker:main"
 OPERATIONS = ("", "all_reduce", "gather", "broadcast", "all_gather")  # of ``layers.communicator``, which has torch
-GO, PARTED, LOST = 13, 14, 15  # kinds of messages beside those of ``process``: JSON
+GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)  # kinds of messages beside those of ``process``: JSON
 AGREE = 5.0  # seconds in which all ranks must have said that a step failed
 DYING = 1.0  # seconds in which it shows who has died, where one says that another is lost
 PATIENCE = 2.0  # a call between ranks waits so much longer than who started them, who sees more of it
@@ -59,6 +61,7 @@ class Multiprocess(Process):
         size, self._device = wiring.parallel.tensor_parallel_size, wiring.device
         try:
             self._start(wiring, size)
+            self._compare_all(size)
             told = self._ready_all(size)
         except (ChildEnded, EngineDeadError, OSError) as e:
             self._kill()
@@ -81,8 +84,7 @@ class Multiprocess(Process):
         files = [shared_file(StatusPage.room(size)), shared_file(0)]
         try:
             self._page = StatusPage(files[0], size, OPERATIONS)
-            for rank in range(size):
-                child = Child(WORKER, self.options.timeout)
+            for rank, child in enumerate(self._launch(wiring, size)):
                 if rank:
                     self._others.append(child)
                 else:
@@ -91,11 +93,58 @@ class Multiprocess(Process):
                 told = {"rank": rank, "size": size, "wiring": text}
                 told |= {"timeout": PATIENCE * self.options.timeout}
                 told |= {"checked": self.options.checked, "sums": self.options.sums}
-                child.send(START, [json.dumps(told).encode()], files[0])
-                child.send(START, [b""], files[1])
+                with self._named(rank):
+                    self._begin(child, rank, told, files)
         finally:
             for file in files:
                 os.close(file)
+
+    def _launch(self, wiring: Wiring, size: int) -> Iterator[Child]:
+        """The ranks in order, each of which is told what it is before the next one is made."""
+        for _ in range(size):
+            yield Child(WORKER, self.options.timeout)
+
+    def _begin(self, child: Child, rank: int, told: dict[str, Any], files: Sequence[int]) -> None:
+        """``files``: of the page of states, and to meet by."""
+        child.send(START, [json.dumps(told).encode()], files[0])
+        child.send(START, [b""], files[1])
+
+    def _compare_all(self, size: int) -> None:
+        """ResourceError if a rank has other files or versions than rank 0: it is what each says first."""
+        said: dict[int, dict[str, str]] = {}
+        end = time.monotonic() + self.options.start_timeout
+        while len(said) < size:
+            for rank in [rank for rank in range(size) if rank not in said]:
+                with self._named(rank):
+                    message = self._rank(rank).receive(wait=False)
+                if message is None:
+                    self._still_starts(rank)
+                elif message.kind == FINGERPRINT:
+                    said[rank] = json.loads(message.data)
+                else:
+                    raise EngineDeadError(f"{self._name(rank)} sent a message of kind {message.kind} out of turn")
+            if time.monotonic() > end:
+                missing = "; ".join(self._where(rank) for rank in range(size) if rank not in said)
+                raise ResourceError(f"not started within {self.options.start_timeout:.0f} s: {missing}")
+            time.sleep(STARTING)
+        for rank in range(1, size):
+            if words := differences(said[0], said[rank]):
+                raise ResourceError(
+                    f"{self._name(rank)} has other files or versions than {self._name(0)}: {words}; all ranks need the "
+                    "same"
+                )
+
+    @contextlib.contextmanager
+    def _named(self, rank: int) -> Iterator[None]:
+        """EngineDeadError says which one has ended."""
+        try:
+            yield
+        except ChildEnded as e:
+            raise EngineDeadError(f"{self._name(rank)}: {e}") from e
+
+    def _still_starts(self, rank: int) -> None:
+        if (ended := self._rank(rank).ended()) is not None:
+            raise EngineDeadError(f"{self._name(rank)}: {ended}")
 
     def _ready_all(self, size: int) -> list[dict[str, Any]]:
         """What each rank said of itself once it was ready.  The error of one, or how one ended."""
@@ -116,6 +165,9 @@ class Multiprocess(Process):
                 if message is None:
                     continue
                 said = json.loads(message.data)
+                if message.kind == MEETING:  # rank 0 says where
+                    self._tell(MEETING, bytes(message.data))
+                    continue
                 if message.kind == READY:
                     told[rank] = said["answer"]
                     continue

@@ -11,6 +11,7 @@ import json
 import os
 from typing import Any
 
+import minivllm
 from minivllm.core.interfaces.executor import Wiring
 from minivllm.core.interfaces.plan import StepResult
 from minivllm.core.worker.process import build
@@ -18,9 +19,12 @@ from minivllm.errors import MinivllmError, ResourceError
 from minivllm.processes.channel import Channel, ChannelClosed
 from minivllm.processes.child import attach
 from minivllm.processes.status import BEGUN, CALLS, DONE, OPERATION, PHASE, StatusPage
+from minivllm.wiring import wiring_from_json
 
+from .crowded import with_others
+from .fingerprint import fingerprint
 from .local import Local
-from .multiprocess import GO, LOST, PARTED
+from .multiprocess import FINGERPRINT, GO, LOST, PARTED
 from .process import FAILED, READY
 from .process_worker import WorkerLoop, _answer, _failure
 
@@ -46,15 +50,28 @@ class Rank:
         self.told = json.loads(first.data)
         self.channel, self.executor = channel, Local()
         self.rank, self.size, self.ranks = self.told["rank"], self.told["size"], None
-        page, self.store = channel.file(), channel.file()  # the second stays open: torch has its path
+        page, self.store = self._files()  # the second stays open: torch has its path
         self.page = StatusPage(page, self.size, ())
         os.close(page)
+
+    def _files(self) -> tuple[int, int]:
+        """For the page of states, and to meet by; -1: there is none."""
+        return self.channel.file(), self.channel.file()
+
+    def _meeting(self) -> Any:
+        """Where the ranks meet."""
+        return f"/proc/self/fd/{self.store}"
+
+    def _interface(self) -> str:
+        """The network between the ranks; "": torch finds one."""
+        return "lo"  # ranks of one machine need no other
 
     def note(self, word: int, value: int) -> None:
         self.page.set(self.rank, word, value)
 
     def serve(self) -> None:
         try:
+            self.channel.send(FINGERPRINT, [json.dumps(self._fingerprint()).encode()])
             try:
                 capacity = self.executor.adopt(build(self.told["wiring"], self._make))
             except MinivllmError as e:
@@ -73,6 +90,12 @@ class Rank:
             if self.ranks is not None:
                 self.ranks.leave()
 
+    def _fingerprint(self) -> dict[str, str]:
+        try:
+            return fingerprint(wiring_from_json(self.told["wiring"]))
+        except MinivllmError as e:
+            return {"minivllm": f"{minivllm.__version__} ({e})"}
+
     def _make(self, wiring: Wiring) -> Any:
         import torch
 
@@ -82,21 +105,25 @@ class Rank:
         from .ranks import RankRunner
 
         if wiring.device == "cuda":
-            torch.cuda.set_device(self.rank)
+            torch.cuda.set_device(self.told.get("device", self.rank))
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // self.size))
         self.note(PHASE, MEETS)
         self.ranks = ProcessGroup(self.rank, self.size, wiring.device, self._calls)
         if self.size > 1:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine need no other network
+            if interface := self._interface():
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             try:
-                self.ranks.join(f"/proc/self/fd/{self.store}", self.told["timeout"])
+                self.ranks.join(self._meeting(), self.told["timeout"])
             except LostRank as e:
                 raise ResourceError(str(e)) from e
-            if self.told["sums"] == "auto" and has_kernels(wiring):
+            if self.told["sums"] == "auto" and has_kernels(wiring) and not self.told.get("apart"):
                 self.ranks.share_memory()
         self.note(PHASE, LOADS)
-        return RankRunner(wiring, self.ranks, self._failed, self.told["checked"])
+        try:
+            return RankRunner(wiring, self.ranks, self._failed, self.told["checked"])
+        except ResourceError as e:
+            raise with_others(e, wiring.device) from e
 
     def _calls(self, call: int, operation: int) -> None:
         if operation:

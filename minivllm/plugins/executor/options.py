@@ -31,6 +31,23 @@ class MultiprocessOptions(BaseModel):
     )
 
 
+class RayOptions(MultiprocessOptions):
+    address: str = Field(
+        "",
+        max_length=300,
+        description="host:port of a Ray cluster that runs; `auto`: the one that RAY_ADDRESS names or this machine is a "
+        "node of; empty: a cluster of one node is started here, and ends with the engine",
+    )
+    placement_timeout: float = Field(
+        10.0, ge=1, le=86_400, description="seconds that the cluster may take to have a free place for each process"
+    )
+    transport: Literal["auto", "tcp"] = Field(
+        "auto",
+        description="how plans go to a process: `auto` through shared memory on this machine, over TCP to others; "
+        "`tcp` over TCP to all",
+    )
+
+
 class SimOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

@@ -15,11 +15,12 @@ import numpy as np
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.core.worker.process import build
-from minivllm.errors import MinivllmError, told
+from minivllm.errors import MinivllmError, ResourceError, told
 from minivllm.processes.channel import Channel, ChannelClosed
 from minivllm.processes.child import attach
 from minivllm.processes.rhythm import Rhythm, let_others
 
+from .crowded import with_others
 from .local import Local
 from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, READY
 from .steps import NEXT, PLAN, Plans, Results
@@ -42,6 +43,8 @@ def _serve(channel: Channel) -> None:
         try:
             capacity = executor.adopt(build(first.data.decode()))
         except MinivllmError as e:
+            if isinstance(e, ResourceError):
+                e = with_others(e, json.loads(first.data)["device"])
             channel.send(FAILED, [_failure(0, e)])
             return
         channel.send(READY, [_answer(0, dataclasses.asdict(capacity))])

@@ -1,6 +1,6 @@
 """What the built-in executors say about themselves."""
 
-from minivllm.spec import ANY, Range, Spec
+from minivllm.spec import ANY, Needs, Range, Spec
 
 LOCAL = Spec(
     impl="minivllm.plugins.executor.local:Local",
@@ -34,4 +34,14 @@ MULTIPROCESS = Spec(
     options="minivllm.plugins.executor.options:MultiprocessOptions",
     priority=-10,  # what one process can do it does without messages
     limits={"device": ANY, "tensor_parallel_size": Range(1, 8)},
+)
+RAY = Spec(
+    impl="minivllm.plugins.executor.ray_executor:Ray",
+    api=(2, 4),
+    summary="runs the steps in actors of a Ray cluster, which share the model; they may be on several machines",
+    options="minivllm.plugins.executor.options:RayOptions",
+    priority=-50,  # a cluster is a thing to ask for
+    limits={"device": ANY, "tensor_parallel_size": Range(1, 8)},
+    needs=(Needs("ray", "2.50", 'pip install "minivllm[ray]"'),),
+    traits={"cluster": "address"},  # the option that names where devices are which this machine does not see
 )

@@ -1,0 +1,25 @@
+"""Who else has the memory of a GPU, where an engine finds too little: mostly another engine."""
+
+from __future__ import annotations
+
+from minivllm.errors import ResourceError
+
+CONTEXT = 1 << 30  # bytes that a process takes for itself beside what torch counts, at most
+
+
+def with_others(error: ResourceError, device: str) -> ResourceError:
+    """The error, and what other processes have of this process's GPU, if that is more than one takes for itself."""
+    if device != "cuda":
+        return error
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved() - CONTEXT
+    if others <= 0:
+        return error
+    device = f"cuda:{torch.cuda.current_device()}"
+    return ResourceError(
+        f"{error}.  About {others / 2**30:.1f} of the {total / 2**30:.0f} GiB of {device} are other processes' "
+        "(nvidia-smi names them), such as another engine's: want one engine for a device, or a smaller "
+        "gpu_memory_utilization for the one that starts first"
+    )

@@ -1,0 +1,231 @@
+"""``multiprocess`` whose ranks are actors of a Ray cluster, which may be on several machines.
+
+    this process         the launcher (``ray_launcher``)          actors (``ray_worker``)
+    gate   ◄───────────────────────────────────────────────────── come in, and say where they are
+    ranks are numbered by their machines: this one first
+    plans, results  ◄══════ shared memory, or TCP ══════════════► as in ``multiprocess``
+
+Ray finds places and starts what is there.  A step goes from here to the ranks as in ``multiprocess``: through shared
+memory where they are on this machine (``processes.channel``), else over TCP (``processes.wire``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from minivllm.core.interfaces.executor import Executor, Wiring
+from minivllm.errors import ResourceError, error_from
+from minivllm.processes.channel import ChannelClosed
+from minivllm.processes.child import Child, ChildEnded
+from minivllm.processes.fresh import import_path
+from minivllm.processes.gate import Gate, Guest
+
+from .multiprocess import START, Multiprocess
+from .options import RayOptions
+from .ray_launcher import ENDED, FAILED, FOUND, KILL, OPEN, PLACED, TARGET, sweep
+from .ray_launcher import START as ASK
+from .ray_rank import CHANNEL, PlacedRank
+
+KEPT = ("OMP_NUM_THREADS",)  # variables of this process that actors get, for Ray gives them others
+
+
+class Ray(Multiprocess):
+    options: RayOptions
+
+    def __init__(self, options: RayOptions | None = None) -> None:
+        super().__init__(options or RayOptions())
+        self._cluster: RayCluster | None = None
+
+    def _launch(self, wiring: Wiring, size: int) -> Iterator[Any]:
+        cluster = self._cluster = RayCluster(self.options)
+        assert self._page is not None
+        yield from cluster.ranks(wiring.device, size, self._page)
+
+    def _begin(self, child: Any, rank: int, told: dict[str, Any], files: Sequence[int]) -> None:
+        assert self._cluster is not None
+        told |= self._cluster.told(rank)
+        if child.here:
+            super()._begin(child, rank, told, files)
+        else:
+            child.send(START, [json.dumps(told).encode()])
+
+    def _name(self, rank: int) -> str:
+        child: Any = self._rank(rank)
+        device = self._device if self._device == "cpu" else f"{self._device}:{child.gpu}"
+        return f"rank {rank} of {1 + len(self._others)} ({device} of {child.host}, process {child.pid})"
+
+    def mask_memory(self, rows: int, words: int) -> np.ndarray:
+        """Masks go as messages to a machine that shares no memory with this one."""
+        child: Any = self._child
+        return (
+            super().mask_memory(rows, words) if child is None or child.here else Executor.mask_memory(self, rows, words)
+        )
+
+    def _look(self) -> None:
+        if self._cluster is not None and (ended := self._cluster.ended()) is not None:
+            raise self._dead(ended)
+        super()._look()
+
+    def _still_starts(self, rank: int) -> None:
+        assert self._cluster is not None
+        if (ended := self._cluster.ended()) is not None:
+            raise ResourceError(ended)
+        super()._still_starts(rank)
+
+    def alive(self) -> bool:
+        return super().alive() and self._cluster is not None and self._cluster.ended() is None
+
+    def stop(self, deadline: float = 10.0) -> None:
+        super().stop(deadline / 2)
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.end(deadline)
+
+
+class RayCluster:
+    """The launcher, and what it tells."""
+
+    def __init__(self, options: RayOptions) -> None:
+        self.options = options
+        self._launcher = Child(TARGET)
+        self._folder = ""  # of a cluster that the launcher has started
+        self._node = ""  # where this process is
+        self._ranks: list[PlacedRank] = []
+        self._said: dict[int, str] = {}  # what Ray says of places whose actor has ended
+        self._placed = False
+        self._gate: Gate | None = None
+
+    # ---- start ---------------------------------------------------------------------------------------------------
+
+    def ranks(self, device: str, size: int, page: Any) -> list[PlacedRank]:
+        """All, in order.  ResourceError."""
+        secret, options = secrets.token_bytes(32), self.options
+        given: dict[str, Any] = {
+            "secret": secret.hex(),
+            "transport": options.transport,
+            "path": import_path(),
+            "folder": os.getcwd(),
+        }
+        given["environment"] = {name: os.environ.get(name) for name in KEPT}
+        asked = {"address": options.address, "placement_timeout": options.placement_timeout}
+        asked |= {"size": size, "device": device, "given": given}
+        self._launcher.send(ASK, [json.dumps(asked).encode()])
+        end = time.monotonic() + options.start_timeout
+        try:
+            found = self._hear(FOUND, end)
+            self._folder, self._node = found["folder"], found["node"]
+            host = found["ip"] if options.address or options.transport == "tcp" else ""
+            gate = self._gate = Gate(secret, host)
+            self._launcher.send(OPEN, [json.dumps({"name": gate.name, "tcp": gate.address}).encode()])
+            guests = self._all_in(gate, size, end)
+        finally:
+            if self._gate is not None:
+                self._gate.close()
+        self._ranks = [
+            PlacedRank(self, guests[place], options.timeout) for place in sorted(guests, key=self._order(guests))
+        ]
+        for rank, one in enumerate(self._ranks):
+            one.show(page, rank)
+        return self._ranks
+
+    def _hear(self, kind: int, end: float) -> dict[str, Any]:
+        """What the launcher says, of this kind."""
+        while True:
+            message = self._launcher.receive(wait=False)
+            if message is None:
+                if time.monotonic() > end:
+                    raise ResourceError(f"Ray has not started within {self.options.start_timeout:.0f} s")
+                self._launcher.rest(0.1)
+            elif message.kind == kind:
+                return json.loads(message.data)
+            else:
+                self._note(message.kind, json.loads(message.data))
+
+    def _note(self, kind: int, said: dict[str, Any]) -> None:
+        if kind == FAILED:
+            raise error_from(**said)
+        if kind == ENDED:
+            self._said[said["place"]] = said["how"]
+        if kind == PLACED:
+            self._placed = True
+
+    def _all_in(self, gate: Gate, size: int, end: float) -> dict[int, dict[str, Guest]]:
+        """By place, what came for what."""
+        guests: dict[int, dict[str, Guest]] = {place: {} for place in range(size)}
+        while missing := [place for place in range(size) if not _complete(guests[place])]:
+            with contextlib.suppress(queue.Empty):
+                guest = gate.guests.get(timeout=0.02)
+                guests[guest.said["place"]][guest.said["role"]] = guest
+            while (message := self._launcher.receive(wait=False)) is not None:
+                self._note(message.kind, json.loads(message.data))
+            if ended := [place for place in missing if place in self._said and not guests[place]]:
+                how = self._said[ended[0]] or "its actor has ended before it came"
+                raise ResourceError(f"rank in place {ended[0]} of {size}: {how}")
+            if time.monotonic() > end:
+                raise ResourceError(
+                    f"{len(missing)} of {size} ranks have not come within {self.options.start_timeout:.0f} s: places "
+                    f"{', '.join(map(str, missing))}; {gate.refused} others were refused"
+                )
+        return guests
+
+    def _order(self, guests: Mapping[int, Mapping[str, Guest]]) -> Any:
+        """Ranks of one machine stand together, by their GPUs, those of this machine first."""
+
+        def key(place: int) -> tuple[Any, ...]:
+            said = guests[place][CHANNEL].said
+            gpus = [int(gpu) if gpu.isdigit() else gpu for gpu in said["gpus"]]
+            return said["node"] != self._node, said["node"], *map(str, gpus[1:]), *gpus[:1], place
+
+        return key
+
+    def told(self, rank: int) -> dict[str, Any]:
+        """What a rank must know of the others."""
+        mine = self._ranks[rank]
+        gpus = [gpu for one in self._ranks if one.node == mine.node for gpu in one.gpus]
+        device = gpus.index(mine.gpus[0]) if mine.gpus else 0
+        return {"visible": ",".join(gpus), "device": device, "apart": not all(one.here for one in self._ranks)}
+
+    # ---- later ---------------------------------------------------------------------------------------------------
+
+    def ended(self) -> str | None:
+        """Why there are no ranks any more, if the launcher has ended."""
+        try:
+            while (message := self._launcher.receive(wait=False)) is not None:
+                self._note(message.kind, json.loads(message.data))
+            ended = self._launcher.ended()
+        except ChildEnded as e:
+            ended = e
+        return None if ended is None else f"the process that keeps the ranks with Ray: {ended}"
+
+    def said(self, place: int, seconds: float) -> str:
+        """What Ray says of the end of an actor, once it has noticed; "" if it does not in time."""
+        end = time.monotonic() + seconds
+        while place not in self._said and self.ended() is None and time.monotonic() < end:
+            self._launcher.rest(0.05)
+        said = self._said.get(place, "")
+        return f"Ray says: {said}" if said else self.ended() or ""
+
+    def kill(self, place: int) -> None:
+        """By Ray: for an actor that is out of reach."""
+        with contextlib.suppress(ChildEnded, ChannelClosed):
+            self._launcher.send(KILL, [json.dumps(place).encode()])
+
+    def end(self, deadline: float) -> None:
+        for one in self._ranks:
+            one.end(0.0)
+        self._launcher.end(deadline)
+        if self._folder and os.path.exists(self._folder):  # it has not come to that
+            sweep(self._launcher.pid, self._folder)
+
+
+def _complete(came: Mapping[str, Guest]) -> bool:
+    return CHANNEL in came and (came[CHANNEL].sock.family == 1 or len(came) == 3)

@@ -1,0 +1,295 @@
+"""The process that knows Ray: it starts a cluster or joins one, asks it for places, and starts a rank in each.
+
+    engine (``ray_executor``)          this process                         actors of the cluster (``ray_worker``)
+    START: what is wanted ───────────► ray.init, is there room?
+      ◄──────────────────────── FOUND: where it is
+    OPEN: where ranks come in ───────► placement group, actors ───────────► they come to the engine's gate
+      ◄──────────────────────── ENDED: an actor, and what Ray says of it
+    closes ──────────────────────────► actors, group, a cluster of its own: all is ended
+
+Ray is in a process of its own because its client ends the process that it is in when the cluster dies, and takes its
+signals.  Nothing of a step comes by here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import MinivllmError, ResourceError, told
+from minivllm.processes.channel import Channel, ChannelClosed
+from minivllm.processes.child import attach, ignore_signals
+
+START, FOUND, OPEN, PLACED, FAILED, ENDED, KILL = range(1, 8)  # kinds of messages: JSON
+TARGET = "minivllm.plugins.executor.ray_launcher:main"
+LOOK = 0.1  # seconds between looks at the actors
+ANSWERS = 3.0  # seconds in which a cluster that is named by its address must answer
+OBJECTS = 80 << 20  # bytes of Ray's object store, which holds nothing of ours: its least
+TEMPORARY = "minivllm-ray-"  # folders of clusters that are started here; sockets' names are short
+
+
+def main(sock: str, memory: str) -> None:
+    """``sock``, ``memory``: descriptors of the channel."""
+    os.setsid()  # Ctrl-C is the engine's, and what is left of a cluster is found by its session
+    launcher = Launcher()
+    channel = attach(sock, memory, last=launcher.sweep)
+    try:
+        with contextlib.suppress(ChannelClosed):
+            launcher.run(channel)
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        with contextlib.suppress(ChannelClosed):
+            channel.close()
+        launcher.end()
+
+
+class RankPlace:
+    """The actor.  Its class travels as bytes and imports nothing before it says from where."""
+
+    def serve(self, given: dict[str, Any]) -> str:
+        """Be a rank until the engine ends; why it could not be one."""
+        import importlib
+        import os
+        import sys
+
+        import ray
+
+        context = ray.get_runtime_context()
+        given["node"], given["gpus"] = context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
+        given["ip"] = ray.util.get_node_ip_address()
+        if given["node"] == given["engine_node"]:  # the files of the engine
+            sys.path[:] = [*given["path"], *(one for one in sys.path if one not in given["path"])]
+            os.chdir(given["folder"])
+        for name, value in given["environment"].items():  # Ray sets it, if nobody has
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        try:
+            worker = importlib.import_module("minivllm.plugins.executor.ray_worker")
+        except ImportError as e:
+            return f"minivllm cannot be imported there ({e}): install the same version on all nodes"
+        return worker.main(given)
+
+
+class Launcher:
+    """``asked``: size, device, address, placement_timeout, and what actors are given."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+        self.folder = ""  # of a cluster that was started here
+        self.ray: Any = None
+        self.group: Any = None
+        self.actors: list[Any] = []
+
+    def run(self, channel: Channel) -> None:
+        first = channel.receive(wait=True)
+        assert first is not None
+        self.asked = json.loads(first.data)
+        try:
+            self._connect()
+            node = self.ray.get_runtime_context().get_node_id()
+            ip = self.ray.util.get_node_ip_address()
+            _tell(channel, FOUND, node=node, ip=ip, folder=self.folder)
+            self._check_room()
+            second = channel.receive(wait=True)
+            assert second is not None
+            running = self._place(json.loads(second.data), node, channel)
+        except MinivllmError as e:
+            _tell(channel, FAILED, name=type(e).__name__, message=str(e))
+            return
+        _tell(channel, PLACED)
+        self._watch(running, channel)
+
+    # ---- the cluster ---------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        address = self.asked["address"]
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        more: dict[str, Any] = {"address": address}
+        if not address:
+            self.folder = tempfile.mkdtemp(prefix=TEMPORARY)
+            more = {"address": "local", "num_cpus": self.asked["size"], "include_dashboard": False}
+            more |= {"object_store_memory": OBJECTS, "_temp_dir": self.folder}
+            more |= {"num_gpus": 0} if self.asked["device"] == "cpu" else {}
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of what it will do once
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")  # nobody starts its head again
+            if "RAY_AUTH_MODE" not in os.environ:  # else Ray would leave a token in the user's home
+                os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        else:
+            check_address(address)
+        with contextlib.redirect_stdout(sys.stderr):
+            import ray
+
+            self.ray = ray
+            try:
+                ray.init(**more, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+            except Exception as e:  # whatever the library raises
+                raise ResourceError(refused(address, e)) from e
+        ignore_signals()  # it has taken them
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - it tells of ends, as the engine does itself
+
+    def _check_room(self) -> None:
+        nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in self.ray.nodes() if node["Alive"]]
+        if said := lacks(nodes, self.asked["size"], wants(self.asked["device"])):
+            raise ResourceError(said)
+
+    def _place(self, opened: Mapping[str, Any], node: str, channel: Channel) -> dict[Any, int]:
+        """A rank in each place; by the reference of its end, which place."""
+        ray, size, want = self.ray, self.asked["size"], wants(self.asked["device"])
+        util = ray.util
+        self.group = util.placement_group([want] * size, strategy="PACK")
+        end = time.monotonic() + self.asked["placement_timeout"]
+        while not self.group.wait(LOOK):
+            if time.monotonic() > end:
+                free = shown_resources(ray.available_resources())
+                raise ResourceError(
+                    f"no free places within {self.asked['placement_timeout']:.0f} s: {size} are wanted, each with "
+                    f"{shown_resources(want)}, and of the Ray cluster {free} are free; stop what runs there, or raise "
+                    "placement_timeout"
+                )
+            channel.rest(0.0)
+            channel.receive(wait=False)
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        kind, given = ray.remote(RankPlace), {**self.asked["given"], **opened, "engine_node": node}
+        running = {}
+        for place in range(size):
+            strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, place)
+            asked = {"num_cpus": want["CPU"], "num_gpus": want.get("GPU", 0), "max_restarts": 0}
+            actor = kind.options(scheduling_strategy=strategy, max_task_retries=0, **asked).remote()
+            self.actors.append(actor)
+            running[actor.serve.remote({**given, "place": place})] = place
+        return running
+
+    def _watch(self, running: dict[Any, int], channel: Channel) -> None:
+        while True:
+            done, _ = self.ray.wait(list(running), timeout=0) if running else ([], [])
+            for one in done:
+                try:
+                    how = self.ray.get(one)
+                except Exception as e:  # whatever the library raises
+                    how = said_of_end(e)
+                _tell(channel, ENDED, place=running.pop(one), how=how)
+            channel.rest(LOOK)
+            if (message := channel.receive(wait=False)) is not None and message.kind == KILL:
+                self.ray.kill(self.actors[json.loads(message.data)])
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Actors, their places, and a cluster of its own."""
+        if self.ray is not None:
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                for actor in self.actors if not self.folder else ():
+                    self.ray.kill(actor)
+                if self.group is not None and not self.folder:
+                    self.ray.util.remove_placement_group(self.group)
+            with contextlib.suppress(Exception):
+                self.ray.shutdown()
+        self.sweep()
+
+    def sweep(self) -> None:
+        """What is left of a cluster that was started here."""
+        if self.folder:
+            sweep(os.getpid(), self.folder)
+
+
+def _tell(channel: Channel, kind: int, **words: Any) -> None:
+    channel.send(kind, [json.dumps(words).encode()])
+
+
+def sweep(session: int, folder: str) -> None:
+    """End the processes of a launcher's session but itself, and remove the folder of its cluster."""
+    for pid in of_session(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def of_session(session: int) -> Iterable[int]:
+    """Other processes that belong to a session."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
+            pid = int(stat.parent.name)
+            if int(stat.read_text().rpartition(") ")[2].split()[3]) == session and pid != session:
+                yield pid
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def wants(device: str) -> dict[str, float]:
+    """The resources of a place."""
+    return {"CPU": 1} if device == "cpu" else {"CPU": 1, "GPU": 1}
+
+
+def shown_resources(found: Mapping[str, float]) -> str:
+    return " and ".join(f"{found.get(name, 0):g} {name}" for name in ("GPU", "CPU") if name in found) or "none"
+
+
+def lacks(nodes: Sequence[tuple[str, Mapping[str, float]]], size: int, want: Mapping[str, float]) -> str:
+    """Why a cluster of such nodes could never have so many places; "" if it could."""
+    places = [int(min(have.get(what, 0) // n for what, n in want.items())) for _, have in nodes]
+    if sum(places) >= size:
+        return ""
+    have = "; ".join(
+        f"{name} has {shown_resources({what: have.get(what, 0) for what in want})}, so {n}"
+        for (name, have), n in zip(nodes, places, strict=True)
+    )
+    return (
+        f"tensor_parallel_size={size}: {size} places are wanted, each with {shown_resources(want)}, and the Ray "
+        f"cluster has {sum(places)}: {have or 'no node that is alive'}; add nodes, or want at most "
+        f"tensor_parallel_size={max(1, sum(places))}"
+    )
+
+
+def check_address(address: str) -> None:
+    """ResourceError where nobody answers at host:port: Ray itself would try for minutes."""
+    found = re.fullmatch(r"(?:\[([^\]]+)\]|([^:/\[\]]+)):(\d+)", address)
+    if address == "auto":
+        return
+    if found is None:
+        raise ResourceError(f"address={address}: want host:port of a Ray cluster, or auto")
+    try:
+        socket.create_connection((found[1] or found[2], int(found[3])), ANSWERS).close()
+    except (OSError, OverflowError) as e:
+        raise ResourceError(f"{no_cluster(address)}: {e}") from e
+
+
+def no_cluster(address: str) -> str:
+    return (
+        f"address={address}: no Ray cluster answers there (`ray start --head` starts one; without address one is "
+        "started with the engine)"
+    )
+
+
+def refused(address: str, e: Exception) -> str:
+    if address and isinstance(e, ConnectionError):
+        return f"{no_cluster(address)}: {told(e)}"
+    what = f"join the cluster at {address}" if address else "start a cluster here"
+    return f"Ray cannot {what}: {type(e).__name__}: {' '.join(str(e).split())[:400]}"
+
+
+def said_of_end(e: Exception) -> str:
+    """What Ray says of an actor that has ended, without its lines of advice."""
+    text = " ".join(str(e).split())
+    for mark in ("Worker exit detail: ", "worker exit detail: ", "The actor is dead because ", "has died"):
+        if mark in text:
+            text = text[text.index(mark) + len(mark) * (mark != "has died") :]
+            break
+    said = text.split(". ")[0].strip(" .")[:300]
+    return "" if said.startswith("Worker unexpectedly exits") else said  # by a signal, say, of which Ray knows nothing

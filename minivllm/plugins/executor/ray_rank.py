@@ -1,0 +1,155 @@
+"""An actor of Ray as the engine sees it: what ``Child`` is for a process that it has started itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from minivllm.processes.channel import Channel, ChannelClosed, ChannelStuck, Message, shared_file
+from minivllm.processes.child import HUNG_UP, ChildEnded, Words
+from minivllm.processes.gate import Guest
+from minivllm.processes.rhythm import Rhythm
+from minivllm.processes.status import LINE, WORD, StatusPage
+from minivllm.processes.wire import Wire
+
+if TYPE_CHECKING:
+    from .ray_executor import RayCluster
+
+CHANNEL, WORDS, STATE = "channel", "words", "state"  # what a rank comes for
+RAY_SAYS = 0.4  # seconds in which Ray may say how an actor has ended
+CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+class PlacedRank:
+    def __init__(self, cluster: RayCluster, came: Mapping[str, Guest], patience: float) -> None:
+        """``patience``: seconds that a message to it may wait for room."""
+        said, sock = came[CHANNEL]
+        self.cluster, self.place, self.pid = cluster, said["place"], said["pid"]
+        self.node, self.host, self.gpus = said["node"], said["host"], said["gpus"]
+        self.here = sock.family == socket.AF_UNIX
+        self._handle = _handle(sock) if self.here else -1  # of the process, to end it by
+        self._state = None if self.here else came[STATE].sock
+        words = -1
+        if self.here:
+            self._channel: Channel | None
+            self._channel, words = _share(sock)
+        else:
+            self._channel, words = Wire(sock), came[WORDS].sock.detach()
+        self._channel.patience = patience
+        self._words = Words(words)
+        self._words.start()
+        self._poll = select.poll()
+        self._poll.register(sock, HUNG_UP)
+
+    @property
+    def gpu(self) -> str:
+        return self.gpus[0] if self.gpus else "-"
+
+    def show(self, page: StatusPage, rank: int) -> None:
+        """On the page of states, which a rank on this machine writes to itself."""
+        if self._state is not None:
+            threading.Thread(target=_show, args=(self._state, page, rank), daemon=True).start()
+
+    # ---- as ``Child`` --------------------------------------------------------------------------------------------
+
+    def alive(self) -> bool:
+        return self._channel is not None and not self._poll.poll(0)
+
+    def send(self, kind: int, parts: Sequence[bytes], file: int = -1) -> None:
+        try:
+            if self._channel is None:
+                raise ChannelClosed
+            self._channel.send(kind, parts, file)
+        except ChannelStuck as e:
+            raise ChildEnded(f"the worker process {self.pid} {e}") from e
+        except ChannelClosed as e:
+            raise self._ended() from e
+
+    def ready(self) -> bool:
+        return self._channel is not None and self._channel.ready()
+
+    def receive(self, wait: bool, rhythm: Rhythm | None = None) -> Message | None:
+        try:
+            if self._channel is None:
+                raise ChannelClosed
+            return self._channel.receive(wait, rhythm)
+        except ChannelClosed as e:
+            raise self._ended() from e
+
+    def rest(self, seconds: float, rhythm: Rhythm | None = None) -> bool:
+        return self._channel is None or self._channel.ready() or self._channel.rest(seconds, rhythm)
+
+    def ended(self) -> ChildEnded | None:
+        return None if self.alive() else self._ended()
+
+    def kill(self, seconds: float = 0.0) -> None:
+        if self._handle >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            select.select([self._handle], (), (), seconds)
+        else:
+            self.cluster.kill(self.place)
+
+    def _ended(self) -> ChildEnded:
+        self.leave()
+        said = self.cluster.said(self.place, RAY_SAYS)
+        self._words.join(0.2)
+        how = f"; {said}" if said else ""
+        return ChildEnded(f"the worker process {self.pid} on {self.host} has ended{how}{self._words.told()}")
+
+    def leave(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def end(self, deadline: float) -> None:
+        """It ends by itself, as its channel is closed, or is killed after half of ``deadline`` seconds."""
+        self.leave()
+        if self._handle >= 0:
+            if not select.select([self._handle], (), (), deadline / 2)[0]:
+                self.kill(deadline / 2)
+            os.close(self._handle)
+            self._handle = -1
+        if self._state is not None:
+            with contextlib.suppress(OSError):
+                self._state.shutdown(socket.SHUT_RDWR)
+        self._words.join(max(0.1, deadline / 2))
+
+
+def _handle(sock: socket.socket) -> int:
+    """Of the process at the other end, while it is there: a number may be another's later; -1 where there is none."""
+    pid, _, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    try:
+        return os.pidfd_open(pid) if pid > 0 else -1
+    except (OSError, AttributeError):
+        return -1
+
+
+def _share(sock: socket.socket) -> tuple[Channel, int]:
+    """A channel through memory that the other side gets, and what it will write to its standard error."""
+    memory, (says, says_to) = shared_file(Channel.BYTES), os.pipe()
+    try:
+        socket.send_fds(sock, [b"\0"], [memory, says_to])
+        return Channel(sock, memory, started=False), says
+    finally:
+        os.close(memory)
+        os.close(says_to)
+
+
+def _show(sock: socket.socket, page: StatusPage, rank: int) -> None:
+    """Until it has ended, or the page is closed."""
+    line = b""
+    with contextlib.suppress(OSError, ValueError):
+        while found := sock.recv(LINE * WORD - len(line)):
+            line += found
+            if len(line) == LINE * WORD:
+                page.set_line(rank, line)
+                line = b""
+    sock.close()

@@ -1,0 +1,164 @@
+"""A rank in an actor of Ray: it comes to the engine's gate, and is then the rank that ``multiprocess`` has.
+
+On the engine's machine it gets a channel through shared memory there, as a process does that the engine itself has
+started.  Elsewhere it comes three times: for its channel, its standard error, and where it is (``status``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from minivllm.processes.channel import Channel, ChannelClosed, shared_file
+from minivllm.processes.child import follow
+from minivllm.processes.gate import Refused, greet
+from minivllm.processes.status import StatusPage
+from minivllm.processes.wire import Wire, watch_peer
+
+from .multiprocess import MEETING
+from .multiprocess_worker import Rank
+from .ray_rank import CHANNEL, STATE, WORDS
+
+COMES = 10.0  # seconds to reach the engine
+SAYS = 0.25  # seconds between looks whether it has gone on
+LEAVES = 0.5  # seconds to end by itself once the engine, or the node that it is on, has ended
+SIOCGIFADDR = 0x8915
+
+
+def main(given: dict[str, Any]) -> str:
+    """Be a rank until the engine ends, and then end this process; why it could not be one."""
+    try:
+        channel, state = come_in(given)
+    except (OSError, Refused) as e:
+        return f"it cannot reach the engine at {given['tcp'] or 'its own machine'}: {e}"
+    code = 1
+    try:
+        follow(channel.socket, patience=LEAVES)
+        with contextlib.suppress(ChannelClosed):  # nobody is there any more
+            RayRank(channel, given, state).serve()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(ChannelClosed):
+            channel.close()
+        sys.stderr.flush()
+        os._exit(code)  # its memory is given back, whatever Ray still does
+
+
+def come_in(given: dict[str, Any]) -> tuple[Channel, socket.socket | None]:
+    """Channel to the engine, and the connection to say where this rank is, if it needs one.  Standard error is the
+    engine's from now on."""
+    if given["node"] == given["engine_node"] and given["transport"] == "auto":
+        sock = _reach(given, CHANNEL, "\0" + given["name"])
+        _, files, _, _ = socket.recv_fds(sock, 1, 2)
+        memory, words = files
+        channel, state = Channel(sock, memory, started=True), None
+        os.close(memory)
+    else:
+        channel = Wire(_reach(given, CHANNEL, tuple(given["tcp"])))
+        words = _reach(given, WORDS, tuple(given["tcp"])).detach()
+        state = _reach(given, STATE, tuple(given["tcp"]))
+    os.dup2(words, 2)
+    os.close(words)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    return channel, state
+
+
+def _reach(given: dict[str, Any], role: str, address: Any) -> socket.socket:
+    if isinstance(address, tuple):
+        sock = socket.create_connection(address, COMES)
+        watch_peer(sock)
+    else:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(address)
+    said = {name: given[name] for name in ("place", "node", "ip", "gpus")}
+    try:
+        greet(
+            sock,
+            bytes.fromhex(given["secret"]),
+            {**said, "role": role, "pid": os.getpid(), "host": socket.gethostname()},
+        )
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class RayRank(Rank):
+    """``told`` has besides: ``visible``, the GPUs of this machine that ranks have, and ``apart``, whether a rank is on
+    another machine."""
+
+    def __init__(self, channel: Channel, given: dict[str, Any], state: socket.socket | None) -> None:
+        self._state, self._ip = state, given["ip"]
+        self._stores: list[Any] = []  # that live as long as the rank
+        super().__init__(channel)
+        if state is not None:
+            threading.Thread(target=self._say_where, args=(state,), daemon=True).start()
+        if self.told["visible"]:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.told["visible"]
+
+    def _files(self) -> tuple[int, int]:
+        if self._state is None:
+            return super()._files()
+        return shared_file(StatusPage.room(self.size)), -1
+
+    def _say_where(self, sock: socket.socket) -> None:
+        last = b""
+        with contextlib.suppress(OSError, ValueError):  # the engine is gone; the page is closed
+            while True:
+                now = self.page.line(self.rank)
+                if now != last:
+                    sock.sendall(now)
+                last = now
+                time.sleep(SAYS)
+
+    def _interface(self) -> str:
+        return interface_of(self._ip) if self.told["apart"] else super()._interface()
+
+    def _meeting(self) -> Any:
+        """Ranks of several machines meet where rank 0 listens, under a name that is told to ranks alone."""
+        if not self.told["apart"]:
+            return super()._meeting()
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=self.told["timeout"])
+        if self.rank == 0:
+            family = socket.AF_INET6 if ":" in self._ip else socket.AF_INET
+            listens = socket.socket(family)
+            listens.bind((self._ip, 0))
+            listens.listen(2 * self.size)
+            where = {"port": listens.getsockname()[1], "name": secrets.token_hex(16), "ip": self._ip}
+            first = dict(is_master=True, wait_for_workers=False, master_listen_fd=listens.detach())
+            store = dist.TCPStore(where["ip"], where["port"], timeout=limit, **first)
+            self.channel.send(MEETING, [json.dumps(where).encode()])
+        else:
+            message = self.channel.receive(wait=True)
+            assert message is not None and message.kind == MEETING
+            where = json.loads(message.data)
+            store = dist.TCPStore(where["ip"], where["port"], is_master=False, timeout=limit, wait_for_workers=False)
+        self._stores.append(store)
+        return dist.PrefixStore(where["name"], store)
+
+
+def interface_of(ip: str) -> str:
+    """The name of the network interface that has an IPv4 address; "" if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no such address
+                if socket.inet_ntoa(fcntl.ioctl(sock.fileno(), SIOCGIFADDR, asked)[20:24]) == ip:
+                    return name
+    return ""
