@@ -78,6 +78,11 @@ def reachable(size: int) -> str:
     return ""
 
 
+def capturing() -> bool:
+    """Whether what is launched now is recorded, and does not run."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class PeerMemory:
     """One rank's end.  ``peers`` i64 [size]: the addresses of all regions in this process, which are zero at first;
     ``keep``: what holds them."""
@@ -197,7 +202,7 @@ class PeerMemory:
         """x [N, columns] of all ranks side by side, cut at ``vocab``: [N, vocab] on rank 0, None on others."""
         rows, columns = x.shape
         out = torch.empty(rows, vocab, dtype=x.dtype, device=x.device) if self.rank == 0 else None
-        if out is not None and self.alone and not torch.cuda.is_current_stream_capturing():
+        if out is not None and self.alone and not capturing():
             out.zero_()
         elif rows:
             programs = min(MOVERS, rows * -(-columns // TILE))

@@ -8,6 +8,9 @@ All ranks have the same columns.  What a step drew is known on rank 0 alone; it 
 step, before its delta is applied, so that nobody waits in a call while a grammar compiles: a step behind one whose
 masks are missing has begun on no rank.  Drafts are rank 0's too, and so are models beside the one that is shared.
 
+Logits are gathered of the same rows by all ranks.  Behind a captured FORWARD these are its padded ones, whether rank 0
+draws by a capture, whose rows they are, or not: the others cannot know which.
+
 FORWARD fails on all ranks or the engine ends: what a plug-in raises it raises on each, before the same call.  A rank
 that fails says how many calls it had made, and who started the ranks compares that.
 """
@@ -62,7 +65,7 @@ class RankRunner(Runner):
     def __init__(self, wiring: Wiring, ranks: ProcessGroup, told: Told, checked: bool = False) -> None:
         self.ranks, self._told, self._checked = ranks, told, checked
         self.leads, self._drawn, self._seen = ranks.rank == 0, None, [0, 0]
-        if wiring.device == "cuda" and ranks.size > 1:
+        if ranks.size > 1:
             self.captures = rank_graphs(ranks)
         super().__init__(wiring if self.leads else follower(wiring), ranks if ranks.size > 1 else None)
         if self.leads and ranks.why_not:
@@ -123,22 +126,40 @@ class RankRunner(Runner):
     def sample(self, running: Running, late: LateInputs | None = None) -> None:
         """On rank 0 as ever; the others give their part of the logits."""
         drew = running.hidden is not None and not running.errors and self.ranks.size > 1
-        calls = self.ranks.calls
-        if self.leads:
+        calls, whole = self.ranks.calls, self._whole(running) if drew else running.hidden
+        if not self.leads:
+            self._follow(running, whole)
+        elif whole is running.hidden:
             super().sample(running, late)
         else:
-            self._follow(running)
+            self._sample_padded(running, late, whole)
         parted = self.ranks.lost is not None or self.ranks.calls != calls + drew
         if parted or (running.errors and drew and not self.leads):
             words = self.ranks.lost or (running.errors[0].message if running.errors else "calls were left out")
             self._told(running.plan.id, "sample", str(words))
 
-    def _follow(self, running: Running) -> None:
+    def _whole(self, running: Running) -> Tensor:
+        """The hidden states of which all ranks make logits."""
+        if running.graph is None:
+            return running.hidden
+        return self.graphs.buffers[running.graph.rows].hidden
+
+    def _sample_padded(self, running: Running, late: LateInputs | None, whole: Tensor) -> None:
+        """On rank 0: logits of the rows that draw are taken from those of ``whole``, if they are not drawn by a
+        capture."""
+        model, samples = self.model, running.plan.samples
+        self.model = _Padded(model, running.hidden, whole, lambda: self.state.to(samples).long())
+        try:
+            super().sample(running, late)
+        finally:
+            self.model = model
+
+    def _follow(self, running: Running, whole: Tensor | None) -> None:
         running.sampled = True
         try:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
-                    self.model.share(running.hidden)
+                    self.model.share(whole)
             running.event = self._mark()
         except Exception as e:
             self._fail(running, "sampling", e)
@@ -149,6 +170,21 @@ class RankRunner(Runner):
         if done and self.ranks.size > 1:
             self.ranks.replayed("gather")
         return done
+
+
+class _Padded:
+    """Rank 0's model while it draws behind a captured FORWARD: logits of ``hidden`` are rows of those of ``whole``."""
+
+    def __init__(self, model: Any, hidden: Tensor, whole: Tensor, rows: Callable[[], Tensor]) -> None:
+        self._model, self._hidden, self._whole, self._rows = model, hidden, whole, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if hidden is self._hidden:
+            return self._model.logits(self._whole)[self._rows()]
+        return self._model.logits(hidden)
 
 
 class _Quiet:
