@@ -28,19 +28,21 @@ def _await(at, number):
 
 @kernel("rows", "rank")
 def gather(
-    x, out, peers, count, rows, rank, vocab, COLUMNS: tl.constexpr, SIZE: tl.constexpr, FLAGS: tl.constexpr,
+    x, out, peers, count, progress, rows, rank, vocab, COLUMNS: tl.constexpr, SIZE: tl.constexpr, FLAGS: tl.constexpr,
     ACKS: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [rows, COLUMNS] of each rank -> out [rows, vocab] on rank 0, side by side, cut at ``vocab``.
 
     grid (G,), G <= BLOCKS: program b moves the tiles b, b + G ...  In a region: flags and acks i32 [BLOCKS, SIZE],
-    places [2, BLOCKS, SIZE, TILE] of 4 bytes."""
+    places [2, BLOCKS, SIZE, TILE] of 4 bytes.  ``progress``: as of sums."""
     wait(PDL)
     block, programs = tl.program_id(0), tl.num_programs(0)
     element = x.dtype.element_ty
     tiles: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     within = tl.arange(0, TILE)
     number = tl.load(count + block)
+    if block == 0:
+        tl.store(progress, number + 1)
     for tile in tl.range(block, rows * tiles, programs):
         number += 1
         row, at = tl.cast(tile // tiles, tl.int64), (tile % tiles) * TILE + within
@@ -70,11 +72,13 @@ def gather(
             flag = (tl.load(peers) + FLAGS).to(tl.pointer_type(tl.int32)) + block * SIZE + rank
             tl.atomic_xchg(flag, number, sem="release", scope="sys")
     tl.store(count + block, number)
+    if block == 0:
+        tl.store(progress + 1, number)
 
 
 @kernel("rows", "rank")
 def drawn(
-    slots, position, tokens, known, stopped, peers, count, rows, tokens_stride, rank, SIZE: tl.constexpr,
+    slots, position, tokens, known, stopped, peers, count, progress, rows, tokens_stride, rank, SIZE: tl.constexpr,
     ACKS: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The columns of rows that drew, from rank 0 to all: of ``slots`` i64 [rows] the token at ``position`` i64 [rows],
@@ -85,6 +89,8 @@ def drawn(
     wait(PDL)
     block = tl.program_id(0)
     number = tl.load(count + block) + 1
+    if block == 0:
+        tl.store(progress, number)
     within = tl.arange(0, TILE)
     row = block * TILE + within
     on = row < rows
@@ -118,3 +124,5 @@ def drawn(
         ack = (tl.load(peers) + ACKS).to(tl.pointer_type(tl.int32)) + block * SIZE + rank
         tl.atomic_xchg(ack, number, sem="release", scope="sys")
     tl.store(count + block, number)
+    if block == 0:
+        tl.store(progress + 1, number)

@@ -96,8 +96,8 @@ class PeerMemory:
             torch.zeros(n, dtype=torch.int32, device=device) for n in (WORD_ROWS, BLOCKS, MOVERS, MOVERS)
         )
 
-        # host memory: the sum by words that began last, that ended last, and likewise by flags
-        self.progress = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # host memory: of sums by words, by flags, logits and drawn tokens the number that began last, that ended last
+        self.progress = torch.zeros(8, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     @classmethod
     def meet(cls, rank: int, size: int, device: torch.device) -> PeerMemory:
@@ -113,6 +113,12 @@ class PeerMemory:
         torch.cuda.synchronize(device)
         dist.barrier()
         return cls(rank, peers, (region, handle))
+
+    def reached(self) -> tuple[int, int]:
+        """(meetings with others that the device has begun, those that it has ended), of all kinds together.  Read from
+        host memory: it says so, too, while a kernel waits for another rank."""
+        begun, ended = zip(*self.progress.view(-1, 2).tolist(), strict=True)
+        return sum(n % 2**32 for n in begun), sum(n % 2**32 for n in ended)
 
     # ---- sums ----------------------------------------------------------------------------------------------------
 
@@ -185,7 +191,7 @@ class PeerMemory:
         while 2 * each * n <= CHUNK and each < 4 and each * programs < tokens:
             each *= 2
         sum_by_flags[(programs,)](
-            *given, self.flags, self.progress[2:], stride, self.rank, eps, tokens, FLAGS=self.layout.sum_flags,
+            *given, self.flags, self.progress[2:4], stride, self.rank, eps, tokens, FLAGS=self.layout.sum_flags,
             ROWS=self.layout.rows, SUMS=self.layout.sums, EACH=each, BLOCKS=BLOCKS, CHUNK=CHUNK, SPLIT=way == "split",
             num_warps=4 if n <= 1024 else 8, **sizes,
         )  # fmt: skip
@@ -207,7 +213,8 @@ class PeerMemory:
         elif rows:
             programs = min(MOVERS, rows * -(-columns // TILE))
             gather[(programs,)](
-                x.contiguous(), x if out is None else out, self.peers, self.moves, rows, self.rank, vocab,
+                x.contiguous(), x if out is None else out, self.peers, self.moves, self.progress[4:6],
+                rows, self.rank, vocab,
                 COLUMNS=columns, SIZE=self.size, FLAGS=self.layout.move_flags, ACKS=self.layout.move_acks,
                 PLACES=self.layout.places, BLOCKS=MOVERS, TILE=TILE, num_warps=8, **pdl(x),
             )  # fmt: skip
@@ -220,6 +227,6 @@ class PeerMemory:
         if rows:
             drawn[(-(-rows // DRAWN),)](
                 slots, position, state.tokens, state.known, state.stopped.view(torch.uint8), self.peers, self.tokens,
-                rows, state.tokens.stride(0), self.rank, SIZE=self.size, ACKS=self.layout.drawn_acks,
+                self.progress[6:], rows, state.tokens.stride(0), self.rank, SIZE=self.size, ACKS=self.layout.drawn_acks,
                 PLACES=self.layout.drawn, BLOCKS=MOVERS, TILE=DRAWN, num_warps=4, **pdl(slots),
             )  # fmt: skip
