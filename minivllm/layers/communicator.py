@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import Shard
+
+if TYPE_CHECKING:
+    from .norm import RMSNorm
+    from .peers import PeerMemory
 
 OPERATIONS = ("", "all_reduce", "gather", "broadcast", "all_gather")
 
@@ -29,13 +33,19 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    peers: PeerMemory | None  # memory of GPUs that all reach, if there is some
 
     def all_reduce(self, x: Tensor) -> None:
         """``x`` becomes the sum of all ranks', in place, with the same bits on each."""
         ...
 
-    def gather(self, x: Tensor) -> list[Tensor] | None:
-        """Those of all ranks, in order, on rank 0; None on others."""
+    def add_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """The sum of all ranks' x [T, dim], with ``bias`` [dim], is added to ``residual`` [T, dim] in place, and the
+        norm of that is given back.  ``peers`` must take x."""
+        ...
+
+    def gather(self, x: Tensor, width: int) -> Tensor | None:
+        """The columns of all ranks' x [N, n] side by side, cut at ``width``, on rank 0; None on others."""
         ...
 
 
@@ -44,12 +54,15 @@ class LostRank(RuntimeError):
 
 
 class ProcessGroup:
-    """``Communicator`` over torch's default process group of this process: gloo on a CPU, NCCL on GPUs."""
+    """``Communicator`` over torch's default process group of this process: gloo on a CPU; on GPUs NCCL, and memory that
+    all of them reach for the calls of a step, if there is some (``layers.peers``)."""
 
     def __init__(self, rank: int, size: int, device: str, note: Callable[[int, int], None] | None = None) -> None:
         """``note(call, operation)`` hears when a call begins, and with operation 0 when the host goes on."""
         self.rank, self.size, self.device, self.calls = rank, size, torch.device(device), 0
         self.lost: LostRank | None = None
+        self.peers: PeerMemory | None = None
+        self.why_not = ""  # there is no such memory
         self._note = note or (lambda call, operation: None)
 
     def join(self, store: str | dist.Store, seconds: float) -> None:
@@ -68,8 +81,23 @@ class ProcessGroup:
             first = str(e).splitlines()[0]
             raise LostRank(f"the {self.size} ranks have not met by {backend} (within {seconds:.0f} s): {first}") from e
 
-    @staticmethod
-    def leave() -> None:
+    def share_memory(self) -> None:
+        """Use memory of the GPUs that all ranks reach from now on.  Where there is none ``why_not`` says why, and calls
+        go by NCCL as before."""
+        from .peers import PeerMemory, reachable
+
+        self.why_not = reachable(self.size)
+        if self.why_not:  # all ranks find the same
+            return
+        try:
+            self.peers = PeerMemory.meet(self.rank, self.size, torch.device("cuda", torch.cuda.current_device()))
+        except RuntimeError as e:
+            self.why_not = str(e).splitlines()[0]
+        if not self.least([self.peers is not None])[0]:
+            self.peers, self.why_not = None, self.why_not or "another rank has no access to it"
+
+    def leave(self) -> None:
+        self.peers = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -90,6 +118,9 @@ class ProcessGroup:
         self._call("all_reduce", self._reduce, x)
 
     def _reduce(self, x: Tensor) -> None:
+        if self.peers is not None and x.is_contiguous() and self.peers.takes(x):
+            self.peers.add(x)
+            return
         if x.device.type != "cpu":
             dist.all_reduce(x)
             return
@@ -103,13 +134,39 @@ class ProcessGroup:
             x.copy_(total)
         dist.broadcast(x, 0)
 
-    def gather(self, x: Tensor) -> list[Tensor] | None:
-        return self._call("gather", self._gathered, x.contiguous())
+    def add_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
+        assert self.peers is not None
+        return self._call("all_reduce", self.peers.add_norm, x, bias, residual, norm)
+
+    def gather(self, x: Tensor, width: int) -> Tensor | None:
+        if self.peers is None:
+            parts = self._call("gather", self._gathered, x.contiguous())
+            return None if parts is None else torch.cat(parts, dim=1)[:, :width]
+        if self.peers.alone:  # no call to the others: they come to it when a capture is replayed
+            return self.peers.gather(x, width)
+        return self._call("gather", self.peers.gather, x, width)
+
+    def share_drawn(self, slots: Tensor, position: Tensor, state: Any) -> None:
+        """Rank 0's columns (``state``) of the rows that drew, to all: of ``slots`` i64 [N] the token at ``position``
+        i64 [N], the length, and whether it has ended."""
+        if self.peers is not None:
+            self._call("broadcast", self.peers.share_drawn, slots, position, state)
+            return
+        columns = torch.stack([state.tokens[slots, position].long(), state.known[slots], state.stopped[slots].long()])
+        self.broadcast(columns)
+        if self.rank:
+            state.tokens[slots, position] = columns[0].int()
+            state.known[slots] = columns[1]
+            state.stopped[slots] = columns[2].bool()
 
     def _gathered(self, x: Tensor) -> list[Tensor] | None:
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(x, parts, 0)
         return parts
+
+    def replayed(self, operation: str) -> None:
+        """Count a call that a captured step of this rank makes, and the others make by themselves."""
+        self._call(operation, lambda: None)
 
     def broadcast(self, x: Tensor) -> None:
         """``x`` becomes rank 0's, in place."""

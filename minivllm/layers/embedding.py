@@ -66,11 +66,8 @@ def beside(logits: Tensor, vocab: int, group: Any) -> Tensor:
     """Logits [N, V] on rank 0 of those of each rank's range, on others what the communicator leaves them."""
     if group is None:
         return logits
-    parts = group.gather(logits)
-    if parts is None:
-        return logits[:, :0]
-    rows = logits.shape[1]
-    return torch.cat([part[:, : max(0, vocab - i * rows)] for i, part in enumerate(parts)], dim=1)
+    whole = group.gather(logits, vocab)
+    return logits[:, :0] if whole is None else whole
 
 
 class LMHead(Linear):

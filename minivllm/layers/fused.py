@@ -51,6 +51,7 @@ class _Pair:
 
     def __init__(self, linear: Linear, fuse: bool) -> None:
         self.linear, self.fuse = linear, fuse and not linear.reduce
+        self.bias = linear.bias  # what the kernel adds to the product
         self._kernel: Any = None
 
     def kernel(self, x: Tensor) -> Any:
@@ -58,7 +59,7 @@ class _Pair:
         if not self.fuse:
             return None
         if self._kernel is None:  # made once the weight is loaded
-            self._kernel = joined_by(self.linear.scheme, self.linear.bias, self.mode, self.activation)
+            self._kernel = joined_by(self.linear.scheme, self.bias, self.mode, self.activation)
             if self._kernel is None:
                 self.fuse = False
                 return None
@@ -91,23 +92,51 @@ class GatedLinear(_Pair):
         return self.gate_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)  # the division commutes with the product
 
 
+class Partial(_Pair):
+    """``x -> this process's part of linear(x)``, without the bias: what is summed over those that share the model."""
+
+    def __init__(self, linear: Linear, fuse: bool) -> None:
+        super().__init__(linear, False)
+        self.fuse = fuse
+        self.bias = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kernel = self.kernel(x)
+        return self.linear.scheme.apply(x) if kernel is None else kernel(x)[0]
+
+
 class LinearNorm(_Pair):
     """``(x, residual) -> (norm(residual + linear(x)), residual + linear(x))``; the residual given belongs to the layer
-    from then on.  ``whole``: the Normed is a finished one, for what is no product."""
+    from then on.  ``whole``: the Normed is a finished one, for what is no product.
+
+    Where processes share the model, and their devices each other's memory, one kernel behind the product sums over
+    them, adds to the residual and normalises."""
 
     mode = 2
 
     def __init__(self, linear: Linear, norm: RMSNorm, fuse: bool, whole: bool) -> None:
         super().__init__(linear, fuse and not whole)
         self.norm = norm
+        self.part = Partial(linear, fuse) if linear.reduce and fuse else None
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
+        if self.part is not None and (peers := self.linear.group.peers) is not None:
+            y = self.part(x)
+            if peers.takes(y):
+                y = self.linear.group.add_norm(y, self.linear.bias, residual, self.norm)
+                return Normed(y), residual
+            return self._summed(y, residual)
         kernel = self.kernel(x)
         if kernel is None:
             y, residual = self.norm(self.linear(x), residual)
             return Normed(y), residual
         y, squares = kernel(x, residual=residual, norm=self.norm.weight)
         return Normed(y, squares, self.norm.eps), residual
+
+    def _summed(self, part: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
+        """By kernels of their own: the sum over the processes, and the norm."""
+        y, residual = self.norm(self.linear.summed(part), residual)
+        return Normed(y), residual
 
     def branch(self, x: Tensor) -> Tensor:
         """What is added to the residual, by itself."""

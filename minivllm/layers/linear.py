@@ -149,7 +149,10 @@ class Linear(Module):
         return stored_by(self.scheme)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.scheme.apply(x)
+        return self.summed(self.scheme.apply(x))
+
+    def summed(self, y: Tensor) -> Tensor:
+        """The result, of this process's part ``y`` [T, out] of the product; ``y`` belongs to the layer from then on."""
         if self.reduce:
             self.group.all_reduce(y)
         return y if self.bias is None else y.add_(self.bias)

@@ -1,6 +1,6 @@
 """How far each of several processes has come: a page of shared memory that each writes to and who started them reads.
 
-    phase   begun   done   calls   operation          8 words of 8 bytes, a cache line for each process
+    phase   begun   done   calls   operation   met   left     8 words of 8 bytes, a cache line for each process
 
 A process that hangs cannot say so, and one that has been killed says nothing: the page still has their last words.
 """
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from .channel import WORD
 
 PHASES = ("starts", "meets the others", "loads the model", "is ready")
-PHASE, BEGUN, DONE, CALLS, OPERATION = range(5)  # steps by their numbers + 1; calls between the processes
+# steps by their numbers + 1; calls between the processes; meetings that their devices have begun, and have ended
+PHASE, BEGUN, DONE, CALLS, OPERATION, MET, LEFT = range(7)
 LINE = 8  # words
 
 
@@ -67,12 +68,20 @@ class StatusPage:
             return PHASES[phase]
         begun, done, calls = (self.get(rank, word) - 1 for word in (BEGUN, DONE, CALLS))
         step = "no step yet" if begun < 0 else f"in step {begun}" if begun != done else f"last step {done}"
+        met, left = self.get(rank, MET), self.get(rank, LEFT)
+        device = (
+            f", its device waits in meeting {met}" if met != left else f", its device has met the others {met} times"
+        )
+        where = device if met else ""
         if operation := self.get(rank, OPERATION):
-            return f"{step}, waits in {self.operations[operation]} number {calls + 1}"
-        return f"{step}, {calls + 1} calls to others done"
+            return f"{step}, waits in {self.operations[operation]} number {calls + 1}{where}"
+        return f"{step}, {calls + 1} calls to others done{where}"
 
     def missing(self) -> list[int]:
-        """The processes that others wait for: those that wait in no call, or in an earlier one."""
+        """The processes that others wait for: those that wait in no call, or in an earlier one.  Where devices wait,
+        and not the processes, those whose device waits for nobody."""
+        if stuck := [rank for rank in range(self.size) if self.get(rank, MET) != self.get(rank, LEFT)]:
+            return [rank for rank in range(self.size) if rank not in stuck]
         calls = [self.get(rank, CALLS) for rank in range(self.size)]
         waits = [bool(self.get(rank, OPERATION)) for rank in range(self.size)]
         most = max(calls)

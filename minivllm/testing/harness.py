@@ -130,11 +130,15 @@ class Seat:
 
     def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.sent, self.barrier = rank, len(sent), sent, barrier
+        self.peers = None
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        x.copy_(torch.stack(self.gather(x)).sum(0))
+        x.copy_(torch.stack(self.all_of(x)).sum(0))
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        return torch.cat(self.all_of(x), dim=1)[:, :width]
+
+    def all_of(self, x: torch.Tensor) -> list[torch.Tensor]:
         self.sent[self.rank] = x.clone()
         self.barrier.wait()
         found = list(self.sent)

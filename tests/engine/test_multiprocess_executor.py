@@ -23,7 +23,7 @@ from minivllm.plugins.executor.process import FAILED
 from minivllm.plugins.executor.process_worker import _failure
 from minivllm.processes.channel import Message, shared_file
 from minivllm.processes.child import ChildEnded
-from minivllm.processes.status import BEGUN, CALLS, DONE, OPERATION, PHASE, StatusPage
+from minivllm.processes.status import BEGUN, CALLS, DONE, LEFT, MET, OPERATION, PHASE, StatusPage
 from minivllm.testing import ExecutorConformance
 from minivllm.testing.tiny import tiny_dir
 
@@ -337,6 +337,12 @@ def test_a_page_says_where_each_process_is_and_who_is_missing():
     assert page.told(1) == "in step 7, 21 calls to others done"
     assert page.told(2) == "last step 7, waits in gather number 20"
     assert page.missing() == [1, 2], "who waits in no call, or in an earlier one"
+    for rank, words in enumerate([(90, 89), (89, 89), (90, 89)]):
+        for word, value in zip((MET, LEFT), words, strict=True):
+            theirs.set(rank, word, value)
+    assert page.told(0) == "in step 7, waits in all_reduce number 21, its device waits in meeting 90"
+    assert page.told(1) == "in step 7, 21 calls to others done, its device has met the others 89 times"
+    assert page.missing() == [1], "devices wait for the one that does not"
     page.close()
     theirs.close()
 

@@ -14,23 +14,24 @@ POCKET = {"num_attention_heads": 4, "num_key_value_heads": 2}
 OWN = ("q", "k", "v")  # points of a layer that no rank has whole
 
 
-def sizes(model: str) -> list[int]:
-    """How many ranks can share a model.  Where a router may send a token elsewhere for a last bit it is one."""
+def sizes(model: str, most: int = MOST) -> list[int]:
+    """How many ranks can share a model, of at most ``most``.  Where a router may send a token elsewhere for a last bit
+    it is one."""
     if model in ROUTED:
         return [1]
     shape = SHAPES.get(model, POCKET)
     heads = shape["num_attention_heads"]
     kv_heads = shape.get("num_key_value_heads", heads)
-    return [n for n in range(1, MOST + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    return [n for n in range(1, most + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
 
 
-def shared(case: Case, executor: str) -> Case:
+def shared(case: Case, executor: str, most: int = MOST) -> Case:
     """The case with ranks of an executor.  What they would be refused is left out: bits that do not go by the batch,
     points of which each has a part.  Weights that are quantized share by share are other weights, so none are."""
     engines = []
     for i, options in enumerate(case.engines):
         rng = random.Random(f"ranks {case.seed} {i}")
-        able = sizes(options["model"])
+        able = sizes(options["model"], most)
         size = rng.choice([n for n in able if n > 1] or able)
         how: dict[str, object] = {"checked": rng.random() < 0.5, "timeout": 60}
         if executor == "ray":

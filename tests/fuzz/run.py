@@ -31,6 +31,7 @@ from fuzz.ledger import Ledger
 from fuzz.pool import Pool, Result
 from fuzz.ranks import shared
 from fuzz.shrink import Shrinker
+from minivllm.hardware import find_device
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -189,7 +190,7 @@ def of_seed(args: argparse.Namespace, seed: int, dtype: str) -> Case:
     """The case of a seed, with what the command line asks for of all engines."""
     case = case_of(seed, args.device, dtype)
     if args.executor in ("multiprocess", "ray"):
-        return shared(case, args.executor)
+        return shared(case, args.executor, *([find_device("cuda").devices] if args.device == "cuda" else []))
     own = {"executor": args.executor} if args.executor else {}
     return replace(case, engines=[{**options, **own} for options in case.engines])
 

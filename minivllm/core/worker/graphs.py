@@ -233,21 +233,25 @@ class Graphs:
         cannot be captured.  ``late`` with its ``plan``: the masks of late rows."""
         if plan is not None and late is not None:
             self.late_masks().put(plan.samples[plan.late], late.mask)
-        at = (key.rows, asked)
-        if at not in self.samples:
-            if len(self.samples) >= CAPTURES:
-                self._note(
-                    f"{CAPTURES} kinds of draws are captured: others run as separate launches"
-                )
-                return None
-            self.samples[at] = self._capture_sample(key.rows, asked)
-        captured = self.samples[at]
+        captured = self._sample_of(key.rows, asked)
         if captured is None:
             return None
         captured.graph.replay()
         if late is not None and self.masks is not None:
             self.masks.read_now()
         return self.buffers[key.rows].out, captured.result
+
+    def _sample_of(self, rows: int, asked: Asked) -> Captured | None:
+        """The capture of a draw, made if it is the first of its kind; None if there is none."""
+        at = (rows, asked)
+        if at not in self.samples:
+            if len(self.samples) >= CAPTURES:
+                self._note(
+                    f"{CAPTURES} kinds of draws are captured: others run as separate launches"
+                )
+                return None
+            self.samples[at] = self._capture_sample(rows, asked)
+        return self.samples[at]
 
     def late_masks(self) -> DeviceMasks:
         if self.masks is None:
@@ -266,7 +270,7 @@ class Graphs:
             if size in self.sizes:
                 self._capture_forward(GraphKey("decode", size, size, SHORT))
             for variant in variants:
-                self.sample(GraphKey("decode", size), Asked((*none, variant), False, -1, False))
+                self._sample_of(size, Asked((*none, variant), False, -1, False))
         keys = {
             size: GraphKey("decode", size, size, SHORT)
             for size in self.sizes

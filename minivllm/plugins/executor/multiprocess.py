@@ -91,7 +91,8 @@ class Multiprocess(Process):
                     self._child = child
                 text = wiring_to_json(replace(wiring, parallel=ParallelWiring(size, rank)))
                 told = {"rank": rank, "size": size, "wiring": text}
-                told |= {"timeout": PATIENCE * self.options.timeout, "checked": self.options.checked}
+                told |= {"timeout": PATIENCE * self.options.timeout}
+                told |= {"checked": self.options.checked, "sums": self.options.sums}
                 with self._named(rank):
                     self._begin(child, rank, told, files)
         finally:

@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import json
 import os
-from typing import Any
+import threading
+import time
+from typing import TYPE_CHECKING, Any
 
 import minivllm
 from minivllm.core.interfaces.executor import Wiring
@@ -18,7 +20,7 @@ from minivllm.core.worker.process import build
 from minivllm.errors import MinivllmError, ResourceError
 from minivllm.processes.channel import Channel, ChannelClosed
 from minivllm.processes.child import attach
-from minivllm.processes.status import BEGUN, CALLS, DONE, OPERATION, PHASE, StatusPage
+from minivllm.processes.status import BEGUN, CALLS, DONE, LEFT, MET, OPERATION, PHASE, StatusPage
 from minivllm.wiring import wiring_from_json
 
 from .crowded import with_others
@@ -28,7 +30,11 @@ from .multiprocess import FINGERPRINT, GO, LOST, PARTED
 from .process import FAILED, READY
 from .process_worker import WorkerLoop, _answer, _failure
 
+if TYPE_CHECKING:
+    from minivllm.layers.peers import PeerMemory
+
 MEETS, LOADS, IS_READY = 1, 2, 3  # of ``status.PHASES``
+SAYS = 0.2  # seconds between two looks at how far the device is
 
 
 def main(sock: str, memory: str) -> None:
@@ -99,6 +105,7 @@ class Rank:
     def _make(self, wiring: Wiring) -> Any:
         import torch
 
+        from minivllm.core.worker.build import has_kernels
         from minivllm.layers.communicator import LostRank, ProcessGroup
 
         from .ranks import RankRunner
@@ -116,11 +123,23 @@ class Rank:
                 self.ranks.join(self._meeting(), self.told["timeout"])
             except LostRank as e:
                 raise ResourceError(str(e)) from e
+            if self.told["sums"] == "auto" and has_kernels(wiring) and not self.told.get("apart"):
+                self.ranks.share_memory()
+            if self.ranks.peers is not None:
+                threading.Thread(target=self._say_met, args=(self.ranks.peers,), daemon=True).start()
         self.note(PHASE, LOADS)
         try:
             return RankRunner(wiring, self.ranks, self._failed, self.told["checked"])
         except ResourceError as e:
             raise with_others(e, wiring.device) from e
+
+    def _say_met(self, peers: PeerMemory) -> None:
+        """To the page, how far the device is: the host, which is ahead of it, does not know."""
+        with contextlib.suppress(ValueError):  # the page is closed
+            while self.ranks is not None and self.ranks.peers is peers:
+                for word, value in zip((MET, LEFT), peers.reached(), strict=True):
+                    self.note(word, value)
+                time.sleep(SAYS)
 
     def _calls(self, call: int, operation: int) -> None:
         if operation:

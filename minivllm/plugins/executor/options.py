@@ -24,6 +24,11 @@ class MultiprocessOptions(BaseModel):
         description="compare, before each step, the plans, hidden states and columns of all processes; it costs a call "
         "a step",
     )
+    sums: Literal["auto", "nccl"] = Field(
+        "auto",
+        description="what GPUs add by: `auto`, memory that all of them reach, where they do and it is faster; `nccl`, "
+        "the library alone",
+    )
 
 
 class RayOptions(MultiprocessOptions):

@@ -8,6 +8,9 @@ All ranks have the same columns.  What a step drew is known on rank 0 alone; it 
 step, before its delta is applied, so that nobody waits in a call while a grammar compiles: a step behind one whose
 masks are missing has begun on no rank.  Drafts are rank 0's too, and so are models beside the one that is shared.
 
+Logits are gathered of the same rows by all ranks.  Behind a captured FORWARD these are its padded ones, whether rank 0
+draws by a capture, whose rows they are, or not: the others cannot know which.
+
 FORWARD fails on all ranks or the engine ends: what a plug-in raises it raises on each, before the same call.  A rank
 that fails says how many calls it had made, and who started the ranks compares that.
 """
@@ -62,9 +65,11 @@ class RankRunner(Runner):
     def __init__(self, wiring: Wiring, ranks: ProcessGroup, told: Told, checked: bool = False) -> None:
         self.ranks, self._told, self._checked = ranks, told, checked
         self.leads, self._drawn, self._seen = ranks.rank == 0, None, [0, 0]
-        if wiring.device == "cuda" and ranks.size > 1:
-            self.captures = rank_graphs()
+        if ranks.size > 1:
+            self.captures = rank_graphs(ranks)
         super().__init__(wiring if self.leads else follower(wiring), ranks if ranks.size > 1 else None)
+        if self.leads and ranks.why_not:
+            self.worker.notes.append(f"ranks add by NCCL alone: {ranks.why_not}")
         if not self.leads:
             self.model = self.worker.model = _Quiet(self.model, self.worker.vocab_size)
             self.chain.commits = [False] * len(self.chain.commits)
@@ -100,19 +105,9 @@ class RankRunner(Runner):
             position = (plan.computed + plan.q_len)[plan.samples]
             self._drawn = np.stack([plan.slots[plan.samples], position]).astype(np.int64)
         if drawn is not None:
-            self._share(*self.state.to(drawn))
+            self.ranks.share_drawn(*self.state.to(drawn), self.state)
         if self._checked:
             self._compare(plan)
-
-    def _share(self, slots: Tensor, position: Tensor) -> None:
-        """Rank 0's columns of the rows that drew."""
-        s = self.state
-        columns = torch.stack([s.tokens[slots, position].long(), s.known[slots], s.stopped[slots].long()])
-        self.ranks.broadcast(columns)
-        if not self.leads:
-            s.tokens[slots, position] = columns[0].int()
-            s.known[slots] = columns[1]
-            s.stopped[slots] = columns[2].bool()
 
     def _compare(self, plan: StepPlan) -> None:
         """RuntimeError unless all ranks have the same plans, columns and hidden states."""
@@ -131,30 +126,65 @@ class RankRunner(Runner):
     def sample(self, running: Running, late: LateInputs | None = None) -> None:
         """On rank 0 as ever; the others give their part of the logits."""
         drew = running.hidden is not None and not running.errors and self.ranks.size > 1
-        calls = self.ranks.calls
-        if self.leads:
+        calls, whole = self.ranks.calls, self._whole(running) if drew else running.hidden
+        if not self.leads:
+            self._follow(running, whole)
+        elif whole is running.hidden:
             super().sample(running, late)
         else:
-            self._follow(running)
+            self._sample_padded(running, late, whole)
         parted = self.ranks.lost is not None or self.ranks.calls != calls + drew
         if parted or (running.errors and drew and not self.leads):
             words = self.ranks.lost or (running.errors[0].message if running.errors else "calls were left out")
             self._told(running.plan.id, "sample", str(words))
 
-    def _follow(self, running: Running) -> None:
+    def _whole(self, running: Running) -> Tensor:
+        """The hidden states of which all ranks make logits."""
+        if running.graph is None:
+            return running.hidden
+        return self.graphs.buffers[running.graph.rows].hidden
+
+    def _sample_padded(self, running: Running, late: LateInputs | None, whole: Tensor) -> None:
+        """On rank 0: logits of the rows that draw are taken from those of ``whole``, if they are not drawn by a
+        capture."""
+        model, samples = self.model, running.plan.samples
+        self.model = _Padded(model, running.hidden, whole, lambda: self.state.to(samples).long())
+        try:
+            super().sample(running, late)
+        finally:
+            self.model = model
+
+    def _follow(self, running: Running, whole: Tensor | None) -> None:
         running.sampled = True
         try:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
-                    self.model.share(running.hidden)
+                    self.model.share(whole)
             running.event = self._mark()
         except Exception as e:
             self._fail(running, "sampling", e)
         running.hidden, running.seams = None, self.seams.take()
 
     def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
-        """A capture that is made on rank 0 alone would call the others, who know nothing of it."""
-        return super()._sample_captured(running, late) if self.ranks.size == 1 else False
+        done = super()._sample_captured(running, late)
+        if done and self.ranks.size > 1:
+            self.ranks.replayed("gather")
+        return done
+
+
+class _Padded:
+    """Rank 0's model while it draws behind a captured FORWARD: logits of ``hidden`` are rows of those of ``whole``."""
+
+    def __init__(self, model: Any, hidden: Tensor, whole: Tensor, rows: Callable[[], Tensor]) -> None:
+        self._model, self._hidden, self._whole, self._rows = model, hidden, whole, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if hidden is self._hidden:
+            return self._model.logits(self._whole)[self._rows()]
+        return self._model.logits(hidden)
 
 
 class _Quiet:
@@ -195,16 +225,31 @@ class RankDrafting(Drafting):
         return both[:, : ask.k], both[:, ask.k]
 
 
-def rank_graphs() -> type:
-    """``Graphs`` of ranks: the same captures of FORWARD on each, of every size, and none of SAMPLE.  Which sizes a rank
-    measures to be useful, and which settings rank 0 meets, the others do not know."""
+def rank_graphs(ranks: ProcessGroup) -> type:
+    """``Graphs`` of ranks: the same captures of FORWARD on each, of every size.  Which sizes a rank measures to be
+    useful, the others do not know.
+
+    SAMPLE is captured on rank 0, where logits come through memory that all GPUs reach: it waits there for the parts of
+    the others, whatever they run to send them.  The others have nothing to draw."""
     from minivllm.core.worker.graphs import Graphs
 
     class RankGraphs(Graphs):
         measured_from = 1 << 30
 
-        def sample(self, *args: Any, **more: Any) -> None:
-            return None
+        def warm(self) -> None:
+            if ranks.peers is not None:  # the kernel that gathers is compiled on all, before rank 0 captures it
+                self.runner.model.logits(self._buffers(self.coarse[0]).hidden[:1])
+            super().warm()
+
+        def _sample_of(self, *args: Any) -> Any:
+            return super()._sample_of(*args) if ranks.rank == 0 and ranks.peers is not None else None
+
+        def _capture_sample(self, *args: Any) -> Any:
+            ranks.peers.alone = True
+            try:
+                return super()._capture_sample(*args)
+            finally:
+                ranks.peers.alone = False
 
     return RankGraphs
 

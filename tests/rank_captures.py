@@ -1,0 +1,70 @@
+"""Ranks that capture their steps and share memory, without GPUs: the worker of ``multiprocess`` for a test.
+
+Captures are those of ``cpu_captures``, regions are files that all ranks map, kernels run under Triton's interpreter.  A
+kernel that waits for another rank does not run while it is recorded, as on a GPU: nobody would come.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from cpu_captures import CpuRecorder, Recording, cpu_captures
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
+
+from minivllm.core.worker import build, graphs
+from minivllm.layers import peers
+from minivllm.layers.communicator import ProcessGroup
+from minivllm.plugins.executor import multiprocess_worker
+
+# programs that wait for each other take turns on few cores: as few of them as show all that there is
+peers.BLOCKS, peers.MOVERS, peers.TILE, peers.DRAWN = 2, 2, 32, 4
+recording = False
+
+
+class RankRecorder(CpuRecorder):
+    """What runs while it is recorded runs on all ranks alike, but for the gathering of logits, which rank 0 records
+    alone."""
+
+    def capture(self, run: Any) -> tuple[Recording, Any]:
+        global recording
+        made, launch = super(), InterpretedFunction.run
+
+        def launched(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            if recording and kernel.__name__ == "gather":
+                return None
+            return launch(kernel, *args, **kwargs)
+
+        turns = iter((False, True))
+
+        def turn() -> Any:
+            global recording
+            recording = next(turns)
+            return run()
+
+        InterpretedFunction.run = launched
+        try:
+            return made.capture(turn)
+        finally:
+            InterpretedFunction.run, recording = launch, False
+
+
+def share_memory(group: ProcessGroup) -> None:
+    folder, size = os.environ["RANK_CAPTURES"], peers.Layout(group.size).bytes
+    regions = [
+        torch.from_file(f"{folder}/{rank}", shared=True, size=size, dtype=torch.uint8) for rank in range(group.size)
+    ]
+    torch.distributed.barrier()
+    group.peers = peers.PeerMemory(group.rank, torch.tensor([region.data_ptr() for region in regions]), regions)
+
+
+def main(*given: str) -> None:
+    torch.set_num_threads(1)
+    with cpu_captures(), _disable_current_modes():
+        graphs.GraphRecorder = RankRecorder
+        build.has_kernels = lambda wiring: True
+        peers.capturing = lambda: recording
+        ProcessGroup.share_memory = share_memory
+        multiprocess_worker.main(*given)
