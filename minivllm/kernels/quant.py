@@ -9,7 +9,8 @@ Forms of a weight [N, K], as in ``StoredWeight``::
 
     int8, float8_e4m3fn [N, K]   w = weight * scale[n]
     uint8 [N, K / 2]             w = (q - zero[n, group]) * scale[n, group]; byte j of the 16 of block b has input
-                                 32 b + j in its low half, 32 b + 16 + j in its high half
+                                 32 b + j in its low half, 32 b + 16 + j in its high half;  with a table f32 [16]
+                                w = table[q] * scale[n, group]
 
 Bytes: the weight and its scales once, x and y a few times.  Sums are float32, in an order that goes by the shapes
 alone; where a sum is split (SK) the program that arrives last adds the parts in their order.  What a step of captured
@@ -67,12 +68,12 @@ def _spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
 
 @kernel("M")
 def _few(
-    x, weight, scale, zero, by_row, y, M, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
-    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr, BY_ROW: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scale, zero, table, by_row, y, M, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, ROWS: tl.constexpr,
+    BY_ROW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS (1, 2, 4, 8) >= M rows, which follow each other in x without gaps; BY_ROW: each is multiplied by ``by_row``
-    [M] at last."""
+    [M] at last.  TABLE: codes stand for what ``table`` has."""
     wait(PDL)
     on = tl.program_id(0) * BN + tl.arange(0, BN)
     ob = tl.arange(0, BK * FORM // 8)
@@ -93,10 +94,14 @@ def _few(
             s_at = on[:, None] * SN + (k // GROUP + og)[None, :] * SG
             on_s = (on < N)[:, None] & (k + og * GROUP < K)[None, :]
             s = _spread(tl.load(scale + s_at, mask=on_s, other=0.0), BN, some, GROUP // 2)
-            z = 8.0
-            if ZERO:
-                z = _spread(tl.load(zero + s_at, mask=on_s, other=0.0), BN, some, GROUP // 2)
-            low, high = (raw & 15).to(tl.float32), (raw >> 4).to(tl.float32)
+            if TABLE:
+                z = 0.0
+                low, high = tl.load(table + (raw & 15)), tl.load(table + (raw >> 4))
+            else:
+                z = 8.0
+                if ZERO:
+                    z = _spread(tl.load(zero + s_at, mask=on_s, other=0.0), BN, some, GROUP // 2)
+                low, high = (raw & 15).to(tl.float32), (raw >> 4).to(tl.float32)
         else:
             low = raw.to(tl.float32)
             high, s, z = low, 1.0, 0.0
@@ -233,12 +238,19 @@ class Quantized:
     The scales of groups lie as they come, [N, groups] of any strides; inputs must be a multiple of 32 for 4 bits.
     """
 
-    def __init__(self, weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0) -> None:
-        self.weight, self.scale, self.zero = weight, scale, zero
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None = None,
+        group: int = 0,
+        table: Tensor | None = None,
+    ) -> None:
+        self.weight, self.scale, self.zero, self.table = weight, scale, zero, table
         self.form = 4 if weight.dtype == torch.uint8 else 8
         self.n, self.k = weight.shape[0], weight.shape[1] * 8 // self.form
         self.group = group if self.form == 4 else self.k
-        self.serves = SERVES[weight.dtype]
+        self.serves = SERVES[weight.dtype] if table is None else (FEW, 0)
         self.arrived = torch.zeros(1024, dtype=torch.int32, device=weight.device)
         strides = scale.stride() if scale.dim() == 2 else (1, 0)
         self._sizes = dict(N=self.n, K=self.k, SN=strides[0], SG=strides[1], FORM=self.form)
@@ -262,7 +274,7 @@ class Quantized:
         """x [0 to 8, K] without gaps -> y [M, N], times ``by_row`` f32 [M] if that is given."""
         m = len(x)
         y = x.new_empty(m, self.n) if y is None else y
-        if tile is None and m and quant_words.takes(x, self.weight, self.k):
+        if tile is None and m and self.table is None and quant_words.takes(x, self.weight, self.k):
             return self.words(x, None, y, by_row)
         tile, zero = tile or few_tile(self.form, self.group, m, self.n), self.scale if self.zero is None else self.zero
         if m:
@@ -271,9 +283,11 @@ class Quantized:
                 self.weight,
                 self.scale,
                 zero,
+                self.scale if self.table is None else self.table,
                 self.scale if by_row is None else by_row,
                 y,
                 m,
+                TABLE=self.table is not None,
                 ROWS=triton.next_power_of_2(m),
                 BY_ROW=by_row is not None,
                 **self._sizes,
@@ -318,5 +332,5 @@ class Quantized:
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Those rows of the weight [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.k), dtype=dtype, device=self.weight.device)
-        numbers_of(self.weight, self.scale, self.zero, out, rows.start, self._sizes)
+        numbers_of(self.weight, self.scale, self.zero, out, rows.start, self._sizes, self.table)
         return out

@@ -107,8 +107,9 @@ def int4_pairs(q, near, rest):
 
 @kernel()
 def _numbers(
-    weight, scale, zero, out, first, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
-    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
+    weight, scale, zero, table, out, first, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, BB: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows from ``first`` on -> out [rows, K]; a program takes BB bytes of a row."""
     wait(PDL)
@@ -123,17 +124,38 @@ def _numbers(
         inputs = ob // 16 * 32 + ob % 16
         at = (first + row) * SN + inputs // GROUP * SG
         s = tl.load(scale + at, mask=on, other=0.0)
-        z = 8.0
-        if ZERO:
-            z = tl.load(zero + at, mask=on, other=0.0)
+        if TABLE:
+            low, high = tl.load(table + (raw & 15)), tl.load(table + (raw >> 4))
+        else:
+            z = 8.0
+            if ZERO:
+                z = tl.load(zero + at, mask=on, other=0.0)
+            low, high = (raw & 15).to(tl.float32) - z, (raw >> 4).to(tl.float32) - z
         to = out + row * K + inputs
-        tl.store(to, (((raw & 15).to(tl.float32) - z) * s).to(out.dtype.element_ty), mask=on)
-        tl.store(to + 16, (((raw >> 4).to(tl.float32) - z) * s).to(out.dtype.element_ty), mask=on)
+        tl.store(to, (low * s).to(out.dtype.element_ty), mask=on)
+        tl.store(to + 16, (high * s).to(out.dtype.element_ty), mask=on)
 
 
 def numbers_of(
-    weight: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, first: int, sizes: dict[str, Any]
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    out: Tensor,
+    first: int,
+    sizes: dict[str, Any],
+    table: Tensor | None = None,
 ) -> None:
-    """Rows of the weight from ``first`` on, as many as ``out`` [rows, K] has, into it."""
-    grid = len(out), triton.cdiv(weight.shape[1], 2048)
-    _numbers[grid](weight, scale, scale if zero is None else zero, out, first, BB=2048, **sizes, **pdl(out))
+    """Rows of the weight from ``first`` on, as many as ``out`` [rows, K] has, into it.  ``table`` f32 [16]: what codes
+    of 4 bits stand for."""
+    _numbers[len(out), triton.cdiv(weight.shape[1], 2048)](
+        weight,
+        scale,
+        scale if zero is None else zero,
+        scale if table is None else table,
+        out,
+        first,
+        TABLE=table is not None,
+        BB=2048,
+        **sizes,
+        **pdl(out),
+    )

@@ -13,13 +13,16 @@ LEAST = {FP8: (8, 9)}  # compute capability that Triton has the numbers of a dty
 OTHERS = (8, 0)
 
 
-def kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0) -> Any:
-    """``Quantized`` for a weight as in ``StoredWeight``; None where there is no Triton, or no GPU for it."""
+def kernels_of(
+    weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0, table: Tensor | None = None
+) -> Any:
+    """``Quantized`` for a weight as in ``StoredWeight``, or of codes that stand for what ``table`` has; None where
+    there is no Triton, or no GPU for it."""
     if not _served(weight, LEAST.get(weight.dtype, OTHERS)):
         return None
     from minivllm.kernels.quant import Quantized
 
-    return Quantized(weight, scale, zero, group)
+    return Quantized(weight, scale, zero, group, table)
 
 
 def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
@@ -32,12 +35,12 @@ def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
 
 
 def joined(kernels: Any, bias: Any, mode: int, activation: str, rounded: torch.dtype | None = None) -> Any:
-    """``SlimProduct`` of what ``kernels_of`` gave; None of None.  ``rounded``: of which dtype rows of x are."""
+    """``JoinedProduct`` of what ``kernels_of`` gave; None of None.  ``rounded``: of which dtype rows of x are."""
     if kernels is None:
         return None
-    from minivllm.kernels.quant_slim import SlimProduct
+    from minivllm.kernels.quant_joined import JoinedProduct
 
-    return SlimProduct(kernels, bias, mode, activation, rounded)
+    return JoinedProduct(kernels, bias, mode, activation, rounded)
 
 
 def _served(weight: Tensor, least: tuple[int, int]) -> bool:

@@ -37,6 +37,9 @@ class ByteRows(WholeWeight):
     def stored(self) -> StoredWeight | None:
         return StoredWeight(self.weight, self.scale) if self.weight.dtype == torch.int8 else None
 
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        return joined(self.kernels, bias, mode, activation)
+
     def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         weight, scale = self.weight[rows], self.scale[rows]
         if x.dtype == torch.float16:  # sums of unscaled int8 products overflow float16
@@ -75,7 +78,7 @@ class Int8Weight(ByteRows):
         return super().stored()  # a subclass may multiply in another way: a class says this of itself alone
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
-        return joined(self.kernels, bias, mode, activation)
+        return super().joined(bias, mode, activation)
 
 
 class Int8(Quantizer):
