@@ -14,7 +14,8 @@ class WeightOnlyOptions(BaseModel):
 
     skip: list[str] = Field(
         default_factory=list,
-        description='Modules to leave unquantized, as shell patterns over their names: "layers.0.*", "*.mlp.down".',
+        description='Modules to leave unquantized, as shell patterns over their names, "layers.0.*", or regular '
+        'expressions for whole names, "re:layers\\.[0-3]\\..*".',
     )
     lm_head: bool = Field(
         default=False, description="Quantize the output head too; a tied one gets a quantized copy of its own."
@@ -52,7 +53,7 @@ class Int4Options(WeightOnlyOptions):
     )
     bits: dict[str, Literal[4, 8, 16]] = Field(
         default_factory=dict,
-        description="Bits of modules by patterns over their names, of which the first that fits counts: "
+        description="Bits of modules by patterns over their names (as of skip), of which the first that fits counts: "
         '{"*.mlp.down" = 8}. 8: as quantizer=int8; 16: unquantized.',
     )
 
