@@ -68,6 +68,10 @@ def test_many_rows_of_quantized_weights_by_tiles(shape):
         quant_kernels.check_tiles("cpu", torch.float32, shape, (20,), {**tile, "BK": 128})
 
 
+def test_many_rows_of_an_int8_weight_by_whole_numbers_of_15_bits():
+    quant_kernels.check_fixed("cpu", torch.float32, (3, 20), dict(BM=16, BN=16, BK=64, STAGES=2, num_warps=4))
+
+
 def test_what_is_large_in_a_row_is_not_rounded():
     x = torch.randn(3, 300)
     x[1, 7], x[2] = 50, 0

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from minivllm.kernels.products import ADDED, GATED
 from minivllm.kernels.quant import FEW, Quantized, few_tile
+from minivllm.kernels.quant_fixed import fixed
 from minivllm.kernels.quant_slim import SlimProduct
 from minivllm.kernels.quant_tiles import tiles
 from minivllm.kernels.quant_vector import VectorProduct
@@ -101,6 +102,20 @@ VECTOR = [("int8", 40, 640, 0, False), ("int4", 36, 384, 128, True), ("int4", 40
 TILES = [("int8", 48, 256, 0, False), ("int4", 36, 384, 128, True), ("int4", 40, 640, 32, False)]
 
 
+def check_fixed(device: str, dtype: torch.dtype, rows: tuple[int, ...], tile: dict[str, int] | None) -> None:
+    """int8 by whole numbers of 15 bits: no element of x is off by more than that of its row's largest."""
+    for n, k in ((48, 256), (40, 640)):
+        kernels, held = make("int8", n, k, 0, False, device)
+        for m in rows:
+            x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)) * torch.logspace(-2, 2, m)[:, None]
+            x[1] = 0
+            got = fixed(x.to(device, dtype), kernels.weight, kernels.scale, tile=tile).double().cpu()
+            wide = x.to(dtype).double()
+            room = wide.abs().amax(1, keepdim=True) / 32512 * held.abs().sum(1)
+            room += 2 * torch.finfo(dtype).eps * (wide @ held.T).abs() + 1e-9
+            assert ((got - wide @ held.T).abs() <= room).all(), f"{n} outputs, {k} inputs, {m} rows"
+
+
 def check_tiles(device: str, dtype: torch.dtype, shape: tuple, rows: tuple[int, ...], tile: dict[str, int]) -> None:
     """The product by tiles, whole and with the sum in parts."""
     kernels, held = make(*shape, device)
@@ -149,7 +164,7 @@ def check_slim(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, in
 
 
 def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
-    check_joined(VectorProduct, device, dtype, shape, (1, 2), tile, rounded)
+    check_joined(VectorProduct, device, dtype, shape, (1, 2) if tile else (1,), tile, rounded)
 
 
 def agree(got: Tensor, want: Tensor, near: float, what: str) -> None:

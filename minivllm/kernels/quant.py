@@ -232,6 +232,27 @@ def dots_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
     return dict(BM=bm, BN=bn, BK=max(bk, group if four else 0), SK=sk, STAGES=stages, num_warps=warps)
 
 
+def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) -> dict[str, str]:
+    """Rows -> what serves so many, of a weight of this dtype, or of codes with a table; ``rounded``: rows of x are
+    rounded to that dtype.  In words, for ``minivllm explain``."""
+    few, dots = (FEW, 0) if table else SERVES[dtype]
+    joins = sm >= 90 and not table
+    slim = joins and dtype != torch.uint8
+    found = {}
+    if joins:
+        found["1 in bfloat16"] = "read once by words, without matrix units, with norm and gate in the same kernel"
+    if slim:
+        found["2 to 8 in bfloat16"] = "tensor cores, with norm and gate in the same kernel"
+    if rounded is not None:
+        found["more" if slim else "any"] = "rows rounded by a kernel, then the tensor cores' products of 8 bits"
+        return found
+    found[f"up to {few}"] = "read once, without matrix units"
+    if dots:
+        found[f"up to {dots}, of 16 bits"] = "tensor cores, made numbers of in registers"
+    found["more"] = "made numbers of in memory, a part of the weight at a time, then the library's product"
+    return found
+
+
 class Quantized:
     """The kernels for one weight in a form of ``StoredWeight``; keeps the counters of split sums, 0 between launches.
 

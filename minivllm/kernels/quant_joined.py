@@ -12,7 +12,7 @@ from .quant_vector import VectorProduct
 
 
 class JoinedProduct:
-    """1 and 2 rows without matrix units; 3 to 8 with them, of weights of 8 bits.  ``rounded``: rows of x are rounded to
+    """One row without matrix units; 2 to 8 with them, of weights of 8 bits.  ``rounded``: rows of x are rounded to
     that dtype before, each by its largest element."""
 
     def __init__(

@@ -1,11 +1,12 @@
-"""1 or 2 rows times a weight of 8 or 4 bits, and what surrounds it, in one kernel: ``products`` without matrix units.
+"""One row times a weight of 8 or 4 bits, and what surrounds it, in one kernel: ``products`` without matrix units.
 
     grid (N / BN)     a program sums BN outputs over all inputs, BK at a time; the first of its weights is asked for
                       before the kernel in front has ended, so that the memory is never without work between two
 
-Weights of whole numbers are read by words (``quant_words``), float8 an element at a time.  ``TOP``: each row of x is
-rounded to 8 bits by its largest element, as ``scaled.rows`` does it; every program does that for itself, which a few
-rows cost less than a kernel of their own.  Sums are float32, in an order that goes by the shapes alone.
+Weights of whole numbers are read by words (``quant_words``), float8 an element at a time.  ``TOP``: x is rounded to 8
+bits by its largest element, as ``scaled.rows`` does it; every program does that for itself, which takes less than a
+kernel of its own up to ``OWN`` inputs.  Sums are float32, in an order that goes by the shapes alone.  Two rows are
+possible and not faster than by the kernels one by one.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from .launch import capability, kernel, pdl, wait
 from .products import ADDED, GATED, PLAIN, _finish
 from .quant import Quantized
 from .quant_words import _number, _spread, _values, takes
-from .scaled import TOP
+from .scaled import TOP, rows
 
-ROWS = 2
+ROWS = 1  # up to which it is the fastest
+OWN = 8192
+SHORT = 4096  # inputs that a program has in registers at once
 
 
 @triton.jit
@@ -147,15 +150,16 @@ def _both(a, b, ROWS: tl.constexpr):
 
 @kernel()
 def _vector(
-    x, wide_x, weight, scale, zero, y, bias, residual, norm, in_squares, out_squares, eps,
+    x, wide_x, weight, scale, zero, by_row, y, bias, residual, norm, in_squares, out_squares, eps,
     N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr, FORM: tl.constexpr,
-    FLOAT8: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
+    FLOAT8: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TOP: tl.constexpr, BY_ROW: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
+    ACT: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [ROWS, K], ``wide_x`` the same as int64 [ROWS, K / 4] of four inputs an element; weight int32 words, or float8
-    elements (GATED: [2 N, ...]).  STAGES 0: weights go to registers, the first before the wait, each while the one
-    before is multiplied; else a pipelined loop."""
+    elements (GATED: [2 N, ...]); BY_ROW: sums of a row are multiplied by ``by_row`` [ROWS].  STAGES 0: weights go to
+    registers, the first before the wait, each while the one before is multiplied; else a pipelined loop."""
     tile = tl.program_id(0)
     on = tile * BN + tl.arange(0, BN)
     wide: tl.constexpr = K if FLOAT8 else K * FORM // 32
@@ -228,19 +232,30 @@ def _vector(
             gated = gated * (times * tl.load(scale + N + on, mask=on < N, other=0.0))[None, :]
     om = tl.arange(0, ROWS)
     if TOP > 0:
-        by_row = tl.where(om == 0, step0, step1)[:, None]
-        acc, gated = acc * by_row, gated * by_row
+        steps = tl.where(om == 0, step0, step1)[:, None]
+        acc, gated = acc * steps, gated * steps
+    if BY_ROW:
+        steps = tl.load(by_row + om)[:, None]
+        acc, gated = acc * steps, gated * steps
     _finish(acc, gated, om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps, ROWS, N, K, PARTS,
             PARTS_P, MODE, BIAS, ACT)  # fmt: skip
 
 
-def vector_tile(of: Quantized, n: int, rows: int, gated: bool) -> dict[str, int]:
-    """Not measured yet."""
-    if of.form == 4:
-        return dict(BN=8 if gated else 16, BK=max(2048, of.group), STAGES=0, num_warps=4)
-    if of.weight.dtype == torch.float8_e4m3fn:
-        return dict(BN=4 if gated else 8, BK=1024, STAGES=0, num_warps=2)
-    return dict(BN=4 if gated else 8, BK=2048, STAGES=0, num_warps=4)
+def vector_tile(of: Quantized, n: int, gated: bool, rounded: bool) -> dict[str, int]:
+    """The fastest of benchmarks/quant_layer.py on an H100, of 4,096 and 14,336 inputs."""
+    four, eighth = of.form == 4, of.weight.dtype == torch.float8_e4m3fn
+    if of.k > SHORT:
+        bn, bk, stages, warps = (8, 2048, 0, 2) if four else (8, 1024, 3, 4) if eighth else (8, 1024, 0, 2)
+        return dict(BN=bn // 2 if gated else bn, BK=bk, STAGES=stages, num_warps=warps)
+    bk = max(triton.next_power_of_2(of.k), 256, of.group if four else 0)
+    bn, warps = 4, 4
+    if four:
+        bn, warps = (4, 4) if gated else (16, 8 if n <= SHORT else 4)
+    elif gated:
+        bn, warps = (2, 4) if eighth else (4, 8)
+    elif rounded:
+        bn, warps = 4, 8
+    return dict(BN=min(bn * max(1, SHORT // bk), 32), BK=bk, STAGES=0, num_warps=warps)
 
 
 class VectorProduct:
@@ -262,7 +277,7 @@ class VectorProduct:
     def fits(self, x: Tensor) -> bool:
         """Whether to use it for x.  float16 is left out: the stream times the norm's weight, before it is divided, may
         be too large for that."""
-        taken = self.float8 or takes(x, self.of.weight, self.k)
+        taken = self.of.table is None and (self.float8 or takes(x, self.of.weight, self.k))
         return 1 <= len(x) <= ROWS and x.dtype == torch.bfloat16 and x.is_contiguous() and taken
 
     def __call__(
@@ -275,9 +290,12 @@ class VectorProduct:
         tile: dict[str, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As ``products.Product``."""
-        of, m = self.of, len(x)
+        of, m, by_row = self.of, len(x), None
+        if self.rounded is not None and self.k > OWN:
+            x, by_row = rows(x, self.rounded, x.dtype)
+        own = self.rounded is not None and by_row is None
         y = torch.empty((m, self.n), dtype=x.dtype, device=x.device)
-        tile = tile or vector_tile(of, self.n, m, self.mode == GATED)
+        tile = tile or vector_tile(of, self.n, self.mode == GATED, own)
         tiles, out = triton.cdiv(self.n, tile["BN"]), y
         if self.mode == ADDED:
             out = torch.empty((m, tiles), dtype=torch.float32, device=x.device)
@@ -289,6 +307,7 @@ class VectorProduct:
             of.weight if self.float8 else of.weight.view(torch.int32),
             of.scale,
             of.scale if of.zero is None else of.zero,
+            of.scale if by_row is None else by_row,
             y,
             y if self.bias is None else self.bias,
             y if residual is None else residual,
@@ -298,7 +317,8 @@ class VectorProduct:
             eps,
             KP=triton.next_power_of_2(self.k),
             FLOAT8=self.float8,
-            TOP=0.0 if self.rounded is None else TOP[self.rounded],
+            TOP=TOP[self.rounded] if own else 0.0,
+            BY_ROW=by_row is not None,
             ROWS=m,
             PARTS=parts,
             PARTS_P=triton.next_power_of_2(max(parts, 1)),

@@ -85,6 +85,11 @@ def test_many_rows_by_tiles(shape):
 
 
 @on_gpu
+def test_many_rows_of_an_int8_weight_by_whole_numbers_of_15_bits():
+    checks.check_fixed("cuda", torch.bfloat16, (9, 130, 300), None)
+
+
+@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_rows_are_taken_and_what_is_given_is_filled(dtype):
     checks.check_calls("cuda", dtype)
@@ -207,8 +212,8 @@ for form, dtype in ((8, "i8"), (8, "fp8e4nv"), (4, "u8")):
             continue
         options = {"num_warps": tile["num_warps"]}
         constants = {**sizes, **more, **{k: v for k, v in tile.items() if k != "num_warps"}}
-        types = dict(x="*bf16", y="*bf16", weight="*" + dtype, scale="*fp32", zero="*fp32", scratch="*fp32", table="*fp32",
-                     arrived="*i32", M="i32", by_row="*fp32")
+        types = dict(x="*bf16", y="*bf16", weight="*" + dtype, arrived="*i32", M="i32")
+        types.update(dict.fromkeys(("scale", "zero", "scratch", "table", "by_row"), "*fp32"))
         types.update(dict(x="*i64", weight="*i32") if words else {})
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"}

@@ -19,7 +19,7 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.layers.linear import no_adapter
 
-from .fast import joined, scaled_kernels_of
+from .fast import joined, scaled_kernels_of, served_by
 from .int8 import Int8, Int8Weight
 from .options import LlmInt8Options
 
@@ -57,6 +57,9 @@ class _Both(Int8Weight):
             return self.kernels(x, out)
         y = self._product(quantized_rows(x, self.dtype, self.top), slice(0, len(self.weight)))
         return y if out is None else out.copy_(y)
+
+    def served(self, device: str, sm: int) -> Mapping[str, str]:
+        return served_by(self.weight.dtype, device, sm, rounded=self.dtype)
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
         wide = None if self.kernels is None else self.kernels.wide

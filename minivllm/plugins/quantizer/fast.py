@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,6 +42,19 @@ def joined(kernels: Any, bias: Any, mode: int, activation: str, rounded: torch.d
     from minivllm.kernels.quant_joined import JoinedProduct
 
     return JoinedProduct(kernels, bias, mode, activation, rounded)
+
+
+def served_by(
+    dtype: torch.dtype, device: str, sm: int, table: bool = False, rounded: torch.dtype | None = None
+) -> Mapping[str, str]:
+    """As ``WeightScheme.served``, of a weight of this dtype, or of codes with a table; ``rounded``: to what rows of x
+    are."""
+    least = LEAST.get(dtype, OTHERS) if rounded is None else (9, 0)
+    if not device.startswith("cuda") or sm < 10 * least[0] + least[1] or find_spec("triton") is None:
+        return {"any": "made numbers of the run's dtype, then the library's product"}
+    from minivllm.kernels.quant import told
+
+    return told(dtype, sm, table, rounded)
 
 
 def _served(weight: Tensor, least: tuple[int, int]) -> bool:

@@ -22,7 +22,7 @@ from minivllm.errors import ModelError
 from minivllm.layers.linear import part_rows
 from minivllm.layers.module import check_shape
 
-from .fast import joined, kernels_of
+from .fast import joined, kernels_of, served_by
 from .int8 import Int8Weight
 from .none import refuse_quantized
 from .options import Int4Options
@@ -111,6 +111,9 @@ class Int4Rows(Tiled):
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
         return joined(self.kernels, bias, mode, activation)
+
+    def served(self, device: str, sm: int) -> Mapping[str, str]:
+        return served_by(self.weight.dtype, device, sm)
 
     def numbers(self, rows: slice, like: Tensor) -> Tensor:
         zero = None if self.zero is None else self.zero[rows]

@@ -18,7 +18,7 @@ from minivllm.errors import ModelError
 from minivllm.layers.linear import part_rows
 from minivllm.layers.module import check_shape
 
-from .fast import kernels_of
+from .fast import kernels_of, served_by
 from .forms import TableRows
 from .int4 import does_not_divide, pack
 from .none import refuse_quantized
