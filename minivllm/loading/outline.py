@@ -76,9 +76,11 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
         scheme = getattr(module, "scheme", None)
         quantized = isinstance(scheme, WeightScheme) and not isinstance(scheme, (Dense, DenseExperts))
         kind = "norms" if "norm" in LAYER.sub("", name) else LAYER.sub("", name)
+        held = sum(t.nbytes for t in module.tensors.values())
+        if not held and not isinstance(module, TiedLMHead):
+            continue  # it has no weight
         one = found.setdefault(kind, Component())
         one.count += 1
-        held = sum(t.nbytes for t in module.tensors.values())
         one.held += held
         if quantized:
             info = module.info  # type: ignore[attr-defined]

@@ -51,7 +51,10 @@ def served_by(
     are."""
     least = LEAST.get(dtype, OTHERS) if rounded is None else (9, 0)
     if not device.startswith("cuda") or sm < 10 * least[0] + least[1] or find_spec("triton") is None:
-        return {"any": "made numbers of the run's dtype, then the library's product"}
+        any_rows = {"any": "made numbers of the run's dtype, then the library's product"}
+        if device == "cpu" and rounded is None and not table and dtype != FP8:
+            return {"of captured steps": "read as they lie by the native part, where it is there", **any_rows}
+        return any_rows
     from minivllm.kernels.quant import told
 
     return told(dtype, sm, table, rounded)

@@ -57,9 +57,11 @@ class Nf4Weight(TableRows):
         self.scale[rows] = largest
 
     def finish(self) -> None:
-        self.kernels = kernels_of(
-            self.weight, self.scale, None, self.info.in_features // self.scale.shape[1], self.table
-        )
+        group = self.info.in_features // self.scale.shape[1]
+        self.kernels = kernels_of(self.weight, self.scale, None, group, self.table)
+
+    def served(self, device: str, sm: int) -> Mapping[str, str]:
+        return served_by(self.weight.dtype, device, sm, table=True)
 
 
 class Nf4(Quantizer):
