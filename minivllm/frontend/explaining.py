@@ -39,8 +39,8 @@ def explain_loaded(loaded: Loaded, catalog: Catalog | None = None, weights: bool
         return Explanation(exc.selections, exc.notes, catalog, exc)  # type: ignore[attr-defined]
     found = imported(resolved.explanation)
     if weights and found.error is None:
+        from minivllm.config.weights import weights_explained
         from minivllm.hardware import find_device
-        from minivllm.loading.outline import weights_explained
 
         told = weights_explained(resolved.wiring, find_device(loaded.engine.device).sm)
         found = replace(found, notes=(*found.notes, *((f"quantizer.{what}", sentence) for what, sentence in told)))

@@ -1,4 +1,4 @@
-"""What the weights of a configuration would take, and what would multiply by them, told without loading any.
+"""What the weights of a model would take, and what would multiply by them, told without loading any.
 
 The model is built on torch's ``meta`` device with the quantizer that was chosen, as it would be on the real one.
 """
@@ -9,23 +9,19 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import WeightScheme
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.core.interfaces.quantizer import Quantizer, WeightScheme
 from minivllm.layers.embedding import TiedLMHead
 from minivllm.layers.experts import DenseExperts
 from minivllm.layers.linear import Dense
-from minivllm.registry import build_part
+from minivllm.layers.module import Module
 
-from .hf_config import open_checkpoint
 from .shapes import Blueprint
-
-if TYPE_CHECKING:
-    from minivllm.core.interfaces.executor import Wiring
-    from minivllm.layers.module import Module
 
 LAYER = re.compile(r"layers\.\d+\.")
 
@@ -33,9 +29,9 @@ LAYER = re.compile(r"layers\.\d+\.")
 class _Outline(Blueprint):
     """Building blocks of a quantizer's schemes that have shapes and no memory."""
 
-    def __init__(self, wiring: Wiring, quantizer: Any) -> None:
-        backend = SimpleNamespace(ctx=SimpleNamespace(max_len=wiring.max_model_len))
-        super().__init__(SimpleNamespace(dtype=getattr(torch, wiring.dtype), backend=backend))  # type: ignore[arg-type]
+    def __init__(self, dtype: str, quantizer: Quantizer, max_len: int) -> None:
+        backend = SimpleNamespace(ctx=SimpleNamespace(max_len=max_len))
+        super().__init__(SimpleNamespace(dtype=getattr(torch, dtype), backend=backend))  # type: ignore[arg-type]
         self.quantizer = quantizer
 
 
@@ -51,21 +47,16 @@ class Component:
     served: Mapping[str, str] = field(default_factory=dict)
 
 
-def weights_explained(wiring: Wiring, sm: int) -> list[tuple[str, str]]:
-    """(what, sentence) of each component of the model, of the total, and of the rows that each kernel serves.  Of a
-    checkpoint that comes quantized it is the files that say."""
-    checkpoint = open_checkpoint(wiring.model_dir)
-    cfg = checkpoint.hf_config()
-    if getattr(cfg, "quantization_config", None):
-        return [
-            ("weights", "as the checkpoint has them: minivllm bench memory says what they take once they are loaded")
-        ]
-    quantizer = build_part("quantizer", wiring.parts["quantizer"], None)
-    parts = _Outline(wiring, quantizer)
+def outline(
+    arch: ModelArch, cfg: Any, quantizer: Quantizer, dtype: str, max_len: int, device: str, sm: int
+) -> list[tuple[str, str]]:
+    """(what, sentence) of each component of the model, of the total, and of the rows that each kernel serves on the
+    device, whose compute capability ``sm`` is.  PluginError and ModelError as when the model is loaded."""
+    parts = _Outline(dtype, quantizer, max_len)
     with torch.inference_mode():
-        build_part("model", wiring.parts["model"]).build(cfg, parts)
+        arch.build(cfg, parts)
     quantizer.finish()
-    return list(_sentences(components(parts.modules, wiring.dtype, wiring.device, sm)))
+    return list(_sentences(components(parts.modules, dtype, device, sm)))
 
 
 def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) -> dict[str, Component]:
@@ -86,7 +77,11 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
             info = module.info  # type: ignore[attr-defined]
             bias = info.out_features * info.bias
             one.plain += (info.out_features * info.in_features + bias) * each
-            one.quantized, one.form, one.served = True, _form(module.tensors), scheme.served(device, sm)
+            one.quantized, one.form, one.served = (
+                True,
+                _form(module.tensors),
+                scheme.served(device, sm),
+            )
             if isinstance(module, TiedLMHead):
                 one.form += ", beside the embedding's own"
         else:

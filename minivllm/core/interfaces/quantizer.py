@@ -149,8 +149,8 @@ class WeightScheme(ABC):
         return None
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
-        """What multiplies how many rows of x on a device of which no memory is taken yet: {"1 to 8": "streamed ..."},
-        for ``minivllm explain quantizer``.  ``sm``: NVIDIA's compute capability as 90; 0: another device."""
+        """For ``minivllm explain``: rows of x ("2 to 8") -> what multiplies so many on such a device;
+        ``sm``: NVIDIA's compute capability as 90."""
         return {}
 
     @property
