@@ -54,10 +54,11 @@ SLIM_TILES = (
 )  # fmt: skip
 # rows, outputs, inputs, in how many parts the sum is split, loads in flight, warps: of up to 64, 128 and 256 rows
 TILES = {
-    64: ((64, 128, 128, 1, 3, 8), (64, 128, 128, 1, 3, 4), (64, 64, 128, 2, 4, 4), (64, 128, 64, 2, 4, 4)),
-    128: (
-        (128, 128, 64, 1, 4, 8), (128, 128, 128, 1, 2, 8), (128, 128, 64, 2, 4, 8), (128, 128, 64, 4, 4, 8),
-        (128, 128, 128, 4, 2, 8), (128, 64, 64, 1, 4, 4), (128, 64, 64, 2, 4, 4),
+    64: ((64, 128, 128, 1, 4, 8), (64, 64, 128, 2, 4, 4), (64, 64, 128, 4, 4, 4), (64, 64, 64, 1, 6, 4)),
+    128: ((128, 128, 128, 1, 3, 8), (128, 128, 64, 1, 4, 8), (128, 64, 64, 2, 4, 4), (128, 64, 128, 4, 3, 4)),
+    256: (
+        (256, 128, 64, 1, 4, 8), (256, 128, 128, 1, 2, 8), (128, 128, 64, 1, 4, 8), (128, 128, 128, 1, 2, 8),
+        (256, 128, 64, 4, 4, 8), (128, 128, 64, 2, 4, 8), (128, 128, 64, 4, 4, 8),
     ),
 }  # fmt: skip
 FIXED_TILES = (
@@ -122,7 +123,7 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
         yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n_out))
     if 16 < rows <= 256:
         names = ("BM", "BN", "BK", "SK", "STAGES", "num_warps")
-        for tile in TILES[64 if rows <= 64 else 128]:
+        for tile in TILES[64 if rows <= 64 else 128 if rows <= 128 else 256]:
             if tile[3] == 1 or n_out < 28672:
                 yield "tiles", dict(zip(names, tile, strict=True))
     if fmt == "int8" and rows >= 64:

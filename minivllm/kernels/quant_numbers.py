@@ -1,4 +1,5 @@
-"""Numbers of weights of 8 and 4 bits: in registers, two at a time, and of a whole part of a weight in memory.
+"""Numbers of weights of 8 and 4 bits: in registers, two at a time, and of a whole part of a weight in memory; and what
+kernels of several forms share.
 
 bfloat16 has 8 bits of significand, so 128 + q is exact for q in 0..127 and its bits are 0x4300 | q::
 
@@ -103,6 +104,35 @@ def int4_pairs(q, near, rest):
         is_pure=True,
         pack=2,
     )
+
+
+@triton.jit
+def spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
+    """s [BN, SOME] -> [BN, SOME * EACH], each as often as there are bytes in a group."""
+    if SOME == 1:
+        return s
+    else:
+        return tl.reshape(tl.broadcast_to(s[:, :, None], [BN, SOME, EACH]), [BN, SOME * EACH])
+
+
+@triton.jit
+def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK: tl.constexpr):
+    """The sums [BN, BM] of all parts, in their order, for the program that arrives last: (sums, whether it is)."""
+    last = True
+    if SK > 1:
+        wide: tl.constexpr = (N + acc.shape[0] - 1) // acc.shape[0] * acc.shape[0]
+        at = scratch + om.to(tl.int64)[None, :] * wide + on[:, None]
+        step = tl.num_programs(0).to(tl.int64) * acc.shape[1] * wide
+        tl.store(at + part * step, acc)
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        counter = arrived + row * tl.num_programs(1) + tile
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == SK - 1
+        if last:
+            acc = tl.load(at, cache_modifier=".cg")
+            for i in tl.static_range(1, SK):
+                acc += tl.load(at + i * step, cache_modifier=".cg")
+            tl.store(counter, 0)
+    return acc, last
 
 
 @kernel()

@@ -245,7 +245,7 @@ def vector_tile(of: Quantized, n: int, gated: bool, rounded: bool) -> dict[str, 
     """The fastest of benchmarks/quant_layer.py on an H100, of 4,096 and 14,336 inputs."""
     four, eighth = of.form == 4, of.weight.dtype == torch.float8_e4m3fn
     if of.k > SHORT:
-        bn, bk, stages, warps = (8, 2048, 0, 2) if four else (8, 1024, 3, 4) if eighth else (8, 1024, 0, 2)
+        bn, bk, stages, warps = (16, 2048, 3, 8) if four else (8, 1024, 3, 4) if eighth else (8, 1024, 0, 2)
         return dict(BN=bn // 2 if gated else bn, BK=bk, STAGES=stages, num_warps=warps)
     bk = max(triton.next_power_of_2(of.k), 256, of.group if four else 0)
     bn, warps = 4, 4
