@@ -276,8 +276,7 @@ class Quantized:
             quant_fixed.fixed(x, self.weight, self.scale, y)
             return True
         large = self.n >= WIDE or self.k > 8192  # of small ones the copy in memory stays in the second-level cache
-        tiled = 64 < m <= (TILE_ROWS if large else 128 if self.form == 4 else 0)
-        if not tiled or not aligned or x.dtype != torch.bfloat16:
+        if not (large and aligned and 64 < m <= TILE_ROWS and x.dtype == torch.bfloat16):
             return False
         quant_tiles.tiles(self, x, None, y)
         return True
