@@ -6,8 +6,8 @@ For the shapes of Llama-3.1-8B.  Every variant is compiled first, in processes o
 float64 product of what the weight holds, then timed as a replayed graph of launches over as many copies of the weight
 as the second-level cache does not hold.  A variant that fails is printed with its error, and the rest goes on.
 
-Tiles: few and words BN/BK/stages/warps, slim BN/BK/parts/stages/warps, dots BM/BN/BK/split/stages/warps, dense elements
-at once, w8a8 BM/BN/BK/stages/warps.
+Tiles: few and words BN/BK/stages/warps, slim BN/BK/parts/stages/warps, dots and tiles BM/BN/BK/split/stages/warps,
+dense elements at once, w8a8 BM/BN/BK/stages/warps.  "now" is what serves so many rows, with its tile.
 "rows" is what it takes to quantize x, which w8a8 and the library's product of 8 bits need before.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import triton
 
-from minivllm.kernels import quant, quant_slim, quant_words, scaled
+from minivllm.kernels import quant, quant_fixed, quant_numbers, quant_slim, quant_tiles, quant_words, scaled
 
 SHAPES = {
     "o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "gate_up": (28672, 4096), "head": (128256, 4096),
@@ -52,7 +52,19 @@ SLIM_TILES = (
     (32, 128, 8, 2, 8), (32, 128, 8, 3, 8), (64, 128, 4, 3, 4), (16, 64, 8, 4, 8), (16, 128, 16, 2, 16),
     (32, 64, 8, 3, 8), (64, 128, 2, 4, 4), (16, 64, 16, 3, 16),
 )  # fmt: skip
-FORMS = ("few", "words", "slim", "dots", "dense", "w8a8", "library", "rows")
+# rows, outputs, inputs, in how many parts the sum is split, loads in flight, warps: of up to 64, 128 and 256 rows
+TILES = {
+    64: ((64, 128, 128, 1, 4, 8), (64, 64, 128, 2, 4, 4), (64, 64, 128, 4, 4, 4), (64, 64, 64, 1, 6, 4)),
+    128: ((128, 128, 128, 1, 3, 8), (128, 128, 64, 1, 4, 8), (128, 64, 64, 2, 4, 4), (128, 64, 128, 4, 3, 4)),
+    256: (
+        (256, 128, 64, 1, 4, 8), (256, 128, 128, 1, 2, 8), (128, 128, 64, 1, 4, 8), (128, 128, 128, 1, 2, 8),
+        (256, 128, 64, 4, 4, 8), (128, 128, 64, 2, 4, 8), (128, 128, 64, 4, 4, 8),
+    ),
+}  # fmt: skip
+FIXED_TILES = (
+    (64, 128, 128, 4, 8), (64, 128, 128, 3, 4), (128, 128, 128, 4, 8), (64, 256, 128, 3, 8), (64, 64, 128, 4, 4),
+)  # fmt: skip
+FORMS = ("few", "words", "slim", "dots", "tiles", "fixed", "dense", "w8a8", "library", "rows", "now")
 COLD = 160 << 20  # bytes of copies of a weight, of which the cache holds 50 MiB
 Job = tuple[str, str, int, str, dict[str, int]]  # format, shape, rows, form, tile
 
@@ -109,6 +121,15 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
             yield from (("slim", dict(zip(names, t, strict=True))) for t in SLIM_TILES)
     if rows <= 256:
         yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n_out))
+    if 16 < rows <= 256:
+        names = ("BM", "BN", "BK", "SK", "STAGES", "num_warps")
+        for tile in TILES[64 if rows <= 64 else 128 if rows <= 128 else 256]:
+            if tile[3] == 1 or n_out < 28672:
+                yield "tiles", dict(zip(names, tile, strict=True))
+    if fmt == "int8" and rows >= 64:
+        names = ("BM", "BN", "BK", "STAGES", "num_warps")
+        yield from (("fixed", dict(zip(names, tile, strict=True))) for tile in FIXED_TILES)
+    yield "now", {}
     if rows >= 32:
         yield from (("dense", {"at_once": 1 << p}) for p in (23, 25, 27))
     if not fmt.startswith("int4"):
@@ -160,6 +181,12 @@ def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Ten
         return partial(getattr(kernels, form), x, tile)
     if form == "slim":
         return lambda: quant_slim.SlimProduct(kernels)(x, tile=tile)[0]
+    if form == "tiles":
+        return partial(quant_tiles.tiles, kernels, x, tile)
+    if form == "fixed":
+        return partial(quant_fixed.fixed, x, kernels.weight, kernels.scale, None, tile)
+    if form == "now":
+        return partial(kernels, x)
     if form == "dense":
         return partial(kernels.dense, x, tile["at_once"])
     if form == "rows":
@@ -191,9 +218,13 @@ class Compiled:
 def compile_share(share: list[Job]) -> None:
     """A process that compiles its share, without memory of the device, into Triton's cache."""
     launch = {"PDL": True, "launch_pdl": True}
-    for module in (quant, quant_slim, quant_words, scaled):
+    for module in (quant, quant_fixed, quant_numbers, quant_slim, quant_tiles, quant_words, scaled):
         module.pdl = lambda like: launch
-    quant.capability = quant_slim.capability = quant_words.capability = lambda device: 9
+    for module in (quant, quant_slim, quant_tiles, quant_words):
+        module.capability = lambda device: 9
+    quant_tiles._tiles, quant_tiles._halves = Compiled(quant_tiles._tiles), Compiled(quant_tiles._halves)
+    quant_numbers._numbers = Compiled(quant_numbers._numbers)
+    quant_fixed._fixed, quant_fixed._parts = Compiled(quant_fixed._fixed), Compiled(quant_fixed._parts)
     quant._few, quant._dots, scaled._product = (Compiled(k) for k in (quant._few, quant._dots, scaled._product))
     quant_words._words, quant_slim._slim = Compiled(quant_words._words), Compiled(quant_slim._slim)
     for fmt, shape, rows, form, tile in share:
@@ -206,6 +237,12 @@ def compile_share(share: list[Job]) -> None:
                 scaled.product(q, kernels.scale, kernels.weight, kernels.scale, y, tile)
             elif form == "slim":
                 quant_slim.SlimProduct(kernels)(x, tile=tile)
+            elif form == "tiles":
+                quant_tiles.tiles(kernels, x, tile)
+            elif form == "fixed":
+                quant_fixed.fixed(x, kernels.weight, kernels.scale, None, tile)
+            elif form == "now":
+                kernels(x)
             else:
                 getattr(kernels, form)(x, tile)
         except Exception as e:  # told when it is measured
@@ -217,14 +254,10 @@ def compile_all(todo: list[Job], processes: int) -> int:
     unique: dict[Any, Job] = {}
     for job in todo:
         fmt, shape, rows, form, tile = job
-        if form in (
-            "few",
-            "words",
-            "slim",
-            "dots",
-            "w8a8",
-        ):  # rows are compiled in as the next power of two of few ones
-            unique.setdefault((fmt, shape, form, rows if form in ("few", "words") else 0, *sorted(tile.items())), job)
+        if form in ("few", "words", "slim", "dots", "tiles", "fixed", "w8a8", "now"):
+            # rows are compiled in as the next power of two of few ones
+            by_rows = rows if form in ("few", "words", "now") else 0
+            unique.setdefault((fmt, shape, form, by_rows, *sorted(tile.items())), job)
     work = list(unique.values())
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=compile_share, args=(work[i::processes],)) for i in range(processes)]

@@ -31,7 +31,7 @@ def test_few_rows_of_eight_bits_are_rounded_and_scaled_row_by_row(m):
     torch.testing.assert_close(kernels(x).double(), want, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [("int8", 20, 1040, 0, False), *quant_kernels.SHAPES[3:]])
+@pytest.mark.parametrize("shape", [("int8", 20, 1040, 0, False), *quant_kernels.SHAPES[3:5]])
 def test_words_of_weights_are_multiplied_as_bytes_are(shape):
     kernels, held = quant_kernels.make(*shape, "cpu")
     for m in (1, 5):
@@ -49,3 +49,34 @@ def test_few_rows_of_quantized_weights_with_what_follows_them(shape):
 def test_rows_are_rounded_before_a_product_of_few_rows():
     tile = dict(BN=16, BK=64, P=2, STAGES=2, num_warps=1)
     quant_kernels.check_slim("cpu", torch.float16, quant_kernels.SLIM[0], tile, rounded=True)
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+@pytest.mark.parametrize("shape", quant_kernels.VECTOR)
+def test_one_or_two_rows_of_quantized_weights_with_what_follows_them(shape, stages):
+    tile = dict(BN=16, BK=256, STAGES=stages, num_warps=1)
+    quant_kernels.check_vector("cpu", torch.float16, shape, tile)
+    if shape[0] == "int8":
+        quant_kernels.check_vector("cpu", torch.float16, shape, tile, rounded=True)
+
+
+@pytest.mark.parametrize("shape", quant_kernels.TILES)
+def test_many_rows_of_quantized_weights_by_tiles(shape):
+    tile = dict(BM=16, BN=16, BK=64, STAGES=2, num_warps=4)
+    quant_kernels.check_tiles("cpu", torch.float32, shape, (3, 20), tile)
+    if shape[0] == "int4":
+        quant_kernels.check_tiles("cpu", torch.float32, shape, (20,), {**tile, "BK": 128})
+
+
+def test_many_rows_of_an_int8_weight_by_whole_numbers_of_15_bits():
+    quant_kernels.check_fixed("cpu", torch.float32, (3, 20), dict(BM=16, BN=16, BK=64, STAGES=2, num_warps=4))
+
+
+def test_what_is_large_in_a_row_is_not_rounded():
+    x = torch.randn(3, 300)
+    x[1, 7], x[2] = 50, 0
+    large = x.abs() >= 6
+    small = x.masked_fill(large, 0)
+    step = small.abs().amax(1, keepdim=True) / 127
+    want = torch.where(large, x, (small / torch.where(step > 0, step, 1)).round() * step)
+    torch.testing.assert_close(scaled.rounded_but_large(x, 6.0), want, rtol=1e-6, atol=1e-6)

@@ -8,8 +8,12 @@ from torch import Tensor
 
 from minivllm.kernels.products import ADDED, GATED
 from minivllm.kernels.quant import FEW, Quantized, few_tile
+from minivllm.kernels.quant_fixed import fixed
 from minivllm.kernels.quant_slim import SlimProduct
+from minivllm.kernels.quant_tiles import tiles
+from minivllm.kernels.quant_vector import VectorProduct
 from minivllm.kernels.quant_words import takes
+from minivllm.plugins.quantizer.spec import NF4_TABLE
 
 # of the product, beside sums of absolute values: bfloat16 rounds each weight of a group and what comes out
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -21,6 +25,7 @@ SHAPES = [
     ("int4", 33, 64, 32, False),
     ("int4", 20, 160, 32, True),
     ("int4", 36, 384, 128, False),
+    ("nf4", 36, 192, 64, False),
 ]
 SPLIT = dict(BM=16, BN=16, BK=128, SK=2, STAGES=2, num_warps=4)  # a sum in two parts, also where one of them is empty
 
@@ -37,6 +42,10 @@ def make(form: str, n: int, k: int, group: int, zeros: bool, device: str) -> tup
     halves = codes.view(n, -1, 2, 16)
     packed = (halves[:, :, 0] | halves[:, :, 1] << 4).to(torch.uint8).view(n, -1)
     scale = draw(n, k // group) / 20
+    if form == "nf4":
+        table = torch.tensor(NF4_TABLE)
+        held = table[codes].double() * scale.double().repeat_interleave(group, 1)
+        return Quantized(packed.to(device), scale.to(device), None, group, table.to(device)), held
     zero = 7.5 + draw(n, k // group) if zeros else None
     spread = lambda t: t.double().repeat_interleave(group, 1)  # noqa: E731
     held = (codes.double() - (8 if zero is None else spread(zero))) * spread(scale)
@@ -58,9 +67,9 @@ def check_products(device: str, dtype: torch.dtype, shape: tuple, rows: tuple[in
         forms = {"dense": kernels.dense, "dense in parts": lambda x: kernels.dense(x, 5 * held.shape[1])}
         if m <= FEW:
             forms["few"] = lambda x: kernels.few(x, few_tile(kernels.form, kernels.group, len(x)))
-            if m and takes(x, kernels.weight, kernels.k):
+            if m and kernels.table is None and takes(x, kernels.weight, kernels.k):
                 forms["few by words"] = kernels.words
-        if m:
+        if m and kernels.table is None:
             forms["dots"] = kernels.dots
             forms["dots in two parts"] = lambda x: kernels.dots(x, SPLIT)
         for name, form in forms.items():
@@ -89,36 +98,73 @@ def check_calls(device: str, dtype: torch.dtype, form: str = "int8", group: int 
 SLIM = [("int8", 48, 256, 0, False), ("fp8", 40, 128, 0, False), ("int8", 40, 640, 0, False)]
 
 
-def check_slim(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
-    """Up to 8 rows with what comes before and behind a product: the norm of the inputs, bias, gate, stream and norm."""
+VECTOR = [("int8", 40, 640, 0, False), ("int4", 36, 384, 128, True), ("int4", 40, 640, 32, False)]
+TILES = [("int8", 48, 256, 0, False), ("int4", 36, 384, 128, True), ("int4", 40, 640, 32, False)]
+
+
+def check_fixed(device: str, dtype: torch.dtype, rows: tuple[int, ...], tile: dict[str, int] | None) -> None:
+    """int8 by whole numbers of 15 bits: no element of x is off by more than that of its row's largest."""
+    for n, k in ((48, 256), (40, 640)):
+        kernels, held = make("int8", n, k, 0, False, device)
+        for m in rows:
+            x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)) * torch.logspace(-2, 2, m)[:, None]
+            x[1] = 0
+            got = fixed(x.to(device, dtype), kernels.weight, kernels.scale, tile=tile).double().cpu()
+            wide = x.to(dtype).double()
+            room = wide.abs().amax(1, keepdim=True) / 32512 * held.abs().sum(1)
+            room += 2 * torch.finfo(dtype).eps * (wide @ held.T).abs() + 1e-9
+            assert ((got - wide @ held.T).abs() <= room).all(), f"{n} outputs, {k} inputs, {m} rows"
+
+
+def check_tiles(device: str, dtype: torch.dtype, shape: tuple, rows: tuple[int, ...], tile: dict[str, int]) -> None:
+    """The product by tiles, whole and with the sum in parts."""
+    kernels, held = make(*shape, device)
+    for m in rows:
+        x = torch.randn(m, held.shape[1], generator=torch.Generator().manual_seed(m)).to(device, dtype)
+        for parts in (1, 2):
+            close(tiles(kernels, x, {**tile, "SK": parts}), x, held, f"{shape}, {m} rows, {parts} parts")
+            assert not kernels.arrived.any(), "counters of split sums are not 0 again"
+
+
+def check_joined(kind, device: str, dtype: torch.dtype, shape: tuple, rows, tile: dict[str, int], rounded=False):
+    """``kind`` of product (``SlimProduct``, ``VectorProduct``) with what comes before and behind it: the norm of the
+    inputs, bias, gate, stream and norm."""
     kernels, held = make(*shape, device)
     n, k = held.shape
     generator = torch.Generator().manual_seed(n)
     draw = lambda *size: torch.randn(*size, generator=generator).to(device, dtype)  # noqa: E731
     eps, near = 1e-5, 4 * NEAR[dtype] + (5e-2 if rounded else 0)
     eight = kernels.weight.dtype if rounded else None
-    for m in (1, 2, 5, 8):
+    for m in rows:
         x, bias, norm, residual = draw(m, k), draw(n), draw(n).abs() + 0.5, draw(m, n)
         squares = x.float().square().unflatten(1, (4, -1)).sum(2)
         product = x.double().cpu() @ held.T
-        got, none = SlimProduct(kernels, rounded=eight)(x, tile=tile)
+        got, none = kind(kernels, rounded=eight)(x, tile=tile)
         assert none is None
         agree(got, product, near, f"{shape}, {m} rows")
 
         divided = product / (x.double().cpu().square().mean(1, keepdim=True) + eps).sqrt()
-        got = SlimProduct(kernels, bias, rounded=eight)(x, squares, eps, tile=tile)[0]
+        got = kind(kernels, bias, rounded=eight)(x, squares, eps, tile=tile)[0]
         agree(got, divided + bias.double().cpu(), near, f"{shape}, {m} rows, of a norm, with a bias")
 
         gate, up = divided.chunk(2, 1)
-        got = SlimProduct(kernels, None, GATED, rounded=eight)(x, squares, eps, tile=tile)[0]
+        got = kind(kernels, None, GATED, rounded=eight)(x, squares, eps, tile=tile)[0]
         agree(got, torch.nn.functional.silu(gate) * up, near, f"{shape}, {m} rows, of a gate")
 
         stream = residual.double().cpu() + product
-        got, parts = SlimProduct(kernels, None, ADDED, rounded=eight)(x, residual=residual, norm=norm, tile=tile)
+        got, parts = kind(kernels, None, ADDED, rounded=eight)(x, residual=residual, norm=norm, tile=tile)
         assert parts is not None
         agree(residual, stream, near, f"{shape}, {m} rows, the stream")
         agree(got, stream * norm.double().cpu(), near, f"{shape}, {m} rows, with the norm's weight")
         agree(parts.sum(1), stream.square().sum(1), near, f"{shape}, {m} rows, the sums of squares")
+
+
+def check_slim(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
+    check_joined(SlimProduct, device, dtype, shape, (1, 2, 5, 8), tile, rounded)
+
+
+def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
+    check_joined(VectorProduct, device, dtype, shape, (1, 2) if tile else (1,), tile, rounded)
 
 
 def agree(got: Tensor, want: Tensor, near: float, what: str) -> None:

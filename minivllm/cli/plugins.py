@@ -210,10 +210,10 @@ def explain(args: argparse.Namespace) -> int:
     from minivllm.spec import check_seam
 
     prepare_environment()
-    check_seam(args.seam)
+    weights = check_seam(args.seam) == "quantizer"
     loaded = load(args)
     with contextlib.redirect_stdout(sys.stderr):  # what plug-ins print when they are imported is no part of the answer
-        found = explain_loaded(loaded)
+        found = explain_loaded(loaded, weights=weights)
         answer = found.as_dict(args.seam, args.all) if args.json else found.text(args.seam, args.all)
     if found.error is not None and all(s.chosen is not None for s in found.of(args.seam)):
         raise found.error  # of another seam than the one that was asked for

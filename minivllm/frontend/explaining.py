@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config.explanation import Explanation
@@ -27,7 +28,8 @@ def explain(model: Any = None, *, config: Any = None, **options: Any) -> Explana
     return explain_loaded(load(config, options if model is None else {**options, "model": model}))
 
 
-def explain_loaded(loaded: Loaded, catalog: Catalog | None = None) -> Explanation:
+def explain_loaded(loaded: Loaded, catalog: Catalog | None = None, weights: bool = False) -> Explanation:
+    """``weights``: also what the weights would take, as notes of the quantizer; the model is built without memory."""
     catalog = (Catalog.discover() if catalog is None else catalog).allow(loaded.engine.allow_targets)
     try:
         resolved = resolve(loaded.engine, catalog, loaded.origins, weights=False)
@@ -35,7 +37,14 @@ def explain_loaded(loaded: Loaded, catalog: Catalog | None = None) -> Explanatio
         if getattr(exc, "selection", None) is None:
             raise
         return Explanation(exc.selections, exc.notes, catalog, exc)  # type: ignore[attr-defined]
-    return imported(resolved.explanation)
+    found = imported(resolved.explanation)
+    if weights and found.error is None:
+        from minivllm.config.weights import weights_explained
+        from minivllm.hardware import find_device
+
+        told = weights_explained(resolved.wiring, find_device(loaded.engine.device).sm)
+        found = replace(found, notes=(*found.notes, *((f"quantizer.{what}", sentence) for what, sentence in told)))
+    return found
 
 
 def imported(explanation: Explanation) -> Explanation:

@@ -9,7 +9,8 @@ Forms of a weight [N, K], as in ``StoredWeight``::
 
     int8, float8_e4m3fn [N, K]   w = weight * scale[n]
     uint8 [N, K / 2]             w = (q - zero[n, group]) * scale[n, group]; byte j of the 16 of block b has input
-                                 32 b + j in its low half, 32 b + 16 + j in its high half
+                                 32 b + j in its low half, 32 b + 16 + j in its high half;  with a table f32 [16]
+                                w = table[q] * scale[n, group]
 
 Bytes: the weight and its scales once, x and y a few times.  Sums are float32, in an order that goes by the shapes
 alone; where a sum is split (SK) the program that arrives last adds the parts in their order.  What a step of captured
@@ -23,15 +24,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import quant_words
+from . import quant_fixed, quant_tiles, quant_words
 from .launch import capability, kernel, pdl, wait
-from .quant_numbers import fp8_pairs, halves, int4_pairs, int8_pairs, numbers_of
+from .quant_numbers import fp8_pairs, halves, int4_pairs, int8_pairs, numbers_of, spread, together
 from .quant_words import WIDE
 
 FEW = 8  # rows up to which ``few`` is there
 DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` has in memory at a time
 # (rows up to which ``few`` serves, rows up to which ``dots`` does), by dtype of the weight, as
 # benchmarks/quant_kernels.py has measured them on an H200
+FIXED_ROWS, TILE_ROWS = 1024, 512  # up to which ``quant_fixed`` and ``quant_tiles`` serve, on a Hopper
 SERVES = {torch.int8: (2, 256), torch.float8_e4m3fn: (2, 256), torch.uint8: (2, 128)}
 
 
@@ -56,23 +58,14 @@ def _put(y, row, M, on, acc, scale, by_row, N: tl.constexpr, FORM: tl.constexpr,
     tl.store(y + row * N + on, total.to(y.dtype.element_ty), mask=(on < N) & (row < M))
 
 
-@triton.jit
-def _spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
-    """s [BN, SOME] -> [BN, SOME * EACH], each as often as there are bytes in a group."""
-    if SOME == 1:
-        return s
-    else:
-        return tl.reshape(tl.broadcast_to(s[:, :, None], [BN, SOME, EACH]), [BN, SOME * EACH])
-
-
 @kernel("M")
 def _few(
-    x, weight, scale, zero, by_row, y, M, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
-    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr, BY_ROW: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scale, zero, table, by_row, y, M, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, ROWS: tl.constexpr,
+    BY_ROW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS (1, 2, 4, 8) >= M rows, which follow each other in x without gaps; BY_ROW: each is multiplied by ``by_row``
-    [M] at last."""
+    [M] at last.  TABLE: codes stand for what ``table`` has."""
     wait(PDL)
     on = tl.program_id(0) * BN + tl.arange(0, BN)
     ob = tl.arange(0, BK * FORM // 8)
@@ -92,11 +85,15 @@ def _few(
         if FORM == 4:
             s_at = on[:, None] * SN + (k // GROUP + og)[None, :] * SG
             on_s = (on < N)[:, None] & (k + og * GROUP < K)[None, :]
-            s = _spread(tl.load(scale + s_at, mask=on_s, other=0.0), BN, some, GROUP // 2)
-            z = 8.0
-            if ZERO:
-                z = _spread(tl.load(zero + s_at, mask=on_s, other=0.0), BN, some, GROUP // 2)
-            low, high = (raw & 15).to(tl.float32), (raw >> 4).to(tl.float32)
+            s = spread(tl.load(scale + s_at, mask=on_s, other=0.0), BN, some, GROUP // 2)
+            if TABLE:
+                z = 0.0
+                low, high = tl.load(table + (raw & 15)), tl.load(table + (raw >> 4))
+            else:
+                z = 8.0
+                if ZERO:
+                    z = spread(tl.load(zero + s_at, mask=on_s, other=0.0), BN, some, GROUP // 2)
+                low, high = (raw & 15).to(tl.float32), (raw >> 4).to(tl.float32)
         else:
             low = raw.to(tl.float32)
             high, s, z = low, 1.0, 0.0
@@ -122,26 +119,6 @@ def _few(
         _put(y, 5, M, on, a5, scale, by_row, N, FORM, BY_ROW)
         _put(y, 6, M, on, a6, scale, by_row, N, FORM, BY_ROW)
         _put(y, 7, M, on, a7, scale, by_row, N, FORM, BY_ROW)
-
-
-@triton.jit
-def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK: tl.constexpr):
-    """The sums [BN, BM] of all parts, in their order, for the program that arrives last: (sums, whether it is)."""
-    last = True
-    if SK > 1:
-        wide: tl.constexpr = (N + acc.shape[0] - 1) // acc.shape[0] * acc.shape[0]
-        at = scratch + om.to(tl.int64)[None, :] * wide + on[:, None]
-        step = tl.num_programs(0).to(tl.int64) * acc.shape[1] * wide
-        tl.store(at + part * step, acc)
-        tl.debug_barrier()  # all of the program's stores come before its arrival
-        counter = arrived + row * tl.num_programs(1) + tile
-        last = tl.atomic_add(counter, 1, sem="acq_rel") == SK - 1
-        if last:
-            acc = tl.load(at, cache_modifier=".cg")
-            for i in tl.static_range(1, SK):
-                acc += tl.load(at + i * step, cache_modifier=".cg")
-            tl.store(counter, 0)
-    return acc, last
 
 
 @kernel("M")
@@ -174,13 +151,13 @@ def _dots(
             s = tl.load(scale + s_at, mask=on_s, other=0.0)
             if ASM and not ZERO:
                 near, rest = halves(s)
-                near, rest = _spread(near, BN, some, GROUP // 2), _spread(rest, BN, some, GROUP // 2)
+                near, rest = spread(near, BN, some, GROUP // 2), spread(rest, BN, some, GROUP // 2)
                 low, high = int4_pairs(raw, near, rest)
             else:
                 m = s * 8.0
                 if ZERO:
                     m = s * tl.load(zero + s_at, mask=on_s, other=0.0)
-                s, m = _spread(s, BN, some, GROUP // 2), _spread(m, BN, some, GROUP // 2)
+                s, m = spread(s, BN, some, GROUP // 2), spread(m, BN, some, GROUP // 2)
                 low = ((raw & 15).to(tl.float32) * s - m).to(x.dtype.element_ty)
                 high = ((raw >> 4).to(tl.float32) * s - m).to(x.dtype.element_ty)
             acc = tl.dot(low, a, acc, input_precision="ieee")
@@ -227,18 +204,52 @@ def dots_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
     return dict(BM=bm, BN=bn, BK=max(bk, group if four else 0), SK=sk, STAGES=stages, num_warps=warps)
 
 
+def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) -> dict[str, str]:
+    """Rows -> what serves so many, of a weight of this dtype, or of codes with a table; ``rounded``: rows of x are
+    rounded to that dtype.  In words, for ``minivllm explain``."""
+    few, dots = (FEW, 0) if table else SERVES[dtype]
+    joins = sm >= 90 and not table
+    slim = joins and dtype != torch.uint8
+    found = {}
+    if joins:
+        found["1 in bfloat16"] = "read once by words, without matrix units, with norm and gate in the same kernel"
+    if slim:
+        found["2 to 8 in bfloat16"] = "tensor cores, with norm and gate in the same kernel"
+    if rounded is not None:
+        found["more" if slim else "any"] = "rows rounded by a kernel, then the tensor cores' products of 8 bits"
+        return found
+    found[f"up to {few}"] = "read once, without matrix units"
+    hopper = sm >= 90 and not table
+    if hopper and dtype == torch.int8:
+        found[f"33 to {FIXED_ROWS}, of 16 bits"] = "int8 tensor cores, rows as two numbers of 8 bits by a kernel before"
+    elif hopper:
+        found[f"65 to {TILE_ROWS}, in bfloat16, large weights"] = "tensor cores, tiles by the copy engine"
+    if dots:
+        found[f"up to {dots}, of 16 bits"] = "tensor cores, made numbers of in registers"
+    found["more"] = "made numbers of in memory, a part of the weight at a time, then the library's product"
+    return found
+
+
 class Quantized:
     """The kernels for one weight in a form of ``StoredWeight``; keeps the counters of split sums, 0 between launches.
 
     The scales of groups lie as they come, [N, groups] of any strides; inputs must be a multiple of 32 for 4 bits.
     """
 
-    def __init__(self, weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0) -> None:
-        self.weight, self.scale, self.zero = weight, scale, zero
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None = None,
+        group: int = 0,
+        table: Tensor | None = None,
+    ) -> None:
+        self.weight, self.scale, self.zero, self.table = weight, scale, zero, table
         self.form = 4 if weight.dtype == torch.uint8 else 8
         self.n, self.k = weight.shape[0], weight.shape[1] * 8 // self.form
         self.group = group if self.form == 4 else self.k
-        self.serves = SERVES[weight.dtype]
+        self.serves = SERVES[weight.dtype] if table is None else (FEW, 0)
+        self.hopper = table is None and capability(weight.device) >= 9 and weight.shape[1] % 16 == 0
         self.arrived = torch.zeros(1024, dtype=torch.int32, device=weight.device)
         strides = scale.stride() if scale.dim() == 2 else (1, 0)
         self._sizes = dict(N=self.n, K=self.k, SN=strides[0], SG=strides[1], FORM=self.form)
@@ -250,11 +261,25 @@ class Quantized:
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, self.n)
         if m <= self.serves[0]:
             self.few(x, y=y)
+        elif self.hopper and x.element_size() == 2 and self._many(x, y):
+            pass
         elif m <= self.serves[1] and x.element_size() == 2:
             self.dots(x, y=y)
         else:
             self.dense(x, y=y)
         return y if out is None or y is out else out.copy_(y)
+
+    def _many(self, x: Tensor, y: Tensor) -> bool:
+        """Whether a Hopper's own kernels serve so many rows; then they have done it."""
+        m, aligned = len(x), x.data_ptr() % 16 == 0 and self.weight.data_ptr() % 16 == 0
+        if self.weight.dtype == torch.int8 and aligned and 32 < m <= FIXED_ROWS:
+            quant_fixed.fixed(x, self.weight, self.scale, y)
+            return True
+        large = self.n >= WIDE or self.k > 8192  # of small ones the copy in memory stays in the second-level cache
+        if not (large and aligned and 64 < m <= TILE_ROWS and x.dtype == torch.bfloat16):
+            return False
+        quant_tiles.tiles(self, x, None, y)
+        return True
 
     def few(
         self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None, by_row: Tensor | None = None
@@ -262,7 +287,7 @@ class Quantized:
         """x [0 to 8, K] without gaps -> y [M, N], times ``by_row`` f32 [M] if that is given."""
         m = len(x)
         y = x.new_empty(m, self.n) if y is None else y
-        if tile is None and m and quant_words.takes(x, self.weight, self.k):
+        if tile is None and m and self.table is None and quant_words.takes(x, self.weight, self.k):
             return self.words(x, None, y, by_row)
         tile, zero = tile or few_tile(self.form, self.group, m, self.n), self.scale if self.zero is None else self.zero
         if m:
@@ -271,9 +296,11 @@ class Quantized:
                 self.weight,
                 self.scale,
                 zero,
+                self.scale if self.table is None else self.table,
                 self.scale if by_row is None else by_row,
                 y,
                 m,
+                TABLE=self.table is not None,
                 ROWS=triton.next_power_of_2(m),
                 BY_ROW=by_row is not None,
                 **self._sizes,
@@ -318,5 +345,5 @@ class Quantized:
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Those rows of the weight [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.k), dtype=dtype, device=self.weight.device)
-        numbers_of(self.weight, self.scale, self.zero, out, rows.start, self._sizes)
+        numbers_of(self.weight, self.scale, self.zero, out, rows.start, self._sizes, self.table)
         return out

@@ -1,4 +1,5 @@
-"""Numbers of weights of 8 and 4 bits: in registers, two at a time, and of a whole part of a weight in memory.
+"""Numbers of weights of 8 and 4 bits: in registers, two at a time, and of a whole part of a weight in memory; and what
+kernels of several forms share.
 
 bfloat16 has 8 bits of significand, so 128 + q is exact for q in 0..127 and its bits are 0x4300 | q::
 
@@ -105,10 +106,40 @@ def int4_pairs(q, near, rest):
     )
 
 
+@triton.jit
+def spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
+    """s [BN, SOME] -> [BN, SOME * EACH], each as often as there are bytes in a group."""
+    if SOME == 1:
+        return s
+    else:
+        return tl.reshape(tl.broadcast_to(s[:, :, None], [BN, SOME, EACH]), [BN, SOME * EACH])
+
+
+@triton.jit
+def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK: tl.constexpr):
+    """The sums [BN, BM] of all parts, in their order, for the program that arrives last: (sums, whether it is)."""
+    last = True
+    if SK > 1:
+        wide: tl.constexpr = (N + acc.shape[0] - 1) // acc.shape[0] * acc.shape[0]
+        at = scratch + om.to(tl.int64)[None, :] * wide + on[:, None]
+        step = tl.num_programs(0).to(tl.int64) * acc.shape[1] * wide
+        tl.store(at + part * step, acc)
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        counter = arrived + row * tl.num_programs(1) + tile
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == SK - 1
+        if last:
+            acc = tl.load(at, cache_modifier=".cg")
+            for i in tl.static_range(1, SK):
+                acc += tl.load(at + i * step, cache_modifier=".cg")
+            tl.store(counter, 0)
+    return acc, last
+
+
 @kernel()
 def _numbers(
-    weight, scale, zero, out, first, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
-    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
+    weight, scale, zero, table, out, first, N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, BB: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows from ``first`` on -> out [rows, K]; a program takes BB bytes of a row."""
     wait(PDL)
@@ -123,17 +154,38 @@ def _numbers(
         inputs = ob // 16 * 32 + ob % 16
         at = (first + row) * SN + inputs // GROUP * SG
         s = tl.load(scale + at, mask=on, other=0.0)
-        z = 8.0
-        if ZERO:
-            z = tl.load(zero + at, mask=on, other=0.0)
+        if TABLE:
+            low, high = tl.load(table + (raw & 15)), tl.load(table + (raw >> 4))
+        else:
+            z = 8.0
+            if ZERO:
+                z = tl.load(zero + at, mask=on, other=0.0)
+            low, high = (raw & 15).to(tl.float32) - z, (raw >> 4).to(tl.float32) - z
         to = out + row * K + inputs
-        tl.store(to, (((raw & 15).to(tl.float32) - z) * s).to(out.dtype.element_ty), mask=on)
-        tl.store(to + 16, (((raw >> 4).to(tl.float32) - z) * s).to(out.dtype.element_ty), mask=on)
+        tl.store(to, (low * s).to(out.dtype.element_ty), mask=on)
+        tl.store(to + 16, (high * s).to(out.dtype.element_ty), mask=on)
 
 
 def numbers_of(
-    weight: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, first: int, sizes: dict[str, Any]
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    out: Tensor,
+    first: int,
+    sizes: dict[str, Any],
+    table: Tensor | None = None,
 ) -> None:
-    """Rows of the weight from ``first`` on, as many as ``out`` [rows, K] has, into it."""
-    grid = len(out), triton.cdiv(weight.shape[1], 2048)
-    _numbers[grid](weight, scale, scale if zero is None else zero, out, first, BB=2048, **sizes, **pdl(out))
+    """Rows of the weight from ``first`` on, as many as ``out`` [rows, K] has, into it.  ``table`` f32 [16]: what codes
+    of 4 bits stand for."""
+    _numbers[len(out), triton.cdiv(weight.shape[1], 2048)](
+        weight,
+        scale,
+        scale if zero is None else zero,
+        scale if table is None else table,
+        out,
+        first,
+        TABLE=table is not None,
+        BB=2048,
+        **sizes,
+        **pdl(out),
+    )

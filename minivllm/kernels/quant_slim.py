@@ -1,4 +1,4 @@
-"""3 to 8 rows times a weight of 8 bits, and what follows it, in one kernel: ``products`` of quantized weights.
+"""2 to 8 rows times a weight of 8 bits, and what follows it, in one kernel: ``products`` of quantized weights.
 
     grid (N / BN)     y^T [BN, 8] = W [BN, K] x^T, P times BK inputs at a time, each BK by a warp, on the tensor cores
 
@@ -8,7 +8,7 @@ byte of element i, 2 i + 1 the high one.  x is read two inputs at a time, so tha
 half of what was read.  bfloat16 has 8 bits of significand, so 128 + q is exact for q in 0..127 and its bits are
 0x4300 | q.  Sums are float32.
 
-Fewer rows are faster by ``quant`` and ``quant_words``, which take no padding along, and 4 bits by ``quant``'s dots.
+One row is faster by ``quant_vector``, which takes no padding along, and 4 bits by ``quant``'s dots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .quant import Quantized
 from .quant_words import WIDE
 from .scaled import rows
 
-LEAST_ROWS, ROWS = 3, 8
+LEAST_ROWS, ROWS = 2, 8
 
 
 @triton.jit

@@ -72,6 +72,35 @@ def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tupl
     return q, scale
 
 
+@kernel()
+def _rounded(x, y, threshold, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    ok = tl.arange(0, BK)
+    most = tl.zeros([BK], tl.float32)
+    for k in tl.range(0, K, BK):
+        v = tl.abs(tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32))
+        most = tl.maximum(most, tl.where(v >= threshold, 0.0, v))
+    top = tl.max(most, 0)
+    step = tl.where(top > 0, tl.div_rn(top, 127.0), 1.0)
+    for k in tl.range(0, K, BK):
+        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
+        q = tl.div_rn(v, tl.broadcast_to(step, v.shape))
+        q = (q + 12582912.0) - 12582912.0  # the nearest whole number, of two the even one
+        v = tl.where(tl.abs(v) >= threshold, v, q * step)
+        tl.store(y + row * K + k + ok, v.to(y.dtype.element_ty), mask=k + ok < K)
+
+
+def rounded_but_large(x: Tensor, threshold: float) -> Tensor:
+    """x [M, K] without gaps, each row rounded to 127 steps on either side, which its largest element below the
+    threshold makes; elements that reach the threshold are as they were."""
+    (m, k), y = x.shape, torch.empty_like(x)
+    if m:
+        block = min(triton.next_power_of_2(k), 8192)
+        _rounded[(m,)](x, y, threshold, K=k, BK=block, num_warps=8 if block > 2048 else 4, **pdl(x))
+    return y
+
+
 @kernel("M")
 def _product(
     x, weight, x_scale, w_scale, y, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

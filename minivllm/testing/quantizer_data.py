@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,12 +21,24 @@ SHARED = (((24, 12), 48), ((768, 384), 1536))  # sizes that 2, 3 and 4 processes
 KINDS = ("linear", "linear", "linear", "lm_head", "embedding")
 
 
-def numbers(traits: Mapping[str, Any]) -> dict[str, int]:
-    return {"bits": traits["bits"], "exponent": traits.get("exponent", 0)}
+def numbers(traits: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "bits": traits["bits"],
+        "exponent": traits.get("exponent", 0),
+        "table": traits.get("table", ()),
+        "group": traits.get("group", 0),
+    }
 
 
-def step(weight: Tensor, bits: int, exponent: int = 0) -> Tensor:
-    """Distance of neighbouring numbers at each element, where the largest of a row is the largest of the format."""
+def step(weight: Tensor, bits: int, exponent: int = 0, table: Sequence[float] = (), group: int = 0) -> Tensor:
+    """Distance of neighbouring numbers at each element, where the largest of a row is the largest of the format; of a
+    ``table`` the largest of each ``group`` of inputs."""
+    if table:
+        points, spread = torch.tensor(table, dtype=torch.float64), min(group or weight.shape[1], weight.shape[1])
+        largest = torch.stack([part.abs().amax(1) for part in weight.split(spread, 1)], 1)
+        largest = largest.repeat_interleave(spread, 1)[:, : weight.shape[1]]
+        above = torch.bucketize(weight / largest.clamp(min=1e-300), points).clamp(1, len(points) - 1)
+        return (points[above] - points[above - 1]) * largest
     largest = weight.abs().amax(1, keepdim=True)
     if not exponent:
         return (largest / (2 ** (bits - 1) - 1)).expand_as(weight)
@@ -34,11 +46,13 @@ def step(weight: Tensor, bits: int, exponent: int = 0) -> Tensor:
     return torch.maximum(weight.abs() * 2.0**-digits, largest * 2.0 ** (2 - 2**exponent - digits))
 
 
-def grid(info: ModuleInfo, bits: int, exponent: int = 0) -> Tensor:
+def grid(info: ModuleInfo, bits: int, exponent: int = 0, table: Sequence[float] = (), group: int = 0) -> Tensor:
     """Numbers of the format, of which the largest is in each row and each group of 16 (of float8: 1.75 times a power
     of two)."""
     shape, top = (info.out_features, info.in_features), 2 ** (bits - 1) - 1
-    if exponent:
+    if table:
+        values, top = torch.tensor(table, dtype=torch.float64)[torch.randint(0, len(table), shape)], max(table)
+    elif exponent:
         digits = bits - 1 - exponent
         top = 7 * 2 ** (digits - 2)
         sizes = torch.randint(2**digits, top + 1, shape) * 2.0 ** -torch.randint(0, 5, shape)
@@ -104,12 +118,12 @@ def product(scheme: WeightScheme, x: Tensor, what: str) -> Tensor:
     before, got = x.clone(), scheme.apply(x)
     assert got.dtype == x.dtype, f"{what}: gives {got.dtype}, want {x.dtype}"
     kept, out = got.clone(), torch.full_like(got, torch.nan)
-    x.mul_(-2)  # the next step's inputs may lie in the same memory
+    x.neg_()  # the next step's inputs may lie in the same memory; a format may round large inputs in another way
     other = scheme.apply(x)
     assert torch.equal(got, kept), f"{what}: the next call writes into the tensor that was returned"
     x.copy_(before)
-    near = torch.allclose(other, -2 * got, rtol=8 * torch.finfo(x.dtype).eps, atol=2e-4 * float(got.abs().max()))
-    assert near, f"{what}: -2 x in the memory of x gives something else than -2 times the product"
+    near = torch.allclose(other, -got, rtol=8 * torch.finfo(x.dtype).eps, atol=2e-4 * float(got.abs().max()))
+    assert near, f"{what}: -x in the memory of x gives something else than the product with another sign"
     back = scheme.apply(x, out)
     assert back is out or back.data_ptr() == out.data_ptr(), f"{what}: does not return the out that it is given"
     near = torch.allclose(out, got, rtol=8 * torch.finfo(x.dtype).eps, atol=1e-4 * float(got.abs().max()))

@@ -38,11 +38,13 @@ FORMS = {
     "fp8-weight with the head": {"name": "fp8-weight", "options": {"lm_head": True}},
     "fp8": "fp8",
     "int8-w8a8": "int8-w8a8",
+    "llm-int8": "llm-int8",
+    "nf4": "nf4",
     "int4": "int4",
     "int4 asymmetric": {"name": "int4", "options": {"symmetric": False, "group_size": 64, "lm_head": True}},
     "int4 and 8 bits": {"name": "int4", "options": {"bits": {"*.down": 8, "layers.1.*.qkv": 16}}},
 }
-ROUNDING = ("fp8", "int8-w8a8")
+ROUNDING = ("fp8", "int8-w8a8", "llm-int8")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 
@@ -65,6 +67,26 @@ def test_products_are_those_of_the_weight_that_is_held(dtype, shape):
 @pytest.mark.parametrize("shape", [*checks.SLIM, *(s for s in WIDE if s[0] != "int4")], ids=str)
 def test_few_rows_with_what_comes_before_and_behind_a_product(shape, rounded):
     checks.check_slim("cuda", torch.bfloat16, shape, None, rounded)
+
+
+@on_gpu
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("shape", [*checks.VECTOR, *checks.SLIM, *WIDE], ids=str)
+def test_one_or_two_rows_with_what_comes_before_and_behind_a_product(shape, rounded):
+    if not (rounded and shape[0] == "int4"):
+        checks.check_vector("cuda", torch.bfloat16, shape, None, rounded)
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", [*checks.TILES, *WIDE], ids=str)
+def test_many_rows_by_tiles(shape):
+    tile = dict(BM=64, BN=128, BK=128, STAGES=2, num_warps=8)
+    checks.check_tiles("cuda", torch.bfloat16, shape, (9, 130), tile)
+
+
+@on_gpu
+def test_many_rows_of_an_int8_weight_by_whole_numbers_of_15_bits():
+    checks.check_fixed("cuda", torch.bfloat16, (9, 130, 300), None)
 
 
 @on_gpu
@@ -185,12 +207,13 @@ for form, dtype in ((8, "i8"), (8, "fp8e4nv"), (4, "u8")):
         (quant_words._words, quant_words.words_tile(form, 32, 1, 4096), {"ROWS": 1, "BY_ROW": True, "ASM": True}),
     ):
         words = kernel is quant_words._words
+        more = {**more, "TABLE": False} if kernel is quant._few else more
         if words and dtype == "fp8e4nv":
             continue
         options = {"num_warps": tile["num_warps"]}
         constants = {**sizes, **more, **{k: v for k, v in tile.items() if k != "num_warps"}}
-        types = dict(x="*bf16", y="*bf16", weight="*" + dtype, scale="*fp32", zero="*fp32", scratch="*fp32",
-                     arrived="*i32", M="i32", by_row="*fp32")
+        types = dict(x="*bf16", y="*bf16", weight="*" + dtype, arrived="*i32", M="i32")
+        types.update(dict.fromkeys(("scale", "zero", "scratch", "table", "by_row"), "*fp32"))
         types.update(dict(x="*i64", weight="*i32") if words else {})
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"}

@@ -8,9 +8,10 @@ import torch
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import PluginError
 from minivllm.loading.weights import weight_bytes
+from minivllm.plugins.quantizer.int4 import Int4
 from minivllm.plugins.quantizer.int8 import Int8, Int8Weight
 from minivllm.plugins.quantizer.none import Unquantized
-from minivllm.plugins.quantizer.options import Int8Options
+from minivllm.plugins.quantizer.options import Int4Options, Int8Options
 from minivllm.testing import QuantizerConformance
 from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import ARCHS, tiny_dir
@@ -67,6 +68,17 @@ def test_skip_is_a_list_of_shell_patterns_over_module_names():
         assert (quantizer.scheme(info(name=name)) is not None) == want
     assert Int8().scheme(info(kind="embedding")) is None
     assert Unquantized().scheme(info()) is None
+
+
+def test_a_pattern_behind_re_is_a_regular_expression_for_a_whole_name():
+    quantizer = Int8(Int8Options(skip=[r"re:layers\.[0-3]\..*", "re:.*down"]))
+    names = {"layers.2.attn.o": False, "layers.12.attn.o": True, "layers.9.mlp.down": False, "layers.9.mlp.downs": True}
+    for name, want in names.items():
+        assert (quantizer.scheme(info(name=name)) is not None) == want, name
+    int4 = Int4(Int4Options(bits={r"re:.*\.(down|o)": 8, "*.o": 16}))
+    assert isinstance(int4.scheme(info(name="layers.1.attn.o")), Int8Weight)
+    with pytest.raises(PluginError, match=r"skip: 're:\(': .* want a regular expression behind 're:'"):
+        Int8(Int8Options(skip=["re:("]))
 
 
 def test_a_skip_pattern_that_names_no_module_is_refused(tmp_path):

@@ -13,10 +13,11 @@ from minivllm.errors import PluginError
 if TYPE_CHECKING:
     from torch import Tensor
 
+# 1.5: WeightScheme.served
 # 1.4: WeightScheme.joined
 # 1.3: ModuleInfo.sources and copies, WeightScheme.params_of, Quantizer.notes; 1.2: WeightScheme.stored
 # 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
-API = (1, 4)
+API = (1, 5)
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,11 @@ class WeightScheme(ABC):
         """``apply`` in one kernel with what surrounds it, as ``kernels.products.Product``, whose modes these are; asked
         once all is loaded.  None: there is none.  A subclass does not inherit it, as its product may be another."""
         return None
+
+    def served(self, device: str, sm: int) -> Mapping[str, str]:
+        """For ``minivllm explain``: rows of x ("2 to 8") -> what multiplies so many on such a device;
+        ``sm``: NVIDIA's compute capability as 90."""
+        return {}
 
     @property
     def bytes(self) -> int:

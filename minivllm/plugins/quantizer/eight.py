@@ -10,15 +10,18 @@ more than rounding, on how many are beside it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.layers.linear import no_adapter
 
-from .fast import joined, scaled_kernels_of
+from .fast import joined, scaled_kernels_of, served_by
 from .int8 import Int8, Int8Weight
+from .options import LlmInt8Options
 
 
 def quantized_rows(x: Tensor, dtype: torch.dtype, top: float) -> Tensor:
@@ -55,6 +58,9 @@ class _Both(Int8Weight):
         y = self._product(quantized_rows(x, self.dtype, self.top), slice(0, len(self.weight)))
         return y if out is None else out.copy_(y)
 
+    def served(self, device: str, sm: int) -> Mapping[str, str]:
+        return served_by(self.weight.dtype, device, sm, rounded=self.dtype)
+
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
         wide = None if self.kernels is None else self.kernels.wide
         return joined(wide, bias, mode, activation, self.dtype)
@@ -70,6 +76,28 @@ class Fp8Both(_Both, Fp8Weight):
     """``weight`` float8_e4m3fn [out, in], ``scale`` float32 [out]."""
 
     joined = _Both.joined
+
+
+class LlmInt8Weight(Int8Weight):
+    """``weight`` int8 [out, in], ``scale`` float32 [out]; of x [T, in] what is smaller than ``threshold`` is rounded.
+
+    LLM.int8() (arXiv:2208.07339) multiplies inputs that are large in any row of a batch apart from the others, in 16
+    bits.  Here each element is looked at by itself, so that no row depends on those beside it: a single row is what the
+    paper makes of it.  One product serves both, since an element is in one of them.
+    """
+
+    def __init__(self, info: ModuleInfo, threshold: float) -> None:
+        super().__init__(info)
+        self.threshold = threshold
+
+    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
+        if self.kernels is not None:
+            from minivllm.kernels.scaled import rounded_but_large
+
+            return super().apply(rounded_but_large(x.contiguous(), self.threshold), out, adapter)
+        large = x.abs() >= self.threshold
+        small = quantized_rows(x.masked_fill(large, 0), self.dtype, self.top)
+        return super().apply(torch.where(large, x, small), out, adapter)
 
 
 class Fp8WeightOnly(Int8):
@@ -88,3 +116,16 @@ class Int8W8A8(Int8):
     """int8 weights and activations."""
 
     name, made = "int8-w8a8", Int8Both
+
+
+class LlmInt8(Int8):
+    """int8 weights and activations, of which large ones stay as they are."""
+
+    name = "llm-int8"
+    options: LlmInt8Options
+
+    def __init__(self, options: LlmInt8Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options or LlmInt8Options(), checkpoint)
+
+    def made(self, m: ModuleInfo) -> Int8Weight:
+        return LlmInt8Weight(m, self.options.threshold)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,13 +14,16 @@ LEAST = {FP8: (8, 9)}  # compute capability that Triton has the numbers of a dty
 OTHERS = (8, 0)
 
 
-def kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0) -> Any:
-    """``Quantized`` for a weight as in ``StoredWeight``; None where there is no Triton, or no GPU for it."""
+def kernels_of(
+    weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0, table: Tensor | None = None
+) -> Any:
+    """``Quantized`` for a weight as in ``StoredWeight``, or of codes that stand for what ``table`` has; None where
+    there is no Triton, or no GPU for it."""
     if not _served(weight, LEAST.get(weight.dtype, OTHERS)):
         return None
     from minivllm.kernels.quant import Quantized
 
-    return Quantized(weight, scale, zero, group)
+    return Quantized(weight, scale, zero, group, table)
 
 
 def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
@@ -32,12 +36,28 @@ def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
 
 
 def joined(kernels: Any, bias: Any, mode: int, activation: str, rounded: torch.dtype | None = None) -> Any:
-    """``SlimProduct`` of what ``kernels_of`` gave; None of None.  ``rounded``: of which dtype rows of x are."""
+    """``JoinedProduct`` of what ``kernels_of`` gave; None of None.  ``rounded``: of which dtype rows of x are."""
     if kernels is None:
         return None
-    from minivllm.kernels.quant_slim import SlimProduct
+    from minivllm.kernels.quant_joined import JoinedProduct
 
-    return SlimProduct(kernels, bias, mode, activation, rounded)
+    return JoinedProduct(kernels, bias, mode, activation, rounded)
+
+
+def served_by(
+    dtype: torch.dtype, device: str, sm: int, table: bool = False, rounded: torch.dtype | None = None
+) -> Mapping[str, str]:
+    """As ``WeightScheme.served``, of a weight of this dtype, or of codes with a table; ``rounded``: to what rows of x
+    are."""
+    least = LEAST.get(dtype, OTHERS) if rounded is None else (9, 0)
+    if not device.startswith("cuda") or sm < 10 * least[0] + least[1] or find_spec("triton") is None:
+        any_rows = {"any": "made numbers of the run's dtype, then the library's product"}
+        if device == "cpu" and rounded is None and not table and dtype != FP8:
+            return {"of captured steps": "read as they lie by the native part, where it is there", **any_rows}
+        return any_rows
+    from minivllm.kernels.quant import told
+
+    return told(dtype, sm, table, rounded)
 
 
 def _served(weight: Tensor, least: tuple[int, int]) -> bool:

@@ -11,7 +11,7 @@ are nearer to what they were, by 5 to 8 % of the error, and pocket's perplexity 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from minivllm.errors import ModelError
 from minivllm.layers.linear import part_rows
 from minivllm.layers.module import check_shape
 
-from .fast import kernels_of
+from .fast import joined, kernels_of, served_by
 from .int8 import Int8Weight
 from .none import refuse_quantized
 from .options import Int4Options
@@ -109,6 +109,12 @@ class Int4Rows(Tiled):
     def stored(self) -> StoredWeight:
         return StoredWeight(self.weight, self.scale, self.zero, self.group)
 
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        return joined(self.kernels, bias, mode, activation)
+
+    def served(self, device: str, sm: int) -> Mapping[str, str]:
+        return served_by(self.weight.dtype, device, sm)
+
     def numbers(self, rows: slice, like: Tensor) -> Tensor:
         zero = None if self.zero is None else self.zero[rows]
         return dequantize(self.weight[rows], self.scale[rows], zero, like.dtype)
@@ -146,6 +152,9 @@ class Int4Weight(Int4Rows):
     def stored(self) -> StoredWeight:
         return super().stored()  # a subclass may multiply in another way: a class says this of itself alone
 
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        return super().joined(bias, mode, activation)
+
 
 class Int4(Quantizer):
     """Linear layers, experts (and the head, if asked) that no ``skip`` pattern names, those that a pattern of ``bits``
@@ -171,7 +180,7 @@ class Int4(Quantizer):
             return Int8Weight(m)
         group = self.options.group_size
         if m.in_features % group:
-            raise ModelError(_does_not_divide(m, group))
+            raise ModelError(does_not_divide("int4", m, group, GROUPS))
         return Int4Weight(m, group, self.options.symmetric, self.options.clip)
 
     def finish(self) -> None:
@@ -179,10 +188,11 @@ class Int4(Quantizer):
         self._bits.refuse_unused("int4", "module that is quantized (the head is with lm_head=true)")
 
 
-def _does_not_divide(m: ModuleInfo, group: int) -> str:
-    fits = " or ".join(str(n) for n in GROUPS if m.in_features % n == 0)
+def does_not_divide(quantizer: str, m: ModuleInfo, group: int, groups: Sequence[int]) -> str:
+    """What is wrong with ``group`` inputs that share a scale, of which one of ``groups`` may be asked for."""
+    fits = " or ".join(str(n) for n in groups if m.in_features % n == 0)
     instead = f"group_size={fits}" if fits else f"a multiple of {BLOCK}"
     return (
-        f"int4: {m.name} has {m.in_features} inputs here, which group_size={group} does not divide: want {instead}, "
-        f"or leave it out with skip=[{m.name!r}]"
+        f"{quantizer}: {m.name} has {m.in_features} inputs here, which group_size={group} does not divide: want "
+        f"{instead}, or leave it out with skip=[{m.name!r}]"
     )

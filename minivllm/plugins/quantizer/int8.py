@@ -17,7 +17,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, StoredWeig
 from minivllm.layers.linear import part_rows
 from minivllm.layers.module import check_shape
 
-from .fast import joined, kernels_of
+from .fast import joined, kernels_of, served_by
 from .none import refuse_quantized
 from .options import WeightOnlyOptions
 from .rules import NamePatterns, has_weight_to_quantize
@@ -36,6 +36,12 @@ class ByteRows(WholeWeight):
 
     def stored(self) -> StoredWeight | None:
         return StoredWeight(self.weight, self.scale) if self.weight.dtype == torch.int8 else None
+
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        return joined(self.kernels, bias, mode, activation)
+
+    def served(self, device: str, sm: int) -> Mapping[str, str]:
+        return served_by(self.weight.dtype, device, sm)
 
     def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         weight, scale = self.weight[rows], self.scale[rows]
@@ -75,7 +81,7 @@ class Int8Weight(ByteRows):
         return super().stored()  # a subclass may multiply in another way: a class says this of itself alone
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
-        return joined(self.kernels, bias, mode, activation)
+        return super().joined(bias, mode, activation)
 
 
 class Int8(Quantizer):

@@ -14,7 +14,8 @@ class WeightOnlyOptions(BaseModel):
 
     skip: list[str] = Field(
         default_factory=list,
-        description='Modules to leave unquantized, as shell patterns over their names: "layers.0.*", "*.mlp.down".',
+        description='Modules to leave unquantized, as shell patterns over their names, "layers.0.*", or regular '
+        'expressions for whole names, "re:layers\\.[0-3]\\..*".',
     )
     lm_head: bool = Field(
         default=False, description="Quantize the output head too; a tied one gets a quantized copy of its own."
@@ -52,6 +53,22 @@ class Int4Options(WeightOnlyOptions):
     )
     bits: dict[str, Literal[4, 8, 16]] = Field(
         default_factory=dict,
-        description="Bits of modules by patterns over their names, of which the first that fits counts: "
+        description="Bits of modules by patterns over their names (as of skip), of which the first that fits counts: "
         '{"*.mlp.down" = 8}. 8: as quantizer=int8; 16: unquantized.',
+    )
+
+
+class Nf4Options(WeightOnlyOptions):
+    """Weight-only NF4, as bitsandbytes makes it: 16 quantiles of a normal distribution, a scale for each block."""
+
+    group_size: Literal[32, 64, 128] = Field(
+        default=64, description="Inputs that share a scale; the inputs of every module must be a multiple of it."
+    )
+
+
+class LlmInt8Options(WeightOnlyOptions):
+    """LLM.int8(), as bitsandbytes does it: int8 weights and activations, but for activations that are large."""
+
+    threshold: float = Field(
+        default=6.0, gt=0, description="Elements of a row that are as large are not rounded, and do not make its steps."
     )

@@ -5,6 +5,13 @@
 
 from minivllm.spec import ANY, AtLeast, Spec
 
+# quantiles of a normal distribution (arXiv:2305.14314, appendix E)
+NF4_TABLE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
 AWQ = Spec(
     impl="minivllm.plugins.quantizer.awq:Awq",
     api=(1, 4),
@@ -86,6 +93,14 @@ INT8_W8A8 = Spec(
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
     traits={"bits": 8, "inputs": 8},
 )
+LLM_INT8 = Spec(
+    impl="minivllm.plugins.quantizer.eight:LlmInt8",
+    api=(1, 4),
+    summary="as bitsandbytes' LLM.int8(): int8 weights and activations, large activations as they are",
+    options="minivllm.plugins.quantizer.options:LlmInt8Options",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
+    traits={"bits": 8, "inputs": 8},
+)
 MXFP4 = Spec(
     impl="minivllm.plugins.quantizer.mxfp4:Mxfp4",
     api=(1, 4),
@@ -99,6 +114,14 @@ MXFP4_KEPT = Spec(
     api=(1, 4),
     summary="checkpoints whose experts are MXFP4 (GPT-OSS), in 4 bits; a step unpacks those it uses",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float32"}, "checkpoint": {"mxfp4"}},
+)
+NF4 = Spec(
+    impl="minivllm.plugins.quantizer.nf4:Nf4",
+    api=(1, 4),
+    summary="as bitsandbytes' NF4: 4 bits that stand for 16 numbers, a scale per 64 inputs of an output row",
+    options="minivllm.plugins.quantizer.options:Nf4Options",
+    limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
+    traits={"bits": 4, "table": NF4_TABLE, "group": 64},
 )
 NONE = Spec(
     impl="minivllm.plugins.quantizer.none:Unquantized",

@@ -1,0 +1,299 @@
+"""What a layer of Llama-3.1-8B's shape takes in steps of few rows: products with norms, gates and stream, by format.
+
+    python benchmarks/quant_layer.py --rows 1 2 --formats int8 fp8-weight fp8 int4-128
+
+First every tile of the joined kernels is compiled, in processes of their own, compared with the kernels one by one, and
+timed as a replayed graph of launches over more copies of the weight than the second-level cache holds.  Then whole
+layers, without attention: bfloat16's, each format's kernels one by one, and joined with the fastest tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import quant_kernels
+import torch
+
+from minivllm.kernels import quant, quant_slim, quant_vector, scaled
+from minivllm.kernels.activation import gate_mul
+from minivllm.kernels.norm import add_rms_norm
+from minivllm.kernels.products import ADDED, GATED, PLAIN, Product
+
+HIDDEN, EPS = 4096, 1e-5
+# outputs, inputs, mode
+SHAPES = {
+    "qkv": (6144, 4096, PLAIN), "o": (4096, 4096, ADDED), "gate_up": (28672, 4096, GATED), "down": (4096, 14336, ADDED),
+}  # fmt: skip
+FP8 = torch.float8_e4m3fn
+# format -> how it lies (of quant_kernels.FORMATS), and to what rows of x are rounded
+FORMATS = {
+    "int8": ("int8", None), "int8-w8a8": ("int8", torch.int8), "fp8-weight": ("fp8", None), "fp8": ("fp8", FP8),
+    "int4": ("int4", None), "int4-128": ("int4-128", None),
+}  # fmt: skip
+# outputs (of a gate half as many, each twice), inputs, loads in flight (0: by registers), warps
+SHORT = {
+    8: ((8, 4096, 0, 8), (4, 4096, 0, 4), (4, 4096, 0, 8), (16, 4096, 0, 8), (8, 2048, 3, 4), (8, 1024, 4, 2)),
+    4: ((8, 4096, 0, 4), (16, 4096, 0, 8), (16, 4096, 0, 4), (16, 2048, 3, 8), (16, 2048, 3, 4), (16, 1024, 3, 4)),
+}
+LONG = {
+    8: ((8, 1024, 0, 2), (4, 1024, 3, 4), (8, 1024, 3, 4), (8, 1024, 4, 4), (16, 512, 4, 4), (8, 512, 4, 2)),
+    4: ((8, 2048, 0, 2), (16, 2048, 3, 8), (16, 2048, 4, 8), (16, 1024, 4, 4), (8, 2048, 3, 4), (4, 4096, 0, 4)),
+}
+
+
+class Job(NamedTuple):
+    format: str
+    shape: str
+    rows: int
+    tile: tuple[int, ...]
+
+
+def jobs(formats: list[str], rows: int) -> Iterator[Job]:
+    for fmt in formats:
+        bits = 4 if fmt.startswith("int4") else 8
+        for shape, (_, inputs, mode) in SHAPES.items():
+            for bn, *rest in (SHORT if inputs == HIDDEN else LONG)[bits]:
+                yield Job(fmt, shape, rows, (bn // 2 if mode == GATED else bn, *rest))
+
+
+def named(tile: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(("BN", "BK", "STAGES", "num_warps"), tile, strict=True))
+
+
+def made(fmt: str, shape: str, device: str) -> quant.Quantized:
+    """A weight of random codes, of which products have about the size of their inputs."""
+    n, k, _ = SHAPES[shape]
+    dtype, group = quant_kernels.FORMATS[FORMATS[fmt][0]]
+    if group:
+        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+        return quant.Quantized(codes, torch.rand(n, k // group, device=device) / 300 + 1e-3, None, group)
+    codes = torch.empty(n, k, dtype=torch.int8, device=device).random_(-127, 128)
+    codes = codes if dtype == torch.int8 else codes.to(torch.bfloat16).to(dtype)
+    return quant.Quantized(codes, torch.rand(n, device=device) / 8192 + 1e-4)
+
+
+class Inputs:
+    """What products of any shape take."""
+
+    def __init__(self, rows: int, device: str) -> None:
+        draw = lambda *size: torch.randn(*size, device=device).to(torch.bfloat16)  # noqa: E731
+        self.x = {k: draw(rows, k) for k in (HIDDEN, 14336)}
+        self.squares = {parts: self.x[HIDDEN].float().square().view(rows, parts, -1).sum(2) for parts in (512,)}
+        self.norm, self.residual = draw(HIDDEN).abs() + 0.5, draw(rows, HIDDEN)
+
+    def joined(self, product: Any, shape: str, tile: dict[str, int] | None) -> Any:
+        _, k, mode = SHAPES[shape]
+        if mode == ADDED:
+            return product(self.x[k], residual=self.residual, norm=self.norm, tile=tile)
+        return product(self.x[k], self.squares[512], EPS, tile=tile)
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+
+def compile_share(share: list[Job]) -> None:
+    """A process that compiles its share into Triton's cache, without memory of the device."""
+    quant_vector.pdl = lambda like: {"PDL": True, "launch_pdl": True}
+    quant_vector.capability = lambda device: 9
+    quant_vector._vector = quant_kernels.Compiled(quant_vector._vector)
+    for fmt, shape, rows, tile in share:
+        try:
+            product = quant_vector.VectorProduct(
+                made(fmt, shape, "meta"), None, SHAPES[shape][2], rounded=FORMATS[fmt][1]
+            )
+            Inputs(rows, "meta").joined(product, shape, named(tile))
+        except Exception as e:
+            print("not compiled", fmt, shape, rows, tile, repr(e)[:200], flush=True)
+
+
+def compile_all(todo: list[Job], processes: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=compile_share, args=(todo[i::processes],)) for i in range(processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+# ---- one by one ------------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """The products of a layer with what lies between them; ``calls`` gives (h [M, 4096] or with squares, residual)."""
+
+    def __init__(self, rows: int) -> None:
+        self.residual = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
+        self.norm = torch.rand(HIDDEN, device="cuda").to(torch.bfloat16) + 0.5
+        self.heads = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)  # what attention would give
+
+
+def separate(products: dict[str, Callable[[torch.Tensor], torch.Tensor]], state: Layer) -> Callable[[], Any]:
+    """Norms and gates as kernels of their own."""
+
+    def run() -> torch.Tensor:
+        h, _ = add_rms_norm(state.heads, state.residual, state.norm, EPS)
+        products["qkv"](h)
+        h, _ = add_rms_norm(products["o"](state.heads), state.residual, state.norm, EPS)
+        return products["down"](gate_mul(products["gate_up"](h)))
+
+    return run
+
+
+def joined(products: dict[str, Any], state: Layer, tiles: dict[str, dict[str, int]] | None) -> Callable[[], Any]:
+    """Of ``products.Product`` or what is like it."""
+
+    def run() -> torch.Tensor:
+        more = {name: {} if tiles is None else {"tile": tiles[name]} for name in SHAPES}
+        h, squares = products["o"](state.heads, residual=state.residual, norm=state.norm, **more["o"])
+        products["qkv"](h, squares, EPS, **more["qkv"])
+        h, _ = products["gate_up"](h, squares, EPS, **more["gate_up"])
+        return products["down"](h, residual=state.residual, norm=state.norm, **more["down"])[0]
+
+    return run
+
+
+def plain_layer(rows: int, state: Layer) -> Callable[[], Any]:
+    weights = {
+        name: torch.randn(n, k, device="cuda").mul_(k**-0.5).to(torch.bfloat16) for name, (n, k, _) in SHAPES.items()
+    }
+    products = {name: Product(w, None, SHAPES[name][2]) for name, w in weights.items()}
+    if all(rows <= product.rows for product in products.values()):
+        return joined(products, state, None)
+    return separate({name: lambda x, w=w: torch.mm(x, w.t()) for name, w in weights.items()}, state)
+
+
+def format_layers(fmt: str, rows: int, state: Layer, tiles: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    kernels = {name: made(fmt, name, "cuda") for name in SHAPES}
+    rounded = FORMATS[fmt][1]
+    alone: dict[str, Any] = kernels
+    if rounded is not None:
+        alone = {name: scaled.ScaledProduct(of.weight, of.scale) for name, of in kernels.items()}
+    yield "one by one", separate(alone, state)
+    if rows <= quant_vector.ROWS and tiles:
+        made_of = {
+            name: quant_vector.VectorProduct(of, None, SHAPES[name][2], rounded=rounded) for name, of in kernels.items()
+        }
+        yield "joined", joined(made_of, state, tiles)
+    elif rows <= quant_slim.ROWS and kernels["o"].form == 8:
+        made_of = {
+            name: quant_slim.SlimProduct(of, None, SHAPES[name][2], rounded=rounded) for name, of in kernels.items()
+        }
+        yield "slim", joined(made_of, state, None)
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def wanted(of: quant.Quantized, shape: str, given: Inputs, rounded: Any) -> torch.Tensor:
+    """The same in float32, of rows rounded as they are."""
+    n, k, mode = SHAPES[shape]
+    x = given.x[k]
+    if rounded is not None:
+        q, by_row = scaled.rows(x, rounded)
+        x = q.float() * by_row
+    y = x.float() @ of.numbers(slice(0, n), torch.float32).T
+    if mode == ADDED:
+        return (given.residual.float() + y) * given.norm.float()
+    y = y * torch.rsqrt(given.squares[512].sum(1, keepdim=True) / k + EPS)
+    return y if mode == PLAIN else torch.nn.functional.silu(y[:, : n // 2]) * y[:, n // 2 :]
+
+
+def search(todo: list[Job], repeat: int, until: float) -> dict[tuple[str, str], tuple[float, tuple[int, ...]]]:
+    """The fastest tile of each format and shape."""
+    best: dict[tuple[str, str], tuple[float, tuple[int, ...]]] = {}
+    place: tuple[str, str] = ("", "")
+    weights: list[Any] = []
+    for fmt, shape, rows, tile in todo:
+        if time.perf_counter() > until:
+            print("out of time", flush=True)
+            break
+        n, k, mode = SHAPES[shape]
+        try:
+            if place != (fmt, shape):
+                if place in best:
+                    say(place, best[place])
+                weights, place = [], (fmt, shape)
+                size = n * k // (1 if not fmt.startswith("int4") else 2)
+                weights = [made(fmt, shape, "cuda") for _ in range(max(2, quant_kernels.COLD // size + 1))]
+                given = Inputs(rows, "cuda")
+                want = wanted(weights[0], shape, given, FORMATS[fmt][1])
+            products = [quant_vector.VectorProduct(of, None, mode, rounded=FORMATS[fmt][1]) for of in weights]
+            stream = given.residual.clone()
+            got = given.joined(products[0], shape, named(tile))[0].float()
+            given.residual.copy_(stream)
+            off = float((got - want).norm() / want.norm())
+            if not off < 1e-2:
+                print(f"wrong: {fmt} {shape} {tile}: off by {off:.1e}", flush=True)
+                continue
+            calls = [partial(given.joined, p, shape, named(tile)) for p in products]
+            us = quant_kernels.graph_time(calls * (1 if len(calls) > 4 else 4), repeat)
+            given.residual.copy_(stream)
+            print(f"  {fmt} {shape} {rows} rows {'/'.join(map(str, tile))}: {us:.2f} us, off {off:.0e}", flush=True)
+            if place not in best or us < best[place][0]:
+                best[place] = us, tile
+        except Exception as e:
+            print("failed", fmt, shape, tile, repr(e).replace("\n", " ")[:200], flush=True)
+    if place in best:
+        say(place, best[place])
+    return best
+
+
+def say(place: tuple[str, str], found: tuple[float, tuple[int, ...]]) -> None:
+    n, k, _ = SHAPES[place[1]]
+    size = n * k * (1 if not place[0].startswith("int4") else 0.5 + 4 / (32 if place[0] == "int4" else 128))
+    print(f"{place[0]} {place[1]}: {found[0]:.2f} us by {found[1]}, {size / found[0] / 1e3:.0f} GB/s", flush=True)
+
+
+def layers(rows: int, formats: list[str], best: dict[Any, Any], copies: int, repeat: int) -> None:
+    """Microseconds of a layer, bfloat16 first and last."""
+    state = Layer(rows)
+    plain = [plain_layer(rows, state) for _ in range(copies)]
+    base = quant_kernels.graph_time(plain, repeat)
+    print(f"{rows} rows: bf16 {base:.1f} us a layer", flush=True)
+    for fmt in formats:
+        tiles = {name: named(best[fmt, name][1]) for name in SHAPES if (fmt, name) in best}
+        tiles = tiles if len(tiles) == len(SHAPES) else {}
+        made_of: dict[str, list[Callable[[], Any]]] = {}
+        for _ in range(copies):
+            for name, run in format_layers(fmt, rows, state, tiles):
+                made_of.setdefault(name, []).append(run)
+        for name, runs in made_of.items():
+            try:
+                us = quant_kernels.graph_time(runs, repeat)
+                print(f"{rows} rows: {fmt} {name} {us:.1f} us, {base / us:.2f}x", flush=True)
+            except Exception as e:
+                print("failed", rows, fmt, name, repr(e)[:300], flush=True)
+    print(f"{rows} rows: bf16 again {quant_kernels.graph_time(plain, repeat):.1f} us", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 8, 32, 256])
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--copies", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=100.0, help="after which no more tiles are tried")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    todo = list(jobs(args.formats, 1))
+    compile_all(todo, args.processes)
+    print(f"{len(todo)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    best = search(todo, args.repeat, began + args.seconds)
+    if 2 in args.rows:
+        compile_all([Job(fmt, shape, 2, tile) for (fmt, shape), (_, tile) in best.items()], args.processes)
+    for rows in args.rows:
+        try:
+            layers(rows, args.formats, best, args.copies, args.repeat)
+        except Exception as e:
+            print("failed", rows, repr(e)[:300], flush=True)
+    print(f"{time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Weight-only NF4, made while loading: W[o, i] = absmax[o, g] * TABLE[q[o, i]], g = i // 64, as bitsandbytes makes it.
+
+The 16 numbers are quantiles of a normal distribution, scaled to -1 and 1 at the ends, with a 0 among them (QLoRA,
+arXiv:2305.14314, appendix E): where weights are many they lie close, and the largest of a block is held exactly.  A
+weight gets the codes and the scales that bitsandbytes gives it; the library is not needed, on a CPU neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
+from minivllm.errors import ModelError
+from minivllm.layers.linear import part_rows
+from minivllm.layers.module import check_shape
+
+from .fast import kernels_of, served_by
+from .forms import TableRows
+from .int4 import does_not_divide, pack
+from .none import refuse_quantized
+from .options import Nf4Options
+from .rules import NamePatterns, has_weight_to_quantize
+from .spec import NF4_TABLE
+
+
+class Nf4Weight(TableRows):
+    """Made of a weight of floating numbers, a few rows of which are in memory at full precision."""
+
+    def __init__(self, info: ModuleInfo, group: int) -> None:
+        weight = torch.empty(info.out_features, info.in_features // 2, dtype=torch.uint8, device=info.device)
+        scale = torch.empty(info.out_features, info.in_features // group, dtype=torch.float32, device=info.device)
+        table = torch.tensor(NF4_TABLE, dtype=torch.float32, device=info.device)
+        super().__init__(info, weight, scale, table)
+        self._bounds = (table[1:] + table[:-1]) / 2
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.info.out_features, self.info.in_features)}
+
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        rows = part_rows(self.info, part)
+        check_shape(tensor, (rows.stop - rows.start, self.info.in_features))
+        at = rows.start
+        for some in tensor.split(self._tile):
+            self._quantize(some, slice(at, at + len(some)))
+            at += len(some)
+
+    def _quantize(self, w: Tensor, rows: slice) -> None:
+        blocks = w.to(self.weight.device).float().view(len(w), self.scale.shape[1], -1)
+        largest = blocks.abs().amax(2)
+        unit = blocks / torch.where(largest > 0, largest, 1)[..., None]
+        codes = torch.bucketize(unit, self._bounds, out_int32=True).to(torch.uint8)
+        self.weight[rows] = pack(codes.view(len(w), -1))
+        self.scale[rows] = largest
+
+    def finish(self) -> None:
+        group = self.info.in_features // self.scale.shape[1]
+        self.kernels = kernels_of(self.weight, self.scale, None, group, self.table)
+
+    def served(self, device: str, sm: int) -> Mapping[str, str]:
+        return served_by(self.weight.dtype, device, sm, table=True)
+
+
+class Nf4(Quantizer):
+    """Linear layers, experts (and the head, if asked) that no ``skip`` pattern names; routers stay as they are."""
+
+    options: Nf4Options
+
+    def __init__(self, options: Nf4Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options or Nf4Options(), checkpoint)
+        refuse_quantized(checkpoint, "nf4")
+        self._skip = NamePatterns("skip", self.options.skip)
+
+    def scheme(self, m: ModuleInfo) -> WeightScheme | None:
+        left_out, group = self._skip.naming(m.name), self.options.group_size
+        if left_out or not has_weight_to_quantize(m, self.options.lm_head):
+            return None
+        if m.in_features % group:
+            raise ModelError(does_not_divide("nf4", m, group, (32, 64, 128)))
+        return Nf4Weight(m, group)
+
+    def finish(self) -> None:
+        self._skip.refuse_unused("nf4")
