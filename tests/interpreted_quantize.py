@@ -1,7 +1,9 @@
-"""The kernel of ``minivllm quantize`` on a CPU, under Triton's interpreter; run by test_kernels.py."""
+"""The kernels of ``minivllm quantize``, and of checkpoints' bytes in groups, on a CPU, under Triton's interpreter; run
+by test_kernels.py."""
 
 from __future__ import annotations
 
+import grouped_kernels
 import pytest
 import torch
 
@@ -29,3 +31,8 @@ def test_columns_are_rounded_by_the_kernel_as_by_its_equations(monkeypatch, grou
     lost, least = (float(((one.weight() - w) @ x.T).square().mean()) for one in (found, want))
     assert lost <= 1.01 * least
     assert torch.equal(found.group_of, want.group_of)
+
+
+@pytest.mark.parametrize("shape", [one for one in grouped_kernels.SHAPES if one[0] != torch.float8_e4m3fn], ids=str)
+def test_weights_in_groups_are_multiplied_as_they_are_held(shape):
+    grouped_kernels.check_products("cpu", torch.float32, shape, (0, 3, 17))
