@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minivllm.quantize import gptq
-from minivllm.quantize.columns import Columns
+from minivllm.quantize.columns import ColumnKernel
 from minivllm.quantize.grid import Grid
 from minivllm.quantize.options import QuantizeOptions
 
@@ -24,7 +24,7 @@ def test_columns_are_rounded_by_the_kernel_as_by_its_equations(monkeypatch, grou
     w, moments = torch.randn(11, k), x.T @ x / len(x)
     grid = Grid(QuantizeOptions("gptq", group=group, symmetric=symmetric), torch.float16)
     want = gptq.solve(w, moments, grid, 0.01, order)
-    monkeypatch.setattr(gptq, "_rounding", lambda w: Columns)
+    monkeypatch.setattr(gptq, "_rounding", lambda w: ColumnKernel)
     found = gptq.solve(w, moments, grid, 0.01, order)
     assert (found.codes != want.codes).float().mean() < 0.01  # ties of rounding
     torch.testing.assert_close(found.scale, want.scale, rtol=2e-2, atol=0)

@@ -118,7 +118,7 @@ def _columns(
     tl.store(errors + wide[:, None] * C + oc[None, :], error, mask=there)
 
 
-class Columns:
+class ColumnKernel:
     """``gptq.Rounding`` on a GPU; w, scales and zeros are contiguous."""
 
     def __init__(self, weight: Weight) -> None:

@@ -99,9 +99,9 @@ def _rounding(w: Tensor) -> type[Any]:
     """What rounds columns: a kernel where there is one."""
     if w.device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
         return Rounding
-    from .columns import Columns
+    from .columns import ColumnKernel
 
-    return Columns
+    return ColumnKernel
 
 
 def inverse_factor(moments: Tensor, damping: float) -> Tensor:
