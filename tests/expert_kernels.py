@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.decoder import CHOSEN_SOFTMAX, CLAMPED, SIGMOID, SOFTMAX, Router
+from minivllm.core.interfaces.quantizer import StoredWeight
 from minivllm.kernels.experts import ExpertProducts, ResidualNorm
+from minivllm.kernels.packed_experts import PackedExperts, takes
 from minivllm.kernels.router import assign, most_blocks, route
 from minivllm.layers.experts import route as reference_route
+from minivllm.plugins.quantizer.int4 import pack
 
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 ROUTERS = [
@@ -28,6 +33,19 @@ SHAPES = [
     (37, 16, 4, 96, 80, "silu", False, False, True),
     (130, 4, 2, 64, 160, CLAMPED, True, True, False),
     (3, 5, 5, 64, 32, "relu", False, False, True),
+]
+
+
+# form (see ``packed``), and which of these shapes
+PACKED = [
+    ("u4 32", (1, 8, 2, 64, 32, "silu", False, True, False)),
+    ("u4 32 z", (5, 8, 3, 64, 32, "gelu", True, True, False)),
+    ("u4 32 z", (40, 2, 2, 64, 32, "silu", False, True, False)),
+    ("u4 128", (130, 4, 2, 128, 256, CLAMPED, True, True, False)),
+    ("i8 0", (37, 16, 4, 96, 80, "silu", False, False, False)),
+    ("i8 16", (9, 5, 5, 64, 48, "relu", False, True, False)),
+    ("i8 16 z", (5, 4, 2, 64, 32, "silu", False, False, False)),
+    ("f8 64", (70, 4, 2, 128, 64, "silu", False, True, False)),
 ]
 
 
@@ -88,16 +106,73 @@ def experts_in_float64(x: Tensor, ids: Tensor, weights: Tensor, kernel: ExpertPr
     return out
 
 
+def packed(rows: int, inputs: int, form: str, device: str) -> tuple[StoredWeight, Tensor]:
+    """A quantized weight of normal numbers by 0.1, and the numbers float64 [rows, inputs]; ``form``: the dtype, the
+    inputs of a group, and "z" if it has zero points, as "u4 32 z"."""
+    dtype, size, *more = form.split()
+    group = int(size) or inputs
+    generator = torch.Generator().manual_seed(rows)
+    scale = (torch.rand(rows, inputs // group, generator=generator) + 0.5) / 10
+    codes = torch.randn(rows, inputs, generator=generator)
+    zero = torch.randint(1, 15, scale.shape, generator=generator).float() if more else None
+    if dtype == "u4":
+        codes, scale = (codes * 3 + 8).round().clamp(0, 15).to(torch.uint8), scale / 3
+        weight = pack(codes)
+    elif dtype == "f8":
+        codes, scale = (codes * 50).clamp(-448, 448), scale / 50
+        weight = codes = codes.to(torch.float8_e4m3fn)
+    else:
+        codes, scale = (codes * 40).round().clamp(-127, 127).to(torch.int8), scale / 40
+        weight = codes = (codes.int() + 7).clamp(0, 255).to(torch.uint8) if more else codes
+    centre = zero if zero is not None else torch.full_like(scale, 8.0 if dtype == "u4" else 0.0)
+    held = codes.double() - centre.double().repeat_interleave(group, 1)
+    held = held * scale.double().repeat_interleave(group, 1)
+    stored = [
+        None if t is None else t.to(device) for t in (weight, scale if int(size) else scale[:, 0].contiguous(), zero)
+    ]
+    return StoredWeight(*stored, int(size)), held.to(device)
+
+
+def check_packed_products(device: str, dtype: torch.dtype, shape: tuple, form: str) -> None:
+    """The same of experts whose weights are quantized."""
+    _, count, _, hidden, inner, activation, *_ = shape
+    up, wide_up = packed(count * 2 * inner, hidden, form, device)
+    down, wide_down = packed(count * hidden, inner, form, device)
+    plain = ExpertProducts(wide_up.view(count, -1, hidden), wide_down.view(count, hidden, inner))
+    assert takes(up) and takes(down)
+
+    def make(biases: tuple, limit: float | None) -> tuple[ExpertProducts, Any]:
+        plain.up_bias, plain.down_bias, plain.limit, plain.alpha = *biases, limit, 1.702
+        return PackedExperts(count, up, down, *biases, activation, limit, 1.702), plain
+
+    _check(device, dtype, shape, make)
+
+
 def check_products(device: str, dtype: torch.dtype, shape: tuple) -> None:
     """The sum over a token's experts, and what the stream and its norm become with it."""
-    tokens, count, chosen, hidden, inner, activation, biased, undivided, fixed = shape
+    _, count, _, hidden, inner, activation, *_, fixed = shape
+    generator = torch.Generator().manual_seed(3)
+    up, down = (
+        (torch.randn(*size, generator=generator) * 0.1).to(device, dtype)
+        for size in ((count, 2 * inner, hidden), (count, hidden, inner))
+    )
+
+    def make(biases: tuple, limit: float | None) -> tuple[ExpertProducts, Any]:
+        kernel = ExpertProducts(up, down, *biases, activation, limit, 1.702, fixed)
+        return kernel, kernel
+
+    _check(device, dtype, shape, make)
+
+
+def _check(device: str, dtype: torch.dtype, shape: tuple, made: Any) -> None:
+    """``made``, given biases and a limit, gives what is called and what has its weights in numbers."""
+    tokens, count, chosen, hidden, inner, activation, biased, undivided, *_ = shape
     generator = torch.Generator().manual_seed(1)
     make = lambda *size, by=1.0: (torch.randn(*size, generator=generator) * by).to(device, dtype)  # noqa: E731
     x, logits = make(tokens, hidden), make(tokens, count)
     biases = (make(count, 2 * inner), make(count, hidden)) if biased else (None, None)
     limit = 0.5 if activation == CLAMPED else None
-    up, down = make(count, 2 * inner, hidden, by=0.1), make(count, hidden, inner, by=0.1)
-    kernel = ExpertProducts(up, down, *biases, activation, limit, 1.702, fixed)
+    kernel, reference = made(biases, limit)
     weights, ids = route(logits, chosen, normalize=True)
     wide, squares = x.double(), None
     if undivided:
@@ -105,7 +180,7 @@ def check_products(device: str, dtype: torch.dtype, shape: tuple) -> None:
         wide = wide * torch.rsqrt(squares.double().sum(1, keepdim=True) / hidden + 1e-5)
     near = NEAR[dtype]
     got, nothing = kernel(x, ids, weights, squares, 1e-5)
-    want = experts_in_float64(wide, ids, weights, kernel, activation)
+    want = experts_in_float64(wide, ids, weights, reference, activation)
     assert nothing is None
     assert (got.double() - want).abs().max() <= near * want.abs().max()
     residual, norm = make(tokens, hidden), make(hidden)

@@ -264,6 +264,8 @@ class ExpertProducts:
     """Kernels for the experts of one layer: ``gate_up`` [E, 2 I, H], gate first, and ``down`` [E, H, I], contiguous;
     ``fixed``: a token's bits do not depend on what is beside it."""
 
+    few = FEW
+
     def __init__(
         self,
         gate_up: Tensor,
@@ -306,14 +308,14 @@ class ExpertProducts:
         parts = 0 if squares is None else squares.shape[1]
         norm = dict(PARTS=parts, PARTS_P=triton.next_power_of_2(max(parts, 1)))
         given = x if squares is None else squares
-        if t <= FEW and not self.fixed:
+        if t <= self.few and not self.fixed:
             # in float16 what is not yet divided may be too large
             apart = stream is not None and (stream.whole or x.dtype == torch.float16)
             y, found = self._few(x, ids, weights, given, eps, norm, None if apart else stream)
             return (self._sum(y, 1, stream), None) if apart else (y, found)
         bm = self._tile(t * k, True)["BM"]
-        few = t * k <= MOST_PAIRS
-        order, expert = (ids, ids.view(-1)) if few else assign(ids, self.count, bm)
+        here = t * k <= MOST_PAIRS
+        order, expert = (ids, ids.view(-1)) if here else assign(ids, self.count, bm)
         y = self._grouped(x, ids, weights, order, expert, given, eps, norm)
         return self._sum(y, k, stream), None
 

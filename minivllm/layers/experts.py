@@ -4,14 +4,15 @@
       │                                              │
       └──► gate|up of expert ids[t, s] ──► down ──► y [T, k, H] ──► sum over the k places, in their order (+ shared(x))
 
-The sum is in float32 and is rounded once.  On a GPU with Triton, and a plain weight, ``kernels.experts`` does the same
-without the host, which here reads how many tokens each expert has.
+The sum is in float32 and is rounded once.  On a GPU with Triton ``kernels.experts``, or of quantized weights
+``kernels.packed_experts``, does the same without the host, which here reads how many tokens each expert has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 
 from .fused import Joined, Normed
 from .invariant import FixedRows
-from .linear import Dense, Linear
+from .linear import Dense, Linear, stored_by
 from .module import fill
 from .norm import RMSNorm
 
@@ -151,8 +152,7 @@ class Mixture:
         self.gate = partial(parts.gate_mul, activation=spec.activation)
         if spec.activation == CLAMPED:
             self.gate = partial(clamped_gate, limit=spec.limit, alpha=spec.alpha)
-        plain = isinstance(self.gate_up.scheme, Dense) and isinstance(self.down.scheme, Dense)
-        self.fast = plain and kernels_serve(parts, hidden, self.down.info.in_features)
+        self._serves = kernels_serve(parts, hidden, self.down.info.in_features)
         self.invariant = parts.invariant
         self._kernel: Any = None
         self._shared(name, hidden, parts)
@@ -196,6 +196,19 @@ class Mixture:
             return y
         gate = self.shared_gate(h).float().neg_().exp_().add_(1.0).reciprocal_()
         return y.mul_(gate.to(y.dtype))
+
+    @cached_property
+    def fast(self) -> bool:
+        """Whether kernels multiply by all experts at once: of plain weights, or of quantized ones that lie in a form
+        that they read, which is asked once these are loaded."""
+        schemes = self.gate_up.scheme, self.down.scheme
+        if not self._serves or all(isinstance(scheme, Dense) for scheme in schemes):
+            return self._serves
+        if self.invariant or find_spec("triton") is None:
+            return False
+        from minivllm.kernels.packed_experts import takes
+
+        return all(takes(stored_by(scheme)) for scheme in schemes)
 
     @property
     def joins(self) -> bool:
@@ -253,10 +266,14 @@ class Mixture:
     def _make(self) -> Any:
         from minivllm.kernels import experts as kernels
 
-        spec, weights, biases = self.spec, [], []
-        for linear in (self.gate_up, self.down):
-            weights.append(linear.scheme.tensors["weight"].view(spec.count, -1, linear.info.in_features))
-            biases.append(None if linear.bias is None else linear.bias.view(spec.count, -1))
+        spec, linears = self.spec, (self.gate_up, self.down)
+        biases = [None if one.bias is None else one.bias.view(spec.count, -1) for one in linears]
+        if not isinstance(self.down.scheme, Dense):
+            from minivllm.kernels.packed_experts import PackedExperts
+
+            stored: Any = [stored_by(one.scheme) for one in linears]
+            return PackedExperts(spec.count, *stored, *biases, spec.activation, spec.limit, spec.alpha)
+        weights = [one.scheme.tensors["weight"].view(spec.count, -1, one.info.in_features) for one in linears]
         return kernels.ExpertProducts(*weights, *biases, spec.activation, spec.limit, spec.alpha, self.invariant)
 
     def _one(self, x: Tensor, e: int) -> Tensor:

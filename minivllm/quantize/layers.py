@@ -20,6 +20,7 @@ from minivllm.loading.hf_config import Checkpoint
 from minivllm.loading.tensor_files import Header, checkpoint_headers, opened
 
 LAYERS = ("layers", "h", "blocks")  # what lists of layers are called
+KEPT = 0.125  # of a device's free memory: what hidden states may take of it
 
 
 @dataclass
@@ -43,6 +44,7 @@ class LayerModel:
 
     def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
         self.checkpoint, self.device, self.dtype = checkpoint, torch.device(device), dtype
+        self.keeps = torch.device("cpu")  # hidden states of the samples
         self.headers: Mapping[str, Header] = checkpoint_headers(checkpoint.folder)
         self.model = _without_weights(checkpoint, dtype)
         self.prefix, self.layers = _layers(self.model)
@@ -107,7 +109,8 @@ class LayerModel:
 
     @torch.no_grad()
     def embedded(self, samples: Tensor) -> list[Tensor]:
-        """The hidden states [1, tokens, width] with which the first layer is called, of each sample, on the CPU."""
+        """The hidden states [1, tokens, width] with which the first layer is called, of each sample: on the device if
+        they take a small part of what is free there, else on the CPU."""
         embedding = self.model.get_input_embeddings()
         own = next(n for n, m in self.model.named_modules() if m is embedding)
         if f"{own}.weight" not in self.headers:
@@ -119,7 +122,9 @@ class LayerModel:
             with stubs.placed():
                 for row in samples:
                     calls = self._call(row, stubs)
-                    found.append(stubs.first.to("cpu"))
+                    if not found and self._has_room(len(samples) * stubs.first.nbytes):
+                        self.keeps = self.device
+                    found.append(stubs.first.to(self.keeps))
                     if not self._calls:
                         self._calls = calls
                     elif not all(_same(calls[n], self._calls[n]) for n in calls):
@@ -127,6 +132,9 @@ class LayerModel:
         finally:
             place(embedding, "weight", embedding.weight.to("meta"))
         return found
+
+    def _has_room(self, more: int) -> bool:
+        return self.device.type == "cuda" and more <= KEPT * torch.cuda.mem_get_info(self.device)[0]
 
     def _call(self, row: Tensor, stubs: _Stubs) -> dict[int, tuple[list[Any], dict[str, Any]]]:
         try:
@@ -144,10 +152,10 @@ class LayerModel:
 
     @torch.no_grad()
     def run(self, number: int, hidden: Tensor) -> Tensor:
-        """One sample [1, tokens, width] through a layer that is filled; on the CPU, as it comes."""
+        """One sample [1, tokens, width] through a layer that is filled; where hidden states are kept, as it comes."""
         args, more = self._calls[number]
         out = self.layers[number](hidden.to(self.device), *args, **more)
-        return (out[0] if isinstance(out, tuple) else out).to("cpu")
+        return (out[0] if isinstance(out, tuple) else out).to(self.keeps)
 
 
 class LayerWeights:
@@ -175,7 +183,8 @@ class LayerWeights:
         return changed[name] if name in changed else self._original(name)
 
     def _original(self, name: str) -> Tensor:
-        return self.model.tensor(self.model.name(self.number, name)).to(self.model.device, torch.float32)
+        stored = self.model.tensor(self.model.name(self.number, name))
+        return stored.to(self.model.device).float()  # there: a CPU takes longer to make them longer than to send them
 
     def stored(self, name: str) -> Tensor:
         """In the checkpoint's dtype, on the CPU."""
@@ -218,7 +227,7 @@ def watch(
                     found[first].names.append(name)
                 return
             alive.append((x, name))
-            flat = x.reshape(-1, x.shape[-1]).float()
+            flat = x.reshape(-1, x.shape[-1])
             mine = found.get(name)
             if mine is None:
                 k = flat.shape[1]
@@ -226,8 +235,8 @@ def watch(
                 zeros = torch.zeros(k, k, device=x.device), torch.zeros(k, device=x.device)
                 mine = found[name] = Inputs([name], *zeros, 0, maker)
             mine.tokens += len(flat)
-            mine.moments.addmm_(flat.t(), flat)
-            mine.means += flat.abs().sum(0)
+            _add_moments(mine.moments, flat)
+            mine.means += flat.abs().sum(0, dtype=torch.float32)
 
         return hook
 
@@ -256,6 +265,16 @@ def watch(
         one.moments /= one.tokens
         one.means /= one.tokens
     return list(every.values())
+
+
+def _add_moments(moments: Tensor, x: Tensor) -> None:
+    """xᵀ x of x [tokens, k], with sums in float32, to moments f32 [k, k].  Tensor cores multiply numbers of 16 bits
+    without rounding, and float32's at a tenth of that speed."""
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        moments += torch.mm(x.t(), x, out_dtype=torch.float32)
+    else:
+        wide = x.float()
+        moments.addmm_(wide.t(), wide)
 
 
 class _Stubs:

@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "simulate": "replay traces config core.engine plugins core.interfaces registry",
     "replay": "traces config core.engine plugins core core.interfaces registry",
     "compare_hf": "frontend layers core.interfaces",
-    "quantize": "text loading plugins",
+    "quantize": "text loading plugins kernels",
     "traces": "core.engine",
     "frontend": (
         "config structured record text core.engine core.functions core.worker hooks core core.interfaces registry "

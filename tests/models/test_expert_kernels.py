@@ -33,6 +33,12 @@ def test_experts_give_the_weighted_sum_and_the_stream_with_it(dtype, shape):
     checks.check_twice_the_same_expert("cuda")
 
 
+@pytest.mark.parametrize(("form", "shape"), checks.PACKED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_experts_give_it_of_the_numbers_that_they_hold(dtype, form, shape):
+    checks.check_packed_products("cuda", dtype, shape, form)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_token_of_fixed_experts_has_the_bits_that_it_has_alone(dtype):
     checks.check_a_row_alone("cuda", dtype)

@@ -144,6 +144,32 @@ def test_codes_of_gptq_are_those_of_its_equations(group):
     assert max(losses[:3]) < 0.5 * losses[3]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["no", "static"])
+@pytest.mark.parametrize("group", [32, 128, 256, -1])
+def test_codes_of_gptq_on_a_gpu_are_those_of_a_cpu(group, order):
+    torch.manual_seed(group)
+    x = torch.randn(2000, 512) @ (torch.eye(512) + 0.2 * torch.randn(512, 512))
+    w, moments = torch.randn(203, 512), x.T @ x / 2000
+    grid = Grid(options(group=group, symmetric=group != 128), torch.float16)
+    want = solve(w, moments, grid, 0.01, order)
+    found = solve(w.cuda(), moments.cuda(), grid, 0.01, order)
+    # what is in the middle between two codes may take the other one, and what follows goes by it
+    assert (found.codes.cpu() != want.codes).float().mean() < 0.05
+    lost = [float(((one.weight().cpu() - w) @ x.T).square().mean()) for one in (found, want)]
+    assert lost[0] <= 1.01 * lost[1]
+
+
+@pytest.mark.gpu
+def test_what_is_quantized_on_a_gpu_is_near_what_a_cpu_makes(plain, text, tmp_path):
+    errors = {}
+    for device in ("cuda", "cpu"):
+        report = quantize(str(plain[0]), tmp_path / device, options(), text, device)
+        errors[device] = sum(report.errors)
+        assert load_file(tmp_path / device / "model-00001-of-00003.safetensors")
+    assert abs(errors["cuda"] / errors["cpu"] - 1) < 0.1  # hidden states are bfloat16 there
+
+
 def test_gptq_takes_inputs_that_are_never_anything_or_always_the_same():
     torch.manual_seed(1)
     x = torch.randn(64, 64)

@@ -13,7 +13,7 @@ from minivllm.errors import PluginError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# 1.5: WeightScheme.served
+# 1.5: WeightScheme.served; StoredWeight of float8, and of bytes in groups of inputs
 # 1.4: WeightScheme.joined
 # 1.3: ModuleInfo.sources and copies, WeightScheme.params_of, Quantizer.notes; 1.2: WeightScheme.stored
 # 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
@@ -83,14 +83,15 @@ class StoredWeight(NamedTuple):
     """How the weight of a module lies in memory, row after row of outputs::
 
     float32, bfloat16, float16  [out, in]
-    int8 [out, in]              w = weight * scale[out]
+    int8, float8 [out, in]      w = weight * scale[out]
+    the same, or uint8          w = (weight - zero[out, group]) * scale[out, group]; zero None: 0
     uint8 [out, in / 2]         w = (q - zero[out, group]) * scale[out, group]; byte j of the 16 of
                                 block b has input 32 b + j in its low nibble, 32 b + 16 + j in the other
     """
 
     weight: Tensor
     scale: Tensor | None = None  # f32
-    zero: Tensor | None = None  # f32; None: 8
+    zero: Tensor | None = None  # f32; None: 8 of nibbles, 0 of bytes
     group: int = 0  # inputs that share a scale; 0: all
 
 
@@ -140,7 +141,8 @@ class WeightScheme(ABC):
 
     def stored(self) -> StoredWeight | None:
         """The weight of which ``apply`` is the plain product, if it lies in one of these forms: captured steps of a CPU
-        read it there.  None: they are not captured.  A subclass does not inherit it, as its product may be another."""
+        read some of them there, and kernels of experts those that are quantized.  None: they do not.  A subclass does
+        not inherit it, as its product may be another."""
         return None
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:

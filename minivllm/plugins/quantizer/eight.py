@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight
 from minivllm.layers.linear import no_adapter
 
 from .fast import joined, scaled_kernels_of, served_by
@@ -40,6 +40,9 @@ class Fp8Weight(Int8Weight):
 
     def codes(self, steps: Tensor) -> Tensor:
         return steps.clamp_(-self.top, self.top).to(self.dtype)
+
+    def stored(self) -> StoredWeight:
+        return super().stored()
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
         return super().joined(bias, mode, activation)

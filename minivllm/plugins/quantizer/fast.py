@@ -1,4 +1,4 @@
-"""Which weights the kernels of ``minivllm.kernels.quant`` multiply by."""
+"""Which weights the kernels of quantized weights in ``minivllm.kernels`` multiply by."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def kernels_of(
     from minivllm.kernels.quant import Quantized
 
     return Quantized(weight, scale, zero, group, table)
+
+
+def grouped_kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Any:
+    """``GroupedProduct``, likewise."""
+    if not _served(weight, LEAST.get(weight.dtype, OTHERS)):
+        return None
+    from minivllm.kernels.grouped import GroupedProduct
+
+    return GroupedProduct(weight, scale, zero)
 
 
 def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:

@@ -2,7 +2,7 @@
 
     int4      up to 4 bits, scales of 32, 64 or 128 neighbouring inputs        Int4Rows, by its kernels
     rows      8 bits around 0 or float8, a scale for each output               ByteRows, by its kernels
-    grouped   8 bits or float8, scales of 8 to 128 neighbouring inputs         GroupedBytes, made numbers of
+    grouped   8 bits or float8, scales of 8 to 128 neighbouring inputs         GroupedBytes, by its kernels
     table     4 bits that stand for 16 numbers, scales likewise of 32 or more   TableRows, made numbers of
     plain     all else, made numbers of while it is loaded                     PlainRows
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 
+from .fast import grouped_kernels_of
 from .int4 import BLOCK, CENTRE, Int4Rows
 from .int4 import pack as pack_int4
 from .int8 import ByteRows
@@ -184,6 +185,12 @@ class GroupedBytes(Tiled):
     def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor, zero: Tensor | None) -> None:
         super().__init__(info, weight=weight, scale=scale, zero=zero)
         self.weight, self.scale, self.zero = weight, scale, zero
+
+    def finish(self) -> None:
+        self.kernels = grouped_kernels_of(self.weight, self.scale, self.zero)
+
+    def stored(self) -> StoredWeight:
+        return StoredWeight(self.weight, self.scale, self.zero, self.weight.shape[1] // self.scale.shape[1])
 
     def numbers(self, rows: slice, like: Tensor) -> Tensor:
         scale = self.scale[rows]

@@ -34,8 +34,8 @@ class ByteRows(WholeWeight):
     def finish(self) -> None:
         self.kernels = kernels_of(self.weight, self.scale)
 
-    def stored(self) -> StoredWeight | None:
-        return StoredWeight(self.weight, self.scale) if self.weight.dtype == torch.int8 else None
+    def stored(self) -> StoredWeight:
+        return StoredWeight(self.weight, self.scale)
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
         return joined(self.kernels, bias, mode, activation)
@@ -77,7 +77,7 @@ class Int8Weight(ByteRows):
         """Multiples of the scales, float32, as they are held."""
         return steps.round_().clamp_(-self.top, self.top).to(self.dtype)
 
-    def stored(self) -> StoredWeight | None:
+    def stored(self) -> StoredWeight:
         return super().stored()  # a subclass may multiply in another way: a class says this of itself alone
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:

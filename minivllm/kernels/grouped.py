@@ -1,0 +1,142 @@
+"""x W^T for weights of 8 bits in groups of inputs that share a scale: float8 in blocks, int8 and uint8 in groups.
+
+    dots     up to 256 rows   grid (M / BM, N / BN, SK)   y^T [BN, BM] = W [BN, K / SK] x^T  (``packed_tiles``)
+    dense    more             a part of the weight is made numbers of in memory, for the library's product
+
+Bytes: the weight and its scales once, x and y a few times.  Sums are float32, in an order that goes by the shapes
+alone.  Reference: ``GroupedBytes`` in ``plugins/quantizer/forms.py``, which makes numbers of all of the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import capability, kernel, pdl, wait
+from .packed_tiles import add_tile, inputs_of, load_x
+from .quant import together
+
+DOTS = 256  # rows up to which ``dots`` serves
+DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` has in memory at a time
+PROGRAMS = 256  # at least, by splitting sums: two for each multiprocessor of an H100
+MOST_SPLIT = 8
+
+
+@kernel("M")
+def _dots(
+    x, weight, scale, zero, y, scratch, arrived, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr,
+    IEEE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+    wide, inputs = on.to(tl.int64), inputs_of(8, BK)
+    x_at = x + om.to(tl.int64)[None, :] * K
+    each: tl.constexpr = (K + BK * SK - 1) // (BK * SK) * BK
+    acc = tl.zeros([BN, BM], tl.float32)
+    for k in tl.range(part * each, tl.minimum(part * each + each, K), BK, num_stages=STAGES):
+        a, b = load_x(x_at, k, inputs, om < M, K, 8)
+        acc = add_tile(acc, a, b, weight, scale, zero, wide, on < N, k, inputs, K, 8, GROUP, ZERO, BN, BK, IEEE, ASM)
+    acc, last = together(acc, scratch, arrived, row, tile, part, om, on, N, SK)
+    if last:
+        at = y + om.to(tl.int64)[None, :] * N + on[:, None]
+        tl.store(at, acc.to(y.dtype.element_ty), mask=(on < N)[:, None] & (om < M)[None, :])
+
+
+@kernel()
+def _numbers(
+    weight, scale, zero, out, first, K: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BB: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows from ``first`` on -> out [rows, K]; a program takes BB elements of a row."""
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    ok = tl.program_id(1) * BB + tl.arange(0, BB)
+    on = ok < K
+    at = (first + row) * ((K + GROUP - 1) // GROUP) + ok // GROUP
+    steps = tl.load(weight + (first + row) * K + ok, mask=on, other=0).to(tl.float32)
+    if ZERO:
+        steps = steps - tl.load(zero + at, mask=on, other=0.0)
+    numbers = steps * tl.load(scale + at, mask=on, other=0.0)
+    tl.store(out + row * K + ok, numbers.to(out.dtype.element_ty), mask=on)
+
+
+def dots_tile(rows: int, n: int, k: int) -> dict[str, int]:
+    """Sums are split until there are programs enough for the device."""
+    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
+    programs, sk = triton.cdiv(n, 64) * triton.cdiv(rows, bm), 1
+    while programs * sk < PROGRAMS and sk < MOST_SPLIT and k // (128 * sk) >= 8:
+        sk *= 2
+    return dict(BM=bm, BN=64, BK=128, SK=sk, STAGES=4 if bm < 128 else 3, num_warps=4)
+
+
+class GroupedProduct:
+    """For weight int8, float8_e4m3fn or uint8 [N, K], scale f32 [N, K / group] and zero (None: 0) likewise, contiguous;
+    keeps the counters of split sums, 0 between launches."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> None:
+        self.weight, self.scale, self.zero = weight, scale, zero
+        self.n, self.k = weight.shape
+        self.group = self.k // scale.shape[1]
+        self.arrived = torch.zeros(1024, dtype=torch.int32, device=weight.device)
+        self._sizes = dict(K=self.k, GROUP=self.group, ZERO=zero is not None)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [M, K] of any strides -> x W^T [M, N], in ``out`` if that is given.  Which form serves goes by M alone."""
+        x, m = x.contiguous(), len(x)
+        y = out if out is not None and out.is_contiguous() else x.new_empty(m, self.n)
+        if m <= DOTS and x.element_size() == 2:
+            self.dots(x, y=y)
+        else:
+            self.dense(x, y=y)
+        return y if out is None or y is out else out.copy_(y)
+
+    def dots(self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None) -> Tensor:
+        """x [M, K] without gaps -> y [M, N]."""
+        m = len(x)
+        y = x.new_empty(m, self.n) if y is None else y
+        tile = tile or dots_tile(m, self.n, self.k)
+        rows, tiles = triton.cdiv(m, tile["BM"]), triton.cdiv(self.n, tile["BN"])
+        if tile["SK"] > 1 and rows * tiles > len(self.arrived):
+            tile = {**tile, "SK": 1}
+        scratch = y
+        if tile["SK"] > 1:
+            size = tile["SK"] * rows * tile["BM"] * tiles * tile["BN"]
+            scratch = torch.empty(size, dtype=torch.float32, device=x.device)
+        if m:
+            _dots[(rows, tiles, tile["SK"])](
+                x,
+                self.weight,
+                self.scale,
+                self.scale if self.zero is None else self.zero,
+                y,
+                scratch,
+                self.arrived,
+                m,
+                N=self.n,
+                IEEE=x.dtype == torch.float32,
+                ASM=x.dtype == torch.bfloat16 and capability(x.device) >= 9,
+                **self._sizes,
+                **tile,
+                **pdl(x),
+            )
+        return y
+
+    def dense(self, x: Tensor, at_once: int = DENSE_AT_ONCE, y: Tensor | None = None) -> Tensor:
+        """x [M, K] -> y [M, N] by the library, of parts of the weight that are made numbers of in memory."""
+        y = x.new_empty(len(x), self.n) if y is None else y
+        step = max(1, at_once // self.k)
+        for first in range(0, self.n, step):
+            rows = slice(first, min(first + step, self.n))
+            torch.mm(x, self.numbers(rows, x.dtype).t(), out=y[:, rows])
+        return y
+
+    def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Those rows of the weight [rows, K]."""
+        out = torch.empty((rows.stop - rows.start, self.k), dtype=dtype, device=self.weight.device)
+        zero, grid = self.scale if self.zero is None else self.zero, (len(out), triton.cdiv(self.k, 2048))
+        _numbers[grid](self.weight, self.scale, zero, out, rows.start, BB=2048, **self._sizes, **pdl(out))
+        return out

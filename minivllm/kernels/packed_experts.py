@@ -1,0 +1,213 @@
+"""Products of the experts, as in ``experts``, of weights that are quantized: they are read as they lie.
+
+    up     grid (I / BN, blocks)   y^T [BN, BM] = W [e, BN, H] x[tokens of the block]^T, gate and up at once
+    down   grid (H / BN, blocks)   likewise, from the blocks' own order to that of the pairs
+
+Blocks, their pairs and the sum over a token's k experts are those of ``experts``, tiles of weights those of
+``packed_tiles``.  Bytes: the packed weights of the experts that are hit, once for each block of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import StoredWeight
+
+from .activation import NUMBER
+from .experts import OAI, ExpertProducts, _block, _gated
+from .launch import capability, kernel, pdl, wait
+from .packed_tiles import add_tile, inputs_of, load_x
+
+# pairs of an expert up to which; BM, BN, BK, stages and warps of ``up`` and of ``down``
+TILES = (
+    (12, (16, 64, 64, 4, 4), (16, 64, 128, 4, 4)),
+    (32, (32, 128, 64, 3, 8), (32, 128, 64, 3, 8)),
+    (float("inf"), (64, 128, 64, 3, 8), (64, 128, 64, 3, 8)),
+)
+
+
+@kernel("pairs")
+def _up(
+    x, weight, scale, zero, bias, order, expert, squares, y, pairs, eps, limit, alpha, K: tl.constexpr,
+    N: tl.constexpr, H: tl.constexpr, FROM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block: y [blocks * BM, N], in the order of the blocks, of rows [E * 2 N, H]."""
+    wait(PDL)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    e, pair = _block(order, expert, pairs, block, BM, FROM)
+    if e < 0:
+        return
+    om, on, inputs = block * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN), inputs_of(FORM, BK)
+    real, row = pair < pairs, pair // K
+    x_at, first = x + row.to(tl.int64)[None, :] * H, e.to(tl.int64) * 2 * N + on
+    acc = tl.zeros([BN, BM], tl.float32)
+    up = tl.zeros([BN, BM], tl.float32)
+    for k in tl.range(0, H, BK, num_stages=STAGES):
+        a, b = load_x(x_at, k, inputs, real, H, FORM)
+        acc = add_tile(acc, a, b, weight, scale, zero, first, on < N, k, inputs, H, FORM, GROUP, ZERO, BN, BK, IEEE,
+                       ASM)  # fmt: skip
+        up = add_tile(up, a, b, weight, scale, zero, first + N, on < N, k, inputs, H, FORM, GROUP, ZERO, BN, BK, IEEE,
+                      ASM)  # fmt: skip
+    if PARTS > 0:
+        part = tl.arange(0, PARTS_P)
+        s = tl.load(squares + row[:, None] * PARTS + part[None, :],
+                    mask=real[:, None] & (part < PARTS)[None, :], other=0.0)  # fmt: skip
+        factor = tl.rsqrt(tl.sum(s, 1) / H + eps)[None, :]
+        acc = acc * factor
+        up = up * factor
+    if BIAS:
+        b_at = bias + e.to(tl.int64) * 2 * N + on
+        acc += tl.load(b_at, mask=on < N, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(b_at + N, mask=on < N, other=0.0).to(tl.float32)[:, None]
+    z = tl.trans(_gated(acc, up, limit, alpha, ACT, y.dtype.element_ty).to(y.dtype.element_ty))
+    tl.store(y + om.to(tl.int64)[:, None] * N + on[None, :], z, mask=(on < N)[None, :])
+
+
+@kernel("pairs")
+def _down(
+    h, weight, scale, zero, bias, order, expert, weights, y, pairs, H: tl.constexpr, N: tl.constexpr,
+    FROM: tl.constexpr, BIAS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block of h [blocks * BM, N]: y [pairs, H], times the router's weights, of rows [E * H, N]."""
+    wait(PDL)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    e, pair = _block(order, expert, pairs, block, BM, FROM)
+    if e < 0:
+        return
+    om, on, inputs = block * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN), inputs_of(FORM, BK)
+    h_at, first, real = h + om.to(tl.int64)[None, :] * N, e.to(tl.int64) * H + on, pair < pairs
+    acc = tl.zeros([BN, BM], tl.float32)
+    for k in tl.range(0, N, BK, num_stages=STAGES):
+        a, b = load_x(h_at, k, inputs, real, N, FORM)
+        acc = add_tile(acc, a, b, weight, scale, zero, first, on < H, k, inputs, N, FORM, GROUP, ZERO, BN, BK, IEEE,
+                       ASM)  # fmt: skip
+    if BIAS:
+        acc += tl.load(bias + e.to(tl.int64) * H + on, mask=on < H, other=0.0).to(tl.float32)[:, None]
+    z = acc * tl.load(weights + pair, mask=real, other=0.0)[None, :]
+    z = tl.trans(z.to(y.dtype.element_ty))
+    tl.store(y + pair.to(tl.int64)[:, None] * H + on[None, :], z, mask=real[:, None] & (on < H)[None, :])
+
+
+class _Packed:
+    """One of the two weights of all experts, as the kernels take it."""
+
+    def __init__(self, stored: StoredWeight) -> None:
+        self.weight, self.scale = stored.weight, stored.scale
+        self.zero = stored.scale if stored.zero is None else stored.zero
+        self.form = 4 if takes(stored) == 4 else 8
+        inputs = stored.weight.shape[1] * 8 // self.form
+        self.constants = dict(FORM=self.form, GROUP=stored.group or inputs, ZERO=stored.zero is not None)
+
+
+def takes(stored: StoredWeight | None) -> int:
+    """The bits of a weight that the kernels read: 4, 8; 0: they do not."""
+    if stored is None or stored.scale is None or not all(t is None or t.is_contiguous() for t in stored[:3]):
+        return 0
+    rows, inputs = stored.weight.shape
+    if stored.weight.dtype in (torch.int8, torch.float8_e4m3fn):
+        return 8
+    if stored.weight.dtype != torch.uint8 or not stored.group:
+        return 0
+    each = stored.scale.numel() // rows * stored.group  # inputs of a row
+    if each == 2 * inputs:
+        return 0 if stored.group % 32 else 4  # that share bytes
+    return 8 if each == inputs and stored.zero is not None else 0
+
+
+class PackedExperts(ExpertProducts):
+    """For ``gate_up`` [E * 2 I, H], gate of an expert first, and ``down`` [E * H, I] in forms that ``takes`` knows, of
+    ``count`` experts; biases [E, 2 I] and [E, H]."""
+
+    few = 0  # a block of one pair is read as fast
+
+    def __init__(
+        self,
+        count: int,
+        gate_up: StoredWeight,
+        down: StoredWeight,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: str = "silu",
+        limit: float | None = None,
+        alpha: float = 1.702,
+    ) -> None:
+        self.count, self.packed = count, (_Packed(gate_up), _Packed(down))
+        self.hidden, self.inner = len(down.weight) // count, len(gate_up.weight) // count // 2
+        self.up_bias, self.down_bias = gate_up_bias, down_bias
+        self.activation = OAI if activation == "swiglu_oai" else NUMBER[activation]
+        self.limit, self.alpha, self.fixed = float("inf") if limit is None else limit, alpha, False
+
+    def _tile(self, pairs: int, gated: bool) -> dict[str, int]:
+        up, down = next(both for most, *both in TILES if pairs / self.count <= most)
+        return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), up if gated else down, strict=True))
+
+    def _grouped(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        order: Tensor,
+        expert: Tensor,
+        squares: Tensor,
+        eps: float,
+        norm: dict,
+    ) -> Tensor:
+        (t, k), h, n, blocks = ids.shape, self.hidden, self.inner, len(expert)
+        up_bias, down_bias = self._biases(x)
+        up, down = self.packed
+        tile = self._tile(t * k, True)
+        inner = x.new_empty(blocks * tile["BM"], n)
+        both: dict[str, Any] = dict(N=n, H=h, FROM=triton.next_power_of_2(t * k) if order is ids else 0, **pdl(x))
+        both["IEEE"] = x.dtype == torch.float32
+        both["ASM"] = x.dtype == torch.bfloat16 and capability(x.device) >= 9
+        _up[(triton.cdiv(n, tile["BN"]), blocks)](
+            x,
+            up.weight,
+            up.scale,
+            up.zero,
+            up_bias,
+            order,
+            expert,
+            squares,
+            inner,
+            t * k,
+            eps,
+            self.limit,
+            self.alpha,
+            K=k,
+            ACT=self.activation,
+            BIAS=self.up_bias is not None,
+            **up.constants,
+            **norm,
+            **tile,
+            **both,
+        )
+        tile = self._tile(t * k, False)
+        y = x.new_empty(t * k, h)
+        _down[(triton.cdiv(h, tile["BN"]), blocks)](
+            inner,
+            down.weight,
+            down.scale,
+            down.zero,
+            down_bias,
+            order,
+            expert,
+            weights,
+            y,
+            t * k,
+            BIAS=self.down_bias is not None,
+            **down.constants,
+            **tile,
+            **both,
+        )
+        return y
