@@ -1,4 +1,4 @@
-"""``minivllm bench latency | throughput | serve | memory | startup``.  Parsing them imports nothing heavy."""
+"""``minivllm bench latency | throughput | serve | memory | startup | kernels``.  Parsing them imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ COMPONENTS = {  # of ``bench memory``
 VOCAB = 1000
 SHARE = 0.9  # of requests that have to meet their targets
 TARGETS = ("ttft", "tpot", "e2el")
+OWN_FILES = ("serve", "kernels")  # ``cli/bench_serve.py`` ...
 
 
 def count(text: str) -> int:
@@ -113,7 +114,7 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         sub = whats.add_parser(name, help=text, description=text, parents=parents)
-        sub.set_defaults(run=f"minivllm.cli.bench_{'serve' if name == 'serve' else 'runs'}:{name}")
+        sub.set_defaults(run=f"minivllm.cli.bench_{name if name in OWN_FILES else 'runs'}:{name}")
         return sub
 
     sub = add("latency", "One batch from its call to its last token, by prompt length and batch size.")
@@ -151,6 +152,15 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
     repeat_flags(sub, repeats=1, warmups=0)
     sub = add("startup", "Seconds from nothing to a first token, each run in a process of its own.")
     repeat_flags(sub)
+    sub = add("kernels", "Each operation of a step beside its floor (memory, arithmetic) and torch's own.")
+    text = "rows of a decode step (default 1,8)"
+    sub.add_argument("--batch-size", type=several(count), default=[1, 8], metavar="N,N", help=text)
+    text = "tokens of each of these rows (default 256)"
+    sub.add_argument("--context-len", type=several(count), default=[256], metavar="N,N", help=text)
+    text = "tokens of a prompt that a step computes (default 128)"
+    sub.add_argument("--input-len", type=several(count), default=[128], metavar="N,N", help=text)
+    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the operands")
+    repeat_flags(sub, repeats=5)
 
 
 # ---- what they share -------------------------------------------------------------------------------------------------

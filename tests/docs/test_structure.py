@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "server.openai": "server.link server.http text core.interfaces server tenant_cache json_schema validation declared",
     "server.link": "frontend config record text core.engine core core.interfaces server processes hardware",
     "server.http": "server",
-    "bench": "pocket frontend core.interfaces",
+    "bench": "pocket frontend core.worker layers core.interfaces",
     "testing": (
         "frontend config core.engine plugins core.worker loading layers hooks core wiring core.interfaces registry "
         "registration spec hardware declared parameters"
