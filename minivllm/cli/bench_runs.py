@@ -1,4 +1,4 @@
-"""``minivllm bench latency | throughput | serve | memory | startup | kernels``.  Parsing them imports nothing heavy."""
+"""``minivllm bench``: what it measures but for ``profile``.  Parsing it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPONENTS = {  # of ``bench memory``
 VOCAB = 1000
 SHARE = 0.9  # of requests that have to meet their targets
 TARGETS = ("ttft", "tpot", "e2el")
-OWN_FILES = ("serve", "kernels")  # ``cli/bench_serve.py`` ...
+OWN_FILES = ("serve", "kernels", "batching")  # ``cli/bench_serve.py`` ...
 
 
 def count(text: str) -> int:
@@ -151,6 +151,18 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
     workload_flags(sub)
     repeat_flags(sub, repeats=1, warmups=0)
     sub = add("startup", "Seconds from nothing to a first token, each run in a process of its own.")
+    repeat_flags(sub)
+    sub = add("batching", "Ways to form batches over arrival rates: static, size or timeout, continuous, adaptive.")
+    text = "requests a second, arriving as a Poisson process (default 4,8,16,32)"
+    sub.add_argument("--request-rate", type=several(positive), default=[4.0, 8.0, 16.0, 32.0], metavar="R,R", help=text)
+    sub.add_argument("--batch", type=count, default=8, metavar="N", help="requests of a batch (default 8)")
+    text = "that a batch may take to fill where it has a timeout (default 50)"
+    sub.add_argument("--timeout-ms", type=positive, default=50.0, metavar="MS", help=text)
+    text = "other scheduling policies to measure too, by name"
+    sub.add_argument("--policy", type=several(str), default=[], metavar="NAME,NAME", help=text)
+    workload_flags(sub, prompts=40, ratio=0.5)
+    text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
+    sub.add_argument("--in-turns", action="store_true", help=text)
     repeat_flags(sub)
     sub = add("kernels", "Each operation of a step beside its floor (memory, arithmetic) and torch's own.")
     text = "rows of a decode step (default 1,8)"
