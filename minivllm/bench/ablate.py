@@ -97,6 +97,12 @@ def _cached(llm: Any) -> str:
     return ""
 
 
+FUSIONS = (
+    ("pairs", "products of few rows without their norm or gate"),
+    ("norms", "additions and norms as torch's operations"),
+    ("gate", "the gate of the MLP as torch's operations"),
+    ("draw", "samplers and penalties as torch's operations"),
+)
 PARTS = (
     Ablation("kv-cache", ("enable_prefix_caching=false",), "every token computes all before it again", _cached, True),
     Ablation("continuous-batching", ("scheduler=static",), "a batch runs to its end before the next", _continuous),
@@ -105,6 +111,7 @@ PARTS = (
     Ablation("partial-hits", ("partial_prefix_hits=false",), "only whole blocks of a prefix are found", _partial),
     Ablation("captured-steps", ("graph=off",), "each operation of a step is launched on its own", _captured),
     Ablation("fusion", ("fuse=false",), "torch's operations one by one", _fused),
+    *(Ablation(f"fusion-{which}", (f'unfused=["{which}"]',), means, _fused) for which, means in FUSIONS),
     Ablation("run-ahead", ("run_ahead=0",), "a step waits for the one before it", _ahead),
     Ablation("quantization", ("quantizer=none",), "weights as the checkpoint has them", _quantized),
     Ablation("kv-format", ("kv_format=auto",), "keys and values as the model computes them", _kv_format),

@@ -212,13 +212,27 @@ class _Fold:
             parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")},
             processors=processors,
             cache=cache,
-            steps=StepWiring("off" if config.enforce_eager else config.graph, config.fuse, config.run_ahead),
+            steps=self._steps(),
             speculation=speculation,
             parallel=ParallelWiring(config.tensor_parallel_size),
             logprobs_mode=config.logprobs_mode,
             max_logprobs=config.max_logprobs,
             max_tap_bytes=config.max_tap_bytes,
         )
+
+    def _steps(self) -> StepWiring:
+        """ConfigError where single kernels are left out of none, or of a result that may not depend on the batch."""
+        config = self.config
+        graph, unfused = "off" if config.enforce_eager else config.graph, tuple(dict.fromkeys(config.unfused))
+        if unfused:
+            said = f"{begins(source_of(self.origins, 'unfused'))}unfused={shown(list(unfused))}"
+            if not config.fuse:
+                raise ConfigError(f"{said} with fuse=false, which leaves out all: want one of them")
+            if self.facts["device"] == "cpu":
+                raise ConfigError(f"{said}: fused kernels are those of a GPU, and the device is a CPU; leave it out")
+            if config.batch_invariant:
+                raise ConfigError(f"{said} with batch_invariant=true: torch's operations go by the batch; want none")
+        return StepWiring(graph, config.fuse, unfused, config.run_ahead)
 
     def _learn(self, name: str, value: Any, sentence: str) -> None:
         self.facts[name] = value

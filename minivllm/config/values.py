@@ -129,6 +129,11 @@ class EngineConfig(Strict):
     fuse: bool = Field(
         True, description="kernels on a GPU that join layers, or a sampler's operations; false: torch's own, one by one"
     )
+    unfused: list[Literal["pairs", "norms", "gate", "draw"]] = Field(
+        [],
+        description="of the kernels of `fuse` these give way to torch's operations: pairs, few rows' products with norm "
+        "and gate; norms, with the addition before them; gate; draw, samplers and penalties",
+    )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = Field(
         "raw_logprobs", description="of the model's logits, or of what is drawn from: penalties, temperature, limits"
     )

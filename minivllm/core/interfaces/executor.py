@@ -56,6 +56,8 @@ class StepWiring:
 
     graph: str = "auto"  # captured steps: auto | mixed | decode | off
     fuse: bool = True  # fused kernels, where the device has them
+    # but for these: pairs | norms | gate | draw
+    unfused: tuple[str, ...] = ()
     # steps in flight beside the newest; None = the executor's choice
     run_ahead: int | None = None
 
