@@ -131,8 +131,8 @@ class EngineConfig(Strict):
     )
     unfused: list[Literal["pairs", "norms", "gate", "draw"]] = Field(
         [],
-        description="of the kernels of `fuse` these give way to torch's operations: pairs, few rows' products with norm "
-        "and gate; norms, with the addition before them; gate; draw, samplers and penalties",
+        description="kernels of `fuse` that give way to torch's operations: pairs, products of few rows with norm "
+        "or gate; norms, with the addition before them; gate; draw, samplers and penalties",
     )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = Field(
         "raw_logprobs", description="of the model's logits, or of what is drawn from: penalties, temperature, limits"
