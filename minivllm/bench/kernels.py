@@ -37,7 +37,8 @@ ONE_BLOCK = 1  # the first that rows may have: block 0 is nobody's
 
 @dataclass
 class Operation:
-    """``calls``: of each layer that has it; ``torch``: the same by torch's own operations, if it has some."""
+    """``calls``: of each layer that has it; ``torch``: the same by torch's own operations, if it has some, made by
+    ``reference``."""
 
     name: str
     rows: int
@@ -46,9 +47,10 @@ class Operation:
     calls: list[Call]
     size: float  # bytes of a call
     flops: float
-    torch: list[Call] = field(default_factory=list)
+    reference: Callable[[], list[Call]] = list  # makes ``torch``, whose operands may be large
     captured: bool = True  # what is measured on a GPU can be captured; False: it replays captures itself
     of_step: bool = True  # a step consists of it, once for each call
+    torch: list[Call] = field(default_factory=list)
 
     @property
     def key(self) -> str:
@@ -60,7 +62,9 @@ def runner_of(llm: Any) -> Any:
     executor = llm.resolved.parts["executor"].name
     runner = getattr(llm.engine.executor, "runner", None)
     if executor != "minivllm/local" or runner is None:
-        raise ConfigError(f"bench kernels looks into this process, and executor={executor} computes elsewhere")
+        raise ConfigError(
+            f"bench kernels looks into this process, and executor={executor} computes elsewhere: want executor=local"
+        )
     if not isinstance(runner.model, Decoder):
         name = llm.resolved.parts["model"].name
         raise ConfigError(f"bench kernels knows the operations of described models, and {name} builds its own")
@@ -149,12 +153,21 @@ class KernelBench:
         captured = True
         if runner.native is not None and runner.native.takes(plan):
             call: Call = partial(runner.native.forward, plan)
-        elif runner.graphs is not None and (key := runner.graphs.key(plan)) is not None:
+        elif (key := self._captured_as(plan)) is not None:
             call, captured = partial(runner.graphs.forward, key, plan), False
         else:
             read = runner.read(plan)
             call = partial(step.forward, self.model, self.backend, read, GraphKey())
-        return Operation("step: all layers", rows, tokens, context, [call], size, flops, [], captured, False)
+        return Operation("step: all layers", rows, tokens, context, [call], size, flops, list, captured, False)
+
+    def _captured_as(self, plan: StepPlan) -> GraphKey | None:
+        """The capture of a step that has come as often as it takes to be captured, or None."""
+        if self.runner.graphs is None:
+            return None
+        from minivllm.core.worker.graphs import SIGHTS
+
+        keys = [self.runner.graphs.key(plan) for _ in range(SIGHTS)]
+        return keys[-1]
 
 
 def merged(found: Sequence[Operation]) -> list[Operation]:
@@ -164,6 +177,8 @@ def merged(found: Sequence[Operation]) -> list[Operation]:
         same = out.setdefault((one.name, one.size, one.flops), one)
         if same is not one:
             same.calls += one.calls
+    for one in out.values():
+        one.torch = one.reference()
     return list(out.values())
 
 
@@ -175,12 +190,21 @@ class LoadOperations:
         self.rows, self.tokens, self.context = rows, tokens, context
         self.total, self.item, self.dtype = rows * tokens, bench.item, bench.dtype
         self.layer_count = len(bench.model.blocks)
+        self._operands: dict[tuple[int, ...], Tensor] = {}
         hidden = bench.model.spec.hidden
         self.x = self.torch.random(self.total, hidden, scale=0.1)
         self.residual = self.torch.random(self.total, hidden, scale=0.1)
 
-    def _op(self, name: str, calls: list[Call], size: float, flops: float, own: list[Call], **more: Any) -> Operation:
+    def _op(
+        self, name: str, calls: list[Call], size: float, flops: float, own: Callable[[], list[Call]], **more: Any
+    ) -> Operation:
         return Operation(name, self.rows, self.tokens, self.context, calls, size, flops, own, **more)
+
+    def _operand(self, *shape: int, scale: float = 0.1) -> Tensor:
+        """The same numbers for all layers: what they are changes no time."""
+        if shape not in self._operands:
+            self._operands[shape] = self.torch.random(*shape, scale=scale)
+        return self._operands[shape]
 
     def _moved(self, *widths: int) -> int:
         """Bytes of activations of these widths, for all tokens."""
@@ -188,7 +212,7 @@ class LoadOperations:
 
     def embedding(self) -> list[Operation]:
         width, ids = self.model.spec.hidden, self.read.ids
-        own: list[Call] = [partial(F.embedding, ids, self.model.embed.weight)]
+        own: Callable[[], list[Call]] = lambda: [partial(F.embedding, ids, self.model.embed.weight)]  # noqa: E731
         return [self._op("embedding", [partial(self.model.embed, ids)], self._moved(width, width), 0.0, own)]
 
     def layers(self) -> list[Operation]:
@@ -212,7 +236,7 @@ class LoadOperations:
         """``outputs``: columns of what comes out, if not those of the product; ``more``: other columns that move."""
         info, x = linear.info, self.x if x is None else x
         size = held_bytes(linear) + self._moved(info.in_features, outputs or info.out_features, more)
-        own = self.torch.product(x, info.out_features, self.layer_count, then)
+        own = partial(self.torch.product, x, info.out_features, self.layer_count, then)
         return self._op(name, [call], size, 2.0 * self.total * info.in_features * info.out_features, own)
 
     def _joined(self, name: str, join: Any, linear: Any, x: Tensor) -> Operation:
@@ -225,7 +249,7 @@ class LoadOperations:
 
     def _out(self, block: Any) -> Operation:
         linear = block.out if block.parallel else block.o.linear
-        x = self.torch.random(self.total, linear.info.in_features, scale=0.1)
+        x = self._operand(self.total, linear.info.in_features)
         if block.parallel:
             return self._product("attention out", linear, partial(linear, x), x)
         return self._joined("attention out", block.o, linear, x)
@@ -236,7 +260,7 @@ class LoadOperations:
             return [self._experts(block, h, mlp)]
         join = block.both if block.parallel else block.down
         down = join.linear
-        y = self.torch.random(self.total, down.info.in_features, scale=0.1)
+        y = self._operand(self.total, down.info.in_features)
         up = block.up.linear if hasattr(block.up, "linear") else self.bench.parts.modules[_up_name(block)]
         name = "gate and up + gate" if mlp.gated else "up + activation"
         then = textbook.gated(mlp.activation, mlp.gated)
@@ -258,31 +282,29 @@ class LoadOperations:
         size = whole / n * used + held_bytes(mixture.router) + self._moved(spec.chosen * each)
         flops = pair * spec.chosen * self.total
         call: Call = partial(mixture, h) if block.parallel else partial(block.down, h, self.residual)
-        return self._op("experts", [call], size, flops, [])
+        return self._op("experts", [call], size, flops, list)
 
     def _attention(self, block: Any) -> list[Operation]:
         layer, pre, meta, made = block.attn.layer, block.pre, self.read.meta, self.torch
         spec: AttnSpec = layer.spec
         wide = [spec.heads * spec.dim_qk, spec.kv_heads * spec.dim_qk, spec.kv_heads * spec.dim_v]
-        parts = made.random(self.total, sum(wide)).split(wide, dim=-1)
+        parts = self._operand(self.total, sum(wide)).split(wide, dim=-1)
         dims = ((spec.heads, spec.dim_qk), (spec.kv_heads, spec.dim_qk), (spec.kv_heads, spec.dim_v))
         q, k, v = (part.view(self.total, *shape) for part, shape in zip(parts, dims, strict=True))
         kept = sum(t.element_size() * t[0].numel() for t in layer.cache.values()) / self.bench.wiring.block  # a token
         places = meta.slot_map[layer.group]
-        own = textbook.rotated(q, k, v, meta.position, places, pre, max(4096, 2 * self.total))
+        own = lambda: [textbook.rotated(q, k, v, meta.position, places, pre, max(4096, 2 * self.total))]  # noqa: E731
         turned = self._moved(*wide, wide[0]) + kept * self.total
         window = "" if spec.window is None else f", window {spec.window}"
-        write = self._op(
-            "rotary and write", [partial(self.bench.backend.write, layer, q, k, v, meta, pre)], turned, 0.0, [own]
-        )
-        asked = made.random(self.total, spec.heads, spec.dim_qk)
+        put = partial(self.bench.backend.write, layer, q, k, v, meta, pre)
+        write = self._op("rotary and write", [put], turned, 0.0, own)
+        asked = self._operand(self.total, spec.heads, spec.dim_qk)
         out = asked.new_empty(self.total, spec.heads, spec.dim_v)
         pairs, seen = self._visible(spec)
         size = kept * seen + self._moved(spec.heads * (spec.dim_qk + spec.dim_v))
         flops = 2.0 * spec.heads * (spec.dim_qk + spec.dim_v) * pairs
-        other = textbook.attention(
-            made, spec, self.rows, self.tokens, self.context, 1 if pairs == 0 else self.layer_count
-        )
+        load = self.rows, self.tokens, self.context
+        other = partial(textbook.attention, made, spec, *load, self.layer_count)
         name = ("attention, decode" if self.tokens == 1 else "attention, prefill") + window
         call = partial(self.bench.backend.forward, layer, asked, meta, out)
         return [write, self._op(name, [call], size, flops, other)]
@@ -298,7 +320,7 @@ class LoadOperations:
         """Of the rows that draw; a row of a prompt draws once."""
         head, hidden, vocab = self.model.head, self.x[: self.rows], self.bench.worker.vocab_size
         size = held_bytes(head) + self.rows * (hidden.shape[1] + vocab) * self.item
-        own = self.torch.product(hidden, vocab, 1)
+        own = partial(self.torch.product, hidden, vocab, 1)
         call = partial(self.model.logits, hidden)
         found = [self._op("head", [call], size, 2.0 * self.rows * hidden.shape[1] * vocab, own, of_step=False)]
         return found + [self._draw(temperature) for temperature in (0.0, 1.0)]
@@ -316,10 +338,10 @@ class LoadOperations:
         rows = step.rows_of(state, at[0], at[1], self.context)
         rows.variant = 0 if row is None else row.variant
         drawn = Draw(torch.zeros(n, dtype=torch.int64, device=state.device))
-        own = textbook.drawn(logits) if temperature else textbook.greedy(logits)
+        own = partial(lambda make: [make(logits)], textbook.drawn if temperature else textbook.greedy)
         call = partial(sampler.draw, logits, rows, columns.columns, drawn)
         name = f"draw, temperature {temperature:g}"
-        return self._op(name, [call], logits.numel() * logits.element_size(), 0.0, [own], of_step=False)
+        return self._op(name, [call], logits.numel() * logits.element_size(), 0.0, own, of_step=False)
 
     def extras(self) -> list[Operation]:
         """Norm and gate by themselves, as a step of many tokens has them beside its products."""
@@ -327,14 +349,14 @@ class LoadOperations:
         norm = self.model.norm
         own = textbook.normed(norm, self.dtype)
         call: Call = partial(norm, self.x, self.residual)
-        size = self._moved(*[width] * 4)
-        found.append(self._op("norm + add", [call], size, 0.0, [lambda: own(self.x + self.residual)], of_step=False))
+        size, alone = self._moved(*[width] * 4), lambda: [lambda: own(self.x + self.residual)]
+        found.append(self._op("norm + add", [call], size, 0.0, alone, of_step=False))
         mlp = self.model.spec.layers[0].mlp
         if getattr(mlp, "gated", False):
             both, then = self.torch.random(self.total, 2 * mlp.inner), textbook.gated(mlp.activation, True)
             gate = partial(self.bench.parts.gate_mul, both, activation=mlp.activation)
             size = self._moved(3 * mlp.inner)
-            found.append(self._op("gate", [gate], size, 0.0, [lambda: then(both)], of_step=False))
+            found.append(self._op("gate", [gate], size, 0.0, lambda: [lambda: then(both)], of_step=False))
         return found
 
 

@@ -45,7 +45,9 @@ def kernels(args: argparse.Namespace) -> int:
         title = head(llm, f"{args.repeats} runs; medians, ± half the 95 % interval, of a call")
         bill = bill_of(llm, args)
     roofs = {"memory_bytes_per_s": peaks.bytes_per_s, "flops_per_s": peaks.flops_per_s}
-    whole = repeats.result("kernels", [roofs] * len(runs), states, settings(args), bill, rows=rows, model_id=title)
+    whole = repeats.result(
+        "kernels", [roofs] * len(runs), states, settings(args), bill, rows=rows, model_id=title.partition(": ")[0]
+    )
     whole["repeats"] = runs
     return tell(whole, args, "\n".join([*lines(title, rows, peaks), machine_line(states)]))
 
