@@ -152,7 +152,11 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
     repeat_flags(sub, repeats=1, warmups=0)
     sub = add("startup", "Seconds from nothing to a first token, each run in a process of its own.")
     repeat_flags(sub)
-    sub = add("batching", "Ways to form batches over arrival rates: static, size or timeout, continuous, adaptive.")
+    _batching_flags(add("batching", "Ways to form batches over arrival rates: static, timeout, continuous, adaptive."))
+    _kernel_flags(add("kernels", "Each operation of a step beside its floor (memory, arithmetic) and torch's own."))
+
+
+def _batching_flags(sub: argparse.ArgumentParser) -> None:
     text = "requests a second, arriving as a Poisson process (default 4,8,16,32)"
     sub.add_argument("--request-rate", type=several(positive), default=[4.0, 8.0, 16.0, 32.0], metavar="R,R", help=text)
     sub.add_argument("--batch", type=count, default=8, metavar="N", help="requests of a batch (default 8)")
@@ -164,7 +168,9 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
     text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
     sub.add_argument("--in-turns", action="store_true", help=text)
     repeat_flags(sub)
-    sub = add("kernels", "Each operation of a step beside its floor (memory, arithmetic) and torch's own.")
+
+
+def _kernel_flags(sub: argparse.ArgumentParser) -> None:
     text = "rows of a decode step (default 1,8)"
     sub.add_argument("--batch-size", type=several(count), default=[1, 8], metavar="N,N", help=text)
     text = "tokens of each of these rows (default 256)"

@@ -20,7 +20,6 @@ from minivllm.core.interfaces.executor import (
     ParallelWiring,
     Part,
     SpeculationWiring,
-    StepWiring,
     Wiring,
 )
 from minivllm.errors import ConfigError, ModelError, PluginError, shown
@@ -37,6 +36,7 @@ from .explanation import Explanation
 from .kv_groups import group_layers
 from .own_models import OwnModels
 from .places import ModelPlaces, told
+from .steps import wire_steps
 from .unused import method_read, refuse_unused
 from .values import PluginChoice
 
@@ -212,27 +212,13 @@ class _Fold:
             parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")},
             processors=processors,
             cache=cache,
-            steps=self._steps(),
+            steps=wire_steps(config, self.facts["device"], self.origins),
             speculation=speculation,
             parallel=ParallelWiring(config.tensor_parallel_size),
             logprobs_mode=config.logprobs_mode,
             max_logprobs=config.max_logprobs,
             max_tap_bytes=config.max_tap_bytes,
         )
-
-    def _steps(self) -> StepWiring:
-        """ConfigError where single kernels are left out of none, or of a result that may not depend on the batch."""
-        config = self.config
-        graph, unfused = "off" if config.enforce_eager else config.graph, tuple(dict.fromkeys(config.unfused))
-        if unfused:
-            said = f"{begins(source_of(self.origins, 'unfused'))}unfused={shown(list(unfused))}"
-            if not config.fuse:
-                raise ConfigError(f"{said} with fuse=false, which leaves out all: want one of them")
-            if self.facts["device"] == "cpu":
-                raise ConfigError(f"{said}: fused kernels are those of a GPU, and the device is a CPU; leave it out")
-            if config.batch_invariant:
-                raise ConfigError(f"{said} with batch_invariant=true: torch's operations go by the batch; want none")
-        return StepWiring(graph, config.fuse, unfused, config.run_ahead)
 
     def _learn(self, name: str, value: Any, sentence: str) -> None:
         self.facts[name] = value
