@@ -151,7 +151,7 @@ def _measured(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str,
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in values.items():
-        if key.endswith("_hash") or key == "outputs":
+        if key.endswith("_hash") or key in ("outputs", "joules"):  # a value a request
             continue
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}." if key != "stats" else prefix)

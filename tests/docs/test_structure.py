@@ -12,6 +12,7 @@
     │ plugins  core.functions  core.worker                  the device
     │ loading  layers  kernels                              what models are built of
     │ hooks  core  wiring
+    │ energy                                                counters of joules, and whose they were
     │ core.interfaces                                       one file a seam
     │ declared                                              what plug-ins read of a request
     │ registry  registration                                finds plug-ins, chooses one
@@ -52,7 +53,7 @@ MAY_IMPORT = {
     "server.openai": "server.link server.http text core.interfaces server tenant_cache json_schema validation declared",
     "server.link": "frontend config record text core.engine core core.interfaces server processes hardware",
     "server.http": "server",
-    "bench": "pocket frontend core.interfaces",
+    "bench": "pocket frontend energy core.interfaces",
     "testing": (
         "frontend config core.engine plugins core.worker loading layers hooks core wiring core.interfaces registry "
         "registration spec hardware declared parameters"
@@ -65,8 +66,8 @@ MAY_IMPORT = {
     "quantize": "text loading plugins",
     "traces": "core.engine",
     "frontend": (
-        "config structured record text core.engine core.functions core.worker hooks core core.interfaces registry "
-        "hardware"
+        "config structured record text core.engine core.functions core.worker hooks core energy core.interfaces "
+        "registry hardware"
     ),
     "config": "record text loading hooks core.interfaces registry validation spec hardware declared native",
     "structured": "core.interfaces registry tenant_cache",
@@ -82,6 +83,7 @@ MAY_IMPORT = {
     "hooks": "core registry registration",
     "core": "core.interfaces",
     "wiring": "core.interfaces",
+    "energy": "",
     "core.interfaces": "json_schema declared parameters",
     "declared": "registry plugins.specs parameters spec",
     "registry": "registration processes validation spec",
