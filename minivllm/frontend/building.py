@@ -32,7 +32,7 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
     from minivllm.registry import Catalog, build_part
     from minivllm.text.tokenizer import configured_eos, load_tokenizer
 
-    from .energy import attach, counter_of
+    from .energy import counter_of
     from .figures import PluginFigures
 
     config = loaded.engine
@@ -69,7 +69,7 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
             CacheOptions(windows_kept(resolved), config.enable_prefix_caching, config.partial_prefix_hits),
         )
         engine.events.stats_asked.subscribe(figures.add_to)
-        attach(engine, resolved.windows)
+        listen(engine, resolved)
         if config.grammar.name != "auto":  # who names one means to use it
             grammars.warm()
         if hooks is not None:
@@ -80,6 +80,19 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
             grammars.close()
         raise
     return engine, resolved, tokenizer
+
+
+def listen(engine: Engine, resolved: Resolved) -> None:
+    """What counts joules, and use if the machine's owner has switched that on, begins to listen."""
+    from minivllm import usage
+
+    if engine.energy is not None:
+        engine.energy.attach(engine, resolved.windows)
+    if usage.is_on():
+        several = {"strategy": resolved.strategies, "hooks": resolved.hooks, "processor": resolved.wiring.processors}
+        parts = {seam: [part.name] for seam, part in resolved.parts.items()}
+        parts |= {seam: [part.name for part in found] for seam, found in several.items()}
+        usage.UsageCounter(engine, resolved.config.model, parts)
 
 
 def check_own_models(wiring: Wiring, capacity: Capacity, name: str) -> None:

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from minivllm.core.engine.engine import Engine
     from minivllm.core.interfaces.executor import Executor
     from minivllm.energy.account import EnergyAccount
 
@@ -30,9 +27,3 @@ def counter_of(asked: str, executor: Executor, name: str) -> EnergyAccount | Non
         why = str(exc)
     folder = "rapl:FOLDER, where Linux's powercap is mounted elsewhere"
     raise ConfigError(f"energy={asked}: {why}; want energy=off, or {folder}")
-
-
-def attach(engine: Engine, windows: Sequence[int | None]) -> None:
-    """Have it listen to the engine that was made with it, if there is one."""
-    if engine.energy is not None:
-        engine.energy.attach(engine, windows)

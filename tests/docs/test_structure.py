@@ -17,6 +17,7 @@
     │ declared                                              what plug-ins read of a request
     │ registry  registration                                finds plug-ins, chooses one
     │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec  parameters  native  gguf_file
+    │ usage                                                 statistics that stay on this machine
     ▼ minivllm  hardware  files  plain  errors              what is imported from everywhere
 
 A room is a package or a file of its own name; what a package has no row for is in the room of the package, so
@@ -44,7 +45,7 @@ BASE = ("minivllm", "files", "plain", "errors")  # any room that is not one of t
 MAY_IMPORT = {
     "cli": (
         "server.serve pocket simulate replay compare_hf quantize bench traces frontend config record core.engine "
-        "core.interfaces registry registration server processes plugins spec hardware declared"
+        "core.interfaces registry registration server processes plugins spec usage hardware declared"
     ),
     "server.serve": "server.app server.openai server.link server.http text server processes declared",
     "server.app": "server.operations server.openai server.http server",
@@ -67,7 +68,7 @@ MAY_IMPORT = {
     "traces": "core.engine",
     "frontend": (
         "config structured record text core.engine core.functions core.worker hooks core energy core.interfaces "
-        "registry hardware"
+        "registry usage hardware"
     ),
     "config": "record text loading hooks core.interfaces registry validation spec hardware declared native",
     "structured": "core.interfaces registry tenant_cache",
@@ -98,6 +99,7 @@ MAY_IMPORT = {
     "parameters": "",
     "native": "",
     "gguf_file": "",
+    "usage": "",
     "minivllm": "hardware errors",
     "hardware": "",
     "files": "plain errors",
