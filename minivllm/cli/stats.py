@@ -23,7 +23,7 @@ def stats(args: argparse.Namespace) -> int:
     from minivllm import usage
 
     if args.verb == "delete":
-        print(f"{usage.path()}: {'deleted' if usage.delete() else 'nothing was kept'}")
+        print(f"deleted: {usage.path()}" if usage.delete() else "nothing was kept")
         return 0
     if args.verb in ("on", "off"):
         usage.switch(args.verb == "on")
