@@ -69,7 +69,7 @@ PAGES = {
     "caching": 1,
     "reproducibility": 2,
     "speculative": 1,
-    "experiments": 8,
+    "experiments": 9,
     "bench": 5,
     "plugins": 8,
     "plugins/tutorial": 8,

@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "traces": "core.engine",
     "frontend": (
         "config structured record text core.engine core.functions core.worker hooks core energy core.interfaces "
-        "registry usage hardware"
+        "registry registration usage hardware"
     ),
     "config": "record text loading hooks core.interfaces registry validation spec hardware declared native",
     "structured": "core.interfaces registry tenant_cache",
