@@ -139,6 +139,9 @@ class EngineConfig(Strict):
     )
     max_logprobs: int = Field(20, ge=-1, description="that a request may ask for; -1: the whole vocabulary")
     max_tap_bytes: int = Field(256 << 20, ge=0, description="float32 values that a request may read by taps")
+    energy: Annotated[str, Field(pattern=r"^(off|on|rapl|rapl:.+)$")] = Field(
+        "off", description="count joules and share them among requests: on (the device's counter), rapl, rapl:FOLDER"
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model, if the executor can")
     run_ahead: int | None = Field(None, ge=0, description="steps in flight beside the newest; None: the executor's")
     num_speculative_tokens: int = Field(4, ge=1, le=64, description="tokens that a drafter guesses for a row and step")

@@ -48,6 +48,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name, value in (("DEVICE", "cpu"), ("DTYPE", "float32")):  # elsewhere ``auto`` may find others, with other sums
         monkeypatch.setenv(f"MINIVLLM__{name}", value)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     before, threads = set(sys.modules), torch.get_num_threads()
     torch.set_num_threads(1)  # the models are tiny
     yield tmp_path
@@ -68,13 +69,14 @@ PAGES = {
     "caching": 1,
     "reproducibility": 2,
     "speculative": 1,
-    "experiments": 8,
+    "experiments": 9,
     "bench": 5,
     "plugins": 8,
     "plugins/tutorial": 8,
     "eviction": 1,
     "scheduling": 0,
     "simulator": 3,
+    "energy": 7,
     "quantized-checkpoints": 0,
     "tensor-parallelism": 1,
     "server": 3,
