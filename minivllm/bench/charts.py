@@ -108,7 +108,7 @@ def number(value: float) -> str:
         return "0" if value == 0 else "-"
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    digits = max(0, 2 - math.floor(math.log10(abs(value)) + 1e-9))
     text = f"{value:.{min(digits, 6)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -209,7 +209,7 @@ def lines(
     for mark in _powers(low[1], high[1]) if log else _marks(low[1], high[1], joined):
         y = at((low[0], mark))[1]
         parts.append(_text(left - 6, y + 4, number(mark), "end"))
-        parts.append(f'<path class="g" d="M{left} {y:.1f}H{left + wide}"/>' if mark != low[1] else "")
+        parts.append(f'<path class="g" d="M{left} {y:.1f}H{left + wide}"/>' if y < LOW - 1 else "")
     parts += [_text(left + wide, LOW + 34, x_name, "end"), _text(4, 14, y_name)]
     if len(front) > 1:
         parts.append(f'<path class="m" d="{way(front)}"/>')
@@ -263,7 +263,8 @@ def _step(most: float) -> float:
 def _marks(low: float, high: float, from_zero: bool) -> list[float]:
     """Where an axis has numbers."""
     if not from_zero:
-        return [low, (low + high) / 2, high]
+        step = _step(high - low)
+        return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
     step = _step(high)
     return [step * i for i in range(round(high / step) + 1)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -39,7 +39,7 @@ body{font:16px/1.5 system-ui,sans-serif;color:var(--f);background:var(--g);max-w
 h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2.5rem;border-top:1px solid var(--r);padding-top:1rem}
 h3{font-size:1rem}.t{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;width:100%}
 td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--r)}
-td:first-child,th:first-child{text-align:left}
+td:first-child,th:first-child{text-align:left;white-space:nowrap}
 svg{width:100%;height:auto;max-width:40rem;display:block}text{font:12px system-ui,sans-serif;fill:var(--f)}
 figure{margin:1.5rem 0}figcaption{font-weight:600;margin-bottom:.5rem}
 @media(max-width:40rem){svg{min-width:32rem}text{font-size:14px}}
@@ -269,15 +269,10 @@ def _kernels(found: Row) -> list[Block]:
     out: list[Block] = []
     for load in dict.fromkeys((row["batch_size"], row["tokens"], row["context"]) for row in found["rows"]):
         own = [row for row in found["rows"] if (row["batch_size"], row["tokens"], row["context"]) == load]
-        single = [row for row in own if row["us"] is not None and row["operation"] != WHOLE_STEP]
-        drawn = [replace(_bar(row["operation"], row, "us"), tick=row["floor_us"]) for row in single]
+        drawn = [_in_step(row) for row in own if row["us"] is not None and row["operation"] != WHOLE_STEP]
         rows, tokens, context = load
-        out.append(
-            BarChart(
-                f"Microseconds of a call (bar) and its floor (line): {rows} rows, {tokens} tokens, context {context}",
-                drawn,
-            )
-        )
+        title = "Microseconds in a step, of all layers (bar), and the floor (line)"
+        out.append(BarChart(f"{title}: {rows} rows, {tokens} tokens, context {context}", drawn))
     heads = (
         "operation",
         "rows",
@@ -292,6 +287,13 @@ def _kernels(found: Row) -> list[Block]:
     )
     keys = ("operation", "batch_size", "tokens", "context", "us", "floor_us", "bound_by", "share_of_floor", "torch_us")
     return [*out, Table(heads, [(*(row[k] for k in keys), row["torch_over_own"]) for row in found["rows"]])]
+
+
+def _in_step(row: Row) -> Bar:
+    """An operation with all its calls."""
+    low, high = row["intervals"].get("us") or (None, None)
+    own = [None if value is None else row["calls"] * value for value in (row["us"], low, high, row["floor_us"])]
+    return Bar(row["operation"], own[0] or 0.0, *own[1:])
 
 
 def _batching(found: Row) -> list[Block]:
