@@ -35,7 +35,8 @@ SECOND = {**FIRST, "name": "b", "quality": {"perplexity": 3.0, "kl": 0.1}, "agai
 TIMED = {**LOADED, "requests": {**ASKED, "start_times": [0.0, 0.05, 0.1]}}
 KERNEL = {
     "operation": NAME, "batch_size": 1, "tokens": 1, "context": 8, "calls": 2, "us": 9.0, "floor_us": 3.0,
-    "bound_by": "memory", "share_of_floor": 1 / 3, "torch_us": None, "torch_over_own": None, "intervals": {"us": [8.0, 10.0]},
+    "bound_by": "memory", "share_of_floor": 1 / 3, "torch_us": None, "torch_over_own": None,
+    "intervals": {"us": [8.0, 10.0]},
 }  # fmt: skip
 POLICY = {**ROW, **dict.fromkeys(("mean_e2el_ms", "p99_e2el_ms", "mean_ttft_ms", "mean_tpot_ms"), 5.0), **TIMES}
 RESULTS = {
