@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.bench_runs import asks_of, bill_planned, checked, energy_line, machine_line, settings, tell, watch_of
+from minivllm.cli.bench_runs import (
+    asks_of,
+    bill_planned,
+    checked,
+    energy_line,
+    machine_line,
+    progress,
+    settings,
+    tell,
+    watch_of,
+)
 from minivllm.cli.common import load
 from minivllm.errors import ConfigError, MinivllmError
 
@@ -92,6 +102,8 @@ async def measure(
                 for place in range(len(found)):
                     i = (place + turn) % len(found)
                     runs[i].append(await benches[i].once(load))
+                    took = runs[i][-1][0]["mean_e2el_ms"]
+                    progress(f"{found[i][0].name} at {rate:g} requests/s, run {turn + 1}: {took:.0f} ms")
             for (way, _), own in zip(found, runs, strict=True):
                 row = row_of(load, [figures for figures, _ in own], own[-1][1])
                 rows.append({**row, "policy": way.name, "sets": list(way.sets)})

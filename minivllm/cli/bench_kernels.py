@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.bench_runs import bill_of, checked, head, machine_line, settings, tell, watch_of
+from minivllm.cli.bench_runs import bill_of, checked, head, machine_line, progress, settings, tell, watch_of
 from minivllm.cli.common import load, open_llm
 from minivllm.errors import ResourceError
 
@@ -42,6 +42,7 @@ def kernels(args: argparse.Namespace) -> int:
             rows += [one.row(repeats.merged(own), peaks) for one in found]
             runs, states = [*runs, *own], [*states, *seen]
             bench.clear()
+            progress(f"{n} rows of {tokens} tokens, context {context}: {len(found)} operations")
         title = head(llm, f"{args.repeats} runs; medians, ± half the 95 % interval, of a call")
         bill = bill_of(llm, args)
     roofs = {"memory_bytes_per_s": peaks.bytes_per_s, "flops_per_s": peaks.flops_per_s}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -230,6 +231,12 @@ def tell(found: dict[str, Any], args: argparse.Namespace, text: str) -> int:
         repeats.write(args.output_json, found)
     print(repeats.dumps(found) if args.json else text)
     return 0
+
+
+def progress(text: str) -> None:
+    """What has been done, for who waits at a terminal."""
+    if sys.stderr.isatty():
+        print(f"minivllm: {text}", file=sys.stderr)
 
 
 def bill_of(llm: Any, args: argparse.Namespace) -> Any:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from minivllm.bench import batching
-from minivllm.cli import main
+from minivllm.cli import bench_runs, main
 
 SETS = [
     word
@@ -51,3 +51,11 @@ def test_a_static_batch_waits_for_its_size_and_the_other_for_its_timeout():
 def test_what_cannot_be_compared_is_refused(capsys, flags, message):
     assert main(["bench", "batching", *SETS, *flags]) in (2, 4)
     assert message in capsys.readouterr().err
+
+
+def test_progress_is_told_to_who_waits_at_a_terminal_and_to_nobody_else(capsys, monkeypatch):
+    bench_runs.progress("a run")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(bench_runs.sys.stderr, "isatty", lambda: True, raising=False)
+    bench_runs.progress("a run")
+    assert capsys.readouterr() == ("", "minivllm: a run\n")
