@@ -17,6 +17,7 @@ from plan_step import VOCAB, engine
 
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.energy.account import EnergyAccount
 from minivllm.hooks import Hooks, hookimpl
 from minivllm.hooks.bridge import EngineHooks
 from minivllm.hooks.manager import HookManager
@@ -54,6 +55,15 @@ class Stored(Hooks):
         pass
 
 
+class Watts:
+    """A counter that always moves."""
+
+    name = "made up"
+
+    def joules(self):
+        return 100 * time.perf_counter()
+
+
 def live():
     from rich.console import Console
 
@@ -77,11 +87,14 @@ def main() -> None:
         "stored": Stored(),
         "step_log": log,
         "live": live(),
+        "energy": None,  # no hook, and a listener all the same
     }
     engines = {}
     for name, plugin in plugins.items():
         engines[name] = made = engine(args.rows)
-        if plugin is not None:
+        if name == "energy":
+            EnergyAccount(Watts()).attach(made, [None])
+        elif plugin is not None:
             EngineHooks(HookManager([(f"bench/{name}", plugin)]), {}, made).started()
         rng = np.random.default_rng(0)
         for i in range(args.rows):

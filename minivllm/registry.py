@@ -37,7 +37,7 @@ from minivllm.spec import (
 from minivllm.validation import begins, faults, source_of, sourced
 
 from .processes.fresh import import_target
-from .registration import discovery
+from .registration import discovery, given
 from .registration.candidate import Candidate
 from .registration.discovery import ENV, LOCAL, STRICT, BrokenEntry, Entry
 from .registration.importing import guarded_import
@@ -185,6 +185,11 @@ class Registry:
         )
 
     def _target(self, target: str) -> Entry:
+        if given.is_given(target):
+            if (one := given.find(target)) is None:
+                who = f"{self.kind.name}: {shown(target)} was a class of the program that wrote this"
+                raise PluginError(f"{who}; {given.WANTED}")
+            return Entry(self.kind.name, one.name, target, LOCAL, "-")
         if not self._allowed(target):
             module = target.partition(":")[0]
             raise PluginError(
@@ -204,14 +209,19 @@ class Registry:
             return found
         if entry.dist == LOCAL and isinstance(found, type):
             real = f"{found.__module__}:{found.__qualname__}"
-            if not self._allowed(real):
+            its = given.is_given(entry.target)
+            if its:
+                real = entry.target
+            elif not self._allowed(real):
                 raise PluginError(
                     f"{self.kind.name}: {shown(entry.target)} is really {shown(real)}, which is not allowed. "
                     f"Add --allow-target {found.__module__} if you trust it (allow_targets=[...] in Python)"
                 )
             own = getattr(found, "spec", None)
             summary = (found.__doc__ or "").partition("\n")[0]
-            return own if isinstance(own, Spec) else Spec(real, self.kind.api, summary, limits=ANY)
+            if isinstance(own, Spec):
+                return replace(own, impl=real) if its else own
+            return Spec(real, self.kind.api, summary, limits=ANY)
         raise PluginError(f"{entry}: {shown(entry.target)} is a {type(found).__name__}, not a minivllm Spec")
 
     def _judge(self, entry: Entry, request: PluginQuery) -> Candidate:

@@ -44,7 +44,7 @@ def wiring_from_json(text: str) -> Wiring:
     values["own_models"] = {name: _own_model(found) for name, found in values["own_models"].items()}
     nested = {
         "cache": CacheWiring(**{**cache, "groups": tuple(map(tuple, cache["groups"]))}),
-        "steps": StepWiring(**values["steps"]),
+        "steps": StepWiring(**{**values["steps"], "unfused": tuple(values["steps"]["unfused"])}),
         "speculation": SpeculationWiring(**speculation),
         "parallel": ParallelWiring(**values["parallel"]),
     }

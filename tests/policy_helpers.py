@@ -20,10 +20,10 @@ def policy(name, **options):
 
 
 class Bench:
-    """``add`` and ``turn``; a step takes ``base`` seconds and ``per_token`` for each of its tokens, before its results
-    are there.  ``steps``: (start, slots, q_len) of each."""
+    """``add`` and ``turn``; a step takes ``base`` seconds, ``per_token`` for each of its tokens and ``per_prefill`` if
+    it computes prompts, before its results are there.  ``steps``: (start, slots, q_len) of each."""
 
-    def __init__(self, name, base=0.01, per_token=0.0, sim=None, **options):
+    def __init__(self, name, base=0.01, per_token=0.0, per_prefill=0.0, sim=None, **options):
         self.clock, self.base, self.per_token = Clock(), base, per_token
         self.engine = sim_engine(policy=policy(name, **options), **(sim or {}))
         self.steps, self.made, self.tokens_at = [], [], {}
@@ -31,7 +31,7 @@ class Bench:
 
         def timed(plan):
             self.steps.append((self.clock.now, plan.slots.tolist(), plan.q_len.tolist()))
-            self.clock.now += base + per_token * int(plan.q_len.sum())
+            self.clock.now += base + per_token * int(plan.q_len.sum()) + per_prefill * bool((plan.q_len > 1).any())
             submit(plan)
 
         self.engine.executor.submit = timed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from minivllm.errors import ConfigError, shown, suggest
@@ -61,9 +62,11 @@ def _captured(llm: Any) -> str:
     return ""
 
 
-def _fused(llm: Any) -> str:
+def _fused(which: str, llm: Any) -> str:
     if not llm.engine.wiring.device.startswith("cuda"):
         return "fused kernels are those of a GPU, and the device is a CPU"
+    if which in llm.config.unfused:
+        return f"unfused has {which} already"
     return "" if llm.config.fuse else "fuse is false"
 
 
@@ -97,6 +100,12 @@ def _cached(llm: Any) -> str:
     return ""
 
 
+FUSIONS = (
+    ("pairs", "products of few rows without their norm or gate"),
+    ("norms", "additions and norms as torch's operations"),
+    ("gate", "the gate of the MLP as torch's operations"),
+    ("draw", "samplers and penalties as torch's operations"),
+)
 PARTS = (
     Ablation("kv-cache", ("enable_prefix_caching=false",), "every token computes all before it again", _cached, True),
     Ablation("continuous-batching", ("scheduler=static",), "a batch runs to its end before the next", _continuous),
@@ -104,7 +113,8 @@ PARTS = (
     Ablation("prefix-cache", ("enable_prefix_caching=false",), "equal prefixes are computed again", _prefix),
     Ablation("partial-hits", ("partial_prefix_hits=false",), "only whole blocks of a prefix are found", _partial),
     Ablation("captured-steps", ("graph=off",), "each operation of a step is launched on its own", _captured),
-    Ablation("fusion", ("fuse=false",), "torch's operations one by one", _fused),
+    Ablation("fusion", ("fuse=false",), "torch's operations one by one", partial(_fused, "")),
+    *(Ablation(f"fusion-{which}", (f'unfused=["{which}"]',), text, partial(_fused, which)) for which, text in FUSIONS),
     Ablation("run-ahead", ("run_ahead=0",), "a step waits for the one before it", _ahead),
     Ablation("quantization", ("quantizer=none",), "weights as the checkpoint has them", _quantized),
     Ablation("kv-format", ("kv_format=auto",), "keys and values as the model computes them", _kv_format),

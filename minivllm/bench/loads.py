@@ -26,6 +26,12 @@ class OfferedLoad:
         return {"request_rate": "inf" if self.rate is None else self.rate, "max_concurrency": self.concurrency}
 
 
+def row_of(load: OfferedLoad, runs: Sequence[dict[str, Any]], answers: Sequence[TimedAnswer]) -> dict[str, Any]:
+    """Medians over ``runs`` (``failed``: the sum), and each request of the last one."""
+    failed = {"failed": sum(run["failed"] for run in runs)}
+    return {**load.named, **merged(runs), **failed, "repeats": list(runs), "requests": details(answers)}
+
+
 @dataclass
 class Bench:
     """``asks(seed)`` are the requests of a run; ``watch`` makes a ``state.MachineWatch``; ``reset`` is awaited before
@@ -65,14 +71,13 @@ class Bench:
         return found, answers
 
     async def row(self, load: OfferedLoad, repeats: int) -> dict[str, Any]:
-        """Medians over ``repeats`` runs with seeds of their own (``failed``: the sum); of the last run each request."""
+        """As ``row_of``, over ``repeats`` runs with seeds of their own."""
         runs: list[dict[str, Any]] = []
         answers: list[TimedAnswer] = []
         for _ in range(repeats):
             found, answers = await self.once(load)
             runs.append(found)
-        failed = {"failed": sum(run["failed"] for run in runs)}
-        return {**load.named, **merged(runs), **failed, "repeats": runs, "requests": details(answers)}
+        return row_of(load, runs, answers)
 
     async def knee(self, start: float, concurrency: int | None, share: float, repeats: int) -> dict[str, Any]:
         """``knee``: the highest rate that the target keeps up with (0.0: none of those that were tried);

@@ -6,33 +6,61 @@ No script, no font, no picture from elsewhere; light and dark by the reader's se
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from .charts import Bar, DrawnLine, bars, lines, number, stack
+from .charts import (
+    Bar,
+    BarChart,
+    Chart,
+    DrawnLine,
+    LineChart,
+    Span,
+    StackChart,
+    TimelineChart,
+    number,
+    pareto,
+)
 from .serving import knee_text
 from .trials import ratio_text
 
 MOST_STEPS = 200  # of a distribution that is drawn
 MOST_LINES = 4  # of one chart
+MOST_SPANS = 40  # requests that are drawn one by one
+WHOLE_STEP = "step: all layers"  # of kernels: not one operation beside the others
 STYLE = """
-:root{--f:#1b1f24;--g:#fff;--h:#667;--r:#d5dae1;--a:#2f6fb3;--b:#c2571a;--c:#2e8b57;--d:#8a4fa3}
+:root{--f:#1b1f24;--g:#fff;--h:#667;--r:#d5dae1;--a:#2f6fb3;--b:#c2571a;--c:#2e8b57;--d:#8a4fa3;
+--i:#b0851f;--j:#c2417c}
 @media(prefers-color-scheme:dark){:root{--f:#e6e9ee;--g:#14171b;--h:#99a;--r:#343b45;--a:#6aa9e9;--b:#f0955c;--c:#6cc596;
---d:#c59be0}}
+--d:#c59be0;--i:#e0bb5a;--j:#f08ab8}}
 body{font:16px/1.5 system-ui,sans-serif;color:var(--f);background:var(--g);max-width:52rem;margin:auto;padding:1rem}
 h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2.5rem;border-top:1px solid var(--r);padding-top:1rem}
 h3{font-size:1rem}.t{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;width:100%}
 td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--r)}
-td:first-child,th:first-child{text-align:left}
-svg{width:100%;height:auto;max-width:40rem}text{font:12px system-ui,sans-serif;fill:var(--f)}
+td:first-child,th:first-child{text-align:left;white-space:nowrap}
+svg{width:100%;height:auto;max-width:40rem;display:block}text{font:12px system-ui,sans-serif;fill:var(--f)}
+figure{margin:1.5rem 0}figcaption{font-weight:600;margin-bottom:.5rem}
+@media(max-width:40rem){svg{min-width:32rem}text{font-size:14px}}
 small,p.s{color:var(--h);font-size:.85rem;overflow-wrap:anywhere}
-.a{fill:var(--a)}.b{fill:var(--b)}.c{fill:var(--c)}.d{fill:var(--d)}path{fill:none}
-.la{stroke:var(--a)}.lb{stroke:var(--b)}.lc{stroke:var(--c)}.ld{stroke:var(--d)}.la,.lb,.lc,.ld{stroke-width:2}
-.e{stroke:var(--f);stroke-width:1.5}.m{stroke:var(--h);stroke-dasharray:4 3}.x{stroke:var(--h)}
+.a{fill:var(--a)}.b{fill:var(--b)}.c{fill:var(--c)}.d{fill:var(--d)}.e{fill:var(--i)}.f{fill:var(--j)}
+path{fill:none}
+.la{stroke:var(--a)}.lb{stroke:var(--b)}.lc{stroke:var(--c)}.ld{stroke:var(--d)}.le{stroke:var(--i)}
+.lf{stroke:var(--j)}.la,.lb,.lc,.ld,.le,.lf{stroke-width:2}.g{stroke:var(--r)}.k{stroke:var(--b);stroke-width:3}
+path.e{fill:none;stroke:var(--f);stroke-width:1.5}.m{stroke:var(--h);stroke-dasharray:4 3}.x{stroke:var(--h)}
 """
 
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+Block = Chart | Table | str  # a text is a sentence
 
 
 def page(results: Sequence[tuple[str, Row]]) -> str:
@@ -47,12 +75,42 @@ def page(results: Sequence[tuple[str, Row]]) -> str:
     )
 
 
+def blocks(found: Row) -> list[Block]:
+    """Charts, tables and sentences of a result, by its kind."""
+    kinds: dict[str, Callable[[Row], list[Block]]] = {
+        "serve": _serve,
+        "ablate": _ablate,
+        "compare": _compare,
+        "latency": _latency,
+        "memory": _memory,
+        "kernels": _kernels,
+        "batching": _batching,
+    }
+    return kinds.get(found["kind"], _figures)(found)
+
+
 def section(name: str, found: Row) -> str:
     """One result: charts of its kind, a table, what it was measured on."""
-    kinds = {"serve": _serve, "ablate": _ablate, "compare": _compare, "latency": _latency, "memory": _memory}
-    title = f"{found['kind']}: {found.get('model_id') or name}"
-    inside = kinds.get(found["kind"], _figures)(found)
-    return f"<h2>{escape(title)}</h2>{inside}<p class=s>{escape(_about(name, found))}</p>"
+    inside = "".join(map(_html, blocks(found)))
+    return f"<h2>{escape(title_of(name, found))}</h2>{inside}<p class=s>{escape(_about(name, found))}</p>"
+
+
+def title_of(name: str, found: Row) -> str:
+    return f"{found['kind']}: {found.get('model_id') or name}"
+
+
+def charts_of(name: str, found: Row) -> list[tuple[str, Chart]]:
+    """The charts of a result with what it is called."""
+    own = [one for one in blocks(found) if not isinstance(one, (str, Table))]
+    return [(title_of(name, found), one) for one in own]
+
+
+def _html(block: Block) -> str:
+    if isinstance(block, str):
+        return f"<p class=s>{escape(block)}</p>"
+    if isinstance(block, Table):
+        return table(block.heads, block.rows)
+    return f'<figure><figcaption>{escape(block.title)}</figcaption><div class="t">{block.svg()}</div></figure>'
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -69,15 +127,15 @@ def _cell(value: Any) -> str:
 
 
 def _bar(name: str, row: Row, key: str) -> Bar:
-    low, high = row.get("intervals", {}).get(key) or (None, None)
+    low, high = (row.get("intervals") or {}).get(key) or (None, None)
     return Bar(name, math.nan if row.get(key) is None else float(row[key]), low, high)
 
 
-def _figures(found: Row) -> str:
+def _figures(found: Row) -> list[Block]:
     intervals = found.get("intervals", {})
     own = [(key, value) for key, value in found.items() if type(value) in (int, float) and key != "format_version"]
     rows = [(key, value, *(intervals.get(key) or (None, None))) for key, value in own]
-    return table(("figure", "median", "95 % from", "to"), rows)
+    return [Table(("figure", "median", "95 % from", "to"), rows)]
 
 
 def _distribution(name: str, values: Sequence[float]) -> DrawnLine:
@@ -93,29 +151,45 @@ def _answered(row: Row, word: str) -> list[float]:
     return [seconds for seconds, error in zip(asked[word], asked["errors"], strict=True) if not error]
 
 
-def _serve(found: Row) -> str:
+def _serve(found: Row) -> list[Block]:
     rows = found["rows"]
     rated = all(not isinstance(row["request_rate"], str) for row in rows)
     key, name = ("request_rate", "requests/s offered") if rated else ("max_concurrency", "streams")
     label = lambda row: f"{number(float(row[key]))} {'a second' if rated else 'streams'}" if row[key] else "all"  # noqa: E731
-    out = ""
+    out: list[Block] = []
     if len(rows) > 1:
         of = lambda y: tuple((float(row[key]), float(row[y])) for row in rows if row.get(y) is not None)  # noqa: E731
-        out += lines([DrawnLine("", of("output_throughput"))], name, "tokens/s")
+        against = "offered rate" if rated else "concurrency"
+        out.append(
+            LineChart(f"Throughput against {against}", [DrawnLine("", of("output_throughput"))], name, "tokens/s")
+        )
         times = [DrawnLine(f"{word} {q}", of(f"{q}_{word}_ms")) for word in ("ttft", "tpot") for q in ("median", "p99")]
-        out += lines(times, name, "milliseconds")
+        out.append(LineChart(f"Latency against {against}", times, name, "milliseconds"))
     for word, text in (("ttfts", "to the first token"), ("e2els", "to the last")):
         drawn = [_distribution(label(row), took) for row in rows[:MOST_LINES] if (took := _answered(row, word))]
-        out += f"<h3>Share of requests, time {text}</h3>{lines(drawn, 'milliseconds', 'share')}"
+        out.append(LineChart(f"Share of requests, time {text}", drawn, "milliseconds", "share"))
     if len(rows) > MOST_LINES:
-        out += f"<p class=s>Distributions are those of the first {MOST_LINES} of {len(rows)} loads.</p>"
+        out.append(f"Distributions are those of the first {MOST_LINES} of {len(rows)} loads.")
+    out += _timeline(rows[-1], label(rows[-1]))
+    if "knee" in found:
+        out.append(f"Knee: {knee_text(found['knee'], found['knee_below'])}")
     heads = (name, "requests/s", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "failed")
     keys = ("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
-    knee = f"<p>Knee: {knee_text(found['knee'], found['knee_below'])}</p>" if "knee" in found else ""
-    return out + knee + table(heads, [(label(row), *(row[k] for k in keys), row["failed"]) for row in rows])
+    return [*out, Table(heads, [(label(row), *(row[k] for k in keys), row["failed"]) for row in rows])]
 
 
-def _ablate(found: Row) -> str:
+def _timeline(row: Row, load: str) -> list[Block]:
+    """The first requests of a load one by one, where the result has their times."""
+    asked = row["requests"]
+    if not asked.get("start_times"):
+        return []
+    times = zip(asked["start_times"], asked["ttfts"], asked["e2els"], asked["errors"], strict=True)
+    spans = [Span(start, start + first, start + whole) for start, first, whole, error in times if not error]
+    spans = sorted(spans, key=lambda span: span.start)[:MOST_SPANS]
+    return [TimelineChart(f"Requests one by one, {load}", spans)] if spans else []
+
+
+def _ablate(found: Row) -> list[Block]:
     worth = [(row["part"], row["worth"]["output_throughput"]) for row in found["rows"]]
     drawn = [Bar(name, one["ratio"], one["low"], one["high"]) for name, one in worth if one["ratio"] is not None]
     rows = [
@@ -128,46 +202,131 @@ def _ablate(found: Row) -> str:
         )
         for row in found["rows"]
     ]
-    head = "<h3>Throughput with the part over that without it</h3>"
-    return head + bars(drawn, "what each part is worth", 1.0) + table(("without", "tokens/s", "worth", "", "by"), rows)
+    chart = BarChart("Throughput with the part over that without it", drawn, 1.0)
+    return [chart, Table(("without", "tokens/s", "worth", "", "by"), rows)]
 
 
-def _compare(found: Row) -> str:
+def _compare(found: Row) -> list[Block]:
     rows = found["rows"]
-    out = "<h3>Tokens a second</h3>" + bars([_bar(row["name"], row, "output_throughput") for row in rows], "tokens/s")
+    out: list[Block] = [BarChart("Tokens a second", [_bar(row["name"], row, "output_throughput") for row in rows])]
     scored = [row for row in rows if (row["quality"] or {}).get("perplexity")]
+    best = _front(scored)
     if scored:
-        points = [DrawnLine(r["name"], ((r["output_throughput"], r["quality"]["perplexity"]),)) for r in scored]
-        drawn = lines(points, "tokens/s", "perplexity (lower is better; not from 0)", joined=False)
-        out += f"<h3>Quality and speed</h3>{drawn}"
+        quality = "perplexity (lower is better; not from 0)"
+        out.append(_scatter("Quality and speed", scored, lambda row: row["quality"]["perplexity"], quality))
+    if len({row["weight_bytes"] for row in rows}) > 1:
+        memory = "weights, MiB (not from 0)"
+        out.append(_scatter("Memory and speed", rows, lambda row: row["weight_bytes"] / 2**20, memory))
     heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
-    told = []
+    told: list[tuple[Any, ...]] = []
     for row in rows:
         one = row["against_first"].get("output_throughput")
         own = row["quality"] or {}
         scores = map(own.get, ("perplexity", "kl", "top1_agreement"))
         over = (ratio_text(one), one["says"]) if one else ("", "")
         sizes = (row["median_ttft_ms"], row["weight_bytes"] / 2**20)
-        told.append((row["name"], row["output_throughput"], *over, *sizes, *scores))
-    return out + table(heads, told)
+        told.append((row["name"], row["output_throughput"], *over, *sizes, *scores, row["name"] in best))
+    if not best:
+        return [*out, Table(heads, [row[:-1] for row in told])]
+    return [*out, Table((*heads, "Pareto"), [(*row[:-1], "on the front" if row[-1] else "beaten") for row in told])]
 
 
-def _latency(found: Row) -> str:
+def _front(rows: Sequence[Row]) -> set[str]:
+    """Names of the configurations that no other beats in speed, perplexity and memory together."""
+    figures = [(row["output_throughput"], row["quality"]["perplexity"], row["weight_bytes"]) for row in rows]
+    found = pareto(figures, (True, False, False))
+    return {row["name"] for row, on in zip(rows, found, strict=True) if on}
+
+
+def _scatter(title: str, rows: Sequence[Row], y: Callable[[Row], float], name: str) -> LineChart:
+    """Tokens a second and what shall be small, with the front of the two."""
+    points = [(float(row["output_throughput"]), float(y(row))) for row in rows]
+    on = pareto(points, (True, False))
+    front = tuple(sorted(point for point, one in zip(points, on, strict=True) if one))
+    drawn = [DrawnLine(row["name"], (point,)) for row, point in zip(rows, points, strict=True)]
+    return LineChart(title, drawn, "tokens/s", name, joined=False, front=front)
+
+
+def _latency(found: Row) -> list[Block]:
     rows = found["rows"]
     drawn = [_bar(f"{row['input_len']} tokens, batch {row['batch_size']}", row, "latency") for row in rows]
     keys = ("input_len", "batch_size", "latency", "median_ttft_ms", "median_tpot_ms")
     heads = ("prompt", "batch", "latency s", "TTFT ms", "TPOT ms")
-    return "<h3>Seconds of a batch</h3>" + bars(drawn, "latency") + table(heads, [[r[k] for k in keys] for r in rows])
+    return [BarChart("Seconds of a batch", drawn), Table(heads, [[r[k] for k in keys] for r in rows])]
 
 
-def _memory(found: Row) -> str:
+def _memory(found: Row) -> list[Block]:
     names = (
         ("weight_bytes", "weights"),
         ("kv_peak_bytes", "KV cache, held"),
         ("rest_bytes", "activations and the rest"),
     )
     drawn = [Bar(f"{text}, MiB", found[key] / 2**20) for key, text in names if found.get(key) is not None]
-    return stack(drawn, "memory at the peak") + _figures(found)
+    return [StackChart("Memory at the peak", drawn), *_figures(found)]
+
+
+def _kernels(found: Row) -> list[Block]:
+    out: list[Block] = []
+    for load in dict.fromkeys((row["batch_size"], row["tokens"], row["context"]) for row in found["rows"]):
+        own = [row for row in found["rows"] if (row["batch_size"], row["tokens"], row["context"]) == load]
+        drawn = [_in_step(row) for row in own if row["us"] is not None and row["operation"] != WHOLE_STEP]
+        rows, tokens, context = load
+        title = "Microseconds in a step, of all layers (bar), and the floor (line)"
+        out.append(BarChart(f"{title}: {rows} rows, {tokens} tokens, context {context}", drawn))
+    heads = (
+        "operation",
+        "rows",
+        "tokens",
+        "context",
+        "us",
+        "floor us",
+        "bound by",
+        "of floor",
+        "torch us",
+        "torch/own",
+    )
+    keys = ("operation", "batch_size", "tokens", "context", "us", "floor_us", "bound_by", "share_of_floor", "torch_us")
+    return [*out, Table(heads, [(*(row[k] for k in keys), row["torch_over_own"]) for row in found["rows"]])]
+
+
+def _in_step(row: Row) -> Bar:
+    """An operation with all its calls."""
+    low, high = row["intervals"].get("us") or (None, None)
+    own = [None if value is None else row["calls"] * value for value in (row["us"], low, high, row["floor_us"])]
+    return Bar(row["operation"], own[0] or 0.0, *own[1:])
+
+
+def _batching(found: Row) -> list[Block]:
+    rows = found["rows"]
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+
+    def drawn(key: str) -> list[DrawnLine]:
+        own = {name: [row for row in rows if row["policy"] == name] for name in names}
+        return [DrawnLine(n, tuple((float(r["request_rate"]), float(r[key])) for r in own[n])) for n in names]
+
+    offered = "requests/s offered"
+    heads = ("policy", offered, "latency ms", "p99", "TTFT ms", "TPOT ms", "requests/s", "over continuous", "")
+    keys = (
+        "policy",
+        "request_rate",
+        "mean_e2el_ms",
+        "p99_e2el_ms",
+        "mean_ttft_ms",
+        "mean_tpot_ms",
+        "request_throughput",
+    )
+    told = []
+    for row in sorted(rows, key=lambda row: row["request_rate"]):
+        one = row.get("against")
+        told.append((*(row[k] for k in keys), *((ratio_text(one), one["says"]) if one else ("", ""))))
+    return [
+        LineChart(
+            "Latency against offered rate", drawn("mean_e2el_ms"), offered, "mean ms to the last token", log=True
+        ),
+        LineChart("Throughput against offered rate", drawn("request_throughput"), offered, "requests/s answered"),
+        LineChart("Time to the first token", drawn("mean_ttft_ms"), offered, "mean ms", log=True),
+        Table(heads, told),
+    ]
 
 
 def _about(name: str, found: Row) -> str:

@@ -1,22 +1,21 @@
 """The machine while something is measured: energy, clock, watts, what slowed the clock, and the load of others.
 
-A GPU is asked through NVML (the library of its driver, by ctypes: no package is needed), a CPU's energy is that of
-Linux's RAPL counters where they can be read.  What no counter says is None, with the reason in ``energy_unknown``.
+Counters are those of ``minivllm.energy``.  What no counter says is None, with the reason in ``energy_unknown``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from minivllm.energy.counters import Meter, Nvml, Rapl, why
 
 from .statistics import percentile
 
-RAPL = Path("/sys/class/powercap")
 TICKS = os.sysconf("SC_CLK_TCK")  # of a CPU second in /proc
 LOOK = 0.05  # seconds between looks at the clock
 CLOCKS_ALIKE = 0.03  # runs whose clocks differ by more are not compared
@@ -24,69 +23,6 @@ REASONS = {
     0x2: "set by an application", 0x4: "power cap", 0x8: "hardware slowdown", 0x10: "sync boost",
     0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake", 0x100: "display",
 }  # fmt: skip
-
-
-class Meter(Protocol):
-    """A counter of joules and, for a GPU, a clock."""
-
-    name: str
-
-    def joules(self) -> float: ...
-
-
-class Rapl:
-    """Package domains of Linux's powercap; a counter that wraps is unwrapped by its range."""
-
-    name = "RAPL"
-
-    def __init__(self, folder: Path = RAPL) -> None:
-        domains = sorted(folder.glob("intel-rapl:[0-9]*"))
-        self.files = [d / "energy_uj" for d in domains if d.name.count(":") == 1]
-        if not self.files:
-            raise OSError("no energy counter of this CPU (no RAPL under /sys/class/powercap)")
-        self.ranges = [int((file.parent / "max_energy_range_uj").read_text()) for file in self.files]
-        self.last, self.total = self._read(), 0
-
-    def _read(self) -> list[int]:
-        return [int(file.read_text()) for file in self.files]
-
-    def joules(self) -> float:
-        now = self._read()
-        for before, after, wraps in zip(self.last, now, self.ranges, strict=True):
-            self.total += (after - before) % (wraps + 1)
-        self.last = now
-        return self.total / 1e6
-
-
-class Nvml:
-    """One GPU, by its UUID.  OSError where there is no NVML or it does not count joules."""
-
-    name = "NVML"
-
-    def __init__(self, uuid: str) -> None:
-        self.library: Any = ctypes.CDLL("libnvidia-ml.so.1")
-        self.handle = ctypes.c_void_p()
-        self.library.nvmlInit_v2()
-        if self.library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self.handle)):
-            raise OSError(f"NVML knows no GPU {uuid}")
-        self.joules()
-
-    def _ask(self, name: str, value: Any, *given: Any) -> int:
-        function = getattr(self.library, name, None)
-        if function is None or function(self.handle, *given, ctypes.byref(value)):
-            raise OSError(f"this GPU's driver does not answer {name}")
-        return int(value.value)
-
-    def joules(self) -> float:
-        return self._ask("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong()) / 1e3
-
-    def look(self) -> tuple[float, float, int]:
-        """MHz of the multiprocessors, watts, reasons of throttling as bits."""
-        return (
-            float(self._ask("nvmlDeviceGetClockInfo", ctypes.c_uint(), ctypes.c_uint(1))),
-            self._ask("nvmlDeviceGetPowerUsage", ctypes.c_uint()) / 1e3,
-            self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong()),
-        )
 
 
 def find_meter(device: str, devices: int = 1) -> Meter:
@@ -117,7 +53,7 @@ class MachineWatch:
             try:
                 self.meter = find_meter(device, devices)
             except (OSError, ValueError) as exc:
-                self.why = _why(exc)
+                self.why = why(exc)
 
     def __enter__(self) -> MachineWatch:
         self._busy, self._start = _cpu_seconds(self.pid), time.perf_counter()
@@ -149,12 +85,6 @@ class MachineWatch:
             **({} if self.meter else {"energy_unknown": self.why}),
             **_clocks(self._looks),
         }
-
-
-def _why(exc: Exception) -> str:
-    if isinstance(exc, PermissionError):
-        return "the energy counter of this CPU may only be read by root (/sys/class/powercap/*/energy_uj)"
-    return str(exc)
 
 
 def _clocks(looks: list[tuple[float, float, int]]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from minivllm.cli import (
     report,
     serve,
     simulate,
+    stats,
 )
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
@@ -124,6 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
     quantize.add_commands(command)
     serve.add_commands(command, wiring)
     doctor.add_commands(command)
+    stats.add_commands(command)
     command("version", "cli.commands:version", "Print the version, as --version does.")
     text = "Put a number on the quality of the model in the package."
     sub = command("eval", "cli.commands:evaluate", text, wiring, record)

@@ -13,6 +13,7 @@ from minivllm.cli.bench_runs import (
     checked,
     energy_line,
     machine_line,
+    progress,
     repeat_flags,
     settings,
     tell,
@@ -97,7 +98,9 @@ def measure(
 
     def once(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
         watch = watch_of(llm.config, llm.engine.wiring.device)
-        return trials.run(llm, asks(seed), args.temperature, seed, watch, cell.generate)
+        run = trials.run(llm, asks(seed), args.temperature, seed, watch, cell.generate)
+        progress(f"{cell.name}, seed {seed}: {run['figures']['output_throughput']:.1f} tokens/s")
+        return run
 
     seeds = range(args.seed - args.warmups, args.seed + args.repeats)
     return [own[args.warmups :] for own in trials.measure(cells, seeds, args.in_turns, once)]

@@ -1,10 +1,11 @@
-"""``minivllm bench latency | throughput | serve | memory | startup``.  Parsing them imports nothing heavy."""
+"""``minivllm bench``: what it measures but for ``profile``.  Parsing it imports nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ COMPONENTS = {  # of ``bench memory``
 VOCAB = 1000
 SHARE = 0.9  # of requests that have to meet their targets
 TARGETS = ("ttft", "tpot", "e2el")
+OWN_FILES = ("serve", "kernels", "batching")  # ``cli/bench_serve.py`` ...
 
 
 def count(text: str) -> int:
@@ -113,7 +115,7 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         sub = whats.add_parser(name, help=text, description=text, parents=parents)
-        sub.set_defaults(run=f"minivllm.cli.bench_{'serve' if name == 'serve' else 'runs'}:{name}")
+        sub.set_defaults(run=f"minivllm.cli.bench_{name if name in OWN_FILES else 'runs'}:{name}")
         return sub
 
     sub = add("latency", "One batch from its call to its last token, by prompt length and batch size.")
@@ -151,6 +153,33 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
     repeat_flags(sub, repeats=1, warmups=0)
     sub = add("startup", "Seconds from nothing to a first token, each run in a process of its own.")
     repeat_flags(sub)
+    _batching_flags(add("batching", "Ways to form batches over arrival rates: static, timeout, continuous, adaptive."))
+    _kernel_flags(add("kernels", "Each operation of a step beside its floor (memory, arithmetic) and torch's own."))
+
+
+def _batching_flags(sub: argparse.ArgumentParser) -> None:
+    text = "requests a second, arriving as a Poisson process (default 4,8,16,32)"
+    sub.add_argument("--request-rate", type=several(positive), default=[4.0, 8.0, 16.0, 32.0], metavar="R,R", help=text)
+    sub.add_argument("--batch", type=count, default=8, metavar="N", help="requests of a batch (default 8)")
+    text = "that a batch may take to fill where it has a timeout (default 50)"
+    sub.add_argument("--timeout-ms", type=positive, default=50.0, metavar="MS", help=text)
+    text = "other scheduling policies to measure too, by name"
+    sub.add_argument("--policy", type=several(str), default=[], metavar="NAME,NAME", help=text)
+    workload_flags(sub, prompts=40, ratio=0.5)
+    text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
+    sub.add_argument("--in-turns", action="store_true", help=text)
+    repeat_flags(sub)
+
+
+def _kernel_flags(sub: argparse.ArgumentParser) -> None:
+    text = "rows of a decode step (default 1,8)"
+    sub.add_argument("--batch-size", type=several(count), default=[1, 8], metavar="N,N", help=text)
+    text = "tokens of each of these rows (default 256)"
+    sub.add_argument("--context-len", type=several(count), default=[256], metavar="N,N", help=text)
+    text = "tokens of a prompt that a step computes (default 128)"
+    sub.add_argument("--input-len", type=several(count), default=[128], metavar="N,N", help=text)
+    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the operands")
+    repeat_flags(sub, repeats=5)
 
 
 # ---- what they share -------------------------------------------------------------------------------------------------
@@ -202,6 +231,12 @@ def tell(found: dict[str, Any], args: argparse.Namespace, text: str) -> int:
         repeats.write(args.output_json, found)
     print(repeats.dumps(found) if args.json else text)
     return 0
+
+
+def progress(text: str) -> None:
+    """What has been done, for who waits at a terminal."""
+    if sys.stderr.isatty():
+        print(f"minivllm: {text}", file=sys.stderr)
 
 
 def bill_of(llm: Any, args: argparse.Namespace) -> Any:

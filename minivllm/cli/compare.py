@@ -17,6 +17,7 @@ from minivllm.cli.bench_runs import (
     checked,
     count,
     none_or_more,
+    progress,
     settings,
     several,
     tell,
@@ -182,6 +183,7 @@ class Work:
             "kv_token_bytes": sum(size for size, _ in sizes) / llm.engine.wiring.block,
         }
         self.store.keep_run(one.key, seed, run)
+        progress(f"{brief(one.name)}, seed {seed}: {run['figures']['output_throughput']:.1f} tokens/s")
 
     def _quality(self, one: Contender, llm: Any) -> None:
         from minivllm.bench import quality

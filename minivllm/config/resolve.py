@@ -20,7 +20,6 @@ from minivllm.core.interfaces.executor import (
     ParallelWiring,
     Part,
     SpeculationWiring,
-    StepWiring,
     Wiring,
 )
 from minivllm.errors import ConfigError, ModelError, PluginError, shown
@@ -37,6 +36,7 @@ from .explanation import Explanation
 from .kv_groups import group_layers
 from .own_models import OwnModels
 from .places import ModelPlaces, told
+from .steps import wire_steps
 from .unused import method_read, refuse_unused
 from .values import PluginChoice
 
@@ -212,7 +212,7 @@ class _Fold:
             parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")},
             processors=processors,
             cache=cache,
-            steps=StepWiring("off" if config.enforce_eager else config.graph, config.fuse, config.run_ahead),
+            steps=wire_steps(config, self.facts["device"], self.origins),
             speculation=speculation,
             parallel=ParallelWiring(config.tensor_parallel_size),
             logprobs_mode=config.logprobs_mode,

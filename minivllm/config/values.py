@@ -129,11 +129,19 @@ class EngineConfig(Strict):
     fuse: bool = Field(
         True, description="kernels on a GPU that join layers, or a sampler's operations; false: torch's own, one by one"
     )
+    unfused: list[Literal["pairs", "norms", "gate", "draw"]] = Field(
+        [],
+        description="kernels of `fuse` that give way to torch's operations: pairs, products of few rows with norm "
+        "or gate; norms, with the addition before them; gate; draw, samplers and penalties",
+    )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = Field(
         "raw_logprobs", description="of the model's logits, or of what is drawn from: penalties, temperature, limits"
     )
     max_logprobs: int = Field(20, ge=-1, description="that a request may ask for; -1: the whole vocabulary")
     max_tap_bytes: int = Field(256 << 20, ge=0, description="float32 values that a request may read by taps")
+    energy: Annotated[str, Field(pattern=r"^(off|on|rapl|rapl:.+)$")] = Field(
+        "off", description="count joules and share them among requests: on (the device's counter), rapl, rapl:FOLDER"
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model, if the executor can")
     run_ahead: int | None = Field(None, ge=0, description="steps in flight beside the newest; None: the executor's")
     num_speculative_tokens: int = Field(4, ge=1, le=64, description="tokens that a drafter guesses for a row and step")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded
     from minivllm.config.resolve import Resolved
     from minivllm.core.engine.engine import Engine
-    from minivllm.core.interfaces.executor import Part
+    from minivllm.core.interfaces.executor import Capacity, Part, Wiring
     from minivllm.structured.service import Grammars, NoGrammars
     from minivllm.text.tokenizer import Tokenizer
 
@@ -32,12 +32,12 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
     from minivllm.registry import Catalog, build_part
     from minivllm.text.tokenizer import configured_eos, load_tokenizer
 
+    from .energy import counter_of
     from .figures import PluginFigures
 
     config = loaded.engine
     resolved = resolve(config, Catalog.discover(), loaded.origins)
-    model_dir = resolved.wiring.model_dir
-    folder = resolved.tokenizer_dir
+    model_dir, folder = resolved.wiring.model_dir, resolved.tokenizer_dir
     tokenizer = None if folder is None else load_tokenizer(folder, config.chat_template)
     eos_ids = tuple(configured_eos(Path(model_dir))) if tokenizer is None else tokenizer.eos_ids
     wiring = replace(resolved.wiring, eos_ids=eos_ids)
@@ -47,11 +47,9 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
     executor = refuse_own_clock(build_part("executor", parts["executor"]), parts["executor"].name, live)
     try:
         capacity = executor.start(wiring)
-        if wiring.own_models and not capacity.own_models:
-            who = f"{next(iter(wiring.own_models))}: it has a model of its own"
-            raise ConfigError(f"{who}, which the executor {parts['executor'].name} runs not; use another executor")
-        notes = tuple(("capacity", note) for note in capacity.notes)
-        resolved = replace(resolved, wiring=wiring, notes=(*resolved.notes, *notes))
+        check_own_models(wiring, capacity, parts["executor"].name)
+        notes = (*resolved.notes, *(("capacity", note) for note in capacity.notes))
+        resolved = replace(resolved, wiring=wiring, notes=notes)
         grammars = make_grammars(config, parts.get("grammar"), tokenizer, eos_ids, capacity.vocab_size)
         figures = PluginFigures()
         engine = Engine(
@@ -66,10 +64,12 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
                 host_sampler=HostDraw,
                 grammars=grammars,
                 now=executor.now or monotonic,
+                energy=counter_of(config.energy, executor, parts["executor"].name),
             ),
             CacheOptions(windows_kept(resolved), config.enable_prefix_caching, config.partial_prefix_hits),
         )
         engine.events.stats_asked.subscribe(figures.add_to)
+        listen(engine, resolved)
         if config.grammar.name != "auto":  # who names one means to use it
             grammars.warm()
         if hooks is not None:
@@ -80,6 +80,26 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
             grammars.close()
         raise
     return engine, resolved, tokenizer
+
+
+def listen(engine: Engine, resolved: Resolved) -> None:
+    """What counts joules, and use if the machine's owner has switched that on, begins to listen."""
+    from minivllm import usage
+
+    if engine.energy is not None:
+        engine.energy.attach(engine, resolved.windows)
+    if usage.is_on():
+        several = {"strategy": resolved.strategies, "hooks": resolved.hooks, "processor": resolved.wiring.processors}
+        parts = {seam: [part.name] for seam, part in resolved.parts.items()}
+        parts |= {seam: [part.name for part in found] for seam, found in several.items()}
+        usage.UsageCounter(engine, resolved.config.model, parts)
+
+
+def check_own_models(wiring: Wiring, capacity: Capacity, name: str) -> None:
+    """ConfigError for a processor with a model of its own where the executor runs none."""
+    if wiring.own_models and not capacity.own_models:
+        who = f"{next(iter(wiring.own_models))}: it has a model of its own"
+        raise ConfigError(f"{who}, which the executor {name} runs not; use another executor")
 
 
 def refuse_own_clock(executor: Any, name: str, live: bool) -> Any:

@@ -12,6 +12,8 @@ from minivllm.config import EngineConfig, Loaded, RunConfig, load_config
 from minivllm.errors import ConfigError
 from minivllm.hardware import prepare_environment
 
+from .classes import named
+
 
 def load(config: Any, options: Mapping[str, Any], stacklevel: int = 3) -> Loaded:
     """A config (a path or a list of them, a mapping, EngineConfig, Loaded or None) with options laid over it; what the
@@ -20,8 +22,9 @@ def load(config: Any, options: Mapping[str, Any], stacklevel: int = 3) -> Loaded
         if options:
             raise ConfigError(f"options {sorted(options)} beside a loaded config; give them to load_config")
         return config
+    options = named(options)
     if config is None or isinstance(config, Mapping):
-        loaded = load_config(keywords={**(config or {}), **options})
+        loaded = load_config(keywords={**named(config or {}), **options})
     elif isinstance(config, EngineConfig):
         loaded = load_config(keywords={**config.model_dump(exclude_unset=True), **options})
     elif isinstance(config, (str, os.PathLike)):

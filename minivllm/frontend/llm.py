@@ -16,6 +16,7 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError
 
 from .front_door import FrontDoor
+from .loop import LOOK, settles
 
 if TYPE_CHECKING:
     from minivllm.registry import Selection
@@ -147,7 +148,7 @@ class LLM(FrontDoor):
             waited_for = deque(tracked)
 
             def done() -> bool:
-                while waited_for and waited_for[0].request.finished is not None:
+                while waited_for and waited_for[0].told:
                     waited_for.popleft()
                 return not waited_for
 
@@ -179,7 +180,7 @@ class LLM(FrontDoor):
                         self.engine.abort(self._left.popleft())
                     worked = self.engine.step()
             if not worked:
-                time.sleep(self.engine.idle())
+                time.sleep(LOOK if settles(self.engine) else self.engine.idle())
 
     # ---- care ----------------------------------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ class OutputStream:
         return self
 
     def __next__(self) -> StreamOutput:
-        self._llm._turns(lambda: bool(self._pieces) or self._tracked.request.finished is not None)
+        self._llm._turns(lambda: bool(self._pieces) or self._tracked.told)
         if not self._pieces:
             raise StopIteration
         return self._pieces.popleft()

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from minivllm.energy.account import LOOK
 from minivllm.errors import EngineDeadError, told
 
 if TYPE_CHECKING:
@@ -65,6 +66,15 @@ class Inbox(Generic[T]):
             self._arrived.notify()
 
 
+def settles(engine: Engine) -> bool:
+    """Behind the last step of a busy time, look at the counter of joules, which tells late; whether it was waited for
+    and is to be looked at again in ``LOOK`` seconds."""
+    if engine.energy is None or not engine.energy.settling:
+        return False
+    engine.energy.look()
+    return True
+
+
 class TurnLoop:
     """Turn after turn until ``over``.  A subclass says what a turn is, and what is left to do once all have been told.
 
@@ -92,6 +102,8 @@ class TurnLoop:
 
     def patience(self) -> float:
         """Seconds to wait for something after a turn in which nothing ran."""
+        if settles(self.engine):
+            return LOOK
         return self.engine.idle() if self.engine.busy and not self.engine.dead else self.longest
 
     def start(self) -> threading.Thread:

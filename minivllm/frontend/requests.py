@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.engine.request import Request
@@ -60,6 +61,8 @@ class Tracked(RequestText):
         params = with_token_ids(params, tokenizer)
         super().__init__(params, tokenizer, params.width, time.monotonic())
         self.stream, self.done = stream, done
+        self.told = False  # all has been said
+        self._energy: Any = None  # energy.account.EnergyAccount
         # branches that may turn out to be no part of the answer: nothing is streamed before all have ended
         self.late = params.width > params.n or params.beam_width is not None
         self.request = Request(
@@ -71,7 +74,7 @@ class Tracked(RequestText):
             watch=(stream is not None and not self.late) or bool(params.stop),
             completes=StopProbe(tokenizer, params) if params.beam_width is not None and params.stop else None,
             sink=self._sink,
-            on_done=self._done,
+            on_done=self._ended,
             taps=taps,
         )
 
@@ -85,6 +88,7 @@ class Tracked(RequestText):
     def add_to(self, engine: Engine) -> None:
         """RequestError if the engine refuses it."""
         self.prepare(engine)
+        self._energy = engine.energy
         engine.add(self.request)
 
     def _sink(self, seq: Seq, ids: list[int], ended: Finish | None) -> str | None:
@@ -102,7 +106,15 @@ class Tracked(RequestText):
             self.stream(StreamOutput(self.request.id, sample, delta.text, new, reason))
         return delta.stopped
 
+    def _ended(self, request: Request) -> None:
+        """Its last words wait until its joules are known, where they are counted."""
+        if self._energy is None:
+            self._done(request)
+        else:
+            self._energy.when_known(request, partial(self._done, request))
+
     def _done(self, request: Request) -> None:
+        self.told = True
         try:
             self._finish(request)
         except BaseException as e:  # who reads a stream waits for its last piece, whatever became of the text
@@ -122,6 +134,7 @@ class Tracked(RequestText):
             request.drafted,
             request.accepted,
             request.scheduled,
+            None if request.energy is None else request.energy.joules,
         )
         for seq in request.sequences:
             text = self.texts[seq.sample]

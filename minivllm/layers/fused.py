@@ -79,15 +79,23 @@ class GatedLinear(_Pair):
 
     mode = 1
 
-    def __init__(self, linear: Linear, gate_mul: Callable[..., Tensor], fuse: bool, activation: str = "silu") -> None:
+    def __init__(
+        self,
+        linear: Linear,
+        gate_mul: Callable[..., Tensor],
+        fuse: bool,
+        activation: str = "silu",
+        divides: bool = True,  # ``gate_mul`` takes what a Normed is divided by
+    ) -> None:
         super().__init__(linear, fuse)
+        self.divides = divides
         self.gate_mul, self.activation = partial(gate_mul, activation=activation), activation
 
     def __call__(self, h: Normed) -> Tensor:
         kernel = self.kernel(h.x)
         if kernel is not None:
             return kernel(h.x, h.squares, h.eps)[0]
-        if h.squares is None or self.linear.bias is not None:
+        if h.squares is None or self.linear.bias is not None or not self.divides:
             return self.gate_mul(self.linear(h.finished()))
         return self.gate_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)  # the division commutes with the product
 

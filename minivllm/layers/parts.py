@@ -36,7 +36,8 @@ class ModelParts:
     ``batch_invariant``: what they give a row has the same bits whatever rows are beside it.
     A model gives full sizes everywhere; this process's share is taken here, ``group`` being its end of the communicator
     of those that share the model (None: it is alone, or ``shard`` says what it would have).  ``groups`` names the
-    layers of each KV group; without it layers of equal geometry form one, in the order they come.
+    layers of each KV group; without it layers of equal geometry form one, in the order they come.  ``unfused``: as in
+    ``StepWiring``.
     """
 
     def __init__(
@@ -50,11 +51,14 @@ class ModelParts:
         groups: Sequence[Sequence[int]] | None = None,
         fuse: bool = False,
         batch_invariant: bool = False,
+        unfused: Sequence[str] = (),
     ) -> None:
         self.device, self.shard, self.group = str(device), shard or share_of(group), group
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.quantizer, self.backend, self.fuse, self.invariant = quantizer, backend, fuse, batch_invariant
-        self.pairs = fuse and not batch_invariant  # the kernels for pairs go by the number of rows
+        # the kernels for pairs go by the number of rows
+        self.pairs = fuse and not batch_invariant and "pairs" not in unfused
+        self.fuse_norms, self.fuse_gate = (fuse and which not in unfused for which in ("norms", "gate"))
         self.described = False  # the model is what its architecture's table says, and nothing else
         self.sources: Mapping[str, Mapping[str, PartSource]] | None = None  # as ``ModuleInfo.sources``, by module
         self.modules: dict[str, Module] = {}
@@ -128,7 +132,7 @@ class ModelParts:
         return inp, parts
 
     def _dense(self, info: ModuleInfo) -> Dense:
-        return Dense(info, self.fuse, invariant=self.invariant)
+        return Dense(info, self.pairs, invariant=self.invariant)
 
     def router(
         self, name: str, inp: int, outputs: int = 1, bias: bool = False, choice_bias: bool = False
@@ -185,15 +189,15 @@ class ModelParts:
             )
         scheme = self.quantizer.scheme(info)
         if tied is not None:
-            return self._add(TiedLMHead(info, tied, scheme, self.fuse, self.invariant))
+            return self._add(TiedLMHead(info, tied, scheme, self.pairs, self.invariant))
         return self._add(LMHead(info, scheme or self._dense(info), vocab, group))
 
     def norm(self, name: str, dim: int, kind: Norm | float) -> RMSNorm | LayerNorm:
         """``kind``: a number is the epsilon of a plain RMSNorm."""
         kind = kind if isinstance(kind, Norm) else Norm(kind)
         if kind.centered:
-            return self._add(LayerNorm(name, dim, kind, self.dtype, self.device, self.fuse))
-        return self._add(RMSNorm(name, dim, kind, self.dtype, self.device, self.fuse))
+            return self._add(LayerNorm(name, dim, kind, self.dtype, self.device, self.fuse_norms))
+        return self._add(RMSNorm(name, dim, kind, self.dtype, self.device, self.fuse_norms))
 
     def width_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> RMSNorm | LayerNorm | SplitNorm:
         """Over all ``heads`` of ``dim`` that a projection gives, ``keys``: to KV heads, which may be copied."""
@@ -211,7 +215,7 @@ class ModelParts:
     @property
     def gate_mul(self) -> Callable[..., Tensor]:
         """The gate of an MLP: [T, 2 n] = gate | up -> activation(gate) * up [T, n]."""
-        if not self.fuse:
+        if not self.fuse_gate:
             return invariant.gate_mul if self.invariant else gate_mul
         from minivllm.kernels.activation import gate_mul as fused
 
@@ -236,7 +240,7 @@ class ModelParts:
 
     def gated_linear(self, linear: Linear, activation: str = "silu") -> GatedLinear:
         """Normed -> activation(gate) * up [T, n], where linear(x) [T, 2 n] = gate | up."""
-        return GatedLinear(linear, self.gate_mul, self.pairs, activation)
+        return GatedLinear(linear, self.gate_mul, self.pairs, activation, divides=self.fuse_gate)
 
     def linear_norm(
         self,

@@ -78,6 +78,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("sampler", "default", "minivllm.plugins.sampler.spec:DEFAULT"),
     ("sampler", "mirostat", "minivllm.plugins.sampler.spec:MIROSTAT"),
     ("sampler", "typical", "minivllm.plugins.sampler.spec:TYPICAL"),
+    ("scheduler", "adaptive", "minivllm.plugins.scheduler.spec:ADAPTIVE"),
     ("scheduler", "deadline", "minivllm.plugins.scheduler.spec:DEADLINE"),
     ("scheduler", "fair", "minivllm.plugins.scheduler.spec:FAIR"),
     ("scheduler", "fcfs", "minivllm.plugins.scheduler.spec:FCFS"),

@@ -22,7 +22,7 @@ from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.registration.discovery import LOCAL
 from minivllm.text.template import read_template
 
-from . import machine, sources
+from . import live, machine, sources
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -106,10 +106,12 @@ def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
 def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
     candidate = selection.require()
     entry, spec = candidate.entry, candidate.spec
-    source = sources.plugin_source(part.target)
+    source = live.source_of(part.target)
     found: dict[str, Any] = {"hash": source.hash, "files": dict(source.files), "newest": source.newest}
     if source.missing:
         found["missing"] = source.missing
+    if source.texts:
+        found["texts"] = dict(source.texts)
     return {
         "seam": seam,
         "name": part.name,

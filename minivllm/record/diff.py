@@ -151,7 +151,7 @@ def _measured(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str,
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in values.items():
-        if key.endswith("_hash") or key == "outputs":
+        if key.endswith("_hash") or key in ("outputs", "joules"):  # a value a request
             continue
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}." if key != "stats" else prefix)
@@ -160,16 +160,21 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 
 
 def _unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Seams of the parts without a source; those that look on decide nothing."""
+    """Seams of the parts whose source is not known, or not all of it; those that look on decide nothing."""
     parts = [part for bill in (a, b) for part in bill["parts"]]
     decides = lambda seam: seam.partition(".")[0] not in LOOK_ON  # noqa: E731  # one of several is ``hooks.NAME``
-    return list(dict.fromkeys(p["seam"] for p in parts if not p["source"]["hash"] and decides(p["seam"])))
+    return list(dict.fromkeys(p["seam"] for p in parts if _hidden(p["source"]) and decides(p["seam"])))
+
+
+def _hidden(source: Mapping[str, Any]) -> bool:
+    """Whether a part may differ in what the hash does not cover."""
+    return not source["hash"] or "missing" in source
 
 
 def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     for which, bill in (("a", a), ("b", b)):
         for part in bill["parts"]:
-            if not part["source"]["hash"]:
+            if _hidden(part["source"]):
                 why = part["source"].get("missing", "no source")
                 yield f"{which}: the source of {part['seam']} is not known ({why}), so a change in it cannot be seen"
         if bill["changed_sources"]:

@@ -15,7 +15,8 @@ from .sources import digest
 
 GROUPS = ("model", "parts", "options", "requests", "versions", "machine")
 IDENTITY = ("model", "parts", "options", "requests")  # the groups that the fingerprint covers
-QUIET = ("config_version", "requires", "enforce_eager", "download_dir")  # decide nothing, or are part of another option
+# decide nothing, or are part of another option
+QUIET = ("config_version", "requires", "enforce_eager", "download_dir", "energy")
 ABOUT_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init")  # nodes of their own
 LIBRARIES = ("torch", "cuda", "triton", "transformers", "tokenizers")  # those whose version can change a token
 CHOOSING = ("MINIVLLM_PLUGINS", "MINIVLLM_STRICT_PLUGINS",  # what they bring about is seen in the parts

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
-import inspect
 import json
 import os
 import sys
@@ -39,18 +38,19 @@ TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "a
 @dataclass(frozen=True)
 class Source:
     """``files`` maps module (or file) names to the start of their SHA-256; ``hash`` covers them all, "" if there is no
-    source to hash, for the reason in ``missing``.  ``newest`` is when a file was changed last, in seconds of Unix time.
-    """
+    source to hash, for the reason in ``missing``; beside a hash ``missing`` says what it does not cover.  ``newest`` is
+    when a file was changed last, in seconds of Unix time; ``texts`` are lines of classes that a program gave."""
 
     hash: str
     files: Mapping[str, str] = field(default_factory=dict)
     newest: float = 0.0
     missing: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def plugin_source(target: str) -> Source:
     """The source behind ``module:Class``."""
-    module, _, name = target.partition(":")
+    module = target.partition(":")[0]
     scope = _Scope(module)
     found: dict[str, tuple[str, float]] = {}
     todo = [module]
@@ -64,7 +64,7 @@ def plugin_source(target: str) -> Source:
         todo += [m for m in _imports(current, data) if m not in found and scope.has(m)]
         todo += [m for m in bases(current, data) if m not in found and scope.may_extend(m)]
     if module not in found:
-        return _interactive(module, name)
+        return Source("", missing=f"{module} has no source file")
     return _source(found)
 
 
@@ -302,16 +302,6 @@ def _file(module: str) -> Path | None:
             return None
         where = spec.submodule_search_locations
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
-
-
-def _interactive(module: str, name: str) -> Source:
-    """A class that was typed into a session: Python may still know its lines."""
-    found = getattr(sys.modules.get(module), name.partition(".")[0], None)
-    try:
-        text = inspect.getsource(found)  # type: ignore[arg-type]
-    except (OSError, TypeError):
-        return Source("", missing=f"{module} has no source file")
-    return _source({f"{module}:{name}": (_sha(text.encode()), 0.0)})
 
 
 def _source(found: Mapping[str, tuple[str, float]]) -> Source:

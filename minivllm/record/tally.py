@@ -41,6 +41,7 @@ class ResultTally:
         self.ends: Counter[str] = Counter()
         self.first_error: str | None = None
         self._digests: list[str | None] = []
+        self._joules: list[float | None] = []  # of each request, where a counter is read
         self._prompts = self._sampling = self._outputs = 0
         self._active, self._busy, self._since = 0, 0.0, 0.0
         self._batch = 0
@@ -99,6 +100,9 @@ class ResultTally:
         if number < MOST_DIGESTS:
             self._digests[number] = found.hexdigest()[:16]
         self._outputs += int.from_bytes(found.digest(), "little")
+        if tracked.request.energy is not None and number < MOST_DIGESTS:
+            self._joules += [None] * (number + 1 - len(self._joules))
+            self._joules[number] = tracked.request.energy.joules
         self.prompt_tokens += len(tracked.request.prompt)
         self.cached += tracked.request.cached_tokens
         if self.first_error is None:
@@ -109,7 +113,8 @@ class ResultTally:
 
     def results(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """``seconds`` are those in which at least one request was there; ``tokens_hash`` covers the token ids of all
-        prompts and outputs that have ended, ``outputs`` has one digest a request in the order in which they came."""
+        prompts and outputs that have ended, ``outputs`` has one digest a request in the order in which they came, and
+        ``joules``, where a counter is read, its share (None: not known)."""
         seconds = self._busy + (time.monotonic() - self._since if self._active else 0.0)
         whole = self.count <= MOST_DIGESTS
         return {
@@ -127,6 +132,7 @@ class ResultTally:
             "sampling_hash": _hex(self._sampling),
             "tokens_hash": _hex(self._outputs),
             "outputs": list(self._digests) if whole else None,
+            **({"joules": list(self._joules) if whole else None} if self._joules else {}),
             "stats": dict(stats),
         }
 

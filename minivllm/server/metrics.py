@@ -105,6 +105,10 @@ class Metrics:
         self.parts = gauge("minivllm:step_part_seconds", "median host time of a part of a step", "part")
         self.seams = gauge("minivllm:seam_seconds", "mean host time of a plug-in a step", "seam", "plugin")
         self.figures = gauge("minivllm:plugin_figure", "what a plug-in counts", "seam", "figure")
+        self.joules = counter("minivllm:energy_joules", "of the counter that is read, while the engine", "state")
+        self.each_token = Gauge(
+            "minivllm:joules_per_output_token", "busy joules a token", names, registry=self.registry
+        )
         self._totals = {key: counter(*about) for key, about in TOTALS.items()}
         self._plugins = dict(info.selections)
         selected = Gauge("minivllm:plugin_info", "what was chosen", (*names, "seam", "plugin"), registry=self.registry)
@@ -158,6 +162,7 @@ class Metrics:
             for key, total_counter in self._totals.items():
                 total_counter.inc(max(totals.get(key, 0) - self._seen.get(key, 0), 0))
                 self._seen[key] = totals.get(key, 0)
+            self._count_joules(stats.get("energy"))
             for part in ("plan", "submit", "wait", "publish"):
                 self.parts.labels(**self._labels, part=part).set(stats[f"{part}_ms"] / 1e3)
             for seam, ms in stats["seam_ms"].items():
@@ -170,6 +175,15 @@ class Metrics:
                 for name, number in figures.items():
                     self.figures.labels(**self._labels, seam=seam, figure=name).set(number)
         return generate_latest(self.registry)
+
+    def _count_joules(self, energy: Mapping[str, Any] | None) -> None:
+        """Nothing is shown where no counter is read."""
+        for state in ("busy", "idle") if energy else ():
+            found, key = energy[f"{state}_joules"], f"joules:{state}"  # type: ignore[index]
+            self.joules.labels(**self._labels, state=state).inc(max(found - self._seen.get(key, 0), 0))
+            self._seen[key] = found
+        if energy and energy["joules_per_output_token"] is not None:
+            self.each_token.labels(**self._labels).set(energy["joules_per_output_token"])
 
 
 def times_of(stream: Stream) -> dict[str, float]:

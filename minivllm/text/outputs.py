@@ -147,7 +147,7 @@ class CompletionOutput(_Record):
 class RequestMetrics(_Record):
     """Seconds of ``time.monotonic``, ``scheduled_time`` that of leaving the queue; ``cached_tokens`` of the prompt were
     found in the prefix cache; of ``drafted_tokens`` that were guessed (speculative decoding) ``accepted_tokens`` were
-    right."""
+    right; ``joules`` are its share of what a counter gave, None without the option ``energy``."""
 
     arrival_time: float = 0.0
     first_token_time: float | None = None
@@ -156,6 +156,7 @@ class RequestMetrics(_Record):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     scheduled_time: float | None = None
+    joules: float | None = None
 
 
 @_entries

@@ -146,9 +146,9 @@ def test_a_plugin_error_of_several_lines_is_folded_into_one(capsys):
     assert said(capsys, "explain", "--set", "scheduler=fcf") == (
         4,
         "",
-        "minivllm: error: --set: No scheduler is called 'fcf'. Did you mean 'fcfs'? Installed: deadline, fair, "
-        "fcfs, prefill-first, prefix-aware, priority, shortest-job, static; A package adds one with the entry-point "
-        "group 'minivllm.scheduler'; an experiment can say 'module:Class'.\n",
+        "minivllm: error: --set: No scheduler is called 'fcf'. Did you mean 'fcfs'? Installed: adaptive, deadline, "
+        "fair, fcfs, prefill-first, prefix-aware, priority, shortest-job, static; A package adds one with the "
+        "entry-point group 'minivllm.scheduler'; an experiment can say 'module:Class'.\n",
     )
     assert one_line("a:\n   b  c\n\n  d.\ne") == "a: b c; d. e"
 

@@ -48,6 +48,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name, value in (("DEVICE", "cpu"), ("DTYPE", "float32")):  # elsewhere ``auto`` may find others, with other sums
         monkeypatch.setenv(f"MINIVLLM__{name}", value)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     before, threads = set(sys.modules), torch.get_num_threads()
     torch.set_num_threads(1)  # the models are tiny
     yield tmp_path
@@ -68,13 +69,14 @@ PAGES = {
     "caching": 1,
     "reproducibility": 2,
     "speculative": 1,
-    "experiments": 8,
+    "experiments": 9,
     "bench": 5,
     "plugins": 8,
     "plugins/tutorial": 8,
     "eviction": 1,
     "scheduling": 0,
     "simulator": 3,
+    "energy": 7,
     "quantized-checkpoints": 0,
     "tensor-parallelism": 1,
     "server": 3,
@@ -221,6 +223,8 @@ def values_of(name: str, field) -> str:
         return "plug-ins"
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
+    if get_origin(kind) is list and get_origin(get_args(kind)[0]) is Literal:
+        return "some of " + ", ".join(f"`{value}`" for value in get_args(get_args(kind)[0]))
     words = {"list[str]": "names", "str": "text", "int": "whole number", "float": "number", "bool": "true, false"}
     text = next(word for name, word in words.items() if name in str(kind))
     limits = [f"{word} {getattr(m, key)}" for m in field.metadata for key, word in BOUNDS if hasattr(m, key)]

@@ -12,10 +12,12 @@
     │ plugins  core.functions  core.worker                  the device
     │ loading  layers  kernels                              what models are built of
     │ hooks  core  wiring
+    │ energy                                                counters of joules, and whose they were
     │ core.interfaces                                       one file a seam
     │ declared                                              what plug-ins read of a request
     │ registry  registration                                finds plug-ins, chooses one
     │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec  parameters  native  gguf_file
+    │ usage                                                 statistics that stay on this machine
     ▼ minivllm  hardware  files  plain  errors              what is imported from everywhere
 
 A room is a package or a file of its own name; what a package has no row for is in the room of the package, so
@@ -43,7 +45,7 @@ BASE = ("minivllm", "files", "plain", "errors")  # any room that is not one of t
 MAY_IMPORT = {
     "cli": (
         "server.serve pocket simulate replay compare_hf quantize bench traces frontend config record core.engine "
-        "core.interfaces registry registration server processes plugins spec hardware declared"
+        "core.interfaces registry registration server processes plugins spec usage hardware declared"
     ),
     "server.serve": "server.app server.openai server.link server.http text server processes declared",
     "server.app": "server.operations server.openai server.http server",
@@ -52,7 +54,7 @@ MAY_IMPORT = {
     "server.openai": "server.link server.http text core.interfaces server tenant_cache json_schema validation declared",
     "server.link": "frontend config record text core.engine core core.interfaces server processes hardware",
     "server.http": "server",
-    "bench": "pocket frontend core.interfaces",
+    "bench": "pocket frontend energy core.worker layers core.interfaces",
     "testing": (
         "frontend config core.engine plugins core.worker loading layers hooks core wiring core.interfaces registry "
         "registration spec hardware declared parameters"
@@ -65,8 +67,8 @@ MAY_IMPORT = {
     "quantize": "text loading plugins kernels",
     "traces": "core.engine",
     "frontend": (
-        "config structured record text core.engine core.functions core.worker hooks core core.interfaces registry "
-        "hardware"
+        "config structured record text core.engine core.functions core.worker hooks core energy core.interfaces "
+        "registry registration usage hardware"
     ),
     "config": "record text loading hooks core.interfaces registry validation spec hardware declared native",
     "structured": "core.interfaces registry tenant_cache",
@@ -82,6 +84,7 @@ MAY_IMPORT = {
     "hooks": "core registry registration",
     "core": "core.interfaces",
     "wiring": "core.interfaces",
+    "energy": "",
     "core.interfaces": "json_schema declared parameters",
     "declared": "registry plugins.specs parameters spec",
     "registry": "registration processes validation spec",
@@ -96,6 +99,7 @@ MAY_IMPORT = {
     "parameters": "",
     "native": "",
     "gguf_file": "",
+    "usage": "",
     "minivllm": "hardware errors",
     "hardware": "",
     "files": "plain errors",

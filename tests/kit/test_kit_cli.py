@@ -294,7 +294,7 @@ def test_the_kit_does_not_become_a_plugin_of_pytest():
 
 
 def test_a_class_where_a_name_is_wanted_is_told_its_name():
-    from minivllm import LLM
+    from minivllm.config import EngineConfig
     from minivllm.errors import ConfigError
     from minivllm.plugins.evictor.lru import Lru
 
@@ -302,9 +302,9 @@ def test_a_class_where_a_name_is_wanted_is_told_its_name():
         with pytest.raises(
             ConfigError, match=r"Lru is a class: want a name; of this one 'minivllm.plugins.evictor.lru:Lru'"
         ):
-            LLM("pocket", evictor=value)
+            EngineConfig(evictor=value)
     with pytest.raises(ConfigError, match="hooks: Lru is a class"):
-        LLM("pocket", hooks=[Lru])
+        EngineConfig(hooks=[Lru])
     with pytest.raises(
         PluginError, match=r"want a name, dist/name or module:Class, here 'minivllm.plugins.evictor.lru:Lru'"
     ):

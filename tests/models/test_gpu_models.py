@@ -116,6 +116,18 @@ def test_the_fallback_gives_what_transformers_gives_in_captured_steps(model_type
     assert seen["GraphKey", "decode"] >= 70
 
 
+@pytest.mark.parametrize("which", ["pairs", "norms", "gate", "draw"])
+def test_torchs_operations_in_the_place_of_one_kind_of_kernels_give_nearly_the_same_logits(which, tmp_path):
+    folder, params = tiny_dir("qwen3", tmp_path), replace(GREEDY, max_tokens=1, logprobs=5)
+    found = []
+    for unfused in ([], [which]):
+        with LLM(folder, unfused=unfused, **SIZES) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            found.append([sorted(one.logprob for one in o.outputs[0].logprobs[0].values()) for o in outputs])
+    for fused, plain in zip(*found, strict=True):
+        assert np.allclose(fused, plain, atol=0.05), which
+
+
 def test_of_a_prompt_of_32k_a_window_keeps_its_own_blocks_alone(tmp_path):
     path = str(
         tiny_dir(

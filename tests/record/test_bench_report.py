@@ -32,8 +32,23 @@ LOADED = {**ROW, **TIMES, "max_concurrency": None, "requests": ASKED}
 BATCH = {**ROW, "input_len": 4, "batch_size": 2, "latency": 0.1, "median_tpot_ms": 1.0}
 FIRST = {**ROW, "name": NAME, "quality": None, "against_first": {}, "weight_bytes": 1 << 20}
 SECOND = {**FIRST, "name": "b", "quality": {"perplexity": 3.0, "kl": 0.1}, "against_first": WORTH}
+TIMED = {**LOADED, "requests": {**ASKED, "start_times": [0.0, 0.05, 0.1]}}
+KERNEL = {
+    "operation": NAME, "batch_size": 1, "tokens": 1, "context": 8, "calls": 2, "us": 9.0, "floor_us": 3.0,
+    "bound_by": "memory", "share_of_floor": 1 / 3, "torch_us": None, "torch_over_own": None,
+    "intervals": {"us": [8.0, 10.0]},
+}  # fmt: skip
+POLICY = {**ROW, **dict.fromkeys(("mean_e2el_ms", "p99_e2el_ms", "mean_ttft_ms", "mean_tpot_ms"), 5.0), **TIMES}
 RESULTS = {
-    "serve": result("serve", rows=[{**LOADED, "request_rate": rate} for rate in (1.0, 2.0)]),
+    "serve": result("serve", rows=[{**TIMED, "request_rate": rate} for rate in (1.0, 2.0)]),
+    "kernels": result("kernels", rows=[KERNEL, {**KERNEL, "us": None}]),
+    "batching": result(
+        "batching",
+        rows=[
+            {**POLICY, "policy": NAME, "request_rate": 1.0},
+            {**POLICY, "policy": "b", "request_rate": 1.0, "against": WORTH["output_throughput"]},
+        ],
+    ),
     "closed": result("serve", rows=[{**LOADED, "request_rate": "inf"}]),
     "ablate": result("ablate", model_id=NAME, rows=[{**ROW, "part": NAME, "worth": WORTH, "sets": ["a=b"]}]),
     "compare": result("compare", rows=[FIRST, SECOND]),
@@ -79,6 +94,68 @@ def test_points_lie_where_their_values_are_and_a_stack_fills_its_width():
     assert x2 - 60 == pytest.approx(2 * (x1 - 60)) and charts.LOW - y1 == pytest.approx(2 * (charts.LOW - y2))
     wide = [float(r.get("width")) for r in xml.fromstring(charts.stack([Bar("a", 3), Bar("b", 1)], "m")).iter("rect")]
     assert wide[0] + wide[2] == pytest.approx(620) or sum(wide) == pytest.approx(620 + 24)
+
+
+def test_a_logarithmic_axis_has_a_decade_where_the_other_has_its_logarithm():
+    root = xml.fromstring(charts.lines([DrawnLine("l", ((1.0, 1.0), (2.0, 10.0), (3.0, 100.0)))], "x", "y", log=True))
+    first, second, third = [float(c.get("cy")) for c in root.iter("circle")]
+    assert first - second == pytest.approx(second - third, abs=0.1) and first > third
+
+
+def test_an_axis_ends_at_its_last_mark_and_holds_all_values():
+    for most in (0.003, 0.9, 1.0, 6.1, 17.0, 99.0, 1234.0):
+        low, high = charts._range([most], True)
+        marks = charts._marks(low, high, True)
+        assert low == 0 and most <= high * (1 + 1e-9) and marks[-1] == pytest.approx(high) and 3 <= len(marks) <= 8
+
+
+def test_a_timeline_has_each_request_where_its_times_are():
+    root = xml.fromstring(charts.timeline([charts.Span(1.0, 2.0, 4.0), charts.Span(0.0, 1.0, 2.0)], "t"))
+    first, second, third, fourth = list(root.iter("rect"))[:4]
+    wide = charts.WIDTH - 20
+    for rect, start, seconds in ((first, 0, 1), (second, 1, 1), (third, 1, 1), (fourth, 2, 2)):
+        assert float(rect.get("x")) == pytest.approx(10 + wide * start / 4, abs=0.1)
+        assert float(rect.get("width")) == pytest.approx(wide * seconds / 4, abs=0.1)
+
+
+def test_who_is_beaten_in_all_figures_is_not_on_the_pareto_front():
+    rows = [(10.0, 3.0), (9.0, 4.0), (5.0, 2.0), (10.0, 3.0)]  # faster, then smaller is better
+    assert charts.pareto(rows, (True, False)) == [True, False, True, True]
+
+
+def test_png_and_svg_have_the_charts_of_a_report(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    paths = []
+    for name in ("serve", "ablate", "memory", "compare", "kernels", "batching"):
+        paths.append(str(tmp_path / f"{name}.json"))
+        repeats.write(paths[-1], RESULTS[name])
+    for ending, head in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        out = tmp_path / f"r.{ending}"
+        assert main(["report", *paths, "-o", str(out)]) == 0
+        count = len(re.findall("<figure>", "".join(report.section(p, repeats.read(p)) for p in paths)))
+        assert f"{count} charts" in capsys.readouterr().out
+        assert out.read_bytes().startswith(head)
+    assert len(re.findall(r'id="axes_\d+"', out.read_text())) == count
+
+
+def test_a_figure_without_matplotlib_or_without_charts_is_refused_and_so_is_another_ending(
+    tmp_path, capsys, monkeypatch
+):
+    from minivllm.bench import plot
+
+    path, plain = str(tmp_path / "a.json"), str(tmp_path / "t.json")
+    repeats.write(path, RESULTS["ablate"])
+    repeats.write(plain, RESULTS["throughput"])
+    assert main(["report", path, "-o", str(tmp_path / "r.pdf")]) == 2
+    assert "want a file that ends in .html, .png or .svg" in capsys.readouterr().err
+    monkeypatch.setattr(plot, "require", lambda: None)
+    assert main(["report", plain, "-o", str(tmp_path / "r.png")]) == 2
+    assert "no charts" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    assert main(["report", path, "-o", str(tmp_path / "r.png")]) == 2
+    assert 'pip install "minivllm[plot]"' in capsys.readouterr().err
+    assert not list(tmp_path.glob("r.*"))
 
 
 def test_failed_requests_are_no_fast_ones_and_loads_that_are_not_drawn_are_mentioned():

@@ -174,6 +174,7 @@ def test_the_environment_is_what_changes_numbers_and_no_secret(tmp_path):
 
 def request(prompt, output, text=None, params=GREEDY):
     inner = SimpleNamespace(
+        energy=None,
         taps=(),
         prompt=np.array(prompt, np.int32),
         text=text,

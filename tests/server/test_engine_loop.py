@@ -29,6 +29,7 @@ TOLD = dict(
     dtype="float32",
     reads=[],
     tap_points={},
+    energy="",
 )
 
 

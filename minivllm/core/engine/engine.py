@@ -73,7 +73,7 @@ class Engine:
         caching: CacheOptions,
     ) -> None:
         self.wiring, self.executor, self.capacity = wiring, executor, capacity
-        self.events, self.now = parts.events, parts.now
+        self.events, self.now, self.energy = parts.events, parts.now, parts.energy
         self.within = ""  # the method that runs (see ``foreign.alone``)
         self.clock = StepClock()
         self.processors, self.strategies = parts.processors, parts.strategies

@@ -39,6 +39,7 @@ class EngineParts:
     # who listens may subscribe before there is an engine
     events: EngineEvents = field(default_factory=EngineEvents)
     now: Callable[[], float] = monotonic  # the engine's clock, seconds
+    energy: Any = None  # who reads a counter of joules (``energy.account.EnergyAccount``)
 
 
 @dataclass(frozen=True)

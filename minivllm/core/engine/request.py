@@ -152,6 +152,7 @@ class Request:
     taps: tuple[Tap, ...] = ()  # as its client gave them
     tapped: RequestTaps | None = None  # and as the engine has them; None: there are none
     tap_bytes: int = 0  # of the values that its sequences have read
+    energy: Any = None  # its joules (``energy.account.RequestJoules``), where a counter is read
 
     @property
     def expected(self) -> int:

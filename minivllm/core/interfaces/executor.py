@@ -56,6 +56,8 @@ class StepWiring:
 
     graph: str = "auto"  # captured steps: auto | mixed | decode | off
     fuse: bool = True  # fused kernels, where the device has them
+    # but for these: pairs | norms | gate | draw
+    unfused: tuple[str, ...] = ()
     # steps in flight beside the newest; None = the executor's choice
     run_ahead: int | None = None
 
@@ -165,7 +167,8 @@ class Executor(ABC):
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
         """Rare verbs ("profile_start", "profile_stop", "seams_start", "seams_stop", "kv_resident": bytes of the KV
-        cache in this machine's memory whose pages were taken); JSON in and out.  NotImplementedError names the verb."""
+        cache in this machine's memory whose pages were taken, "devices": those that compute, "cpu" or a GPU's UUID);
+        JSON in and out.  NotImplementedError names the verb."""
         raise NotImplementedError(f"{type(self).__name__} does not know the verb {verb!r}")
 
     @abstractmethod

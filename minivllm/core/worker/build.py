@@ -72,7 +72,11 @@ class SecondModel:
 def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
     """(name, instance) in order, the sampler last.  The engine's host side and the worker each make their own."""
     ctx = SamplingContext(
-        vocab_size, wiring.max_model_len, wiring.eos_ids, wiring.batch_invariant, fused(wiring)
+        vocab_size,
+        wiring.max_model_len,
+        wiring.eos_ids,
+        wiring.batch_invariant,
+        fused(wiring, "draw"),
     )
     made = [(p.name, build_part("processor", p, ctx)) for p in wiring.processors]
     part = wiring.parts["sampler"]
@@ -91,9 +95,10 @@ def has_kernels(wiring: Wiring) -> bool:
     return wiring.device.startswith("cuda") and importlib.util.find_spec("triton") is not None
 
 
-def fused(wiring: Wiring) -> bool:
-    """Whether the kernels run that join layers, or the operations of a sampler."""
-    return wiring.steps.fuse and has_kernels(wiring)
+def fused(wiring: Wiring, which: str = "") -> bool:
+    """Whether the kernels run that join layers, or the operations of a sampler; ``which`` of them, as in
+    ``StepWiring.unfused``."""
+    return wiring.steps.fuse and has_kernels(wiring) and which not in wiring.steps.unfused
 
 
 def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
@@ -177,6 +182,7 @@ def _load(
         groups=groups or None,
         fuse=fused(wiring),
         batch_invariant=wiring.batch_invariant,
+        unfused=wiring.steps.unfused,
     )
     quantized = chosen["quantizer"].name != "minivllm/none"
     free = _free_memory(parts.device)

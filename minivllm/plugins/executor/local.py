@@ -96,6 +96,8 @@ class Local(Executor):
         if verb == "kv_resident":
             caches = [t for group in self.runner.worker.caches for layer in group for t in layer.values()]
             return resident_bytes([(t.data_ptr(), t.nbytes) for t in caches if t.device.type == "cpu"])
+        if verb == "devices":
+            return [_name(self.runner.device)]
         return super().call(verb, args)
 
     def _profile(self) -> Any:
@@ -114,3 +116,11 @@ class Local(Executor):
         if self.runner is not None:
             self.runner.close()
             self.runner = None
+
+
+def _name(device: Any) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

@@ -7,6 +7,20 @@ from pydantic import BaseModel, ConfigDict, Field
 CLOSED = ConfigDict(extra="forbid", frozen=True)
 
 
+class AdaptiveOptions(BaseModel):
+    """How long newcomers may be held back, so that they enter together."""
+
+    model_config = CLOSED
+
+    max_hold: float = Field(0.1, ge=0, le=10, description="Seconds that the oldest newcomer is held back at most.")
+    ttft_share: float = Field(
+        0.25, ge=0, le=1, description="Share of the tightest target of late for a first token that may be spent so."
+    )
+    default_ttft_ms: float | None = Field(
+        None, gt=0, le=1e9, description="Target of a request without ttft_ms; none: it bears max_hold."
+    )
+
+
 class PriorityOptions(BaseModel):
     """How fast waiting makes up for priority."""
 

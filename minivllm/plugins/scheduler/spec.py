@@ -5,6 +5,13 @@ from minivllm.spec import Spec
 _HERE = "minivllm.plugins.scheduler"
 _FREE = frozenset({"starvation_free"})
 
+ADAPTIVE = Spec(
+    impl=f"{_HERE}.adaptive:Adaptive",
+    api=(1, 1),
+    summary="newcomers wait for each other where the learned cost of a step says so",
+    options=f"{_HERE}.options:AdaptiveOptions",
+    features=_FREE,
+)
 DEADLINE = Spec(
     impl=f"{_HERE}.deadline:Deadline",
     api=(1, 1),

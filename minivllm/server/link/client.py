@@ -27,7 +27,8 @@ from minivllm.core.interfaces.plan import LogProbs
 from minivllm.errors import EngineDeadError, PluginError, RequestError, error_from, shown
 from minivllm.frontend.loop import Inbox
 
-from .engine_loop import EngineLoop, describe
+from .description import describe
+from .engine_loop import EngineLoop
 from .frames import ENDS, ROW, Frame
 from .scored import Columns
 from .streams import Stream, TextPiece
@@ -47,7 +48,7 @@ log = logging.getLogger("minivllm")
 class EngineInfo:
     """``kv_tokens``: positions that the KV cache holds; ``selections``: seam -> name of what was chosen for it;
     ``reads``: the sampling parameters that its processors and its sampler read; ``tap_points``: name -> width of the
-    points of the model that can be tapped."""
+    points of the model that can be tapped; ``energy``: the counter of joules that is read, "": none."""
 
     model: str
     max_model_len: int
@@ -61,6 +62,7 @@ class EngineInfo:
     device: str
     dtype: str
     tap_points: dict[str, int]
+    energy: str
 
 
 class EngineClient(Protocol):
@@ -82,10 +84,12 @@ class EngineClient(Protocol):
         pieces: bool = True,
         owner: str = "",
         taps: PooledTaps = NOTHING,
+        energy: bool = False,
     ) -> Stream:
         """A request that the engine has accepted.  ``pieces=False``: one piece per branch, at its end, is enough.
-        ``owner``: whose it is (``line.owner_of``); owners take turns wherever requests wait.  RequestError if it is
-        refused, EngineDeadError if there is no engine, or none for new requests."""
+        ``owner``: whose it is (``line.owner_of``); owners take turns wherever requests wait.  ``energy``: it ends once
+        its joules are known.  RequestError if it is refused, EngineDeadError if there is no engine, or none for new
+        requests."""
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream ends with what there is.  Unknown ids are ignored."""
@@ -153,6 +157,7 @@ class FrameClient:
         pieces: bool = True,
         owner: str = "",
         taps: PooledTaps = NOTHING,
+        energy: bool = False,
     ) -> Stream:
         self._check_open()
         ids = _prompt(prompt_ids)
@@ -172,6 +177,7 @@ class FrameClient:
             "watch": pieces or bool(params.stop),
             "owner": owner,
             **(taps.header() if taps else {}),
+            **({"energy": True} if energy else {}),
         }
         try:
             self._send("add", header, {"prompt": ids, **taps.columns()})
@@ -300,8 +306,12 @@ class FrameClient:
                 stream.tapped.setdefault(sample, []).append(values)
         orders, failed = dict(header.get("order", ())), dict(header.get("failed", ()))
         if "done" in columns:
-            for number, at in zip(columns["done"].tolist(), columns["done_at"].tolist(), strict=True):
+            joules = columns.get("joules", np.full(len(columns["done"]), np.nan))
+            for number, at, spent in zip(
+                *(c.tolist() for c in (columns["done"], columns["done_at"], joules)), strict=True
+            ):
                 if (stream := self._streams.get(number)) is not None:
+                    stream.metrics.joules = None if math.isnan(spent) else spent
                     if number in failed:
                         stream.fail(PluginError(failed[number]))
                     stream.finished(at, orders.get(number))

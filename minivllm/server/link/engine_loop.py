@@ -18,7 +18,8 @@ requests together (of these types once ``frames.encode`` has it):
     prompts i64 [4 P]: (stream, first position, tokens, best of each) of scored parts of prompts of these requests; and
     prompt_chosen f32, prompt_rank i32, a token each, prompt_top_ids i32, prompt_top f32
     tap_rows i64 [3 B], tap_values f32     what branches read at points of the model (``taps``)
-    done i64, done_at f64                  requests that ended, which is said after their last rows
+    done i64, done_at f64                  requests that ended, which is said after their last rows; joules f64 of them
+                                           where a counter is read, NaN: not known
 
 and in its header what is rare: accepted and refused requests, errors of branches, requests that failed once their
 branches had ended, answers to questions, the engine's end.
@@ -37,7 +38,6 @@ from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.owners import parties
 from minivllm.core.engine.request import Request, Seq
 from minivllm.core.engine.scores import Scores
-from minivllm.core.engine.strategies import own_names
 from minivllm.core.foreign import refusal
 from minivllm.core.interfaces.finish import Finish
 from minivllm.core.interfaces.params import SamplingParams
@@ -74,10 +74,13 @@ class Link(Protocol):
 class _Live:
     """A request in the engine: its number on the link and which of its branches have been told to have ended."""
 
-    __slots__ = ("ended", "number", "reads", "request", "started")
+    __slots__ = ("ended", "energy", "number", "reads", "request", "started")
 
-    def __init__(self, number: int, request: Request, reads: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self, number: int, request: Request, reads: Sequence[tuple[str, str]] = (), energy: bool = False
+    ) -> None:
         self.number, self.request, self.reads = number, request, reads
+        self.energy = energy  # its end is told once its joules are known
         self.ended: set[int] = set()
         self.started = False
 
@@ -192,6 +195,7 @@ class EngineLoop(TurnLoop):
         taps: Sequence[Sequence[Any]] = (),
         reads: Sequence[Sequence[str]] = (),
         vectors: np.ndarray = NO_VECTORS,
+        energy: bool = False,
     ) -> None:
         try:
             if params.get("logit_bias"):  # the keys of a JSON object are strings
@@ -209,10 +213,10 @@ class EngineLoop(TurnLoop):
                 watch=watch,
                 stream=number if made.logprobs is None else 0,
                 sink=lambda seq, ids, ended: self._sink(live, seq, ids, ended),
-                on_done=lambda request: self._done(live),
+                on_done=lambda request: self._ended(live),
                 taps=asked.taps,
             )
-            live = _Live(number, request, asked.reads)
+            live = _Live(number, request, asked.reads, energy)
         except BaseException as e:
             self._refuse(number, e)
             return
@@ -289,7 +293,7 @@ class EngineLoop(TurnLoop):
         self.scores = Scores()
         self.firsts: list[tuple[int, float, int, float]] = []
         self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
-        self.dones: list[tuple[int, float]] = []
+        self.dones: list[tuple[int, float, float]] = []  # number, end, joules
         self.tapped = PooledValues()
         self.weight = 0
 
@@ -356,6 +360,12 @@ class EngineLoop(TurnLoop):
             self.frames.append((self.header, self._columns()))
             self._clear()
 
+    def _ended(self, live: _Live) -> None:
+        if live.energy and self.engine.energy is not None:
+            self.engine.energy.when_known(live.request, lambda: self._done(live))
+        else:
+            self._done(live)
+
     def _done(self, live: _Live) -> None:
         request = live.request
         self.live.pop(live.number, None)
@@ -371,7 +381,7 @@ class EngineLoop(TurnLoop):
         if request.params.width > 1 and not self.engine.dead:
             order = [seq.sample for seq in self.engine.answer(request)]
             self.header.setdefault("order", []).append([live.number, order])
-        self.dones.append((live.number, request.finished or self.engine.now()))
+        self.dones.append((live.number, request.finished or self.engine.now(), joules_of(request)))
 
     def _flush(self) -> bool:
         """Send what this turn gave, or a sign of life if nothing was sent for a while."""
@@ -410,9 +420,15 @@ class EngineLoop(TurnLoop):
                 flat = np.concatenate([getattr(part, name).ravel() for _, _, part in self.prompts])
                 columns[f"prompt_{name}"] = flat.astype(np.float32 if name in ("chosen", "top") else np.int32)
         if self.dones:
-            number, at = zip(*self.dones, strict=True)
+            number, at, joules = zip(*self.dones, strict=True)
             columns["done"], columns["done_at"] = np.array(number, np.int64), np.array(at, np.float64)
+            columns |= {} if self.engine.energy is None else {"joules": np.array(joules, np.float64)}
         return columns
+
+
+def joules_of(request: Request) -> float:
+    joules = None if request.energy is None else request.energy.joules
+    return np.nan if joules is None else joules
 
 
 def _travels(params: SamplingParams) -> None:
@@ -421,30 +437,3 @@ def _travels(params: SamplingParams) -> None:
         raise RequestError(
             f"stop={shown(params.stop)} beside beam_width: want stop_token_ids, or an LLM in this process", "stop"
         )
-
-
-def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
-    """What a client is told of an engine: the fields of ``EngineInfo``, and ``tokenizer``, its folder or None."""
-    import minivllm
-
-    w, config = engine.wiring, resolved.config
-    reads = own_names(engine.strategies).union(*(made.reads for _, made in engine.processors))
-    room = min(pool.total for pool in engine.cache.pools) - 1
-    most = engine.capacity.vocab_size if w.max_logprobs < 0 else w.max_logprobs
-    several = {"strategy": resolved.strategies, "hooks": resolved.hooks}
-    return {
-        "model": config.model,
-        "max_model_len": w.max_model_len,
-        "vocab_size": engine.capacity.vocab_size,
-        "kv_tokens": room * w.block,
-        "max_num_seqs": w.max_num_seqs,
-        "max_logprobs": most,
-        "selections": {seam: part.name for seam, part in resolved.parts.items()}
-        | {seam: [part.name for part in parts] for seam, parts in several.items() if parts},
-        "version": minivllm.__version__,
-        "reads": sorted(reads),
-        "tap_points": dict(engine.capacity.taps or {}),
-        "device": w.device,
-        "dtype": w.dtype,
-        "tokenizer": resolved.tokenizer_dir,
-    }

@@ -117,7 +117,8 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
     from minivllm.frontend.building import build_engine
 
     from . import state
-    from .engine_loop import EngineLoop, describe
+    from .description import describe
+    from .engine_loop import EngineLoop
 
     opening = link.receive(60.0)
     if not opening or opening[0].kind != "open":

@@ -29,7 +29,7 @@ COLUMNS = {
     "tokens": "<i4", "chosen": "<f4", "rank": "<i4", "tops": "<i4", "top_ids": "<i4", "top": "<f4", "first": "<i8",
     "first_at": "<f8", "cached": "<i4", "done": "<i8", "done_at": "<f8", "prompts": "<i8", "prompt_chosen": "<f4",
     "prompt_rank": "<i4", "prompt_top_ids": "<i4", "prompt_top": "<f4", "entered": "<f8",
-    "vectors": "<f4", "tap_rows": "<i8", "tap_values": "<f4",
+    "vectors": "<f4", "tap_rows": "<i8", "tap_values": "<f4", "joules": "<f8",
 }  # fmt: skip
 ENDS = (None, *FINISH_REASONS)  # what the numbers in the column "end" stand for; None: the branch goes on
 ROW = ("stream", "sample", "count", "end", "stop_id", "scored")  # the columns with an entry for each row of a step

@@ -23,7 +23,6 @@ from .generate import (
     read_body,
     respond,
     seconds_of,
-    stream_options,
 )
 from .messages import plain
 from .params import asked_tokens, fit, limited, make_params, note_default, whole_form
@@ -32,6 +31,7 @@ from .protocol.chat import ChatBody
 from .protocol.common import naming
 from .reader import Reader
 from .taps import check_reads, read_taps
+from .usage import asks_energy, stream_options
 
 if TYPE_CHECKING:
     from minivllm.server.link.client import TextPiece
@@ -74,7 +74,7 @@ class Chat:
         self.service, self.body, self.state = service, body, state
         self.passed, self.warnings = fields.check(body, service.client.info.reads)
         self.model = service.check_model(body.model)
-        self.usage = stream_options(body)
+        self.usage, self.energy = stream_options(body), asks_energy(service, body)
         self.n = 1 if body.n is None else body.n
         check_counts(service, body.n)
         self.messages = check_messages(body.messages)
@@ -111,7 +111,7 @@ class Chat:
         ids = truncated(ids, self.kept, self.body.truncation_side)
         most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
         asks = [(ids, self.params.ending_after(most))]
-        streams = await open_streams(service, held, self.state, asks, bool(self.body.stream), self.taps)
+        streams = await open_streams(service, held, self.state, asks, bool(self.body.stream), self.taps, self.energy)
         object = "chat.completion.chunk" if self.body.stream else "chat.completion"
         return Answer(
             service,
@@ -124,6 +124,7 @@ class Chat:
             self.warnings,
             {"prompt_token_ids": ids} if self.body.return_token_ids else {},
             reads=self.taps.reads,
+            energy=self.energy,
         )
 
     def _reader(self) -> Reader:

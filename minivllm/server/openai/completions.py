@@ -25,7 +25,6 @@ from .generate import (
     read_body,
     respond,
     seconds_of,
-    stream_options,
 )
 from .offsets import Placed, Places
 from .params import asked_tokens, fit, limited, make_params, note_default, whole_form
@@ -34,6 +33,7 @@ from .protocol.common import naming
 from .protocol.completion import CompletionBody
 from .taps import check_reads, read_taps
 from .tokens import Ids, read_prompts
+from .usage import asks_energy, stream_options
 
 if TYPE_CHECKING:
     from minivllm.server.link.client import Stream, TextPiece
@@ -63,7 +63,7 @@ class Completion:
         self.service, self.body, self.state = service, body, state
         self.passed, self.warnings = fields.check(body, service.client.info.reads)
         self.model = service.check_model(body.model)
-        self.usage = stream_options(body)
+        self.usage, self.energy = stream_options(body), asks_energy(service, body)
         self.n = 1 if body.n is None else body.n
         info = service.client.info
         self.prompts = read_prompts(body.prompt, service.server.max_batch, info.vocab_size)
@@ -112,7 +112,7 @@ class Completion:
             if most not in for_most:
                 for_most[most] = self.params.ending_after(most)
             asks.append((ids, for_most[most]))
-        streams = await open_streams(service, held, self.state, asks, bool(body.stream), self.taps)
+        streams = await open_streams(service, held, self.state, asks, bool(body.stream), self.taps, self.energy)
         return Answer(
             service,
             f"cmpl-{self.state['request_id']}",
@@ -124,6 +124,7 @@ class Completion:
             self.warnings,
             hidden=self.only_scores,
             reads=self.taps.reads,
+            energy=self.energy,
         )
 
     def _shorter(self, text: str) -> str:

@@ -122,6 +122,7 @@ class Answer:
     more: dict[str, Any] = field(default_factory=dict)  # beside the choices of an answer, or of a stream's opening
     hidden: bool = False  # what was generated is no part of the answer
     reads: Sequence[tuple[str, str]] = ()  # points that the request reads, and how
+    energy: bool = False  # joules are a part of its usage
     told: int = 0  # tokens in the chunks of a stream so far
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -138,7 +139,15 @@ class Answer:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in self.streams)},
+            **({"energy": self._joules(completion)} if self.energy and told is None else {}),
         }
+
+    def _joules(self, completion: int) -> dict[str, Any]:
+        """Of all prompts; null if those of one are not known."""
+        found = [s.metrics.joules for s in self.streams if s.metrics.joules is not None]
+        whole = sum(found) if len(found) == len(self.streams) else None
+        each = None if whole is None or not completion else whole / completion
+        return {"joules": whole, "joules_per_output_token": each, "counter": self.service.client.info.energy}
 
     def tapped(self, number: int, sample: int) -> list[dict[str, Any]]:
         """What the branch ``sample`` read, of the stream that the choice ``number`` is of; it has ended."""
@@ -330,17 +339,6 @@ def check_told(service: Service, prompts: int, params: SamplingParams, taps: Poo
         raise ApiError(400, f"{what}; want at most {most} together: send fewer prompts at once", "prompt")
 
 
-def stream_options(body: Any) -> tuple[bool, bool]:
-    """(usage at the end, usage in every chunk).  ApiError (400) for options of a stream where none was asked for."""
-    options = body.stream_options
-    if options is None:
-        return False, False
-    if not body.stream:
-        raise ApiError(400, "stream_options: want it only with stream=true", "stream_options")
-    every = bool(options.continuous_usage_stats) and options.include_usage is not False
-    return bool(options.include_usage) or every, every
-
-
 def seconds_of(service: Service, asked: float | None) -> float:
     most = service.server.request_timeout
     if asked is not None and not asked > 0:
@@ -355,6 +353,7 @@ async def open_streams(
     prompts: Sequence[tuple[Any, SamplingParams]],
     pieces: bool,
     taps: PooledTaps = NOTHING,
+    energy: bool = False,
 ) -> list[Stream]:
     """One stream a prompt with the same taps, closed by ``held``.  The error of the first that is refused; then none
     stays."""
@@ -364,7 +363,7 @@ async def open_streams(
     try:
         for number, (ids, params) in enumerate(prompts):
             name, owner = f"{request_id}-{number}", state["owner"]
-            asked = client.stream(ids, params, name, pieces=pieces, owner=owner, taps=taps)
+            asked = client.stream(ids, params, name, pieces=pieces, owner=owner, taps=taps, energy=energy)
             opening.append(asyncio.create_task(asked))
             await asyncio.sleep(0)  # others have their turn: each prompt is told with all its parameters
         opened = await asyncio.gather(*opening, return_exceptions=True)

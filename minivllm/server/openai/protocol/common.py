@@ -98,6 +98,7 @@ class Generation(Body):
     truncate_prompt_tokens: int | None = Field(None, description="extension: keep as many of the prompt; -1: what fits")
     truncation_side: str | None = Field(None, description="extension: left (absent) or right: the side that is cut")
     return_token_ids: bool | None = Field(None, description="extension: token_ids beside the text")
+    include_energy: bool | None = Field(None, description="extension: joules of the answer in its usage")
     taps: Taps = Field(None, description="extension, for operators: points of the model to read or to add vectors to")
     return_tokens_as_token_ids: bool | None = Field(None, description="extension: log-probabilities of token_id:N")
 

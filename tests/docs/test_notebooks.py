@@ -1,0 +1,55 @@
+"""The notebooks in ``examples/`` run from top to bottom, and are stored without what a run leaves in them."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def code_of(path):
+    """Cells of code, each with the name under which a traceback and ``inspect`` find its lines."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    for i, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
+        yield f"<{path.name} cell {i}>", "".join(cell["source"])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_stored_without_outputs_and_has_the_form_of_one(path):
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["nbformat"] == 4 and found["cells"]
+    assert len({cell["id"] for cell in found["cells"]}) == len(found["cells"])
+    for cell in found["cells"]:
+        assert cell["cell_type"] in ("markdown", "code")
+        assert cell["cell_type"] == "markdown" or (cell["outputs"] == [] and cell["execution_count"] is None)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_the_links_of_a_notebook_lead_to_pages(path):
+    for target in re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), target
+
+
+def test_the_notebook_swaps_an_evictor_and_plots(capsys):
+    """Its policy keeps more of a small cache than ``lru``, and the plot has a line for each policy."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    space = {"__name__": "__main__"}
+    for name, text in code_of(ROOT / "examples" / "evictor.ipynb"):
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+        exec(compile(text, name, "exec"), space)
+    rates, sizes = space["rates"], space["SIZES"]
+    assert set(rates) == {"lru", "fifo", "Deepest"} and all(len(found) == len(sizes) for found in rates.values())
+    gains = [own - other for own, other in zip(rates["Deepest"], rates["lru"], strict=True)]
+    assert max(gains) > 0.03 and min(gains) > -0.02
+    assert all(a <= b + 0.02 for found in rates.values() for a, b in pairwise(found))
+    labels = [line.get_label() for line in space["axes"].get_lines()]
+    assert labels == ["lru", "fifo", "Deepest"]
+    assert "ms to the first token" in capsys.readouterr().out
