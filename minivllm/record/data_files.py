@@ -105,9 +105,10 @@ def _written(tree: ast.Module) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (target := _saves_to(node)) is not None:
-            whole = [target, *(v for n in ast.walk(target) if isinstance(n, ast.Name) for v in assigned.get(n.id, ()))]
-            for part in whole:
-                texts = [t for t in _texts(ast.Expression(part)) if t not in ("w", "a", "wb", "x")]
+            names = [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
+            whole = [target, *(value for name in names for value in assigned.get(name, ()))]
+            for one in whole:
+                texts = [t for t in _texts(ast.Expression(one)) if t not in ("w", "a", "wb", "x")]
                 found |= {"/".join(texts[at:]).strip("/") for at in range(len(texts))}
     return found - {""}
 
