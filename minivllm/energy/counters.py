@@ -94,8 +94,8 @@ class Sum:
 
 
 class Polled:
-    """A counter that takes milliseconds to read, as NVML's does: a thread reads it, and ``joules`` is what it found last,
-    at most ``EVERY`` seconds ago.  What it raises, ``joules`` raises.  ``close`` ends the thread."""
+    """A counter that takes milliseconds to read, as NVML's does: a thread reads it, and ``joules`` is what it found
+    last, about ``EVERY`` seconds ago.  What it raises, ``joules`` raises.  ``close`` ends the thread."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter, self.name = meter, meter.name
