@@ -3,8 +3,9 @@
     python benchmarks/validate_simulator.py --seconds 40 --requests 300                 pocket, on this CPU
     python benchmarks/validate_simulator.py --model DIR --dummy --device cuda --like chat --requests 600
 
-The knee is the rate of requests that the trace gives when all come at once, as simulated.  For each share the real engine
-serves the trace in real time, ``--repeats`` times, so that the table says how far reality is from itself too.  Policies
+The knee is the rate of requests that the trace gives when all come at once, as simulated.  For each share the real
+engine serves the trace in real time, ``--repeats`` times, so that the table says how far reality is from itself too.
+Policies
 are ranked by the mean time of a request, simulated and real, at ``--rank`` of the knee: Kendall's tau over those pairs
 whose real means differ by more than reality does from itself.  Speed is CPU time of one core.
 """
@@ -86,6 +87,10 @@ def shares(llm: Any, case: Any, trace: Any, costs: Any, knee: float, args: Any) 
     return rows
 
 
+def sign(x: float) -> int:
+    return (x > 0) - (x < 0)
+
+
 def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: float, args: Any) -> dict[str, Any]:
     at = cases.at_rate(trace, args.rank * knee * float(trace.arrival[-1]) / len(trace))
     rows = []
@@ -102,9 +107,7 @@ def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: flo
     far = [(a, b) for a, b in pairs if abs(a[2] - b[2]) > noise]
     taus = {}
     for which, some in (("all pairs", pairs), ("pairs apart", far)):
-        signs = [
-            1 if (a[1] - b[1]) * (a[2] - b[2]) > 0 else -1 if (a[1] - b[1]) * (a[2] - b[2]) < 0 else 0 for a, b in some
-        ]
+        signs = [sign((a[1] - b[1]) * (a[2] - b[2])) for a, b in some]
         taus[which] = sum(signs) / len(signs) if signs else float("nan")
         print(f"  Kendall's tau over {which} ({len(some)}): {taus[which]:.2f} (must {TAU})", flush=True)
     return {"rows": rows, "taus": taus, "noise": noise}
@@ -138,16 +141,14 @@ def main() -> None:
     with LLM(**options) as llm:
         costs = measuring.calibrate(llm.engine, {}, args.seconds)
         for phase, x in costs.fit.items():
-            print(
-                f"{phase:8} {x['steps']:6} steps, median error {100 * x['median_error']:.1f} %, sum {100 * x['sum_error']:+.1f} %"
-            )
+            errors = f"median error {100 * x['median_error']:.1f} %, sum {100 * x['sum_error']:+.1f} %"
+            print(f"{phase:8} {x['steps']:6} steps, {errors}")
         trace = read_trace(f"synthetic:like={args.like},requests={args.requests},seed=5")
         case = case_of(options, costs, "fcfs", "lru")
         at_once = cases.simulate(case, cases.at_rate(trace, float("inf")), costs, answers=False)
         knee = figures.figures(at_once, {}, {})["request_throughput"]
-        print(
-            f"knee {knee:.1f} requests a second; {len(trace)} requests, {trace.prompt.mean():.0f} + {trace.output.mean():.0f} tokens"
-        )
+        sizes = f"{trace.prompt.mean():.0f} + {trace.output.mean():.0f} tokens"
+        print(f"knee {knee:.1f} requests a second; {len(trace)} requests, {sizes}")
         if "shares" not in args.skip:
             found["shares"] = shares(llm, case, trace, costs, knee, args)
         if "ranking" not in args.skip:
