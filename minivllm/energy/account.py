@@ -90,6 +90,7 @@ class EnergyAccount:
         events.publishing.subscribe(self._publish)
         events.turn_ended.subscribe(self._turn_ended)
         events.request_finished.subscribe(self._request_finished)
+        events.engine_stopped.subscribe(lambda error: self.close())
         events.stats_asked.subscribe(self._add_figures)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
@@ -257,6 +258,11 @@ class EnergyAccount:
         self._settle_late()
         if self._open:
             self._read()
+
+    def close(self) -> None:
+        """The engine has stopped: a counter that a thread reads is read no longer."""
+        if (close := getattr(self.meter, "close", None)) is not None:
+            close()
 
     def figures(self) -> dict[str, Any]:
         """``joules_per_output_token`` is of what it gave while busy, prompts and all; None before the first token."""

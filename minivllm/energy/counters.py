@@ -8,10 +8,12 @@ own), whoever made them work.  RAPL's counters move each millisecond, NVML's eac
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+EVERY = 0.05  # seconds between readings of a counter that a thread reads
 POWERCAP = Path("/sys/class/powercap")
 
 
@@ -91,6 +93,35 @@ class Sum:
         return sum(meter.joules() for meter in self.meters)
 
 
+class Polled:
+    """A counter that takes milliseconds to read, as NVML's does: a thread reads it, and ``joules`` is what it found
+    last, about ``EVERY`` seconds ago.  What it raises, ``joules`` raises.  ``close`` ends the thread."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter, self.name = meter, meter.name
+        self._last, self._error = meter.joules(), ""
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="minivllm-joules", daemon=True)
+        self._thread.start()
+
+    def _poll(self) -> None:
+        while not self._done.wait(EVERY):
+            try:
+                self._last = self.meter.joules()
+            except (OSError, ValueError) as e:
+                self._error = str(e) or type(e).__name__
+                return
+
+    def joules(self) -> float:
+        if self._error:
+            raise OSError(self._error)
+        return self._last
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+
 def open_counter(asked: str, devices: Callable[[], list[str]]) -> Meter:
     """The counter that the option ``energy`` names: "rapl", "rapl:FOLDER", or "on", that of the ``devices`` that
     compute ("cpu", or a GPU's UUID).  OSError says why there is none."""
@@ -100,7 +131,8 @@ def open_counter(asked: str, devices: Callable[[], list[str]]) -> Meter:
             return Rapl(Path(folder) if folder else None)
         names = list(dict.fromkeys(devices()))
         meters: list[Meter] = [Rapl() if name == "cpu" else Nvml(name) for name in names]
-        return meters[0] if len(meters) == 1 else Sum(meters)
+        meter = meters[0] if len(meters) == 1 else Sum(meters)
+        return meter if names == ["cpu"] else Polled(meter)
     except (OSError, ValueError) as exc:
         raise OSError(why(exc)) from exc
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .data_files import data_files
 from .machine import LIBRARIES
 
 PLUGINS = "minivllm.plugins"
@@ -173,67 +174,13 @@ def _class_at(module: str, name: str, seen: set[str]) -> Iterator[str]:
 
 
 def beside(file: Path | None, data: bytes) -> Iterator[tuple[str, tuple[str, float]]]:
-    """Files below a module's folder that its text joins from ``__file__``, directly or through names that are assigned
-    from it, and that it does not open for writing: what a run writes is no source of it."""
+    """Data files of a module: (path from its folder, (hash, time))."""
     tree = _parsed(data)
     if file is None or tree is None:
         return
-    here, names, written = _from_file(tree), dict[str, None](), set[str]()
-    for node in ast.walk(tree):
-        joined = isinstance(node, ast.Call) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))
-        if not joined or not _mentions(node, here):
-            continue
-        if isinstance(node, ast.Call) and _writes(node):
-            target = node.args[0] if isinstance(node.func, ast.Name) and node.args else node.func
-            written |= {"/".join(_pieces_of(n)) for n in ast.walk(target) if isinstance(n, (ast.Call, ast.BinOp))}
-            continue
-        text = "/".join(_pieces_of(node))
-        names |= {text: None} if text and len(text) < 200 and text.isprintable() else {}
-    names = {name: None for name in names if name not in written}
-    for name in names:
-        path = file.parent / name
-        with contextlib.suppress(OSError, ValueError):
-            inside = path.resolve().is_relative_to(file.parent.resolve())
-            if inside and path.suffix not in (".py", ".pyc") and path.is_file():
-                yield _posix(path, file.parent), (_sha_file(path), path.stat().st_mtime)
-
-
-def _from_file(tree: ast.Module) -> set[str]:
-    """``__file__`` and the names that are assigned from it."""
-    here, before = {"__file__"}, 0
-    while len(here) > before:
-        before = len(here)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and _mentions(node.value, here):
-                here |= {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
-    return here
-
-
-def _mentions(node: ast.AST, names: set[str]) -> bool:
-    return any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(node))
-
-
-def _writes(call: ast.Call) -> bool:
-    """``open(path, "w")``, ``path.open("w")``, ``path.write_text(...)``."""
-    f = call.func
-    name = f.id if isinstance(f, ast.Name) else f.attr if isinstance(f, ast.Attribute) else ""
-    if name in ("write_text", "write_bytes"):
-        return True
-    given = [*call.args[isinstance(f, ast.Name) :][:1], *(k.value for k in call.keywords if k.arg == "mode")]
-    modes = [n.value for n in given if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    return name == "open" and any(set(mode) & set("wax+") for mode in modes)
-
-
-def _pieces_of(node: ast.AST) -> Iterator[str]:
-    """Texts of a path that is joined by ``/`` or by the arguments of a call, from left to right."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
-    elif isinstance(node, ast.BinOp):
-        yield from _pieces_of(node.left)
-        yield from _pieces_of(node.right)
-    elif isinstance(node, ast.Call):
-        for arg in node.args:
-            yield from _pieces_of(arg)
+    for name, path in data_files(file, tree):
+        with contextlib.suppress(OSError):
+            yield name, (_sha_file(path), path.stat().st_mtime)
 
 
 def _parsed(data: bytes) -> ast.Module | None:

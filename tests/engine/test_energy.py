@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from energy_helpers import Powercap
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
 from minivllm.energy.account import EVERY, SETTLE, EnergyAccount
-from minivllm.energy.counters import Sum, open_counter
+from minivllm.energy.counters import Polled, Sum, open_counter
 from minivllm.errors import ConfigError
 from minivllm.testing.sim import request, run, sim_engine
 
@@ -194,6 +195,40 @@ def test_counters_of_several_gpus_are_one_and_one_that_is_not_there_says_so(tmp_
         LLM("pocket", **POCKET, energy=f"rapl:{tmp_path}")
     with pytest.raises(ConfigError, match="executor minivllm/sim does not say what computes"):
         LLM("pocket", **POCKET, energy="on", executor="sim")
+
+
+def test_a_counter_that_is_slow_to_read_is_read_by_a_thread_until_the_engine_stops():
+    class Slow:
+        name, count, broken = "slow", 0, False
+
+        def joules(self):
+            time.sleep(0.03)
+            if self.broken:
+                raise OSError("gone")
+            self.count += 1
+            return float(self.count)
+
+    slow = Slow()
+    engine = sim_engine()
+    engine.energy = account = EnergyAccount(Polled(slow))
+    account.attach(engine, [None])
+    r = request(engine, "a", [1, 2], max_tokens=30, ignore_eos=True)
+    begin = time.perf_counter()
+    run(engine)
+    steps = time.perf_counter() - begin
+    while account.settling:
+        time.sleep(0.002)
+        account.look()
+    assert r.energy.joules >= 1 and steps < 30 * 0.03
+    engine.stop()
+    last = slow.count
+    time.sleep(0.1)
+    assert slow.count == last
+    broken = Polled(slow)
+    slow.broken = True
+    with pytest.raises(OSError, match="gone"):
+        while True:
+            broken.joules()
 
 
 def test_outputs_stats_and_records_have_joules_and_a_diff_does_not_count_them(tmp_path, capsys):

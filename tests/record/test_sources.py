@@ -107,3 +107,51 @@ def test_a_hook_without_a_source_leaves_nothing_unknown(made):
     assert any("hooks.typed_in" in line for line in found.warnings)
     hook["seam"] = "drafter.typed_in"
     assert compare(bill, bill).unknown == ("drafter.typed_in",)
+
+
+PATHS = {
+    "os.path": "import os\nT = open(os.path.join(os.path.dirname(__file__), 't.json'))\n",
+    "a sum of texts": "import os\nT = open(os.path.dirname(__file__) + '/t.json')\n",
+    "an f-string": "import os\nH = os.path.dirname(__file__)\nT = open(f'{H}/t.json')\n",
+    "a part of a name": "H = Path(__file__).parent\ndef load(n):\n    return (H / f't{n}son').read_text()\n",
+    "a format": "import os\nT = open('{}/t.json'.format(os.path.dirname(__file__)))\n",
+    "a percent": "import os\nT = open('%s/t.json' % os.path.dirname(__file__))\n",
+    "a constant": "N = 't.json'\nT = (Path(__file__).parent / N).read_text()\n",
+    "a function's argument": "def load(n):\n    return (Path(__file__).parent / n).read_text()\nT = load('t.json')\n",
+    "a function's answer": "def here():\n    return Path(__file__).parent\nT = open(here() / 't.json')\n",
+    "a default": "def load(h=Path(__file__).parent):\n    return open(h / 't.json')\n",
+    "a loop": "for n in ('t.json', 'u'):\n    T = open(Path(__file__).parent / n)\n",
+    "a resource": "from importlib import resources\nT = resources.files(__package__).joinpath('t.json')\n",
+    "pkgutil": "import pkgutil\nT = pkgutil.get_data(__name__, 't.json')\n",
+    "its spec": "import os\nT = open(os.path.join(os.path.dirname(__spec__.origin), 't.json'))\n",
+    "the current folder": "T = open('t.json')\n",
+    "a pattern": "T = list(Path(__file__).parent.glob('*.json'))\n",
+    "a list of all": "T = [p.read_text() for p in Path(__file__).parent.iterdir()]\n",
+    "annotated": "H: Path = Path(__file__).parent\nT = (H / 't.json').read_text()\n",
+}
+
+
+@pytest.mark.parametrize("how", PATHS)
+def test_a_data_file_is_covered_however_its_path_is_put_together(how, write, tmp_path):
+    write("opens_of_mine", "from pathlib import Path\n" + PATHS[how] + EVICTOR)
+    found = []
+    for text in "112":
+        (tmp_path / "t.json").write_text(text)
+        found.append(sources.plugin_source("opens_of_mine:Mine").hash)
+    assert found[0] == found[1] != found[2]
+
+
+def test_data_of_the_package_counts_and_a_word_of_a_docstring_does_not(write, tmp_path):
+    package = tmp_path / "pack_of_mine"
+    (package / "deep").mkdir(parents=True)
+    (package / "data").mkdir()
+    for name in ("__init__.py", "deep/__init__.py"):
+        (package / name).write_text("")
+    (package / "deep" / "part.py").write_text(
+        '"""Reads notes.txt never."""\nfrom pathlib import Path\n'
+        "T = Path(__file__).parents[1] / 'data' / 'a.json'\nnp = None\nnp.save(T.with_name('made.npy'), 1)\n" + EVICTOR
+    )
+    for name in ("data/a.json", "data/made.npy", "data/b.json", "deep/notes.txt"):
+        (package / name).write_text("1")
+    files = sources.plugin_source("pack_of_mine.deep.part:Mine").files
+    assert [name for name in files if ":" in name] == ["pack_of_mine.deep.part:../data/a.json"]
