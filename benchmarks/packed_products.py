@@ -136,7 +136,7 @@ def experts(tiles: bool) -> None:
         for tokens, g in given.items():
             found = {}
             for tile in expert_tiles(tokens, form) if tiles else (None,):
-                packed_experts.TILES = served if tile is None else ((float("inf"), tile, tile),)
+                packed_experts.TILES = served if tile is None else dict.fromkeys(served, ((float("inf"), tile, tile),))
                 found["own" if tile is None else str(tile)] = tried([partial(k, *g) for k in made * 2])
             packed_experts.TILES = served
             told = f"own {found['own']:.1f}, best {best_of(found, 4)}"

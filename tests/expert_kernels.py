@@ -36,7 +36,7 @@ SHAPES = [
 ]
 
 
-# form (see ``packed``), and which of these shapes
+# form (see ``packed``) of both weights or of each, and a shape as above
 PACKED = [
     ("u4 32", (1, 8, 2, 64, 32, "silu", False, True, False)),
     ("u4 32 z", (5, 8, 3, 64, 32, "gelu", True, True, False)),
@@ -45,6 +45,7 @@ PACKED = [
     ("i8 0", (37, 16, 4, 96, 80, "silu", False, False, False)),
     ("i8 16", (9, 5, 5, 64, 48, "relu", False, True, False)),
     ("i8 16 z", (5, 4, 2, 64, 32, "silu", False, False, False)),
+    ("u4 32, i8 16", (40, 2, 2, 64, 32, "silu", False, False, False)),
     ("f8 64", (70, 4, 2, 128, 64, "silu", False, True, False)),
 ]
 
@@ -136,8 +137,9 @@ def packed(rows: int, inputs: int, form: str, device: str) -> tuple[StoredWeight
 def check_packed_products(device: str, dtype: torch.dtype, shape: tuple, form: str) -> None:
     """The same of experts whose weights are quantized."""
     _, count, _, hidden, inner, activation, *_ = shape
-    up, wide_up = packed(count * 2 * inner, hidden, form, device)
-    down, wide_down = packed(count * hidden, inner, form, device)
+    of_up, of_down = (form.split(", ") * 2)[:2]
+    up, wide_up = packed(count * 2 * inner, hidden, of_up, device)
+    down, wide_down = packed(count * hidden, inner, of_down, device)
     plain = ExpertProducts(wide_up.view(count, -1, hidden), wide_down.view(count, hidden, inner))
     assert takes(up) and takes(down)
 

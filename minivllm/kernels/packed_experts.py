@@ -23,12 +23,20 @@ from .experts import OAI, ExpertProducts, _block, _gated
 from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
 
-# pairs of an expert up to which; BM, BN, BK, stages and warps of ``up`` and of ``down``
-TILES = (
-    (12, (16, 64, 64, 4, 4), (16, 64, 128, 4, 4)),
-    (32, (32, 128, 64, 3, 8), (32, 128, 64, 3, 8)),
-    (float("inf"), (64, 128, 64, 3, 8), (64, 128, 64, 3, 8)),
-)
+# by bits: pairs of an expert up to which; BM, BN, BK, stages and warps of ``up`` and of ``down``.  Of 4 bits what was
+# the fastest of benchmarks/packed_products.py on an H200; of 8, for few pairs, what was it for one weight, and for many
+# the largest of which no register is spilled
+TILES = {
+    4: (
+        (12, (16, 64, 128, 3, 4), (16, 64, 128, 3, 4)),
+        (32, (32, 128, 64, 3, 8), (32, 128, 64, 3, 8)),
+        (float("inf"), (64, 64, 64, 3, 4), (64, 64, 64, 3, 4)),
+    ),
+    8: (
+        (12, (16, 64, 128, 3, 4), (16, 64, 128, 3, 4)),
+        (float("inf"), (32, 128, 64, 3, 8), (32, 128, 64, 3, 8)),
+    ),
+}
 
 
 @kernel("pairs")
@@ -148,7 +156,8 @@ class PackedExperts(ExpertProducts):
         self.limit, self.alpha, self.fixed = float("inf") if limit is None else limit, alpha, False
 
     def _tile(self, pairs: int, gated: bool) -> dict[str, int]:
-        up, down = next(both for most, *both in TILES if pairs / self.count <= most)
+        table = TILES[max(one.form for one in self.packed)]  # blocks of both have as many pairs
+        up, down = next(both for most, *both in table if pairs / self.count <= most)
         return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), up if gated else down, strict=True))
 
     def _grouped(

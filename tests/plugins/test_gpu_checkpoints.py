@@ -75,11 +75,12 @@ def test_tokens_are_those_of_the_weights_in_floating_numbers(tmp_path, name, eag
     assert [list(one.outputs[0].token_ids) for one in found] == wanted
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes"])
+@pytest.mark.parametrize("name", ["gptq", "gptq experts", "awq", "compressed-tensors", "fp8", "bitsandbytes"])
 def test_bfloat16_runs_captured_near_the_weights_in_floating_numbers(tmp_path, name):
     said, code, write, kind = MADE[name]
     torch.manual_seed(4)
-    _, hf = packed_dir(tmp_path, said, code, write, kind, hidden_size=64, intermediate_size=192)
+    more = {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {"hidden_size": 64, "intermediate_size": 192}
+    _, hf = packed_dir(tmp_path, said, code, write, kind, **more)
     asked = SamplingParams(max_tokens=1, temperature=0, logprobs=5)
     with LLM(model=str(tmp_path), **{**LLM_SIZES, "device": "cuda", "dtype": "bfloat16"}) as llm:
         for prompt in PROMPTS:
