@@ -66,6 +66,7 @@ if __name__ == "__main__":
             say(tokens=sum(len(o.tokens) for o in out))
 """
 SOON = {"a rank hangs": 2.0 + 2.0}  # seconds until the engine says so, where they are not 2
+SHUTS_DOWN = 5.0  # seconds more where a start fails with Ray: it is told once the cluster has ended
 GONE = 15.0  # seconds until nothing is left
 LONGEST = 300.0  # seconds of a try
 
@@ -198,7 +199,8 @@ class Try:
             numbered = fault != STARTS or self.args.executor == "multiprocess"  # Ray's places get numbers later
             if (f"rank {self.rank} of {self.args.ranks}" if numbered else "rank") not in words:
                 row.wrong.append(f"{fault} {self.rank}: it says {words!r}")
-            if took > SOON.get(fault, 2.0):
+            more = SHUTS_DOWN if fault == STARTS and self.args.executor == "ray" else 0.0
+            if took > SOON.get(fault, 2.0) + more:
                 row.wrong.append(f"{fault} {self.rank}: said after {took:.1f} s")
 
     def _kill_a_starting_rank(self) -> float:
