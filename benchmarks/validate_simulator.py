@@ -132,11 +132,15 @@ def main() -> None:
     parser.add_argument("--out", default="", help="all figures as JSON")
     args = parser.parse_args()
     options = {
-        "model": args.model, "device": args.device, "max_num_seqs": args.rows, "max_num_batched_tokens": args.tokens,
-        "max_model_len": args.length, "num_kvcache_blocks": args.blocks,
+        "model": args.model,
+        "device": args.device,
+        "max_num_seqs": args.rows,
+        "max_num_batched_tokens": args.tokens,
+        "max_model_len": args.length,
+        "num_kvcache_blocks": args.blocks,
         **({"dtype": "float32"} if args.device == "cpu" else {}),
         **({"load_format": "dummy", "skip_tokenizer_init": True} if args.dummy else {}),
-    }  # fmt: skip
+    }
     found: dict[str, Any] = {}
     with LLM(**options) as llm:
         costs = measuring.calibrate(llm.engine, {}, args.seconds)

@@ -104,9 +104,9 @@ def _written(tree: ast.Module) -> set[str]:
                     assigned.setdefault(target.id, []).append(node.value)
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (target := _saves_to(node)) is not None:
-            names = [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
-            whole = [target, *(value for name in names for value in assigned.get(name, ()))]
+        if isinstance(node, ast.Call) and (path := _saves_to(node)) is not None:
+            names = [n.id for n in ast.walk(path) if isinstance(n, ast.Name)]
+            whole = [path, *(value for name in names for value in assigned.get(name, ()))]
             for one in whole:
                 texts = [t for t in _texts(ast.Expression(one)) if t not in ("w", "a", "wb", "x")]
                 found |= {"/".join(texts[at:]).strip("/") for at in range(len(texts))}
