@@ -28,13 +28,23 @@ from minivllm.simulate import cases, figures
 from minivllm.traces.read import read_trace
 
 MUST = {  # relative errors
-    "output_throughput": 0.05, "mean_ttft_ms": 0.08, "mean_tpot_ms": 0.08, "p99_ttft_ms": 0.15, "p99_tpot_ms": 0.15,
+    "output_throughput": 0.05,
+    "mean_ttft_ms": 0.08,
+    "mean_tpot_ms": 0.08,
+    "p99_ttft_ms": 0.15,
+    "p99_tpot_ms": 0.15,
     "p99_e2el_ms": 0.15,
-}  # fmt: skip
+}
 POLICIES = (
-    ("fcfs", "lru"), ("prefill-first", "lru"), ("shortest-job", "lru"), ("static", "lru"), ("prefix-aware", "lru"),
-    ("fair", "lru"), ("fcfs", "fifo"), ("shortest-job", "lfu"),
-)  # fmt: skip
+    ("fcfs", "lru"),
+    ("prefill-first", "lru"),
+    ("shortest-job", "lru"),
+    ("static", "lru"),
+    ("prefix-aware", "lru"),
+    ("fair", "lru"),
+    ("fcfs", "fifo"),
+    ("shortest-job", "lfu"),
+)
 TAU, FAST = 0.85, 80_000
 
 

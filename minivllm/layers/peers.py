@@ -156,16 +156,7 @@ class PeerMemory:
         if not tokens:
             return
         kind = KINDS[x.dtype]
-        n = dim // (1 if kind == FLOAT32 else 2)
-        words = [t if t is None else t.view(torch.int32) for t in (x, residual, bias)]
-        given = (
-            words[0],
-            words[0] if residual is None else words[1],
-            words[0] if norm is None else norm.weight.view(torch.int32),
-            words[0] if bias is None else words[2],
-            y.view(torch.int32),
-            self.peers,
-        )
+        n = dim // (1 if kind == FLOAT32 else 2)  # words of a row
         sizes = dict(
             DIM=dim,
             N=n,
@@ -176,25 +167,36 @@ class PeerMemory:
             ADD=residual is not None,
             NORM=norm is not None,
             SIZE=self.size,
+            num_warps=4 if n <= 1024 else 8,
             **pdl(x),
         )
-        stride, eps = words[0].stride(0), 0.0 if norm is None else norm.eps
+        # what is not there is not read
+        given = (x, residual, None if norm is None else norm.weight, bias, y)
+        tensors = [(x if one is None else one).view(torch.int32) for one in given]
+        rest = (tensors[0].stride(0), self.rank, 0.0 if norm is None else norm.eps)
         way = way or self.way(tokens, 4 * n)
         if way == "words":
-            sum_by_words[(tokens,)](
-                *given, self.words, self.progress[:2], stride, self.rank, eps, WORDS=self.layout.words, ROWS=WORD_ROWS,
-                MOST=WORDS, num_warps=4 if n <= 1024 else 8, **sizes,
-            )  # fmt: skip
-            return
-        programs = min(tokens, BLOCKS)
-        each = 1
+            at = (*tensors, self.peers, self.words, self.progress[:2], *rest)
+            sum_by_words[(tokens,)](*at, WORDS=self.layout.words, ROWS=WORD_ROWS, MOST=WORDS, **sizes)
+        else:
+            at = (*tensors, self.peers, self.flags, self.progress[2:4], *rest, tokens)
+            self._sum_by_flags(at, tokens, n, way == "split", sizes)
+
+    def _sum_by_flags(self, at: tuple[Any, ...], tokens: int, n: int, split: bool, sizes: dict[str, Any]) -> None:
+        programs, each = min(tokens, BLOCKS), 1
         while 2 * each * n <= CHUNK and each < 4 and each * programs < tokens:
             each *= 2
         sum_by_flags[(programs,)](
-            *given, self.flags, self.progress[2:4], stride, self.rank, eps, tokens, FLAGS=self.layout.sum_flags,
-            ROWS=self.layout.rows, SUMS=self.layout.sums, EACH=each, BLOCKS=BLOCKS, CHUNK=CHUNK, SPLIT=way == "split",
-            num_warps=4 if n <= 1024 else 8, **sizes,
-        )  # fmt: skip
+            *at,
+            FLAGS=self.layout.sum_flags,
+            ROWS=self.layout.rows,
+            SUMS=self.layout.sums,
+            EACH=each,
+            BLOCKS=BLOCKS,
+            CHUNK=CHUNK,
+            SPLIT=split,
+            **sizes,
+        )
 
     def way(self, tokens: int, row_bytes: int) -> str:
         """How ``tokens`` rows of so many bytes are summed: the same on all ranks."""
@@ -213,11 +215,24 @@ class PeerMemory:
         elif rows:
             programs = min(MOVERS, rows * -(-columns // TILE))
             gather[(programs,)](
-                x.contiguous(), x if out is None else out, self.peers, self.moves, self.progress[4:6],
-                rows, self.rank, vocab,
-                COLUMNS=columns, SIZE=self.size, FLAGS=self.layout.move_flags, ACKS=self.layout.move_acks,
-                PLACES=self.layout.places, BLOCKS=MOVERS, TILE=TILE, num_warps=8, **pdl(x),
-            )  # fmt: skip
+                x.contiguous(),
+                x if out is None else out,
+                self.peers,
+                self.moves,
+                self.progress[4:6],
+                rows,
+                self.rank,
+                vocab,
+                COLUMNS=columns,
+                SIZE=self.size,
+                FLAGS=self.layout.move_flags,
+                ACKS=self.layout.move_acks,
+                PLACES=self.layout.places,
+                BLOCKS=MOVERS,
+                TILE=TILE,
+                num_warps=8,
+                **pdl(x),
+            )
         return out
 
     def share_drawn(self, slots: Tensor, position: Tensor, state: Any) -> None:
@@ -226,7 +241,22 @@ class PeerMemory:
         rows = len(slots)
         if rows:
             drawn[(-(-rows // DRAWN),)](
-                slots, position, state.tokens, state.known, state.stopped.view(torch.uint8), self.peers, self.tokens,
-                self.progress[6:], rows, state.tokens.stride(0), self.rank, SIZE=self.size, ACKS=self.layout.drawn_acks,
-                PLACES=self.layout.drawn, BLOCKS=MOVERS, TILE=DRAWN, num_warps=4, **pdl(slots),
-            )  # fmt: skip
+                slots,
+                position,
+                state.tokens,
+                state.known,
+                state.stopped.view(torch.uint8),
+                self.peers,
+                self.tokens,
+                self.progress[6:],
+                rows,
+                state.tokens.stride(0),
+                self.rank,
+                SIZE=self.size,
+                ACKS=self.layout.drawn_acks,
+                PLACES=self.layout.drawn,
+                BLOCKS=MOVERS,
+                TILE=DRAWN,
+                num_warps=4,
+                **pdl(slots),
+            )

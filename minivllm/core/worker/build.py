@@ -71,12 +71,9 @@ class SecondModel:
 
 def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
     """(name, instance) in order, the sampler last.  The engine's host side and the worker each make their own."""
+    draw = fused(wiring, "draw")
     ctx = SamplingContext(
-        vocab_size,
-        wiring.max_model_len,
-        wiring.eos_ids,
-        wiring.batch_invariant,
-        fused(wiring, "draw"),
+        vocab_size, wiring.max_model_len, wiring.eos_ids, wiring.batch_invariant, draw
     )
     made = [(p.name, build_part("processor", p, ctx)) for p in wiring.processors]
     part = wiring.parts["sampler"]

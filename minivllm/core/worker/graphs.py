@@ -246,9 +246,7 @@ class Graphs:
         at = (rows, asked)
         if at not in self.samples:
             if len(self.samples) >= CAPTURES:
-                self._note(
-                    f"{CAPTURES} kinds of draws are captured: others run as separate launches"
-                )
+                self._note(f"{CAPTURES} kinds of draws are captured: others are launched apart")
                 return None
             self.samples[at] = self._capture_sample(rows, asked)
         return self.samples[at]
@@ -271,11 +269,8 @@ class Graphs:
                 self._capture_forward(GraphKey("decode", size, size, SHORT))
             for variant in variants:
                 self._sample_of(size, Asked((*none, variant), False, -1, False))
-        keys = {
-            size: GraphKey("decode", size, size, SHORT)
-            for size in self.sizes
-            if size >= self.measured_from
-        }
+        measured = [size for size in self.sizes if size >= self.measured_from]
+        keys = {size: GraphKey("decode", size, size, SHORT) for size in measured}
         # kernels of other steps are compiled now, not in the middle of the first burst
         if self.mixed:
             self._try_forward(
@@ -284,10 +279,8 @@ class Graphs:
         if self.runner.graph_safe[-1]:
             for variant in variants:
                 self._draw_once(variant)
-        useful = useful_sizes(
-            {size: replay_ms(self.forwards[key].graph) for size, key in keys.items()}
-        )
-        for size in set(keys) - set(useful):
+        times = {size: replay_ms(self.forwards[key].graph) for size, key in keys.items()}
+        for size in set(keys) - set(useful_sizes(times)):
             self.sizes.remove(size)
             del self.forwards[keys[size]]
 
