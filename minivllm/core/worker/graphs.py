@@ -30,6 +30,7 @@ from minivllm.core.foreign import as_exception
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Draw
+from minivllm.errors import first_line
 from minivllm.kernels.mask import DeviceMasks
 
 from . import step
@@ -110,10 +111,6 @@ def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
         ended.synchronize()
         found.append(begun.elapsed_time(ended))
     return min(found)
-
-
-def first_line(e: Exception) -> str:
-    return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
 
 
 @dataclass

@@ -24,7 +24,7 @@ from minivllm.core.interfaces.model import takes_logits_indices
 from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan, merged
 from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, first_line
 from minivllm.hardware import free_ram
 from minivllm.layers.native_steps import NativeSteps, native_steps
 
@@ -102,7 +102,7 @@ class Runner:
         graph = traits.get("graph", "none")
         if not wanted or graph == "none" or traits.get("plan") != "device":
             return None
-        from .graphs import Graphs, first_line
+        from .graphs import Graphs
 
         graphs = (self.captures or Graphs)(
             self, graph == "mixed" and self.wiring.steps.graph in ("auto", "mixed")
