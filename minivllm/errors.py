@@ -97,11 +97,6 @@ def told(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {text}"
 
 
-def first_line(e: BaseException) -> str:
-    """Its kind and the first line of what it says, which may be pages of a compiler's."""
-    return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
-
-
 def error_from(name: str, message: str, param: str | None = None) -> Exception:
     """The error that another process told of: minivllm's own by its class name, or that of a verb which is not known;
     another one came of a bug and is a plain MinivllmError."""

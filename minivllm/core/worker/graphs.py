@@ -30,7 +30,7 @@ from minivllm.core.foreign import as_exception
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Draw
-from minivllm.errors import first_line
+from minivllm.errors import told
 from minivllm.kernels.mask import DeviceMasks
 
 from . import step
@@ -223,18 +223,18 @@ class Graphs:
         self,
         key: GraphKey,
         asked: Asked,
-        plan: StepPlan | None = None,
-        late: LateInputs | None = None,
+        plan: StepPlan,
+        late: LateInputs | None,
     ) -> tuple[torch.Tensor, Any] | None:
         """(i32 [3, B] tokens, counts and flags of the rows; their log-probabilities or None).  None if what is asked
-        cannot be captured.  ``late`` with its ``plan``: the masks of late rows."""
-        if plan is not None and late is not None:
+        cannot be captured.  ``late``: the masks of late rows."""
+        if late is not None:
             self.late_masks().put(plan.samples[plan.late], late.mask)
         captured = self._sample_of(key.rows, asked)
         if captured is None:
             return None
         captured.graph.replay()
-        if late is not None and self.masks is not None:
+        if late is not None:
             self.masks.read_now()
         return self.buffers[key.rows].out, captured.result
 
@@ -266,8 +266,11 @@ class Graphs:
                 self._capture_forward(GraphKey("decode", size, size, SHORT))
             for variant in variants:
                 self._sample_of(size, Asked((*none, variant), False, -1, False))
-        measured = [size for size in self.sizes if size >= self.measured_from]
-        keys = {size: GraphKey("decode", size, size, SHORT) for size in measured}
+        keys = {
+            size: GraphKey("decode", size, size, SHORT)
+            for size in self.sizes
+            if size >= self.measured_from
+        }
         # kernels of other steps are compiled now, not in the middle of the first burst
         if self.mixed:
             self._try_forward(
@@ -294,7 +297,7 @@ class Graphs:
             )
         except BaseException as e:  # a plug-in's: requests will tell
             self._note(
-                f"the sampler was not tried before the first request: {first_line(as_exception(e))}"
+                f"the sampler was not tried before the first request: {told(as_exception(e))}"
             )
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
@@ -329,7 +332,7 @@ class Graphs:
             # a model or back end that cannot be captured, or no memory left for it
             self.refused.add(key)
             self._note(
-                f"a step is not captured, it runs as separate launches: {first_line(as_exception(e))}"
+                f"a step is not captured, it runs as separate launches: {told(as_exception(e))}"
             )
             return False
         return True
@@ -385,7 +388,7 @@ class Graphs:
             return self._capture(run)
         except BaseException as e:  # a plug-in that cannot be captured runs uncaptured
             self._note(
-                f"sampling is not captured, it runs as separate launches: {first_line(as_exception(e))}"
+                f"sampling is not captured, it runs as separate launches: {told(as_exception(e))}"
             )
             return None
         finally:

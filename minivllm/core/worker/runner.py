@@ -24,7 +24,7 @@ from minivllm.core.interfaces.model import takes_logits_indices
 from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan, merged
 from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
-from minivllm.errors import RequestError, first_line
+from minivllm.errors import RequestError, told
 from minivllm.hardware import free_ram
 from minivllm.layers.native_steps import NativeSteps, native_steps
 
@@ -105,14 +105,14 @@ class Runner:
         from .graphs import Graphs
 
         graphs = (self.captures or Graphs)(
-            self, graph == "mixed" and self.wiring.steps.graph in ("auto", "mixed")
+            self, graph == "mixed" and self.wiring.steps.graph != "decode"
         )
         try:
             with torch.inference_mode():
                 graphs.warm()
         except BaseException as e:
             # a model or back end that cannot be captured, or no memory left for it
-            said = first_line(as_exception(e))
+            said = told(as_exception(e))
             self.worker.notes.append(
                 f"steps are not captured, they run as separate launches: {said}"
             )
