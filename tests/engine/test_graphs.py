@@ -95,7 +95,7 @@ def test_draws_beyond_those_that_are_kept_run_uncaptured_and_it_is_said_once():
     some = captures()
     some.samples = dict.fromkeys(range(CAPTURES))
     for _ in range(2):
-        assert some.sample(GraphKey("decode", 16, 16, graphs.SHORT), ("new",)) is None
+        assert some.sample(GraphKey("decode", 16, 16, graphs.SHORT), ("new",), None, None) is None
     assert len(some.notes) == 1 and str(CAPTURES) in some.notes[0]
 
 

@@ -13,8 +13,7 @@ from minivllm.errors import PluginError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# 1.5: WeightScheme.served; StoredWeight of float8, and of bytes in groups of inputs
-# 1.4: WeightScheme.joined
+# 1.5: WeightScheme.served, StoredWeight of float8 and of bytes in groups; 1.4: WeightScheme.joined
 # 1.3: ModuleInfo.sources and copies, WeightScheme.params_of, Quantizer.notes; 1.2: WeightScheme.stored
 # 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
 API = (1, 5)
