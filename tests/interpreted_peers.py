@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minivllm.layers import peers
-from minivllm.layers.peers import Layout, PeerMemory
+from minivllm.layers.peers import RegionLayout, PeerMemory
 
 # programs that wait for each other take turns on few cores: as few of them as show all that there is
 peers.BLOCKS, peers.MOVERS, peers.TILE, peers.DRAWN = 2, 3, 64, 4
@@ -82,7 +82,8 @@ def check_drawn(rank: int, memory: PeerMemory, seed: int, rows: int = 9, slots: 
 def main(folder: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     regions = [
-        torch.from_file(f"{folder}/{r}", shared=True, size=Layout(size).bytes, dtype=torch.uint8) for r in range(size)
+        torch.from_file(f"{folder}/{r}", shared=True, size=RegionLayout(size).bytes, dtype=torch.uint8)
+        for r in range(size)
     ]
     memory = PeerMemory(rank, torch.tensor([region.data_ptr() for region in regions]), regions)
     for dtype in (torch.float32, torch.float16):  # the interpreter cuts bfloat16 off instead of rounding it

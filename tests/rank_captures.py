@@ -52,7 +52,7 @@ class RankRecorder(CpuRecorder):
 
 
 def share_memory(group: ProcessGroup) -> None:
-    folder, size = os.environ["RANK_CAPTURES"], peers.Layout(group.size).bytes
+    folder, size = os.environ["RANK_CAPTURES"], peers.RegionLayout(group.size).bytes
     regions = [
         torch.from_file(f"{folder}/{rank}", shared=True, size=size, dtype=torch.uint8) for rank in range(group.size)
     ]

@@ -40,7 +40,7 @@ SPLIT_FROM = {4: 4 << 20, 8: 256 << 10}
 
 
 @dataclass(frozen=True)
-class Layout:
+class RegionLayout:
     """Bytes from a region's begin, by ``size`` ranks."""
 
     size: int
@@ -89,7 +89,7 @@ class PeerMemory:
 
     def __init__(self, rank: int, peers: Tensor, keep: Any = None) -> None:
         self.rank, self.size, self.peers, self.keep = rank, len(peers), peers, keep
-        self.layout = Layout(self.size)
+        self.layout = RegionLayout(self.size)
         self.alone = False  # the others do not take part, as when a draw is tried before it is captured
         device = peers.device
         self.words, self.flags, self.moves, self.tokens = (
@@ -106,7 +106,7 @@ class PeerMemory:
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
-        region = symmetric.empty(Layout(size).bytes, dtype=torch.uint8, device=device)
+        region = symmetric.empty(RegionLayout(size).bytes, dtype=torch.uint8, device=device)
         region.zero_()
         handle = symmetric.rendezvous(region, dist.group.WORLD)
         peers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=device)

@@ -17,11 +17,11 @@ HERE = Path(__file__).parents[1]
 
 def regions(folder: Path, size: int) -> None:
     """A file of zeros for each rank."""
-    from minivllm.layers.peers import Layout
+    from minivllm.layers.peers import RegionLayout
 
     for rank in range(size):
         with open(folder / str(rank), "wb") as file:
-            file.truncate(Layout(size).bytes)
+            file.truncate(RegionLayout(size).bytes)
 
 
 @pytest.mark.slow
@@ -43,10 +43,10 @@ def test_ranks_get_the_sums_norms_logits_and_tokens_of_all(size, tmp_path):
 
 
 def test_parts_of_a_region_lie_apart_and_begin_where_vectors_can_be_read():
-    from minivllm.layers.peers import Layout
+    from minivllm.layers.peers import RegionLayout
 
     for size in range(2, 9):
-        layout = Layout(size)
+        layout = RegionLayout(size)
         parts = [value for name, value in vars(layout).items() if name not in ("size", "bytes")]
         assert parts == sorted(set(parts)) and parts[0] == 0 and layout.bytes > parts[-1]
         assert all(at % 4096 == 0 for at in parts)
