@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minivllm.layers import peers
-from minivllm.layers.peers import RegionLayout, PeerMemory
+from minivllm.layers.peers import PeerMemory, RegionLayout
 
 # programs that wait for each other take turns on few cores: as few of them as show all that there is
 peers.BLOCKS, peers.MOVERS, peers.TILE, peers.DRAWN = 2, 3, 64, 4
