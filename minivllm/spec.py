@@ -148,6 +148,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                     "bits": "bits of a quantized weight element, scales not counted",
                     "exponent": "how many of these are an exponent's: steps then go by the size of an element",
                     "inputs": "bits that products round activations to, a row at a time by its largest",
+                    "table": "the numbers that codes stand for, where they are no grid of steps, in their order",
+                    "group": "inputs of a row that share a scale; all of them without it",
                 },
             ),
             Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 4), facts=("device",), features=_SAMPLING),
