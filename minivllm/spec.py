@@ -141,7 +141,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "quantizer",
                 _SEAMS + "quantizer:Quantizer",
-                api=(1, 4),
+                api=(1, 5),
                 facts=("device", "sm", "dtype", "checkpoint"),
                 features=_INVARIANT | {"sliceable": "to quantize a slice of a tensor is to slice the quantized one"},
                 traits={
