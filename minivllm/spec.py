@@ -95,12 +95,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 features={"draft_model": "works with a model of its own, which its option `model` names"},
                 traits={"drafts": "how many tokens it can draft for a row in a step, if there is a limit; 0: none"},
             ),
-            Kind(
-                "evictor",
-                _SEAMS + "evictor:Evictor",
-                api=(1, 1),
-                traits={"order": "the reference order it keeps: lru, fifo or lfu"},
-            ),
+            Kind("evictor", _SEAMS + "evictor:Evictor", api=(1, 1), traits={"order": "it keeps: lru, fifo or lfu"}),
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
