@@ -94,12 +94,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 features={"draft_model": "works with a model of its own, which its option `model` names"},
                 traits={"drafts": "how many tokens it can draft for a row in a step, if there is a limit; 0: none"},
             ),
-            Kind(
-                "evictor",
-                _SEAMS + "evictor:Evictor",
-                api=(1, 1),
-                traits={"order": "the reference order it keeps: lru, fifo or lfu"},
-            ),
+            Kind("evictor", _SEAMS + "evictor:Evictor", api=(1, 1), traits={"order": "it keeps: lru, fifo or lfu"}),
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
@@ -141,13 +136,15 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "quantizer",
                 _SEAMS + "quantizer:Quantizer",
-                api=(1, 4),
+                api=(1, 5),
                 facts=("device", "sm", "dtype", "checkpoint"),
                 features=_INVARIANT | {"sliceable": "to quantize a slice of a tensor is to slice the quantized one"},
                 traits={
                     "bits": "bits of a quantized weight element, scales not counted",
                     "exponent": "how many of these are an exponent's: steps then go by the size of an element",
                     "inputs": "bits that products round activations to, a row at a time by its largest",
+                    "table": "the numbers that codes stand for, where they are no grid of steps, in their order",
+                    "group": "inputs of a row that share a scale; all of them without it",
                 },
             ),
             Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 4), facts=("device",), features=_SAMPLING),

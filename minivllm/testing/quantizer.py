@@ -404,7 +404,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
     @since(1, 0)
     def test_a_model_computes_what_transformers_computes_with_the_held_weights(self, tmp_path: Path) -> None:
         """Tiny Llama: the weights of all quantized layers are read back and given to transformers."""
-        path, cfg, hf = tiny_dir(tmp_path, "llama", **self.model)
+        path, cfg, hf = tiny_dir(tmp_path, "llama", **data.fields(self.spec.traits, self.model))
         plain, arch = logits(hf, PROMPT), ARCHS["llama"]()
         harness = self._model(path, cfg, arch)
         state = hf.state_dict()

@@ -30,6 +30,14 @@ def numbers(traits: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def fields(traits: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a tiny config.json: ``model``, with inputs of each layer that the ``group`` of a format divides."""
+    group = traits.get("group", 0)
+    if group <= 32:
+        return dict(model)
+    return {**model, "hidden_size": group, "intermediate_size": 2 * group, "head_dim": group // 4}
+
+
 def step(weight: Tensor, bits: int, exponent: int = 0, table: Sequence[float] = (), group: int = 0) -> Tensor:
     """Distance of neighbouring numbers at each element, where the largest of a row is the largest of the format; of a
     ``table`` the largest of each ``group`` of inputs."""

@@ -17,7 +17,8 @@ LONG = {
     ("executor", "minivllm/process"), ("executor", "minivllm/multiprocess"), ("executor", "minivllm/ray"),
     ("hooks", "minivllm/opentelemetry"),
     ("quantizer", "minivllm/fp8"),
-    ("quantizer", "minivllm/int8-w8a8"), ("quantizer", "minivllm/gptq"), ("quantizer", "minivllm/awq"),
+    ("quantizer", "minivllm/int8-w8a8"), ("quantizer", "minivllm/llm-int8"), ("quantizer", "minivllm/gptq"),
+    ("quantizer", "minivllm/awq"),
     ("quantizer", "minivllm/compressed-tensors"), ("quantizer", "minivllm/fp8-checkpoint"),
     ("quantizer", "minivllm/bitsandbytes"), ("quantizer", "minivllm/gguf"),
 }  # fmt: skip

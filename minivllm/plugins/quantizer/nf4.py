@@ -33,9 +33,9 @@ class Nf4Weight(TableRows):
     def __init__(self, info: ModuleInfo, group: int) -> None:
         weight = torch.empty(info.out_features, info.in_features // 2, dtype=torch.uint8, device=info.device)
         scale = torch.empty(info.out_features, info.in_features // group, dtype=torch.float32, device=info.device)
-        table = torch.tensor(NF4_TABLE, dtype=torch.float32, device=info.device)
-        super().__init__(info, weight, scale, table)
-        self._bounds = (table[1:] + table[:-1]) / 2
+        numbers = torch.tensor(NF4_TABLE, dtype=torch.float32)
+        super().__init__(info, weight, scale, torch.empty(len(numbers), dtype=torch.float32, device=info.device))
+        self._numbers, self._bounds = numbers, ((numbers[1:] + numbers[:-1]) / 2).to(info.device)
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.info.out_features, self.info.in_features)}
@@ -57,6 +57,7 @@ class Nf4Weight(TableRows):
         self.scale[rows] = largest
 
     def finish(self) -> None:
+        self.table.copy_(self._numbers)  # with all else that is loaded
         group = self.info.in_features // self.scale.shape[1]
         self.kernels = kernels_of(self.weight, self.scale, None, group, self.table)
 
