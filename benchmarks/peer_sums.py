@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minivllm.kernels.norm import add_rms_norm
-from minivllm.layers.peers import WORD_ROWS, PeerMemory
+from minivllm.layers.peers import WORD_ROWS, PeerMemory, region_of
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 CHAIN = 20  # calls in a capture
@@ -36,7 +36,7 @@ class Bench:
         torch.cuda.set_device(self.device)
         at = dict(store=dist.FileStore(store, size), rank=rank, world_size=size, device_id=self.device)
         dist.init_process_group("nccl", **at)
-        self.memory, self.wrong, self.side = PeerMemory.meet(rank, size, self.device), 0, torch.cuda.Stream()
+        self.memory, self.wrong, self.side = PeerMemory.meet(rank, region_of(size, self.device)), 0, torch.cuda.Stream()
         self.norm = SimpleNamespace(weight=torch.ones(dim, device=self.device, dtype=torch.bfloat16), eps=1e-5)
 
     def say(self, *words: object) -> None:

@@ -41,6 +41,8 @@ def check_sums(rank: int, memory: PeerMemory, dtype: torch.dtype, way: str, toke
     parts = [drawn_for(r + 7 * tokens, tokens, dim).to(dtype) for r in range(memory.size)]
     total, mine = sum(part.double() for part in parts), parts[rank].clone()
     memory._sum(mine, mine, way=way)
+    met, left = memory.reached()
+    assert met == left > 0, (way, tokens, dim)
     assert near(mine, total), ("sum", way, tokens, dim, dtype)
     before, weight, bias = (
         drawn_for(9 + i, *shape).to(dtype) for i, shape in enumerate(((tokens, dim), (dim,), (dim,)))
@@ -56,6 +58,8 @@ def check_sums(rank: int, memory: PeerMemory, dtype: torch.dtype, way: str, toke
 def check_gather(rank: int, memory: PeerMemory, dtype: torch.dtype, rows: int, columns: int, vocab: int) -> None:
     parts = [drawn_for(r, rows, columns).to(dtype) for r in range(memory.size)]
     found = memory.gather(parts[rank], vocab)
+    met, left = memory.reached()
+    assert met == left
     if rank:
         assert found is None
     else:
@@ -94,8 +98,6 @@ def main(folder: str, rank: int, size: int) -> None:
             check_gather(rank, memory, dtype, rows, columns, vocab)
     for seed in range(3):  # both places, and one of them again
         check_drawn(rank, memory, seed)
-    met, left = memory.reached()
-    assert met == left > 0
 
 
 if __name__ == "__main__":

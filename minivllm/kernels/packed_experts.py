@@ -122,6 +122,9 @@ def takes(stored: StoredWeight | None) -> int:
     if stored is None or stored.scale is None or not all(t is None or t.is_contiguous() for t in stored[:3]):
         return 0
     rows, inputs = stored.weight.shape
+    group = stored.group or inputs
+    if group & (group - 1) and (group < 128 or group not in (inputs, 2 * inputs)):
+        return 0  # a tile of 128 inputs lies in one group, or has whole ones
     if stored.weight.dtype in (torch.int8, torch.float8_e4m3fn):
         return 8
     if stored.weight.dtype != torch.uint8 or not stored.group:
@@ -130,6 +133,14 @@ def takes(stored: StoredWeight | None) -> int:
     if each == 2 * inputs:
         return 0 if stored.group % 32 else 4  # that share bytes
     return 8 if each == inputs and stored.zero is not None else 0
+
+
+def runs(weight: Tensor) -> bool:
+    """Whether Triton has the numbers of such a weight on its device."""
+    if weight.device.type != "cuda" or torch.version.hip is not None:
+        return False
+    least = (8, 9) if weight.dtype == torch.float8_e4m3fn else (8, 0)
+    return torch.cuda.get_device_capability(weight.device) >= least
 
 
 class PackedExperts(ExpertProducts):

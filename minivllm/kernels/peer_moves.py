@@ -6,7 +6,8 @@ meetings ahead: two places take turns, and who reads says so (``acks``) before t
     gather   rank r: tile ──► place[number % 2] of rank 0, flag number      rank 0: flag? ─► columns of out, ack number
     drawn    rank 0: {token, n}, {length and end, n} ──► places of each     rank r: look until they have come ─► columns
 
-So rank 0 may be late, as when a grammar is compiled before it draws: the others go on until they need what it drew.
+So rank 0 may be late, as when a grammar is compiled before it draws: the others go on until they need what it drew, or,
+where there are more tiles than programs have places for, until it takes them.
 """
 
 from __future__ import annotations
@@ -72,11 +73,12 @@ def gather(
             flag = (tl.load(peers) + FLAGS).to(tl.pointer_type(tl.int32)) + block * SIZE + rank
             tl.atomic_xchg(flag, number, sem="release", scope="sys")
     tl.store(count + block, number)
-    if block == 0:
+    if block == 0:  # where there were several meetings, both
+        tl.store(progress, number)
         tl.store(progress + 1, number)
 
 
-@kernel("rows", "rank")
+@kernel("rows", "rank", "position")
 def drawn(
     slots, position, tokens, known, stopped, peers, count, progress, rows, tokens_stride, rank, SIZE: tl.constexpr,
     ACKS: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,

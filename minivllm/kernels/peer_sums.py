@@ -144,6 +144,7 @@ def sum_by_words(
         odd += o
     _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, on, eps, DIM, KIND, WIDE, BIAS, ADD,
                   NORM)  # fmt: skip
+    tl.debug_barrier()  # no thread has still to load the count
     tl.store(count + row, number)
     if row == 0:
         tl.store(progress + 1, number)
@@ -239,5 +240,6 @@ def sum_by_flags(
             _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, mask, eps, DIM, KIND, WIDE,
                           BIAS, ADD, NORM)  # fmt: skip
     tl.store(count + block, number)
-    if block == 0:
+    if block == 0:  # where there were several meetings, both
+        tl.store(progress, number)
         tl.store(progress + 1, number)

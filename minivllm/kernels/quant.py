@@ -31,9 +31,10 @@ from .quant_words import WIDE
 
 FEW = 8  # rows up to which ``few`` is there
 DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` has in memory at a time
+# up to which ``quant_fixed`` and ``quant_tiles`` serve, on a Hopper: as far as an H100 has measured them
+FIXED_ROWS, TILE_ROWS = 256, 256
 # (rows up to which ``few`` serves, rows up to which ``dots`` does), by dtype of the weight, as
 # benchmarks/quant_kernels.py has measured them on an H200
-FIXED_ROWS, TILE_ROWS = 1024, 512  # up to which ``quant_fixed`` and ``quant_tiles`` serve, on a Hopper
 SERVES = {torch.int8: (2, 256), torch.float8_e4m3fn: (2, 256), torch.uint8: (2, 128)}
 
 
@@ -219,7 +220,7 @@ def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) 
         found["more" if slim else "any"] = "rows rounded by a kernel, then the tensor cores' products of 8 bits"
         return found
     found[f"up to {few}"] = "read once, without matrix units"
-    hopper = sm >= 90 and not table
+    hopper = sm // 10 == 9 and not table
     if hopper and dtype == torch.int8:
         found[f"33 to {FIXED_ROWS}, of 16 bits"] = "int8 tensor cores, rows as two numbers of 8 bits by a kernel before"
     elif hopper:
@@ -249,7 +250,7 @@ class Quantized:
         self.n, self.k = weight.shape[0], weight.shape[1] * 8 // self.form
         self.group = group if self.form == 4 else self.k
         self.serves = SERVES[weight.dtype] if table is None else (FEW, 0)
-        self.hopper = table is None and capability(weight.device) >= 9 and weight.shape[1] % 16 == 0
+        self.hopper = table is None and capability(weight.device) == 9 and weight.shape[1] % 16 == 0
         self.arrived = torch.zeros(1024, dtype=torch.int32, device=weight.device)
         strides = scale.stride() if scale.dim() == 2 else (1, 0)
         self._sizes = dict(N=self.n, K=self.k, SN=strides[0], SG=strides[1], FORM=self.form)
@@ -275,7 +276,8 @@ class Quantized:
         if self.weight.dtype == torch.int8 and aligned and 32 < m <= FIXED_ROWS:
             quant_fixed.fixed(x, self.weight, self.scale, y)
             return True
-        large = self.n >= WIDE or self.k > 8192  # of small ones the copy in memory stays in the second-level cache
+        # of small ones the copy in memory stays in the second-level cache; zero points were not measured
+        large = (self.n >= WIDE or self.k > 8192) and self.zero is None
         if not (large and aligned and 64 < m <= TILE_ROWS and x.dtype == torch.bfloat16):
             return False
         quant_tiles.tiles(self, x, None, y)

@@ -22,7 +22,7 @@ from .launch import kernel, pdl, wait
 TOP = 16256.0  # 127 times 128
 
 
-@kernel()
+@kernel("M")
 def _parts(x, q, scale, M, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr):
     """A program takes a row."""
     wait(PDL)

@@ -46,7 +46,7 @@ def _step(x, row, K: tl.constexpr, KP: tl.constexpr, TOP: tl.constexpr):
     """(the largest element of a row of x / TOP, its inverse)."""
     at = tl.arange(0, KP)
     most = tl.max(tl.abs(tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32)), 0)
-    step = tl.where(most > 0, tl.div_rn(most, TOP), 1.0)
+    step = tl.where(most > 1e-30, tl.div_rn(most, TOP), 1.0)  # the inverse of a smaller one is no number
     return step, tl.div_rn(1.0, step)
 
 
@@ -277,7 +277,9 @@ class VectorProduct:
     def fits(self, x: Tensor) -> bool:
         """Whether to use it for x.  float16 is left out: the stream times the norm's weight, before it is divided, may
         be too large for that."""
-        taken = self.of.table is None and (self.float8 or takes(x, self.of.weight, self.k))
+        taken = (
+            self.of.table is None and capability(x.device) >= 9 and (self.float8 or takes(x, self.of.weight, self.k))
+        )
         return 1 <= len(x) <= ROWS and x.dtype == torch.bfloat16 and x.is_contiguous() and taken
 
     def __call__(

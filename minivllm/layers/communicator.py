@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import Shard
+from minivllm.errors import told
 
 if TYPE_CHECKING:
     from .norm import RMSNorm
@@ -47,6 +48,11 @@ class Communicator(Protocol):
     def gather(self, x: Tensor, width: int) -> Tensor | None:
         """The columns of all ranks' x [N, n] side by side, cut at ``width``, on rank 0; None on others."""
         ...
+
+
+def capturing() -> bool:
+    """Whether what is launched now is recorded, and does not run."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class LostRank(RuntimeError):
@@ -84,17 +90,24 @@ class ProcessGroup:
     def share_memory(self) -> None:
         """Use memory of the GPUs that all ranks reach from now on.  Where there is none ``why_not`` says why, and calls
         go by NCCL as before."""
-        from .peers import PeerMemory, reachable
+        from .peers import PeerMemory, reachable, region_of
 
+        region = None
         self.why_not = reachable(self.size)
-        if self.why_not:  # all ranks find the same
+        if not self.why_not:
+            try:
+                region = region_of(self.size, torch.device("cuda", torch.cuda.current_device()))
+            except (RuntimeError, ImportError, AttributeError) as e:  # torch's interface to it is not a public one
+                self.why_not = told(e)
+        if not self.least([region is not None])[0]:
+            self.why_not = self.why_not or "another rank has none"
             return
         try:
-            self.peers = PeerMemory.meet(self.rank, self.size, torch.device("cuda", torch.cuda.current_device()))
-        except RuntimeError as e:
-            self.why_not = str(e).splitlines()[0]
+            self.peers = PeerMemory.meet(self.rank, region)
+        except (RuntimeError, ImportError, AttributeError) as e:
+            self.why_not = told(e)
         if not self.least([self.peers is not None])[0]:
-            self.peers, self.why_not = None, self.why_not or "another rank has no access to it"
+            self.peers, self.why_not = None, self.why_not or "another rank does not reach it"
 
     def leave(self) -> None:
         self.peers = None
@@ -102,11 +115,15 @@ class ProcessGroup:
             dist.destroy_process_group()
 
     def _call(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:
+        if self.peers is not None and capturing():
+            return call(*args)  # is recorded: how often that is tried, the others need not know
         number = OPERATIONS.index(operation)
         self.calls += 1
         self._note(self.calls, number)
         try:
             return call(*args)
+        except torch.OutOfMemoryError:  # of this rank alone, before anything was sent
+            raise
         except RuntimeError as e:
             first = str(e).splitlines()[0]
             self.lost = LostRank(f"{operation} number {self.calls} of rank {self.rank} failed: {first}")
@@ -141,7 +158,7 @@ class ProcessGroup:
     def gather(self, x: Tensor, width: int) -> Tensor | None:
         if self.peers is None:
             parts = self._call("gather", self._gathered, x.contiguous())
-            return None if parts is None else torch.cat(parts, dim=1)[:, :width]
+            return None if parts is None else torch.cat(parts, dim=1)[:, :width].contiguous()
         if self.peers.alone:  # no call to the others: they come to it when a capture is replayed
             return self.peers.gather(x, width)
         return self._call("gather", self.peers.gather, x, width)

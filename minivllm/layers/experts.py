@@ -206,9 +206,10 @@ class Mixture:
             return self._serves
         if self.invariant or find_spec("triton") is None:
             return False
-        from minivllm.kernels.packed_experts import takes
+        from minivllm.kernels.packed_experts import runs, takes
 
-        return all(takes(stored_by(scheme)) for scheme in schemes)
+        stored = [stored_by(scheme) for scheme in schemes]
+        return all(one is not None and takes(one) and runs(one.weight) for one in stored)
 
     @property
     def joins(self) -> bool:

@@ -125,7 +125,7 @@ class LinearNorm(_Pair):
     def __init__(self, linear: Linear, norm: RMSNorm, fuse: bool, whole: bool) -> None:
         super().__init__(linear, fuse and not whole)
         self.norm = norm
-        self.part = Partial(linear, fuse) if linear.reduce and fuse else None
+        self.part = Partial(linear, fuse) if linear.reduce and fuse and norm.fused is not None else None
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
         if self.part is not None and (peers := self.linear.group.peers) is not None:

@@ -25,6 +25,8 @@ from minivllm.kernels.launch import pdl
 from minivllm.kernels.peer_moves import drawn, gather
 from minivllm.kernels.peer_sums import BFLOAT16, FLOAT16, FLOAT32, sum_by_flags, sum_by_words
 
+from . import communicator
+
 if TYPE_CHECKING:
     from .norm import RMSNorm
 
@@ -78,9 +80,11 @@ def reachable(size: int) -> str:
     return ""
 
 
-def capturing() -> bool:
-    """Whether what is launched now is recorded, and does not run."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def region_of(size: int, device: torch.device) -> Tensor:
+    """Memory of this rank's that the others can come to reach; zeros."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.empty(RegionLayout(size).bytes, dtype=torch.uint8, device=device).zero_()
 
 
 class PeerMemory:
@@ -92,7 +96,7 @@ class PeerMemory:
         self.layout = RegionLayout(self.size)
         self.alone = False  # the others do not take part, as when a draw is tried before it is captured
         device = peers.device
-        self.words, self.flags, self.moves, self.tokens = (
+        self.words_met, self.flags_met, self.moves_met, self.tokens_met = (
             torch.zeros(n, dtype=torch.int32, device=device) for n in (WORD_ROWS, BLOCKS, MOVERS, MOVERS)
         )
 
@@ -100,17 +104,15 @@ class PeerMemory:
         self.progress = torch.zeros(8, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     @classmethod
-    def meet(cls, rank: int, size: int, device: torch.device) -> PeerMemory:
-        """With the ranks of torch's default process group.  RuntimeError where they do not reach each other's memory;
-        all ranks come here, and all get an end or none does."""
+    def meet(cls, rank: int, region: Tensor) -> PeerMemory:
+        """With the ranks of torch's default process group, all of which come here with a region.  RuntimeError where
+        they do not reach each other's."""
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
-        region = symmetric.empty(RegionLayout(size).bytes, dtype=torch.uint8, device=device)
-        region.zero_()
         handle = symmetric.rendezvous(region, dist.group.WORLD)
-        peers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=device)
-        torch.cuda.synchronize(device)
+        peers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=region.device)
+        torch.cuda.synchronize(region.device)
         dist.barrier()
         return cls(rank, peers, (region, handle))
 
@@ -138,6 +140,7 @@ class PeerMemory:
     def add_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
         """The sum of all ranks' x [T, dim], with ``bias`` [dim], is added to ``residual`` [T, dim] in place.  What is
         given back is the norm of that."""
+        assert residual.is_contiguous()
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._sum(x, y, bias, residual, norm)
         return y
@@ -176,10 +179,10 @@ class PeerMemory:
         rest = (tensors[0].stride(0), self.rank, 0.0 if norm is None else norm.eps)
         way = way or self.way(tokens, 4 * n)
         if way == "words":
-            at = (*tensors, self.peers, self.words, self.progress[:2], *rest)
+            at = (*tensors, self.peers, self.words_met, self.progress[:2], *rest)
             sum_by_words[(tokens,)](*at, WORDS=self.layout.words, ROWS=WORD_ROWS, MOST=WORDS, **sizes)
         else:
-            at = (*tensors, self.peers, self.flags, self.progress[2:4], *rest, tokens)
+            at = (*tensors, self.peers, self.flags_met, self.progress[2:4], *rest, tokens)
             self._sum_by_flags(at, tokens, n, way == "split", sizes)
 
     def _sum_by_flags(self, at: tuple[Any, ...], tokens: int, n: int, split: bool, sizes: dict[str, Any]) -> None:
@@ -202,7 +205,8 @@ class PeerMemory:
         """How ``tokens`` rows of so many bytes are summed: the same on all ranks."""
         if tokens <= WORD_ROWS and tokens * row_bytes <= 8192 * BY_WORDS.get(self.size, 0):
             return "words"
-        return "split" if tokens * row_bytes >= SPLIT_FROM.get(self.size, 1 << 62) else "flags"
+        split = row_bytes >= 16 * self.size and tokens * row_bytes >= SPLIT_FROM.get(self.size, 1 << 62)
+        return "split" if split else "flags"
 
     # ---- moves ---------------------------------------------------------------------------------------------------
 
@@ -210,7 +214,7 @@ class PeerMemory:
         """x [N, columns] of all ranks side by side, cut at ``vocab``: [N, vocab] on rank 0, None on others."""
         rows, columns = x.shape
         out = torch.empty(rows, vocab, dtype=x.dtype, device=x.device) if self.rank == 0 else None
-        if out is not None and self.alone and not capturing():
+        if out is not None and self.alone and not communicator.capturing():
             out.zero_()
         elif rows:
             programs = min(MOVERS, rows * -(-columns // TILE))
@@ -218,7 +222,7 @@ class PeerMemory:
                 x.contiguous(),
                 x if out is None else out,
                 self.peers,
-                self.moves,
+                self.moves_met,
                 self.progress[4:6],
                 rows,
                 self.rank,
@@ -247,7 +251,7 @@ class PeerMemory:
                 state.known,
                 state.stopped.view(torch.uint8),
                 self.peers,
-                self.tokens,
+                self.tokens_met,
                 self.progress[6:],
                 rows,
                 state.tokens.stride(0),

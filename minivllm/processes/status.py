@@ -80,8 +80,9 @@ class StatusPage:
     def missing(self) -> list[int]:
         """The processes that others wait for: those that wait in no call, or in an earlier one.  Where devices wait,
         and not the processes, those whose device waits for nobody."""
-        if stuck := [rank for rank in range(self.size) if self.get(rank, MET) != self.get(rank, LEFT)]:
-            return [rank for rank in range(self.size) if rank not in stuck]
+        free = [rank for rank in range(self.size) if self.get(rank, MET) == self.get(rank, LEFT)]
+        if 0 < len(free) < self.size:
+            return free
         calls = [self.get(rank, CALLS) for rank in range(self.size)]
         waits = [bool(self.get(rank, OPERATION)) for rank in range(self.size)]
         most = max(calls)

@@ -26,8 +26,7 @@ class MultiprocessOptions(BaseModel):
     )
     sums: Literal["auto", "nccl"] = Field(
         "auto",
-        description="what GPUs add by: `auto`, memory that all of them reach, where they do and it is faster; `nccl`, "
-        "the library alone",
+        description="what GPUs add by: `auto`, memory that all of them reach, where they do; `nccl`, the library alone",
     )
 
 

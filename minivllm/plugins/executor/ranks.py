@@ -237,9 +237,22 @@ def rank_graphs(ranks: ProcessGroup) -> type:
         measured_from = 1 << 30
 
         def warm(self) -> None:
-            if ranks.peers is not None:  # the kernel that gathers is compiled on all, before rank 0 captures it
+            if ranks.peers is not None:  # the kernels of a step's ends are compiled on all, before rank 0 captures one
                 self.runner.model.logits(self._buffers(self.coarse[0]).hidden[:1])
+                spare = self.runner.state.to(np.array([[self.spare], [0]]))
+                ranks.share_drawn(*spare, self.runner.state)
             super().warm()
+
+        def _capture_forward(self, key: Any) -> None:
+            """On all ranks or on none: how many rows are summed and gathered goes by it."""
+            failed: BaseException | None = None
+            try:
+                super()._capture_forward(key)
+            except BaseException as e:
+                failed = e
+            if not ranks.least([failed is None])[0]:
+                self.forwards.pop(key, None)
+                raise failed or RuntimeError("another rank could not capture it")
 
         def _sample_of(self, *args: Any) -> Any:
             return super()._sample_of(*args) if ranks.rank == 0 and ranks.peers is not None else None

@@ -93,6 +93,11 @@ class LlmInt8Weight(Int8Weight):
         super().__init__(info)
         self.threshold = threshold
 
+    def finish(self) -> None:
+        super().finish()
+        if self.kernels is not None:
+            self.kernels.hopper = False  # which rounds rows once more, and not only the small elements
+
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         if self.kernels is not None:
             from minivllm.kernels.scaled import rounded_but_large
