@@ -131,6 +131,7 @@ class EngineConfig(Strict):
     )
     unfused: list[Literal["pairs", "norms", "gate", "draw"]] = Field(
         [],
+        max_length=4,
         description="kernels of `fuse` that give way to torch's operations: pairs, products of few rows with norm "
         "or gate; norms, with the addition before them; gate; draw, samplers and penalties",
     )

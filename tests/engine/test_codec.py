@@ -254,7 +254,7 @@ def test_every_plan_of_a_storm_survives_the_codec(monkeypatch):
 
     monkeypatch.setattr(test_storm, "sim_engine", made)
     test_storm.run(4, 8)
-    assert kinds.count(steps.PLAN) > 100 and kinds.count(steps.NEXT) > 50
+    assert kinds.count(steps.PLAN) > 100 and kinds.count(steps.NEXT) > 20
     assert kinds.count(steps.RESULT) > 50
 
 
