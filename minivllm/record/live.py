@@ -172,7 +172,7 @@ class _Walk:
             value = function.__globals__[key]
             if typed:
                 self.add_value(f"{function.__module__}.{key}", value, True)
-            elif key in said and (said[key] is COMPUTED or said[key] != value):  # set from outside, or counted up
+            elif key in said and said[key] is not COMPUTED and said[key] != value:  # set from outside, or counted up
                 self.add_value(f"{function.__module__}.{key}", value, False)
 
     # ---- values --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class RankRunner(Runner):
     def __init__(self, wiring: Wiring, ranks: ProcessGroup, told: Told, checked: bool = False) -> None:
         self.ranks, self._told, self._checked = ranks, told, checked
         self.leads, self._drawn, self._seen = ranks.rank == 0, None, [0, 0]
-        if ranks.size > 1:
+        if ranks.size > 1 and find_spec("triton") is not None:
             self.captures = rank_graphs(ranks)
         super().__init__(wiring if self.leads else follower(wiring), ranks if ranks.size > 1 else None)
         if self.leads and ranks.why_not:
