@@ -172,7 +172,7 @@ class _Walk:
             value = function.__globals__[key]
             if typed:
                 self.add_value(f"{function.__module__}.{key}", value, True)
-            elif key in said and said[key] is not COMPUTED and said[key] != value:  # set from outside, or counted up
+            elif key in said and said[key] != value:  # set from outside, or counted up
                 self.add_value(f"{function.__module__}.{key}", value, False)
 
     # ---- values --------------------------------------------------------------------------------------------------
@@ -321,9 +321,6 @@ def _around(file: str, qualname: str, line: int | None) -> str | None:
     return None
 
 
-COMPUTED = object()  # what no literal says
-
-
 @functools.lru_cache(maxsize=64)
 def _constants_of(file: str, when: float) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
@@ -342,12 +339,11 @@ def _constants_of(file: str, when: float) -> Mapping[str, Any]:
                 try:
                     found[target.id] = ast.literal_eval(value)
                 except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                    found[target.id] = COMPUTED
+                    found.pop(target.id, None)
     return found
 
 
 def _constants(module: str | None) -> Mapping[str, Any]:
-    """Names of a module to which its file assigns a literal, the last one of each; COMPUTED where it assigns something
-    else, which only the value shows."""
+    """Names of a module to which its file assigns a literal, the last one of each."""
     file = _file(module or "")
     return {} if file is None else _constants_of(file, os.stat(file).st_mtime)
