@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
 from minivllm.core.worker import build, graphs
-from minivllm.layers import communicator, peers
+from minivllm.layers import peers
 from minivllm.layers.communicator import ProcessGroup
 from minivllm.plugins.executor import multiprocess_worker
 
@@ -65,6 +65,6 @@ def main(*given: str) -> None:
     with cpu_captures(), _disable_current_modes():
         graphs.GraphRecorder = RankRecorder
         build.has_kernels = lambda wiring: True
-        communicator.capturing = lambda: recording
+        peers.PeerMemory.capturing = staticmethod(lambda: recording)
         ProcessGroup.share_memory = share_memory
         multiprocess_worker.main(*given)

@@ -25,8 +25,6 @@ from minivllm.kernels.launch import pdl
 from minivllm.kernels.peer_moves import drawn, gather
 from minivllm.kernels.peer_sums import BFLOAT16, FLOAT16, FLOAT32, sum_by_flags, sum_by_words
 
-from . import communicator
-
 if TYPE_CHECKING:
     from .norm import RMSNorm
 
@@ -201,6 +199,11 @@ class PeerMemory:
             **sizes,
         )
 
+    @staticmethod
+    def capturing() -> bool:
+        """Whether what is launched now is recorded, and does not run."""
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
     def way(self, tokens: int, row_bytes: int) -> str:
         """How ``tokens`` rows of so many bytes are summed: the same on all ranks."""
         if tokens <= WORD_ROWS and tokens * row_bytes <= 8192 * BY_WORDS.get(self.size, 0):
@@ -214,7 +217,7 @@ class PeerMemory:
         """x [N, columns] of all ranks side by side, cut at ``vocab``: [N, vocab] on rank 0, None on others."""
         rows, columns = x.shape
         out = torch.empty(rows, vocab, dtype=x.dtype, device=x.device) if self.rank == 0 else None
-        if out is not None and self.alone and not communicator.capturing():
+        if out is not None and self.alone and not self.capturing():
             out.zero_()
         elif rows:
             programs = min(MOVERS, rows * -(-columns // TILE))
