@@ -18,19 +18,20 @@ from minivllm.plugins.quantizer.spec import NF4_TABLE
 # of the product, beside sums of absolute values: bfloat16 rounds each weight of a group and what comes out
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 EIGHT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-# form, outputs, inputs, group, zero points
+# form, outputs, inputs, group, zero points (True: fractions)
 SHAPES = [
     ("int8", 20, 1041, 0, False),
     ("fp8", 33, 40, 0, False),
     ("int4", 33, 64, 32, False),
     ("int4", 20, 160, 32, True),
+    ("int4", 36, 256, 64, "whole"),
     ("int4", 36, 384, 128, False),
     ("nf4", 36, 192, 64, False),
 ]
 SPLIT = dict(BM=16, BN=16, BK=128, SK=2, STAGES=2, num_warps=4)  # a sum in two parts, also where one of them is empty
 
 
-def make(form: str, n: int, k: int, group: int, zeros: bool, device: str) -> tuple[Quantized, Tensor]:
+def make(form: str, n: int, k: int, group: int, zeros: bool | str, device: str) -> tuple[Quantized, Tensor]:
     """Kernels, and the weight that they hold in float64 on the CPU."""
     generator = torch.Generator().manual_seed(n + k)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
@@ -47,6 +48,8 @@ def make(form: str, n: int, k: int, group: int, zeros: bool, device: str) -> tup
         held = table[codes].double() * scale.double().repeat_interleave(group, 1)
         return Quantized(packed.to(device), scale.to(device), None, group, table.to(device)), held
     zero = 7.5 + draw(n, k // group) if zeros else None
+    if zeros == "whole":
+        zero = torch.randint(0, 17, (n, k // group), generator=generator).float()
     spread = lambda t: t.double().repeat_interleave(group, 1)  # noqa: E731
     held = (codes.double() - (8 if zero is None else spread(zero))) * spread(scale)
     return Quantized(packed.to(device), scale.to(device), None if zero is None else zero.to(device), group), held

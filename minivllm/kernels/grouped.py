@@ -83,7 +83,7 @@ class GroupedProduct:
         self.n, self.k = weight.shape
         self.group = self.k // scale.shape[1]
         self.arrived = torch.zeros(1024, dtype=torch.int32, device=weight.device)
-        self._sizes = dict(K=self.k, GROUP=self.group, ZERO=zero is not None)
+        self._sizes = dict(K=self.k, GROUP=self.group, ZERO=int(zero is not None))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [M, K] of any strides -> x W^T [M, N], in ``out`` if that is given.  Which form serves goes by M alone."""

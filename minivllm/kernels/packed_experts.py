@@ -22,6 +22,7 @@ from .activation import NUMBER
 from .experts import OAI, ExpertProducts, _block, _gated
 from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
+from .quant_numbers import zeros_of
 
 # by bits: pairs of an expert up to which; BM, BN, BK, stages and warps of ``up`` and of ``down``.  Of 4 bits what was
 # the fastest of benchmarks/packed_products.py on an H200; of 8, for few pairs, what was it for one weight, and for many
@@ -114,7 +115,7 @@ class _Packed:
         self.zero = stored.scale if stored.zero is None else stored.zero
         self.form = 4 if takes(stored) == 4 else 8
         inputs = stored.weight.shape[1] * 8 // self.form
-        self.constants = dict(FORM=self.form, GROUP=stored.group or inputs, ZERO=stored.zero is not None)
+        self.constants = dict(FORM=self.form, GROUP=stored.group or inputs, ZERO=zeros_of(stored.zero))
 
 
 def takes(stored: StoredWeight | None) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .quant_numbers import fp8_pairs, halves, int4_pairs, int8_pairs
+from .quant_numbers import fp8_pairs, halves, int4_pairs, int8_pairs, middles
 
 
 @triton.jit
@@ -76,9 +76,13 @@ def add_tile(
     s_at, on_s = row[:, None] * groups + og[None, :], there[:, None] & (og < groups)[None, :]
     s = tl.load(scale + s_at, mask=on_s, other=0.0)
     if FORM == 4:
-        if ASM and not ZERO:
+        if ASM and ZERO != 1:
+            z = s
+            if ZERO:
+                z = tl.load(zero + s_at, mask=on_s, other=0.0)
             near, rest = halves(s)
-            low, high = int4_pairs(raw, _spread(near, BN, some, each), _spread(rest, BN, some, each))
+            near, rest = _spread(near, BN, some, each), _spread(rest, BN, some, each)
+            low, high = int4_pairs(raw, near, rest, _spread(middles(z, s, ZERO), BN, some, each))
         else:
             m = s * 8.0
             if ZERO:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import quant_fixed, quant_tiles, quant_words
 from .launch import capability, kernel, pdl, wait
-from .quant_numbers import fp8_pairs, halves, int4_pairs, int8_pairs, numbers_of, spread, together
+from .quant_numbers import fp8_pairs, halves, int4_pairs, int8_pairs, middles, numbers_of, spread, together, zeros_of
 from .quant_words import WIDE
 
 FEW = 8  # rows up to which ``few`` is there
@@ -150,10 +150,13 @@ def _dots(
             s_at = on[:, None] * SN + (k // GROUP + og)[None, :] * SG
             on_s = (on < N)[:, None] & (k + og * GROUP < K)[None, :]
             s = tl.load(scale + s_at, mask=on_s, other=0.0)
-            if ASM and not ZERO:
+            if ASM and ZERO != 1:
+                z = s
+                if ZERO:
+                    z = tl.load(zero + s_at, mask=on_s, other=0.0)
                 near, rest = halves(s)
                 near, rest = spread(near, BN, some, GROUP // 2), spread(rest, BN, some, GROUP // 2)
-                low, high = int4_pairs(raw, near, rest)
+                low, high = int4_pairs(raw, near, rest, spread(middles(z, s, ZERO), BN, some, GROUP // 2))
             else:
                 m = s * 8.0
                 if ZERO:
@@ -254,7 +257,7 @@ class Quantized:
         self.arrived = torch.zeros(1024, dtype=torch.int32, device=weight.device)
         strides = scale.stride() if scale.dim() == 2 else (1, 0)
         self._sizes = dict(N=self.n, K=self.k, SN=strides[0], SG=strides[1], FORM=self.form)
-        self._sizes.update(GROUP=self.group, ZERO=zero is not None)
+        self._sizes.update(GROUP=self.group, ZERO=zeros_of(zero))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [M, K] of any strides -> x W^T [M, N], in ``out`` if that is given.  Which form serves goes by M alone."""
@@ -276,8 +279,8 @@ class Quantized:
         if self.weight.dtype == torch.int8 and aligned and 32 < m <= FIXED_ROWS:
             quant_fixed.fixed(x, self.weight, self.scale, y)
             return True
-        # of small ones the copy in memory stays in the second-level cache; zero points were not measured
-        large = (self.n >= WIDE or self.k > 8192) and self.zero is None
+        # of small ones the copy in memory stays in the second-level cache; fractions as zero points were not measured
+        large = (self.n >= WIDE or self.k > 8192) and self._sizes["ZERO"] != 1
         if not (large and aligned and 64 < m <= TILE_ROWS and x.dtype == torch.bfloat16):
             return False
         quant_tiles.tiles(self, x, None, y)

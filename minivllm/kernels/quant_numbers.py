@@ -6,8 +6,8 @@ bfloat16 has 8 bits of significand, so 128 + q is exact for q in 0..127 and its 
     int8      0x4300 | q & 127 is 128 + the lower bits, 0x4300 | q & 128 is 128, or 256 of a negative one: the
               difference of the two is q
     float8    e4m3's exponent and significand, moved to those of bfloat16, are 2 ** -120 of the number, subnormal or not
-    int4      0x4300 | q less 136 is q - 8, times a scale that is the sum of two bfloat16: a product and a multiply-add,
-              of which only the second rounds what is seen
+    int4      0x4300 | q less 128 + z is q - z, of whole zero points z as of 8, times a scale that is the sum of two
+              bfloat16: a product and a multiply-add, of which only the second rounds what is seen
 """
 
 from __future__ import annotations
@@ -78,32 +78,41 @@ def fp8_pairs(q):
 
 
 @triton.jit
-def int4_pairs(q, near, rest):
-    """Two codes a byte, the ``halves`` of the scale of each -> (low half - 8) * scale and (high half - 8) * scale in
-    bfloat16.  Bytes that lie beside each other share a scale."""
+def int4_pairs(q, near, rest, middle):
+    """Two codes a byte, the ``halves`` of the scale of each, ``twice`` 128 + zero -> (low half - zero) * scale and
+    (high half - zero) * scale in bfloat16.  Bytes that lie beside each other share scale and zero point, a whole
+    number from 0 to 127."""
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 p, v, w, one, eight;
+        .reg .b32 p, v, w, one;
         mov.b32 one, 0x43004300;
-        mov.b32 eight, 0x43084308;
         cvt.u32.u16 p, $2;
         prmt.b32 p, p, 0, 0x4140;
         lop3.b32 v, p, 0x000f000f, one, 0xea;
-        sub.rn.bf16x2 v, v, eight;
+        sub.rn.bf16x2 v, v, $6;
         mul.rn.bf16x2 w, v, $5;
         fma.rn.bf16x2 $0, v, $3, w;
         shr.u32 p, p, 4;
         lop3.b32 v, p, 0x000f000f, one, 0xea;
-        sub.rn.bf16x2 v, v, eight;
+        sub.rn.bf16x2 v, v, $6;
         mul.rn.bf16x2 w, v, $5;
         fma.rn.bf16x2 $1, v, $3, w;
         }""",
-        "=&r,=&r,h,r,r,r,r",
-        [q, near, rest],
+        "=&r,=&r,h,r,r,r,r,r,r",
+        [q, near, rest, middle],
         dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=2,
     )
+
+
+@triton.jit
+def middles(z, s, ZERO: tl.constexpr):
+    """``twice`` 128 + the zero points z, or of 8 in the shape of the scales s where there are none."""
+    if ZERO:
+        return twice(z + 128.0)
+    else:
+        return tl.full(s.shape, 0x43084308, tl.int32)
 
 
 @triton.jit
@@ -133,6 +142,14 @@ def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK
                 acc += tl.load(at + i * step, cache_modifier=".cg")
             tl.store(counter, 0)
     return acc, last
+
+
+def zeros_of(zero: Tensor | None) -> int:
+    """The kernels' ZERO: 0 without zero points; 2 if all are whole numbers from 0 to 127, as ``int4_pairs`` wants; else
+    1."""
+    if zero is None:
+        return 0
+    return 2 if bool(((zero == zero.round()) & (zero >= 0) & (zero <= 127)).all()) else 1
 
 
 @kernel()

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import capability, kernel, pdl, wait
-from .quant_numbers import fp8_pairs, int4_pairs, int8_pairs, spread, together
+from .quant_numbers import fp8_pairs, int4_pairs, int8_pairs, middles, spread, together
 from .quant_numbers import halves as scale_halves
 from .quant_words import WIDE
 
@@ -67,10 +67,13 @@ def _tiles(
             s_at = on[:, None] * SN + (k // GROUP + og)[None, :] * SG
             on_s = (on < N)[:, None] & (k + og * GROUP < K)[None, :]
             s = tl.load(scale + s_at, mask=on_s, other=0.0)
-            if ASM and not ZERO:
+            if ASM and ZERO != 1:
+                z = s
+                if ZERO:
+                    z = tl.load(zero + s_at, mask=on_s, other=0.0)
                 near, rest = scale_halves(s)
                 near, rest = spread(near, BN, some, each_half), spread(rest, BN, some, each_half)
-                low, high = int4_pairs(raw, near, rest)
+                low, high = int4_pairs(raw, near, rest, spread(middles(z, s, ZERO), BN, some, each_half))
             else:
                 m = s * 8.0
                 if ZERO:

@@ -97,10 +97,11 @@ def test_any_rows_are_taken_and_what_is_given_is_filled(dtype):
 
 
 @on_gpu
-@pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4", "int4, zero points in whole"])
 def test_every_number_of_a_form_becomes_the_same_bfloat16_by_pairs(form):
     """All values of a byte, among weights of which the product with an identity shows each."""
-    kernels, held = checks.make(form, 512, 256, 32 if form == "int4" else 0, False, "cuda")
+    form, _, zeros = form.partition(", zero points in ")  # "", or "whole"
+    kernels, held = checks.make(form, 512, 256, 32 if form == "int4" else 0, zeros, "cuda")
     if form != "int4":
         values = torch.arange(256).to(torch.uint8).view(checks.EIGHT[form])
         values = torch.where(values.float().isfinite(), values.float(), 0).to(values.dtype)
@@ -198,9 +199,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minivllm.kernels import quant, quant_words
 
-for form, dtype in ((8, "i8"), (8, "fp8e4nv"), (4, "u8")):
+for form, dtype, zeros in ((8, "i8", 0), (8, "fp8e4nv", 0), (4, "u8", 0), (4, "u8", 2)):
     few, dots = quant.few_tile(form, 32, 1), quant.dots_tile(form, 32, 16, 4096)
-    sizes = dict(N=4096, K=4096, SN=128, SG=1, FORM=form, GROUP=32, ZERO=False, PDL=True)
+    sizes = dict(N=4096, K=4096, SN=128, SG=1, FORM=form, GROUP=32, ZERO=zeros, PDL=True)
     for kernel, tile, more in (
         (quant._few, few, {"ROWS": 1, "BY_ROW": False}),
         (quant._dots, dots, {"ASM": True}),
@@ -224,6 +225,8 @@ for form, dtype in ((8, "i8"), (8, "fp8e4nv"), (4, "u8")):
         assert "cp.async.cg.shared.global" in ptx, "weights do not come by 16 bytes"
         assert ("wgmma" in ptx) == (kernel is quant._dots)
         assert ".local" not in ptx
+        if kernel is quant._dots and form == 4:
+            assert "sub.rn.bf16x2" in ptx, "numbers are not made two at a time"
 print("compiled")
 """
 
