@@ -39,6 +39,7 @@ def batching(args: argparse.Namespace) -> int:
     if any(ask.at is not None for ask in asks(args.seed)):
         raise ConfigError(f"{args.dataset}: its requests say when they come (at); want some without, or bench serve")
     found = [(way, _loaded(args, way)) for way in lab.ways(args.batch, args.timeout_ms, args.policy)]
+    bills = {way.name: bill_planned(loaded) for way, loaded in found}  # what is wrong is told before anything is run
     rows: list[dict[str, Any]] = []
     states: list[dict[str, Any]] = []
     title = ""
@@ -46,7 +47,6 @@ def batching(args: argparse.Namespace) -> int:
         title, own, seen = asyncio.run(measure(args, asks, together))
         rows, states = [*rows, *own], [*states, *seen]
     lab.compared(rows)
-    bills = {way.name: bill_planned(loaded) for way, loaded in found} if args.json or args.output_json else None
     runs = [run for row in rows for run in row["repeats"]]
     more = {"rows": rows, "model_id": title, "num_prompts": len(asks(args.seed)), "bills_of_materials": bills}
     whole = repeats.result("batching", runs, states, settings(args), None, **more)

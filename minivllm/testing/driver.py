@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -385,6 +386,30 @@ def left_behind(before: dict[str, Counter], patience: float = 3.0) -> dict[str, 
     while True:
         now = belongings()
         more = {what: dict(now[what] - before[what]) for what in now if now[what] - before[what]}
+        if "shared memory" in more:
+            theirs = of_others(more["shared memory"], os.getpid())
+            more["shared memory"] = {name: 1 for name in more["shared memory"] if name not in theirs}
+            more = {what: names for what, names in more.items() if names}
         if not more or time.monotonic() > end:
             return more
         time.sleep(0.02)
+
+
+def of_others(names: Iterable[str], process: int) -> set[str]:
+    """Those files of /dev/shm that are mapped by a process which runs beside ``process``, such as another test: neither
+    this one, nor a process that it began, nor one whose parent has ended, which it may have begun."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(") ")[2].split()[1])
+    found: set[str] = set()
+    for pid, parent in parents.items():
+        above = [pid]
+        while above[-1] in parents:
+            above.append(parents[above[-1]])
+        if process in above or parent <= 1:
+            continue
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found.update(name for name in names if f"/dev/shm/{name}" in maps)
+    return found
