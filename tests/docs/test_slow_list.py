@@ -1,0 +1,32 @@
+"""The list of slow tests, ``tests/slow.txt``: each names a test that is there, and every function has a quick case."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import slow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def functions(path: Path) -> set[str]:
+    """ "test_it", "TestClass::", of which tests may be inherited."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {f"{n.name}::" if isinstance(n, ast.ClassDef) else n.name for n in nodes if isinstance(n, kinds)}
+
+
+def test_each_line_names_a_test_that_is_there():
+    there: dict[str, set[str]] = {}
+    for name in slow.listed():
+        file, _, test = name.partition("::")
+        if file not in there:
+            there[file] = functions(ROOT / file)
+        owner, nested, _ = test.partition("::")
+        assert (f"{owner}::" if nested else owner.partition("[")[0]) in there[file], f"{name}: no such test"
+
+
+def test_the_quickest_case_of_a_function_is_left_out_unless_it_takes_long():
+    took = {"a.py::x[1]": 3.0, "a.py::x[2]": 2.5, "a.py::y": 7.0, "a.py::z": 5.0, "a.py::quick[1]": 1.0}
+    assert set(slow.chosen(took)) == {"a.py::x[1]", "a.py::y"}
