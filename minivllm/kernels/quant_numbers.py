@@ -89,12 +89,12 @@ def int4_pairs(q, near, rest, middle):
         cvt.u32.u16 p, $2;
         prmt.b32 p, p, 0, 0x4140;
         lop3.b32 v, p, 0x000f000f, one, 0xea;
-        sub.rn.bf16x2 v, v, $6;
+        sub.rn.bf16x2 v, v, $7;
         mul.rn.bf16x2 w, v, $5;
         fma.rn.bf16x2 $0, v, $3, w;
         shr.u32 p, p, 4;
         lop3.b32 v, p, 0x000f000f, one, 0xea;
-        sub.rn.bf16x2 v, v, $6;
+        sub.rn.bf16x2 v, v, $7;
         mul.rn.bf16x2 w, v, $5;
         fma.rn.bf16x2 $1, v, $3, w;
         }""",
