@@ -1,0 +1,91 @@
+"""Instructions that kernels write themselves, run in numpy (``ptx.py``): every code of a form becomes its number."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ptx import bfloat16_of, bits_of_bfloat16, run, written_in
+
+BYTES = np.arange(256, dtype=np.uint8)
+
+
+def float8(bits: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(bits.copy()).view(torch.float8_e4m3fn).float().numpy().astype(np.float64)
+
+
+def int8(bits: np.ndarray) -> np.ndarray:
+    return bits.view(np.int8).astype(np.float64)
+
+
+FORMS = {"int8": int8, "float8": float8}
+
+
+def same(got: np.ndarray, want: np.ndarray) -> None:
+    there = np.isfinite(want)
+    assert np.array_equal(got[there], want[there]) and there.sum() >= 254
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_become_bfloat16(form):
+    (ptx,) = written_in("kernels/quant_numbers.py", {"int8": "int8_pairs", "float8": "fp8_pairs"}[form])
+    (got,) = run(ptx, [BYTES], [np.uint16])
+    same(bfloat16_of(got), FORMS[form](BYTES))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_planes_of_bytes_become_bfloat16(form):
+    planes = written_in("kernels/quant_slim.py", "_planes")
+    ptx = planes[["float8", "int8"].index(form)]
+    low, high = run(ptx, [(BYTES.astype(np.uint16) | BYTES[::-1].astype(np.uint16) << 8)], [np.uint16, np.uint16])
+    same(bfloat16_of(low), FORMS[form](BYTES))
+    same(bfloat16_of(high), FORMS[form](BYTES[::-1]))
+
+
+def test_the_halves_of_words_are_told_apart():
+    (ptx,) = written_in("kernels/quant_slim.py", "_halves")
+    words = np.arange(64, dtype=np.uint32) * 0x10203 + 0x7FFF0001
+    low, high = run(ptx, [words], [np.uint16, np.uint16])
+    assert np.array_equal(low, words.astype(np.uint16)) and np.array_equal(high, (words >> 16).astype(np.uint16))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_of_keys_and_values_become_float16(form):
+    place = ["int8", "float8"].index(form)
+    file = "plugins/attention/triton_bytes.py"
+    (got,) = run(written_in(file, "numbers")[place], [BYTES], [np.uint16])
+    same(got.view(np.float16).astype(np.float64), FORMS[form](BYTES))
+    found = run(written_in(file, "quarters")[1 - place], [BYTES.view(np.uint32)], [np.uint16] * 4)
+    for i, got in enumerate(found):
+        assert np.array_equal(
+            np.nan_to_num(got.view(np.float16).astype(np.float64)),
+            np.nan_to_num(FORMS[form](BYTES.reshape(-1, 4)[:, i].copy())),
+        )
+
+
+@pytest.mark.parametrize("zero", [0, 1, 7, 8, 15, 16, 100])
+def test_codes_of_4_bits_become_multiples_of_a_scale_around_a_zero_point(zero):
+    """``int4_pairs`` with scales as ``halves`` gives them, which are no bfloat16: all bytes, 64 scales."""
+    (ptx,), (twice,) = (written_in("kernels/quant_numbers.py", name) for name in ("int4_pairs", "twice"))
+    rng = np.random.default_rng(zero)
+    scales = np.repeat(rng.normal(size=64).astype(np.float32) / 20, 256)
+    codes = np.tile(BYTES, 64)
+
+    def both(x):  # float32 -> its nearest bfloat16, twice in a word
+        return run(twice, [x.view(np.uint32)], [np.uint32])[0]
+
+    near = both(scales)
+    rest = both(scales - (near & np.uint32(0xFFFF0000)).view(np.float32))
+    low, high = run(ptx, [codes, near, rest, both(np.full_like(scales, 128 + zero))], [np.uint16, np.uint16])
+    for got, code in ((low, codes & 15), (high, codes >> 4)):
+        want = (code.astype(np.float64) - zero) * scales
+        rounded = bfloat16_of(bits_of_bfloat16(want))
+        assert (np.abs(bfloat16_of(got) - rounded) <= np.abs(rounded) * 2.0**-7).all()
+        assert (bfloat16_of(got) == rounded).mean() > 0.98  # the rest lie between two numbers
+
+
+def test_a_code_of_4_bits_becomes_128_and_itself():
+    (ptx,) = written_in("kernels/quant_words.py", "_number")
+    words = np.arange(256, dtype=np.uint32) << 12
+    (got,) = run(ptx, [words, np.full_like(words, 0xF0000), np.full_like(words, 0x43000000)], [np.uint32])
+    assert np.array_equal(got.view(np.float32), 128 + (words >> 16 & 15).astype(np.float32))

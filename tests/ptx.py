@@ -1,0 +1,168 @@
+"""Instructions of PTX in numpy, as far as kernels write them by ``tl.inline_asm_elementwise``.
+
+Triton's interpreter does not run such instructions, so that without a GPU nothing would.  ``run`` packs operands as
+Triton does: of ``pack`` elements at a time each operand has as many registers as they fill, one after the other, and
+those of all operands follow each other: outputs first.  Elements of 8 and 16 bits share a register.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+PACKAGE = Path(__file__).resolve().parents[1] / "minivllm"
+Words = np.ndarray  # uint32
+
+
+class InlinePtx(NamedTuple):
+    text: str
+    constraints: list[str]
+    pack: int
+
+
+def written_in(file: str, function: str) -> list[InlinePtx]:
+    """Those of a function of a file of the package, in their order."""
+    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    calls = [n for n in ast.walk(found) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == ASM]
+    return [_read(call) for call in sorted(calls, key=lambda call: call.lineno)]
+
+
+ASM = "inline_asm_elementwise"
+
+
+def _read(call: ast.Call) -> InlinePtx:
+    given = dict(zip(("asm", "constraints", "args", "dtype", "is_pure", "pack"), call.args, strict=False))
+    given.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
+    text, constraints, pack = (ast.literal_eval(given[name]) for name in ("asm", "constraints", "pack"))
+    return InlinePtx(text, constraints.split(","), pack)
+
+
+def bits_of_bfloat16(x: np.ndarray) -> np.ndarray:
+    """float64 -> uint32 with the nearest bfloat16 in its lower half; of exact sums and products, so rounded once."""
+    bits = np.ascontiguousarray(x, dtype=np.float64).view(np.uint64)
+    rest = np.uint64(52 - 7)
+    odd = (bits >> rest) & np.uint64(1)
+    bits = (bits + (np.uint64(1) << (rest - np.uint64(1))) - np.uint64(1) + odd) >> rest << rest
+    return (bits.view(np.float64).astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint32)
+
+
+def bfloat16_of(bits: np.ndarray) -> np.ndarray:
+    """The lower half of each word as float64."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+
+
+def _float16_of(bits: np.ndarray) -> np.ndarray:
+    return bits.astype(np.uint16).view(np.float16).astype(np.float64)
+
+
+def _bits_of_float16(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).view(np.uint16).astype(np.uint32)
+
+
+KINDS = {"bf16x2": (bfloat16_of, bits_of_bfloat16), "f16x2": (_float16_of, _bits_of_float16)}
+SUMS: dict[str, Callable[..., np.ndarray]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "fma": lambda a, b, c: a * b + c,
+}
+
+
+def _pairs(name: str, kind: str, *given: Words) -> Words:
+    read, write = KINDS[kind]
+    low, high = ([read(x & np.uint32(0xFFFF)) for x in given], [read(x >> np.uint32(16)) for x in given])
+    return write(SUMS[name](*low)) | write(SUMS[name](*high)) << np.uint32(16)
+
+
+def _permuted(a: Words, b: Words, selection: Words) -> Words:
+    found = np.zeros_like(a)
+    for place in range(4):
+        chosen = int(selection.flat[0]) >> 4 * place & 15
+        assert chosen < 8, "the sign of a byte is not modelled"
+        source = a if chosen < 4 else b
+        found |= (source >> np.uint32(8 * (chosen % 4)) & np.uint32(255)) << np.uint32(8 * place)
+    return found
+
+
+def _by_table(a: Words, b: Words, c: Words, table: Words) -> Words:
+    found = np.zeros_like(a)
+    for case in range(8):
+        if int(table.flat[0]) >> case & 1:
+            found |= (a if case & 4 else ~a) & (b if case & 2 else ~b) & (c if case & 1 else ~c)
+    return found
+
+
+def _of_e4m3(x: Words) -> Words:
+    halves = [torch.from_numpy((x >> np.uint32(8 * i) & np.uint32(255)).astype(np.uint8)) for i in range(2)]
+    low, high = (_bits_of_float16(half.view(torch.float8_e4m3fn).float().numpy()) for half in halves)
+    return low | high << np.uint32(16)
+
+
+def _of_floats(high: Words, low: Words) -> Words:
+    low, high = (bits_of_bfloat16(x.view(np.float32).astype(np.float64)) for x in (low, high))
+    return low | high << np.uint32(16)
+
+
+WORDS: dict[str, Callable[..., Words]] = {
+    "mov.b32": lambda a: a.copy(),
+    "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "shl.b32": lambda a, b: a << b,
+    "shr.u32": lambda a, b: a >> b,
+    "cvt.u32.u16": lambda a: a & np.uint32(0xFFFF),
+    "cvt.rn.f16x2.e4m3x2": _of_e4m3,
+    "cvt.rn.bf16x2.f32": _of_floats,
+    "prmt.b32": _permuted,
+    "lop3.b32": _by_table,
+}
+
+
+def run(ptx: InlinePtx, operands: Sequence[np.ndarray], outputs: Sequence[type]) -> list[np.ndarray]:
+    """The outputs, [n] each of these unsigned types; ``operands`` [n] each, in unsigned types, n a multiple of pack."""
+    n, pack = len(operands[0]), ptx.pack
+    registers: dict[str, Words] = {}
+    wide = [max(pack * np.dtype(kind).itemsize // 4, 1) for kind in outputs]
+    place = sum(wide)
+    assert sum(c.startswith("=") for c in ptx.constraints) == place, "the outputs fill other registers than are named"
+    for operand in operands:
+        assert operand.dtype.kind == "u"
+        rows = np.ascontiguousarray(operand).view(np.uint8).reshape(n // pack, -1)
+        count = max(rows.shape[1] // 4, 1)
+        padded = np.zeros((len(rows), 4 * count), np.uint8)
+        padded[:, : rows.shape[1]] = rows
+        for i, column in enumerate(padded.view(np.uint32).T):
+            registers[f"${place + i}"] = column.copy()
+        assert re.search(rf"\${place}\b", ptx.text), f"operand {operands.index(operand)}, from ${place} on, is not read"
+        place += count
+    assert place == len(ptx.constraints), f"the operands fill {place} registers, and {len(ptx.constraints)} are named"
+    for line in re.split(r"[;\n]", ptx.text.strip().strip("{}")):
+        if line.strip() and not line.strip().startswith(".reg"):
+            _step(line.strip(), registers, n // pack)
+    found, place = [], 0
+    for kind, count in zip(outputs, wide, strict=True):
+        words = np.stack([registers[f"${place + i}"] for i in range(count)], axis=1)
+        place += count
+        found.append(
+            np.ascontiguousarray(words).view(np.uint8)[:, : pack * np.dtype(kind).itemsize].copy().view(kind).ravel()
+        )
+    return found
+
+
+def _step(line: str, registers: dict[str, Words], rows: int) -> None:
+    name, _, rest = line.partition(" ")
+    halves = re.match(r"\{(\w+), (\w+)\}, (\S+)$", rest.strip())
+    if name == "mov.b32" and halves:
+        whole = registers[halves[3]]
+        registers[halves[1]], registers[halves[2]] = whole & np.uint32(0xFFFF), whole >> np.uint32(16)
+        return
+    target, *given = [part.strip() for part in rest.split(",")]
+    values = [registers[p] if p in registers else np.full(rows, int(p, 0), np.uint32) for p in given]
+    what, _, kind = name.partition(".rn.")
+    registers[target] = _pairs(what, kind, *values) if kind in KINDS and what in SUMS else WORDS[name](*values)
