@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -168,6 +169,20 @@ class Bench:
         self.say(f"gather of {rows} rows: {said}, nccl {nccl:.1f} us; layers.peers.TILES has {tile_of(rows)}")
 
 
+def ended(ranks: Sequence[subprocess.Popen], limit: float) -> int:
+    """The worst exit code, once all have ended: by themselves, or because one failed or it took too long: the others
+    would wait for ever, in a kernel."""
+    end = time.monotonic() + limit
+    while any(rank.poll() is None for rank in ranks):
+        if time.monotonic() > end or any(rank.returncode for rank in ranks):
+            print(f"ended after {limit - (end - time.monotonic()):.0f} s", flush=True)
+            for rank in ranks:
+                rank.kill()
+            return max(1, *(rank.wait() for rank in ranks))
+        time.sleep(0.1)
+    return max(rank.wait() for rank in ranks)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -175,6 +190,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384])
     parser.add_argument("--tiles", type=int, nargs="+", default=[2048, 4096, 8192, 16384], help="of gathers, tried")
     parser.add_argument("--gathers", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="rows of gathers")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds, after which the ranks are ended")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -182,7 +198,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, *sys.argv, "--store", f"{folder}/store", "--rank"]
             ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(args.ranks)]
-            sys.exit(max(rank.wait() for rank in ranks))
+            sys.exit(ended(ranks, args.limit))
     bench = Bench(args.rank, args.ranks, args.store, args.dim, args.tiles)
     bench.check_all()
     for rows, way in ((1, "words"), (16, "words"), (64, "flags"), (256, "flags"), (256, "split")):

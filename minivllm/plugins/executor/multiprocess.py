@@ -31,7 +31,7 @@ from minivllm.wiring import wiring_to_json
 
 from .fingerprint import differences
 from .options import MultiprocessOptions
-from .process import CALL, FAILED, NOT_RUNNING, READY, START, Process, capacity_of
+from .process import CALL, FAILED, NOT_RUNNING, READY, START, Process, cannot_start, capacity_of
 
 WORKER = "minivllm.plugins.executor.multiprocess_worker:main"
 OPERATIONS = ("", "all_reduce", "gather", "broadcast", "all_gather")  # of ``layers.communicator``, which has torch
@@ -66,8 +66,7 @@ class Multiprocess(Process):
         except (ChildEnded, EngineDeadError, OSError) as e:
             self._kill()
             self.stop()
-            what = f"the worker processes cannot be started: {e}" if isinstance(e, OSError) else str(e)
-            raise ResourceError(what) from e
+            raise ResourceError(cannot_start("processes", e)) from e
         except BaseException:
             self._kill()
             self.stop()
