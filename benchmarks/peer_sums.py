@@ -3,7 +3,9 @@
     python benchmarks/peer_sums.py --ranks 2 --dim 4096
 
 Microseconds are medians of captured chains of twenty, of one kernel each: the sum with residual and norm by words, by
-flags and by split flags; the sum alone; NCCL's all-reduce, and with the kernel of residual and norm behind it.
+flags and by split flags; the sum alone; NCCL's all-reduce, and with the kernel of residual and norm behind it.  Gathers
+of logits are tried with each of ``--tiles``, elements that a program moves at a time: what is best by rows belongs in
+``layers.peers.TILES``.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minivllm.kernels.norm import add_rms_norm
-from minivllm.layers.peers import WORD_ROWS, PeerMemory, region_of
+from minivllm.layers.peers import PLACE, WORD_ROWS, PeerMemory, region_of, tile_of
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 CHAIN = 20  # calls in a capture
@@ -31,7 +34,8 @@ CHAIN = 20  # calls in a capture
 class Bench:
     """One rank."""
 
-    def __init__(self, rank: int, size: int, store: str, dim: int) -> None:
+    def __init__(self, rank: int, size: int, store: str, dim: int, tiles: Sequence[int]) -> None:
+        self.tiles = [tile for tile in tiles if tile * 2 <= PLACE]  # of bfloat16
         self.rank, self.size, self.dim, self.device = rank, size, dim, torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         at = dict(store=dist.FileStore(store, size), rank=rank, world_size=size, device_id=self.device)
@@ -80,11 +84,11 @@ class Bench:
                         self.check_sums(dtype, dim, rows, way)
         for rows, columns, vocab in ((1, 64128, 128256), (256, 64128, 128256), (40, 31, 61), (1000, 75968, 151936)):
             parts = [self.drawn_for(r + rows, rows, columns).bfloat16() for r in range(self.size)]
-            for _ in range(3):
-                found = self.memory.gather(parts[self.rank], vocab)
-            if found is not None and not torch.equal(found, torch.cat(parts, 1)[:, :vocab]):
-                self.wrong += 1
-                print("WRONG gather", rows, columns, vocab, flush=True)
+            for tile in (0, *self.tiles, 0):
+                found = self.memory.gather(parts[self.rank], vocab, tile)
+                if found is not None and not torch.equal(found, torch.cat(parts, 1)[:, :vocab]):
+                    self.wrong += 1
+                    print("WRONG gather", rows, columns, vocab, tile, flush=True)
         torch.cuda.synchronize()
         self.say("checked, wrong:", self.wrong)
 
@@ -158,8 +162,25 @@ class Bench:
     def time_gather(self, rows: int, columns: int = 64128) -> None:
         x = torch.randn(rows, columns, device=self.device).bfloat16()
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        ours = self.us(lambda: self.memory.gather(x, self.size * columns), 5)
-        self.say(f"gather of {rows} rows: {ours:.1f} us, nccl {self.us(lambda: dist.gather(x, parts, 0), 5):.1f} us")
+        vocab = self.size * columns
+        ours = {tile: self.us(lambda tile=tile: self.memory.gather(x, vocab, tile), 5) for tile in self.tiles}
+        said = ", ".join(f"{tile} at a time {us:.1f}" for tile, us in ours.items())
+        nccl = self.us(lambda: dist.gather(x, parts, 0), 5)
+        self.say(f"gather of {rows} rows: {said}, nccl {nccl:.1f} us; layers.peers.TILES has {tile_of(rows)}")
+
+
+def ended(ranks: Sequence[subprocess.Popen], limit: float) -> int:
+    """The worst exit code, once all have ended: by themselves, or because one failed or it took too long: the others
+    would wait for ever, in a kernel."""
+    end = time.monotonic() + limit
+    while any(rank.poll() is None for rank in ranks):
+        if time.monotonic() > end or any(rank.returncode for rank in ranks):
+            print(f"ended after {limit - (end - time.monotonic()):.0f} s", flush=True)
+            for rank in ranks:
+                rank.kill()
+            return max(1, *(rank.wait() for rank in ranks))
+        time.sleep(0.1)
+    return max(rank.wait() for rank in ranks)
 
 
 def main() -> None:
@@ -167,6 +188,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384])
+    parser.add_argument("--tiles", type=int, nargs="+", default=[2048, 4096, 8192, 16384], help="of gathers, tried")
+    parser.add_argument("--gathers", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="rows of gathers")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds, after which the ranks are ended")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -174,14 +198,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, *sys.argv, "--store", f"{folder}/store", "--rank"]
             ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(args.ranks)]
-            sys.exit(max(rank.wait() for rank in ranks))
-    bench = Bench(args.rank, args.ranks, args.store, args.dim)
+            sys.exit(ended(ranks, args.limit))
+    bench = Bench(args.rank, args.ranks, args.store, args.dim, args.tiles)
     bench.check_all()
     for rows, way in ((1, "words"), (16, "words"), (64, "flags"), (256, "flags"), (256, "split")):
         bench.stress(rows, way)
     for rows in args.rows:
         bench.time(rows)
-    for rows in (1, 32, 256):
+    for rows in args.gathers:
         bench.time_gather(rows)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,10 +1,13 @@
-"""What a step costs more in a worker process: the same steps by the executors ``local`` and ``process``, in turns.
+"""What a step costs more in worker processes: the same steps by the executors ``local`` and another one, in turns.
 
     python benchmarks/process_step.py                                   a clock in the device's place
     python benchmarks/process_step.py --device nothing                  a step's cost alone: the forward takes no time
     python benchmarks/process_step.py --device cuda --rows 1 32 256     a tiny model with random weights
     python benchmarks/process_step.py --device cuda --shape 0.6b --modes single --rounds 3 --rows 1 32 256
     python benchmarks/process_step.py --device-us 300 --launch-us 150   a faster device whose launches cost more
+    python benchmarks/process_step.py --ranks 2                         ``multiprocess`` of so many ranks, the clock
+    python benchmarks/process_step.py --ranks 2 --profile               and which functions take the engine's time
+    python benchmarks/process_step.py --ranks 2 --pieces                what of that is which piece
 
 The clock takes ``--device-us`` for each step, one step behind the other, and no CPU time but ``--launch-us`` for its
 launch, so what is seen is what lies round it: codecs, messages, wake-ups.  Engine, planning and publishing are real.
@@ -17,8 +20,12 @@ thread with either executor and of the worker's; at last what the codecs of a pl
 from __future__ import annotations
 
 import argparse
+import cProfile
+import itertools
 import json
 import os
+import pstats
+import socket
 import statistics
 import sys
 import tempfile
@@ -33,7 +40,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.executor import Capacity
 from minivllm.core.interfaces.plan import LENGTH, StepPlan, StepResult
 from minivllm.core.worker import runner
-from minivllm.plugins.executor import process, process_worker
+from minivllm.plugins.executor import multiprocess, process, process_worker
 
 DEVICE_US, LAUNCH_US = "PROCESS_STEP_DEVICE_US", "PROCESS_STEP_LAUNCH_US"  # the worker inherits them
 NAP = 150e-6  # seconds before the end of a wait that are not slept: a sleep takes longer than it was asked for
@@ -108,6 +115,14 @@ def serve(sock: str, memory: str) -> None:
     process_worker.main(sock, memory)
 
 
+def serve_rank(sock: str, memory: str) -> None:
+    """What a rank's process runs.  Ranks with a clock have nothing to sum."""
+    from minivllm.plugins.executor import multiprocess_worker, ranks
+
+    ranks.RankRunner = lambda wiring, *others: ClockRunner(wiring)
+    multiprocess_worker.main(sock, memory)
+
+
 def cpu_us(pid: int) -> float:
     """CPU time of the first thread of a process so far, which computes in a worker; NaN where the system does not
     tell."""
@@ -150,19 +165,90 @@ def codec_us(rows: int, times: int = 2000) -> float:
     return 1e6 * (time.perf_counter() - begun) / times
 
 
+def pieces_us(rows: int, ranks: int) -> dict[str, float]:
+    """Microseconds of what a step costs with ranks beside ``local``, piece by piece: the median of the fastest quarter
+    of the turns, both ends in this process, so that nobody sleeps and no other process is waited for."""
+    from minivllm.plugins.executor.steps import Plans, Results
+    from minivllm.processes.channel import Channel, shared_file
+    from minivllm.processes.status import BEGUN, DONE, StatusPage
+
+    page, ends = StatusPage(shared_file(StatusPage.room(ranks)), ranks, multiprocess.OPERATIONS), []
+    for _ in range(ranks):
+        memory = shared_file(Channel.BYTES)
+        ends.append([Channel(sock, memory, i > 0) for i, sock in enumerate(socket.socketpair())])
+    ids = np.arange(rows, dtype=np.int32)
+    plan = StepPlan(1, ids, ids, ids, ids)
+    seams = {"model": 1e-5, "attention": 1e-5, "sampler": 1e-5}
+    result = StepResult(1, ids, ids, ids, ids.astype(np.uint8), seams=seams)
+    sender, worker, back, engine = Plans(), Plans(), Results(), Results()
+    spent: dict[str, list[float]] = {}
+    marks: list[tuple[str, float]] = []
+
+    def mark(name: str) -> None:
+        marks.append((name, time.perf_counter()))
+
+    for turn in range(4000):
+        marks.clear()
+        mark("")
+        kind, parts = sender.encode(plan)
+        data = b"".join(parts)
+        mark("engine: the plan as bytes")
+        page.moves()
+        mark("engine: the page of states")
+        ends[0][0].send(kind, [data])
+        mark("engine: to rank 0")
+        for end in ends[1:]:
+            end[0].send(kind, [data])
+        mark("engine: to the others")
+        message = ends[0][1].receive(wait=False)
+        mark("rank 0: reads")
+        came = worker.decode(message.kind, message.data)
+        mark("rank 0: bytes to a plan")
+        page.set(0, BEGUN, turn)
+        page.set(0, DONE, turn)
+        kind, parts = back.encode(replace(result, slots=came.slots), came.slots)
+        mark("rank 0: the result as bytes")
+        ends[0][1].send(kind, parts)
+        mark("rank 0: to the engine")
+        message = ends[0][0].receive(wait=False)
+        mark("engine: reads")
+        engine.decode(message.kind, message.data, plan.slots)
+        mark("engine: bytes to a result")
+        for end in ends[1:]:
+            end[1].receive(wait=False)
+        for (_, before), (name, after) in itertools.pairwise(marks):
+            spent.setdefault(name, []).append(after - before)
+        plan = plan.further(plan.id + 1, plan.computed + 1, plan.delta)
+    return {name: 1e6 * float(np.median(np.sort(times)[: len(times) // 4])) for name, times in spent.items()}
+
+
 def compare(args: argparse.Namespace, options: dict, ahead: int) -> dict[int, list[float]]:
-    """By rows: median of ``step_us`` by ``local``, then by ``process``."""
+    """By rows: median of ``step_us`` by ``local``, then by the other executor."""
     found = {}
+    apart = {"executor": "process"}
+    if args.ranks:
+        apart = {"executor": "multiprocess", "tensor_parallel_size": args.ranks}
     with (
         LLM(**options, executor="local", run_ahead=ahead) as local,
-        LLM(**options, executor="process", run_ahead=ahead) as other,
+        LLM(**options, **apart, run_ahead=ahead) as other,
     ):
+        if args.profile:
+            profile(other, max(args.rows), args.steps)
         for rows in args.rows:
             rounds = []
             for _ in range(args.rounds):
                 rounds.append([*step_us(local, rows, args.steps), *step_us(other, rows, args.steps)])
             found[rows] = [statistics.median(column) for column in zip(*rounds, strict=True)]
     return found
+
+
+def profile(llm: LLM, rows: int, steps: int) -> None:
+    """The functions of the engine's process that take longest in steps of so many rows."""
+    watch = cProfile.Profile()
+    watch.enable()
+    step_us(llm, rows, steps)
+    watch.disable()
+    pstats.Stats(watch).sort_stats("tottime").print_stats(25)
 
 
 def main() -> None:
@@ -175,13 +261,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=0, help="of multiprocess; 0: the executor process")
+    parser.add_argument("--pieces", action="store_true", help="time what a step of ranks consists of, and nothing else")
+    parser.add_argument("--profile", action="store_true", help="of the engine's process, before anything is timed")
     args = parser.parse_args()
+    if args.pieces:
+        show_pieces(args)
+        return
     device = args.device
     if device == "nothing":
         device, args.device_us, args.launch_us = "clock", 0.0, 0.0
     os.environ[DEVICE_US], os.environ[LAUNCH_US] = str(args.device_us), str(args.launch_us)
     if device == "clock":
         runner.Runner, process.WORKER, device = ClockRunner, "process_step:serve", "cpu"
+        multiprocess.WORKER = "process_step:serve_rank"
     with tempfile.TemporaryDirectory() as folder:
         options = dict(model=make_model(Path(folder), args.shape), device=device, skip_tokenizer_init=True)
         options |= dict(load_format="auto", dtype="float32") if args.shape == "tiny" else dict(load_format="dummy")
@@ -189,7 +282,15 @@ def main() -> None:
         options |= dict(max_num_seqs=most, max_model_len=args.steps + 16, max_num_batched_tokens=max(most, 64))
         options |= dict(num_kvcache_blocks=(args.steps // 16 + 2) * most, enable_prefix_caching=False)
         found = {mode: compare(args, options, MODES.index(mode)) for mode in args.modes}
-    show(args.rows, found)
+    show(args.rows, found, "ranks" if args.ranks else "process")
+
+
+def show_pieces(args: argparse.Namespace) -> None:
+    found = [pieces_us(rows, args.ranks or 2) for rows in args.rows]
+    print(f"{'microseconds of a step, rows:':30}" + "".join(f"{rows:8}" for rows in args.rows))
+    for name in found[0]:
+        print(f"{name:30}" + "".join(f"{one[name]:8.1f}" for one in found))
+    print(f"{'all':30}" + "".join(f"{sum(one.values()):8.1f}" for one in found))
 
 
 def make_model(folder: Path, shape: str) -> str:
@@ -201,17 +302,17 @@ def make_model(folder: Path, shape: str) -> str:
     return str(folder)
 
 
-def show(rows: list[int], found: dict[str, dict[int, list[float]]]) -> None:
+def show(rows: list[int], found: dict[str, dict[int, list[float]]], other: str) -> None:
     names = {"single": "one by one", "ahead": "ahead"}
     print(
         "      " + "".join(f" {names[mode]:26}" for mode in found) + "CPU: " + "".join(f"{names[m]:26}" for m in found)
     )
-    spans, spent = "   local process    more  ", "  local process  worker  "
+    spans, spent = f"   local {other:>7}    more  ", f"  local {other:>7}  worker  "
     print("  rows" + " ".join([spans] * len(found) + [spent] * len(found)) + "  codec")
     for n in rows:
         shown = [f"{n:6}"]
-        for local, _, _, other, _, _ in (by_rows[n] for by_rows in found.values()):
-            shown.append(f"{local:7.0f} {other:7.0f} {other - local:+7.0f}  ")
+        for local, _, _, apart, _, _ in (by_rows[n] for by_rows in found.values()):
+            shown.append(f"{local:7.0f} {apart:7.0f} {apart - local:+7.0f}  ")
         for _, mine, _, _, engine, worker in (by_rows[n] for by_rows in found.values()):
             shown.append(f"{mine:7.0f} {engine:7.0f} {worker:7.0f}  ")
         print(" ".join([*shown, f"{codec_us(n):6.0f}"]))

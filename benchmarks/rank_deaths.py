@@ -34,41 +34,69 @@ from minivllm import LLM, EngineDeadError, SamplingParams
 def say(**words):
     print(json.dumps(words), flush=True)
 
-def make(ranks, device, timeout, executor, rounds, *checked):
-    options = {"timeout": float(timeout), "checked": bool(checked)}
+def make(asked):
     try:
-        return LLM(model="pocket", device=device, max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=64,
-                   max_model_len=256, executor={"name": executor, "options": options}, tensor_parallel_size=int(ranks))
+        return LLM(**asked["options"])
     except Exception as e:
         say(start=str(e), at=time.monotonic())
         sys.exit(3)
 
 if __name__ == "__main__":
-    for _ in range(int(sys.argv[5])):
-        with make(*sys.argv[1:]) as llm:
+    asked = json.loads(sys.argv[1])
+    sys.path.insert(0, asked["folder"])
+    for _ in range(asked["rounds"]):
+        with make(asked) as llm:
             out = llm.generate(["Once"], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
             assert out[0].error is None
-    if sys.argv[5] != "0":
+    if asked["rounds"]:
         say(stopped=True)
         sys.stdin.read()
         sys.exit()
-    llm = make(*sys.argv[1:])
+    llm = make(asked)
     executor = llm.engine.executor
     cluster = getattr(executor, "_cluster", None)
     say(pids=[child.pid for child in executor._ranks()], launcher=cluster and cluster._launcher.pid)
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True)
     with llm:
         while True:
-            out = llm.generate(["Once upon a time", "The dog"], params, use_tqdm=False)
+            out = llm.generate(asked["prompts"], params, use_tqdm=False)
             if out[0].finish_reason == "error":
                 say(error=out[0].error, at=time.monotonic())
                 break
-            say(tokens=sum(len(o.tokens) for o in out))
+            say(tokens=sum(len(o.tokens) for o in out), at=time.monotonic())
 """
-SOON = {"a rank hangs": 2.0 + 2.0}  # seconds until the engine says so, where they are not 2
+FAILING = """
+import os
+from dataclasses import replace
+from minivllm.plugins.attention.sdpa import Sdpa
+from minivllm.plugins.attention.spec import SDPA
+
+class Parts(Sdpa):
+    "Fails on one rank alone, once there is a file that names it."
+    spec = replace(SDPA, impl="rank_deaths_parts:Parts")
+    def forward(self, *args, **more):
+        import torch
+        if os.path.exists("FLAG") and open("FLAG").read() == str(torch.distributed.get_rank()):
+            raise RuntimeError("boom")
+        return super().forward(*args, **more)
+"""
+KILLED, CRASHES, HANGS = "a rank is killed", "a rank crashes", "a rank hangs"
+PREFILL, FAILS, TWO = "a rank is killed in a prefill", "a rank fails in a step", "a rank and another are killed"
+STARTS, EARLY, AGAIN = "a rank dies while it starts", "the engine dies while it starts", "it is started again"
+SLOW, TOLD = "one is slow", "one is told to end"  # after which the engine goes on
+ENGINE_KILLED, TERMINATED, CTRL_C = "the engine is killed", "the engine is terminated", "Ctrl-C"
+BOTH, LAUNCHER = "the engine and one are killed", "the launcher is killed"  # the latter of Ray
+FAULTS = (
+    KILLED, CRASHES, HANGS, PREFILL, FAILS, TWO, STARTS, EARLY, AGAIN, SLOW, TOLD, ENGINE_KILLED, TERMINATED, CTRL_C,
+    BOTH, LAUNCHER,
+)  # fmt: skip
+RANK = {"multiprocess": "multiprocess_worker", "ray": r"^ray::RankPlace"}  # command lines
+MARK = "RANK_DEATHS_TRY"
+SOON = {HANGS: 2.0 + 2.0, FAILS: 1.0 + 5.0}  # seconds until the engine says so, where they are not 2
 SHUTS_DOWN = 5.0  # seconds more where a start fails with Ray: it is told once the cluster has ended
 GONE = 15.0  # seconds until nothing is left
 LONGEST = 300.0  # seconds of a try
+SLOWLY = 4.0  # seconds that a slow rank stands still, of which its limit is a multiple
 
 
 @dataclass
@@ -130,17 +158,10 @@ class Try:
     def __init__(self, args: argparse.Namespace, folder: str, rng: random.Random) -> None:
         self.args, self.rng, self.before = args, rng, belongings(folder)
         self.rank = rng.randrange(args.ranks)
-        self.mark = secrets.token_hex(8)
-        words = [
-            str(args.ranks),
-            args.device,
-            "2" if args.fault == HANGS else "30",
-            args.executor,
-            "3" if args.fault == AGAIN else "0",
-            *(["checked"] if rng.random() < 0.5 else []),
-        ]
+        self.mark, self.folder = secrets.token_hex(8), folder
+        self.flag = os.path.join(folder, f"{self.mark}.flag")
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ENGINE, *words],
+            [sys.executable, "-c", ENGINE, json.dumps(self.asked())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -148,7 +169,26 @@ class Try:
             start_new_session=True,
             env={**os.environ, "TMPDIR": folder, MARK: self.mark},
         )
-        self.folder = folder
+
+    def asked(self) -> dict:
+        """What the engine's process is told."""
+        fault, timeout = self.args.fault, 2.0 if self.args.fault == HANGS else 30.0
+        how = {"timeout": timeout, "checked": self.rng.random() < 0.5}
+        options = dict(model="pocket", device=self.args.device, max_num_seqs=4, max_num_batched_tokens=64)
+        options |= dict(num_kvcache_blocks=300, max_model_len=2048, tensor_parallel_size=self.args.ranks)
+        options |= dict(executor={"name": self.args.executor, "options": how})
+        if fault == FAILS:
+            Path(self.parts(), "rank_deaths_parts.py").write_text(FAILING.replace("FLAG", self.flag))
+            options |= dict(attention="rank_deaths_parts:Parts", allow_targets=["rank_deaths_parts"])
+        prompts, tokens = ["Once upon a time", "The dog"], 200
+        if fault == PREFILL:
+            prompts, tokens, options["enable_prefix_caching"] = ["Once upon a time there was a dog. " * 150], 2, False
+        rounds = 3 if fault == AGAIN else 0
+        return dict(options=options, prompts=prompts, tokens=tokens, rounds=rounds, folder=self.parts())
+
+    def parts(self) -> str:
+        """A folder for a plug-in, which is there before a try and after it."""
+        return os.path.join(self.folder, "parts")
 
     def hear(self) -> dict:
         line = self.process.stdout.readline()
@@ -184,8 +224,14 @@ class Try:
                 row.wrong.append(f"{fault}: it says {told}")
                 return self._left(row, time.monotonic())
             time.sleep(self.rng.uniform(0.0, 1.0))
+            if fault in (SLOW, TOLD):
+                self._bother(fault, told, row)
             begun = time.monotonic()
             self._do(fault, told)
+        self._judge(fault, row, begun)
+
+    def _judge(self, fault: str, row: Row, begun: float) -> None:
+        """What the engine said at last, when, and what is left."""
         said = {}
         while self.process.poll() is None or not said:
             if not (heard := self.hear()):
@@ -196,7 +242,8 @@ class Try:
         self._left(row, begun)
         words = said.get("error", said.get("start", ""))
         if fault.startswith("a rank"):
-            numbered = fault != STARTS or self.args.executor == "multiprocess"  # Ray's places get numbers later
+            # Ray's places get numbers later; of two that have died either may be named
+            numbered = fault != TWO and (fault != STARTS or self.args.executor == "multiprocess")
             if (f"rank {self.rank} of {self.args.ranks}" if numbered else "rank") not in words:
                 row.wrong.append(f"{fault} {self.rank}: it says {words!r}")
             more = SHUTS_DOWN if fault == STARTS and self.args.executor == "ray" else 0.0
@@ -214,19 +261,45 @@ class Try:
         os.kill(sorted(found)[self.rank], signal.SIGKILL)
         return begun
 
+    def _bother(self, fault: str, told: dict, row: Row) -> None:
+        """What an engine survives: it must answer afterwards."""
+        pid = told["pids"][self.rank]
+        if fault == SLOW:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(self.rng.uniform(0.5, SLOWLY))
+            os.kill(pid, signal.SIGCONT)
+        else:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(pid, number)
+        since = time.monotonic()
+        while (heard := self.hear()).get("at", since + 1) < since:
+            pass
+        if "tokens" not in heard:
+            row.wrong.append(f"{fault} {self.rank}: it says {heard}")
+
     def _do(self, fault: str, told: dict) -> None:
-        numbers = {HANGS: signal.SIGSTOP, "a rank crashes": signal.SIGSEGV, "the engine is terminated": signal.SIGTERM}
-        number = numbers.get(fault, signal.SIGKILL)
-        if fault == "Ctrl-C":
+        numbers = {HANGS: signal.SIGSTOP, CRASHES: signal.SIGSEGV}
+        numbers |= dict.fromkeys((TERMINATED, SLOW, TOLD), signal.SIGTERM)
+        number, rank = numbers.get(fault, signal.SIGKILL), told["pids"][self.rank]
+        if fault == CTRL_C:
             os.killpg(self.process.pid, signal.SIGINT)  # as a terminal does, the ranks too
+        elif fault == FAILS:
+            Path(self.flag).write_text(str(self.rank))
+        elif fault == TWO:
+            for pid in self.rng.sample(told["pids"], 2):
+                os.kill(pid, number)
+        elif fault == BOTH:
+            for pid in self.rng.sample([rank, self.process.pid], 2):
+                os.kill(pid, number)
         elif fault.startswith("a rank"):
-            os.kill(told["pids"][self.rank], number)
+            os.kill(rank, number)
         else:
             os.kill(told["launcher"] if fault == LAUNCHER else self.process.pid, number)
 
     def _left(self, row: Row, begun: float) -> None:
         """Wait until nothing is left, and count what is."""
         end = begun + GONE
+        Path(self.flag).unlink(missing_ok=True)
         while True:
             now = belongings(self.folder)
             more = {what: now[what] - self.before[what] for what in now}
@@ -246,16 +319,6 @@ class Try:
         self.process.communicate()
 
 
-HANGS, STARTS, AGAIN = "a rank hangs", "a rank dies while it starts", "it is started again"
-EARLY, LAUNCHER = "the engine dies while it starts", "the launcher is killed"  # of Ray
-FAULTS = (
-    "a rank is killed", "a rank crashes", HANGS, STARTS, "the engine is killed", "the engine is terminated", "Ctrl-C",
-    AGAIN, EARLY, LAUNCHER,
-)  # fmt: skip
-RANK = {"multiprocess": "multiprocess_worker", "ray": r"^ray::RankPlace"}  # command lines
-MARK = "RANK_DEATHS_TRY"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20, help="tries, of all faults together")
@@ -270,6 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background without it
     rng, rows = random.Random(args.seed), {fault: Row() for fault in args.faults}
     with tempfile.TemporaryDirectory() as folder:
+        os.mkdir(os.path.join(folder, "parts"))
         for i in range(args.times):
             args.fault = args.faults[i % len(args.faults)]
             Try(args, folder, rng).run(args.fault, rows[args.fault])

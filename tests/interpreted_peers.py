@@ -18,7 +18,7 @@ from minivllm.layers import peers
 from minivllm.layers.peers import PeerMemory, RegionLayout
 
 # programs that wait for each other take turns on few cores: as few of them as show all that there is
-peers.BLOCKS, peers.MOVERS, peers.TILE, peers.DRAWN = 2, 3, 64, 4
+peers.BLOCKS, peers.MOVERS, peers.PLACE, peers.TILES, peers.DRAWN = 2, 3, 512, ((1, 64), (3, 128)), 4
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2}
 
 
@@ -55,9 +55,11 @@ def check_sums(rank: int, memory: PeerMemory, dtype: torch.dtype, way: str, toke
         assert near(stream, want) and near(normed, norm), ("norm", way, tokens, dim, dtype)
 
 
-def check_gather(rank: int, memory: PeerMemory, dtype: torch.dtype, rows: int, columns: int, vocab: int) -> None:
-    parts = [drawn_for(r, rows, columns).to(dtype) for r in range(memory.size)]
-    found = memory.gather(parts[rank], vocab)
+def check_gather(
+    rank: int, memory: PeerMemory, dtype: torch.dtype, rows: int, columns: int, vocab: int, tile: int
+) -> None:
+    parts = [drawn_for(r + tile, rows, columns).to(dtype) for r in range(memory.size)]
+    found = memory.gather(parts[rank], vocab, tile)
     met, left = memory.reached()
     assert met == left
     if rank:
@@ -95,7 +97,8 @@ def main(folder: str, rank: int, size: int) -> None:
             check_sums(rank, memory, dtype, way, 3, 48)
         check_sums(rank, memory, dtype, "flags", 7, 16)  # more rows than programs, several a meeting
         for rows, columns, vocab in ((3, 40, 40 * size), (2, 150, 150 * size - 3), (1, 31, 31 * size - 1)):
-            check_gather(rank, memory, dtype, rows, columns, vocab)
+            for tile in (0, 128, 32, 64):  # places are the same, whatever was moved before
+                check_gather(rank, memory, dtype, rows, columns, vocab, tile)
     for seed in range(3):  # both places, and one of them again
         check_drawn(rank, memory, seed)
 

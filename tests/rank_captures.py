@@ -20,7 +20,7 @@ from minivllm.layers.communicator import ProcessGroup
 from minivllm.plugins.executor import multiprocess_worker
 
 # programs that wait for each other take turns on few cores: as few of them as show all that there is
-peers.BLOCKS, peers.MOVERS, peers.TILE, peers.DRAWN = 2, 2, 32, 4
+peers.BLOCKS, peers.MOVERS, peers.TILES, peers.DRAWN = 2, 2, ((1, 32),), 4
 recording = False
 
 

@@ -30,12 +30,13 @@ def _await(at, number):
 @kernel("rows", "rank")
 def gather(
     x, out, peers, count, progress, rows, rank, vocab, COLUMNS: tl.constexpr, SIZE: tl.constexpr, FLAGS: tl.constexpr,
-    ACKS: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    ACKS: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, PLACE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x [rows, COLUMNS] of each rank -> out [rows, vocab] on rank 0, side by side, cut at ``vocab``.
 
     grid (G,), G <= BLOCKS: program b moves the tiles b, b + G ...  In a region: flags and acks i32 [BLOCKS, SIZE],
-    places [2, BLOCKS, SIZE, TILE] of 4 bytes.  ``progress``: as of sums."""
+    places [2, BLOCKS, SIZE, PLACE] bytes, of which a tile takes the first.  ``progress``: as of sums."""
     wait(PDL)
     block, programs = tl.program_id(0), tl.num_programs(0)
     element = x.dtype.element_ty
@@ -48,15 +49,15 @@ def gather(
         number += 1
         row, at = tl.cast(tile // tiles, tl.int64), (tile % tiles) * TILE + within
         on = at < COLUMNS
-        # of 4 bytes an element, whatever the dtype: no program's place lies in another's of an earlier call
-        place = PLACES + ((number & 1) * BLOCKS + block).to(tl.int64) * (SIZE * TILE * 4)
+        # the same for every TILE and dtype: no program's place lies in another's of an earlier call
+        place = PLACES + ((number & 1) * BLOCKS + block).to(tl.int64) * (SIZE * PLACE)
         mine = tl.load(x + row * COLUMNS + at, mask=on, other=0.0)
         if rank == 0:
             tl.store(out + row * vocab + at, mine, mask=on & (at < vocab))
             for r in tl.static_range(1, SIZE):
                 _await((tl.load(peers) + FLAGS).to(tl.pointer_type(tl.int32)) + block * SIZE + r, number)
                 tl.debug_barrier()
-                here = _at(peers, 0, place + r * TILE * 4, element)
+                here = _at(peers, 0, place + r * PLACE, element)
                 theirs = tl.load(here + within, mask=on, other=0.0, cache_modifier=".cg")
                 column = r * COLUMNS + at
                 tl.store(out + row * vocab + column, theirs, mask=on & (column < vocab))
@@ -67,7 +68,7 @@ def gather(
         else:
             _await((tl.load(peers + rank) + ACKS).to(tl.pointer_type(tl.int32)) + block * SIZE, number - 2)
             tl.debug_barrier()
-            there = _at(peers, 0, place + rank * TILE * 4, element)
+            there = _at(peers, 0, place + rank * PLACE, element)
             tl.store(there + within, mine, mask=on)
             tl.debug_barrier()  # the writes of all threads come before the flag of one
             flag = (tl.load(peers) + FLAGS).to(tl.pointer_type(tl.int32)) + block * SIZE + rank

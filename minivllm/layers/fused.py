@@ -118,14 +118,15 @@ class LinearNorm(_Pair):
     from then on.  ``whole``: the Normed is a finished one, for what is no product.
 
     Where processes share the model, and their devices each other's memory, one kernel behind the product sums over
-    them, adds to the residual and normalises."""
+    them, adds to the residual and normalises: a fused norm (``StepWiring.unfused``), whether products of few rows are
+    joined to others or not."""
 
     mode = 2
 
     def __init__(self, linear: Linear, norm: RMSNorm, fuse: bool, whole: bool) -> None:
         super().__init__(linear, fuse and not whole)
         self.norm = norm
-        self.part = Partial(linear, fuse) if linear.reduce and fuse and norm.fused is not None else None
+        self.part = Partial(linear, fuse) if linear.reduce and norm.fused is not None else None
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
         if self.part is not None and (peers := self.linear.group.peers) is not None:

@@ -7,7 +7,7 @@ Each rank has a region, which torch's symmetric memory maps into all processes. 
     flags, acks of moves i32 [MOVERS, size] twice;  acks of drawn tokens i32 [MOVERS, size]
     words of sums        i64 [2, WORD_ROWS, size, WORDS]
     rows of sums         i32 [2, BLOCKS, size, CHUNK];  sums of shares i32 [2, BLOCKS, CHUNK]
-    places of moves      [2, MOVERS, size, TILE] of 4 bytes at most
+    places of moves      [2, MOVERS, size, PLACE] bytes
     places of tokens     i64 [2, MOVERS, 2, DRAWN]
 
 Beside it each rank counts its meetings, by program and kind.
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 BLOCKS = 264  # programs of a sum, two for each multiprocessor of an H100 or H200
 CHUNK = 8192  # words of 32 bits that a program brings to a meeting
 WORD_ROWS, WORDS = 128, 8192  # of sums by words: rows, and words of 32 bits of a row
-MOVERS, TILE = 132, 4096  # programs of a gather, elements that each moves at a time
+MOVERS, PLACE = 132, 32768  # programs of a gather, bytes that each has room for at a time
+TILES = ((1, 4096),)  # elements that a program of a gather moves at a time, by the rows from which on; ascending
 DRAWN = 128  # rows of drawn tokens for each program
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 # rows of 8 KiB up to which a sum goes by words, and bytes of all rows from which it is split, by ranks
@@ -55,7 +56,7 @@ class RegionLayout:
             ("words", 8 * 2 * WORD_ROWS * size * WORDS),
             ("rows", 4 * 2 * BLOCKS * size * CHUNK),
             ("sums", 4 * 2 * BLOCKS * CHUNK),
-            ("places", 4 * 2 * MOVERS * size * TILE),
+            ("places", 2 * MOVERS * size * PLACE),
             ("drawn", 8 * 2 * MOVERS * 2 * DRAWN),
         ):
             object.__setattr__(self, name, at)
@@ -83,6 +84,11 @@ def region_of(size: int, device: torch.device) -> Tensor:
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric.empty(RegionLayout(size).bytes, dtype=torch.uint8, device=device).zero_()
+
+
+def tile_of(rows: int) -> int:
+    """Elements that a program of a gather of so many rows moves at a time."""
+    return [tile for start, tile in TILES if start <= max(rows, 1)][-1]
 
 
 class PeerMemory:
@@ -213,14 +219,16 @@ class PeerMemory:
 
     # ---- moves ---------------------------------------------------------------------------------------------------
 
-    def gather(self, x: Tensor, vocab: int) -> Tensor | None:
-        """x [N, columns] of all ranks side by side, cut at ``vocab``: [N, vocab] on rank 0, None on others."""
+    def gather(self, x: Tensor, vocab: int, tile: int = 0) -> Tensor | None:
+        """x [N, columns] of all ranks side by side, cut at ``vocab``: [N, vocab] on rank 0, None on others.  ``tile``:
+        elements that a program moves at a time, a power of two, the same on all ranks; 0: as measured (``TILES``)."""
         rows, columns = x.shape
+        tile = min(tile or tile_of(rows), PLACE // x.element_size())
         out = torch.empty(rows, vocab, dtype=x.dtype, device=x.device) if self.rank == 0 else None
         if out is not None and self.alone and not self.capturing():
             out.zero_()
         elif rows:
-            programs = min(MOVERS, rows * -(-columns // TILE))
+            programs = min(MOVERS, rows * -(-columns // tile))
             gather[(programs,)](
                 x.contiguous(),
                 x if out is None else out,
@@ -236,7 +244,8 @@ class PeerMemory:
                 ACKS=self.layout.move_acks,
                 PLACES=self.layout.places,
                 BLOCKS=MOVERS,
-                TILE=TILE,
+                TILE=tile,
+                PLACE=PLACE,
                 num_warps=8,
                 **pdl(x),
             )

@@ -190,16 +190,17 @@ def attach(sock: str, memory: str, last: Callable[[], None] | None = None) -> Ch
     ours.set_inheritable(False)
     channel = Channel(ours, int(memory), started=True)
     os.close(int(memory))
-    follow(ours, last)
+    follow(ours, last=last)
     return channel
 
 
-def follow(sock: socket.socket, last: Callable[[], None] | None = None, patience: float = PATIENCE) -> None:
+def follow(*socks: socket.socket, last: Callable[[], None] | None = None, patience: float = PATIENCE) -> None:
     """From now on signals that a terminal or a supervisor sends to the whole group are left to the process at the other
-    end of ``sock``, whose end ends this process too, be it in the middle of a step.  ``last`` is called before, where
+    end of ``socks``, whose end ends this process too, be it in the middle of a step.  ``last`` is called before, where
     this process has not ended by itself within ``patience`` seconds."""
     ignore_signals()
-    threading.Thread(target=_end_with, args=(os.dup(sock.fileno()), os.getppid(), last, patience), daemon=True).start()
+    files = [os.dup(sock.fileno()) for sock in socks]
+    threading.Thread(target=_end_with, args=(files, os.getppid(), last, patience), daemon=True).start()
 
 
 def ignore_signals() -> None:
@@ -207,10 +208,11 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _end_with(sock: int, parent: int, last: Callable[[], None] | None, patience: float) -> None:
+def _end_with(socks: Sequence[int], parent: int, last: Callable[[], None] | None, patience: float) -> None:
     """End this process when the other end of its channel has closed, if it has not done so by itself in time."""
     poll = select.poll()
-    poll.register(sock, HUNG_UP)
+    for sock in socks:
+        poll.register(sock, HUNG_UP)
     while not poll.poll(1e3 * LOOK) and os.getppid() == parent:
         pass
     time.sleep(patience)

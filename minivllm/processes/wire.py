@@ -2,21 +2,25 @@
 
     bytes of the message u32, its kind u16, its bytes        and the next
 
-Bytes only, as there: what they mean is left to codecs and JSON, so nothing that comes from a network is run.  The
-kernel asks after a peer that is silent: a machine that is gone ends the connection after ``GONE`` seconds, however long
-no message is due.
+Bytes only, as there: what they mean is left to codecs and JSON, so nothing that comes from a network is run.
+
+The kernel asks after a peer that is silent: a machine that is gone ends a connection after ``GONE`` seconds, however
+long no message is due.  It takes one for gone, too, that is there and has read nothing for so long
+(``TCP_USER_TIMEOUT``), as a process does in a long step.  So messages go without that, and a second connection, whose
+ends always read at once, tells whether the machine is there (``lives``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import select
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .channel import Channel, ChannelClosed, ChannelStuck, Message
 from .rhythm import let_others
@@ -34,25 +38,38 @@ WATCH = {
 }
 
 
-def watch_peer(sock: socket.socket) -> None:
-    """A connection whose other machine does not answer ends by itself, as far as the system can do that."""
+NO_WAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
+
+
+def watch_peer(sock: socket.socket, reads: bool = True) -> None:
+    """A connection whose other machine does not answer ends by itself, as far as the system can do that.  ``reads``:
+    who is there reads at once; else that is found out only while nothing is on its way."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in WATCH.items():
+        if not reads and name == "TCP_USER_TIMEOUT":
+            value = 0  # whatever it was
         if (number := getattr(socket, name, None)) is not None:
             sock.setsockopt(socket.IPPROTO_TCP, number, value)
+
+
+def cut_by(e: OSError) -> str:
+    """What the system says, where the other machine is out of reach; "" where its process has ended."""
+    return (e.strerror or str(e)) if e.errno in NO_WAY else ""
 
 
 class Wire(Channel):
     """One end.  It belongs to one thread."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, lives: Callable[[], bool] = lambda: True) -> None:
+        """``lives``: whether the other machine is there, as is asked where it reads nothing."""
+        self._sock, self._lives = sock, lives
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            watch_peer(sock)
+            watch_peer(sock, reads=False)
         self._buffer = bytearray()  # of a message that has not come as a whole
         self._came: deque[Message] = deque()
         self._ended = False
+        self.cut = ""  # what the system says, where the other machine is out of reach
         self.patience = math.inf
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -70,12 +87,15 @@ class Wire(Channel):
             except BlockingIOError:
                 self._wait_for_room(since)
             except OSError as e:
+                self.cut = cut_by(e) or self.cut
                 raise ChannelClosed("the other process has ended") from e
 
     def _wait_for_room(self, since: float) -> None:
         """The other one may wait for room itself, so what it has sent is read."""
         if time.monotonic() - since > self.patience:
             raise ChannelStuck(f"has read nothing for {self.patience:.0f} s")
+        if not self._lives():
+            raise ChannelClosed("the other process is out of reach")
         self._hear()
         self._gather()
         select.select((), (self._sock,), (), 0.01)
@@ -110,7 +130,8 @@ class Wire(Channel):
             found = self._sock.recv(READ)
         except BlockingIOError:
             return False
-        except OSError:  # reset, or the machine is gone
+        except OSError as e:  # reset, or the machine is gone
+            self.cut = cut_by(e) or self.cut
             found = b""
         self._buffer += found
         self._ended = self._ended or not found

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from minivllm.config.steps import wire_steps
 from minivllm.config.values import EngineConfig
@@ -55,3 +58,35 @@ def test_a_kind_that_is_left_out_leaves_the_others_in(which, monkeypatch):
     assert (joined.fuse, up.fuse, up.linear.scheme.fuse) == (which != "pairs",) * 3
     assert (joined.norm.fused is None) == (which == "norms")
     assert (up.gate_mul.func is activation.gate_mul, up.divides) == (which == "gate", which != "gate")
+
+
+class Ranks:
+    """An end of a communicator whose devices reach each other's memory; it counts the sums of each kind."""
+
+    rank, size = 0, 2
+    peers = SimpleNamespace(takes=lambda x: True)
+
+    def __init__(self):
+        self.plain = self.joint = 0
+
+    def all_reduce(self, x):
+        self.plain += 1
+
+    def add_norm(self, x, bias, residual, norm):
+        self.joint += 1
+        return x
+
+
+@pytest.mark.parametrize("which", [(), *((kind,) for kind in KINDS)])
+def test_the_joint_kernel_of_ranks_is_one_of_the_norms(which):
+    """Sum, addition to the residual and norm in one: it gives way where norms do, and to nothing else."""
+    pytest.importorskip("triton")
+    group = Ranks()
+    backend = Sdpa(None, AttentionContext("cpu", "float32", Fp32(), 4, 4, 64, prepare_qk))
+    parts = ModelParts("cpu", "float32", Unquantized(), backend, group=group, fuse=True, unfused=which)
+    joined = parts.linear_norm(parts.mlp_down("mlp", 32, MLP(64)), parts.norm("n", 32, Norm(1e-6)))
+    joined.linear.scheme.fuse = False  # a product of few rows would be a kernel of a GPU
+    if "norms" not in which:
+        joined.norm.fused = lambda x, residual, weight, eps: pytest.fail("a norm of its own")
+    joined(torch.zeros(3, 32), torch.zeros(3, 32))
+    assert (group.joint, group.plain) == ((0, 1) if "norms" in which else (1, 0))

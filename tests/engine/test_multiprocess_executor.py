@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -302,6 +303,34 @@ def test_a_rank_that_has_died_is_named_by_who_sends_it_a_plan_and_the_others_are
     assert not executor.alive() and not any(rank.lives for rank in ranks)
     with pytest.raises(EngineDeadError, match=f"rank {dead} of 3"):
         executor.collect(0)
+
+
+@pytest.mark.parametrize("executor", ["multiprocess", "process"])
+def test_where_no_more_files_may_be_open_the_limit_is_told(folder, monkeypatch, executor):
+    def full(*args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(f"minivllm.plugins.executor.{executor}.Child", full)
+    with pytest.raises(
+        ResourceError, match=r"cannot be started: .*Too many open files \(this process may have \d+: ul"
+    ):
+        LLM(**options(folder, executor=executor))
+
+
+def test_a_rank_that_has_ended_is_told_with_where_it_was():
+    executor = Multiprocess()
+    file = shared_file(StatusPage.room(2))
+    executor._page = page = StatusPage(file, 2, OPERATIONS)
+    os.close(file)
+    for word, value in ((PHASE, 3), (BEGUN, 6), (DONE, 5), (CALLS, 40), (OPERATION, 1)):
+        page.set(1, word, value)
+    executor._child, executor._others = Rank(), [Rank(lives=False)]
+    executor._due.append(5)
+    with pytest.raises(
+        EngineDeadError, match=r"rank 1 of 2 \(.*\), in step 5, waits in all_reduce number 40: .*exit code 3"
+    ):
+        executor.collect(0)
+    page.close()
 
 
 def test_ranks_that_stand_still_end_the_engine_which_says_who_is_missing(monkeypatch):

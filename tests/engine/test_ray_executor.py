@@ -53,6 +53,8 @@ def test_bad_options_are_refused_by_their_names(folder):  # noqa: F811
     for more, words in (
         ({"transport": "udp"}, "transport='udp'"),
         ({"placement_timeout": 0}, "placement_timeout=0: want a number from 1"),
+        ({"address": "nonsense"}, "executor.options.address: want host:port of a Ray cluster, or auto"),
+        ({"address": "ray://a:1/x"}, "want host:port of a Ray cluster"),
         ({"adress": "x"}, "Did you mean 'address'"),
     ):
         with pytest.raises(PluginError, match=words):

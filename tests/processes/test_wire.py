@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -14,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.processes import gate as module
+from minivllm.processes import wire
 from minivllm.processes.channel import ChannelClosed, ChannelStuck
 from minivllm.processes.gate import MOST, NONCE, Gate, Refused, admit, greet
-from minivllm.processes.wire import GONE, HEAD, Wire
+from minivllm.processes.wire import GONE, HEAD, Wire, cut_by, watch_peer
 
 SECRET = b"s" * 32
 
@@ -104,8 +106,38 @@ def test_half_a_message_is_none_and_files_stay_on_their_machine():
 def test_the_kernel_asks_after_a_machine_that_is_silent():
     with wires() as (a, _):
         assert a.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            assert a.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * GONE
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        a, b = tcp()
+        watch_peer(a)
+        assert a.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * GONE
+        a.close()
+        b.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such limit")
+def test_who_is_busy_for_longer_than_a_machine_may_be_silent_gets_all_that_was_sent(monkeypatch):
+    monkeypatch.setitem(wire.WATCH, "TCP_USER_TIMEOUT", 300)
+    with wires() as (a, b):
+        data = bytes(32 << 20)  # more than the system takes while nobody reads
+        other = threading.Thread(target=a.send, args=(1, [data]))
+        other.start()
+        time.sleep(1.5)
+        assert len(b.receive(wait=True).data) == len(data)
+        other.join()
+
+
+def test_a_writer_is_told_when_the_other_machine_is_gone():
+    a, theirs = tcp()
+    sender = Wire(a, lives=lambda: False)
+    with pytest.raises(ChannelClosed, match="out of reach"):
+        sender.send(1, [bytes(64 << 20)])
+    sender.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(("number", "cut"), [(errno.EHOSTUNREACH, True), (errno.ETIMEDOUT, True), (errno.EPIPE, False)])
+def test_of_a_machine_that_is_out_of_reach_is_told_what_the_system_says(number, cut):
+    assert cut_by(OSError(number, "words")) == ("words" if cut else "")
 
 
 # ---- the gate --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from minivllm.wiring import wiring_to_json
 
 from .fingerprint import differences
 from .options import MultiprocessOptions
-from .process import CALL, FAILED, NOT_RUNNING, READY, START, Process, capacity_of
+from .process import CALL, FAILED, NOT_RUNNING, READY, START, Process, cannot_start, capacity_of
 
 WORKER = "minivllm.plugins.executor.multiprocess_worker:main"
 OPERATIONS = ("", "all_reduce", "gather", "broadcast", "all_gather")  # of ``layers.communicator``, which has torch
@@ -66,8 +66,7 @@ class Multiprocess(Process):
         except (ChildEnded, EngineDeadError, OSError) as e:
             self._kill()
             self.stop()
-            what = f"the worker processes cannot be started: {e}" if isinstance(e, OSError) else str(e)
-            raise ResourceError(what) from e
+            raise ResourceError(cannot_start("processes", e)) from e
         except BaseException:
             self._kill()
             self.stop()
@@ -221,7 +220,7 @@ class Multiprocess(Process):
         try:
             super()._send(kind, *parts, file=file)
         except EngineDeadError as e:
-            raise e if self._child is None else self._dead(f"{self._name(0)}: {e}") from e
+            raise e if self._child is None else self._lost(0, e) from e
 
     def _send_plan(self, kind: int, parts: Sequence[bytes]) -> None:
         if not self._due and self._page is not None:
@@ -241,7 +240,7 @@ class Multiprocess(Process):
             try:
                 child.send(kind, [data])
             except ChildEnded as e:
-                raise self._dead(f"{self._name(rank)}: {e}") from e
+                raise self._lost(rank, e) from e
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
         """Rank 0's; the memory that the KV cache takes is that of all, and so are the devices."""
@@ -270,7 +269,7 @@ class Multiprocess(Process):
                 elif message is not None:
                     return message
             except ChildEnded as e:
-                raise self._dead(f"{self._name(rank)}: {e}") from e
+                raise self._lost(rank, e) from e
             if not child.rest(LOOK):
                 self._look()
 
@@ -281,7 +280,7 @@ class Multiprocess(Process):
             try:
                 message = self._child.receive(wait=False)
             except ChildEnded as e:
-                raise self._dead(f"{self._name(0)}: {e}") from e
+                raise self._lost(0, e) from e
             if message is not None and message.kind == PARTED:
                 self._note(0, message)
                 continue
@@ -300,7 +299,7 @@ class Multiprocess(Process):
         self._gather()
         for rank, child in enumerate(self._ranks()):
             if (ended := child.ended()) is not None:
-                raise self._dead(f"{self._name(rank)}: {ended}")
+                raise self._lost(rank, ended)
         for step, said in self._parted.items():
             if self._looked - min(one["at"] for one in said.values()) > AGREE or self._passed(step, said):
                 raise self._dead(self._differ(step))
@@ -328,7 +327,7 @@ class Multiprocess(Process):
                 try:
                     message = child.receive(wait=False)
                 except ChildEnded as e:
-                    raise self._dead(f"{self._name(rank)}: {e}") from e
+                    raise self._lost(rank, e) from e
                 if message is not None and message.kind == PARTED:
                     self._note(rank, message)
 
@@ -340,7 +339,7 @@ class Multiprocess(Process):
             while time.monotonic() < end:
                 for other, child in enumerate(self._ranks()):
                     if not child.alive() and (ended := child.ended()) is not None:
-                        raise self._dead(f"{self._name(other)}: {ended}")
+                        raise self._lost(other, ended)
                 time.sleep(STARTING)
         if said["where"] == "sample":  # the others know nothing of it
             raise self._dead(self._differ(said["step"]))
@@ -372,6 +371,11 @@ class Multiprocess(Process):
         ]
         words += [f"{self._where(rank)}, and has not failed" for rank in range(size) if rank not in said]
         return f"the ranks have parted in step {step}: {'; '.join(words)}"
+
+    def _lost(self, rank: int, how: Exception) -> EngineDeadError:
+        """The error of the end of one, which says where it was."""
+        where = "" if self._page is None else f", {self._page.told(rank)}"
+        return self._dead(f"{self._name(rank)}{where}: {how}")
 
     def _dead(self, words: str) -> EngineDeadError:
         """The error of the end, in which no rank is of use any more."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class MultiprocessOptions(BaseModel):
@@ -30,6 +31,9 @@ class MultiprocessOptions(BaseModel):
     )
 
 
+ADDRESS = r"(?:\[([^\]]+)\]|([^:/\[\]]+)):(\d+)"  # host:port, with an IPv6 address in brackets
+
+
 class RayOptions(MultiprocessOptions):
     address: str = Field(
         "",
@@ -45,6 +49,13 @@ class RayOptions(MultiprocessOptions):
         description="how plans go to a process: `auto` through shared memory on this machine, over TCP to others; "
         "`tcp` over TCP to all",
     )
+
+    @field_validator("address")
+    @classmethod
+    def _names_a_cluster(cls, address: str) -> str:
+        if address not in ("", "auto") and not re.fullmatch(ADDRESS, address):
+            raise ValueError("want host:port of a Ray cluster, or auto")
+        return address
 
 
 class SimOptions(BaseModel):

@@ -12,9 +12,11 @@ that dies is noticed at once, and its last words are told (``processes.child``).
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
+import resource
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -65,8 +67,7 @@ class Process(Executor):
             told = self._await(READY, 0)
         except (EngineDeadError, OSError) as e:
             self.stop()
-            what = f"the worker process cannot be started: {e}" if isinstance(e, OSError) else str(e)
-            raise ResourceError(what) from e
+            raise ResourceError(cannot_start("process", e)) from e
         except BaseException:
             self.stop()
             raise
@@ -204,6 +205,16 @@ class Process(Executor):
 
     def _ready(self) -> bool:
         return self._child is not None and self._child.ready()
+
+
+def cannot_start(what: str, e: Exception) -> str:
+    """Why a worker could not be: what the system says, or its own last words."""
+    if not isinstance(e, OSError):
+        return str(e)
+    limit = ""
+    if e.errno in (errno.EMFILE, errno.ENFILE):
+        limit = f" (this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: ulimit -n raises that)"
+    return f"the worker {what} cannot be started: {e}{limit}"
 
 
 def capacity_of(told: dict[str, Any], wiring: Wiring) -> Capacity:

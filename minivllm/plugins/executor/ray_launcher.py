@@ -34,6 +34,8 @@ from minivllm.errors import MinivllmError, ResourceError, told
 from minivllm.processes.channel import Channel, ChannelClosed
 from minivllm.processes.child import attach, ignore_signals
 
+from .options import ADDRESS
+
 START, FOUND, OPEN, PLACED, FAILED, ENDED, KILL = range(1, 8)  # kinds of messages: JSON
 TARGET = "minivllm.plugins.executor.ray_launcher:main"
 LOOK = 0.1  # seconds between looks at the actors
@@ -259,7 +261,7 @@ def lacks(nodes: Sequence[tuple[str, Mapping[str, float]]], size: int, want: Map
 
 def check_address(address: str) -> None:
     """ResourceError where nobody answers at host:port: Ray itself would try for minutes."""
-    found = re.fullmatch(r"(?:\[([^\]]+)\]|([^:/\[\]]+)):(\d+)", address)
+    found = re.fullmatch(ADDRESS, address)
     if address == "auto":
         return
     if found is None:

@@ -17,7 +17,7 @@ from minivllm.processes.child import HUNG_UP, ChildEnded, Words
 from minivllm.processes.gate import Guest
 from minivllm.processes.rhythm import Rhythm
 from minivllm.processes.status import LINE, WORD, StatusPage
-from minivllm.processes.wire import Wire
+from minivllm.processes.wire import Wire, cut_by, watch_peer
 
 if TYPE_CHECKING:
     from .ray_executor import RayCluster
@@ -35,18 +35,22 @@ class PlacedRank:
         self.node, self.host, self.gpus = said["node"], said["host"], said["gpus"]
         self.here = sock.family == socket.AF_UNIX
         self._handle = _handle(sock) if self.here else -1  # of the process, to end it by
-        self._state = None if self.here else came[STATE].sock
+        self._state, self._cut = None if self.here else came[STATE].sock, ""
         words = -1
         if self.here:
             self._channel: Channel | None
             self._channel, words = _share(sock)
         else:
-            self._channel, words = Wire(sock), came[WORDS].sock.detach()
+            for role in (WORDS, STATE):
+                watch_peer(came[role].sock)
+            self._channel, words = Wire(sock, self.alive), came[WORDS].sock.detach()
         self._channel.patience = patience
         self._words = Words(words)
         self._words.start()
         self._poll = select.poll()
-        self._poll.register(sock, HUNG_UP)
+        for one in (sock, self._state):
+            if one is not None:
+                self._poll.register(one, HUNG_UP)
 
     @property
     def gpu(self) -> str:
@@ -55,7 +59,21 @@ class PlacedRank:
     def show(self, page: StatusPage, rank: int) -> None:
         """On the page of states, which a rank on this machine writes to itself."""
         if self._state is not None:
-            threading.Thread(target=_show, args=(self._state, page, rank), daemon=True).start()
+            threading.Thread(target=self._show, args=(self._state, page, rank), daemon=True).start()
+
+    def _show(self, sock: socket.socket, page: StatusPage, rank: int) -> None:
+        """Until it has ended, or the page is closed."""
+        line = b""
+        try:
+            while found := sock.recv(LINE * WORD - len(line)):
+                line += found
+                if len(line) == LINE * WORD:
+                    page.set_line(rank, line)
+                    line = b""
+        except ValueError:  # the page is closed
+            pass
+        except OSError as e:
+            self._cut = cut_by(e)
 
     # ---- as ``Child`` --------------------------------------------------------------------------------------------
 
@@ -98,7 +116,11 @@ class PlacedRank:
             self.cluster.kill(self.place)
 
     def _ended(self) -> ChildEnded:
+        if isinstance(self._channel, Wire):
+            self._cut = self._cut or self._channel.cut
         self.leave()
+        if self._cut:
+            return ChildEnded(f"the worker process {self.pid} on {self.host} is out of reach: {self._cut}")
         said = self.cluster.said(self.place, RAY_SAYS)
         self._words.join(0.2)
         how = f"; {said}" if said else ""
@@ -119,7 +141,7 @@ class PlacedRank:
             self._handle = -1
         if self._state is not None:
             with contextlib.suppress(OSError):
-                self._state.shutdown(socket.SHUT_RDWR)
+                self._state.shutdown(socket.SHUT_RDWR)  # which ends the thread that reads it
         self._words.join(max(0.1, deadline / 2))
 
 
@@ -141,15 +163,3 @@ def _share(sock: socket.socket) -> tuple[Channel, int]:
     finally:
         os.close(memory)
         os.close(says_to)
-
-
-def _show(sock: socket.socket, page: StatusPage, rank: int) -> None:
-    """Until it has ended, or the page is closed."""
-    line = b""
-    with contextlib.suppress(OSError, ValueError):
-        while found := sock.recv(LINE * WORD - len(line)):
-            line += found
-            if len(line) == LINE * WORD:
-                page.set_line(rank, line)
-                line = b""
-    sock.close()

@@ -43,7 +43,7 @@ def main(given: dict[str, Any]) -> str:
         return f"it cannot reach the engine at {given['tcp'] or 'its own machine'}: {e}"
     code = 1
     try:
-        follow(channel.socket, patience=LEAVES)
+        follow(channel.socket, *([] if state is None else [state]), patience=LEAVES)
         with contextlib.suppress(ChannelClosed):  # nobody is there any more
             RayRank(channel, given, state).serve()
         code = 0

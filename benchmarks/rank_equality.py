@@ -1,0 +1,178 @@
+"""Greedy tokens of every model family by the number of ranks: are they those of one process?
+
+    python benchmarks/rank_equality.py                              every family, 1, 2, 4 and 8 ranks, 200 prompts
+    python benchmarks/rank_equality.py --only qwen3 gptq --ranks 1 2
+    python benchmarks/rank_equality.py --executor ray --ranks 1 2
+
+The families are all built-in plug-ins of the seam ``model`` that name an architecture, each as a tiny model with random
+weights in float32; then, for a llama, each quantizer that reads checkpoints.  The first size is computed by one process
+(executor ``local``), the others by as many ranks.  For each cell: how many of the answers are the same, all tokens of
+them.  Where one is not, transformers' logits decide: *tie*, if the two best logits at its first other token are closer
+than ``TIE`` (a sum of parts is rounded otherwise than a whole one, and so is a router's choice), else *WRONG*.
+
+Weights that are quantized while they are loaded are left out: where a matrix is cut they have other scales.
+Exit status 1 if an answer is wrong, or an engine did not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from minivllm import LLM, SamplingParams
+from minivllm.errors import MinivllmError
+from minivllm.registry import Catalog
+from minivllm.spec import ANY
+from minivllm.testing.quantizer_written import WRITTEN
+from minivllm.testing.tiny import quiet, read_tensors, save, small_config, tiny_model, write_tensors
+
+TIE = 1e-3  # of logits whose standard deviation is about 1
+VOCAB = 61  # which no number of ranks divides
+# what eight ranks can share; fewer KV heads than ranks
+WIDE = {
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 64, "intermediate_size": 64,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "vocab_size": VOCAB,
+}  # fmt: skip
+PACKED = {"hidden_size": 256, "head_dim": 32, "intermediate_size": 512, "num_key_value_heads": 8, "vocab_size": 64}
+BLOCKWISE = {"head_dim": 128, "intermediate_size": 1024}  # float8 has a scale for 128 by 128
+ENGINE: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_num_batched_tokens": 512,
+    "max_model_len": 64, "kvcache_block_size": 8,
+}  # fmt: skip
+SEEDS = {"gpt2": 1, "starcoder2": 2}  # of weights, where those of seed 0 answer nearly every prompt alike
+
+
+def families() -> dict[str, str]:
+    """Built-in plug-ins, and the model_type that each names."""
+    models = Catalog.discover()["model"]
+    found = {}
+    for entry in models.entries:
+        spec = models.spec(entry)
+        if entry.dist == "minivllm" and spec.limits["model_type"] != ANY:
+            (found[entry.name],) = spec.limits["model_type"]
+    return found
+
+
+def family_model(folder: Path, model_type: str) -> Any:
+    """Write a tiny model; transformers' model of it."""
+    empty = AutoConfig.for_model(model_type)
+    config = small_config(type(empty), **{**WIDE, **own_values(model_type)})
+    model = tiny_model(config, SEEDS.get(model_type, 0))
+    save(model, folder)
+    return model
+
+
+def own_values(model_type: str) -> dict[str, Any]:
+    return {"do_layer_norm_before": True, "ffn_dim": 64} if model_type == "opt" else {}
+
+
+def packed_model(folder: Path, method: str) -> Any:
+    """A llama whose linear layers are what the quantizer of a method reads; transformers' model of the plain weights,
+    from which those of the quantized ones differ."""
+    written, more = WRITTEN[method], BLOCKWISE if method == "fp8" else {}
+    model = tiny_model(small_config(type(AutoConfig.for_model("llama")), **{**WIDE, **PACKED, **more}))
+    save(model, folder)
+    tensors = read_tensors(folder)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        stem = name.removesuffix(".weight")
+        tensors |= {f"{stem}.{part}": t for part, t in written.tensors(tensors.pop(name)).items()}
+    write_tensors(folder, tensors)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": dict(written.config)}))
+    return None
+
+
+def prompts(count: int, vocab: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, vocab, rng.integers(1, 25)).tolist() for _ in range(count)]
+
+
+def answers(folder: Path, ranks: int, asked: Sequence[list[int]], args: argparse.Namespace) -> list[list[int]]:
+    many = len(asked)
+    options = {**ENGINE, "model": str(folder), "max_num_seqs": many, "num_kvcache_blocks": 8 * many + 8}
+    if ranks > 1:
+        options |= dict(tensor_parallel_size=ranks, executor={"name": args.executor, "options": {"timeout": 300}})
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    with LLM(**options) as llm:
+        outs = llm.generate(asked, params, use_tqdm=False)
+    assert not any(out.error for out in outs), next(out.error for out in outs if out.error)
+    return [list(out.tokens) for out in outs]
+
+
+def gap(model: Any, prompt: list[int], tokens: list[int], at: int) -> float:
+    """Between transformers' two best logits for the token after so many."""
+    with torch.inference_mode():
+        best = model(torch.tensor([prompt + tokens[:at]])).logits[0, -1].topk(2).values
+    return float(best[0] - best[1])
+
+
+def verdict(model: Any, asked: Sequence[list[int]], one: list[list[int]], many: list[list[int]]) -> tuple[str, bool]:
+    """A cell of the table, and whether nothing is wrong."""
+    other = [i for i in range(len(asked)) if one[i] != many[i]]
+    cell = f"{len(asked) - len(other)}/{len(asked)}"
+    if not other:
+        return cell, True
+    gaps = []
+    for i in other:
+        at = next(k for k, (a, b) in enumerate(zip(one[i], many[i], strict=True)) if a != b)
+        gaps.append(float("inf") if model is None else gap(model, asked[i], one[i], at))
+    fine = max(gaps) < TIE
+    return f"{cell} {'tie' if fine else 'WRONG'} {max(gaps):.1e}", fine
+
+
+def cells(name: str, folder: Path, model: Any, args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    asked = prompts(args.prompts, vocab)
+    one = answers(folder, args.ranks[0], asked, args)
+    assert len({tuple(tokens) for tokens in one}) > len(asked) // 4, f"{name}: the answers are too much alike"
+    yield f"{len(asked)}", True
+    for ranks in args.ranks[1:]:
+        try:
+            yield verdict(model, asked, one, answers(folder, ranks, asked, args))
+        except MinivllmError as e:
+            yield f"{type(e).__name__}: {e}", False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--executor", default="multiprocess", choices=["multiprocess", "ray"])
+    parser.add_argument("--only", nargs="+", default=[], help="names of families or methods")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    made = {name: (family_model, model_type) for name, model_type in families().items()}
+    made |= {method: (packed_model, method) for method in WRITTEN}
+    if unknown := set(args.only) - set(made):
+        parser.error(f"--only: {', '.join(sorted(unknown))}; want some of {', '.join(made)}")
+    print(f"{'family':20}" + "".join(f"{f'{n} ranks':>16}" for n in args.ranks) + "   seconds", flush=True)
+    sound = True
+    for name, (make, what) in made.items():
+        if args.only and name not in args.only:
+            continue
+        begun = time.monotonic()
+        print(f"{name:20}", end="", flush=True)
+        with tempfile.TemporaryDirectory() as path, quiet():
+            folder = Path(path) / "model"
+            model = make(folder, what)
+            for cell, fine in cells(name, folder, model, args):
+                print(f"{cell:>16}", end="", flush=True)
+                sound = sound and fine
+        print(f"{time.monotonic() - begun:10.0f}", flush=True)
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
