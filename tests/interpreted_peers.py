@@ -96,6 +96,7 @@ def main(folder: str, rank: int, size: int) -> None:
         for way in ways(size):
             check_sums(rank, memory, dtype, way, 3, 48)
         check_sums(rank, memory, dtype, "flags", 7, 16)  # more rows than programs, several a meeting
+        check_sums(rank, memory, dtype, "words", 3, 2)  # a row has fewer words than there are ranks
         for rows, columns, vocab in ((3, 40, 40 * size), (2, 150, 150 * size - 3), (1, 31, 31 * size - 1)):
             for tile in (0, 128, 32, 64):  # places are the same, whatever was moved before
                 check_gather(rank, memory, dtype, rows, columns, vocab, tile)

@@ -15,6 +15,7 @@ Beside it each rank counts its meetings, by program and kind.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,19 @@ def reachable(size: int) -> str:
         for b in range(size):
             if a != b and not torch.cuda.can_device_access_peer(a, b):
                 return f"cuda:{a} does not reach the memory of cuda:{b}"
+            if a != b and not _atomics_between(a, b):  # flags are exchanged by them
+                return f"atomic operations of cuda:{a} on the memory of cuda:{b} are not its own, as over PCIe"
     return ""
+
+
+def _atomics_between(a: int, b: int) -> bool:
+    """What the driver says of these two GPUs; True where it cannot be asked."""
+    native, found = 3, ctypes.c_int(1)  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(found), native, a, b)
+    except (OSError, AttributeError):
+        return True
+    return bool(failed) or found.value != 0
 
 
 def region_of(size: int, device: torch.device) -> Tensor:
@@ -167,7 +180,7 @@ class PeerMemory:
         sizes = dict(
             DIM=dim,
             N=n,
-            P=max(self.size, 1 << (n - 1).bit_length()),
+            P=1 << (max(n, self.size) - 1).bit_length(),
             KIND=kind,
             WIDE=norm is not None and norm.weight.dtype == torch.float32,
             BIAS=bias is not None,

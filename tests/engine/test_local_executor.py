@@ -36,9 +36,9 @@ class Recorder:
             self.masks[running.plan.id] = int(late.mask[0, 0])
 
 
-@given(late=st.lists(st.booleans(), min_size=1, max_size=8), draw=st.data())
-def test_each_step_draws_under_its_masks_before_the_next_one_begins(late: list[bool], draw: Any) -> None:
-    """Whatever the order in which steps are submitted and masks come."""
+@given(late=st.lists(st.booleans(), min_size=1, max_size=8), draw=st.data(), follows=st.booleans())
+def test_each_step_draws_under_its_masks_before_the_next_one_begins(late: list[bool], draw: Any, follows: bool) -> None:
+    """Whatever the order in which steps are submitted and masks come; a rank that follows gets a go without masks."""
     executor = Local()
     executor.runner = runner = Recorder()
     submitted, due, got = 0, [], []
@@ -50,14 +50,14 @@ def test_each_step_draws_under_its_masks_before_the_next_one_begins(late: list[b
             submitted += 1
         else:
             step = due.pop(draw.draw(st.integers(0, len(due) - 1)))
-            executor.supply(step, LateInputs(np.full((1, 2), step, np.int32)))
+            executor.supply(step, None if follows else LateInputs(np.full((1, 2), step, np.int32)))
         got += executor.collect(draw.draw(st.integers(0, 3)))
         first_waiting = min(due, default=submitted)
         assert not [step for step in got if step >= first_waiting], "a step came back before its masks"
     got += executor.collect(0)
     assert got == list(range(len(late))), "each result once, in the order of submission"
     assert runner.asked == [(what, step) for step in range(len(late)) for what in ("forward", "sample")]
-    assert runner.masks == {step: step for step, is_late in enumerate(late) if is_late}
+    assert runner.masks == {step: step for step, is_late in enumerate(late) if is_late and not follows}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ class Local(Executor):
         self._seams: Any = None  # a profile that labels them
         self._running: deque[Any] = deque()  # runner.Running, in order of submission; all but the last have drawn
         self._behind: deque[StepPlan] = deque()  # a step that waits for its masks
-        self._early: dict[int, LateInputs] = {}  # masks by the id of a step in ``_behind``
+        # what a step in ``_behind`` waits for, by its id; None for a rank that draws nothing
+        self._early: dict[int, LateInputs | None] = {}
         self._heap: HeapTrimmer | None = None  # where steps compute in the heap of this process
 
     def start(self, wiring: Wiring) -> Capacity:
@@ -54,12 +55,12 @@ class Local(Executor):
     def _enqueue(self) -> None:
         while self._behind and (not self._running or self._running[-1].sampled):
             plan = self._behind.popleft()
-            running, late = self.runner.forward(plan), self._early.pop(plan.id, None)
-            if late is not None or not len(plan.late):
-                self.runner.sample(running, late)
+            running = self.runner.forward(plan)
+            if plan.id in self._early or not len(plan.late):
+                self.runner.sample(running, self._early.pop(plan.id, None))
             self._running.append(running)
 
-    def supply(self, step: int, late: LateInputs) -> None:
+    def supply(self, step: int, late: LateInputs | None) -> None:
         if any(plan.id == step for plan in self._behind):
             self._early[step] = late
             return
