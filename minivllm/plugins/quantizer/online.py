@@ -118,12 +118,12 @@ class SplitWeight(WeightScheme):
 
     def __init__(self, info: ModuleInfo, schemes: Sequence[WeightScheme]) -> None:
         self.info, self.schemes = info, schemes
-        self._of = {part: one for one in schemes for part, _ in one.info.parts}  # type: ignore[attr-defined]
+        self._of = {part: one for one in schemes for part, _ in one.info.parts}
         self._name()
 
     def _name(self) -> None:
         self.tensors = {
-            f"{one.info.parts[0][0]}.{name}": tensor  # type: ignore[attr-defined]
+            f"{one.info.parts[0][0]}.{name}": tensor
             for one in self.schemes
             for name, tensor in one.tensors.items()
         }
@@ -144,14 +144,14 @@ class SplitWeight(WeightScheme):
         y = x.new_empty(len(x), self.info.out_features) if out is None else out
         start = 0
         for one in self.schemes:
-            rows = one.info.out_features  # type: ignore[attr-defined]
+            rows = one.info.out_features
             y[:, start : start + rows] = one.apply(x)
             start += rows
         return y
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
         return {
-            f"{rows} of {one.info.parts[0][0]}": how  # type: ignore[attr-defined]
+            f"{rows} of {one.info.parts[0][0]}": how
             for one in self.schemes
             for rows, how in one.served(device, sm).items()
             if rows != CAPTURED
