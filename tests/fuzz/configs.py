@@ -31,7 +31,8 @@ EVICTORS: list[Any] = [
 ]  # fmt: skip
 RULES = {"skip": ["layers.0.attn.o"], "bits": {"re:.*\\.qkv\\.[kv]": 16, "*.mlp.down": "fp8-weight", "*.mlp.*": 4}}
 SMALL = {"group_size": 32}  # of 96 inputs
-ROUNDING = ("fp8", "int8-w8a8", "llm-int8")  # activations too, so that a last bit may become a step of theirs
+# activations too, so that a last bit may become a step of theirs; those of fp8 are so wide that nothing could be told
+ROUNDING = ("int8-w8a8", "llm-int8")
 FORMS: list[Any] = [
     "int8", "int8", "int4", "fp8-weight", {"name": "nf4", "options": SMALL}, *ROUNDING,
     {"name": "fp8-weight", "options": {"lm_head": True, "skip": ["layers.0.*"]}},

@@ -123,9 +123,7 @@ class SplitWeight(WeightScheme):
 
     def _name(self) -> None:
         self.tensors = {
-            f"{one.info.parts[0][0]}.{name}": tensor
-            for one in self.schemes
-            for name, tensor in one.tensors.items()
+            f"{one.info.parts[0][0]}.{name}": tensor for one in self.schemes for name, tensor in one.tensors.items()
         }
 
     def params(self) -> dict[str, tuple[int, ...]]:
