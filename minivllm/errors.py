@@ -44,9 +44,16 @@ class ModelError(MinivllmError):
 
 
 class PluginError(MinivllmError):
-    """A plug-in is unknown, ambiguous, unsuitable, broken, or was given wrong options."""
+    """A plug-in is unknown, ambiguous or broken, or none suits."""
 
     exit_code = 4
+
+
+class OptionError(PluginError, ConfigError):
+    """What a user wrote of a plug-in cannot be had: an option's value, a module that a rule names, or, of one that was
+    named, the device or the library that it needs."""
+
+    exit_code = 2
 
 
 class ResourceError(MinivllmError):

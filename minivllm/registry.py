@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import MinivllmError, PluginError, shown, suggest, told
+from minivllm.errors import MinivllmError, OptionError, PluginError, shown, suggest, told
 from minivllm.spec import (
     ANY,
+    CONTRACT,
     KINDS,
     RESERVED,
     AtLeast,
@@ -131,16 +132,18 @@ class Selection:
         return replace(self, chosen=None, candidates=broken)
 
     def require(self) -> Candidate:
-        """The chosen candidate; PluginError (with this object as its ``selection``) if nothing is suitable."""
+        """The chosen candidate; PluginError (with this object as its ``selection``) if nothing is suitable, OptionError
+        if that was asked for by its name."""
         if self.chosen is not None:
             return self.chosen
         if self.asked != "auto" and len(self.candidates) == 1:
             refused = self.candidates[0]
             who = f"{self.kind} {shown(refused.entry.label)}" if refused.entry.builtin else str(refused.entry)
             text = f"{who} does not fit: {'; '.join(map(str, refused.reasons))}"
+            old = any(reason.what == CONTRACT for reason in refused.reasons)
+            error = PluginError(text) if old else OptionError(text)
         else:
-            text = self.explain()
-        error = PluginError(text)
+            error = PluginError(self.explain())
         error.selection = self  # type: ignore[attr-defined]
         raise error
 
@@ -325,7 +328,7 @@ class Registry:
         if not candidate.spec.options:
             if values:
                 place = begins(source_of(origins, at))
-                raise PluginError(f"{place}{label} takes no options: {at} has {', '.join(map(repr, values))}")
+                raise OptionError(f"{place}{label} takes no options: {at} has {', '.join(map(repr, values))}")
             return None
         from pydantic import ValidationError
 
@@ -334,7 +337,7 @@ class Registry:
             return model(**values)
         except ValidationError as exc:
             lines = "".join(f"\n  {line}" for line in sourced(faults(exc, model, values, at), origins))
-            raise PluginError(f"Wrong options for {label}:{lines}") from exc
+            raise OptionError(f"Wrong options for {label}:{lines}") from exc
         except Exception as exc:
             text = (
                 f"{candidate.entry}: {shown(candidate.spec.options)} cannot take options: {type(exc).__name__}: {exc}"

@@ -26,6 +26,7 @@ from minivllm.errors import PluginError, shown, suggest
 from minivllm.parameters import Param as Param
 
 _SEAMS = "minivllm.core.interfaces."
+CONTRACT = "contract version"  # what did not fit, of a package that was written for another minivllm
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "quantizer",
                 _SEAMS + "quantizer:Quantizer",
-                api=(1, 5),
+                api=(1, 6),
                 facts=("device", "sm", "dtype", "checkpoint"),
                 features=_INVARIANT | {"sliceable": "to quantize a slice of a tensor is to slice the quantized one"},
                 traits={
@@ -403,7 +404,7 @@ class Spec:
             newer = tuple(self.api) > kind.api
             fix = f"written for {'a newer' if newer else 'an older'} minivllm: upgrade {'minivllm' if newer else 'it'}"
             fix += f"; {kind.changed}" if kind.changed and not newer else ""
-            return (Reason("contract version", version(kind.api), version(self.api), fix),)
+            return (Reason(CONTRACT, version(kind.api), version(self.api), fix),)
         reasons = [
             Reason(key, plain(value), describe(self.limits[key]) if key in self.limits else "nothing (not declared)")
             for key, value in (request.facts.items() if self.limits != ANY else ())

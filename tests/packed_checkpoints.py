@@ -24,6 +24,12 @@ LLM_SIZES = {
     "max_num_seqs": 4, "num_kvcache_blocks": 64, "max_model_len": 64, "device": "cpu", "dtype": "float32",
     "skip_tokenizer_init": True,
 }  # fmt: skip
+STATE = "weight.quant_state.bitsandbytes__"
+TABLES = {
+    "nf4": [-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0,
+            0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1],
+    "fp4": [0, 0.0052, 0.6667, 1, 0.3333, 0.5, 0.1667, 0.25, 0, -0.0052, -0.6667, -1, -0.3333, -0.5, -0.1667, -0.25],
+}  # fmt: skip
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33]
 
 
@@ -87,6 +93,39 @@ def compressed(c: Coded, bits: int, symmetric: bool, act_order: bool = False) ->
     if act_order:
         made["weight_g_idx"] = c.group_of.int()
     return made
+
+
+class Four:
+    """A random weight of 4 bits as bitsandbytes writes it, element after element."""
+
+    def __init__(self, n, k, kind="nf4", nested=False, block=64, stored=torch.uint8):
+        codes = torch.randint(0, 16, (n * k,))
+        table = torch.tensor(TABLES[kind])
+        blocks = -(-n * k // block)
+        sizes = (torch.rand(blocks) + 0.5) / 10
+        state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": [n, k]}
+        self.tensors = {"weight.absmax": sizes, "weight.quant_map": table}
+        if nested:
+            values, outer = torch.linspace(-1, 1, 256), torch.rand(-(-blocks // 256)) / 50
+            inner = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.07}
+            sizes = values[inner.long()] * outer[torch.arange(blocks) // 256] + 0.07
+            self.tensors |= {"weight.absmax": inner, "weight.nested_absmax": outer, "weight.nested_quant_map": values}
+        self.weight = (table[codes] * sizes[torch.arange(n * k) // block]).view(n, k)
+        raw = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)
+        self.tensors["weight"] = raw.view(stored).view(-1, 1)
+        self.tensors[STATE + kind] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+class Eight:
+    def __init__(self, n, k):
+        codes, sizes = torch.randint(-127, 128, (n, k)), torch.rand(n) + 0.1
+        self.weight = codes * sizes[:, None] / 127
+        self.tensors = {
+            "weight": codes.to(torch.int8),
+            "SCB": sizes,
+            "weight_format": torch.tensor(0, dtype=torch.uint8),
+        }
 
 
 Code = Callable[[str, int, int], "Coded | None"]  # name of a module, outputs, inputs -> None: it stays plain

@@ -73,7 +73,7 @@ def runner_of(llm: Any) -> Any:
 
 def held_bytes(module: Any) -> int:
     """Of the tensors of a linear layer, or of what it shares them with."""
-    tensors = list(module.tensors.values()) or [module.tied.weight]
+    tensors = list(module.tensors.values()) or list(module.tied.tensors.values())
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -212,8 +212,10 @@ class LoadOperations:
 
     def embedding(self) -> list[Operation]:
         width, ids = self.model.spec.hidden, self.read.ids
-        own: Callable[[], list[Call]] = lambda: [partial(F.embedding, ids, self.model.embed.weight)]  # noqa: E731
-        return [self._op("embedding", [partial(self.model.embed, ids)], self._moved(width, width), 0.0, own)]
+        embed = self.model.embed
+        plain = embed.weight if embed.scheme is None else self._operand(embed.range.rows, width)
+        own: Callable[[], list[Call]] = lambda: [partial(F.embedding, ids, plain)]  # noqa: E731
+        return [self._op("embedding", [partial(embed, ids)], self._moved(width, width), 0.0, own)]
 
     def layers(self) -> list[Operation]:
         out = []

@@ -13,15 +13,17 @@ One row is faster by ``quant_vector``, which takes no padding along, and 4 bits 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import NUMBER
 from .launch import capability, kernel, pdl, wait
-from .products import ADDED, GATED, PLAIN, _finish
+from .products import GATED, _finish
 from .quant import Quantized
+from .quant_around import Surrounded
 from .quant_words import WIDE
 from .scaled import rows
 
@@ -154,20 +156,11 @@ def slim_tile(n: int, gated: bool) -> dict[str, int]:
     return dict(BN=32 if wide else 16, BK=128, P=4, STAGES=3 if wide or gated else 6, num_warps=4)
 
 
-class SlimProduct:
-    """``products.Product`` of a weight of 8 bits.  ``rounded``: rows of x are rounded to that dtype before, each by its
-    largest element."""
+class SlimProduct(Surrounded):
+    """Of a weight of 8 bits."""
 
-    def __init__(
-        self,
-        of: Quantized,
-        bias: Tensor | None = None,
-        mode: int = PLAIN,
-        activation: str = "silu",
-        rounded: torch.dtype | None = None,
-    ) -> None:
-        self.of, self.bias, self.mode, self.activation, self.rounded = of, bias, mode, activation, rounded
-        self.k, self.n = of.k, of.n // (2 if mode == GATED else 1)
+    def __init__(self, of: Quantized, *around: Any, **more: Any) -> None:
+        super().__init__(of, *around, **more)
         whole = of.k % 128 == 0 and of.weight.data_ptr() % 16 == 0
         self.rows = ROWS if whole and capability(of.weight.device) >= 9 else 0
 
@@ -189,37 +182,20 @@ class SlimProduct:
         of, m, by_row = self.of, len(x), None
         if self.rounded is not None:
             x, by_row = rows(x, self.rounded, x.dtype)
-        y = x.new_empty(m, self.n)
         tile = tile or slim_tile(self.n, self.mode == GATED)
-        tiles, out = triton.cdiv(self.n, tile["BN"]), y
-        if self.mode == ADDED:
-            out = torch.empty((m, tiles), dtype=torch.float32, device=x.device)
-        parts = 0 if squares is None else squares.shape[1]
-        _slim[(tiles,)](
+        y, sums, around, constants = self.given(x, by_row, squares, eps, residual, norm, tile["BN"])
+        _slim[(triton.cdiv(self.n, tile["BN"]),)](
             x.view(torch.int32),
             of.weight.view(torch.int16),
             of.scale,
-            of.scale if by_row is None else by_row,
-            y,
-            y if self.bias is None else self.bias,
-            y if residual is None else residual,
-            y if norm is None else norm,
-            of.scale if squares is None else squares,
-            out,
-            eps,
+            *around,
             m,
             N=self.n,
             K=self.k,
-            FLOAT8=of.weight.dtype == torch.float8_e4m3fn,
-            BY_ROW=by_row is not None,
-            PARTS=parts,
-            PARTS_P=triton.next_power_of_2(max(parts, 1)),
-            MODE=self.mode,
-            BIAS=self.bias is not None,
-            ACT=NUMBER[self.activation],
             IEEE=x.dtype == torch.float32,
             ASM=x.dtype == torch.bfloat16 and capability(x.device) >= 9,
+            **constants,
             **tile,
             **pdl(x),
         )
-        return y, out if self.mode == ADDED else None
+        return y, sums

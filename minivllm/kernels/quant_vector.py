@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import NUMBER
 from .launch import capability, kernel, pdl, wait
-from .products import ADDED, GATED, PLAIN, _finish
+from .products import GATED, _finish
 from .quant import Quantized
+from .quant_around import Surrounded
 from .quant_words import _number, _spread, _values, takes
 from .scaled import TOP, rows
 
@@ -258,21 +258,8 @@ def vector_tile(of: Quantized, n: int, gated: bool, rounded: bool) -> dict[str, 
     return dict(BN=min(bn * max(1, SHORT // bk), 32), BK=bk, STAGES=0, num_warps=warps)
 
 
-class VectorProduct:
-    """``products.Product`` of a weight of 8 or 4 bits.  ``rounded``: rows of x are rounded to that dtype before, each
-    by its largest element."""
-
-    def __init__(
-        self,
-        of: Quantized,
-        bias: Tensor | None = None,
-        mode: int = PLAIN,
-        activation: str = "silu",
-        rounded: torch.dtype | None = None,
-    ) -> None:
-        self.of, self.bias, self.mode, self.activation, self.rounded = of, bias, mode, activation, rounded
-        self.k, self.n = of.k, of.n // (2 if mode == GATED else 1)
-        self.float8 = of.weight.dtype == torch.float8_e4m3fn
+class VectorProduct(Surrounded):
+    """Of a weight of 8 or 4 bits."""
 
     def fits(self, x: Tensor) -> bool:
         """Whether to use it for x.  float16 is left out: the stream times the norm's weight, before it is divided, may
@@ -296,40 +283,23 @@ class VectorProduct:
         if self.rounded is not None and self.k > OWN:
             x, by_row = rows(x, self.rounded, x.dtype)
         own = self.rounded is not None and by_row is None
-        y = torch.empty((m, self.n), dtype=x.dtype, device=x.device)
         tile = tile or vector_tile(of, self.n, self.mode == GATED, own)
-        tiles, out = triton.cdiv(self.n, tile["BN"]), y
-        if self.mode == ADDED:
-            out = torch.empty((m, tiles), dtype=torch.float32, device=x.device)
-        parts = 0 if squares is None else squares.shape[1]
+        y, sums, around, constants = self.given(x, by_row, squares, eps, residual, norm, tile["BN"])
         sizes = {**of._sizes, "N": self.n}
-        _vector[(tiles,)](
+        _vector[(triton.cdiv(self.n, tile["BN"]),)](
             x,
             x if self.float8 else x.view(torch.int64),
             of.weight if self.float8 else of.weight.view(torch.int32),
             of.scale,
             of.scale if of.zero is None else of.zero,
-            of.scale if by_row is None else by_row,
-            y,
-            y if self.bias is None else self.bias,
-            y if residual is None else residual,
-            y if norm is None else norm,
-            of.scale if squares is None else squares,
-            out,
-            eps,
+            *around,
             KP=triton.next_power_of_2(self.k),
-            FLOAT8=self.float8,
             TOP=TOP[self.rounded] if own else 0.0,
-            BY_ROW=by_row is not None,
             ROWS=m,
-            PARTS=parts,
-            PARTS_P=triton.next_power_of_2(max(parts, 1)),
-            MODE=self.mode,
-            BIAS=self.bias is not None,
-            ACT=NUMBER[self.activation],
             ASM=capability(x.device) >= 8,
+            **constants,
             **sizes,
             **tile,
             **pdl(x),
         )
-        return y, out if self.mode == ADDED else None
+        return y, sums

@@ -56,7 +56,7 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, parts: ModelParts) -> None:
         self.spec = spec
         check(spec, parts)
-        self.embed = parts.embedding("embed", spec.vocab, spec.hidden)
+        self.embed = parts.embedding("embed", spec.vocab, spec.hidden, packable=True)
         self.positions = None
         if spec.positions:
             self.positions = parts.embedding("positions", spec.positions, spec.hidden, whole=True)

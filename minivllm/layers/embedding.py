@@ -9,6 +9,8 @@ shorter, and their weights padded with rows of zeros::
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Shard, StoredWeight, WeightScheme
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, OptionError
 
 from .communicator import share_of
 from .linear import Dense, Linear, stored_by
@@ -37,27 +39,43 @@ class VocabRange:
 
 
 class Embedding(Module):
-    """ids i64 [T] -> [T, dim]."""
+    """ids i64 [T] -> [T, dim].  A quantized one (``scheme``) makes numbers of the rows that are looked up."""
 
-    def __init__(self, name: str, rows: int, dim: int, dtype: torch.dtype, device: str, group: Any = None) -> None:
-        """``group``: the communicator of the processes that share the rows; None: all are here."""
-        super().__init__(name)
-        self.group, self.range, self.dim = group, VocabRange(rows, share_of(group)), dim
-        self.weight = torch.empty(self.range.rows, dim, dtype=dtype, device=device)
-        self.tensors = {"weight": self.weight}
+    def __init__(self, info: ModuleInfo, rows: int, scheme: WeightScheme | None = None, group: Any = None) -> None:
+        """``info``: of this process's rows; ``group``: the communicator of the processes that share all ``rows``; None:
+        all are here."""
+        super().__init__(info.name)
+        self.info, self.scheme, self.group = info, scheme, group
+        self.range, self.dim = VocabRange(rows, share_of(group)), info.in_features
+        self.dtype: torch.dtype = getattr(torch, info.dtype)
+        if scheme is None:
+            self.weight = torch.empty(self.range.rows, self.dim, dtype=self.dtype, device=info.device)
+        self.tensors = {"weight": self.weight} if scheme is None else dict(scheme.tensors)
 
     def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
         return {("", "weight"): (self.range.vocab, self.dim)}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         check_shape(tensor, (self.range.vocab, self.dim))
-        fill(self.weight, self.range.cut(tensor))
+        if self.scheme is None:
+            fill(self.weight, self.range.cut(tensor))
+        else:
+            self.scheme.load(param, self.range.cut(tensor), self.info.parts[0][0])
+
+    def finish(self) -> None:
+        if self.scheme is not None:
+            self.scheme.finish()
+            self.tensors = dict(self.scheme.tensors)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Those of this process's rows, counted from its first."""
+        return F.embedding(ids, self.weight) if self.scheme is None else self.scheme.gather(ids, self.dtype)
 
     def __call__(self, ids: Tensor) -> Tensor:
         if self.group is None:
-            return F.embedding(ids, self.weight)
+            return self.rows(ids)
         here = (ids >= self.range.first) & (ids < self.range.end)
-        x = F.embedding(torch.where(here, ids - self.range.first, 0), self.weight).masked_fill_(~here[:, None], 0)
+        x = self.rows(torch.where(here, ids - self.range.first, 0)).masked_fill_(~here[:, None], 0)
         self.group.all_reduce(x)
         return x
 
@@ -97,23 +115,42 @@ class LMHead(Linear):
 
 
 class TiedLMHead(Module):
-    """The head whose weight is the embedding's; a quantized one (``scheme``) makes its own copy once that is loaded.
+    """The head whose weight is the embedding's, quantized or not.  Where only the head is quantized, by ``scheme_of``,
+    it makes a copy of its own once the embedding is loaded.
 
     ``untie`` gives it a weight of its own after all, before anything is loaded.
     """
 
     def __init__(
-        self, info: ModuleInfo, tied: Embedding, scheme: WeightScheme | None, fuse: bool = False, invariant=False
+        self,
+        info: ModuleInfo,
+        tied: Embedding,
+        scheme_of: Callable[[ModuleInfo], WeightScheme | None],
+        fuse: bool = False,
+        invariant: bool = False,
     ) -> None:
+        """OptionError for an embedding and a head that are to be in two quantized forms."""
         super().__init__(info.name)
-        self.info, self.tied, self.scheme, self.part = info, tied, scheme, info.parts[0][0]
+        self.info, self.tied, self.part, self.scheme_of = info, tied, info.parts[0][0], scheme_of
         self.fuse, self.invariant = fuse, invariant
-        self.tensors = dict(scheme.tensors) if scheme else {}
-        self.plain = Dense(info, fuse, tied.weight, invariant) if scheme is None else None
+        self.shared = tied.scheme
+        asked = scheme_of(info if self.shared is None else replace(info, device="meta"))
+        if self.shared is not None and asked is not None and type(asked) is not type(self.shared):
+            kinds = f"{type(self.shared).__name__} and {type(asked).__name__}"
+            raise OptionError(
+                f"{info.name} shares the weight of {tied.name}, and they are to be quantized in two ways ({kinds}): "
+                "want the same for both, or the embedding unquantized"
+            )
+        self.scheme = None if self.shared is not None else asked
+        self.tensors = dict(self.scheme.tensors) if self.scheme else {}
+        bare = self.shared is None and self.scheme is None
+        self.plain = Dense(info, fuse, tied.weight, invariant) if bare else None
         self.own: LMHead | None = None
 
     def untie(self) -> None:
-        self.plain = None
+        if self.shared is not None:
+            self.scheme = self.scheme_of(self.info)
+        self.plain = self.shared = None
         scheme = self.scheme or Dense(self.info, self.fuse, invariant=self.invariant)
         self.own = LMHead(self.info, scheme, self.tied.range.vocab, self.tied.group)
         self.tensors = self.own.tensors
@@ -132,15 +169,20 @@ class TiedLMHead(Module):
             self.tensors = self.own.tensors
         elif self.plain is not None:
             self.plain.finish()
-        else:
+        elif self.scheme is not None:
             self.scheme.load("weight", self.tied.weight, self.part)
             self.scheme.finish()
             self.tensors = dict(self.scheme.tensors)
 
     def stored(self) -> StoredWeight | None:
-        return self.own.stored() if self.own is not None else stored_by(self.plain or self.scheme)
+        return self.own.stored() if self.own is not None else stored_by(self._weight())
+
+    def _weight(self) -> WeightScheme:
+        weight = self.plain or self.scheme or self.shared
+        assert weight is not None
+        return weight
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.own is not None:
             return self.own(x)
-        return beside((self.plain or self.scheme).apply(x), self.tied.range.vocab, self.tied.group)
+        return beside(self._weight().apply(x), self.tied.range.vocab, self.tied.group)

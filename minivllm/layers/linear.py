@@ -14,6 +14,8 @@ from .invariant import FixedRows
 from .matmul import Packed, matmul
 from .module import Module, check_shape, fill
 
+CAPTURED = "of captured steps"  # in ``WeightScheme.served``: what a CPU's native part reads, if it reads all weights
+
 
 def part_rows(info: ModuleInfo, part: str) -> slice:
     """Where the output rows of a part lie in the merged weight."""

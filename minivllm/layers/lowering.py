@@ -165,6 +165,8 @@ class Lowering:
     # ---- operations --------------------------------------------------------------------------------------------------
 
     def _embed(self) -> None:
+        if self.model.embed.scheme is not None:
+            raise NotLowered("the embedding is quantized")
         embed, positions = self._narrow(self.model.embed.weight), self.model.positions
         learned: dict[str, Any] = {}
         if positions is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +21,20 @@ from .activation import APPLY, gate_mul
 from .attention import AttentionLayer
 from .communicator import share_of
 from .decoder import Decoder
-from .embedding import Embedding, LMHead, TiedLMHead
+from .embedding import Embedding, LMHead, TiedLMHead, VocabRange
 from .experts import DenseExperts, ExpertLinear, ExpertsNorm, Mixture, RouterHook, RouterLinear
 from .fused import GatedLinear, Joined, LinearNorm, Normed, NormedLinear
 from .linear import Dense, Linear
 from .module import Module, Tensors
 from .norm import LayerNorm, RMSNorm, SplitNorm
 from .rotary import rotary_tables
+
+
+class Found(NamedTuple):
+    """What is known of a checkpoint's tensors, by module: as ``ModuleInfo.sources`` and ``ModuleInfo.names``."""
+
+    sources: Mapping[str, Mapping[str, PartSource]] | None = None
+    names: Mapping[str, Mapping[str, str]] = {}
 
 
 class ModelParts:
@@ -60,7 +67,7 @@ class ModelParts:
         self.pairs = fuse and not batch_invariant and "pairs" not in unfused
         self.fuse_norms, self.fuse_gate = (fuse and which not in unfused for which in ("norms", "gate"))
         self.described = False  # the model is what its architecture's table says, and nothing else
-        self.sources: Mapping[str, Mapping[str, PartSource]] | None = None  # as ``ModuleInfo.sources``, by module
+        self.found = Found()
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
@@ -80,8 +87,9 @@ class ModelParts:
 
     def _info(self, name: str, kind: str, inp: int, parts: Sequence[tuple[str, int]], **more: Any) -> ModuleInfo:
         dtype = str(self.dtype).removeprefix("torch.")
-        sources = None if self.sources is None else self.sources.get(name, {})
-        return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, shard=self.shard, sources=sources, **more)
+        sources = None if self.found.sources is None else self.found.sources.get(name, {})
+        known = {"shard": self.shard, "sources": sources, "names": self.found.names.get(name, {})}
+        return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, **known, **more)
 
     def heads(self, n: int) -> int:
         """This process's share of n heads.  ModelError if they cannot be split evenly."""
@@ -170,10 +178,14 @@ class ModelParts:
         }
         return self._add(Tensors(name, made)).tensors
 
-    def embedding(self, name: str, rows: int, dim: int, whole: bool = False) -> Embedding:
-        """``whole``: processes that share the model have all of it each, as is better where it is small."""
+    def embedding(self, name: str, rows: int, dim: int, whole: bool = False, packable: bool = False) -> Embedding:
+        """``whole``: processes that share the model have all of it each, as is better where it is small; ``packable``:
+        it is looked up by calling it alone, so that a quantizer may hold it."""
         group = self.group if self.shard.size > 1 and not whole else None
-        return self._add(Embedding(name, rows, dim, self.dtype, self.device, group))
+        scheme, info = None, self._info(name, "embedding", dim, [("", VocabRange(rows, share_of(group)).rows)])
+        if packable and (scheme := self.quantizer.scheme(info)) is not None:
+            scheme = None if type(scheme).gather is WeightScheme.gather else scheme
+        return self._add(Embedding(info, rows, scheme, group))
 
     def lm_head(self, name: str, inp: int, vocab: int, tied: Embedding | None = None) -> LMHead | TiedLMHead:
         """``tied``: the embedding whose weight it shares, made before it."""
@@ -187,10 +199,9 @@ class ModelParts:
                 f"{name} comes quantized, and its {vocab} outputs cannot be shared by {size} processes: want a "
                 "tensor_parallel_size that divides them"
             )
-        scheme = self.quantizer.scheme(info)
         if tied is not None:
-            return self._add(TiedLMHead(info, tied, scheme, self.pairs, self.invariant))
-        return self._add(LMHead(info, scheme or self._dense(info), vocab, group))
+            return self._add(TiedLMHead(info, tied, self.quantizer.scheme, self.pairs, self.invariant))
+        return self._add(LMHead(info, self.quantizer.scheme(info) or self._dense(info), vocab, group))
 
     def norm(self, name: str, dim: int, kind: Norm | float) -> RMSNorm | LayerNorm:
         """``kind``: a number is the epsilon of a plain RMSNorm."""

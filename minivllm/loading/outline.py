@@ -6,6 +6,7 @@ The model is built on torch's ``meta`` device with the quantizer that was chosen
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.core.interfaces.quantizer import Quantizer, WeightScheme
-from minivllm.layers.embedding import TiedLMHead
+from minivllm.layers.embedding import Embedding, TiedLMHead
 from minivllm.layers.experts import DenseExperts
-from minivllm.layers.linear import Dense
+from minivllm.layers.linear import CAPTURED, Dense, stored_by
 from minivllm.layers.module import Module
+from minivllm.layers.parts import Found
 
-from .shapes import Blueprint
+from .shapes import Blueprint, blueprint, names_of
+from .weights import find_targets, of_one_form
 
 LAYER = re.compile(r"layers\.\d+\.")
 
@@ -42,9 +45,9 @@ class Component:
     count: int = 0
     held: int = 0  # bytes
     plain: int = 0  # that they would take unquantized
-    form: str = ""  # in which they lie; of unquantized ones the dtype
+    forms: Counter[str] = field(default_factory=Counter)  # in which they lie; of unquantized ones the dtype
     quantized: bool = False
-    served: Mapping[str, str] = field(default_factory=dict)
+    served: dict[str, Mapping[str, str]] = field(default_factory=dict)  # of each form, where there are several
 
 
 def outline(
@@ -53,10 +56,27 @@ def outline(
     """(what, sentence) of each component of the model, of the total, and of the rows that each kernel serves on the
     device, whose compute capability ``sm`` is.  PluginError and ModelError as when the model is loaded."""
     parts = _Outline(dtype, quantizer, max_len)
+    plan = blueprint(arch, cfg, parts)
+    if plan is not None:
+        parts.found = Found(None, names_of(arch, cfg, plan, find_targets(of_one_form(arch.weights(cfg), ()), plan)))
     with torch.inference_mode():
         arch.build(cfg, parts)
     quantizer.finish()
-    return list(_sentences(components(parts.modules, dtype, device, sm)))
+    found = components(parts.modules, dtype, device, sm)
+    if not all(map(_read_natively, parts.modules.values())):
+        for one in found.values():
+            one.served = {form: _without(CAPTURED, served) for form, served in one.served.items()}
+    return list(_sentences(found))
+
+
+def _read_natively(module: Module) -> bool:
+    """Whether captured steps of a CPU, which read all weights of a model or none, read this one (``lowering``)."""
+    scheme = getattr(module, "scheme", None)
+    return scheme is None or (not isinstance(module, Embedding) and stored_by(scheme) is not None)
+
+
+def _without(key: str, served: Mapping[str, str]) -> Mapping[str, str]:
+    return {rows: how for rows, how in served.items() if rows != key}
 
 
 def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) -> dict[str, Component]:
@@ -77,17 +97,13 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
             info = module.info  # type: ignore[attr-defined]
             bias = info.out_features * info.bias
             one.plain += (info.out_features * info.in_features + bias) * each
-            one.quantized, one.form, one.served = (
-                True,
-                _form(module.tensors),
-                scheme.served(device, sm),
-            )
-            if isinstance(module, TiedLMHead):
-                one.form += ", beside the embedding's own"
+            one.quantized, form = True, _form(module.tensors)
+            one.served[form] = scheme.served(device, sm)
+            one.forms[f"{form}, beside the embedding's own" if isinstance(module, TiedLMHead) else form] += 1
         else:
             one.plain += held
             shared = isinstance(module, TiedLMHead)
-            one.form = one.form or ("the embedding's weight" if shared else f"unquantized, {_form(module.tensors)}")
+            one.forms["the embedding's weight" if shared else f"unquantized, {_form(module.tensors)}"] += 1
     return found
 
 
@@ -100,13 +116,16 @@ def _sentences(found: Mapping[str, Component]) -> Iterator[tuple[str, str]]:
     for name, one in found.items():
         many = f"{one.count} modules, " if one.count > 1 else ""
         of = f" of {_mib(one.plain)}" if one.quantized else ""
-        yield name, f"{many}{_mib(one.held)}{of}: {one.form}"
+        forms = [f"{form} ({n})" if len(one.forms) > 1 else form for form, n in one.forms.items()]
+        yield name, f"{many}{_mib(one.held)}{of}: {'; '.join(forms)}"
     held, plain = (sum(getattr(one, key) for one in found.values()) for key in ("held", "plain"))
     yield "weights", f"{_mib(held)} of {_mib(plain)}"
     told: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, one in found.items():
-        if one.served:
-            told.setdefault(tuple(one.served.items()), []).append(name)
+        for form, served in one.served.items():
+            if served:
+                said = f"{name} of {form}" if len(one.served) > 1 else name
+                told.setdefault(tuple(served.items()), []).append(said)
     for served, names in told.items():
         for rows, sentence in served:
             yield f"rows {rows}", f"{sentence} ({', '.join(names)})" if len(told) > 1 else sentence

@@ -22,7 +22,7 @@ from minivllm.errors import ModelError, ResourceError, shown
 from minivllm.layers.embedding import Embedding
 from minivllm.layers.fields import expert_key
 from minivllm.layers.norm import LayerNorm, RMSNorm
-from minivllm.layers.parts import ModelParts
+from minivllm.layers.parts import Found, ModelParts
 
 from .tensor_files import Header, checkpoint_headers
 from .weights import (
@@ -71,9 +71,9 @@ class Blueprint(ModelParts):
         """At least what the weights and tables take."""
         total = self.tables
         for module in self.modules.values():
-            linear = quantized and not isinstance(module, (Embedding, LayerNorm, RMSNorm))
+            matrix = quantized and not isinstance(module, (LayerNorm, RMSNorm))
             total += sum(
-                int(t.numel() * (LEAST_BYTES if linear else t.element_size())) for t in module.tensors.values()
+                int(t.numel() * (LEAST_BYTES if matrix else t.element_size())) for t in module.tensors.values()
             )
         return total
 
@@ -93,11 +93,11 @@ def blueprint(arch: ModelArch, cfg: Any, parts: ModelParts) -> Blueprint | None:
 
 def check(
     folder: str, arch: ModelArch, cfg: Any, parts: ModelParts, load_format: str, quantized: bool, free: int
-) -> Mapping[str, Mapping[str, PartSource]] | None:
+) -> Found:
     """ModelError naming the key of config.json that the checkpoint's tensors contradict, ResourceError for weights that
     take more than the ``free`` bytes.  ``quantized``: they are made smaller while they are loaded, nobody says here how
-    much.  Returns what the checkpoint has for each module by its parts; None where nobody can say: of random weights,
-    and of an architecture that computes with values while it is built."""
+    much.  Returns what the checkpoint has for each module by its parts; no sources where nobody can say: of random
+    weights, and of an architecture that computes with values while it is built."""
     headers: Mapping[str, Header] = {} if load_format == "dummy" else checkpoint_headers(Path(folder))
     every, plan = arch.weights(cfg), blueprint(arch, cfg, parts)
     rules = of_one_form(every, headers)
@@ -111,7 +111,27 @@ def check(
         _check_shapes(folder, cfg, targets, headers)
         devices = 1 if parts.device == "cpu" else parts.shard.size  # processes of one machine share its memory
         _check_memory(folder, plan, plan.bytes(quantized) // devices, free)
-    return None if plan is None or load_format == "dummy" else sources_of(arch, cfg, plan, targets, headers)
+    if plan is None:
+        return Found()
+    read = load_format != "dummy"
+    return Found(sources_of(arch, cfg, plan, targets, headers) if read else None, names_of(arch, cfg, plan, targets))
+
+
+def names_of(
+    arch: ModelArch, cfg: Any, plan: Blueprint, targets: Mapping[str, Target]
+) -> Mapping[str, Mapping[str, str]]:
+    """module -> part -> what a checkpoint calls its weight, or that of all experts."""
+    found: dict[str, dict[str, str]] = {}
+    for name, target in targets.items():
+        if target.param == "weight":
+            numbers = range(target.experts) if target.experts else (0,)
+            parts = {
+                part.replace("{e}", str(e)): name.removesuffix(".weight") for part in target.parts for e in numbers
+            }
+            found.setdefault(target.module.name, {}).update(parts)
+    for head, own in own_names(arch, cfg, plan).items():
+        found.setdefault(head.name, {})[head.part] = own
+    return found
 
 
 def sources_of(

@@ -60,7 +60,7 @@ class Harness:
             device, dtype, quantizer or Unquantized(), self.backend, shard, group, batch_invariant=batch_invariant
         )
         if path is not None:
-            self.parts.sources = shapes.check(str(path), arch, cfg, self.parts, load_format, True, 1 << 50)
+            self.parts.found = shapes.check(str(path), arch, cfg, self.parts, load_format, True, 1 << 50)
         self.model = build_model(arch, cfg, self.parts, path or "")
         for module in self.parts.modules.values():  # what nothing fills must be seen
             for tensor in module.tensors.values():

@@ -1,4 +1,4 @@
-"""What a quantizer makes of the weights of experts."""
+"""What a quantizer makes of the weights of experts, and of an embedding's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 
 from . import quantizer_data as data
 from .base import since
@@ -16,7 +16,7 @@ COUNT = 3  # experts
 
 
 class QuantizerExperts:
-    """The test of experts; part of ``QuantizerConformance``."""
+    """The tests of experts and embeddings; part of ``QuantizerConformance``."""
 
     if TYPE_CHECKING:
         info: Any
@@ -47,3 +47,22 @@ class QuantizerExperts:
                 data.compare(held, rows, near, mine, f"expert {e} of {COUNT}")
         if not some:
             pytest.skip("leaves experts as they are, or takes them from a checkpoint of its own")
+
+    @since(1, 6)
+    def test_rows_that_are_gathered_are_those_that_it_multiplies_by(self) -> None:
+        """``WeightScheme.gather``, of any rows in any order and again: those of the weight that is held, in the dtype
+        that is asked for; of what it multiplies by, where no rounding of ``x`` is between."""
+        torch.manual_seed(8)
+        for info in self.quantized((((96,), 64), ((33,), 128))):
+            scheme = self.loaded(info, torch.randn(info.out_features, info.in_features))
+            if scheme is None or type(scheme).gather is WeightScheme.gather:
+                pytest.skip("gathers no rows: an embedding is left as it is")
+            rounds = "inputs" in self.spec.traits
+            held = data.dequantized(scheme, info)
+            ids = torch.tensor([5, 5, 0, info.out_features - 1, 7])
+            for dtype in (torch.float32, getattr(torch, info.dtype)):
+                got = scheme.gather(ids.to(info.device), dtype)
+                assert got.shape == (5, info.in_features) and got.dtype == dtype
+                room = 0.02 if rounds else 2 * torch.finfo(dtype).eps
+                near = held[ids].abs().amax(1, keepdim=True) * room
+                data.compare(got.double().cpu(), held[ids], near.expand(5, -1), info, f"rows in {dtype}")

@@ -98,8 +98,8 @@ def test_a_tensor_too_many_and_one_too_few(capsys, tmp_path):
     [
         (4, ("sdpaa", "Did you mean 'sdpa'"), ["--set", "attention=sdpaa"]),
         (4, ("is a target", "--allow-target os"), ["--set", "attention=os:system"]),
-        (4, ("skpi", "Did you mean 'skip'"), ["--set", "quantizer.name=int8", "--set", "quantizer.options.skpi=['a']"]),
-        (4, ("lru", "takes no options"), ["--set", "evictor.name=lru", "--set", "evictor.options.x=1"]),
+        (2, ("skpi", "Did you mean 'skip'"), ["--set", "quantizer.name=int8", "--set", "quantizer.options.skpi=['a']"]),
+        (2, ("lru", "takes no options"), ["--set", "evictor.name=lru", "--set", "evictor.options.x=1"]),
         (2, ("max_num_seq", "Did you mean 'max_num_seqs'"), ["--set", "max_num_seq=4"]),
         (2, ("max_num_batched_tokens=4", "max_num_seqs=512"), ["--set", "max_num_batched_tokens=4"]),
         (2, ("max_model_len=99999", "4096"), ["--set", "max_model_len=99999"]),

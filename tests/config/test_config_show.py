@@ -287,7 +287,7 @@ def test_the_schema_lists_what_an_editor_completes(schema):
     assert options["splits"] == {"default": 1, "description": "parts", "maximum": 64, "type": "integer"}
     assert options["mode"]["enum"] == ["fast", "exact"]
     int8 = next(t for t in schema["properties"]["quantizer"]["oneOf"] if t.get("title") == "int8")
-    assert set(int8["properties"]["options"]["properties"]) == {"skip", "lm_head"}
+    assert set(int8["properties"]["options"]["properties"]) == {"skip", "bits", "lm_head", "embedding"}
     assert schema["properties"]["sampling"]["properties"]["max_tokens"]["default"] == 64
 
 

@@ -9,7 +9,7 @@ import torch
 
 from minivllm import LLM
 from minivllm.cli import main
-from minivllm.errors import PluginError
+from minivllm.errors import OptionError
 from minivllm.frontend.explaining import explain_loaded
 from minivllm.frontend.front_door import load
 from minivllm.plugins.quantizer.fast import served_by
@@ -55,7 +55,7 @@ def test_components_say_what_is_left_unquantized_and_by_which_form_others_are_he
 
 def test_a_rule_that_names_no_module_is_refused_by_explain_too(capsys):
     given = ("--set", "quantizer.name=int8", "--set", 'quantizer.options.skip=["layer.*"]')
-    assert main(["explain", "quantizer", *given]) == PluginError.exit_code
+    assert main(["explain", "quantizer", *given]) == OptionError.exit_code == 2
     assert "names no module" in capsys.readouterr().err
 
 

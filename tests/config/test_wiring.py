@@ -121,7 +121,8 @@ def test_options_of_the_user_reach_the_wiring(model):
     ) == (32, 100, 3, 7, 2, 9)
     assert (w.cache.gpu_memory_utilization, w.load_format, w.processors) == (0.5, "dummy", ())
     assert w.parts["kvformat"].name == "minivllm/bf16"
-    assert w.parts["quantizer"].options == {"skip": ["layers.0.*"], "lm_head": False}
+    chosen = {"skip": ["layers.0.*"], "bits": {}, "lm_head": False, "embedding": False}
+    assert w.parts["quantizer"].options == chosen
 
 
 def test_the_kv_format_left_open_holds_what_the_model_computes(tmp_path):

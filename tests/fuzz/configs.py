@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -28,12 +29,20 @@ EVICTORS: list[Any] = [
     {"name": "prefix-depth", "options": {"band": 2}},
     {"name": "cost-aware", "options": {"horizon": 0.1, "ghosts": 0.0}},
 ]  # fmt: skip
-# none that rounds activations: a last bit that differs with the batch becomes a step of theirs, and another token
-QUANTIZERS: list[Any] = [
-    "none", "none", "none", "none", "none", "none", "none", "none", "none", "none", "int8", "int8", "int4",
-    "fp8-weight", {"name": "fp8-weight", "options": {"lm_head": True, "skip": ["layers.0.*"]}},
+RULES = {"skip": ["layers.0.attn.o"], "bits": {"re:.*\\.qkv\\.[kv]": 16, "*.mlp.down": "fp8-weight", "*.mlp.*": 4}}
+SMALL = {"group_size": 32}  # of 96 inputs
+# activations too, so that a last bit may become a step of theirs; those of fp8 are so wide that nothing could be told
+ROUNDING = ("int8-w8a8", "llm-int8")
+FORMS: list[Any] = [
+    "int8", "int8", "int4", "fp8-weight", {"name": "nf4", "options": SMALL}, *ROUNDING,
+    {"name": "fp8-weight", "options": {"lm_head": True, "skip": ["layers.0.*"]}},
     {"name": "int4", "options": {"symmetric": False, "clip": True, "lm_head": True, "bits": {"*.down": 8}}},
+    {"name": "int8", "options": {"embedding": True, **RULES}},
+    {"name": "nf4", "options": {**SMALL, "lm_head": True, "bits": {"*.attn.*": "llm-int8"}}},
+    {"name": "int4", "options": {"embedding": True, "bits": {"layers.1.*": "int8"}}},
+    {"name": "llm-int8", "options": {"threshold": 2.0, **RULES}},
 ]  # fmt: skip
+QUANTIZERS: list[Any] = [*["none"] * 2 * len(FORMS), *FORMS]
 KV_FORMATS = ("auto", "auto", "auto", "auto", "auto", "int8", "fp8")
 SAMPLERS = ("default", "default", "typical", "mirostat")
 PLAIN = {  # what shrinking tries to put in place of what was drawn
@@ -94,6 +103,19 @@ def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
     if device == "cpu" and out["graph"] != "off":
         out["graph"] = "auto"
     return out
+
+
+def rounds(options: dict[str, Any]) -> bool:
+    """Whether a last bit that differs with the batch may become a step of what is stored or multiplied."""
+    return options["kv_format"] != "auto" or any(name in json.dumps(options["quantizer"]) for name in ROUNDING)
+
+
+def quantized(seed: int, engine: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with a quantizer that is drawn for the seed, whatever they had; mixtures of experts as they are."""
+    if options["model"] in ROUTED:
+        return options
+    chosen = random.Random(f"quantizer {seed} {engine}").choice(FORMS)
+    return {**options, "batch_invariant": False, "quantizer": chosen}
 
 
 def with_blocks(rng: random.Random, options: dict[str, Any], need: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fuzz import power
 from fuzz.cases import DEFAULT_DTYPES, KINDS, VERSION, Case, case_of, dtype_of
+from fuzz.configs import quantized
 from fuzz.ledger import Ledger
 from fuzz.pool import Pool, Result
 from fuzz.ranks import shared
@@ -189,6 +190,8 @@ def shrink(args: argparse.Namespace, folder: Path) -> int:
 def of_seed(args: argparse.Namespace, seed: int, dtype: str) -> Case:
     """The case of a seed, with what the command line asks for of all engines."""
     case = case_of(seed, args.device, dtype)
+    if args.quantized:
+        case = replace(case, engines=[quantized(seed, i, options) for i, options in enumerate(case.engines)])
     if args.executor in ("multiprocess", "ray"):
         return shared(case, args.executor, *([find_device("cuda").devices] if args.device == "cuda" else []))
     own = {"executor": args.executor} if args.executor else {}
@@ -203,6 +206,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default="",
         help="that engines run their steps with; empty: the default; of multiprocess and ray with ranks",
     )
+    parser.add_argument("--quantized", action="store_true", help="a quantizer for every engine, but for mixtures")
     parser.add_argument("--configs", type=int, default=100, help="new seeds, at most")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=480, help="all in all; the summary comes within them")
@@ -220,6 +224,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.ignore = [kind for kind in args.ignore.split(",") if kind]
     if unknown := set(args.ignore) - set(KINDS):
         parser.error(f"--ignore: {', '.join(unknown)}: want some of {', '.join(KINDS)}")
+    if args.quantized and args.ledger:
+        parser.error("--quantized: a ledger's seeds are those that are drawn without it; want no --ledger")
     args.silence = args.silence or SILENCE[args.device]
     args.times = args.times or (1 if args.replay is not None or args.device == "cpu" else 4)
     return args

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from . import functions
-from .configs import VOCAB
+from .configs import VOCAB, rounds
 from .drive import Output
 from .oracle import Oracle
 
 NEAR = 2e-3  # of logits after processors and temperature, and of noise: far above float32's rounding in these models
 EDGE = 2e-3  # of a probability that decides whether a token is left out
-COARSE = 50  # times as much of both where a last bit of a key is a step of what is stored of it
+COARSE = 50  # times as much of both where a last bit of a key, or of an activation, is a step of its rounding
 TOO_MUCH = (
     "typical_p",
     "mirostat_tau",
@@ -29,7 +29,7 @@ class Ties:
 
     def __init__(self, oracle: Oracle, options: dict[str, Any], prompt: list[int], params: dict[str, Any]) -> None:
         self.oracle, self.options, self.prompt, self.params = oracle, options, prompt, params
-        self.times = COARSE if options["kv_format"] != "auto" else 1
+        self.times = COARSE if rounds(options) else 1
         self.near, self.edge = NEAR * self.times, EDGE * self.times
 
     def __call__(self, got: Output, want: Output, at: int) -> bool:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import ModelError
-from minivllm.plugins.quantizer.mxfp4 import KeptExperts, Mxfp4
+from minivllm.plugins.model.gpt_oss import GptOss
+from minivllm.plugins.quantizer.mxfp4 import KeptExperts, Mxfp4, Mxfp4Kept
+from minivllm.testing.harness import Harness, play, seats
 from minivllm.testing.tiny import quiet, save, tiny_config, tiny_model
 
 PROMPT = [(7 * i * i + 3 * i + 5) % 61 for i in range(24)]
 SIZES = {"max_num_seqs": 4, "num_kvcache_blocks": 64, "max_model_len": 64, "device": "cpu", "skip_tokenizer_init": True}
 
 
-def packed_dir(path):
+def packed_dir(path, inner=32):
     """A tiny GPT-OSS as the hub has it, and the same unpacked by transformers."""
-    cfg = tiny_config("gpt_oss", hidden_size=64, intermediate_size=32, num_experts=4)
+    cfg = tiny_config("gpt_oss", hidden_size=64, intermediate_size=inner, num_experts=4)
     with quiet():
         for form in ("plain", "packed"):
             save(tiny_model(cfg), path / form)
@@ -86,6 +90,22 @@ def test_experts_that_are_kept_in_4_bits_are_unpacked_when_they_are_hit_and_no_o
     assert isinstance(scheme, KeptExperts) and 0 < products <= 2 * 2 * (4 + 5 * 2)
     each = scheme.info.out_features // scheme.info.experts
     assert {stop - start for owner, start, stop in made if owner == id(scheme)} == {each}
+
+
+@pytest.mark.parametrize("quantizer", [Mxfp4, Mxfp4Kept])
+def test_ranks_cut_packed_experts_between_their_groups(tmp_path, quantizer):
+    packed_dir(tmp_path, inner=64)
+    path = tmp_path / "packed"
+    cfg = AutoConfig.from_pretrained(path)
+    said = {"quant_method": "mxfp4"}
+    make = partial(Harness, path, GptOss(), cfg)
+    want = make(quantizer=quantizer(None, said)).step({0: PROMPT})[0]
+    group = seats(2)
+    shares = [make(quantizer=quantizer(None, said), group=seat) for seat in group]
+    got = play(group, [partial(share.step, {0: PROMPT}) for share in shares])[0][0]
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+    with pytest.raises(ModelError, match="has 16 inputs here: want a multiple of 32, which share a scale"):
+        make(quantizer=quantizer(None, said), group=seats(4)[0])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from packed_checkpoints import coded, gptq, packed_dir
+from packed_checkpoints import Eight, Four, awq, coded, compressed, gptq, packed_dir
 from transformers import AutoConfig, Olmo2Config
 
 from minivllm.config import EngineConfig
@@ -110,6 +110,67 @@ def test_ranks_cut_a_packed_checkpoint_and_copy_what_their_heads_share(packed):
     one, group = logits_of(packed(), PROMPT), seats(2)
     for got in play(group, [partial(logits_of, h, PROMPT) for h in [packed(group=seat) for seat in group]]):
         assert (got - one).abs().max() <= 1e-4 * one.abs().max()
+
+
+FORMATS = {
+    "awq": (
+        {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True},
+        lambda name, n, k: coded(n, k, 4, 32, symmetric=False),
+        lambda c, name: awq(c),
+    ),
+    "bitsandbytes, nested, v in int8": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        lambda name, n, k: Eight(n, k) if "v_proj" in name else Four(n, k, nested="mlp" in name),
+        lambda c, name: c.tensors,
+    ),
+    "gptq, act-order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        lambda name, n, k: coded(n, k, 4, 64, symmetric=False, order=True),
+        lambda c, name: gptq(c, 4, v1=False),
+    ),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {
+                        "num_bits": 4,
+                        "type": "int",
+                        "strategy": "group",
+                        "group_size": 32,
+                        "symmetric": False,
+                    },
+                }
+            },
+        },
+        lambda name, n, k: coded(n, k, 4, 32, symmetric=False),
+        lambda c, name: compressed(c, 4, symmetric=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_ranks_cut_checkpoints_of_every_packed_format(tmp_path, name, size):
+    """Inputs and outputs, and two KV heads for four ranks: what transformers computes with the numbers themselves."""
+    torch.manual_seed(6)
+    said, code, write = FORMATS[name]
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    plain = lambda name, n, k: None if name == "lm_head" else code(name, n, k)  # noqa: E731
+    cfg, hf = packed_dir(tmp_path, said, plain, write, **shape, head_dim=32)
+    arch, cfg = architecture(tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", skip_tokenizer_init=True)
+    part = resolve(config, Catalog.discover()).wiring.parts["quantizer"]
+    group = seats(size)
+    make = partial(build_part, "quantizer", part, said)
+    shares = [Harness(tmp_path, arch, cfg, quantizer=make(), group=seat) for seat in group]
+    with torch.inference_mode():
+        want = hf(torch.tensor([PROMPT])).logits[0]
+    got = play(group, [partial(share.step, {0: PROMPT}) for share in shares])[0][0]
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
 def test_a_packed_head_that_does_not_divide_is_refused_by_name(packed):

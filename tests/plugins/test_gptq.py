@@ -24,6 +24,7 @@ from packed_checkpoints import (
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Shard
 from minivllm.errors import ModelError
+from minivllm.layers.linear import joined_by
 from minivllm.native import library
 from minivllm.plugins.model.phi3 import Phi3
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
@@ -120,6 +121,24 @@ def test_symmetric_zero_points_say_which_version_they_are_of_where_config_is_wro
         scheme = loaded(quantizer, info((32,)), {"a": gptq(one, 4, v1)})
         torch.testing.assert_close(held(scheme), one.weight.double(), rtol=1e-6, atol=1e-7)
         assert len(quantizer.notes) == notes and all("read as gptq_v2" in note for note in quantizer.notes)
+
+
+@pytest.mark.parametrize(("order", "different"), [(False, False), (True, False), (False, True)])
+def test_a_packed_weight_that_is_one_product_has_the_kernel_that_takes_what_surrounds_it_along(
+    monkeypatch, order, different
+):
+    """As weights have that are quantized while they are loaded; not where x is sorted before, or parts stand alone."""
+    monkeypatch.setattr("minivllm.plugins.quantizer.int4.joined", lambda *given: given)
+    parts = {"a": coded(32, 64, 4, 32, order=order), "b": coded(32, 64, 8 if different else 4, 32)}
+    if order:
+        parts["b"] = parts["a"]
+    dynamic = {"+:.*b_proj": {"bits": 8}} if different else {}
+    tensors = {part: gptq(one, 8 if different and part == "b" else 4, False) for part, one in parts.items()}
+    said = config(checkpoint_format="gptq_v2", desc_act=order, dynamic=dynamic)
+    scheme = loaded(Gptq(None, said), info((32, 32), 64, sources=sources(tensors)), tensors)
+    bias = torch.zeros(64)
+    got = joined_by(scheme, bias, 1, "gelu")
+    assert got == (None if order or different else (None, bias, 1, "gelu")), "kernels, bias, mode, activation"
 
 
 def test_an_index_of_zeros_means_inputs_in_their_order():

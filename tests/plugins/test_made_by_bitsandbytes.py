@@ -7,7 +7,7 @@ import torch
 
 from minivllm import LLM
 from minivllm.core.interfaces.quantizer import ModuleInfo
-from minivllm.errors import ModelError, PluginError
+from minivllm.errors import ModelError, OptionError, PluginError
 from minivllm.plugins.quantizer.eight import LlmInt8, LlmInt8Weight
 from minivllm.plugins.quantizer.nf4 import Nf4, Nf4Weight
 from minivllm.plugins.quantizer.options import LlmInt8Options, Nf4Options
@@ -88,7 +88,7 @@ def test_pocket_does_its_tasks_in_them(name):
 
 
 def test_blocks_that_do_not_divide_the_inputs_are_refused_with_what_would():
-    with pytest.raises(ModelError, match=r"nf4: layers.3.mlp.down has 96 inputs .* want group_size=32, or leave"):
+    with pytest.raises(OptionError, match=r"nf4: layers.3.mlp.down has 96 inputs .* want group_size=32, or leave"):
         Nf4().scheme(info(96, 8))
     assert Nf4(Nf4Options(group_size=32)).scheme(info(96, 8)) is not None
 

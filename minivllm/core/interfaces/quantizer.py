@@ -13,10 +13,7 @@ from minivllm.errors import PluginError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# 1.5: WeightScheme.served, StoredWeight of float8 and of bytes in groups; 1.4: WeightScheme.joined
-# 1.3: ModuleInfo.sources and copies, WeightScheme.params_of, Quantizer.notes; 1.2: WeightScheme.stored
-# 1.1: modules of kind "router" and "experts", with ModuleInfo.experts and WeightScheme.expert
-API = (1, 5)
+API = (1, 6)
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class ModuleInfo:
 
     A merged linear (q, k, v in one matrix) has several ``parts``: (name, output rows) in the order they are stacked.
     One of kind "experts" has those of expert 0 first, then those of expert 1 ("0.gate", "0.up", "1.gate" ...), as many
-    for each.
+    for each.  ``names`` has what a checkpoint calls a part, where that is known.
     """
 
     name: str  # "layers.3.attn.qkv"
@@ -58,6 +55,10 @@ class ModuleInfo:
     copies: Mapping[str, int] = field(default_factory=dict, compare=False)
     # by part, where there is any; None: nobody has looked
     sources: Mapping[str, PartSource] | None = field(default=None, compare=False)
+    names: Mapping[str, str] = field(
+        default_factory=dict,
+        compare=False,
+    )
 
     @property
     def out_features(self) -> int:
@@ -138,6 +139,10 @@ class WeightScheme(ABC):
             f"{type(self).__name__} stores no experts: want scheme() to give None for kind 'experts'"
         )
 
+    def gather(self, ids: Tensor, dtype: Any) -> Tensor:
+        """Of kind "embedding": rows [T, in] by numbers i64 [T], in a torch dtype.  A tied head calls ``apply`` too."""
+        raise PluginError(f"{type(self).__name__} gathers no rows: want None for kind 'embedding'")
+
     def stored(self) -> StoredWeight | None:
         """The weight of which ``apply`` is the plain product, if it lies in one of these forms: captured steps of a CPU
         read some of them there, and kernels of experts those that are quantized.  None: they do not.  A subclass does
@@ -171,4 +176,4 @@ class Quantizer(ABC):
     def scheme(self, m: ModuleInfo) -> WeightScheme | None: ...
 
     def finish(self) -> None:  # noqa: B027  (optional)
-        """All modules were asked.  PluginError if an option names a module that is not there."""
+        """All modules were asked.  OptionError if an option names a module that is not there."""

@@ -183,7 +183,7 @@ def _load(
     )
     quantized = chosen["quantizer"].name != "minivllm/none"
     free = _free_memory(parts.device)
-    parts.sources = shapes.check(folder, arch, cfg, parts, wiring.load_format, quantized, free)
+    parts.found = shapes.check(folder, arch, cfg, parts, wiring.load_format, quantized, free)
     with torch.inference_mode():
         model = build_model(arch, cfg, parts, folder)
         parts.described = type(arch).build is ModelArch.build
@@ -283,13 +283,8 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
         no_rows(),
     )
     host = step.host_lengths(plan, len(worker.groups))
-    state = DeviceState(
-        rows,
-        wiring.max_model_len,
-        len(worker.groups),
-        wiring.block,
-        worker.device,
-    )
+    groups = len(worker.groups)
+    state = DeviceState(rows, wiring.max_model_len, groups, wiring.block, worker.device)
     with torch.inference_mode():
         table = state.to(step.pack_rows(plan, rows, host.tokens, 0))
         tensors = step.read_rows(state, table, host)[0]

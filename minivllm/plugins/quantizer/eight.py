@@ -111,29 +111,26 @@ class LlmInt8Weight(Int8Weight):
 class Fp8WeightOnly(Int8):
     """float8 weights, activations as they are."""
 
-    name, made = "fp8-weight", Fp8Weight
+    name, scheme_type = "fp8-weight", Fp8Weight
 
 
 class Fp8(Int8):
     """float8 weights and activations."""
 
-    name, made = "fp8", Fp8Both
+    name, scheme_type = "fp8", Fp8Both
 
 
 class Int8W8A8(Int8):
     """int8 weights and activations."""
 
-    name, made = "int8-w8a8", Int8Both
+    name, scheme_type = "int8-w8a8", Int8Both
 
 
 class LlmInt8(Int8):
     """int8 weights and activations, of which large ones stay as they are."""
 
-    name = "llm-int8"
+    name, options_type = "llm-int8", LlmInt8Options
     options: LlmInt8Options
-
-    def __init__(self, options: LlmInt8Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
-        super().__init__(options or LlmInt8Options(), checkpoint)
 
     def made(self, m: ModuleInfo) -> Int8Weight:
         return LlmInt8Weight(m, self.options.threshold)

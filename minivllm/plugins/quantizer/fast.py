@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.layers.linear import CAPTURED
+
 FP8 = torch.float8_e4m3fn
 LEAST = {FP8: (8, 9)}  # compute capability that Triton has the numbers of a dtype from; of others:
 OTHERS = (8, 0)
@@ -62,7 +64,7 @@ def served_by(
     if not device.startswith("cuda") or sm < 10 * least[0] + least[1] or find_spec("triton") is None:
         any_rows = {"any": "made numbers of the run's dtype, then the library's product"}
         if device == "cpu" and rounded is None and not table and dtype != FP8:
-            return {"of captured steps": "read as they lie by the native part, where it is there", **any_rows}
+            return {CAPTURED: "read as they lie by the native part, where it is there", **any_rows}
         return any_rows
     from minivllm.kernels.quant import told
 

@@ -192,12 +192,12 @@ class GroupedBytes(Tiled):
     def stored(self) -> StoredWeight:
         return StoredWeight(self.weight, self.scale, self.zero, self.weight.shape[1] // self.scale.shape[1])
 
-    def numbers(self, rows: slice, like: Tensor) -> Tensor:
+    def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         scale = self.scale[rows]
         steps = self.weight[rows].float().view(*scale.shape, -1)
         if self.zero is not None:
             steps.sub_(self.zero[rows][..., None])
-        return steps.mul_(scale[..., None]).to(like.dtype).flatten(1)
+        return steps.mul_(scale[..., None]).to(dtype).flatten(1)
 
 
 class TableRows(Tiled):
@@ -210,11 +210,11 @@ class TableRows(Tiled):
         super().__init__(info, weight=weight, scale=scale, table=table)
         self.weight, self.scale, self.table = weight, scale, table
 
-    def numbers(self, rows: slice, like: Tensor) -> Tensor:
+    def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         scale = self.scale[rows]
         halves = self.weight[rows].view(len(scale), -1, 1, BLOCK // 2)
         codes = torch.cat((halves & 15, halves >> 4), dim=2).view(*scale.shape, -1)
-        return self.table[codes.int()].mul_(scale[..., None]).to(like.dtype).flatten(1)
+        return self.table[codes.int()].mul_(scale[..., None]).to(dtype).flatten(1)
 
 
 class PlainRows(WholeWeight):

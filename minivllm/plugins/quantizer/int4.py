@@ -17,16 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, StoredWeight, WeightScheme
-from minivllm.errors import ModelError
+from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
+from minivllm.errors import OptionError
 from minivllm.layers.linear import part_rows
 from minivllm.layers.module import check_shape
 
 from .fast import joined, kernels_of, served_by
-from .int8 import Int8Weight
-from .none import refuse_quantized
+from .online import OnlineQuantizer
 from .options import Int4Options
-from .rules import NamePatterns, has_weight_to_quantize
 from .tiled import Tiled
 
 BLOCK = 32  # inputs that lie in 16 bytes
@@ -115,9 +113,9 @@ class Int4Rows(Tiled):
     def served(self, device: str, sm: int) -> Mapping[str, str]:
         return served_by(self.weight.dtype, device, sm)
 
-    def numbers(self, rows: slice, like: Tensor) -> Tensor:
+    def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         zero = None if self.zero is None else self.zero[rows]
-        return dequantize(self.weight[rows], self.scale[rows], zero, like.dtype)
+        return dequantize(self.weight[rows], self.scale[rows], zero, dtype)
 
 
 class Int4Weight(Int4Rows):
@@ -156,43 +154,22 @@ class Int4Weight(Int4Rows):
         return super().joined(bias, mode, activation)
 
 
-class Int4(Quantizer):
-    """Linear layers, experts (and the head, if asked) that no ``skip`` pattern names, those that a pattern of ``bits``
-    names with its bits; routers stay as they are."""
-
+class Int4(OnlineQuantizer):
+    name, options_type = "int4", Int4Options
     options: Int4Options
 
-    def __init__(self, options: Int4Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
-        super().__init__(options or Int4Options(), checkpoint)
-        refuse_quantized(checkpoint, "int4")
-        self._skip = NamePatterns("skip", self.options.skip)
-        self._bits = NamePatterns("bits", self.options.bits)
-
-    def scheme(self, m: ModuleInfo) -> WeightScheme | None:
-        left_out = self._skip.naming(m.name)
-        if not has_weight_to_quantize(m, self.options.lm_head):
-            return None
-        named = self._bits.naming(m.name)
-        bits = self.options.bits[named[0]] if named else 4
-        if left_out or bits == 16:
-            return None
-        if bits == 8:
-            return Int8Weight(m)
+    def made(self, m: ModuleInfo) -> WeightScheme:
         group = self.options.group_size
         if m.in_features % group:
-            raise ModelError(does_not_divide("int4", m, group, GROUPS))
+            raise does_not_divide("int4", m, group, GROUPS)
         return Int4Weight(m, group, self.options.symmetric, self.options.clip)
 
-    def finish(self) -> None:
-        self._skip.refuse_unused("int4")
-        self._bits.refuse_unused("int4", "module that is quantized (the head is with lm_head=true)")
 
-
-def does_not_divide(quantizer: str, m: ModuleInfo, group: int, groups: Sequence[int]) -> str:
+def does_not_divide(quantizer: str, m: ModuleInfo, group: int, groups: Sequence[int]) -> OptionError:
     """What is wrong with ``group`` inputs that share a scale, of which one of ``groups`` may be asked for."""
     fits = " or ".join(str(n) for n in groups if m.in_features % n == 0)
     instead = f"group_size={fits}" if fits else f"a multiple of {BLOCK}"
-    return (
+    return OptionError(
         f"{quantizer}: {m.name} has {m.in_features} inputs here, which group_size={group} does not divide: want "
         f"{instead}, or leave it out with skip=[{m.name!r}]"
     )

@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, StoredWeight, WeightScheme
+from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight
 from minivllm.layers.linear import part_rows
 from minivllm.layers.module import check_shape
 
 from .fast import joined, kernels_of, served_by
-from .none import refuse_quantized
-from .options import WeightOnlyOptions
-from .rules import NamePatterns, has_weight_to_quantize
+from .online import OnlineQuantizer
 from .tiled import WholeWeight
 
 
@@ -42,6 +40,9 @@ class ByteRows(WholeWeight):
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
         return served_by(self.weight.dtype, device, sm)
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return (self.weight[ids].float() * self.scale[ids, None]).to(dtype)
 
     def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         weight, scale = self.weight[rows], self.scale[rows]
@@ -84,20 +85,9 @@ class Int8Weight(ByteRows):
         return super().joined(bias, mode, activation)
 
 
-class Int8(Quantizer):
-    """Linear layers, experts (and the head, if asked) that no ``skip`` pattern names; routers stay as they are."""
+class Int8(OnlineQuantizer):
+    name = "int8"
+    scheme_type: type[Int8Weight] = Int8Weight
 
-    name, made = "int8", Int8Weight
-    options: WeightOnlyOptions
-
-    def __init__(self, options: WeightOnlyOptions | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
-        super().__init__(options or WeightOnlyOptions(), checkpoint)
-        refuse_quantized(checkpoint, self.name)
-        self._skip = NamePatterns("skip", self.options.skip)
-
-    def scheme(self, m: ModuleInfo) -> WeightScheme | None:
-        left_out = self._skip.naming(m.name)
-        return self.made(m) if has_weight_to_quantize(m, self.options.lm_head) and not left_out else None
-
-    def finish(self) -> None:
-        self._skip.refuse_unused(self.name)
+    def made(self, m: ModuleInfo) -> Int8Weight:
+        return self.scheme_type(m)

@@ -71,8 +71,8 @@ class KeptExperts(Tiled):
     def load(self, param: str, tensor: Tensor, part: str) -> None:
         self.tensors[param][checked_rows(self.info, param, tensor, part)] = tensor.to(self.blocks.device)
 
-    def numbers(self, rows: slice, like: Tensor) -> Tensor:
-        return unpack(self.blocks[rows], self.scales[rows]).to(like.dtype)
+    def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        return unpack(self.blocks[rows], self.scales[rows]).to(dtype)
 
 
 def packed_shapes(info: ModuleInfo) -> dict[str, tuple[int, ...]]:

@@ -8,22 +8,19 @@ weight gets the codes and the scales that bitsandbytes gives it; the library is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
-from minivllm.errors import ModelError
+from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 from minivllm.layers.linear import part_rows
 from minivllm.layers.module import check_shape
 
 from .fast import kernels_of, served_by
 from .forms import TableRows
 from .int4 import does_not_divide, pack
-from .none import refuse_quantized
+from .online import OnlineQuantizer
 from .options import Nf4Options
-from .rules import NamePatterns, has_weight_to_quantize
 from .spec import NF4_TABLE
 
 
@@ -65,23 +62,12 @@ class Nf4Weight(TableRows):
         return served_by(self.weight.dtype, device, sm, table=True)
 
 
-class Nf4(Quantizer):
-    """Linear layers, experts (and the head, if asked) that no ``skip`` pattern names; routers stay as they are."""
-
+class Nf4(OnlineQuantizer):
+    name, options_type = "nf4", Nf4Options
     options: Nf4Options
 
-    def __init__(self, options: Nf4Options | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
-        super().__init__(options or Nf4Options(), checkpoint)
-        refuse_quantized(checkpoint, "nf4")
-        self._skip = NamePatterns("skip", self.options.skip)
-
-    def scheme(self, m: ModuleInfo) -> WeightScheme | None:
-        left_out, group = self._skip.naming(m.name), self.options.group_size
-        if left_out or not has_weight_to_quantize(m, self.options.lm_head):
-            return None
+    def made(self, m: ModuleInfo) -> WeightScheme:
+        group = self.options.group_size
         if m.in_features % group:
-            raise ModelError(does_not_divide("nf4", m, group, (32, 64, 128)))
+            raise does_not_divide("nf4", m, group, (32, 64, 128))
         return Nf4Weight(m, group)
-
-    def finish(self) -> None:
-        self._skip.refuse_unused("nf4")

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+OfBits = Literal[4, 8, 16, "fp8", "fp8-weight", "int4", "int8", "int8-w8a8", "llm-int8", "nf4", "none"]
+
 
 class WeightOnlyOptions(BaseModel):
     """Which modules are quantized."""
@@ -15,10 +17,24 @@ class WeightOnlyOptions(BaseModel):
     skip: list[str] = Field(
         default_factory=list,
         description='Modules to leave unquantized, as shell patterns over their names, "layers.0.*", or regular '
-        'expressions for whole names, "re:layers\\.[0-3]\\..*".',
+        'expressions for whole names, "re:layers\\.[0-3]\\..*"; the names here or those of the checkpoint, '
+        '"*.down_proj".',
+    )
+    bits: dict[str, OfBits] = Field(
+        default_factory=dict,
+        description="What modules get instead, by patterns over their names (as of skip), of which the first that fits "
+        'counts: {"*.down_proj" = 8}. 4: as quantizer=int4; 8: as int8; 16: unquantized; or one of these quantizers by '
+        "its name, with the settings that it has by itself.",
     )
     lm_head: bool = Field(
-        default=False, description="Quantize the output head too; a tied one gets a quantized copy of its own."
+        default=False,
+        description="Quantize the output head too; a tied one gets a quantized copy of its own, unless the embedding "
+        "is quantized.",
+    )
+    embedding: bool = Field(
+        default=False,
+        description="Quantize the embedding of tokens too: rows are made numbers of as they are looked up. A tied head "
+        "multiplies by the same weight.",
     )
 
 
@@ -50,11 +66,6 @@ class Int4Options(WeightOnlyOptions):
     clip: bool = Field(
         default=False,
         description="Cut off the largest elements of a group where that makes the squared error of all smaller.",
-    )
-    bits: dict[str, Literal[4, 8, 16]] = Field(
-        default_factory=dict,
-        description="Bits of modules by patterns over their names (as of skip), of which the first that fits counts: "
-        '{"*.mlp.down" = 8}. 8: as quantizer=int8; 16: unquantized.',
     )
 
 

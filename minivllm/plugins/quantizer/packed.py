@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, StoredWeight, WeightScheme
 from minivllm.errors import ModelError, shown
-from minivllm.layers.linear import no_adapter, part_rows, stored_by
+from minivllm.layers.linear import joined_by, no_adapter, part_rows, stored_by
 
 from . import forms
 from .forms import HeldRows, Numbers
@@ -230,9 +230,16 @@ class PackedWeight(WeightScheme):
         return torch.cat([h.scheme.apply(h.inputs(x)) for h in self._held[e * each : (e + 1) * each]], dim=1)
 
     def stored(self) -> StoredWeight | None:
-        if len(self._held) != 1 or self._held[0].order is not None:
-            return None
-        return stored_by(self._held[0].scheme)
+        whole = self._whole()
+        return None if whole is None else stored_by(whole)
+
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        whole = self._whole()
+        return None if whole is None else joined_by(whole, bias, mode, activation)
+
+    def _whole(self) -> WeightScheme | None:
+        """What holds all of the module and multiplies x as it comes."""
+        return self._held[0].scheme if len(self._held) == 1 and self._held[0].order is None else None
 
 
 class Settings:

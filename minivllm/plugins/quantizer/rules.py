@@ -1,4 +1,4 @@
-"""Which modules a quantizer takes: what the options ``skip``, ``lm_head`` and ``bits`` mean, for all that have them."""
+"""Patterns over the names of modules, as the options ``skip`` and ``bits`` of quantizers have them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 from minivllm.core.interfaces.quantizer import ModuleInfo
-from minivllm.errors import PluginError, shown
+from minivllm.errors import OptionError, shown
 
 REGEX = "re:"  # begins a pattern that is a regular expression, as in configurations of compressed-tensors
 
 
 class NamePatterns:
     """The patterns of an option, shell patterns or regular expressions for a whole name ("re:..."), and those of them
-    that have named no module so far.  PluginError for a regular expression that is none."""
+    that have named no module so far.  OptionError for a regular expression that is none."""
 
     def __init__(self, option: str, patterns: Iterable[str]) -> None:
         self.option, self.patterns = option, tuple(patterns)
@@ -27,25 +27,27 @@ class NamePatterns:
         try:
             expression = re.compile(pattern.removeprefix(REGEX))
         except re.error as e:
-            raise PluginError(
+            raise OptionError(
                 f"{self.option}: {shown(pattern)}: {e}: want a regular expression behind {REGEX!r}, or a shell pattern"
             ) from None
         return lambda name: expression.fullmatch(name) is not None
 
-    def naming(self, name: str) -> list[str]:
-        """Those that name the module, in their order."""
-        found = [pattern for pattern in self.patterns if self._fits[pattern](name)]
+    def naming(self, *names: str) -> list[str]:
+        """Those that fit one of the names of a module or part, in their order."""
+        found = [pattern for pattern in self.patterns if any(map(self._fits[pattern], names))]
         self.unused -= set(found)
         return found
 
     def refuse_unused(self, quantizer: str, what: str = "module") -> None:
-        """PluginError if a pattern named none of the modules that were asked about."""
+        """OptionError if a pattern named none of the modules that were asked about."""
         if self.unused:
-            raise PluginError(
-                f"{quantizer}: {self.option}={sorted(self.unused)} names no {what}; names look like 'layers.0.attn.qkv'"
+            raise OptionError(
+                f"{quantizer}: {self.option}={sorted(self.unused)} names no {what}; names look like "
+                "'layers.0.attn.qkv' or, as the checkpoint has them, 'model.layers.0.self_attn.q_proj'"
             )
 
 
-def has_weight_to_quantize(m: ModuleInfo, lm_head: bool) -> bool:
-    """Linear layers, experts, and the head if asked; routers stay as they are, as few numbers decide much there."""
-    return m.kind in ("linear", "experts") or (m.kind == "lm_head" and lm_head)
+def names_of(m: ModuleInfo, part: str) -> list[str]:
+    """What a part of a module is called: the module, the part, and the weight in the checkpoint, where it is known."""
+    names = [m.name, f"{m.name}.{part}"] if part else [m.name]
+    return [*names, m.names[part]] if part in m.names else names

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -56,12 +57,15 @@ class Tiled(WholeWeight):
         self._tile = max(1, AT_ONCE.get(kind, self.elsewhere) // info.in_features)  # rows
 
     @abstractmethod
-    def numbers(self, rows: slice, like: Tensor) -> Tensor:
-        """Those rows of the weight [rows, in], in the dtype of ``like``."""
+    def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Those rows of the weight [rows, in], some in their order or any by their numbers i64 [rows]."""
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.numbers(ids, dtype)
 
     def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         y = x.new_empty(len(x), rows.stop - rows.start) if out is None else out
         for start in range(rows.start, rows.stop, self._tile):
             tile = slice(start, min(start + self._tile, rows.stop))
-            y[:, tile.start - rows.start : tile.stop - rows.start] = F.linear(x, self.numbers(tile, x))
+            y[:, tile.start - rows.start : tile.stop - rows.start] = F.linear(x, self.numbers(tile, x.dtype))
         return y

@@ -1,0 +1,68 @@
+"""What kernels of quantized weights have in common that take along what surrounds a product (``products.Product``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .activation import NUMBER
+from .products import ADDED, GATED, PLAIN
+from .quant import Quantized
+
+
+class Surrounded:
+    """A product with a bias, a gate, or a residual and the next norm.  ``rounded``: rows of x are rounded to that dtype
+    before, each by its largest element."""
+
+    def __init__(
+        self,
+        of: Quantized,
+        bias: Tensor | None = None,
+        mode: int = PLAIN,
+        activation: str = "silu",
+        rounded: torch.dtype | None = None,
+    ) -> None:
+        self.of, self.bias, self.mode, self.activation, self.rounded = of, bias, mode, activation, rounded
+        self.k, self.n = of.k, of.n // (2 if mode == GATED else 1)
+        self.float8 = of.weight.dtype == torch.float8_e4m3fn
+
+    def given(
+        self,
+        x: Tensor,
+        by_row: Tensor | None,
+        squares: Tensor | None,
+        eps: float,
+        residual: Tensor | None,
+        norm: Tensor | None,
+        columns: int,
+    ) -> tuple[Tensor, Tensor | None, tuple[Any, ...], dict[str, Any]]:
+        """(y [M, N], the sums of squares of each tile of ``columns`` if there is a norm behind, what the kernel is
+        given behind the weight, its constants)."""
+        y, unused = x.new_empty(len(x), self.n), self.of.scale
+        sums = None
+        if self.mode == ADDED:
+            sums = torch.empty((len(x), triton.cdiv(self.n, columns)), dtype=torch.float32, device=x.device)
+        parts = 0 if squares is None else squares.shape[1]
+        around = (
+            unused if by_row is None else by_row,
+            y,
+            y if self.bias is None else self.bias,
+            y if residual is None else residual,
+            y if norm is None else norm,
+            unused if squares is None else squares,
+            y if sums is None else sums,
+            eps,
+        )
+        constants = {
+            "FLOAT8": self.float8,
+            "BY_ROW": by_row is not None,
+            "PARTS": parts,
+            "PARTS_P": triton.next_power_of_2(max(parts, 1)),
+            "MODE": self.mode,
+            "BIAS": self.bias is not None,
+            "ACT": NUMBER[self.activation],
+        }
+        return y, sums, around, constants

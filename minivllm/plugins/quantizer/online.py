@@ -1,0 +1,156 @@
+"""Quantizers that start from weights of floating numbers: which modules they take, and what each of them gets.
+
+options   skip ─► unquantized;  bits ─► another quantizer of these;  neither ─► this one
+parts     q, k, v of one matrix that are to get the same are one product; else each run of them is its own
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
+from minivllm.errors import OptionError
+from minivllm.layers.linear import CAPTURED, Dense, no_adapter
+
+from .none import refuse_quantized
+from .options import OfBits, WeightOnlyOptions
+from .rules import NamePatterns, names_of
+
+UNQUANTIZED = "none"
+NAMED = {4: "int4", 8: "int8", 16: UNQUANTIZED}  # what a number of bits stands for
+MADE_BY = {
+    "fp8": "eight:Fp8", "fp8-weight": "eight:Fp8WeightOnly", "int4": "int4:Int4", "int8": "int8:Int8",
+    "int8-w8a8": "eight:Int8W8A8", "llm-int8": "eight:LlmInt8", "nf4": "nf4:Nf4",
+}  # fmt: skip
+FLOAT8 = ("fp8", "fp8-weight")
+FLOAT8_LEAST = (8, 9)  # compute capability
+
+
+class OnlineQuantizer(Quantizer):
+    """Linear layers and experts, the head and the embedding if asked, but for what ``skip`` names; what a pattern of
+    ``bits`` names as it says.  Routers stay as they are: few numbers decide much there."""
+
+    name = ""
+    options: WeightOnlyOptions
+    options_type: type[WeightOnlyOptions] = WeightOnlyOptions
+
+    def __init__(self, options: WeightOnlyOptions | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options or self.options_type(), checkpoint)
+        refuse_quantized(checkpoint, self.name)
+        self._skip = NamePatterns("skip", self.options.skip)
+        self._bits = NamePatterns("bits", self.options.bits)
+        self._others: dict[str, OnlineQuantizer] = {}
+        self._met_embedding = False
+
+    @abstractmethod
+    def made(self, m: ModuleInfo) -> WeightScheme:
+        """The weight of a module.  OptionError if its sizes do not suit the options."""
+
+    def scheme(self, m: ModuleInfo) -> WeightScheme | None:
+        self._met_embedding |= m.kind == "embedding"
+        wanted = {part: self._wanted(m, part) for part, _ in m.parts}
+        kinds = sorted(set(wanted.values()))
+        if len(kinds) == 1:
+            return None if kinds[0] == UNQUANTIZED else self._of(kinds[0], m)
+        if m.kind == "experts":
+            raise OptionError(
+                f"{self.name}: {m.name} is {' and '.join(kinds)} by part: experts of a layer have one weight; want "
+                f"patterns of skip and bits that name all of it, such as {m.name!r}"
+            )
+        schemes = []
+        for kind, some in groupby(m.parts, key=lambda one: wanted[one[0]]):
+            mine = replace(m, parts=tuple(some))
+            schemes.append(Dense(mine) if kind == UNQUANTIZED else self._of(kind, mine))
+        return SplitWeight(m, schemes)
+
+    def _wanted(self, m: ModuleInfo, part: str) -> str:
+        """The name of a quantizer."""
+        names = names_of(m, part)
+        left_out = self._skip.naming(*names)
+        if not self._takes(m):
+            return UNQUANTIZED
+        found = self._bits.naming(*names)
+        if left_out:
+            return UNQUANTIZED
+        asked: OfBits = self.options.bits[found[0]] if found else self.name
+        return NAMED[asked] if isinstance(asked, int) else asked
+
+    def _takes(self, m: ModuleInfo) -> bool:
+        of_choice = {"lm_head": self.options.lm_head, "embedding": self.options.embedding}
+        return m.kind in ("linear", "experts") or of_choice.get(m.kind, False)
+
+    def _of(self, kind: str, m: ModuleInfo) -> WeightScheme:
+        if kind == self.name:
+            return self.made(m)
+        if kind in FLOAT8 and m.device.startswith("cuda") and torch.cuda.get_device_capability(m.device) < FLOAT8_LEAST:
+            have = ".".join(map(str, torch.cuda.get_device_capability(m.device)))
+            raise OptionError(
+                f"{self.name}: bits: {m.name} is to be {kind}, and this GPU has no float8 (compute capability {have}, "
+                "want 8.9 or more); want 'int8'"
+            )
+        if kind not in self._others:
+            module, _, name = MADE_BY[kind].partition(":")
+            self._others[kind] = getattr(import_module(f".{module}", __package__), name)()
+        return self._others[kind].made(m)
+
+    def finish(self) -> None:
+        self._skip.refuse_unused(self.name)
+        asked = [f"{name}=true" for name in ("lm_head", "embedding") if not getattr(self.options, name)]
+        self._bits.refuse_unused(
+            self.name, "module that is quantized" + (f" (more are with {' and '.join(asked)})" if asked else "")
+        )
+        if self.options.embedding and not self._met_embedding:
+            raise OptionError(
+                f"{self.name}: embedding=true: this model's tokens are looked up by transformers: want embedding=false"
+            )
+
+
+class SplitWeight(WeightScheme):
+    """Parts of one matrix in several forms: a product for each run of parts.  ``tensors`` "q.weight" ..."""
+
+    def __init__(self, info: ModuleInfo, schemes: Sequence[WeightScheme]) -> None:
+        self.info, self.schemes = info, schemes
+        self._of = {part: one for one in schemes for part, _ in one.info.parts}
+        self._name()
+
+    def _name(self) -> None:
+        self.tensors = {
+            f"{one.info.parts[0][0]}.{name}": tensor for one in self.schemes for name, tensor in one.tensors.items()
+        }
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.info.out_features, self.info.in_features)}
+
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        self._of[part].load(param, tensor, part)
+
+    def finish(self) -> None:
+        for one in self.schemes:
+            one.finish()
+        self._name()
+
+    def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
+        no_adapter(self, adapter)
+        y = x.new_empty(len(x), self.info.out_features) if out is None else out
+        start = 0
+        for one in self.schemes:
+            rows = one.info.out_features
+            y[:, start : start + rows] = one.apply(x)
+            start += rows
+        return y
+
+    def served(self, device: str, sm: int) -> Mapping[str, str]:
+        return {
+            f"{rows} of {one.info.parts[0][0]}": how
+            for one in self.schemes
+            for rows, how in one.served(device, sm).items()
+            if rows != CAPTURED
+        }
