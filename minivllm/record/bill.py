@@ -22,7 +22,7 @@ from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.registration.discovery import LOCAL
 from minivllm.text.template import read_template
 
-from . import live, machine, sources
+from . import live, machine, sources, values
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -39,9 +39,16 @@ KEYS = (
 SELVES = ("allow_targets",)  # values of the configuration that a file may not hold: kept apart
 
 
-def make(resolved: Resolved, loaded: Loaded, capacity: Capacity | None = None, since: float = 0.0) -> dict[str, Any]:
+def make(
+    resolved: Resolved,
+    loaded: Loaded,
+    capacity: Capacity | None = None,
+    since: float = 0.0,
+    first: bool = False,
+) -> dict[str, Any]:
     """The bill of what was wired.  ``since`` (Unix time): sources that changed later are named in ``changed_sources``,
-    because what runs may not be what they say now."""
+    because what runs may not be what they say now.  ``first``: the engine is the first one of its process and has had
+    no request, so values of its parts are as the wiring left them."""
     import minivllm
 
     package = sources.package_source()
@@ -59,6 +66,7 @@ def make(resolved: Resolved, loaded: Loaded, capacity: Capacity | None = None, s
         "resolved": _facts(resolved, capacity),
         "model": _model(resolved),
         "parts": parts,
+        "first_engine": first,
         "changed_sources": newer,
         "reasons": [_reasons(s) for s in resolved.selections],
         "notes": [list(note) for note in resolved.notes],
@@ -112,6 +120,7 @@ def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
         found["missing"] = source.missing
     if source.texts:
         found["texts"] = dict(source.texts)
+    read = values.of_part(part.target, source.files, entry.builtin)
     return {
         "seam": seam,
         "name": part.name,
@@ -121,6 +130,7 @@ def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
         "target": part.target,
         "options": dict(part.options),
         "source": found,
+        **({"values": read} if read else {}),
         "needs": {need.module: need.installed_version() for need in (spec.needs if spec else ())},
         "requires": _requires(entry),
     }
@@ -148,19 +158,19 @@ def _requires(entry: Entry) -> dict[str, str]:
 
 def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
     """The configuration such that it means the same when it is read again, from any folder."""
-    values = loaded.engine.model_dump(mode="json", exclude=set(SELVES))
+    asked = loaded.engine.model_dump(mode="json", exclude=set(SELVES))
     for key in ("model", "tokenizer"):
-        if isinstance(values[key], str) and values[key] not in IN_PACKAGE and Path(values[key]).expanduser().is_dir():
-            values[key] = str(Path(values[key]).expanduser().resolve())
-    if values["download_dir"] is not None:
-        values["download_dir"] = os.path.abspath(os.path.expanduser(values["download_dir"]))
-    if values["chat_template"] is not None:
-        values["chat_template"] = read_template(values["chat_template"])
+        if isinstance(asked[key], str) and asked[key] not in IN_PACKAGE and Path(asked[key]).expanduser().is_dir():
+            asked[key] = str(Path(asked[key]).expanduser().resolve())
+    if asked["download_dir"] is not None:
+        asked["download_dir"] = os.path.abspath(os.path.expanduser(asked["download_dir"]))
+    if asked["chat_template"] is not None:
+        asked["chat_template"] = read_template(asked["chat_template"])
     run = loaded.run.model_dump(mode="json", exclude={"record", "prompts_file"})
     if run["output"]:
         run["output"] = os.path.abspath(run["output"])
     return {
-        "values": values,
+        "values": asked,
         "sampling": dict(loaded.sampling),
         "run": run,
         "requires": list(loaded.requires),

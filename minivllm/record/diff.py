@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from . import values
 from .nodes import GROUPS, LOOK_ON, SEVERAL, DiffNode, nodes, show
 
 NOTHING = "nothing that decides the tokens differs"
 PLURAL = ("prompts", *SEVERAL)
-MOST_NAMED = 6  # in the verdict; the groups below it name all
+MOST_NAMED, MOST_VALUES = 6, 2  # in the verdict; the groups below it name all
 SAME, OTHER, UNKNOWN = "same", "other", "unknown"
 
 
@@ -37,7 +38,8 @@ class Comparison:
     tokens_text: str
     results: tuple[tuple[str, Any, Any], ...]  # what was measured, where it differs
     warnings: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()  # parts that a change in cannot be seen of: nobody knows their source
+    unknown: tuple[str, ...] = ()  # parts that a change in cannot be seen of: nobody knows their source or a value
+    values: tuple[str, ...] = ()  # "name: a -> b" of what a part read, where nothing else of the part differs
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -52,11 +54,13 @@ class Comparison:
             return f"unknown whether {' and '.join(self.unknown)} differ{'s' * (len(self.unknown) == 1)}; {known}"
         if not names:
             return NOTHING
+        some = [*self.values[:MOST_VALUES], *(["..."] if len(self.values) > MOST_VALUES else [])]
+        read = f" ({', '.join(some)})" if some else ""
         if len(names) == 1:
-            return f"only {names[0]} {'differ' if names[0] in PLURAL else 'differs'}"
+            return f"only {names[0]} {'differ' if names[0] in PLURAL else 'differs'}{read}"
         if len(names) > MOST_NAMED:
             names = [*names[: MOST_NAMED - 1], f"{len(names) - MOST_NAMED + 1} more"]
-        return f"{', '.join(names[:-1])} and {names[-1]} differ"
+        return f"{', '.join(names[:-1])} and {names[-1]} differ{read}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -87,8 +91,18 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], results: bool = True) ->
         found.append(Difference(name, node.group, node.label, *_told_apart(x, y), causes, node.counts, asked))
     tokens, text = _tokens(a.get("results"), b.get("results")) if results else (UNKNOWN, "")
     measured = tuple(_measured(a.get("results") or {}, b.get("results") or {})) if results else ()
-    out = Comparison(tuple(found), tokens, text, measured, tuple(_warnings(a, b)))
-    return replace(out, unknown=tuple(n for n in _unknown(a, b) if n not in out.subjects))
+    read, not_known = _values(a, b)
+    alone = [d for d in read if d.counts and d.subject not in {other.subject for other in found}]
+    out = Comparison(
+        (*found, *read),
+        tokens,
+        text,
+        measured,
+        (*_warnings(a, b), *(text for texts in not_known.values() for text in texts)),
+        values=tuple(f"{d.a.replace(' = ', ': ', 1)} -> {d.b}" for d in alone),
+    )
+    unknown = dict.fromkeys([*_unknown(a, b), *(seam for seam in not_known if _decides(seam))])
+    return replace(out, unknown=tuple(n for n in unknown if n not in out.subjects))
 
 
 def _differ(x: DiffNode | None, y: DiffNode | None) -> bool:
@@ -162,8 +176,40 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 def _unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Seams of the parts whose source is not known, or not all of it; those that look on decide nothing."""
     parts = [part for bill in (a, b) for part in bill["parts"]]
-    decides = lambda seam: seam.partition(".")[0] not in LOOK_ON  # noqa: E731  # one of several is ``hooks.NAME``
-    return list(dict.fromkeys(p["seam"] for p in parts if _hidden(p["source"]) and decides(p["seam"])))
+    return list(dict.fromkeys(p["seam"] for p in parts if _hidden(p["source"]) and _decides(p["seam"])))
+
+
+def _decides(seam: str) -> bool:
+    return seam.partition(".")[0] not in LOOK_ON  # one of several is ``hooks.NAME``
+
+
+def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[Difference], dict[str, list[str]]]:
+    """What the code of a part that both have reads: values that differ, and, by seam, sentences about those of which
+    nobody knows.  Where the sources differ too, it is no wonder that a name of one is not in the other."""
+    first = bool(a.get("first_engine") and b.get("first_engine"))
+    others = {(part["seam"], part["name"]): part for part in b["parts"]}
+    found: list[Difference] = []
+    not_known: dict[str, list[str]] = {}
+    for x in a["parts"]:
+        y = others.get((x["seam"], x["name"]))
+        if y is None or "values" not in x or "values" not in y:
+            continue
+        seam, same = x["seam"], x["source"]["hash"] == y["source"]["hash"]
+        for name in dict.fromkeys([*x["values"], *y["values"]]):
+            one, other = x["values"].get(name), y["values"].get(name)
+            if not same and (one is None or other is None):
+                continue
+            says = values.verdict(one, other, first)
+            shown = [values.NOT_THERE if v is None else v["shown"] for v in (one, other)]
+            if says == values.OTHER:
+                clock = any(v is not None and v["begins"] == values.CLOCK for v in (one, other))
+                counts = _decides(seam) and not clock
+                found.append(Difference(f"{seam} {name}", "parts", seam, f"{name} = {shown[0]}", shown[1], (), counts))
+            elif says == values.UNKNOWN and same:
+                what = " and ".join(dict.fromkeys(shown))
+                text = f"{name}, which {seam} reads, is {what}: whether it is the same is not known"
+                not_known.setdefault(seam, []).append(text)
+    return found, not_known
 
 
 def _hidden(source: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ A module's file says what a class is if nobody did anything to it.  Beside the f
     the text of classes and functions that no file has, from the lines that Python keeps of cells and prompts
     what those use of their surroundings: functions, classes, modules and values
     values of closures and of class attributes, and constants of modules that are not what the file says
+    (but for those that its functions change: ``values``)
 
 What cannot be known (a prompt whose lines nobody keeps, ``exec``, an object without a plain value) is said in
 ``missing``, and a record that says so is never equal to another.
@@ -13,28 +14,25 @@ What cannot be known (a prompt whose lines nobody keeps, ``exec``, an object wit
 from __future__ import annotations
 
 import ast
-import enum
 import functools
 import importlib.metadata
 import inspect
 import linecache
 import logging
 import os
-import re
 import sys
+import textwrap
 import types
-from collections.abc import Iterator, Mapping
-from pathlib import PurePath
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from minivllm.registration import given
 
-from . import sources
-from .sources import LIBRARIES, PLUGINS, Source
+from . import assigned, sources
+from .plain_values import UnknownValueError, ValueText
+from .sources import PLUGINS, Source, known_without
 
 MOST_TEXT = 1 << 18  # characters of a text that a record keeps
-DEEPEST, LARGEST = 12, 1 << 26  # of a value: nested containers, bytes of an array
-PLAIN = (type(None), bool, int, float, complex, str, bytes)
 HOLDERS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
 SILENT = (logging.Logger, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
@@ -71,14 +69,6 @@ def source_of_class(cls: type) -> Source:
     )
 
 
-def _known_without(module: str) -> bool:
-    """Whether a record knows the code of a module by the version of what it belongs to."""
-    if module == PLUGINS or module.startswith(PLUGINS + "."):
-        return False
-    top = module.partition(".")[0]
-    return top in sys.stdlib_module_names or top in ("minivllm", "pydantic", *LIBRARIES)
-
-
 class _Walk:
     """From a class to what it is made of; each thing is looked at once."""
 
@@ -104,11 +94,11 @@ class _Walk:
 
     def add_class(self, cls: type) -> None:
         for one in cls.__mro__:
-            if one is not object and not _known_without(one.__module__) and self._new(one):
+            if one is not object and not known_without(one.__module__) and self._new(one):
                 self._add_one(one)
 
     def _add_one(self, cls: type) -> None:
-        name, functions = f"{cls.__module__}:{cls.__qualname__}", list(_functions(cls))
+        name, functions = f"{cls.__module__}:{cls.__qualname__}", list(functions_of(cls))
         file = _file(cls.__module__)
         text = _class_text(cls, functions)
         typed = file is None or not _lies_in(functions, file, text)
@@ -126,16 +116,17 @@ class _Walk:
                 self._surroundings(function, typed)
             else:  # put there from elsewhere
                 self.add_function(function)
+        changed = assigned.of_module(cls.__module__).changed if not typed else changed_by(text)
         for key, value in vars(cls).items():
-            dunder = key.startswith("__") and key.endswith("__")
-            if not dunder and key != "_abc_impl" and not isinstance(value, (types.FunctionType, *HOLDERS)):
+            own = key == "_abc_impl" or (key.startswith("__") and key.endswith("__"))
+            if not own and key not in changed and not isinstance(value, (types.FunctionType, *HOLDERS)):
                 self.add_value(f"{name}.{key}", value, typed)
 
     def add_function(self, function: types.FunctionType) -> None:
-        if _known_without(function.__module__ or "") or not self._new(function):
+        if known_without(function.__module__ or "") or not self._new(function):
             return
         module, name = function.__module__ or "?", f"{function.__module__}:{function.__qualname__}"
-        file, text = _file(module), _lines(function)
+        file, text = _file(module), lines_of(function)
         typed = file is None or not _same(function.__code__.co_filename, file)
         if not typed:
             self._files(module, function.__name__)
@@ -165,14 +156,14 @@ class _Walk:
                 continue
         for number, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
             self.add_value(f"{name}, default {number}", value, typed)
-        said = {} if typed else _constants(function.__module__)
-        for key in dict.fromkeys(_names(code)):
-            if key not in function.__globals__:
+        said, changed = _said(function, typed)
+        for key in dict.fromkeys(names(code)):
+            if key not in function.__globals__ or key in changed:  # a counter or a cache: ``values`` looks at it
                 continue
             value = function.__globals__[key]
             if typed:
                 self.add_value(f"{function.__module__}.{key}", value, True)
-            elif key in said and said[key] != value:  # set from outside, or counted up
+            elif key in said and said[key] != value:  # set from outside
                 self.add_value(f"{function.__module__}.{key}", value, False)
 
     # ---- values --------------------------------------------------------------------------------------------------
@@ -192,17 +183,19 @@ class _Walk:
         elif isinstance(value, types.FunctionType):
             self.add_function(value)
         elif not isinstance(value, SILENT):
+            text = ValueText(objects=False)
             try:
-                self.found[name] = (sources.digest(_told(value, 0)), 0.0)
-            except (ValueError, TypeError, RecursionError, MemoryError):
+                self.found[name] = (text.digest(value), 0.0)
+            except UnknownValueError as exc:
                 if needed:
-                    self.missing.append(
-                        f"the value of {name} is a {type(value).__name__}, and what is in it is not known"
-                    )
+                    self.missing.append(f"the value of {name} is {exc}, and what is in it is not known")
+                return
+            for one in text.code:  # a table of functions
+                self.add_value(f"{name}, {one.__name__}", one, needed)
 
     def _module(self, name: str, module: types.ModuleType) -> None:
         top = module.__name__.partition(".")[0]
-        if _known_without(module.__name__) or module.__name__ == PLUGINS:
+        if known_without(module.__name__) or module.__name__ == PLUGINS:
             return
         try:
             self.found[f"version of {top}"] = (sources.digest(importlib.metadata.version(top)), 0.0)
@@ -213,37 +206,10 @@ class _Walk:
                 self.missing.append(f"{module.__name__} has no source file")
 
 
-def _told(value: Any, depth: int) -> Any:
-    """A value as JSON that two values share only if they are alike.  ValueError for what has no such form."""
-    if depth > DEEPEST:
-        raise ValueError
-    kind = type(value)
-    if kind in PLAIN:
-        return [kind.__name__, repr(value)]
-    if kind in (list, tuple):
-        return [kind.__name__, [_told(one, depth + 1) for one in value]]
-    if kind in (set, frozenset):
-        return [kind.__name__, sorted(map(repr, (_told(one, depth + 1) for one in value)))]
-    if kind is dict:
-        return [kind.__name__, [[_told(key, depth + 1), _told(one, depth + 1)] for key, one in value.items()]]
-    named = kind.__module__ == "torch" and kind.__name__ in ("dtype", "device")
-    if named or isinstance(value, (enum.Enum, PurePath, re.Pattern, range, slice)):
-        return [kind.__name__, repr(value)]
-    if hasattr(value, "detach") and kind.__module__.startswith("torch"):
-        value = value.detach().cpu().float().numpy() if value.is_floating_point() else value.detach().cpu().numpy()
-    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and not value.dtype.hasobject:
-        if value.nbytes > LARGEST:
-            raise ValueError
-        return ["array", str(value.dtype), list(value.shape), sources._sha(value.tobytes())]
-    if isinstance(value, os.PathLike):
-        return ["path", os.fspath(value)]
-    raise ValueError
-
-
 # ---- code and its lines ----------------------------------------------------------------------------------------------
 
 
-def _functions(cls: type) -> Iterator[types.FunctionType]:
+def functions_of(cls: type) -> Iterator[types.FunctionType]:
     for value in vars(cls).values():
         if isinstance(value, property):
             held: tuple[Any, ...] = (value.fget, value.fset, value.fdel)
@@ -262,11 +228,11 @@ def _generated(cls: type, function: types.FunctionType) -> bool:
     return "__dataclass_fields__" in vars(cls) and function.__code__.co_filename == "<string>"
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+            yield from names(inner)
 
 
 def _file(module: str) -> str | None:
@@ -284,7 +250,7 @@ def _lies_in(functions: list[types.FunctionType], file: str, text: str | None) -
     return any(_same(place, file) for place in places) if places else text is not None
 
 
-def _lines(function: types.FunctionType) -> str | None:
+def lines_of(function: types.FunctionType) -> str | None:
     try:
         return inspect.getsource(function)
     except (OSError, TypeError, IndentationError, SyntaxError):
@@ -321,29 +287,17 @@ def _around(file: str, qualname: str, line: int | None) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=64)
-def _constants_of(file: str, when: float) -> Mapping[str, Any]:
-    found: dict[str, Any] = {}
+def _said(function: types.FunctionType, typed: bool) -> tuple[Mapping[str, Any], Set[str]]:
+    """The literals that the function's file gives to names, and what is changed there while functions run."""
+    if typed:
+        return {}, changed_by(lines_of(function))
+    known = assigned.of_module(function.__module__ or "")
+    return known.literals, known.changed
+
+
+def changed_by(text: str | None) -> Set[str]:
+    """Names and attributes that the functions of a text change."""
     try:
-        with open(file, "rb") as opened:
-            tree = ast.parse(opened.read())
-    except (OSError, SyntaxError, ValueError):
-        return found
-    for node in tree.body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        value = getattr(node, "value", None)
-        for target in targets:
-            if isinstance(target, ast.Name) and value is not None:
-                try:
-                    found[target.id] = ast.literal_eval(value)
-                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                    found.pop(target.id, None)
-    return found
-
-
-def _constants(module: str | None) -> Mapping[str, Any]:
-    """Names of a module to which its file assigns a literal, the last one of each."""
-    file = _file(module or "")
-    return {} if file is None else _constants_of(file, os.stat(file).st_mtime)
+        return assigned.touched(ast.parse(textwrap.dedent(text or "")))
+    except (SyntaxError, ValueError):
+        return frozenset()

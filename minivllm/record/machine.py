@@ -17,7 +17,7 @@ VARIABLES = re.compile(  # MINIVLLM__... is not here: it is part of the configur
     r"(MINIVLLM_(?!_)|OMP_|MKL_|OPENBLAS_|ONEDNN_|DNNL_|ATEN_|CUBLAS_|CUDNN_|NVIDIA_TF32|PYTORCH_|TORCH_|TRITON_)\w*|"
     r"CUDA_(VISIBLE_DEVICES|LAUNCH_BLOCKING|MODULE_LOADING)|PYTHONHASHSEED"
 )
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY", re.I)
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY", re.I)
 _GIT_SECONDS = 10.0
 
 
@@ -73,7 +73,7 @@ def driver(path: str = "/proc/driver/nvidia/version") -> str | None:
 def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Variables that change numbers or choices; nothing that looks like a secret."""
     given = os.environ if environ is None else environ
-    return {k: v for k, v in sorted(given.items()) if VARIABLES.fullmatch(k) and not _SECRET.search(k)}
+    return {k: v for k, v in sorted(given.items()) if VARIABLES.fullmatch(k) and not SECRET.search(k)}
 
 
 def git_state(folder: Path, tracks: str | None = None) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .sources import digest
+from .values import settled
 
 GROUPS = ("model", "parts", "options", "requests", "versions", "machine")
 IDENTITY = ("model", "parts", "options", "requests")  # the groups that the fingerprint covers
@@ -88,8 +89,12 @@ def nodes(bill: Mapping[str, Any]) -> dict[str, DiffNode]:
 
 
 def fingerprint(bill: Mapping[str, Any]) -> str:
-    """SHA-256 over what decides the run: the groups of ``IDENTITY``."""
-    return digest({n.name: n.value for n in nodes(bill).values() if n.counts and n.group in IDENTITY})
+    """SHA-256 over what decides the run: the groups of ``IDENTITY``, and the values that parts read."""
+    covered: dict[str, Any] = {n.name: n.value for n in nodes(bill).values() if n.counts and n.group in IDENTITY}
+    for part in bill["parts"]:
+        if part["seam"].partition(".")[0] not in LOOK_ON and (read := settled(part)):
+            covered[f"values of {part['seam']}"] = read
+    return digest(covered)
 
 
 def _model(bill: Mapping[str, Any]) -> Iterator[DiffNode]:

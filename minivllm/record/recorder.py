@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from minivllm.config.resolve import Resolved
 
 
+engines = 0  # that were built in this process
+
+
 class RunRecorder:
     """One for each front door.  ``path`` is where ``close`` writes, None for nowhere; ConfigError if that cannot be.
 
@@ -32,6 +35,9 @@ class RunRecorder:
 
     def begin(self, resolved: Resolved, engine: Any) -> None:
         """The engine has been built."""
+        global engines
+        engines += 1
+        self.first = engines == 1
         self.resolved, self.engine, self.started = resolved, engine, time.time()
         if self.path is not None:
             self.prepare()
@@ -41,15 +47,19 @@ class RunRecorder:
         from minivllm.record import bill
 
         if self._bill is None:
-            self._bill = bill.make(self.resolved, self.loaded, self.engine.capacity, self.started)
+            first = self.first and not self.tally.count
+            self._bill = bill.make(self.resolved, self.loaded, self.engine.capacity, self.started, first)
         return self._bill
 
     def bill_of_materials(self) -> dict[str, Any]:
         """The bill with the results so far; ``results`` is None before the first request."""
-        from minivllm.record import bill
+        from minivllm.record import bill, values
 
-        results = self.tally.results(self.engine.stats()) if self.tally.count else None
-        return bill.finish(self.prepare(), results, self.tally.requests or None)
+        made, results = self.prepare(), None
+        if self.tally.count:
+            values.look_again(made["parts"])
+            results = self.tally.results(self.engine.stats())
+        return bill.finish(made, results, self.tally.requests or None)
 
     def write(self, path: str | os.PathLike[str], made: dict[str, Any] | None = None) -> None:
         """ConfigError if it cannot be written."""

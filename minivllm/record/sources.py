@@ -60,7 +60,7 @@ def plugin_source(target: str) -> Source:
         if current in found or (located := _locate(current)) is None:
             continue
         data, when = located
-        found[current] = (_sha(data), when)
+        found[current] = (sha(data), when)
         found |= {f"{current}:{name}": known for name, known in beside(_file(current), data)}
         todo += [m for m in _imports(current, data) if m not in found and scope.has(m)]
         todo += [m for m in bases(current, data) if m not in found and scope.may_extend(m)]
@@ -74,7 +74,7 @@ def package_source() -> Source:
     root = Path(__file__).parents[1]
     found = [p for p in root.rglob("*") if p.suffix in CODE]
     files = sorted(p for p in found if p.relative_to(root).parts[0] not in APART)
-    return _source({_posix(p, root): (_sha(p.read_bytes()), p.stat().st_mtime) for p in files})
+    return _source({_posix(p, root): (sha(p.read_bytes()), p.stat().st_mtime) for p in files})
 
 
 def model_identity(folder: Path, weights: bool = True) -> Source:
@@ -94,7 +94,15 @@ def tokenizer_identity(folder: Path) -> Source:
 
 def digest(value: object) -> str:
     """SHA-256 of a JSON value, independent of the order of its keys."""
-    return _sha(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str).encode())
+    return sha(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str).encode())
+
+
+def known_without(module: str) -> bool:
+    """Whether a record knows the code of a module by the version of what it belongs to."""
+    if module == PLUGINS or module.startswith(PLUGINS + "."):
+        return False
+    top = module.partition(".")[0]
+    return top in sys.stdlib_module_names or top in ("minivllm", "pydantic", *LIBRARIES)
 
 
 class _Scope:
@@ -123,7 +131,7 @@ class _Scope:
         """Whether a base class in another package is hashed: minivllm and the libraries that a record names by their
         versions are known without."""
         top = module.partition(".")[0]
-        return top not in sys.stdlib_module_names and top not in ("minivllm", "pydantic", *LIBRARIES)
+        return top != "minivllm" and not known_without(module)
 
 
 def bases(module: str, data: bytes) -> Iterator[str]:
@@ -257,7 +265,7 @@ def _source(found: Mapping[str, tuple[str, float]]) -> Source:
     return Source(digest(files), {name: sha[:16] for name, sha in files.items()}, newest)
 
 
-def _sha(data: bytes) -> str:
+def sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from minivllm.core.interfaces.plan import LENGTH, NO_CHANGE, OVERSHOOT, StepPlan, StepResult
 from minivllm.plugins.executor.clocks import ModelClock
 from minivllm.plugins.executor.costs import CostTable
+from minivllm.plugins.executor.sim import SimStep
 from minivllm.replay.serve import Counting, ServeSizes, Steps
 from minivllm.traces.trace import Trace
 
@@ -14,12 +16,103 @@ UNSAID = 2**31 - 2  # the content of an answer that no later prompt repeats
 
 class Simulated(Counting):
     """``answers``: what they hold is what the trace says, so the next turn of a conversation finds it in the cache;
-    else no prompt has it, as where a model writes answers of its own."""
+    else no prompt has it, as where a model writes answers of its own.
+
+    Most steps are of the rows of the one before, each a token further, and none of them ends.  What such a step answers
+    is known from the last one, so ``_again`` makes it in a few operations; lengths of rows wait in ``_ahead`` until
+    another step reads them.
+    """
 
     def __init__(self, trace: Trace, sizes: ServeSizes, costs: CostTable, clock: ModelClock, answers: bool) -> None:
         super().__init__(trace, sizes, Steps(0.0))
         self.costs, self.clock, self.answers = costs, clock, answers
         self.busy = 0.0  # seconds
+        self._rows: np.ndarray | None = None  # ``plan.slots`` of the last step, if it can be made again
+        self._at = np.empty(0, np.intp)  # the same
+        self._left = 0  # steps until one of the rows ends
+        self._ahead = 0  # steps that ``known`` does not have
+        self._kv = 0  # tokens that the last one read
+        self._result: StepResult | None = None
+
+    @property
+    def again(self) -> int:
+        """So many more steps like the last one end no row."""
+        return self._left - 1 if self._rows is not None else 0
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32 [R], what the rows of the last step draw, in each step alike."""
+        assert self._result is not None
+        return self._result.tokens
+
+    def seconds_again(self) -> float:
+        """Of the next step like the last one."""
+        assert self.costs is not None
+        return self.costs.rows(len(self._at)) + self.costs.slopes["kv"] * (self._kv + len(self._at))
+
+    def pass_step(self, clock: ModelClock) -> None:
+        """A step like the last one is begun, and the clock shows its end."""
+        self._work(1e3 * self.seconds_again())
+        self._count()
+        clock.until(self._free_at)
+
+    def last_plan(self, plan: StepPlan) -> None:
+        """Of the steps that ``pass_step`` was told of."""
+        self._last = plan
+
+    def _count(self) -> None:
+        self._kv += len(self._at)
+        self._left -= 1
+        self._ahead += 1
+
+    def submit(self, plan: StepPlan) -> None:
+        if plan.slots is self._rows and self._left > 1 and not self._behind and _is_still(plan):
+            ms = 1e3 * self.seconds_again()
+            self._count()
+            self._work(ms)
+            self._last = plan
+            assert self._result is not None
+            result: StepResult = object.__new__(StepResult)
+            result.__dict__.update(self._result.__dict__, id=plan.id, device_ms=ms)
+            self._running.append(SimStep(plan, ms, result, self._free_at))
+            return
+        if self._ahead:
+            self.known[self._at] += self._ahead
+            self._ahead = 0
+        self._rows = None
+        plain = not (len(plan.host) or len(plan.late) or len(plan.draft) or len(plan.prompt) or len(plan.taps))
+        if plain and plan.topk < 0 and not self._behind and not len(plan.delta.fork) and not len(plan.delta.token):
+            self._begin(plan)
+        else:
+            super().submit(plan)
+
+    def _begin(self, plan: StepPlan) -> None:
+        """A step of requests that ask for nothing but tokens: what ``Sim`` does, in a third of the operations."""
+        delta, n = plan.delta, len(plan.slots)
+        self.stopped[delta.leave] = True
+        if (join := delta.join) is not None:
+            at = join.slot
+            self.known[at], self.end[at], self.stopped[at] = join.known, join.end, False
+            self.token[at], self.request[at] = self.trace.answer[join.seed], join.seed
+        ms = self._cost(plan)
+        self._work(ms)
+        rows = slots = plan.slots.astype(np.intp)
+        if len(plan.samples) < n:
+            slots = rows[plan.samples]
+        goes = ~self.stopped[slots]
+        self.known[slots] += goes
+        ends = self.known[slots] >= self.end[slots]
+        self.stopped[slots] = ends
+        flags = np.where(goes, ends * np.uint8(LENGTH), np.uint8(OVERSHOOT)).astype(np.uint8)
+        tokens = self._next(slots).astype(np.int32)
+        result = StepResult(plan.id, plan.slots[plan.samples], tokens, goes.astype(np.int32), flags, device_ms=ms)
+        if self.costs is not None and self.costs.slopes["end"]:
+            self._work(1e3 * self.costs.slopes["end"] * int(np.count_nonzero(ends & goes)))
+        self._running.append(SimStep(plan, ms, result, self._free_at))
+        if len(slots) == n and plan.q_len[-1] == 1 and not np.count_nonzero(flags):
+            self._rows, self._at, self._result = plan.slots, rows, result
+            self._left = int((self.end[rows] - self.known[rows]).min())
+            self._kv = int(plan.computed.sum()) + n
 
     def _work(self, ms: float) -> None:
         self.busy += ms / 1e3
@@ -27,3 +120,9 @@ class Simulated(Counting):
 
     def _next(self, slots: np.ndarray) -> np.ndarray:
         return super()._next(slots) if self.answers else np.full(len(slots), UNSAID, np.int64)
+
+
+def _is_still(plan: StepPlan) -> bool:
+    """Whether nobody enters, leaves or forks; blocks may be added."""
+    d = plan.delta
+    return d is NO_CHANGE or not (len(d.leave) or d.join is not None or len(d.fork) or len(d.token))

@@ -57,10 +57,12 @@ def drive(
     told: Callable[[int], None] = lambda sent: None,
     known_lengths: bool = False,
     add_seconds: float = 0.0,
+    leap: Callable[[float | None], int] = lambda until: 0,
 ) -> TraceOutcome:
     """Until all are served.  ``tokens(i)``: the prompt of request i; ``told`` hears how many have come;
     ``known_lengths``: the scheduler may know how long each answer will be; ``add_seconds``: what a request costs the
-    host when it comes, on a clock that does not run by itself."""
+    host when it comes, on a clock that does not run by itself; ``leap(until)`` may take several steps at once before
+    each turn, up to the time of the next arrival."""
     n = len(trace)
     first, finished, output, cached = (
         np.full(n, np.nan),
@@ -91,6 +93,8 @@ def drive(
             told(sent)
             if add_seconds:
                 clock.until(clock.now() + add_seconds)
+        if leap(due[sent] if sent < n else None):
+            continue  # a request may have come meanwhile
         worked = engine.step()
         if engine.dead:
             raise EngineDeadError(engine.dead)

@@ -17,7 +17,8 @@ VOCAB = {
 # where two experts are nearly as good as each other rounding decides, and all that follows goes by it
 ROUTED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
 SCHEDULERS: list[Any] = [
-    "fcfs", "fcfs", "deadline", "fair", "prefill-first", "prefix-aware", "priority", "shortest-job", "static",
+    "fcfs", "fcfs", "adaptive", "deadline", "fair", "prefill-first", "prefix-aware", "priority", "shortest-job",
+    "static",
     {"name": "static", "options": {"batch": 3, "max_hold": 0.01}},
     {"name": "prefill-first", "options": {"batch": 3, "max_hold": 0.01, "prefill_cap": 40}},
     {"name": "deadline", "options": {"min_chunk": 5, "max_wait": 0.01}},

@@ -194,7 +194,7 @@ def of_seed(args: argparse.Namespace, seed: int, dtype: str) -> Case:
         case = replace(case, engines=[quantized(seed, i, options) for i, options in enumerate(case.engines)])
     if args.executor in ("multiprocess", "ray"):
         return shared(case, args.executor, *([find_device("cuda").devices] if args.device == "cuda" else []))
-    own = {"executor": args.executor} if args.executor else {}
+    own = {name: given for name in ("executor", "scheduler") if (given := getattr(args, name))}
     return replace(case, engines=[{**options, **own} for options in case.engines])
 
 
@@ -207,6 +207,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="that engines run their steps with; empty: the default; of multiprocess and ray with ranks",
     )
     parser.add_argument("--quantized", action="store_true", help="a quantizer for every engine, but for mixtures")
+    parser.add_argument("--scheduler", default="", help="of every engine, whatever is drawn; without --ledger")
     parser.add_argument("--configs", type=int, default=100, help="new seeds, at most")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=480, help="all in all; the summary comes within them")
@@ -226,6 +227,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--ignore: {', '.join(unknown)}: want some of {', '.join(KINDS)}")
     if args.quantized and args.ledger:
         parser.error("--quantized: a ledger's seeds are those that are drawn without it; want no --ledger")
+    if args.scheduler and args.ledger:
+        parser.error("--scheduler: its cases are not those of their seeds, so no ledger can hold them; leave one out")
     args.silence = args.silence or SILENCE[args.device]
     args.times = args.times or (1 if args.replay is not None or args.device == "cpu" else 4)
     return args

@@ -31,7 +31,7 @@ class Notebook:
     """Cells in a module without a file, whose lines are kept as IPython keeps them."""
 
     def __init__(self, name: str, monkeypatch) -> None:
-        self.module = types.ModuleType(name)
+        self.module, self.monkeypatch = types.ModuleType(name), monkeypatch
         self.count = 0
         monkeypatch.setitem(sys.modules, name, self.module)
 
@@ -39,7 +39,9 @@ class Notebook:
         self.count += 1
         file = f"<ipython-input-{self.module.__name__}-{self.count}>"
         if kept:
-            linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+            # the next test's cells have the same names
+            kept_lines = (len(text), None, text.splitlines(keepends=True), file)
+            self.monkeypatch.setitem(linecache.cache, file, kept_lines)
         exec(compile(text, file, "exec"), self.module.__dict__)
         return self.module.__dict__.get("Mine")
 

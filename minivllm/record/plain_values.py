@@ -1,0 +1,235 @@
+"""A value as text that two values share only if they are alike, whatever the process, the machine and the folder."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import logging
+import operator
+import os
+import random
+import re
+import struct
+import threading
+import types
+import typing
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from . import sources
+
+DEEPEST, LARGEST, MOST = 12, 1 << 26, 300_000  # nested containers; bytes of arrays and texts; members of containers
+SHOWN = 40  # characters of a value that a reader sees
+PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray, type(...)))
+NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+         types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType)  # fmt: skip
+BY_TEXT = (enum.Enum, range, slice, decimal.Decimal, fractions.Fraction, datetime.date, datetime.time,
+           datetime.timedelta, datetime.tzinfo, types.GenericAlias, types.UnionType, typing.TypeVar,
+           operator.attrgetter, operator.itemgetter, operator.methodcaller)  # fmt: skip
+# they decide nothing by what is in them, or hold what others own
+IDLE = (logging.Logger, type(threading.Lock()), type(threading.RLock()), threading.local, threading.Event,
+        threading.Condition, contextvars.ContextVar, weakref.ref, weakref.WeakKeyDictionary,
+        weakref.WeakValueDictionary, weakref.WeakSet)  # fmt: skip
+HIDING = ("ctypes", "io", "mmap", "socket", "ssl", "select")  # modules of objects that are addresses or places in files
+
+
+class UnknownValueError(ValueError):
+    """What has no such text; the message says what it is."""
+
+
+class ValueText:
+    """Makes the text of one value.  ``code`` collects functions and classes in it, which are known by their names here
+    and by their source elsewhere.  ``folders`` are written as ".", because a part is the same wherever it lies.
+    ``objects``: an instance of any class is its attributes; else it is unknown."""
+
+    def __init__(self, folders: Sequence[str] = (), objects: bool = True) -> None:
+        self.folders, self.objects = folders, objects
+        self.code: list[Any] = []
+        self._room, self._members = LARGEST, MOST
+        self._open: set[int] = set()
+
+    def digest(self, value: Any) -> str:
+        """UnknownValueError if there is none."""
+        try:
+            return sources.digest(self.of(value, 0))
+        except UnknownValueError:
+            raise
+        except Exception as exc:  # whatever the value's own methods raise
+            raise UnknownValueError(f"{_kind(value)} ({type(exc).__name__})") from None
+
+    def shown(self, value: Any, digest: str) -> str:
+        """A few characters for a reader; with the start of the digest where they are not all."""
+        kind, text = type(value), ""
+        if kind in PLAIN or isinstance(value, BY_TEXT):
+            text = self.here(repr(value))
+        elif isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) <= SHOWN // 3:
+            text = self.here(repr(value))
+            text = "" if " at 0x" in text else text
+        if text and len(text) <= SHOWN:
+            return text
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            what = f"{str(value.dtype).removeprefix('torch.')} array {list(value.shape)}"
+        elif hasattr(value, "__len__") and kind not in PLAIN:
+            what = f"{kind.__name__} of {len(value)}"
+        else:
+            what = f"{text[: SHOWN - 12]}..." if text else f"a {kind.__name__}"
+        return f"{what} ({digest[:8]})"
+
+    def here(self, text: str) -> str:
+        for folder in self.folders:
+            text = text.replace(folder, ".")
+        return text
+
+    def of(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in PLAIN:
+            return [kind.__name__, self._text(repr(value))]
+        if depth > DEEPEST:
+            raise UnknownValueError(f"nested more than {DEEPEST} deep")
+        if isinstance(value, (types.FunctionType, type)):
+            self.code.append(value)
+            return ["code", f"{value.__module__}:{value.__qualname__}"]
+        if isinstance(value, types.ModuleType):
+            return ["module", value.__name__]
+        if isinstance(value, BY_TEXT) or kind.__module__ == "typing" or _names_a_type(kind):
+            return [kind.__name__, self._text(repr(value))]
+        if isinstance(value, os.PathLike):
+            return ["path", self.here(os.fspath(value))]
+        if isinstance(value, re.Pattern):
+            return ["pattern", repr(value.pattern), value.flags]
+        if (found := _array(value)) is not None:
+            self._take(len(found[2]))
+            return ["array", found[0], found[1], sources.sha(found[2])]
+        if isinstance(value, NAMED):
+            owner = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
+            return ["builtin", str(owner), value.__name__]
+        if isinstance(value, logging.Logger) or (self.objects and isinstance(value, IDLE)):
+            return ["idle", kind.__name__]
+        if self.objects and kind.__module__ == "itertools":
+            return ["idle", kind.__name__]
+        if id(value) in self._open:
+            return ["around"]
+        self._open.add(id(value))
+        try:
+            return self._composed(value, kind, depth + 1)
+        finally:
+            self._open.discard(id(value))
+
+    def _composed(self, value: Any, kind: type, depth: int) -> Any:
+        name = kind.__name__
+        if isinstance(value, (list, tuple, collections.deque)):
+            self._count(len(value))
+            if set(map(type, value)) <= PLAIN:
+                return [name, self._text(repr([*value]))]
+            return [name, [self.of(one, depth) for one in value]]
+        if isinstance(value, (set, frozenset)):
+            self._count(len(value))
+            return [name, sorted(map(repr, (self.of(one, depth) for one in value)))]
+        if isinstance(value, (dict, types.MappingProxyType)):
+            self._count(len(value))
+            if set(map(type, value.values())) | set(map(type, value)) <= PLAIN:
+                return [name, self._text(repr(dict(value)))]
+            return [name, [[self.of(key, depth), self.of(one, depth)] for key, one in value.items()]]
+        if isinstance(value, types.MethodType):
+            return ["method", self.of(value.__func__, depth), self.of(value.__self__, depth)]
+        if isinstance(value, functools.partial):
+            return ["partial", self.of([value.func, [*value.args], value.keywords], depth)]
+        if self.objects:
+            return self._object(value, kind, depth)
+        raise UnknownValueError(_kind(value))
+
+    def _object(self, value: Any, kind: type, depth: int) -> Any:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        inner = getattr(value, "__wrapped__", None)
+        if inner is None and kind.__module__.startswith("triton"):
+            inner = getattr(value, "fn", None)
+        if inner is not None:  # a cache around a function, a kernel
+            return [name, self.of(inner, depth)]
+        if kind.__module__.partition(".")[0].lstrip("_") in HIDING:
+            raise UnknownValueError(_kind(value))
+        if (state := _state_of_random(value)) is not None:
+            return [name, self.of(state, depth)]
+        held, slots = dict(getattr(value, "__dict__", None) or {}), False
+        for cls in kind.__mro__:
+            names = vars(cls).get("__slots__", ())
+            for slot in (names,) if isinstance(names, str) else names:
+                slots = True
+                if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
+                    held[slot] = getattr(value, slot)
+        if not held and callable(value) and sources.known_without(kind.__module__):
+            return [name, str(getattr(value, "__name__", ""))]  # an operation of a library
+        if (not slots and not kind.__dictoffset__) or kind.__module__ == "builtins":
+            return [name, *self._of_c(value, depth)]
+        self._count(len(held))
+        self.code.append(kind)
+        base = [plain.__repr__(value) for plain in (int, float, complex, str, bytes) if isinstance(value, plain)]
+        return [name, self._text("".join(base)), [[key, self.of(one, depth)] for key, one in held.items()]]
+
+    def _of_c(self, value: Any, depth: int) -> list[Any]:
+        """What is in an object that C code keeps, as far as it can be pickled; a mark (``object()``) is nothing but
+        itself."""
+        if type(value) is object:
+            return []
+        if isinstance(value, struct.Struct):
+            return [value.format]
+        try:
+            made = value.__reduce_ex__(2)
+        except Exception:  # a generator, say
+            raise UnknownValueError(_kind(value)) from None
+        return [made] if isinstance(made, str) else [self.of(list(made[1:3]), depth)]
+
+    def _count(self, members: int) -> None:
+        self._members -= members
+        if self._members < 0:
+            raise UnknownValueError(f"more than {MOST:,} values in containers")
+
+    def _take(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise UnknownValueError(f"more than {LARGEST >> 20} MiB")
+
+    def _text(self, text: str) -> str:
+        self._take(len(text))
+        return self.here(text)
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
+def _names_a_type(kind: type) -> bool:
+    """``np.dtype``, ``torch.dtype``, ``torch.device`` and the like, whose text says all."""
+    return kind.__module__ in ("torch", "numpy", "numpy.dtypes") and (
+        kind.__name__ in ("dtype", "device", "layout", "memory_format", "Size") or kind.__module__ == "numpy.dtypes"
+    )
+
+
+def _array(value: Any) -> tuple[str, list[int], bytes] | None:
+    """dtype, shape and bytes of an array or a tensor, wherever it is."""
+    kind = type(value)
+    if hasattr(value, "detach") and kind.__module__.startswith("torch"):
+        import torch
+
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        return str(value.dtype), list(value.shape), flat.view(torch.uint8).numpy().tobytes()
+    if kind.__module__.startswith("numpy") and hasattr(value, "dtype") and hasattr(value, "tobytes"):
+        if value.dtype.hasobject:
+            raise UnknownValueError("an array of objects")
+        return str(value.dtype), list(value.shape), value.tobytes()
+    return None
+
+
+def _state_of_random(value: Any) -> Any:
+    """What a generator of random numbers goes on from; None of anything else."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if hasattr(value, "bit_generator"):
+        return value.bit_generator.state
+    return value.get_state() if type(value).__module__.startswith("torch") and hasattr(value, "get_state") else None

@@ -1,0 +1,107 @@
+"""Steps that a simulation takes together decide what the turns of the engine would have decided, to the last bit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_simulate import SIZES
+
+from minivllm.config import load_config
+from minivllm.plugins.executor.costs import BrokenLine, CostTable
+from minivllm.replay.serve import Counting
+from minivllm.simulate import cases
+from minivllm.simulate.device import Simulated
+from minivllm.traces.read import read_trace
+
+SCHEDULERS = ("fcfs", "fcfs", "static", "fair", "prefix-aware", "shortest-job", "adaptive", "prefill-first", "deadline")
+EVICTORS = ("lru", "lru", "lfu", "fifo", "s3fifo", "prefix-depth", "cost-aware")
+COSTS = CostTable(  # about pocket's, no two sums alike
+    BrokenLine([0, 1, 8], [1.1e-4, 9.3e-4, 3.7e-3]),
+    BrokenLine([1, 64], [1.3e-3, 2.1e-2]),
+    {"kv": 1.7e-7, "pairs": 1.9e-8, "chunk": 3.1e-4, "join": 1.3e-4, "end": 7.7e-5, "fresh": 2.3e-4},
+    add=1.9e-4,
+    engine=SIZES,
+)
+
+
+class ByTurns(Simulated):
+    """As the executor ``sim`` runs each step."""
+
+    submit = Counting.submit
+
+
+def drawn(seed):
+    """A configuration, a trace and a rate."""
+    rng = random.Random(seed)
+    rows = rng.choice([1, 2, 4, 8, 16])
+    options = {
+        "model": "pocket", "device": "cpu", "dtype": "float32",
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": rng.choice([n for n in (16, 64, 256, 1024) if n >= rows]),
+        "max_model_len": 512,
+        "kvcache_block_size": rng.choice([16, 32, 64]),
+        "num_kvcache_blocks": rng.choice([40, 64, 100, 400]),
+        "run_ahead": rng.choice([0, 0, 0, 1, 2]),
+        "enable_prefix_caching": rng.random() < 0.8,
+        "partial_prefix_hits": rng.random() < 0.7,
+        "scheduler": rng.choice(SCHEDULERS),
+        "evictor": rng.choice(EVICTORS),
+    }  # fmt: skip
+    loaded = load_config(keywords=options, environ={})
+    case = cases.cases([("x", loaded)], COSTS, lambda text: None)[0]
+    if rng.random() < 0.2:
+        case = replace(case, evictor=None)  # Belady's
+    trace = read_trace(f"synthetic:like=pocket,requests={rng.choice([12, 40, 70])},seed={seed}")
+    return case, cases.at_rate(trace, rng.choice([0.3, 1, 3, 10, float("inf")])), rng.random() < 0.5
+
+
+def outcome(case, trace, answers, leaping):
+    found = cases.simulate(case, trace, COSTS, answers, leaping)
+    columns = [found.first, found.finished, found.cached, found.output]
+    return columns, (found.steps, found.preemptions, found.evictions, found.busy)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_leaps_and_turns_give_the_same_outcome(seed, monkeypatch):
+    case, trace, answers = drawn(seed)
+    fast = outcome(case, trace, answers, True)
+    monkeypatch.setattr(cases, "Simulated", ByTurns)
+    slow = outcome(case, trace, answers, False)
+    assert fast[1] == slow[1]
+    for one, other in zip(fast[0], slow[0], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_most_steps_are_taken_without_a_turn_and_none_where_the_engine_is_to_be_checked(monkeypatch):
+    loaded = load_config(keywords={"model": "pocket", "device": "cpu", "max_num_seqs": 4}, environ={})
+    case = cases.cases([("x", loaded)], COSTS, lambda text: None)[0]
+    trace = read_trace("synthetic:like=pocket,requests=40,seed=1")
+    taken, leap = [], cases.leap
+    monkeypatch.setattr(cases, "leap", lambda *args: taken.append(leap(*args)) or taken[-1])
+    steps = cases.simulate(case, trace, COSTS).steps
+    assert sum(taken) > steps / 2
+    taken.clear()
+    monkeypatch.setenv("MINIVLLM_CHECK", "1")
+    assert cases.simulate(case, trace, COSTS).steps == steps and not sum(taken)
+
+
+def test_a_policy_that_fails_within_a_leap_ends_the_simulation_as_in_a_turn(monkeypatch):
+    from minivllm.errors import EngineDeadError
+    from minivllm.plugins.evictor.lru import Lru
+
+    def broken(self, n):
+        raise ValueError("no victims today")
+
+    monkeypatch.setattr(Lru, "victims", broken)
+    sizes = {"model": "pocket", "device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 40, "max_model_len": 512}
+    case = cases.cases([("x", load_config(keywords=sizes, environ={}))], COSTS, lambda text: None)[0]
+    trace = read_trace("synthetic:like=pocket,requests=40,seed=1")
+    texts = []
+    for leaping in (True, False):
+        with pytest.raises(EngineDeadError) as raised:
+            cases.simulate(case, trace, COSTS, leaping=leaping)
+        texts.append(str(raised.value))
+    assert "no victims today" in texts[0] and texts[0] == texts[1]
