@@ -279,15 +279,22 @@ class ExpertProducts:
     ) -> None:
         self.count, self.hidden, self.inner = down.shape
         self.up, self.down = gate_up.flatten(0, 1), down.flatten(0, 1)
-        self.up_bias, self.down_bias = gate_up_bias, down_bias
-        self.activation = OAI if activation == "swiglu_oai" else NUMBER[activation]
-        self.limit, self.alpha, self.fixed = float("inf") if limit is None else limit, alpha, fixed
+        self._around(gate_up_bias, down_bias, activation, limit, alpha)
+        self.fixed = fixed
         size = gate_up.element_size()
         if self.inner * size % 16 or self.hidden * size % 16:
             raise ModelError(
                 f"experts of {self.hidden} inputs and {self.inner} inner units of {size} bytes: want multiples of 16 "
                 "bytes, which the kernels read at a time; use fuse=false without batch_invariant"
             )
+
+    def _around(
+        self, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, limit: float | None, alpha: float
+    ) -> None:
+        """What surrounds the products, however the weights lie."""
+        self.up_bias, self.down_bias = up_bias, down_bias
+        self.activation = OAI if activation == "swiglu_oai" else NUMBER[activation]
+        self.limit, self.alpha = float("inf") if limit is None else limit, alpha
 
     def __call__(
         self,

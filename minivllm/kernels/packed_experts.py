@@ -18,8 +18,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import StoredWeight
 
-from .activation import NUMBER
-from .experts import OAI, ExpertProducts, _block, _gated
+from .experts import ExpertProducts, _block, _gated
 from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
 from .quant_numbers import zeros_of
@@ -163,9 +162,8 @@ class PackedExperts(ExpertProducts):
     ) -> None:
         self.count, self.packed = count, (_Packed(gate_up), _Packed(down))
         self.hidden, self.inner = len(down.weight) // count, len(gate_up.weight) // count // 2
-        self.up_bias, self.down_bias = gate_up_bias, down_bias
-        self.activation = OAI if activation == "swiglu_oai" else NUMBER[activation]
-        self.limit, self.alpha, self.fixed = float("inf") if limit is None else limit, alpha, False
+        self._around(gate_up_bias, down_bias, activation, limit, alpha)
+        self.fixed = False
 
     def _tile(self, pairs: int, gated: bool) -> dict[str, int]:
         table = TILES[max(one.form for one in self.packed)]  # blocks of both have as many pairs

@@ -97,7 +97,8 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
             info = module.info  # type: ignore[attr-defined]
             bias = info.out_features * info.bias
             one.plain += (info.out_features * info.in_features + bias) * each
-            one.quantized, form = True, _form(module.tensors)
+            rule = getattr(scheme, "rule", "")  # of a quantizer that gives modules different things
+            one.quantized, form = True, _form(module.tensors) + (f", as {rule}" if rule else "")
             one.served[form] = scheme.served(device, sm)
             one.forms[f"{form}, beside the embedding's own" if isinstance(module, TiedLMHead) else form] += 1
         else:

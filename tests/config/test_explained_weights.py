@@ -28,6 +28,7 @@ def explained(model: str, **options) -> dict[str, str]:
         {"name": "int8", "options": {"lm_head": True, "skip": ["*.o"]}},
         {"name": "int4", "options": {"symmetric": False, "bits": {"re:.*down": 8}}},
         {"name": "nf4"},
+        {"name": "int8", "options": {"embedding": True, "bits": {"*.q_proj": 4, "layers.1.mlp.down": 16}}},
     ],
     ids=str,
 )
@@ -48,9 +49,27 @@ def test_components_say_what_is_left_unquantized_and_by_which_form_others_are_he
     rules = {"name": "int4", "options": {"skip": ["*.o"], "bits": {"*.down": 8}}}
     said = explained("pocket", quantizer=rules, dtype="float32", device="cpu")
     assert said["attn.o"].endswith("unquantized, float32") and said["embed"].endswith("unquantized, float32")
-    assert said["mlp.down"].endswith("int8 and float32") and said["mlp.gate_up"].endswith("uint8 and float32")
+    assert said["mlp.down"].endswith("int8 and float32, as int8") and said["mlp.gate_up"].endswith("uint8 and float32")
     assert said["lm_head"] == "0.0 MiB: the embedding's weight"
     assert "made numbers of" in said["rows any"]
+
+
+def test_rules_by_layer_and_by_part_and_the_embedding_are_told():
+    rules = {"embedding": True, "bits": {"layers.[0-2].mlp.down": "nf4", "*.v_proj": 16, "*.o_proj": "llm-int8"}}
+    said = explained("pocket", quantizer={"name": "int4", "options": rules}, dtype="float32", device="cpu")
+    assert said["mlp.down"].endswith("MiB: uint8 and float32, as nf4 (3); uint8 and float32 (5)")
+    assert said["attn.qkv"] == "8 modules, 1.5 MiB of 4.0 MiB: uint8 and float32, as int4 (q, k) and none (v)"
+    assert (
+        said["attn.o"].endswith("int8 and float32, as llm-int8")
+        and said["lm_head"] == "0.0 MiB: the embedding's weight"
+    )
+    assert said["embed"] == "0.3 MiB of 2.0 MiB: uint8 and float32"
+    assert not any("captured" in key for key in said), "the native part reads no packed embedding"
+    whole = explained("pocket", quantizer="int4", dtype="float32", device="cpu")
+    assert "rows of captured steps" in whole
+    assert not any(
+        "captured" in key for key in explained("pocket", quantizer="llm-int8", dtype="float32", device="cpu")
+    )
 
 
 def test_a_rule_that_names_no_module_is_refused_by_explain_too(capsys):

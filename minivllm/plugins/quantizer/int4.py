@@ -19,13 +19,11 @@ from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 from minivllm.errors import OptionError
-from minivllm.layers.linear import part_rows
-from minivllm.layers.module import check_shape
 
 from .fast import joined, kernels_of, served_by
 from .online import OnlineQuantizer
 from .options import Int4Options
-from .tiled import Tiled
+from .tiled import MadeByTiles, Tiled
 
 BLOCK = 32  # inputs that lie in 16 bytes
 GROUPS = (32, 64, 128)
@@ -118,9 +116,7 @@ class Int4Rows(Tiled):
         return dequantize(self.weight[rows], self.scale[rows], zero, dtype)
 
 
-class Int4Weight(Int4Rows):
-    """Made of a weight of floating numbers, a few rows of which are in memory at full precision."""
-
+class Int4Weight(MadeByTiles, Int4Rows):
     def __init__(self, info: ModuleInfo, group: int = 32, symmetric: bool = True, clip: bool = False) -> None:
         out, groups = info.out_features, info.in_features // group
         weight = torch.empty(out, info.in_features // 2, dtype=torch.uint8, device=info.device)
@@ -128,18 +124,7 @@ class Int4Weight(Int4Rows):
         super().__init__(info, weight, scale, None if symmetric else torch.empty_like(scale), group)
         self.clip = clip
 
-    def params(self) -> dict[str, tuple[int, ...]]:
-        return {"weight": (self.info.out_features, self.info.in_features)}
-
-    def load(self, param: str, tensor: Tensor, part: str) -> None:
-        rows = part_rows(self.info, part)
-        check_shape(tensor, (rows.stop - rows.start, self.info.in_features))
-        at = rows.start
-        for some in tensor.split(self._tile):
-            self._quantize(some, slice(at, at + len(some)))
-            at += len(some)
-
-    def _quantize(self, w: Tensor, rows: slice) -> None:
+    def quantize(self, w: Tensor, rows: slice) -> None:
         groups = w.to(self.weight.device).float().reshape(-1, self.group).t().contiguous()
         q, scale, zero = fit(groups, self.zero is None, self.clip)
         self.weight[rows] = pack(q.t().reshape(len(w), -1))

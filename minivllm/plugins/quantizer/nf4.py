@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
-from minivllm.layers.linear import part_rows
-from minivllm.layers.module import check_shape
 
 from .fast import kernels_of, served_by
 from .forms import TableRows
@@ -22,11 +20,10 @@ from .int4 import does_not_divide, pack
 from .online import OnlineQuantizer
 from .options import Nf4Options
 from .spec import NF4_TABLE
+from .tiled import MadeByTiles
 
 
-class Nf4Weight(TableRows):
-    """Made of a weight of floating numbers, a few rows of which are in memory at full precision."""
-
+class Nf4Weight(MadeByTiles, TableRows):
     def __init__(self, info: ModuleInfo, group: int) -> None:
         weight = torch.empty(info.out_features, info.in_features // 2, dtype=torch.uint8, device=info.device)
         scale = torch.empty(info.out_features, info.in_features // group, dtype=torch.float32, device=info.device)
@@ -34,18 +31,7 @@ class Nf4Weight(TableRows):
         super().__init__(info, weight, scale, torch.empty(len(numbers), dtype=torch.float32, device=info.device))
         self._numbers, self._bounds = numbers, ((numbers[1:] + numbers[:-1]) / 2).to(info.device)
 
-    def params(self) -> dict[str, tuple[int, ...]]:
-        return {"weight": (self.info.out_features, self.info.in_features)}
-
-    def load(self, param: str, tensor: Tensor, part: str) -> None:
-        rows = part_rows(self.info, part)
-        check_shape(tensor, (rows.stop - rows.start, self.info.in_features))
-        at = rows.start
-        for some in tensor.split(self._tile):
-            self._quantize(some, slice(at, at + len(some)))
-            at += len(some)
-
-    def _quantize(self, w: Tensor, rows: slice) -> None:
+    def quantize(self, w: Tensor, rows: slice) -> None:
         blocks = w.to(self.weight.device).float().view(len(w), self.scale.shape[1], -1)
         largest = blocks.abs().amax(2)
         unit = blocks / torch.where(largest > 0, largest, 1)[..., None]

@@ -59,7 +59,7 @@ class OnlineQuantizer(Quantizer):
         wanted = {part: self._wanted(m, part) for part, _ in m.parts}
         kinds = sorted(set(wanted.values()))
         if len(kinds) == 1:
-            return None if kinds[0] == UNQUANTIZED else self._of(kinds[0], m)
+            return None if kinds[0] == UNQUANTIZED else self._of(kinds[0], m, kinds[0])
         if m.kind == "experts":
             raise OptionError(
                 f"{self.name}: {m.name} is {' and '.join(kinds)} by part: experts of a layer have one weight; want "
@@ -69,7 +69,9 @@ class OnlineQuantizer(Quantizer):
         for kind, some in groupby(m.parts, key=lambda one: wanted[one[0]]):
             mine = replace(m, parts=tuple(some))
             schemes.append(Dense(mine) if kind == UNQUANTIZED else self._of(kind, mine))
-        return SplitWeight(m, schemes)
+        split = SplitWeight(m, schemes)
+        split.rule = " and ".join(f"{kind} ({', '.join(p for p in wanted if wanted[p] == kind)})" for kind in kinds)
+        return split
 
     def _wanted(self, m: ModuleInfo, part: str) -> str:
         """The name of a quantizer."""
@@ -87,7 +89,8 @@ class OnlineQuantizer(Quantizer):
         of_choice = {"lm_head": self.options.lm_head, "embedding": self.options.embedding}
         return m.kind in ("linear", "experts") or of_choice.get(m.kind, False)
 
-    def _of(self, kind: str, m: ModuleInfo) -> WeightScheme:
+    def _of(self, kind: str, m: ModuleInfo, rule: str = "") -> WeightScheme:
+        """``rule``: what is told of a module that gets something else than others."""
         if kind == self.name:
             return self.made(m)
         if kind in FLOAT8 and m.device.startswith("cuda") and torch.cuda.get_device_capability(m.device) < FLOAT8_LEAST:
@@ -99,7 +102,9 @@ class OnlineQuantizer(Quantizer):
         if kind not in self._others:
             module, _, name = MADE_BY[kind].partition(":")
             self._others[kind] = getattr(import_module(f".{module}", __package__), name)()
-        return self._others[kind].made(m)
+        scheme = self._others[kind].made(m)
+        scheme.rule = rule  # type: ignore[attr-defined]
+        return scheme
 
     def finish(self) -> None:
         self._skip.refuse_unused(self.name)
@@ -115,6 +120,8 @@ class OnlineQuantizer(Quantizer):
 
 class SplitWeight(WeightScheme):
     """Parts of one matrix in several forms: a product for each run of parts.  ``tensors`` "q.weight" ..."""
+
+    rule = ""  # which form each part has
 
     def __init__(self, info: ModuleInfo, schemes: Sequence[WeightScheme]) -> None:
         self.info, self.schemes = info, schemes

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 from minivllm.errors import ModelError
-from minivllm.layers.linear import no_adapter
+from minivllm.layers.linear import no_adapter, part_rows
+from minivllm.layers.module import check_shape
 
 AT_ONCE = {"cpu": 1 << 19}  # elements that are there at full precision at a time: what a CPU's caches hold
 AT_ONCE_ELSEWHERE = 1 << 21  # 8 MiB of float32
@@ -69,3 +70,22 @@ class Tiled(WholeWeight):
             tile = slice(start, min(start + self._tile, rows.stop))
             y[:, tile.start - rows.start : tile.stop - rows.start] = F.linear(x, self.numbers(tile, x.dtype))
         return y
+
+
+class MadeByTiles(Tiled):
+    """Made of a weight of floating numbers, a few rows of which are in memory at full precision."""
+
+    @abstractmethod
+    def quantize(self, w: Tensor, rows: slice) -> None:
+        """Take w [rows, in], of any floating dtype on any device, as those rows."""
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.info.out_features, self.info.in_features)}
+
+    def load(self, param: str, tensor: Tensor, part: str) -> None:
+        rows = part_rows(self.info, part)
+        check_shape(tensor, (rows.stop - rows.start, self.info.in_features))
+        at = rows.start
+        for some in tensor.split(self._tile):
+            self.quantize(some, slice(at, at + len(some)))
+            at += len(some)
