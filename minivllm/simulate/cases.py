@@ -20,7 +20,7 @@ from minivllm.replay.serve import ServeSizes, engine_for
 from minivllm.traces.trace import Trace
 
 from .device import UNSAID, Simulated
-from .drive import TraceOutcome, drive
+from .drive import TraceClock, TraceOutcome, drive
 from .leap import leap
 
 SHORTEST = "shortest-job"
@@ -124,11 +124,11 @@ def _maker(seam: str, part: Part) -> Any:
     return lambda ctx: build_part(seam, part, ctx)
 
 
-def run_really(engine: Engine, trace: Trace) -> TraceOutcome:
-    """The same requests on a real engine, at their real times.  Answers are the model's own, so no later prompt holds
-    them."""
+def run_really(engine: Engine, trace: Trace, clock: TraceClock | None = None) -> TraceOutcome:
+    """The same requests on a real engine, at their real times (``clock``: the engine's own, if it has one).  Answers
+    are the model's own, so no later prompt holds them."""
     width = min(engine.capacity.vocab_size, UNSAID)
-    return drive(engine, trace, RealClock(), lambda i: tokens_within(trace.tokens(i), width))
+    return drive(engine, trace, clock or RealClock(), lambda i: tokens_within(trace.tokens(i), width))
 
 
 def tokens_within(tokens: np.ndarray, width: int) -> np.ndarray:
