@@ -21,7 +21,7 @@ from minivllm.traces.trace import Trace
 
 from .device import UNSAID, Simulated
 from .drive import TraceClock, TraceOutcome, drive
-from .leap import leap
+from .leap import leap, turn
 
 SHORTEST = "shortest-job"
 MIX = 0x9E3779B97F4A7C15
@@ -115,8 +115,10 @@ def simulate(
         nonlocal sent
         sent = n
 
-    leaps = (lambda until: leap(engine, device, clock, until)) if leaping else (lambda until: 0)
-    run = drive(engine, trace, clock, trace.tokens, told, case.known, costs.add, leaps)
+    fast: dict[str, Any] = {}
+    if leaping:
+        fast = {"leap": lambda until: leap(engine, device, clock, until), "turn": lambda: turn(engine, device)}
+    run = drive(engine, trace, clock, trace.tokens, told, case.known, costs.add, **fast)
     return replace(run, busy=device.busy)
 
 
