@@ -8,6 +8,10 @@ engine serves the trace in real time, ``--repeats`` times, so that the table say
 Policies
 are ranked by the mean time of a request, simulated and real, at ``--rank`` of the knee: Kendall's tau over those pairs
 whose real means differ by more than reality does from itself.  Speed is CPU time of one core.
+
+``--cpu-clock`` is for a machine that others use too: the clock of the real engine is the CPU time of this process,
+which must have one thread (OMP_NUM_THREADS=1), and waits are skipped.  What others take from the core is not in it, and
+what the operating system adds (late wake-ups) neither.
 """
 
 from __future__ import annotations
@@ -15,13 +19,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
+import time
+from dataclasses import replace
 from typing import Any
 
 from minivllm import LLM
 from minivllm.config import load_config
 from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.parts import CacheOptions, EngineParts
+from minivllm.plugins.executor.clocks import RealClock
+from minivllm.plugins.executor.costs import CostTable, read_costs
 from minivllm.registry import build_part
 from minivllm.simulate import calibrate as measuring
 from minivllm.simulate import cases, figures
@@ -46,9 +55,22 @@ POLICIES = (
     ("shortest-job", "lfu"),
 )
 TAU, FAST = 0.85, 80_000
+DRIFT = 2.0  # seconds of each look at how fast the machine is
 
 
-def fresh(llm: Any, case: cases.SimulatedCase) -> Engine:
+class CpuClock(RealClock):
+    """Seconds of CPU time of this process, and those that it did not wait."""
+
+    skipped = 0.0
+
+    def now(self) -> float:
+        return time.process_time() + self.skipped
+
+    def until(self, when: float) -> None:
+        self.skipped += max(0.0, when - self.now())
+
+
+def fresh(llm: Any, case: cases.SimulatedCase, clock: RealClock) -> Engine:
     """An engine of the case's policies on the executor that is loaded: its cache is empty."""
     old = llm.engine
     parts = EngineParts(
@@ -56,22 +78,38 @@ def fresh(llm: Any, case: cases.SimulatedCase) -> Engine:
         evictor=lambda ctx: build_part("evictor", case.evictor, ctx),
         processors=old.processors,
         strategies=old.strategies,
+        now=clock.now,
     )
     config = llm.config
     caching = CacheOptions(llm.resolved.windows, config.enable_prefix_caching, config.partial_prefix_hits)
     return Engine(old.wiring, old.executor, old.capacity, parts, caching)
 
 
-def really(llm: Any, case: cases.SimulatedCase, trace: Any) -> dict[str, Any]:
-    engine = fresh(llm, case)
+def really(llm: Any, case: cases.SimulatedCase, trace: Any, cpu: bool) -> dict[str, Any]:
+    clock = CpuClock() if cpu else RealClock()
+    engine = fresh(llm, case, clock)
     cases.warm(engine, trace)
     engine.reset_prefix_cache()
-    return figures.figures(cases.run_really(engine, trace), {}, {})
+    return figures.figures(cases.run_really(engine, trace, clock), {}, {})
 
 
 def case_of(options: dict[str, Any], costs: Any, scheduler: str, evictor: str) -> cases.SimulatedCase:
     loaded = load_config(keywords={**options, "scheduler": scheduler, "evictor": evictor}, environ={})
     return cases.cases([(f"{scheduler}, {evictor}", loaded)], costs, lambda text: None)[0]
+
+
+def drift(llm: Any, costs: CostTable, args: argparse.Namespace) -> float:
+    """What steps take now over what the table says: a machine that others use is not always as fast."""
+    timer = time.process_time if args.cpu_clock else time.perf_counter
+    with measuring.Calibrator(llm.engine, len(POLICIES), timer) as c:
+        c.traffic("check", DRIFT)
+    return sum(s.seconds for s in c.steps) / sum(costs.seconds(s.counts) for s in c.steps)
+
+
+def scaled(costs: CostTable, by: float) -> CostTable:
+    line = lambda x: replace(x, seconds=[by * y for y in x.seconds])  # noqa: E731
+    slopes = {name: by * x for name, x in costs.slopes.items()}
+    return replace(costs, rows=line(costs.rows), prefill=line(costs.prefill), slopes=slopes, add=by * costs.add)
 
 
 def shares(llm: Any, case: Any, trace: Any, costs: Any, knee: float, args: Any) -> list[dict[str, Any]]:
@@ -80,8 +118,17 @@ def shares(llm: Any, case: Any, trace: Any, costs: Any, knee: float, args: Any) 
     rows = []
     for share in args.shares:
         at = cases.at_rate(trace, share * knee / own)
-        said = figures.figures(cases.simulate(case, at, costs, answers=False), {}, {})
-        real = [really(llm, case, at) for _ in range(args.repeats)]
+        real, found = [], [drift(llm, costs, args)] if args.drift else []
+        for _ in range(args.repeats):
+            real.append(really(llm, case, at, args.cpu_clock))
+            found += [drift(llm, costs, args)] if args.drift else []
+        by = statistics.fmean(found) if found else 1.0
+        run = cases.simulate(case, at, scaled(costs, by), answers=False)
+        said = figures.figures(run, {}, {})
+        if found:
+            busy = statistics.median(one["run_cpu_seconds"] for one in real)
+            print(f"{'':5}  steps took {by:.2f} of the table ({', '.join(f'{x:.2f}' for x in found)}); ", end="")
+            print(f"busy {busy:.2f} s, simulated {run.busy + by * costs.add * len(at):.2f} s")
         middle = {name: statistics.median(one[name] for one in real) for name in MUST}
         spread = {
             name: (max(one[name] for one in real) - min(one[name] for one in real)) / middle[name] for name in MUST
@@ -107,7 +154,7 @@ def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: flo
     for scheduler, evictor in POLICIES:
         case = case_of(options, costs, scheduler, evictor)
         said = figures.figures(cases.simulate(case, at, costs, answers=False), {}, {})["mean_e2el_ms"]
-        real = [really(llm, case, at)["mean_e2el_ms"] for _ in range(args.repeats)]
+        real = [really(llm, case, at, args.cpu_clock)["mean_e2el_ms"] for _ in range(args.repeats)]
         rows.append((f"{scheduler}, {evictor}", said, statistics.median(real), max(real) - min(real)))
     noise = statistics.median(row[3] for row in rows)
     print(f"policy at {args.rank:g} of the knee: mean ms of a request, simulated and real")
@@ -121,6 +168,18 @@ def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: flo
         taus[which] = sum(signs) / len(signs) if signs else float("nan")
         print(f"  Kendall's tau over {which} ({len(some)}): {taus[which]:.2f} (must {TAU})", flush=True)
     return {"rows": rows, "taus": taus, "noise": noise}
+
+
+def costs_of(llm: Any, args: argparse.Namespace) -> CostTable:
+    """Of ``--costs`` if it is there; measured, and kept there, if not."""
+    if args.costs and os.path.exists(args.costs):
+        return read_costs(args.costs)
+    timer = time.process_time if args.cpu_clock else time.perf_counter
+    found = measuring.calibrate(llm.engine, {}, args.seconds, timer=timer)
+    if args.costs:
+        with open(args.costs, "w", encoding="utf-8") as file:
+            json.dump(found.as_json(), file, default=float)
+    return found
 
 
 def main() -> None:
@@ -139,6 +198,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=-1)
     parser.add_argument("--skip", nargs="*", default=[], choices=["shares", "ranking"])
+    parser.add_argument("--cpu-clock", action="store_true", help="CPU time of this process, waits skipped")
+    text = "look at how fast the machine is before and after each real run, and scale the table by it"
+    parser.add_argument("--drift", action="store_true", help=text)
+    parser.add_argument("--costs", default="", help="file of the calibration, so that a run may be done in pieces")
     parser.add_argument("--out", default="", help="all figures as JSON")
     args = parser.parse_args()
     options = {
@@ -153,7 +216,7 @@ def main() -> None:
     }
     found: dict[str, Any] = {}
     with LLM(**options) as llm:
-        costs = measuring.calibrate(llm.engine, {}, args.seconds)
+        costs = costs_of(llm, args)
         for phase, x in costs.fit.items():
             errors = f"median error {100 * x['median_error']:.1f} %, sum {100 * x['sum_error']:+.1f} %"
             print(f"{phase:8} {x['steps']:6} steps, {errors}")

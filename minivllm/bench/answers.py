@@ -1,7 +1,7 @@
 """Timings of requests, and their figures under the names that ``vllm bench serve`` gives them.
 
-Times are measured where the request is made.  TTFT: to the first piece that has text; TPOT: mean time between tokens
-after it, of one request; ITL: time between two pieces, which may bring several tokens; E2EL: to the end.
+Times are measured where the request is made.  TTFT: to the first piece, which may have no text yet; TPOT: mean time
+between tokens after it, of one request; ITL: time between two pieces, which may bring several tokens; E2EL: to the end.
 """
 
 from __future__ import annotations

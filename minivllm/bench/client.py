@@ -128,13 +128,14 @@ class HttpServer:
                 answer.error = brief(str(event["error"]), 300)
                 return
             usage = event.get("usage") or usage
-            if any(choice.get("text") for choice in event.get("choices", ())):
+            # whatever its text: that of a token may wait for the next one's
+            if [choice.get("text") for choice in event.get("choices", ())]:
                 if pieces:
                     answer.itls.append(now - last)
                 else:
                     answer.ttft = now - began
                 pieces, last = pieces + 1, now
-        # a token may have no text of its own: the end of an answer is its last piece, or its end if none had text
+        # the end of an answer is its last piece
         answer.latency = (last if pieces else time.perf_counter()) - began
         answer.ttft = answer.ttft or answer.latency
         answer.output_tokens = int(usage["completion_tokens"]) if usage else pieces

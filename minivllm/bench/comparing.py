@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import quality, state, trials
+from .lm_tasks import LOWER
 from .repeats import merged, result, with_bounds
 from .statistics import NAN, Paired, paired, percentile
 
@@ -22,7 +23,11 @@ class ComparedRuns:
         self.names, self.stored, self.seeds, self.settings = names, stored, seeds, settings
         self.runs = [[one["runs"][str(seed)] for seed in seeds] for one in stored]
         tasks = [key for key in self.runs[0][0]["figures"] if key.startswith("task_")]
-        self.metrics = (*trials.SPEED, *(trials.Metric(key, key.removeprefix("task_"), True, 2) for key in tasks))
+        self.tasks = [
+            trials.Metric(key, key.removeprefix("task_").removeprefix(LOWER), not key.startswith(f"task_{LOWER}"), 3)
+            for key in tasks
+        ]
+        self.metrics = (*trials.SPEED, *self.tasks)
 
     def result(self, bills: Mapping[str, Any]) -> dict[str, Any]:
         compared = [self._against_first(i) for i in range(1, len(self.names))]
@@ -87,11 +92,15 @@ class ComparedRuns:
                 f"{agree:>7} {share}"
             )
         names = {metric.key: metric.name for metric in self.metrics} | {"perplexity": "perplexity"}
+        for row in rows if self.tasks else ():
+            scores = [f"{one.name} {with_bounds(row, one.key, one.digits)}" for one in self.tasks]
+            out.append(f"scores of {row['name']}: {', '.join(scores)}")
+        most = max(12, *(len(name) for name in names.values()))
         for row in rows[1:]:
             out.append(f"{row['name']} over {self.names[0]}:")
             for key, verdict in row["against_first"].items():
                 if verdict["says"] != "not measured":
-                    out.append(f"  {names[key]:12} {trials.ratio_text(verdict):>20}  {verdict['says']}")
+                    out.append(f"  {names[key]:{most}} {trials.ratio_text(verdict):>20}  {verdict['says']}")
             quality_of = [one["quality"] or {} for one in (rows[0], row)]
             if len({one["tokens"] for one in quality_of if "tokens" in one}) > 1:
                 out.append("  perplexity: not compared: other tokens (each is that of a token of its own tokenizer)")

@@ -53,7 +53,12 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     sub.add_argument("--quality-tokens", type=none_or_more, default=512, metavar="N", help=text)
     text = "of the model in the package: needle, copy, sums, json, story, echo"
     sub.add_argument("--task", type=several(str), default=[], metavar="NAME,NAME", help=text)
-    sub.add_argument("--cases", type=count, metavar="N", help=f"of each task and seed (default {CASES})")
+    text = "tasks of lm-evaluation-harness, in this process; needs the extra lm-eval"
+    sub.add_argument("--lm-eval", type=several(str), default=[], metavar="NAME,NAME", help=text)
+    text = "a folder with tasks of your own for --lm-eval (*.yaml)"
+    sub.add_argument("--lm-eval-path", default="", metavar="DIR", help=text)
+    text = f"of each task and seed, of --task and --lm-eval (default {CASES})"
+    sub.add_argument("--cases", type=count, metavar="N", help=text)
     text = "a folder in which runs are kept: what is there is not run again"
     sub.add_argument("--results", default="", metavar="DIR", help=text)
     text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
@@ -75,14 +80,15 @@ class Contender:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from minivllm.bench import comparing, quality, trials
+    from minivllm.bench import comparing, lm_tasks, quality, trials
     from minivllm.bench.store import Store
 
     check(checked(args))
     asks = asks_of(args)
     quality.check_tasks(args.task)
     found, store = contenders(args), Store(args.results)
-    work = Work(args, asks, store, quality.text_of(args.text) if args.quality_tokens else "", found[0])
+    lm_eval = lm_tasks.check(args.lm_eval, args.lm_eval_path) if args.lm_eval else {}
+    work = Work(args, asks, store, quality.text_of(args.text) if args.quality_tokens else "", found[0], lm_eval)
     for one in found:
         one.bill, one.key = work.identity(one)
         if same := next((other.name for other in found if other is not one and other.key == one.key), None):
@@ -109,8 +115,10 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--seeds {','.join(map(str, args.seeds))}: the same seed twice; each is a run of its own")
     if args.text and not args.quality_tokens:
         raise ConfigError("--text is scored by --quality-tokens, which are 0; leave out either")
-    if args.cases is not None and not args.task:
-        raise ConfigError(f"--cases {args.cases}: of no task; want --task NAME, or leave it out")
+    if args.cases is not None and not args.task and not args.lm_eval:
+        raise ConfigError(f"--cases {args.cases}: of no task; want --task NAME or --lm-eval NAME, or leave it out")
+    if args.lm_eval_path and not args.lm_eval:
+        raise ConfigError(f"--lm-eval-path {args.lm_eval_path}: with no task of it; want --lm-eval NAME too")
     args.cases = args.cases or CASES
 
 
@@ -123,8 +131,15 @@ class Work:
     store: Store
     text: str
     first: Contender  # the reference of the others
+    lm_eval: dict[str, Any] = field(default_factory=dict)  # tasks of lm-eval, loaded
     scores: TextScores | None = None  # of the first
     warm: set[str] = field(default_factory=set)
+
+    @functools.cached_property
+    def lm_identity(self) -> dict[str, Any]:
+        from minivllm.bench import lm_tasks
+
+        return lm_tasks.identity(self.lm_eval)
 
     def identity(self, one: Contender) -> tuple[dict[str, Any], str]:
         """The bill of materials of a configuration, and its digest with what is asked of it."""
@@ -141,6 +156,8 @@ class Work:
             "tasks": args.task,
             "cases": args.cases,
         }
+        if self.lm_eval:
+            work["lm_eval"] = self.lm_identity
         bill = bill_planned(one.loaded)
         return bill, digest(bill, work)
 
@@ -163,7 +180,7 @@ class Work:
 
     def once(self, one: Contender, llm: Any, seed: int) -> None:
         """Quality first, once; then the run of a seed, unless it is there."""
-        from minivllm.bench import quality, trials
+        from minivllm.bench import lm_tasks, quality, trials
 
         args, watch = self.args, watch_of(llm.config, llm.engine.wiring.device)
         if one.name not in self.warm:
@@ -176,6 +193,9 @@ class Work:
         run = trials.run(llm, self.asks(seed), args.temperature, seed, watch)
         if args.task:
             run["figures"] |= quality.tasks(llm, args.task, args.cases, seed)
+        if self.lm_eval:
+            figures, run["lm_eval"] = lm_tasks.scores(llm, self.lm_eval, args.cases, seed)
+            run["figures"] |= figures
         capacity = llm.engine.capacity
         sizes = zip(capacity.block_bytes, capacity.blocks, strict=True)
         run["figures"] |= {

@@ -120,7 +120,7 @@ def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
         found["missing"] = source.missing
     if source.texts:
         found["texts"] = dict(source.texts)
-    read = values.of_part(part.target, source.files, entry.builtin)
+    modules, read = values.of_part(part.target, source.files, entry.builtin)
     return {
         "seam": seam,
         "name": part.name,
@@ -130,7 +130,8 @@ def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
         "target": part.target,
         "options": dict(part.options),
         "source": found,
-        **({"values": read} if read else {}),
+        "values": read,
+        "values_of": modules,
         "needs": {need.module: need.installed_version() for need in (spec.needs if spec else ())},
         "requires": _requires(entry),
     }

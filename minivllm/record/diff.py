@@ -192,13 +192,14 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[Difference
     not_known: dict[str, list[str]] = {}
     for x in a["parts"]:
         y = others.get((x["seam"], x["name"]))
-        if y is None or "values" not in x or "values" not in y:
+        if y is None or "values_of" not in x or "values_of" not in y:
             continue
         seam, same = x["seam"], x["source"]["hash"] == y["source"]["hash"]
         for name in dict.fromkeys([*x["values"], *y["values"]]):
             one, other = x["values"].get(name), y["values"].get(name)
-            if not same and (one is None or other is None):
-                continue
+            known = all(any(name.startswith(f"{module}.") for module in part["values_of"]) for part in (x, y))
+            if not known or (not same and (one is None or other is None)):
+                continue  # its module was not loaded in one of them
             says = values.verdict(one, other, first)
             shown = [values.NOT_THERE if v is None else v["shown"] for v in (one, other)]
             if says == values.OTHER:

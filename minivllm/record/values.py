@@ -34,24 +34,25 @@ NOT_THERE = "what its file says"
 SAME, OTHER, UNKNOWN, IGNORED = "same", "other", "unknown", "ignored"
 
 
-def of_part(target: str, files: Iterable[str], builtin: bool) -> dict[str, dict[str, Any]] | None:
-    """Name of a value -> what is known of it; None where the part is not loaded and cannot be.  ``files``: names of
+def of_part(target: str, files: Iterable[str], builtin: bool) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """(the modules that were read, name of a value -> what is known of it); of a part that is not loaded and cannot be
+    nothing.  ``files``: names of
     the part's modules, among others.  A ``digest`` of "" is a value that cannot be told; ``shown`` says what it is."""
     cls = _class(target, builtin)
     if cls is None:
-        return None
-    scope = {name for name in files if name in sys.modules}
-    read = _Read(scope | {one.__module__ for one in cls.__mro__ if not known_without(one.__module__)})
+        return [], {}
+    own = {one.__module__ for one in cls.__mro__ if not known_without(one.__module__)}
+    read = _Read({name for name in files if name in sys.modules} | own)
     read.add_class(cls)
-    read.mark()
-    return dict(sorted(read.found.items()))
+    read.mark(own)
+    return sorted(read.scope), dict(sorted(read.found.items()))
 
 
 def look_again(parts: Iterable[Mapping[str, Any]]) -> None:
     """At the end of a run: what is another value than in the bill's ``parts`` is ``moving``."""
     for part in parts:
         if before := part.get("values"):
-            now = of_part(part["target"], part["source"]["files"], part["distribution"] == "minivllm") or {}
+            _, now = of_part(part["target"], part["source"]["files"], part["distribution"] == "minivllm")
             for name, known in before.items():
                 if now.get(name, {}).get("digest") != known["digest"]:
                     known["moving"] = True
@@ -73,9 +74,10 @@ def verdict(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, first: boo
 
 
 def settled(part: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> digest of the values of a part that stay as they are, in every run alike: what a fingerprint covers."""
-    known = (part.get("values") or {}).items()
-    return {n: v["digest"] for n, v in known if not v.get("moving") and v["begins"] != CLOCK}
+    """Name -> digest of the values of a part that stay as they are, in every run alike: what a fingerprint covers.  Of
+    built-in parts none: whether they are loaded depends on what ran before, and their text is minivllm's."""
+    known = {} if part["distribution"] == "minivllm" else part.get("values") or {}
+    return {n: v["digest"] for n, v in known.items() if v.get("own") and not v.get("moving") and v["begins"] != CLOCK}
 
 
 def _class(target: str, builtin: bool) -> type | None:
@@ -193,10 +195,13 @@ class _Read:
                 return known.begins[key], known.literals
         return assigned.COMPUTED, {}
 
-    def mark(self) -> None:
-        """What functions of the part's modules change."""
+    def mark(self, own: set[str]) -> None:
+        """What functions of the part's modules change, and what is of the class's own modules (``own``), which are
+        loaded wherever it is."""
         changed = self._changed.union(*(assigned.of_module(name).changed for name in self.scope))
-        for name, (_, key) in self._where.items():
+        for name, (module, key) in self._where.items():
+            if module in own:
+                self.found[name]["own"] = True
             if key.rpartition(".")[2] in changed:
                 self.found[name]["moving"] = True
 

@@ -46,10 +46,10 @@ class Point:
 
 
 class Calibrator:
-    """Drives an engine and keeps the time of each step."""
+    """Drives an engine and keeps the time of each step, by ``timer`` (seconds)."""
 
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
-        self.engine, self.rng = engine, np.random.default_rng(seed)
+    def __init__(self, engine: Engine, seed: int = 0, timer: Callable[[], float] = perf_counter) -> None:
+        self.engine, self.rng, self.timer = engine, np.random.default_rng(seed), timer
         self.steps: list[MeasuredStep] = []
         self.adds: list[float] = []
         self._plans: deque[StepPlan] = deque()
@@ -82,21 +82,21 @@ class Calibrator:
         engine = self.engine
         tokens = self.rng.integers(0, engine.capacity.vocab_size, prompt).astype(np.int32)
         params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False)
-        begun = perf_counter()
+        begun = self.timer()
         engine.add(Request(f"calibrate-{self._number}", tokens, params, monotonic(), on_done=self._done))
-        self.adds.append(perf_counter() - begun)
+        self.adds.append(self.timer() - begun)
 
     def _done(self, request: Request) -> None:
         self._ended += 1
 
     def turn(self, phase: str) -> None:
         """One step.  With several in flight a turn waits for the oldest, whose time it takes."""
-        begun, self._ended = perf_counter(), 0
+        begun, self._ended = self.timer(), 0
         if not self.engine.step():
             if self.engine.dead:
                 raise EngineDeadError(self.engine.dead)
             return
-        seconds = perf_counter() - begun
+        seconds = self.timer() - begun
         back = [self._plans.popleft() for _ in range(len(self._plans) - len(self.engine.in_flight))]
         if len(back) == 1 and phase:  # of several nobody knows whose time it was
             self.steps.append(MeasuredStep(StepCounts.of(back[0], self._last, self._ended), seconds, phase))
@@ -110,12 +110,12 @@ class Calibrator:
 
     def run(self, phase: str, seconds: float, points: Iterator[Point]) -> None:
         """Points until the time is over; one that has begun is ended."""
-        until = perf_counter() + seconds
+        until = self.timer() + seconds
         for point in points:
             for prompt, output in zip(point.prompts, point.outputs, strict=True):
                 self.add(prompt, output)
             self.drain(phase)
-            if perf_counter() > until:
+            if self.timer() > until:
                 return
 
     def prefills(self) -> Iterator[Point]:
@@ -140,9 +140,9 @@ class Calibrator:
         share = seconds / len(LOADS)
         top = min(self.longest // 2, self.room // self.rows // 2)
         for load in LOADS:
-            until, rows = perf_counter() + share, max(1, round(self.rows * load))
+            until, rows = self.timer() + share, max(1, round(self.rows * load))
             least = len(self.steps) + (LEAST_STEPS if phase else 0)
-            while perf_counter() < until or len(self.steps) < least:
+            while self.timer() < until or len(self.steps) < least:
                 if len(self.engine.requests) < rows and self.rng.random() < REFILL:
                     self.add(self._length(4, top), self._length(2, max(4, top // 2)))
                 self.turn(phase)
@@ -168,12 +168,17 @@ def _halves(low: int, high: int) -> list[int]:
 
 
 def calibrate(
-    engine: Engine, about: dict[str, Any], seconds: float = 60.0, told: Callable[[str], None] = lambda _: None
+    engine: Engine,
+    about: dict[str, Any],
+    seconds: float = 60.0,
+    told: Callable[[str], None] = lambda _: None,
+    timer: Callable[[], float] = perf_counter,
 ) -> CostTable:
-    """``about``: what the table says of itself.  ConfigError where there is nothing to measure by."""
+    """``about``: what the table says of itself; ``timer``: by what steps are measured, and ``seconds``.  ConfigError
+    where there is nothing to measure by."""
     if engine.speculation is not None:
         raise ConfigError("steps with drafts have no table of costs; set drafter=none")
-    with Calibrator(engine) as c:
+    with Calibrator(engine, timer=timer) as c:
         told("warming up")
         c.run("", WARM * seconds / 2, c.decodes())
         c.traffic("", WARM * seconds / 2)

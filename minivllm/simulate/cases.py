@@ -20,8 +20,8 @@ from minivllm.replay.serve import ServeSizes, engine_for
 from minivllm.traces.trace import Trace
 
 from .device import UNSAID, Simulated
-from .drive import TraceOutcome, drive
-from .leap import leap
+from .drive import TraceClock, TraceOutcome, drive
+from .leap import leap, turn
 
 SHORTEST = "shortest-job"
 MIX = 0x9E3779B97F4A7C15
@@ -115,8 +115,10 @@ def simulate(
         nonlocal sent
         sent = n
 
-    leaps = (lambda until: leap(engine, device, clock, until)) if leaping else (lambda until: 0)
-    run = drive(engine, trace, clock, trace.tokens, told, case.known, costs.add, leaps)
+    fast: dict[str, Any] = {}
+    if leaping:
+        fast = {"leap": lambda until: leap(engine, device, clock, until), "turn": lambda: turn(engine, device)}
+    run = drive(engine, trace, clock, trace.tokens, told, case.known, costs.add, **fast)
     return replace(run, busy=device.busy)
 
 
@@ -124,11 +126,11 @@ def _maker(seam: str, part: Part) -> Any:
     return lambda ctx: build_part(seam, part, ctx)
 
 
-def run_really(engine: Engine, trace: Trace) -> TraceOutcome:
-    """The same requests on a real engine, at their real times.  Answers are the model's own, so no later prompt holds
-    them."""
+def run_really(engine: Engine, trace: Trace, clock: TraceClock | None = None) -> TraceOutcome:
+    """The same requests on a real engine, at their real times (``clock``: the engine's own, if it has one).  Answers
+    are the model's own, so no later prompt holds them."""
     width = min(engine.capacity.vocab_size, UNSAID)
-    return drive(engine, trace, RealClock(), lambda i: tokens_within(trace.tokens(i), width))
+    return drive(engine, trace, clock or RealClock(), lambda i: tokens_within(trace.tokens(i), width))
 
 
 def tokens_within(tokens: np.ndarray, width: int) -> np.ndarray:

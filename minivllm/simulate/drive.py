@@ -58,11 +58,12 @@ def drive(
     known_lengths: bool = False,
     add_seconds: float = 0.0,
     leap: Callable[[float | None], int] = lambda until: 0,
+    turn: Callable[[], bool] | None = None,
 ) -> TraceOutcome:
     """Until all are served.  ``tokens(i)``: the prompt of request i; ``told`` hears how many have come;
     ``known_lengths``: the scheduler may know how long each answer will be; ``add_seconds``: what a request costs the
     host when it comes, on a clock that does not run by itself; ``leap(until)`` may take several steps at once before
-    each turn, up to the time of the next arrival."""
+    each turn, up to the time of the next arrival; ``turn``: in place of the engine's own."""
     n = len(trace)
     first, finished, output, cached = (
         np.full(n, np.nan),
@@ -95,7 +96,7 @@ def drive(
                 clock.until(clock.now() + add_seconds)
         if leap(due[sent] if sent < n else None):
             continue  # a request may have come meanwhile
-        worked = engine.step()
+        worked = engine.step() if turn is None else turn()
         if engine.dead:
             raise EngineDeadError(engine.dead)
         idle = 0 if worked else idle + 1

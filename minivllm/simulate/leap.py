@@ -1,4 +1,4 @@
-"""Steps in which all that would happen is known, without the turns of the engine's loop.
+"""Steps in which all that would happen is known, without the turns of the engine's loop, and turns that time nothing.
 
 In most steps of a simulation the same rows draw one token more: nobody comes or goes and no policy is asked.  The
 engine would plan and publish each of them as the one before.  ``leap`` does to its books what it would have done in
@@ -39,6 +39,32 @@ def leap(engine: Engine, device: Simulated, clock: ModelClock, until: float | No
     except Exception as e:
         raise EngineDeadError(str(e) if isinstance(e, MinivllmError) else told(e)) from e
     return taken
+
+
+def turn(engine: Engine, device: Simulated) -> bool:
+    """``Engine.step`` without what a simulation has no use for: times of its parts, checks of what the device answers.
+    EngineDeadError if a plug-in fails in it."""
+    events = engine.events
+    heard = events.planning.wrappers or events.publishing.wrappers or events.turn_ended.listeners
+    if engine.in_flight or engine.capacity.depth or engine.checked or heard or engine.dead:
+        return bool(engine.step())
+    engine.within = "step"
+    try:
+        flight = engine.plan()
+        if engine.dead or flight is None:
+            return False
+        if len(flight.plan.late):
+            raise ValueError("a simulated request waits for masks")
+        engine.in_flight.append(flight)
+        device.submit(flight.plan)
+        for result in device.collect(0):
+            engine._publish(engine.in_flight.popleft(), result)
+        engine.clock.count += 1
+        return True
+    except Exception as e:
+        raise EngineDeadError(str(e) if isinstance(e, MinivllmError) else told(e)) from e
+    finally:
+        engine.within = ""
 
 
 def _several(engine: Engine, device: Simulated, clock: ModelClock, until: float | None) -> int:

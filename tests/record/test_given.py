@@ -57,7 +57,9 @@ def bill_of(**parts):
         return llm.bill_of_materials()
 
 
-def test_any_seam_takes_a_class_with_options_and_in_lists():
+def test_any_seam_takes_a_class_with_options_and_in_lists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # step_log writes where it is
+
     class First(Fcfs):
         pass
 

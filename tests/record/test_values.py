@@ -85,7 +85,7 @@ def test_a_computed_value_that_is_another_one_differs_by_its_name_and_both_value
 
 
 def of_class():
-    return values.of_part("values_of_mine:Mine", ["values_of_mine"], False)
+    return values.of_part("values_of_mine:Mine", ["values_of_mine"], False)[1]
 
 
 def test_diff_names_the_value_and_only_accepts_its_part(part, tmp_path, monkeypatch, capsys):
@@ -183,8 +183,17 @@ def test_a_helper_s_value_counts_by_whatever_way_it_is_read_and_one_that_nobody_
         for limit in "34":
             monkeypatch.setenv("LIMIT_OF_MINE", limit)
             part(before, uses, helper)
-            found.append(values.of_part("values_of_mine:Mine", ["values_of_mine", "aid_of_mine"], False))
+            found.append(values.of_part("values_of_mine:Mine", ["values_of_mine", "aid_of_mine"], False)[1])
         assert [name.rpartition(".")[2] for name in found[0] if found[0][name] != found[1][name]] == ["SCALE"]
+
+
+def test_a_module_that_one_of_two_runs_has_not_loaded_makes_no_difference(part):
+    """Imported within a function, or a built-in part that is not loaded yet: neither diff nor fingerprint."""
+    part("", "import aid_of_mine", {"aid_of_mine": "import os\nSCALE = os.environ['LIMIT_OF_MINE']\n"})
+    one = bill_of()
+    assert "aid_of_mine" in sys.modules
+    other = bill_of()
+    assert compare(one, other).verdict == NOTHING and one["fingerprint"] == other["fingerprint"]
 
 
 def test_where_a_part_lies_does_not_matter_and_a_secret_is_not_shown(part, monkeypatch):
@@ -209,7 +218,7 @@ def test_built_in_parts_read_nothing_that_cannot_be_told_and_two_looks_at_them_a
         except ImportError:  # a library that is not here
             continue
         files = sources.plugin_source(impl).files
-        one, other = values.of_part(impl, files, True), values.of_part(impl, files, True)
+        one, other = (values.of_part(impl, files, True)[1] for _ in range(2))
         assert one == other and not [name for name, known in one.items() if not known["digest"]], impl
         seen += 1
     assert seen > len(BUILTINS) * 0.8
