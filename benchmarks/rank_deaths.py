@@ -132,6 +132,20 @@ def of_others(mark: str) -> set[str]:
     return found
 
 
+def memory_of_others(mark: str) -> set[str]:
+    """Names in /dev/shm of what processes hold that belong to no try, such as another cluster of Ray."""
+    ours, found = of_try(mark), set()
+    for path in (*Path("/proc").glob("[0-9]*/maps"), *Path("/proc").glob("[0-9]*/fd/*")):
+        if int(path.parts[2]) in ours:
+            continue
+        try:
+            text = path.read_text() if path.name == "maps" else os.readlink(path)
+        except OSError:
+            continue
+        found |= {word.removeprefix("/dev/shm/").split("/")[0] for word in text.split() if word.startswith("/dev/shm/")}
+    return found
+
+
 def belongings(folder: str) -> dict[str, set]:
     return {
         "shared memory": set(os.listdir("/dev/shm")),
@@ -306,6 +320,8 @@ class Try:
             if more["ports"]:  # of this machine, on which others work too
                 others = of_others(self.mark)
                 more["ports"] = {port for port in more["ports"] if port[0] not in others}
+            if more["shared memory"]:
+                more["shared memory"] -= memory_of_others(self.mark)
             more["processes"] = {str(pid) for pid in of_try(self.mark) if pid != self.process.pid}
             if self.process.poll() is None and self.args.fault != AGAIN:
                 more["processes"].add("the engine")

@@ -116,6 +116,12 @@ def test_why_ray_does_not_start_is_told_in_one_line():
     assert "no Ray cluster answers there" in refused("auto", ConnectionError("none"))
 
 
+@pytest.mark.parametrize(("limit", "told"), [(40, True), (4096, False), (-1, False)])
+def test_a_limit_of_open_files_that_is_too_small_for_ray_is_told(monkeypatch, limit, told):
+    monkeypatch.setattr("resource.getrlimit", lambda which: (limit, limit))
+    assert (f"there may be {limit}: ulimit -n raises that" in refused("", RuntimeError("Timed out"))) == told
+
+
 def test_devices_that_this_machine_does_not_see_count_where_an_address_was_given():
     def device(size, executor):
         return tensor_parallel.check(size, [], SimpleNamespace(devices=1, kind="cuda"), executor, {})
@@ -138,6 +144,22 @@ def test_ranks_of_a_machine_stand_together_with_their_gpus_in_order_and_the_engi
     told = [cluster.told(rank) for rank in range(4)]
     assert [(one["visible"], one["device"]) for one in told] == [("9,10", 0), ("9,10", 1), ("0,1", 0), ("0,1", 1)]
     assert all(one["apart"] for one in told), "they cannot meet by a file"
+
+
+def test_a_node_that_does_not_answer_is_lost_and_one_that_does_is_not(monkeypatch):
+    monkeypatch.setattr(ray_launcher, "GONE", 0.2)
+    monkeypatch.setattr(ray_launcher, "PROBE", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        probe = ray_launcher.NodeProbe({0: there.getsockname(), 1: ("127.0.0.1", port), 2: ("127.0.0.1", port)})
+        probe.start()
+        end = time.monotonic() + 20
+        while len(probe.lost) < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        probe.asks = False
+        probe.join(20)
+    assert sorted(probe.lost) == [1, 2] and "127.0.0.1 has not answered for 0.2 s" in probe.lost[1]
 
 
 def test_masks_go_as_messages_where_no_memory_is_shared():

@@ -10,12 +10,14 @@ import importlib.util
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,8 @@ def why_not() -> str:
     try:
         run("ip", "netns", "add", name)
         try:
-            run("ip", "netns", "exec", name, "unshare", "--uts", "hostname", "a")
+            inside = "hostname a; mount --bind /tmp /dev/shm"
+            run("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-ec", inside)
         finally:
             run("ip", "netns", "del", name)
     except OSError as e:
@@ -125,15 +128,14 @@ class Machines:
     def link(self, state: str) -> None:
         run("ip", "-n", self.names[1], "link", "set", self.links[1], state)
 
-    def start(self, where: int, *words: str, path: str = "", **more: Any) -> subprocess.Popen:
-        """A process on a machine; ``path``: a folder whose modules come before all others."""
+    def start(self, where: int, *words: str, instead: Sequence[str] = (), **more: Any) -> subprocess.Popen:
+        """A process on a machine.  ``instead``: a folder, and the one in whose place that machine has it."""
         disk, memory = self._disks(where)
-        inside = (
-            f'hostname {NAMES[where]}; mount --bind {memory} /dev/shm; mount --bind {disk} {self.folder}; exec "$@"'
-        )
+        binds = [(memory, "/dev/shm"), (disk, self.folder), *([tuple(instead)] if instead else [])]
+        mounts = "; ".join(f"mount --bind {shlex.quote(a)} {shlex.quote(b)}" for a, b in binds)
+        inside = f'hostname {NAMES[where]}; {mounts}; exec "$@"'
         command = ["ip", "netns", "exec", self.names[where], "unshare", "--uts", "sh", "-ec", inside, "sh", *words]
-        env = {**self.env, "PYTHONPATH": os.pathsep.join(filter(None, (path, self.env["PYTHONPATH"])))}
-        return subprocess.Popen(command, env=env, start_new_session=True, **more)
+        return subprocess.Popen(command, env=self.env, start_new_session=True, **more)
 
     def _disks(self, where: int) -> tuple[str, str]:
         """Folders that a machine has in the place of that for temporary files, and of /dev/shm."""
@@ -163,21 +165,21 @@ class Machines:
 
     # ---- the cluster ---------------------------------------------------------------------------------------------
 
-    def ray(self, where: int, *words: str, path: str = "") -> None:
+    def ray(self, where: int, *words: str, instead: Sequence[str] = ()) -> None:
         """Start Ray's head or node on a machine."""
         start = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; main()"
         few = ["--block", "--num-cpus=1", "--object-store-memory=83886080", "--disable-usage-stats"]
         at = f"--node-ip-address={self.ips[where]}"
         said = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
         command = [sys.executable, "-c", start, "start", at, *few, *words]
-        self.nodes.append(self.start(where, *command, path=path, **said))
+        self.nodes.append(self.start(where, *command, instead=instead, **said))
 
     @property
     def address(self) -> str:
         return f"{self.ips[0]}:{PORT}"
 
-    def cluster(self, path: str = "") -> None:
-        """``path``: a folder whose modules come first on the second machine."""
+    def cluster(self, instead: Sequence[str] = ()) -> None:
+        """``instead``: a folder, and the one in whose place the second machine has it."""
         self.ray(0, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={self.folder}")
         probe = f"import socket; socket.create_connection(('{self.ips[0]}', {PORT}), 1)"
         end = time.monotonic() + STARTS
@@ -185,7 +187,7 @@ class Machines:
             if time.monotonic() > end or self.nodes[0].poll() is not None:
                 raise OSError("Ray's head has not started")
             time.sleep(0.3)
-        self.ray(1, f"--address={self.address}", path=path)
+        self.ray(1, f"--address={self.address}", instead=instead)
         wait = "import ray, sys, time; ray.init(sys.argv[1], log_to_driver=False)\n"
         wait += "while len(ray.nodes()) < 2: time.sleep(0.2)"
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

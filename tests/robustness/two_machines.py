@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import signal
 import sys
@@ -83,7 +84,7 @@ def serve(machines: Machines) -> str:
 
 
 def serve_and_cut(machines: Machines) -> str:
-    """The cable is cut under a request: it is told why, and the server ends with exit code 7."""
+    """The cable is cut under a request: it is answered with 503, and the server ends with exit code 7 and says why."""
     server = Server(machines)
     server.answer(4)
     asks = server.ask(230)
@@ -92,10 +93,12 @@ def serve_and_cut(machines: Machines) -> str:
     machines.link("down")
     said, _ = asks.communicate(timeout=60)
     took = time.monotonic() - begun
-    assert WHO in said and took < SOON, f"the client is told after {took:.1f} s: {said}"
+    assert said.startswith("503 ") and took < SOON, f"the client is told after {took:.1f} s: {said}"
     words = server.process.communicate(timeout=60)[1]
-    assert server.process.returncode == 7, f"exit code {server.process.returncode}: {words[-500:]}"
-    return f"{took:.1f} s, the server ended with exit code 7 after {time.monotonic() - begun:.1f} s: {said.strip()}"
+    ended = time.monotonic() - begun
+    assert server.process.returncode == 7 and WHO in words, f"exit code {server.process.returncode}: {words[-500:]}"
+    why = next(line for line in words.splitlines() if WHO in line)
+    return f"the request 503 after {took:.1f} s, the server exit code 7 after {ended:.1f} s: {why}"
 
 
 def breaks(machines: Machines, do: Callable[[Machines, list[list[Any]]], None], *words: str, **more: Any) -> str:
@@ -143,19 +146,19 @@ def without_node(machines: Machines) -> str:
     return f"{took:.1f} s, exit code 5: {said}"
 
 
-def other_sources(machines: Machines) -> str:
-    """Of the package, on the second machine; the folder that they are in."""
-    folder = Path(machines.folder + ".1", "other")
-    shutil.copytree(Path(minivllm.__file__).parent, folder / "minivllm", ignore=shutil.ignore_patterns("__pycache__"))
-    with open(folder / "minivllm" / "errors.py", "a") as file:
+def other_sources(machines: Machines) -> tuple[str, str]:
+    """Another version of the package, and where the second machine has it instead of this one."""
+    package, other = Path(minivllm.__file__).parent, Path(machines.folder + ".1", "other")
+    shutil.copytree(package, other, ignore=shutil.ignore_patterns("__pycache__"))
+    with open(other / "errors.py", "a") as file:
         file.write("# another version\n")
-    return str(folder)
+    return str(other), str(package)
 
 
 def refused(machines: Machines, *words: str) -> str:
     """The engine does not start, says these words soon and ends with exit code 5."""
     begun = time.monotonic()
-    engine = Engine(machines, machines.options())
+    engine = Engine(machines, machines.options(), once=True)
     said, took = engine.end(begun)
     missing = [word for word in words if word not in said]
     assert not missing and engine.process.returncode == 5, f"exit code {engine.process.returncode}: {said}"
@@ -163,13 +166,13 @@ def refused(machines: Machines, *words: str) -> str:
 
 
 def cut_while_starting(machines: Machines) -> str:
-    """The cable is cut once a rank has come in."""
-    engine = Engine(machines, machines.options(start_timeout=60))
+    """The cable is cut once the process of a rank is there, before it has come in or after that."""
+    engine = Engine(machines, machines.options())
     end = time.monotonic() + STARTS
     while not any("RankPlace" in command_of(pid) for pid in machines.of_node(1)):
         assert time.monotonic() < end, "no rank starts"
         time.sleep(0.1)
-    time.sleep(1.0)
+    time.sleep(random.uniform(0.0, 3.0))
     begun = time.monotonic()
     machines.link("down")
     said, took = engine.end(begun)
@@ -186,6 +189,7 @@ def head(machines: Machines) -> list[int]:
     return [pid for pid in machines.of_node(0) if "gcs_server" in command_of(pid).split(" ")[0]]
 
 
+ANOTHER = "the node has another minivllm"
 WHO = "rank 1 of 2 (cpu of host-b, process "
 SCENES: dict[str, Callable[[Machines], str]] = {
     "offline": equal,
@@ -204,7 +208,7 @@ SCENES: dict[str, Callable[[Machines], str]] = {
     "the node is killed": lambda m: breaks(m, lambda m, ranks: kill_all(m.of_node(1)), WHO, "step"),
     "the head is killed": lambda m: breaks(m, lambda m, ranks: kill_all(head(m))),
     "the node has gone before": without_node,
-    "the node has another minivllm": lambda m: refused(m, WHO, "other files or versions", "source of minivllm"),
+    ANOTHER: lambda m: refused(m, WHO, "other files or versions", "source of minivllm"),
 }
 
 
@@ -217,10 +221,12 @@ def play(name: str) -> str:
     """A scene on machines of its own; AssertionError says what was wrong."""
     before = belongings()
     with Machines() as machines:
-        machines.cluster(other_sources(machines) if "another" in name else "")
+        machines.cluster(other_sources(machines) if name == ANOTHER else ())
         said = SCENES[name](machines)
-    left = [*belongings() - before, *(f"process {pid}" for pid in of_mark(machines.mark))]
-    assert not [what for what in left if "mv" in what or "process" in what], f"left behind: {', '.join(left)}"
+    own = (machines.mark, Path(machines.folder).name, "minivllm")
+    left = [what for what in belongings() - before if any(name in what for name in own)]
+    left += [f"process {pid}" for pid in of_mark(machines.mark)]
+    assert not left, f"left behind: {', '.join(left)}"
     return said
 
 
@@ -228,6 +234,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SCENES, default=list(SCENES), metavar="SCENE")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was made is removed then too
     if why := why_not():
         print(f"skipped: {why}")
         return SKIPPED

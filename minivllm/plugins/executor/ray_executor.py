@@ -31,7 +31,7 @@ from minivllm.processes.gate import Gate, Guest
 
 from .multiprocess import START, Multiprocess
 from .options import RayOptions
-from .ray_launcher import ENDED, FAILED, FOUND, KILL, OPEN, PLACED, TARGET, sweep
+from .ray_launcher import ALL_IN, ENDED, FAILED, FOUND, KILL, OPEN, PLACED, TARGET, sweep
 from .ray_launcher import START as ASK
 from .ray_rank import CHANNEL, PlacedRank
 
@@ -127,6 +127,7 @@ class RayCluster:
             gate = self._gate = Gate(secret, host)
             self._launcher.send(OPEN, [json.dumps({"name": gate.name, "tcp": gate.address}).encode()])
             guests = self._all_in(gate, size, end)
+            self._launcher.send(ALL_IN, [b"{}"])
         finally:
             if self._gate is not None:
                 self._gate.close()
@@ -167,7 +168,7 @@ class RayCluster:
                 guests[guest.said["place"]][guest.said["role"]] = guest
             while (message := self._launcher.receive(wait=False)) is not None:
                 self._note(message.kind, json.loads(message.data))
-            if ended := [place for place in missing if place in self._said and not guests[place]]:
+            if ended := [place for place in missing if place in self._said]:
                 how = self._said[ended[0]] or "its actor has ended before it came"
                 raise ResourceError(f"rank in place {ended[0]} of {size}: {how}")
             if time.monotonic() > end:

@@ -4,7 +4,8 @@
     START: what is wanted ───────────► ray.init, is there room?
       ◄──────────────────────── FOUND: where it is
     OPEN: where ranks come in ───────► placement group, actors ───────────► they come to the engine's gate
-      ◄──────────────────────── ENDED: an actor, and what Ray says of it
+      ◄──────────────────────── ENDED: an actor, and what Ray says of it, or that its node is out of reach
+    ALL_IN ──────────────────────────► nodes are not asked any more: the engine sees what happens to ranks
     closes ──────────────────────────► actors, group, a cluster of its own: all is ended
 
 Ray is in a process of its own because its client ends the process that it is in when the cluster dies, and takes its
@@ -18,12 +19,14 @@ import json
 import logging
 import os
 import re
+import resource
 import secrets
 import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,14 +36,17 @@ from typing import Any
 from minivllm.errors import MinivllmError, ResourceError, told
 from minivllm.processes.channel import Channel, ChannelClosed
 from minivllm.processes.child import attach, ignore_signals
+from minivllm.processes.wire import GONE
 
 from .options import ADDRESS
 
-START, FOUND, OPEN, PLACED, FAILED, ENDED, KILL = range(1, 8)  # kinds of messages: JSON
+START, FOUND, OPEN, PLACED, FAILED, ENDED, KILL, ALL_IN = range(1, 9)  # kinds of messages: JSON
 TARGET = "minivllm.plugins.executor.ray_launcher:main"
 LOOK = 0.1  # seconds between looks at the actors
+PROBE = 2.0  # seconds for a node to answer
 ANSWERS = 3.0  # seconds in which a cluster that is named by its address must answer
 OBJECTS = 80 << 20  # bytes of Ray's object store, which holds nothing of ours: its least
+FILES = 1024  # that may be open, of which Ray's processes have enough
 TEMPORARY = "minivllm-ray-"  # folders of clusters that are started here; sockets' names are short
 
 
@@ -88,6 +94,29 @@ class RankPlace:
         return worker.main(given)
 
 
+class NodeProbe(threading.Thread):
+    """Asks nodes whether they are there, by connecting to them: Ray takes a minute to miss one."""
+
+    def __init__(self, nodes: Mapping[int, tuple[str, int]]) -> None:
+        """``nodes``: place -> address and port of its node."""
+        super().__init__(name="minivllm: asks the nodes", daemon=True)
+        self.nodes, self.asks = nodes, True
+        self.lost: dict[int, str] = {}  # place -> what is wrong with its node
+
+    def run(self) -> None:
+        answered = dict.fromkeys(self.nodes.values(), time.monotonic())
+        while self.asks:
+            for address, since in answered.items():
+                try:
+                    socket.create_connection(address, PROBE).close()
+                    answered[address] = time.monotonic()
+                except OSError as e:
+                    if time.monotonic() - since > GONE:
+                        said = f"its node at {address[0]} has not answered for {GONE} s: {e}"
+                        self.lost |= {place: said for place, node in self.nodes.items() if node == address}
+            time.sleep(PROBE / 2)
+
+
 class Launcher:
     """``asked``: size, device, address, placement_timeout, and what actors are given."""
 
@@ -97,6 +126,7 @@ class Launcher:
         self.ray: Any = None
         self.group: Any = None
         self.actors: list[Any] = []
+        self.probe = NodeProbe({})
 
     def run(self, channel: Channel) -> None:
         first = channel.receive(wait=True)
@@ -166,6 +196,10 @@ class Launcher:
                 )
             channel.rest(0.0)
             channel.receive(wait=False)
+        where = util.placement_group_table(self.group)["bundles_to_node_id"]
+        at = {one["NodeID"]: (one["NodeManagerAddress"], one["NodeManagerPort"]) for one in ray.nodes()}
+        self.probe = NodeProbe({place: at[name] for place, name in where.items() if name != node})
+        self.probe.start()
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         kind, given = ray.remote(RankPlace), {**self.asked["given"], **opened, "engine_node": node}
         running = {}
@@ -186,9 +220,15 @@ class Launcher:
                 except Exception as e:  # whatever the library raises
                     how = said_of_end(e)
                 _tell(channel, ENDED, place=running.pop(one), how=how)
+            for place in [place for place in self.probe.lost if place in running.values()]:
+                running = {one: its for one, its in running.items() if its != place}
+                _tell(channel, ENDED, place=place, how=self.probe.lost[place])
             channel.rest(LOOK)
-            if (message := channel.receive(wait=False)) is not None and message.kind == KILL:
+            message = channel.receive(wait=False)
+            if message is not None and message.kind == KILL:
                 self.ray.kill(self.actors[json.loads(message.data)])
+            elif message is not None and message.kind == ALL_IN:
+                self.probe.asks = False
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -282,8 +322,10 @@ def no_cluster(address: str) -> str:
 def refused(address: str, e: Exception) -> str:
     if address and isinstance(e, ConnectionError):
         return f"{no_cluster(address)}: {told(e)}"
-    what = f"join the cluster at {address}" if address else "start a cluster here"
-    return f"Ray cannot {what}: {type(e).__name__}: {' '.join(str(e).split())[:400]}"
+    what, few = f"join the cluster at {address}" if address else "start a cluster here", ""
+    if not address and 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < FILES:
+        few = f"  Ray wants some {FILES} open files, and there may be {limit}: ulimit -n raises that."
+    return f"Ray cannot {what}: {type(e).__name__}: {' '.join(str(e).split())[:400]}{few}"
 
 
 def said_of_end(e: Exception) -> str:
