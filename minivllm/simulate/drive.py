@@ -65,12 +65,8 @@ def drive(
     host when it comes, on a clock that does not run by itself; ``leap(until)`` may take several steps at once before
     each turn, up to the time of the next arrival; ``turn``: in place of the engine's own."""
     n = len(trace)
-    first, finished, output, cached = (
-        np.full(n, np.nan),
-        np.full(n, np.nan),
-        np.zeros(n, np.int32),
-        np.zeros(n, np.int32),
-    )
+    first, finished = np.full(n, np.nan), np.full(n, np.nan)
+    output, cached = np.zeros(n, np.int32), np.zeros(n, np.int32)
     base = clock.now()
 
     def ended(r: Request) -> None:
