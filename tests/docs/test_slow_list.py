@@ -28,5 +28,6 @@ def test_each_line_names_a_test_that_is_there():
 
 
 def test_the_quickest_case_of_a_function_is_left_out_unless_it_takes_long():
-    took = {"a.py::x[1]": 3.0, "a.py::x[2]": 2.5, "a.py::y": 7.0, "a.py::z": 5.0, "a.py::quick[1]": 1.0}
+    limit, most = slow.LIMIT, slow.MOST
+    took = {"a.py::x[1]": limit + 1, "a.py::x[2]": limit, "a.py::y": most + 1, "a.py::z": most, "a.py::w[1]": limit / 2}
     assert set(slow.chosen(took)) == {"a.py::x[1]", "a.py::y"}
