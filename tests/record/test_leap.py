@@ -38,7 +38,9 @@ def drawn(seed):
     rng = random.Random(seed)
     rows = rng.choice([1, 2, 4, 8, 16])
     options = {
-        "model": "pocket", "device": "cpu", "dtype": "float32",
+        "model": "pocket",
+        "device": "cpu",
+        "dtype": "float32",
         "max_num_seqs": rows,
         "max_num_batched_tokens": rng.choice([n for n in (16, 64, 256, 1024) if n >= rows]),
         "max_model_len": 512,
@@ -49,7 +51,7 @@ def drawn(seed):
         "partial_prefix_hits": rng.random() < 0.7,
         "scheduler": rng.choice(SCHEDULERS),
         "evictor": rng.choice(EVICTORS),
-    }  # fmt: skip
+    }
     loaded = load_config(keywords=options, environ={})
     case = cases.cases([("x", loaded)], COSTS, lambda text: None)[0]
     if rng.random() < 0.2:
