@@ -76,8 +76,7 @@ def drive(
             output[i] = outputs[i]
 
     due, outputs = (base + trace.arrival).tolist(), trace.output.tolist()
-    start, start_cpu, before = perf_counter(), process_time(), _counted(engine)
-    sent = idle = 0
+    start, start_cpu, before, sent, idle = perf_counter(), process_time(), _counted(engine), 0, 0
     while sent < n or engine.busy:
         while sent < n and due[sent] <= clock.now():
             expected = outputs[sent] if known_lengths else None
