@@ -205,7 +205,7 @@ def test_explain_says_what_would_be_wired(capsys):
 
 
 @pocket
-def test_explain_of_what_cannot_be_wired_shows_the_reasons_and_ends_with_4(capsys):
+def test_explain_of_a_choice_that_cannot_be_wired_shows_the_reasons_and_ends_with_2(capsys):
     code, out, err = said(
         capsys,
         "explain",
@@ -219,7 +219,7 @@ def test_explain_of_what_cannot_be_wired_shows_the_reasons_and_ends_with_4(capsy
         "--set",
         "quantizer=int8",
     )
-    assert (code, err) == (4, "") and out.startswith("quantizer -> nothing suitable   (asked: int8)\n")
+    assert (code, err) == (2, "") and out.startswith("quantizer -> nothing suitable   (asked: int8)\n")
     assert "x minivllm/int8  feature 'batch_invariant' not declared\n" in out
 
 

@@ -4,7 +4,7 @@ from minivllm.spec import ANY, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 5),
+    api=(1, 6),
     summary="int8 weights with a scale an output row, made while loading",
     limits={
         "device": ANY,
