@@ -50,9 +50,9 @@ POLICIES = (
     ("shortest-job", "lru"),
     ("static", "lru"),
     ("prefix-aware", "lru"),
-    ("fair", "lru"),
+    ("deadline", "lru"),
+    ("adaptive", "lru"),
     ("fcfs", "fifo"),
-    ("shortest-job", "lfu"),
 )
 TAU, FAST = 0.85, 80_000
 DRIFT = 2.0  # seconds of each look at how fast the machine is
