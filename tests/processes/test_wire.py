@@ -59,13 +59,18 @@ def test_messages_come_whole_and_in_order_whatever_their_sizes(messages):
 
 def test_two_who_send_more_than_fits_at_once_do_not_wait_for_each_other():
     with wires() as (a, b):
-        data = bytes(16 << 20)
-        other = threading.Thread(target=b.send, args=(1, [data]))
-        other.start()
+        data, found = bytes(16 << 20), []
+
+        def other():
+            b.send(1, [data])
+            found.append(b.receive(wait=True))  # who is done first reads the rest: there is nobody else
+
+        thread = threading.Thread(target=other)
+        thread.start()
         a.send(2, [data])
         assert a.receive(wait=True).kind == 1
-        other.join()
-        assert len(b.receive(wait=True).data) == len(data)
+        thread.join()
+        assert len(found[0].data) == len(data)
 
 
 def test_who_reads_nothing_keeps_a_writer_waiting_only_so_long():
