@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from .products import PLAIN
 from .quant import Quantized
 from .quant_slim import SlimProduct
 from .quant_vector import VectorProduct
 
 
 class JoinedProduct:
-    """One row without matrix units; 2 to 8 with them, of weights of 8 bits.  ``rounded``: rows of x are rounded to
-    that dtype before, each by its largest element."""
+    """One row without matrix units; 2 to 8 with them, of weights of 8 bits."""
 
-    def __init__(
-        self,
-        of: Quantized,
-        bias: Tensor | None = None,
-        mode: int = PLAIN,
-        activation: str = "silu",
-        rounded: torch.dtype | None = None,
-    ) -> None:
-        self.each: list[VectorProduct | SlimProduct] = [VectorProduct(of, bias, mode, activation, rounded)]
+    def __init__(self, of: Quantized, *around: Any, **more: Any) -> None:
+        """As ``quant_around.Surrounded``."""
+        self.each: list[VectorProduct | SlimProduct] = [VectorProduct(of, *around, **more)]
         if of.form == 8:
-            self.each.append(SlimProduct(of, bias, mode, activation, rounded))
+            self.each.append(SlimProduct(of, *around, **more))
 
     def fits(self, x: Tensor) -> bool:
         """Whether to use it for x."""

@@ -223,10 +223,12 @@ def _check_experts(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mappin
     asked = getattr(cfg, key, None)
     patterns = [re.compile(rule_pattern(source).pattern + r"\..+") for source in sorted(sources)]
     met = (pattern.fullmatch(name) for name in headers for pattern in patterns)
-    there = 1 + max((int(match["e"]) for match in met if match and len(match["e"]) < 10), default=-1)
+    experts = {int(match["e"]): match[0] for match in met if match and len(match["e"]) < 10}
+    there = 1 + max(experts, default=-1)
     if there and type(asked) is int and asked != there:
         raise ModelError(
-            f"{folder}/config.json: {key}={asked}: the checkpoint has experts 0 to {there - 1}; want {there}"
+            f"{folder}/config.json: {key}={asked}: the checkpoint has experts 0 to {there - 1}; want {there} (the last "
+            f"is of {shown(experts[there - 1])})"
         )
 
 
