@@ -118,7 +118,7 @@ def test_the_fallback_gives_what_transformers_gives_in_captured_steps(model_type
 
 @pytest.mark.parametrize("which", ["pairs", "norms", "gate", "draw"])
 def test_torchs_operations_in_the_place_of_one_kind_of_kernels_give_nearly_the_same_logits(which, tmp_path):
-    folder, params = tiny_dir("qwen3", tmp_path), replace(GREEDY, max_tokens=1, logprobs=5)
+    folder, params = str(tiny_dir(tmp_path, "qwen3")[0]), replace(GREEDY, max_tokens=1, logprobs=5)
     found = []
     for unfused in ([], [which]):
         with LLM(folder, unfused=unfused, **SIZES) as llm:
