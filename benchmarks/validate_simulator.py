@@ -22,7 +22,6 @@ import json
 import os
 import statistics
 import time
-from dataclasses import replace
 from typing import Any
 
 from minivllm import LLM
@@ -106,12 +105,6 @@ def drift(llm: Any, costs: CostTable, args: argparse.Namespace) -> float:
     return sum(s.seconds for s in c.steps) / sum(costs.seconds(s.counts) for s in c.steps)
 
 
-def scaled(costs: CostTable, by: float) -> CostTable:
-    line = lambda x: replace(x, seconds=[by * y for y in x.seconds])  # noqa: E731
-    slopes = {name: by * x for name, x in costs.slopes.items()}
-    return replace(costs, rows=line(costs.rows), prefill=line(costs.prefill), slopes=slopes, add=by * costs.add)
-
-
 def shares(llm: Any, case: Any, trace: Any, costs: Any, knee: float, args: Any) -> list[dict[str, Any]]:
     own = len(trace) / float(trace.arrival[-1])
     print(f"{'share':5}  {'':8}" + "".join(f"{name.removesuffix('_ms'):>18}" for name in MUST))
@@ -123,7 +116,7 @@ def shares(llm: Any, case: Any, trace: Any, costs: Any, knee: float, args: Any) 
             real.append(really(llm, case, at, args.cpu_clock))
             found += [drift(llm, costs, args)] if args.drift else []
         by = statistics.fmean(found) if found else 1.0
-        run = cases.simulate(case, at, scaled(costs, by), answers=False)
+        run = cases.simulate(case, at, costs.scaled(by), answers=False)
         said = figures.figures(run, {}, {})
         if found:
             busy = statistics.median(one["run_cpu_seconds"] for one in real)
