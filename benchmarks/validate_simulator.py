@@ -54,6 +54,7 @@ POLICIES = (
     ("fcfs", "fifo"),
 )
 TAU, FAST = 0.85, 80_000
+NEAR = (0.98, 0.99, 1.0, 1.01, 1.02)  # of the costs, of simulated runs whose mean is compared
 DRIFT = 2.0  # seconds of each look at how fast the machine is
 
 
@@ -142,17 +143,27 @@ def sign(x: float) -> int:
 
 
 def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: float, args: Any) -> dict[str, Any]:
+    """In rounds, so that a machine that gets slower does so for all policies alike."""
     at = cases.at_rate(trace, args.rank * knee * float(trace.arrival[-1]) / len(trace))
-    rows = []
-    for scheduler, evictor in POLICIES:
-        case = case_of(options, costs, scheduler, evictor)
-        said = figures.figures(cases.simulate(case, at, costs, answers=False), {}, {})["mean_e2el_ms"]
-        real = [really(llm, case, at, args.cpu_clock)["mean_e2el_ms"] for _ in range(args.repeats)]
-        rows.append((f"{scheduler}, {evictor}", said, statistics.median(real), max(real) - min(real)))
+    every = {f"{scheduler}, {evictor}": case_of(options, costs, scheduler, evictor) for scheduler, evictor in POLICIES}
+    mean = lambda run: figures.figures(run, {}, {})["mean_e2el_ms"]  # noqa: E731
+    real: dict[str, list[float]] = {name: [] for name in every}
+    said: dict[str, list[float]] = {name: [] for name in every}
+    for turn in range(args.repeats):
+        names = [*every][turn % len(every) :] + [*every][: turn % len(every)]
+        for name in names:
+            looks = [drift(llm, costs, args)] if args.drift else []
+            real[name].append(really(llm, every[name], at, args.cpu_clock)["mean_e2el_ms"])
+            looks += [drift(llm, costs, args)] if args.drift else []
+            by = statistics.fmean(looks) if looks else 1.0
+            # a step that is a little longer changes who shares one with whom: one run by itself says too little
+            near = [cases.simulate(every[name], at, costs.scaled(by * x), answers=False) for x in NEAR]
+            said[name].append(statistics.fmean(map(mean, near)))
+    rows = [(n, statistics.fmean(said[n]), statistics.median(real[n]), max(real[n]) - min(real[n])) for n in every]
     noise = statistics.median(row[3] for row in rows)
     print(f"policy at {args.rank:g} of the knee: mean ms of a request, simulated and real")
-    for name, said, real, spread in sorted(rows, key=lambda row: row[2]):
-        print(f"  {name:22} {said:10.1f} {real:10.1f}  ({spread:.1f} from itself)")
+    for name, one, other, spread in sorted(rows, key=lambda row: row[2]):
+        print(f"  {name:22} {one:10.1f} {other:10.1f} {100 * (one / other - 1):+6.1f} %  ({spread:.1f} from itself)")
     pairs = list(itertools.combinations(rows, 2))
     far = [(a, b) for a, b in pairs if abs(a[2] - b[2]) > noise]
     taus = {}
@@ -160,7 +171,7 @@ def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: flo
         signs = [sign((a[1] - b[1]) * (a[2] - b[2])) for a, b in some]
         taus[which] = sum(signs) / len(signs) if signs else float("nan")
         print(f"  Kendall's tau over {which} ({len(some)}): {taus[which]:.2f} (must {TAU})", flush=True)
-    return {"rows": rows, "taus": taus, "noise": noise}
+    return {"rows": rows, "taus": taus, "noise": noise, "said": said, "real": real}
 
 
 def costs_of(llm: Any, args: argparse.Namespace) -> CostTable:
