@@ -52,9 +52,17 @@ SLIM_TILES = (
     (32, 128, 8, 2, 8), (32, 128, 8, 3, 8), (64, 128, 4, 3, 4), (16, 64, 8, 4, 8), (16, 128, 16, 2, 16),
     (32, 64, 8, 3, 8), (64, 128, 2, 4, 4), (16, 64, 16, 3, 16),
 )  # fmt: skip
-# rows, outputs, inputs, in how many parts the sum is split, loads in flight, warps: of up to 64, 128 and 256 rows
+# rows, outputs, inputs, in how many parts the sum is split, loads in flight, warps: of up to 32, 64, 128 and 256 rows
 TILES = {
-    64: ((64, 128, 128, 1, 4, 8), (64, 64, 128, 2, 4, 4), (64, 64, 128, 4, 4, 4), (64, 64, 64, 1, 6, 4)),
+    32: (
+        (32, 128, 128, 1, 4, 8), (32, 128, 128, 2, 4, 8), (32, 128, 128, 4, 4, 8), (32, 64, 128, 1, 5, 4),
+        (32, 64, 128, 2, 5, 4), (32, 64, 128, 4, 5, 4),
+    ),
+    64: (
+        (64, 128, 128, 1, 4, 8), (64, 64, 128, 1, 4, 4), (64, 64, 128, 2, 4, 4), (64, 64, 128, 4, 4, 4),
+        (64, 64, 128, 8, 4, 4), (64, 64, 64, 1, 6, 4), (64, 128, 128, 2, 4, 8), (64, 128, 128, 4, 4, 8),
+        (64, 128, 64, 4, 5, 8), (64, 128, 256, 2, 2, 8),
+    ),
     128: ((128, 128, 128, 1, 3, 8), (128, 128, 64, 1, 4, 8), (128, 64, 64, 2, 4, 4), (128, 64, 128, 4, 3, 4)),
     256: (
         (256, 128, 64, 1, 4, 8), (256, 128, 128, 1, 2, 8), (128, 128, 64, 1, 4, 8), (128, 128, 128, 1, 2, 8),
@@ -92,6 +100,7 @@ def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
                 (128, 64, 2, 4, 8),
             ]
             tiles += [(64, 64, 1, 5, 4), (256, 64, 1, 3, 8), (64, 64, 2, 4, 4), (64, 64, 4, 4, 4)]
+            tiles += [(64, 128, 4, 3, 4), (64, 128, 8, 3, 4), (128, 128, 2, 3, 8), (128, 128, 4, 3, 8)]
             tiles += [(64, 64, 1, 4, 8), (128, 64, 1, 3, 4), (128, 32, 1, 5, 8), (64, 32, 2, 6, 4), (128, 128, 1, 2, 8)]
         for bn, bk, sk, stages, warps in tiles:
             held = (bn * bk // (2 if four else 1) + 2 * bm * bk + (bn * bk // 8 if four else 0)) * stages
@@ -123,7 +132,7 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
         yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n_out))
     if 16 < rows <= 256:
         names = ("BM", "BN", "BK", "SK", "STAGES", "num_warps")
-        for tile in TILES[64 if rows <= 64 else 128 if rows <= 128 else 256]:
+        for tile in TILES[next(most for most in TILES if rows <= most)]:
             if tile[3] == 1 or n_out < 28672:
                 yield "tiles", dict(zip(names, tile, strict=True))
     if fmt == "int8" and rows >= 64:
