@@ -82,6 +82,7 @@ def test_one_or_two_rows_with_what_comes_before_and_behind_a_product(shape, roun
 def test_many_rows_by_tiles(shape):
     tile = dict(BM=64, BN=128, BK=128, STAGES=2, num_warps=8)
     checks.check_tiles("cuda", torch.bfloat16, shape, (9, 130), tile)
+    checks.check_tiles("cuda", torch.bfloat16, shape, (17, 32, 33, 64, 65, 200), None)
 
 
 @on_gpu
