@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import quant_kernels
+import rounded_rows
 import torch
 
 from minivllm.kernels import scaled
@@ -80,3 +81,14 @@ def test_what_is_large_in_a_row_is_not_rounded():
     step = small.abs().amax(1, keepdim=True) / 127
     want = torch.where(large, x, (small / torch.where(step > 0, step, 1)).round() * step)
     torch.testing.assert_close(scaled.rounded_but_large(x, 6.0), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [64, 200])
+def test_norms_and_gates_round_rows_as_the_kernel_of_rows_does(k):
+    rounded_rows.check_rounding("cpu", torch.float32, torch.int8, 3, k)
+
+
+@pytest.mark.parametrize("m", [8, 9])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_rows_that_are_handed_over_rounded_give_the_bits_of_products_that_round_them(m, shards):
+    rounded_rows.check_followed("cpu", torch.float32, torch.int8, m, shards)

@@ -220,7 +220,7 @@ def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) 
     if slim:
         found["2 to 8 in bfloat16"] = "tensor cores, with norm and gate in the same kernel"
     if rounded is not None:
-        found["more" if slim else "any"] = "rows rounded by a kernel, then the tensor cores' products of 8 bits"
+        found["more" if slim else "any"] = "rows rounded by the norm or gate before, or a kernel; products of 8 bits"
         return found
     found[f"up to {few}"] = "read once, without matrix units"
     hopper = sm // 10 == 9 and not table

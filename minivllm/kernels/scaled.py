@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .eight_bits import TOP, codes_of, empty_rows, step_of
 from .launch import kernel, pdl, wait
 from .quant import Quantized
 from .quant_words import WIDE
 
-TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 FEW_ROWS = 2  # up to which no matrix units serve
 
 
@@ -34,28 +34,19 @@ def _rows(
     most = tl.zeros([BK], tl.float32)
     for k in tl.range(0, K, BK):
         most = tl.maximum(most, tl.abs(tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)))
-    top = tl.max(most, 0)
-    step = tl.where(top > 0, tl.div_rn(top, TOP), 1.0)
+    step = step_of(tl.max(most, 0), TOP)
     tl.store(scale + row, step)
     for k in tl.range(0, K, BK):
         v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
-        v = tl.div_rn(v, tl.broadcast_to(step, v.shape))
-        if WHOLE:
-            v = (v + 12582912.0) - 12582912.0  # the nearest whole number, of two the even one
-        v = tl.minimum(tl.maximum(v, -TOP), TOP)
-        if not WHOLE:
-            v = v.to(tl.float8e4nv)
+        v = codes_of(v, step, TOP, WHOLE)
         tl.store(q + row * K + k + ok, v.to(q.dtype.element_ty), mask=k + ok < K)
 
 
 def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """x [M, K] without gaps -> q [M, K] of ``dtype``'s numbers in the dtype ``kept`` (None: that one), scale f32
-    [M, 1]; a row of zeros has scale 1.  What is no number stays none in float8; in int8 it spoils its row."""
+    [M, 1]."""
     m, k = x.shape
-    q = torch.empty(
-        (m, k), dtype=kept or dtype, device=x.device
-    )  # not as x: a single row keeps the stride of its source
-    scale = torch.empty((m, 1), dtype=torch.float32, device=x.device)
+    q, scale = empty_rows(m, k, kept or dtype, x.device)
     if m:
         block = min(triton.next_power_of_2(k), 8192)
         _rows[(m,)](
@@ -196,9 +187,11 @@ class ScaledProduct:
             q, scale = rows(x.contiguous(), self.weight.dtype, x.dtype)
             self.wide.few(q, None, y, scale)
         elif m:
-            q, scale = rows(x.contiguous(), self.weight.dtype)
-            if self.library and x.dtype == torch.bfloat16 and by_library(m, n):
-                library(q, scale, self.weight, self.scale, y)
-            else:
-                product(q, scale, self.weight, self.scale, y)
+            self.of_rows(*rows(x.contiguous(), self.weight.dtype), y)
         return y if out is None or y is out else out.copy_(y)
+
+    def of_rows(self, q: Tensor, scale: Tensor, y: Tensor) -> Tensor:
+        """Of rows that are quantized, q [M, K] and scale [M, 1], M >= 1 and K a multiple of 16, into y [M, N]."""
+        if self.library and y.dtype == torch.bfloat16 and by_library(len(q), len(self.weight)):
+            return library(q, scale, self.weight, self.scale, y)
+        return product(q, scale, self.weight, self.scale, y)

@@ -16,6 +16,7 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import quant_kernels as checks
+import rounded_rows
 
 from minivllm import LLM, SamplingParams
 from minivllm.kernels import scaled
@@ -161,6 +162,16 @@ def test_rows_are_rounded_as_torch_rounds_them_and_their_products_scaled(form, d
         for got in products:
             off = (got.double() - exact).norm(dim=1) / (exact.norm(dim=1) + 1e-30)
             assert off.max() < 2 * torch.finfo(form).eps + (1e-3 if dtype == torch.float8_e4m3fn else 1e-6)
+
+
+@on_gpu
+@pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("form", DTYPES, ids=str)
+def test_rows_that_norms_and_gates_round_give_the_bits_of_rows_rounded_by_themselves(form, eight):
+    for m, k in ((1, 64), (9, 1000), (300, 4096), (40, 14336), (5, 33000)):
+        rounded_rows.check_rounding("cuda", form, eight, m, k)
+    for m, shards in ((9, 1), (20, 2), (300, 1)):
+        rounded_rows.check_followed("cuda", form, eight, m, shards)
 
 
 @on_gpu
