@@ -98,8 +98,8 @@ def _gate_rounded(
 
 
 def gate_mul_rounded(x: Tensor, dtype: torch.dtype, activation: str = "silu") -> tuple[Tensor, Tensor]:
-    """As ``gate_mul``, of which each row is rounded to an 8-bit dtype: (codes [T, inner], scale f32 [T, 1]), the bits
-    of ``scaled.rows`` of that.  inner up to LONGEST; a program takes a row."""
+    """As ``gate_mul``, of which each row is rounded to an 8-bit dtype: (codes [T, inner], scale f32 [T, 1]), as
+    ``scaled.rows`` of that.  inner up to LONGEST; a program takes a row."""
     tokens, inner = x.shape[0], x.shape[1] // 2
     y, scale = empty_rows(tokens, inner, dtype, x.device)
     if tokens:

@@ -71,8 +71,8 @@ def add_rms_norm(
 def add_rms_norm_rounded(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``add_rms_norm``, of which y is rounded to an 8-bit dtype: (codes [T, dim], scale f32 [T, 1], residual), the
-    bits of ``scaled.rows`` of y."""
+    """As ``add_rms_norm``, of which y is rounded to an 8-bit dtype: (codes [T, dim], scale f32 [T, 1], residual), as
+    ``scaled.rows`` of y."""
     codes, scale = empty_rows(*x.shape, dtype, x.device)
     _, residual = _launch(x, residual, weight, eps, y=codes, scale=scale)
     return codes, scale, residual

@@ -167,7 +167,7 @@ def test_rows_are_rounded_as_torch_rounds_them_and_their_products_scaled(form, d
 @on_gpu
 @pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("form", DTYPES, ids=str)
-def test_rows_that_norms_and_gates_round_give_the_bits_of_rows_rounded_by_themselves(form, eight):
+def test_rows_that_norms_and_gates_round_are_those_that_products_round_by_themselves(form, eight):
     for m, k in ((1, 64), (9, 1000), (300, 4096), (40, 14336), (5, 33000)):
         rounded_rows.check_rounding("cuda", form, eight, m, k)
     for m, shards in ((9, 1), (20, 2), (300, 1)):
