@@ -7,7 +7,7 @@ float64 product of what the weight holds, then timed as a replayed graph of laun
 as the second-level cache does not hold.  A variant that fails is printed with its error, and the rest goes on.
 
 Tiles: few and words BN/BK/stages/warps, slim BN/BK/parts/stages/warps, dots and tiles BM/BN/BK/split/stages/warps,
-dense elements at once, w8a8 BM/BN/BK/stages/warps.  "now" is what serves so many rows, with its tile.
+dense elements at once, w8a8 BM/BN/BK/split/stages/warps.  "now" is what serves so many rows, with its tile.
 "rows" is what it takes to quantize x, which w8a8 and the library's product of 8 bits need before.
 """
 
@@ -109,12 +109,16 @@ def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
                 yield dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=stages, num_warps=warps)
 
 
-def product_tiles(rows: int) -> Iterator[dict[str, int]]:
+def product_tiles(rows: int, n: int) -> Iterator[dict[str, int]]:
+    """Sums are split where few tiles of outputs would leave most of the device without work."""
     tiles = [(64, 64, 6, 4), (64, 128, 5, 4), (64, 128, 7, 4)] if rows <= 256 else []
     tiles += [(64, 32, 8, 4), (64, 32, 12, 4)] if rows <= 64 else []
     tiles += [(128, 128, 5, 8), (128, 128, 4, 4), (128, 256, 4, 8)] if rows >= 128 else []
     for bm, bn, stages, warps in tiles:
-        yield dict(BM=bm, BN=bn, BK=128, STAGES=stages, num_warps=warps)
+        yield dict(BM=bm, BN=bn, BK=128, SK=1, STAGES=stages, num_warps=warps)
+    for bm, bn, sk, stages, warps in ((64, 64, 2, 6, 4), (64, 64, 4, 6, 4), (64, 128, 4, 5, 4), (64, 32, 2, 8, 4)):
+        if rows <= 128 and n < 16384:
+            yield dict(BM=bm, BN=bn, BK=128, SK=sk, STAGES=stages, num_warps=warps)
 
 
 def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
@@ -142,7 +146,7 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
     if rows >= 32:
         yield from (("dense", {"at_once": 1 << p}) for p in (23, 25, 27))
     if not fmt.startswith("int4"):
-        yield from (("w8a8", tile) for tile in product_tiles(rows))
+        yield from (("w8a8", tile) for tile in product_tiles(rows, n_out))
         if fmt == "fp8" or rows > 16:  # what the library takes of int8
             yield "library", {"fast": 0}
         if fmt == "fp8":
@@ -203,7 +207,7 @@ def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Ten
     q, by_row = scaled.rows(x, kernels.weight.dtype)
     y = x.new_empty(len(x), kernels.n)
     if form == "w8a8":
-        return partial(scaled.product, q, by_row, kernels.weight, kernels.scale, y, tile)
+        return partial(scaled.product, q, by_row, kernels.weight, kernels.scale, y, tile, kernels.arrived)
     if kernels.weight.dtype == torch.int8:
         return partial(torch._int_mm, q, kernels.weight.t())
     fast, by_column = bool(tile["fast"]), kernels.scale[None]
@@ -243,7 +247,7 @@ def compile_share(share: list[Job]) -> None:
             if form == "w8a8":
                 q = torch.empty_like(x, dtype=kernels.weight.dtype)
                 y = x.new_empty(rows, kernels.n)
-                scaled.product(q, kernels.scale, kernels.weight, kernels.scale, y, tile)
+                scaled.product(q, kernels.scale, kernels.weight, kernels.scale, y, tile, kernels.arrived)
             elif form == "slim":
                 quant_slim.SlimProduct(kernels)(x, tile=tile)
             elif form == "tiles":

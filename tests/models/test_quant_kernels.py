@@ -157,6 +157,11 @@ def test_rows_are_rounded_as_torch_rounds_them_and_their_products_scaled(form, d
         by_column = torch.rand(n, device="cuda") / 100 + 1e-4
         exact = (q.double() * scale.double()) @ (weight.double() * by_column.double()[:, None]).T
         products = [scaled.product(q, scale, weight, by_column, x.new_empty(m, n))]
+        arrived = torch.zeros(1024, dtype=torch.int32, device="cuda")
+        for parts in (2, 4):
+            tile = {**scaled.product_tile(m, n, dtype == torch.int8), "SK": parts}
+            products.append(scaled.product(q, scale, weight, by_column, x.new_empty(m, n), tile, arrived))
+        assert not arrived.any()
         if dtype == torch.float8_e4m3fn and form == torch.bfloat16 and n % 16 == 0:
             products.append(scaled.library(q, scale, weight, by_column, x.new_empty(m, n)))
         for got in products:
