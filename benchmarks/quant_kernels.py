@@ -7,7 +7,7 @@ float64 product of what the weight holds, then timed as a replayed graph of laun
 as the second-level cache does not hold.  A variant that fails is printed with its error, and the rest goes on.
 
 Tiles: few and words BN/BK/stages/warps, slim BN/BK/parts/stages/warps, dots and tiles BM/BN/BK/split/stages/warps,
-dense elements at once, w8a8 BM/BN/BK/stages/warps.  "now" is what serves so many rows, with its tile.
+dense elements at once, w8a8 BM/BN/BK/split/stages/warps.  "now" is what serves so many rows, with its tile.
 "rows" is what it takes to quantize x, which w8a8 and the library's product of 8 bits need before.
 """
 
@@ -52,9 +52,17 @@ SLIM_TILES = (
     (32, 128, 8, 2, 8), (32, 128, 8, 3, 8), (64, 128, 4, 3, 4), (16, 64, 8, 4, 8), (16, 128, 16, 2, 16),
     (32, 64, 8, 3, 8), (64, 128, 2, 4, 4), (16, 64, 16, 3, 16),
 )  # fmt: skip
-# rows, outputs, inputs, in how many parts the sum is split, loads in flight, warps: of up to 64, 128 and 256 rows
+# rows, outputs, inputs, in how many parts the sum is split, loads in flight, warps: of up to 32, 64, 128 and 256 rows
 TILES = {
-    64: ((64, 128, 128, 1, 4, 8), (64, 64, 128, 2, 4, 4), (64, 64, 128, 4, 4, 4), (64, 64, 64, 1, 6, 4)),
+    32: (
+        (32, 128, 128, 1, 4, 8), (32, 128, 128, 2, 4, 8), (32, 128, 128, 4, 4, 8), (32, 64, 128, 1, 5, 4),
+        (32, 64, 128, 2, 5, 4), (32, 64, 128, 4, 5, 4),
+    ),
+    64: (
+        (64, 128, 128, 1, 4, 8), (64, 64, 128, 1, 4, 4), (64, 64, 128, 2, 4, 4), (64, 64, 128, 4, 4, 4),
+        (64, 64, 128, 8, 4, 4), (64, 64, 64, 1, 6, 4), (64, 128, 128, 2, 4, 8), (64, 128, 128, 4, 4, 8),
+        (64, 128, 64, 4, 5, 8), (64, 128, 256, 2, 2, 8),
+    ),
     128: ((128, 128, 128, 1, 3, 8), (128, 128, 64, 1, 4, 8), (128, 64, 64, 2, 4, 4), (128, 64, 128, 4, 3, 4)),
     256: (
         (256, 128, 64, 1, 4, 8), (256, 128, 128, 1, 2, 8), (128, 128, 64, 1, 4, 8), (128, 128, 128, 1, 2, 8),
@@ -92,6 +100,7 @@ def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
                 (128, 64, 2, 4, 8),
             ]
             tiles += [(64, 64, 1, 5, 4), (256, 64, 1, 3, 8), (64, 64, 2, 4, 4), (64, 64, 4, 4, 4)]
+            tiles += [(64, 128, 4, 3, 4), (64, 128, 8, 3, 4), (128, 128, 2, 3, 8), (128, 128, 4, 3, 8)]
             tiles += [(64, 64, 1, 4, 8), (128, 64, 1, 3, 4), (128, 32, 1, 5, 8), (64, 32, 2, 6, 4), (128, 128, 1, 2, 8)]
         for bn, bk, sk, stages, warps in tiles:
             held = (bn * bk // (2 if four else 1) + 2 * bm * bk + (bn * bk // 8 if four else 0)) * stages
@@ -100,12 +109,16 @@ def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
                 yield dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=stages, num_warps=warps)
 
 
-def product_tiles(rows: int) -> Iterator[dict[str, int]]:
+def product_tiles(rows: int, n: int) -> Iterator[dict[str, int]]:
+    """Sums are split where few tiles of outputs would leave most of the device without work."""
     tiles = [(64, 64, 6, 4), (64, 128, 5, 4), (64, 128, 7, 4)] if rows <= 256 else []
     tiles += [(64, 32, 8, 4), (64, 32, 12, 4)] if rows <= 64 else []
     tiles += [(128, 128, 5, 8), (128, 128, 4, 4), (128, 256, 4, 8)] if rows >= 128 else []
     for bm, bn, stages, warps in tiles:
-        yield dict(BM=bm, BN=bn, BK=128, STAGES=stages, num_warps=warps)
+        yield dict(BM=bm, BN=bn, BK=128, SK=1, STAGES=stages, num_warps=warps)
+    for bm, bn, sk, stages, warps in ((64, 64, 2, 6, 4), (64, 64, 4, 6, 4), (64, 128, 4, 5, 4), (64, 32, 2, 8, 4)):
+        if rows <= 128 and n < 16384:
+            yield dict(BM=bm, BN=bn, BK=128, SK=sk, STAGES=stages, num_warps=warps)
 
 
 def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
@@ -123,7 +136,7 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
         yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n_out))
     if 16 < rows <= 256:
         names = ("BM", "BN", "BK", "SK", "STAGES", "num_warps")
-        for tile in TILES[64 if rows <= 64 else 128 if rows <= 128 else 256]:
+        for tile in TILES[next(most for most in TILES if rows <= most)]:
             if tile[3] == 1 or n_out < 28672:
                 yield "tiles", dict(zip(names, tile, strict=True))
     if fmt == "int8" and rows >= 64:
@@ -133,7 +146,7 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
     if rows >= 32:
         yield from (("dense", {"at_once": 1 << p}) for p in (23, 25, 27))
     if not fmt.startswith("int4"):
-        yield from (("w8a8", tile) for tile in product_tiles(rows))
+        yield from (("w8a8", tile) for tile in product_tiles(rows, n_out))
         if fmt == "fp8" or rows > 16:  # what the library takes of int8
             yield "library", {"fast": 0}
         if fmt == "fp8":
@@ -194,7 +207,7 @@ def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Ten
     q, by_row = scaled.rows(x, kernels.weight.dtype)
     y = x.new_empty(len(x), kernels.n)
     if form == "w8a8":
-        return partial(scaled.product, q, by_row, kernels.weight, kernels.scale, y, tile)
+        return partial(scaled.product, q, by_row, kernels.weight, kernels.scale, y, tile, kernels.arrived)
     if kernels.weight.dtype == torch.int8:
         return partial(torch._int_mm, q, kernels.weight.t())
     fast, by_column = bool(tile["fast"]), kernels.scale[None]
@@ -234,7 +247,7 @@ def compile_share(share: list[Job]) -> None:
             if form == "w8a8":
                 q = torch.empty_like(x, dtype=kernels.weight.dtype)
                 y = x.new_empty(rows, kernels.n)
-                scaled.product(q, kernels.scale, kernels.weight, kernels.scale, y, tile)
+                scaled.product(q, kernels.scale, kernels.weight, kernels.scale, y, tile, kernels.arrived)
             elif form == "slim":
                 quant_slim.SlimProduct(kernels)(x, tile=tile)
             elif form == "tiles":

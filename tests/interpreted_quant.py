@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import quant_kernels
+import rounded_rows
 import torch
 
 from minivllm.kernels import scaled
@@ -80,3 +81,29 @@ def test_what_is_large_in_a_row_is_not_rounded():
     step = small.abs().amax(1, keepdim=True) / 127
     want = torch.where(large, x, (small / torch.where(step > 0, step, 1)).round() * step)
     torch.testing.assert_close(scaled.rounded_but_large(x, 6.0), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [64, 200])
+def test_norms_and_gates_round_rows_as_the_kernel_of_rows_does(k):
+    rounded_rows.check_rounding("cpu", torch.float32, torch.int8, 3, k)
+
+
+@pytest.mark.parametrize("m", [8, 9])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_rows_that_are_handed_over_rounded_give_the_bits_of_products_that_round_them(m, shards):
+    rounded_rows.check_followed("cpu", torch.float32, torch.int8, m, shards)
+
+
+def test_sums_of_eight_bits_that_are_split_are_those_in_one():
+    weight, by_column = torch.randint(-127, 128, (40, 640), dtype=torch.int8), torch.rand(40) / 100
+    arrived = torch.zeros(8, dtype=torch.int32)
+    for m in (5, 20):
+        q, scale = scaled.rows(torch.randn(m, 640), torch.int8)
+        found = []
+        for parts in (1, 2, 4):
+            tile = dict(BM=16, BN=16, BK=64, SK=parts, STAGES=2, num_warps=4)
+            y = torch.full((m, 40), torch.nan)
+            found.append(scaled.product(q, scale, weight, by_column, y, tile, arrived))
+        exact = (q.double() * scale.double()) @ (weight.double() * by_column.double()[:, None]).T
+        torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(one, found[0]) for one in found) and not arrived.any()

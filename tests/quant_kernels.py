@@ -10,7 +10,7 @@ from minivllm.kernels.products import ADDED, GATED
 from minivllm.kernels.quant import FEW, Quantized, few_tile
 from minivllm.kernels.quant_fixed import fixed
 from minivllm.kernels.quant_slim import SlimProduct
-from minivllm.kernels.quant_tiles import tiles
+from minivllm.kernels.quant_tiles import tile_of, tiles
 from minivllm.kernels.quant_vector import VectorProduct
 from minivllm.kernels.quant_words import takes
 from minivllm.plugins.quantizer.spec import NF4_TABLE
@@ -119,13 +119,16 @@ def check_fixed(device: str, dtype: torch.dtype, rows: tuple[int, ...], tile: di
             assert ((got - wide @ held.T).abs() <= room).all(), f"{n} outputs, {k} inputs, {m} rows"
 
 
-def check_tiles(device: str, dtype: torch.dtype, shape: tuple, rows: tuple[int, ...], tile: dict[str, int]) -> None:
-    """The product by tiles, whole and with the sum in parts."""
+def check_tiles(
+    device: str, dtype: torch.dtype, shape: tuple, rows: tuple[int, ...], tile: dict[str, int] | None
+) -> None:
+    """The product by tiles, whole and with the sum in parts; None: by those that are chosen for so many rows."""
     kernels, held = make(*shape, device)
     for m in rows:
         x = torch.randn(m, held.shape[1], generator=torch.Generator().manual_seed(m)).to(device, dtype)
-        for parts in (1, 2):
-            close(tiles(kernels, x, {**tile, "SK": parts}), x, held, f"{shape}, {m} rows, {parts} parts")
+        chosen = tile or tile_of(kernels.form, m, kernels.n)
+        for parts in (1, 2, 4):
+            close(tiles(kernels, x, {**chosen, "SK": parts}), x, held, f"{shape}, {m} rows, {parts} parts")
             assert not kernels.arrived.any(), "counters of split sums are not 0 again"
 
 

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .eight_bits import TOP, codes_of, empty_rows, step_of
 from .launch import pdl, wait
 
 BLOCK = 2048
+LONGEST = 65536  # elements of a row that ``gate_mul_rounded`` has in registers
 NUMBER = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}  # of an activation, in a kernel
 
 
@@ -76,3 +78,42 @@ def gate_mul(
             **pdl(x),
         )
     return y
+
+
+@triton.jit
+def _gate_rounded(
+    x, y, scale, INNER: tl.constexpr, P: tl.constexpr, ACT: tl.constexpr, TOP: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, P)
+    on = at < INNER
+    gate = tl.load(x + row * 2 * INNER + at, mask=on, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * INNER + INNER + at, mask=on, other=0.0).to(tl.float32)
+    v = (activate(gate, ACT) * up).to(x.dtype.element_ty).to(tl.float32)  # as ``_gate_mul`` gives it
+    step = step_of(tl.max(tl.abs(v), 0), TOP)
+    tl.store(scale + row, step)
+    tl.store(y + row * INNER + at, codes_of(v, step, TOP, WHOLE).to(y.dtype.element_ty), mask=on)
+
+
+def gate_mul_rounded(x: Tensor, dtype: torch.dtype, activation: str = "silu") -> tuple[Tensor, Tensor]:
+    """As ``gate_mul``, of which each row is rounded to an 8-bit dtype: (codes [T, inner], scale f32 [T, 1]), as
+    ``scaled.rows`` of that.  inner up to LONGEST; a program takes a row."""
+    tokens, inner = x.shape[0], x.shape[1] // 2
+    y, scale = empty_rows(tokens, inner, dtype, x.device)
+    if tokens:
+        size = triton.next_power_of_2(inner)
+        _gate_rounded[(tokens,)](
+            x,
+            y,
+            scale,
+            INNER=inner,
+            P=size,
+            ACT=NUMBER[activation],
+            TOP=TOP[dtype],
+            WHOLE=dtype == torch.int8,
+            num_warps=min(32, max(4, size // 1024)),
+            **pdl(x),
+        )
+    return y, scale

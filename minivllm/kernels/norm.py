@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .eight_bits import TOP, codes_of, empty_rows, step_of
 from .launch import pdl, wait
 
 
 @triton.jit
-def _add_norm(x, residual, first, weight, bias, y, x_stride, first_eps, eps, DIM: tl.constexpr, P: tl.constexpr,
-              ADD: tl.constexpr, FIRST: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
-              PDL: tl.constexpr):  # fmt: skip
+def _add_norm(x, residual, first, weight, bias, y, scale, x_stride, first_eps, eps, DIM: tl.constexpr,
+              P: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
+              TOP: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """TOP > 0: y has codes of 8 bits and ``scale`` [T] what they are multiplied by (``eight_bits``)."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, P)
@@ -42,6 +44,11 @@ def _add_norm(x, residual, first, weight, bias, y, x_stride, first_eps, eps, DIM
     normed = wide * inverse * w
     if BIAS:
         normed += tl.load(bias + at, mask=on, other=0.0).to(tl.float32)
+    if TOP > 0:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)  # as the norm by itself gives it
+        step = step_of(tl.max(tl.abs(tl.where(on, normed, 0.0)), 0), TOP)
+        tl.store(scale + row, step)
+        normed = codes_of(normed, step, TOP, WHOLE)
     tl.store(y + row * DIM + at, normed.to(y.dtype.element_ty), mask=on)
 
 
@@ -61,6 +68,16 @@ def add_rms_norm(
     return _launch(x, residual, weight, eps, first, first_eps)
 
 
+def add_rms_norm_rounded(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``add_rms_norm``, of which y is rounded to an 8-bit dtype: (codes [T, dim], scale f32 [T, 1], residual), as
+    ``scaled.rows`` of y."""
+    codes, scale = empty_rows(*x.shape, dtype, x.device)
+    _, residual = _launch(x, residual, weight, eps, y=codes, scale=scale)
+    return codes, scale, residual
+
+
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -77,9 +94,11 @@ def _launch(
     first_eps: float = 0.0,
     bias: Tensor | None = None,
     centered: bool = False,
+    y: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, dim = x.shape
-    y = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
+    y = torch.empty((tokens, dim), dtype=x.dtype, device=x.device) if y is None else y
     if tokens:
         _add_norm[(tokens,)](
             x,
@@ -88,6 +107,7 @@ def _launch(
             weight,
             weight if bias is None else bias,
             y,
+            y if scale is None else scale,
             x.stride(0),
             first_eps,
             eps,
@@ -97,6 +117,8 @@ def _launch(
             FIRST=first is not None,
             CENTERED=centered,
             BIAS=bias is not None,
+            TOP=TOP.get(y.dtype, 0.0),
+            WHOLE=y.dtype == torch.int8,
             num_warps=4 if dim <= 2048 else 16,
             **pdl(x),
         )

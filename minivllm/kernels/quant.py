@@ -220,14 +220,17 @@ def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) 
     if slim:
         found["2 to 8 in bfloat16"] = "tensor cores, with norm and gate in the same kernel"
     if rounded is not None:
-        found["more" if slim else "any"] = "rows rounded by a kernel, then the tensor cores' products of 8 bits"
+        found["more" if slim else "any"] = "rows rounded by the norm or gate before, or a kernel; products of 8 bits"
         return found
     found[f"up to {few}"] = "read once, without matrix units"
     hopper = sm // 10 == 9 and not table
     if hopper and dtype == torch.int8:
         found[f"33 to {FIXED_ROWS}, of 16 bits"] = "int8 tensor cores, rows as two numbers of 8 bits by a kernel before"
     elif hopper:
-        found[f"65 to {TILE_ROWS}, in bfloat16, large weights"] = "tensor cores, tiles by the copy engine"
+        by_tiles = "tensor cores, tiles by the copy engine"
+        if dtype == torch.uint8:
+            found["17 to 64, in bfloat16"] = by_tiles
+        found[f"65 to {TILE_ROWS}, in bfloat16, large weights"] = by_tiles
     if dots:
         found[f"up to {dots}, of 16 bits"] = "tensor cores, made numbers of in registers"
     found["more"] = "made numbers of in memory, a part of the weight at a time, then the library's product"
@@ -279,9 +282,11 @@ class Quantized:
         if self.weight.dtype == torch.int8 and aligned and 32 < m <= FIXED_ROWS:
             quant_fixed.fixed(x, self.weight, self.scale, y)
             return True
-        # of small ones the copy in memory stays in the second-level cache; fractions as zero points were not measured
-        large = (self.n >= WIDE or self.k > 8192) and self._sizes["ZERO"] != 1
-        if not (large and aligned and 64 < m <= TILE_ROWS and x.dtype == torch.bfloat16):
+        if not aligned or m > TILE_ROWS or x.dtype != torch.bfloat16 or self._sizes["ZERO"] == 1:
+            return False  # fractions as zero points were not measured
+        # of small weights and more rows the copy in memory stays in the second-level cache
+        large = self.n >= WIDE or self.k > 8192
+        if m <= (16 if self.form == 4 else 64) or (m > 64 and not large):
             return False
         quant_tiles.tiles(self, x, None, y)
         return True

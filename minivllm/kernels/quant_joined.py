@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .quant import Quantized
+from .activation import LONGEST
+from .quant import FEW, Quantized
 from .quant_slim import SlimProduct
 from .quant_vector import VectorProduct
 
 
 class JoinedProduct:
-    """One row without matrix units; 2 to 8 with them, of weights of 8 bits."""
+    """One row without matrix units; 2 to 8 with them, of weights of 8 bits.  Of more, what comes before the product
+    rounds the rows, where ``scaled`` is given, a ``ScaledProduct``."""
 
-    def __init__(self, of: Quantized, *around: Any, **more: Any) -> None:
+    def __init__(self, of: Quantized, *around: Any, scaled: Any = None, **more: Any) -> None:
         """As ``quant_around.Surrounded``."""
+        self.scaled = scaled
         self.each: list[VectorProduct | SlimProduct] = [VectorProduct(of, *around, **more)]
         if of.form == 8:
             self.each.append(SlimProduct(of, *around, **more))
@@ -34,3 +38,14 @@ class JoinedProduct:
     ) -> tuple[Tensor, Tensor | None]:
         """As ``products.Product``, of x that fits."""
         return next(one for one in self.each if one.fits(x))(x, squares, eps, residual, norm)
+
+    def rounds(self, rows: int) -> torch.dtype | None:
+        """The 8-bit dtype in which so many rows of x should come (``of_rows``); None: as they are."""
+        if self.scaled is None or rows <= FEW or not self.scaled.even or self.scaled.weight.shape[1] > LONGEST:
+            return None
+        return self.scaled.weight.dtype
+
+    def of_rows(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """codes [M, K] times scale [M, 1] -> the plain product [M, N] in ``dtype``; rows as ``rounds`` wants them."""
+        y = torch.empty((len(codes), len(self.scaled.weight)), dtype=dtype, device=codes.device)
+        return self.scaled.of_rows(codes, scale, y)

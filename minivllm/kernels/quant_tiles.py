@@ -1,4 +1,4 @@
-"""65 to 512 rows times a weight of 8 or 4 bits on the tensor cores, whose tiles come by the copy engine of a Hopper.
+"""17 to 512 rows times a weight of 8 or 4 bits on the tensor cores, whose tiles come by the copy engine of a Hopper.
 
     halves    x [M, K] -> [M, K], of each 32 inputs the first 16 in the left half of the row, the others in the right
     tiles     grid (M / BM, N / BN, SK)   y^T [BN, BM] = numbers(W) [BN, K / SK] x^T, as ``quant``'s dots
@@ -101,8 +101,12 @@ def _tiles(
 
 
 def tile_of(form: int, rows: int, n: int) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py on an H100, of 28,672 outputs, and of 4,096 of 14,336 inputs, whose
-    sums are split among as many programs as the device has room for."""
+    """The fastest of benchmarks/quant_kernels.py: of up to 64 rows of 4 bits on an H200, with sums split among as many
+    programs as the device has room for; of more on an H100, of 28,672 outputs, and of 4,096 of 14,336 inputs."""
+    if form == 4 and rows <= 64:
+        bm, stages, most = (32, 5, 384) if rows <= 32 else (64, 4, 264)
+        sk = next((parts for parts in (4, 2) if triton.cdiv(n, 64) * parts <= most), 1)
+        return dict(BM=bm, BN=64, BK=128, SK=sk, STAGES=stages, num_warps=4)
     bm, bk, sk, stages = 128, 64, 1, 4
     if n >= WIDE:
         bk, stages = (128, 2) if form == 4 and rows > 128 else (64, 4)

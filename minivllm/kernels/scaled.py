@@ -1,10 +1,11 @@
 """Products of which both sides have 8 bits: rows of x are quantized as they come, and the sums are scaled at the end.
 
     rows      x [M, K] -> q [M, K] int8 or float8_e4m3fn, scale [M] = the largest of a row / 127 or 448
-    product   y [M, N] = (q W^T) * scale[m] * (scale of the weight)[n], grid (N / BN, M / BM)
+    product   y [M, N] = (q W^T) * scale[m] * (scale of the weight)[n], grid (N / BN * M / BM, SK)
 
-Sums are int32, which is exact, or float32.  float8's go beyond what the tensor cores keep of a sum (14 bits of
-significand), so that 128 inputs are summed there and then added in float32.
+SK: in how many parts a sum is split; the program that arrives last adds them, in their order.  Sums are int32, which is
+exact, or float32.  float8's go beyond what the tensor cores keep of a sum (14 bits of significand), so that 128 inputs
+are summed there and then added in float32.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .eight_bits import TOP, codes_of, empty_rows, step_of
 from .launch import kernel, pdl, wait
 from .quant import Quantized
 from .quant_words import WIDE
 
-TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 FEW_ROWS = 2  # up to which no matrix units serve
 
 
@@ -34,28 +35,19 @@ def _rows(
     most = tl.zeros([BK], tl.float32)
     for k in tl.range(0, K, BK):
         most = tl.maximum(most, tl.abs(tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)))
-    top = tl.max(most, 0)
-    step = tl.where(top > 0, tl.div_rn(top, TOP), 1.0)
+    step = step_of(tl.max(most, 0), TOP)
     tl.store(scale + row, step)
     for k in tl.range(0, K, BK):
         v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
-        v = tl.div_rn(v, tl.broadcast_to(step, v.shape))
-        if WHOLE:
-            v = (v + 12582912.0) - 12582912.0  # the nearest whole number, of two the even one
-        v = tl.minimum(tl.maximum(v, -TOP), TOP)
-        if not WHOLE:
-            v = v.to(tl.float8e4nv)
+        v = codes_of(v, step, TOP, WHOLE)
         tl.store(q + row * K + k + ok, v.to(q.dtype.element_ty), mask=k + ok < K)
 
 
 def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """x [M, K] without gaps -> q [M, K] of ``dtype``'s numbers in the dtype ``kept`` (None: that one), scale f32
-    [M, 1]; a row of zeros has scale 1.  What is no number stays none in float8; in int8 it spoils its row."""
+    [M, 1]."""
     m, k = x.shape
-    q = torch.empty(
-        (m, k), dtype=kept or dtype, device=x.device
-    )  # not as x: a single row keeps the stride of its source
-    scale = torch.empty((m, 1), dtype=torch.float32, device=x.device)
+    q, scale = empty_rows(m, k, kept or dtype, x.device)
     if m:
         block = min(triton.next_power_of_2(k), 8192)
         _rows[(m,)](
@@ -101,10 +93,27 @@ def rounded_but_large(x: Tensor, threshold: float) -> Tensor:
     return y
 
 
+@triton.jit
+def _all_parts(acc, scratch, arrived, at, part, BM: tl.constexpr, BN: tl.constexpr, SK: tl.constexpr):
+    """(the sums [BM, BN] of all parts of tile ``at``, whether this program arrived last and has them)."""
+    size: tl.constexpr = BM * BN
+    here = scratch + at.to(tl.int64) * (SK * size) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    tl.store(here + part * size, acc)
+    tl.debug_barrier()  # all of the program's stores come before its arrival
+    last = tl.atomic_add(arrived + at, 1, sem="acq_rel") == SK - 1
+    if last:
+        acc = tl.load(here, cache_modifier=".cg")
+        for i in tl.static_range(1, SK):
+            acc += tl.load(here + i * size, cache_modifier=".cg")
+        tl.store(arrived + at, 0)
+    return acc, last
+
+
 @kernel("M")
 def _product(
-    x, weight, x_scale, w_scale, y, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    x, weight, x_scale, w_scale, y, scratch, arrived, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """WHOLE: of int8.  ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK]; outside of the tensors
     they give 0."""
@@ -116,18 +125,27 @@ def _product(
     many = tl.minimum(tiles_m - first, 8)
     row, tile = first + at % wide % many, at % wide // many
     acc = tl.zeros([BM, BN], tl.int32 if WHOLE else tl.float32)
-    for k in tl.range(0, K, BK, num_stages=STAGES):
+    begin, end = 0, K
+    if SK > 1:
+        each: tl.constexpr = (K + BK * SK - 1) // (BK * SK) * BK
+        begin = tl.program_id(1) * each
+        end = tl.minimum(begin + each, K)
+    for k in tl.range(begin, end, BK, num_stages=STAGES):
         a, b = x.load([row * BM, k]), weight.load([tile * BN, k]).T
         if WHOLE:
             acc = tl.dot(a, b, acc, out_dtype=tl.int32)
         else:
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=BK if BK < 128 else 128)
-    om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
-    by_row = tl.load(x_scale + om, mask=om < M, other=0.0)
-    by_column = tl.load(w_scale + on, mask=on < N, other=0.0)
-    out = acc.to(tl.float32) * by_row[:, None] * by_column[None, :]
-    at_y = y + om.to(tl.int64)[:, None] * N + on[None, :]
-    tl.store(at_y, out.to(y.dtype.element_ty), mask=(om < M)[:, None] & (on < N)[None, :])
+    last = True
+    if SK > 1:
+        acc, last = _all_parts(acc, scratch, arrived, at, tl.program_id(1), BM, BN, SK)
+    if last:
+        om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+        by_row = tl.load(x_scale + om, mask=om < M, other=0.0)
+        by_column = tl.load(w_scale + on, mask=on < N, other=0.0)
+        out = acc.to(tl.float32) * by_row[:, None] * by_column[None, :]
+        at_y = y + om.to(tl.int64)[:, None] * N + on[None, :]
+        tl.store(at_y, out.to(y.dtype.element_ty), mask=(om < M)[:, None] & (on < N)[None, :])
 
 
 def product_tile(m: int, n: int, whole: bool) -> dict[str, int]:
@@ -139,20 +157,37 @@ def product_tile(m: int, n: int, whole: bool) -> dict[str, int]:
         bn, stages = 128, 7
     elif n < WIDE and 32 < m <= 64:
         bn, stages = 32, 12
-    return dict(BM=bm, BN=bn, BK=128, STAGES=stages, num_warps=warps)
+    return dict(BM=bm, BN=bn, BK=128, SK=1, STAGES=stages, num_warps=warps)
 
 
-def product(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor, tile: dict[str, int] | None = None):
+def product(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    y: Tensor,
+    tile: dict[str, int] | None = None,
+    arrived: Tensor | None = None,
+) -> Tensor:
     """x [M, K] and weight [N, K] of one 8-bit dtype, x_scale [M, 1] and scale [N] f32, into y [M, N]; K must be a
-    multiple of 16."""
+    multiple of 16.  ``arrived`` i32, zeros before and after: a counter for each tile, without which no sum is split."""
     (m, k), n = x.shape, len(weight)
     tile = tile or product_tile(m, n, x.dtype == torch.int8)
-    _product[(triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"]),)](
+    tiles = triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"])
+    if arrived is None or tiles > len(arrived):
+        tile = {**tile, "SK": 1}
+    scratch = y
+    if tile["SK"] > 1:
+        kept = torch.int32 if x.dtype == torch.int8 else torch.float32
+        scratch = torch.empty(tiles * tile["SK"] * tile["BM"] * tile["BN"], dtype=kept, device=x.device)
+    _product[(tiles, tile["SK"])](
         TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
         TensorDescriptor.from_tensor(weight, [tile["BN"], tile["BK"]]),
         x_scale,
         scale,
         y,
+        scratch,
+        y if arrived is None else arrived,
         m,
         N=n,
         K=k,
@@ -196,9 +231,11 @@ class ScaledProduct:
             q, scale = rows(x.contiguous(), self.weight.dtype, x.dtype)
             self.wide.few(q, None, y, scale)
         elif m:
-            q, scale = rows(x.contiguous(), self.weight.dtype)
-            if self.library and x.dtype == torch.bfloat16 and by_library(m, n):
-                library(q, scale, self.weight, self.scale, y)
-            else:
-                product(q, scale, self.weight, self.scale, y)
+            self.of_rows(*rows(x.contiguous(), self.weight.dtype), y)
         return y if out is None or y is out else out.copy_(y)
+
+    def of_rows(self, q: Tensor, scale: Tensor, y: Tensor) -> Tensor:
+        """Of rows that are quantized, q [M, K] and scale [M, 1], M >= 1 and K a multiple of 16, into y [M, N]."""
+        if self.library and y.dtype == torch.bfloat16 and by_library(len(q), len(self.weight)):
+            return library(q, scale, self.weight, self.scale, y)
+        return product(q, scale, self.weight, self.scale, y, arrived=self.wide.arrived)

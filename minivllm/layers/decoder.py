@@ -12,6 +12,7 @@ A layer of which a request taps a point runs by its parts (``DecoderBlock.tapped
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from minivllm.core.interfaces.decoder import (
 from minivllm.core.interfaces.model import StepTaps, StepTensors
 from minivllm.errors import ModelError, shown
 
-from .fused import Joined, Normed
+from .fused import GatedLinear, Joined, LinearNorm, Normed
 from .rotary import order_of_halves
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Decoder:
         self.norm = parts.norm("norm", spec.hidden, spec.norm)
         self.first, follows = entries[0], [*entries[1:], self.norm]
         self.blocks = [DecoderBlock(spec, i, parts, follows[i]) for i in range(len(spec.layers))]
+        for block, following in itertools.pairwise(self.blocks):
+            block.before(following)
         self.head = parts.lm_head("lm_head", spec.hidden, spec.vocab, self.embed if spec.tied else None)
 
     def __call__(self, step: StepTensors) -> Tensor:
@@ -131,6 +134,14 @@ class DecoderBlock:
         middle = _norm(parts, spec, name + ("norm3" if around else "norm2"), layer.norms != AFTER)
         self.o = parts.linear_norm(out, middle, after=after[0], scale=scale)
         self.down = parts.linear_norm(down, follows, whole=self.last, after=after[1], scale=scale)
+        for one, other in ((self.o, self.up), (self.up, self.down)):
+            if isinstance(one, LinearNorm | GatedLinear):
+                one.follow(other)
+
+    def before(self, following: DecoderBlock) -> None:
+        """``following`` is the next layer.  Of a parallel one two products take what this gives."""
+        if not self.parallel and not following.parallel and isinstance(self.down, LinearNorm):
+            self.down.follow(following.qkv)
 
     def _points(self) -> dict[str, int]:
         """What can be tapped in this layer, and behind it, and the widths."""

@@ -9,7 +9,8 @@ A pre-norm decoder alternates between the residual stream and products of its no
 Where a norm stands behind a product too, or the stream is scaled, ``Joined`` is what comes between.
 
 What goes from a norm to a product is a ``Normed``.  Each pair decides by the number of rows whether it is one kernel or
-its layers one after another, and takes a Normed of either kind.
+its layers one after another, and takes a Normed of either kind.  Where a product of many rows rounds them to 8 bits,
+what comes before it (``follow``) hands them over ``Rounded``: a norm or a gate has each row at hand.
 """
 
 from __future__ import annotations
@@ -27,15 +28,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+class Rounded(NamedTuple):
+    """Rows in 8 bits: ``codes`` [T, dim] int8 or float8_e4m3fn, times ``scale`` [T, 1] float32; of ``dtype`` before."""
+
+    codes: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
 class Normed(NamedTuple):
     """RMSNorm's result x [T, dim]; if ``squares`` [T, P] float32 is given, x is not yet divided by
-    sqrt(sum of the token's squares / dim + eps)."""
+    sqrt(sum of the token's squares / dim + eps).  Rounded only for a product that asked for it."""
 
-    x: Tensor
+    x: Any  # Tensor or Rounded
     squares: Tensor | None = None
     eps: float = 0.0
 
-    def finished(self) -> Tensor:
+    def finished(self) -> Any:
         """With the division."""
         if self.squares is None:
             return self.x
@@ -52,18 +61,35 @@ class _Pair:
     def __init__(self, linear: Linear, fuse: bool) -> None:
         self.linear, self.fuse = linear, fuse and not linear.reduce
         self.bias = linear.bias  # what the kernel adds to the product
+        self.follower: _Pair | None = None
         self._kernel: Any = None
 
-    def kernel(self, x: Tensor) -> Any:
-        """The kernel, or None if the layers do as well by themselves."""
-        if not self.fuse:
-            return None
-        if self._kernel is None:  # made once the weight is loaded
+    def follow(self, other: Any) -> None:
+        """``other``, if it is a pair, is what takes all that this gives, and nothing else does."""
+        self.follower = other if isinstance(other, _Pair) else None
+
+    def made(self) -> Any:
+        """The kernel, which is made once the weight is loaded, or None if there is none."""
+        if self.fuse and self._kernel is None:
             self._kernel = joined_by(self.linear.scheme, self.bias, self.mode, self.activation)
-            if self._kernel is None:
-                self.fuse = False
-                return None
-        return self._kernel if self._kernel.fits(x) else None
+            self.fuse = self._kernel is not None
+        return self._kernel
+
+    def kernel(self, x: Tensor | Rounded) -> Any:
+        """The kernel, or None if the layers do as well by themselves."""
+        kernel = None if isinstance(x, Rounded) else self.made()
+        return kernel if kernel is not None and kernel.fits(x) else None
+
+    def rounds(self, rows: int) -> torch.dtype | None:
+        """The 8-bit dtype in which this wants so many rows, or None."""
+        wants = getattr(self.made(), "rounds", None)
+        return None if wants is None else wants(rows)
+
+    def product(self, x: Tensor | Rounded) -> Tensor:
+        """linear(x), as its layer gives it."""
+        if not isinstance(x, Rounded):
+            return self.linear(x)
+        return self.linear.summed(self._kernel.of_rows(*x))
 
 
 class NormedLinear(_Pair):
@@ -71,11 +97,12 @@ class NormedLinear(_Pair):
 
     def __call__(self, h: Normed) -> Tensor:
         kernel = self.kernel(h.x)
-        return self.linear(h.finished()) if kernel is None else kernel(h.x, h.squares, h.eps)[0]
+        return self.product(h.finished()) if kernel is None else kernel(h.x, h.squares, h.eps)[0]
 
 
 class GatedLinear(_Pair):
-    """``Normed -> activation(gate) * up``, linear(x) [T, 2 n] being gate | up."""
+    """``Normed -> activation(gate) * up``, linear(x) [T, 2 n] being gate | up; a Tensor, or Rounded for a follower that
+    wants it."""
 
     mode = 1
 
@@ -91,13 +118,20 @@ class GatedLinear(_Pair):
         self.divides = divides
         self.gate_mul, self.activation = partial(gate_mul, activation=activation), activation
 
-    def __call__(self, h: Normed) -> Tensor:
+    def __call__(self, h: Normed) -> Any:
         kernel = self.kernel(h.x)
         if kernel is not None:
             return kernel(h.x, h.squares, h.eps)[0]
         if h.squares is None or self.linear.bias is not None or not self.divides:
-            return self.gate_mul(self.linear(h.finished()))
+            y = self.product(h.finished())
+            dtype = self.follower.rounds(len(y)) if self.follower is not None and self.divides else None
+            return self.gate_mul(y) if dtype is None else self._rounded(y, dtype)
         return self.gate_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)  # the division commutes with the product
+
+    def _rounded(self, y: Tensor, dtype: torch.dtype) -> Rounded:
+        from minivllm.kernels.activation import gate_mul_rounded
+
+        return Rounded(*gate_mul_rounded(y, dtype, self.activation), y.dtype)
 
 
 class Partial(_Pair):
@@ -108,7 +142,9 @@ class Partial(_Pair):
         self.fuse = fuse
         self.bias = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Rounded) -> Tensor:
+        if isinstance(x, Rounded):
+            return self._kernel.of_rows(*x)
         kernel = self.kernel(x)
         return self.linear.scheme.apply(x) if kernel is None else kernel(x)[0]
 
@@ -128,7 +164,10 @@ class LinearNorm(_Pair):
         self.norm = norm
         self.part = Partial(linear, fuse) if linear.reduce and norm.fused is not None else None
 
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
+    def rounds(self, rows: int) -> torch.dtype | None:
+        return super().rounds(rows) if self.part is None else self.part.rounds(rows)
+
+    def __call__(self, x: Tensor | Rounded, residual: Tensor) -> tuple[Normed, Tensor]:
         if self.part is not None and (peers := self.linear.group.peers) is not None:
             y = self.part(x)
             if peers.takes(y):
@@ -137,19 +176,27 @@ class LinearNorm(_Pair):
             return self._summed(y, residual)
         kernel = self.kernel(x)
         if kernel is None:
-            y, residual = self.norm(self.linear(x), residual)
-            return Normed(y), residual
+            return self._normed(self.branch(x), residual)
         y, squares = kernel(x, residual=residual, norm=self.norm.weight)
         return Normed(y, squares, self.norm.eps), residual
 
     def _summed(self, part: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
         """By kernels of their own: the sum over the processes, and the norm."""
-        y, residual = self.norm(self.linear.summed(part), residual)
-        return Normed(y), residual
+        return self._normed(self.linear.summed(part), residual)
 
-    def branch(self, x: Tensor) -> Tensor:
+    def _normed(self, y: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
+        dtype = self.follower.rounds(len(y)) if self.follower is not None and self.norm.fused is not None else None
+        if dtype is None:
+            y, residual = self.norm(y, residual)
+            return Normed(y), residual
+        codes, scale, residual = self.norm.rounded(y, residual, dtype)
+        return Normed(Rounded(codes, scale, y.dtype)), residual
+
+    def branch(self, x: Tensor | Rounded) -> Tensor:
         """What is added to the residual, by itself."""
-        return self.linear(x)
+        if self.part is not None and isinstance(x, Rounded):
+            return self.linear.summed(self.part(x))
+        return self.product(x)
 
     def entry(self, residual: Tensor) -> Normed:
         """What the next product takes of a residual to which that was added."""

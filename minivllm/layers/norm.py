@@ -42,6 +42,12 @@ class RMSNorm(Module):
         residual = x if residual is None else x + residual
         return rms_norm(residual, self.weight, self.eps), residual
 
+    def rounded(self, x: Tensor, residual: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """As a call with a ``fused`` norm, of which rows of y come in 8 bits: (codes, scale f32 [T, 1], residual)."""
+        from minivllm.kernels.norm import add_rms_norm_rounded
+
+        return add_rms_norm_rounded(x, residual, self.weight, self.eps, dtype)
+
 
 class SplitNorm(Module):
     """RMSNorm over all heads of a projection, of which each process has some: x [T, its share] of ``dim``.

@@ -16,6 +16,7 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import quant_kernels as checks
+import rounded_rows
 
 from minivllm import LLM, SamplingParams
 from minivllm.kernels import scaled
@@ -82,6 +83,7 @@ def test_one_or_two_rows_with_what_comes_before_and_behind_a_product(shape, roun
 def test_many_rows_by_tiles(shape):
     tile = dict(BM=64, BN=128, BK=128, STAGES=2, num_warps=8)
     checks.check_tiles("cuda", torch.bfloat16, shape, (9, 130), tile)
+    checks.check_tiles("cuda", torch.bfloat16, shape, (17, 32, 33, 64, 65, 200), None)
 
 
 @on_gpu
@@ -155,11 +157,26 @@ def test_rows_are_rounded_as_torch_rounds_them_and_their_products_scaled(form, d
         by_column = torch.rand(n, device="cuda") / 100 + 1e-4
         exact = (q.double() * scale.double()) @ (weight.double() * by_column.double()[:, None]).T
         products = [scaled.product(q, scale, weight, by_column, x.new_empty(m, n))]
+        arrived = torch.zeros(1024, dtype=torch.int32, device="cuda")
+        for parts in (2, 4):
+            tile = {**scaled.product_tile(m, n, dtype == torch.int8), "SK": parts}
+            products.append(scaled.product(q, scale, weight, by_column, x.new_empty(m, n), tile, arrived))
+        assert not arrived.any()
         if dtype == torch.float8_e4m3fn and form == torch.bfloat16 and n % 16 == 0:
             products.append(scaled.library(q, scale, weight, by_column, x.new_empty(m, n)))
         for got in products:
             off = (got.double() - exact).norm(dim=1) / (exact.norm(dim=1) + 1e-30)
             assert off.max() < 2 * torch.finfo(form).eps + (1e-3 if dtype == torch.float8_e4m3fn else 1e-6)
+
+
+@on_gpu
+@pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("form", DTYPES, ids=str)
+def test_rows_that_norms_and_gates_round_are_those_that_products_round_by_themselves(form, eight):
+    for m, k in ((1, 64), (9, 1000), (300, 4096), (40, 14336), (5, 33000)):
+        rounded_rows.check_rounding("cuda", form, eight, m, k)
+    for m, shards in ((9, 1), (20, 2), (300, 1)):
+        rounded_rows.check_followed("cuda", form, eight, m, shards)
 
 
 @on_gpu

@@ -19,7 +19,7 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight
 from minivllm.layers.linear import no_adapter
 
-from .fast import joined, scaled_kernels_of, served_by
+from .fast import joined_scaled, scaled_kernels_of, served_by
 from .int8 import Int8, Int8Weight
 from .options import LlmInt8Options
 
@@ -65,8 +65,7 @@ class _Both(Int8Weight):
         return served_by(self.weight.dtype, device, sm, rounded=self.dtype)
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
-        wide = None if self.kernels is None else self.kernels.wide
-        return joined(wide, bias, mode, activation, self.dtype)
+        return joined_scaled(self.kernels, bias, mode, activation)
 
 
 class Int8Both(_Both):

@@ -46,13 +46,22 @@ def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
     return ScaledProduct(weight, scale)
 
 
-def joined(kernels: Any, bias: Any, mode: int, activation: str, rounded: torch.dtype | None = None) -> Any:
-    """``JoinedProduct`` of what ``kernels_of`` gave; None of None.  ``rounded``: of which dtype rows of x are."""
+def joined(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
+    """``JoinedProduct`` of what ``kernels_of`` gave; None of None."""
     if kernels is None:
         return None
     from minivllm.kernels.quant_joined import JoinedProduct
 
-    return JoinedProduct(kernels, bias, mode, activation, rounded)
+    return JoinedProduct(kernels, bias, mode, activation)
+
+
+def joined_scaled(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
+    """Likewise, of what ``scaled_kernels_of`` gave."""
+    if kernels is None:
+        return None
+    from minivllm.kernels.quant_joined import JoinedProduct
+
+    return JoinedProduct(kernels.wide, bias, mode, activation, kernels.weight.dtype, scaled=kernels)
 
 
 def served_by(

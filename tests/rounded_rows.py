@@ -1,0 +1,125 @@
+"""Rows of 8 bits that a norm or a gate gives, on any device: run under the interpreter (``interpreted_quant.py``) and
+on a GPU (``models/test_quant_kernels.py``)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from minivllm.core.interfaces.decoder import Norm
+from minivllm.core.interfaces.quantizer import ModuleInfo, Shard, WeightScheme
+from minivllm.kernels.activation import gate_mul, gate_mul_rounded
+from minivllm.kernels.norm import add_rms_norm, add_rms_norm_rounded
+from minivllm.kernels.quant_joined import JoinedProduct
+from minivllm.kernels.scaled import ScaledProduct, rows
+from minivllm.layers.fused import GatedLinear, LinearNorm, NormedLinear
+from minivllm.layers.linear import Linear
+from minivllm.layers.norm import RMSNorm
+
+HIDDEN, INNER, EPS = 64, 96, 1e-5
+SIZES = {"o": (HIDDEN, HIDDEN), "up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER), "qkv": (80, HIDDEN)}
+
+
+def drawn(seed: int, *size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def same(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> bool:
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.float(), b.float())
+        for a, b in zip(found, want, strict=True)
+    )
+
+
+def alike(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], dtype: torch.dtype) -> bool:
+    """Codes and scales, but for a last bit of a norm: a GPU may sum its squares in another order."""
+    (codes, scale), (other, by) = found, want
+    near = 2 * torch.finfo(dtype).eps
+    if codes.dtype != other.dtype or not torch.allclose(scale, by, rtol=near, atol=0) or scale.shape != by.shape:
+        return False
+    return bool((codes.float() == other.float()).float().mean() > 1 - 64 * near)
+
+
+def check_rounding(device: str, dtype: torch.dtype, eight: torch.dtype, m: int, k: int) -> None:
+    """Codes and scales are those that the kernel of rows makes of a norm and of a gate."""
+    x, residual = drawn(1, m, k).to(device, dtype), drawn(2, m, k).to(device, dtype)
+    weight = (drawn(3, k) * torch.logspace(-1, 2, k)).to(device, dtype)
+    y, stream = add_rms_norm(x, residual.clone(), weight, EPS)
+    *found, got = add_rms_norm_rounded(x, residual.clone(), weight, EPS, eight)
+    assert torch.equal(got, stream) and alike(tuple(found), rows(y, eight), dtype)
+    both = (drawn(4, m, 2 * k) * 3).to(device, dtype)
+    both[0] = 0
+    for activation in ("silu", "gelu_tanh"):
+        found = gate_mul_rounded(both, eight, activation)
+        assert alike(found, rows(gate_mul(both, activation=activation), eight), dtype)
+        assert not found[0][0].float().any() and bool((found[1][0] == 1).all())
+
+
+def off(found: torch.Tensor, want: torch.Tensor) -> float:
+    return float((found.double() - want.double()).norm() / want.double().norm())
+
+
+class Scaled(WeightScheme):
+    """Weight and rows of 8 bits; ``asked`` counts products of rows as they are."""
+
+    def __init__(self, n: int, k: int, eight: torch.dtype, device: str) -> None:
+        weight = drawn(n + k, n, k).mul_(40).clamp_(-127, 127).to(eight).to(device)
+        self.of, self.asked = ScaledProduct(weight, (drawn(n, n).abs() / 500 + 1e-4).to(device)), 0
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def params(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def load(self, param: str, tensor: torch.Tensor, part: str) -> None:
+        raise AssertionError("nothing is loaded")
+
+    def apply(self, x: torch.Tensor, out: torch.Tensor | None = None, adapter: Any = None) -> torch.Tensor:
+        self.asked += 1
+        return self.of(x, out)
+
+    def joined(self, bias: torch.Tensor | None, mode: int, activation: str) -> Any:
+        return JoinedProduct(self.of.wide, bias, mode, activation, self.of.weight.dtype, scaled=self.of)
+
+
+class Plain(Scaled):
+    """That takes rows as they are only."""
+
+    joined = WeightScheme.joined
+
+
+def run(schemes: dict[str, Scaled], fuse: bool, x: torch.Tensor, residual: torch.Tensor, shards: int) -> tuple:
+    """What the layers of a block behind attention give, and the next block's first."""
+    device, group = str(x.device), SimpleNamespace(peers=None, all_reduce=lambda y: y.mul_(2))
+    made = {}
+    for name, (n, k) in SIZES.items():
+        split = "row" if shards > 1 and name in ("o", "down") else None
+        shard = Shard(0, shards if split else 1)
+        info = ModuleInfo(name, "linear", k, (("", n),), str(x.dtype)[6:], device, split=split, shard=shard)
+        made[name] = Linear(info, schemes[name], group)
+    norms = [RMSNorm(f"norm{i}", HIDDEN, Norm(eps=EPS), x.dtype, device, fuse=True) for i in range(2)]
+    for norm in norms:
+        norm.weight.copy_(torch.linspace(0.5, 2, HIDDEN))
+    o, down = (LinearNorm(made[n], norm, fuse, False) for n, norm in zip(("o", "down"), norms, strict=True))
+    up, qkv = GatedLinear(made["up"], gate_mul, fuse), NormedLinear(made["qkv"], fuse)
+    o.follow(up)
+    up.follow(down)
+    down.follow(qkv)
+    h, stream = o(x, residual.clone())
+    h, stream = down(up(h), stream)
+    return qkv(h), stream
+
+
+def check_followed(device: str, dtype: torch.dtype, eight: torch.dtype, m: int, shards: int = 1) -> None:
+    """Products of rows that were handed over are those of products that round them, of more than 8 rows; whose product
+    takes rows as they are, gets them so."""
+    x, residual = drawn(1, m, HIDDEN).to(device, dtype), drawn(2, m, HIDDEN).to(device, dtype)
+    for plain in ((), ("up",), ("down",), ("qkv",)):
+        schemes = {n: (Plain if n in plain else Scaled)(*size, eight, device) for n, size in SIZES.items()}
+        want = run(schemes, False, x, residual, shards)
+        assert [one.asked for one in schemes.values()] == [1, 1, 1, 1]
+        got = run(schemes, True, x, residual, shards)
+        assert same(got, want) if device == "cpu" else all(off(a, b) < 0.02 for a, b in zip(got, want, strict=True))
+        handed = [name for name, one in schemes.items() if one.asked == 1]
+        assert handed == ([n for n in SIZES if n != "o" and n not in plain] if m > 8 else [])
