@@ -22,7 +22,6 @@ import json
 import os
 import statistics
 import time
-from dataclasses import replace
 from typing import Any
 
 from minivllm import LLM
@@ -55,6 +54,7 @@ POLICIES = (
     ("fcfs", "fifo"),
 )
 TAU, FAST = 0.85, 80_000
+NEAR = (0.98, 0.99, 1.0, 1.01, 1.02)  # of the costs, of simulated runs whose mean is compared
 DRIFT = 2.0  # seconds of each look at how fast the machine is
 
 
@@ -106,12 +106,6 @@ def drift(llm: Any, costs: CostTable, args: argparse.Namespace) -> float:
     return sum(s.seconds for s in c.steps) / sum(costs.seconds(s.counts) for s in c.steps)
 
 
-def scaled(costs: CostTable, by: float) -> CostTable:
-    line = lambda x: replace(x, seconds=[by * y for y in x.seconds])  # noqa: E731
-    slopes = {name: by * x for name, x in costs.slopes.items()}
-    return replace(costs, rows=line(costs.rows), prefill=line(costs.prefill), slopes=slopes, add=by * costs.add)
-
-
 def shares(llm: Any, case: Any, trace: Any, costs: Any, knee: float, args: Any) -> list[dict[str, Any]]:
     own = len(trace) / float(trace.arrival[-1])
     print(f"{'share':5}  {'':8}" + "".join(f"{name.removesuffix('_ms'):>18}" for name in MUST))
@@ -123,7 +117,7 @@ def shares(llm: Any, case: Any, trace: Any, costs: Any, knee: float, args: Any) 
             real.append(really(llm, case, at, args.cpu_clock))
             found += [drift(llm, costs, args)] if args.drift else []
         by = statistics.fmean(found) if found else 1.0
-        run = cases.simulate(case, at, scaled(costs, by), answers=False)
+        run = cases.simulate(case, at, costs.scaled(by), answers=False)
         said = figures.figures(run, {}, {})
         if found:
             busy = statistics.median(one["run_cpu_seconds"] for one in real)
@@ -149,17 +143,27 @@ def sign(x: float) -> int:
 
 
 def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: float, args: Any) -> dict[str, Any]:
+    """In rounds, so that a machine that gets slower does so for all policies alike."""
     at = cases.at_rate(trace, args.rank * knee * float(trace.arrival[-1]) / len(trace))
-    rows = []
-    for scheduler, evictor in POLICIES:
-        case = case_of(options, costs, scheduler, evictor)
-        said = figures.figures(cases.simulate(case, at, costs, answers=False), {}, {})["mean_e2el_ms"]
-        real = [really(llm, case, at, args.cpu_clock)["mean_e2el_ms"] for _ in range(args.repeats)]
-        rows.append((f"{scheduler}, {evictor}", said, statistics.median(real), max(real) - min(real)))
+    every = {f"{scheduler}, {evictor}": case_of(options, costs, scheduler, evictor) for scheduler, evictor in POLICIES}
+    mean = lambda run: figures.figures(run, {}, {})["mean_e2el_ms"]  # noqa: E731
+    real: dict[str, list[float]] = {name: [] for name in every}
+    said: dict[str, list[float]] = {name: [] for name in every}
+    for turn in range(args.repeats):
+        names = [*every][turn % len(every) :] + [*every][: turn % len(every)]
+        for name in names:
+            looks = [drift(llm, costs, args)] if args.drift else []
+            real[name].append(really(llm, every[name], at, args.cpu_clock)["mean_e2el_ms"])
+            looks += [drift(llm, costs, args)] if args.drift else []
+            by = statistics.fmean(looks) if looks else 1.0
+            # a step that is a little longer changes who shares one with whom: one run by itself says too little
+            near = [cases.simulate(every[name], at, costs.scaled(by * x), answers=False) for x in NEAR]
+            said[name].append(statistics.fmean(map(mean, near)))
+    rows = [(n, statistics.fmean(said[n]), statistics.median(real[n]), max(real[n]) - min(real[n])) for n in every]
     noise = statistics.median(row[3] for row in rows)
     print(f"policy at {args.rank:g} of the knee: mean ms of a request, simulated and real")
-    for name, said, real, spread in sorted(rows, key=lambda row: row[2]):
-        print(f"  {name:22} {said:10.1f} {real:10.1f}  ({spread:.1f} from itself)")
+    for name, one, other, spread in sorted(rows, key=lambda row: row[2]):
+        print(f"  {name:22} {one:10.1f} {other:10.1f} {100 * (one / other - 1):+6.1f} %  ({spread:.1f} from itself)")
     pairs = list(itertools.combinations(rows, 2))
     far = [(a, b) for a, b in pairs if abs(a[2] - b[2]) > noise]
     taus = {}
@@ -167,7 +171,7 @@ def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: flo
         signs = [sign((a[1] - b[1]) * (a[2] - b[2])) for a, b in some]
         taus[which] = sum(signs) / len(signs) if signs else float("nan")
         print(f"  Kendall's tau over {which} ({len(some)}): {taus[which]:.2f} (must {TAU})", flush=True)
-    return {"rows": rows, "taus": taus, "noise": noise}
+    return {"rows": rows, "taus": taus, "noise": noise, "said": said, "real": real}
 
 
 def costs_of(llm: Any, args: argparse.Namespace) -> CostTable:

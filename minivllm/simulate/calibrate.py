@@ -2,8 +2,9 @@
 
 prefill   prompts of many lengths, alone and several in a step
 decode    1, 2, 4 ... rows with short and long contexts
-traffic   requests that come and go at random, so that steps mix both: what a server sees, at several loads
-check     the same with other lengths from another seed, which the fit does not see
+mixed     prompts of few and of many tokens beside any number of rows that decode, and decodes right behind them
+traffic   requests that come and go at random: what a server sees, at several loads
+check     the last two with other lengths from another seed, which the fit does not see
 
 The time of a step is that from turn to turn of the real engine, and so has the host's share in it.
 """
@@ -25,15 +26,16 @@ from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError, EngineDeadError
-from minivllm.plugins.executor.costs import CostTable, StepCounts
+from minivllm.plugins.executor.costs import CostTable, StepCounter
 
 from .fit import MeasuredStep, errors, fit
 
-SHARES = {"prefill": 0.2, "decode": 0.3, "traffic": 0.4, "check": 0.1}  # of the time
+SHARES = {"prefill": 0.15, "decode": 0.2, "mixed": 0.3, "traffic": 0.25, "check": 0.1}  # of the time
 WARM = 0.1  # of the time, before anything counts
 DECODES = 24  # steps of each point
 LOADS = (0.1, 0.3, 0.6, 1.0)  # of the rows
 LEAST_STEPS = 4  # of each load that are measured
+BURSTS, BEHIND = 4, 5  # of prompts beside the same rows; decodes behind each, fewer than so many
 REFILL = 0.15  # chance in a step that a free row gets a request: what ended together is not replaced together
 
 
@@ -53,7 +55,7 @@ class Calibrator:
         self.steps: list[MeasuredStep] = []
         self.adds: list[float] = []
         self._plans: deque[StepPlan] = deque()
-        self._last: StepPlan | None = None  # that came back
+        self._counter = StepCounter()  # of steps that came back
         self._submit = engine.executor.submit
         self._number = self._ended = 0
         w = engine.wiring
@@ -98,9 +100,9 @@ class Calibrator:
             return
         seconds = self.timer() - begun
         back = [self._plans.popleft() for _ in range(len(self._plans) - len(self.engine.in_flight))]
+        counts = [self._counter.count(plan, self._ended) for plan in back]
         if len(back) == 1 and phase:  # of several nobody knows whose time it was
-            self.steps.append(MeasuredStep(StepCounts.of(back[0], self._last, self._ended), seconds, phase))
-        self._last = back[-1] if back else self._last
+            self.steps.append(MeasuredStep(counts[0], seconds, phase))
 
     def drain(self, phase: str) -> None:
         while self.engine.busy:
@@ -135,20 +137,66 @@ class Calibrator:
                     if rows * length <= self.room and rows * length <= 16 * self.most:
                         yield Point([length] * rows, [DECODES] * rows)
 
+    def mixed(self, phase: str, seconds: float) -> None:
+        """Prompts beside rows that decode; what has begun is ended."""
+        until = self.timer() + seconds
+        while True:
+            rows = int(self.rng.integers(0, self.rows))
+            share = self.room // (rows + 1)
+            self._fill(phase, rows, share)
+            for _ in range(BURSTS):
+                self._burst(phase, self.rows - rows, min(share, self.most * 5 // 4))
+                for _ in range(int(self.rng.integers(0, BEHIND))):
+                    self.turn(phase)
+            self._clear()
+            if self.timer() > until:
+                return
+
+    def _fill(self, phase: str, rows: int, share: int) -> None:
+        """Rows that decode; each may hold ``share`` tokens, and none ends before all have begun and been measured."""
+        top = max(8, min(self.longest, share - DECODES - self.room // self.most))
+        low = int(self.rng.choice([4, top // 2]))  # a cache that is full counts as much as one that is not
+        prompts = [self._length(low, top) for _ in range(rows)]
+        output = DECODES + sum(prompts) // self.most + 1
+        for prompt in prompts:
+            self.add(prompt, min(output, self.longest + DECODES - prompt))
+        self._begin_all(phase)
+
+    def _burst(self, phase: str, free: int, most: int) -> None:
+        """Up to three prompts at once, of ``most`` tokens together."""
+        several, tokens = int(self.rng.integers(1, min(3, free) + 1)), self._length(4, max(5, most))
+        for _ in range(several):
+            self.add(min(self.longest, max(2, tokens // several)), 1)
+        self._begin_all(phase)
+
+    def _begin_all(self, phase: str) -> None:
+        while self.engine.planner.n_waiting:
+            self.turn(phase)
+
+    def _clear(self) -> None:
+        for name in list(self.engine.requests):
+            self.engine.abort(name)
+        self.drain("")
+
     def traffic(self, phase: str, seconds: float) -> None:
-        """So many rows are kept busy, for some steps however short the time is; lengths are log-uniform."""
+        """So many rows are kept busy, for some steps however short the time is; lengths are log-uniform, where
+        there is room for all."""
         share = seconds / len(LOADS)
-        top = min(self.longest // 2, self.room // self.rows // 2)
+        top = min(self.longest // 2, self.room // 2)
         for load in LOADS:
             until, rows = self.timer() + share, max(1, round(self.rows * load))
             least = len(self.steps) + (LEAST_STEPS if phase else 0)
             while self.timer() < until or len(self.steps) < least:
                 if len(self.engine.requests) < rows and self.rng.random() < REFILL:
-                    self.add(self._length(4, top), self._length(2, max(4, top // 2)))
+                    prompt, output = self._length(4, top), self._length(2, max(4, top // 2))
+                    if self._promised() + prompt + output <= self.room:
+                        self.add(prompt, output)
                 self.turn(phase)
-            for name in list(self.engine.requests):
-                self.engine.abort(name)
-            self.drain("")
+            self._clear()
+
+    def _promised(self) -> int:
+        """Tokens that the requests there will have at their ends."""
+        return sum(len(r.prompt) + (r.params.max_tokens or 0) for r in self.engine.requests.values())
 
     def _length(self, low: int, high: int) -> int:
         return int(np.exp(self.rng.uniform(np.log(low), np.log(max(high, low + 1)))))
@@ -186,19 +234,32 @@ def calibrate(
         for phase in SHARES:
             spend = SHARES[phase] * seconds * (1 - WARM)
             told(f"{phase}, {spend:.0f} s")
-            if phase in ("traffic", "check"):
-                c.rng = np.random.default_rng(len(phase))
-                c.traffic(phase, spend)
-            else:
-                c.run(phase, spend, c.prefills() if phase == "prefill" else c.decodes())
+            c.rng = np.random.default_rng(list(SHARES).index(phase))
+            _measure(c, phase, spend)
         seen = [s for s in c.steps if s.phase != "check"]
         empty = [name for name in SHARES if not any(s.phase == name for s in c.steps)]
         if empty or not c.adds:
             raise ConfigError(f"--seconds {seconds:g}: no step of {', '.join(empty) or 'any request'}; raise --seconds")
-        table = fit(seen, [0, *_halves(1, c.rows)], [1, *_halves(8, c.most)])
+        table = fit(seen, _halves(1, c.rows), [1, *_halves(8, c.most)])
         adds = float(np.median(c.adds))
+    when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    about, found = {"measured": when, **about}, errors(table, c.steps)
+    return replace(table, add=adds, engine=_sizes(engine), about=about, fit=found)
+
+
+def _measure(c: Calibrator, phase: str, seconds: float) -> None:
+    if phase in ("prefill", "decode"):
+        c.run(phase, seconds, c.prefills() if phase == "prefill" else c.decodes())
+    elif phase == "check":
+        c.mixed(phase, seconds / 2)
+        c.traffic(phase, seconds / 2)
+    else:
+        (c.mixed if phase == "mixed" else c.traffic)(phase, seconds)
+
+
+def _sizes(engine: Engine) -> dict[str, Any]:
     w, cap = engine.wiring, engine.capacity
-    sizes = {
+    return {
         "kvcache_block_size": w.block,
         "num_kvcache_blocks": cap.blocks[0] - 1,
         "max_model_len": w.max_model_len,
@@ -207,5 +268,3 @@ def calibrate(
         "depth": cap.depth,
         "windows": list(engine.cache.windows),
     }
-    when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return replace(table, add=adds, engine=sizes, about={"measured": when, **about}, fit=errors(table, c.steps))

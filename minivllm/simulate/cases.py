@@ -128,9 +128,10 @@ def _maker(seam: str, part: Part) -> Any:
 
 def run_really(engine: Engine, trace: Trace, clock: TraceClock | None = None) -> TraceOutcome:
     """The same requests on a real engine, at their real times (``clock``: the engine's own, if it has one).  Answers
-    are the model's own, so no later prompt holds them."""
+    are the model's own, so no later prompt holds them.  Prompts are made before: that is no work of a server's."""
     width = min(engine.capacity.vocab_size, UNSAID)
-    return drive(engine, trace, clock or RealClock(), lambda i: tokens_within(trace.tokens(i), width))
+    prompts = [tokens_within(trace.tokens(i), width) for i in range(len(trace))]
+    return drive(engine, trace, clock or RealClock(), prompts.__getitem__)
 
 
 def tokens_within(tokens: np.ndarray, width: int) -> np.ndarray:

@@ -48,7 +48,7 @@ class Simulated(Counting):
     def seconds_again(self) -> float:
         """Of the next step like the last one."""
         assert self.costs is not None
-        return self.costs.rows(len(self._at)) + self.costs.slopes["kv"] * (self._kv + len(self._at))
+        return self.costs.decode(len(self._at), self._kv + len(self._at))
 
     def pass_step(self, clock: ModelClock) -> None:
         """A step like the last one is begun, and the clock shows its end."""
@@ -58,7 +58,7 @@ class Simulated(Counting):
 
     def last_plan(self, plan: StepPlan) -> None:
         """Of the steps that ``pass_step`` was told of."""
-        self._last = plan
+        self._counter.skip(plan)
 
     def _count(self) -> None:
         self._kv += len(self._at)
@@ -70,7 +70,7 @@ class Simulated(Counting):
             ms = 1e3 * self.seconds_again()
             self._count()
             self._work(ms)
-            self._last = plan
+            self._counter.skip(plan)
             assert self._result is not None
             result: StepResult = object.__new__(StepResult)
             result.__dict__.update(self._result.__dict__, id=plan.id, device_ms=ms)
@@ -109,10 +109,14 @@ class Simulated(Counting):
         if self.costs is not None and self.costs.slopes["end"]:
             self._work(1e3 * self.costs.slopes["end"] * int(np.count_nonzero(ends & goes)))
         self._running.append(SimStep(plan, ms, result, self._free_at))
-        if len(slots) == n and plan.q_len[-1] == 1 and not np.count_nonzero(flags):
+        if len(slots) == n and plan.q_len[-1] == 1 and not np.count_nonzero(flags) and self._is_warm():
             self._rows, self._at, self._result = plan.slots, rows, result
             self._left = int((self.end[rows] - self.known[rows]).min())
             self._kv = int(plan.computed.sum()) + n
+
+    def _is_warm(self) -> bool:
+        """Whether the step after the last one costs no more for those before it."""
+        return self.costs is None or not 0 < self.costs.limit < max(self._counter.before)
 
     def _work(self, ms: float) -> None:
         self.busy += ms / 1e3

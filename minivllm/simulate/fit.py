@@ -2,22 +2,25 @@
 
 A step's time is a sum of hat functions (the broken lines) and slopes, so it is linear in what is sought.  Steps that
 something else on the machine has stretched count less (Huber, "Robust estimation of a location parameter", 1964).
+
+Only ``limit`` is not linear: the tokens from which steps with prompts cost otherwise.  Each point that could be it is
+tried, and the one with the least error taken, if that is clearly less than with costs of one kind.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from minivllm.plugins.executor.costs import SLOPES, BrokenLine, CostTable, StepCounts
+from minivllm.plugins.executor.costs import PROMPT_SLOPES, SLOPES, BrokenLine, CostTable, PromptCosts, StepCounts
 
 OFF = 0.5  # relative error from which a step counts less
-ROUNDS, SWEEPS = 8, 3000
+ROUNDS, FEW_ROUNDS = 8, 2  # of weighing; to compare limits
 FEWEST = 20  # steps at a point of a line
+GAIN = 0.95  # of the error with one kind of costs: what a limit must leave at most
 
 
 @dataclass(frozen=True)
@@ -27,35 +30,80 @@ class MeasuredStep:
     phase: str  # of the calibration
 
 
-def fit(steps: Sequence[MeasuredStep], rows_at: Sequence[int], prefill_at: Sequence[int]) -> CostTable:
-    """The table without what is said about it.  ``rows_at``, ``prefill_at``: points of the broken lines, of which those
-    are used that steps were measured at."""
-    counts = [s.counts for s in steps]
-    seconds = np.array([s.seconds for s in steps])
-    rows = np.array([c.rows for c in counts], np.float64)
-    prefill = np.array([c.prefill for c in counts], np.float64)
-    at = [_reached(rows_at, rows), _reached(prefill_at, prefill[prefill > 0])]
-    hats = [_hats(at[0], rows), _hats(at[1], prefill) * (prefill > 0)[:, None]]
-    slopes = np.array([[c.kv, c.pairs, c.chunks, c.joins, c.ends, c.fresh] for c in counts], np.float64)
-    matrix = np.concatenate([*hats, slopes], axis=1)
-    found = _solve(matrix, seconds)
-    cut = np.cumsum([len(at[0]), len(at[1])])
-    line, chunk, rest = np.split(found, cut)
-    return CostTable(
-        BrokenLine(at[0], line.tolist()),
-        BrokenLine(at[1], chunk.tolist()),
-        dict(zip(SLOPES, rest.tolist(), strict=True)),
-    )
+def fit(steps: Sequence[MeasuredStep], rows_at: Sequence[int], tokens_at: Sequence[int]) -> CostTable:
+    """The table without what is said about it.  ``rows_at``, ``tokens_at``: points of the broken lines, of which those
+    are used that steps were measured at; those of ``tokens_at`` may be the limit."""
+    seen = _Columns(steps)
+    design = min(_designs(seen, rows_at, tokens_at), key=lambda one: one.error)
+    found = np.split(_solve(design.matrix, seen.seconds, ROUNDS)[0], np.cumsum([len(one) for one in design.parts])[:-1])
+    rows, line, prompts, more, more_prompts, rest = (x.tolist() for x in found)
+    large = PromptCosts(BrokenLine(design.parts[1], line), dict(zip(PROMPT_SLOPES, prompts, strict=True)))
+    small = large
+    if design.limit:
+        small = PromptCosts(BrokenLine(design.parts[3], more), dict(zip(PROMPT_SLOPES, more_prompts, strict=True)))
+    slopes = dict(zip(SLOPES, rest, strict=True))
+    return CostTable(BrokenLine(design.parts[0], rows), small, large, design.limit, slopes)
+
+
+class _Columns:
+    """What was counted, [n] each."""
+
+    def __init__(self, steps: Sequence[MeasuredStep]) -> None:
+        counts = [s.counts for s in steps]
+        column = lambda name: np.array([getattr(c, name) for c in counts], np.float64)  # noqa: E731
+        self.seconds = np.array([s.seconds for s in steps])
+        self.rows, self.kv, self.tokens, self.before = (column(x) for x in ("rows", "kv", "tokens", "before"))
+        self.prompts = column("prefill") > 0
+        self.own = np.stack([self.rows, self.kv, column("pairs"), column("chunks")], 1)  # by PROMPT_SLOPES
+        self.common = [column(x) for x in ("joins", "ends", "fresh")]
+
+
+@dataclass(frozen=True)
+class _Design:
+    """What is sought: in ``parts`` points of lines and names of slopes, of which each has a column of ``matrix``."""
+
+    limit: int
+    parts: tuple[Sequence[Any], ...]  # decodes | large: line, slopes | small: line, slopes | any
+    matrix: np.ndarray
+    error: float  # of the best table of this kind
+
+
+def _designs(seen: _Columns, rows_at: Sequence[int], tokens_at: Sequence[int]) -> list[_Design]:
+    """With one kind of steps with prompts, and with each limit that leaves enough steps on both sides.  The error of
+    the former is taken as a little less, so that a limit must be worth its costs."""
+    one = _design(seen, 0, rows_at, tokens_at)
+    found, tokens = [replace(one, error=GAIN * one.error)], seen.tokens[seen.prompts]
+    for limit in tokens_at[:-1]:
+        if min(np.count_nonzero(tokens <= limit), np.count_nonzero(tokens > limit)) >= 2 * FEWEST:
+            found.append(_design(seen, limit, rows_at, tokens_at))
+    return found
+
+
+def _design(seen: _Columns, limit: int, rows_at: Sequence[int], tokens_at: Sequence[int]) -> _Design:
+    large = seen.prompts & (seen.tokens > limit)
+    small = seen.prompts & ~large
+    above = [x for x in tokens_at if x > limit]
+    above = [limit + 1, *above] if limit and above[0] > limit + 1 else above
+    at_rows, at_large = _reached(rows_at, seen.rows[~seen.prompts]), _reached(above, seen.tokens[large])
+    at_small = _reached([x for x in tokens_at if x <= limit], seen.tokens[small]) if limit else []
+    cold = (seen.before > limit) & ~large if limit else np.zeros(len(large), bool)
+    blocks = [_hats(at_rows, seen.rows) * ~seen.prompts[:, None]]
+    for at, which in ((at_large, large), (at_small, small)):
+        blocks += [_hats(at, seen.tokens) * which[:, None], seen.own * which[:, None]] if at else []
+    rest = np.stack([seen.kv * ~seen.prompts, *seen.common, cold, cold * seen.kv], 1)  # by SLOPES
+    matrix = np.concatenate([*blocks, rest], axis=1)
+    slopes = PROMPT_SLOPES if limit else ()
+    parts = (at_rows, at_large, PROMPT_SLOPES, at_small, slopes, SLOPES)
+    return _Design(limit, parts, matrix, _solve(matrix, seen.seconds, FEW_ROUNDS)[1])
 
 
 def _reached(at: Sequence[int], seen: np.ndarray) -> list[int]:
     """The first point, and each up to which there is something to know it by."""
-    if not len(seen):
-        return [at[0]]
-    kept = [at[0]]
-    for low, high in itertools.pairwise(at):
-        if np.count_nonzero((seen > low) & (seen <= high)) >= FEWEST:
+    kept, counted = [at[0]], at[0]
+    for high in at[1:]:
+        if np.count_nonzero((seen > counted) & (seen <= high)) >= FEWEST:
             kept.append(high)
+            counted = high
     return kept
 
 
@@ -73,38 +121,48 @@ def _hats(at: Sequence[int], x: np.ndarray) -> np.ndarray:
     return out
 
 
-def _solve(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Errors relative to what is said, from round to round: relative to what was measured, steps that happened to be
-    short would weigh most, and the sum would come out too small."""
+def _solve(matrix: np.ndarray, seconds: np.ndarray, rounds: int) -> tuple[np.ndarray, float]:
+    """(costs, the mean error that is left).  Errors relative to what is said, from round to round: relative to what was
+    measured, steps that happened to be short would weigh most, and the sum would come out too small."""
     weight = 1 / seconds
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         found = _not_negative(matrix * weight[:, None], seconds * weight)
         said = np.maximum(matrix @ found, seconds.min())
         off = np.abs(seconds / said - 1)
         weight = np.sqrt(np.minimum(1, OFF / np.maximum(off, 1e-9))) / said
-    return found
+    return found, float(np.minimum(off, OFF).mean())
 
 
 def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """x >= 0 with the least |matrix x - target|, coordinate after coordinate (Franc et al., "Sequential coordinate-wise
-    algorithm for the non-negative least squares problem", CAIP 2005)."""
+    """x >= 0 with the least |matrix x - target|: what would help most is let free, one after the other, and what falls
+    below 0 is held at it (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23)."""
     size = np.sqrt((matrix**2).sum(axis=0))
     size[size == 0] = 1
     scaled = matrix / size
-    gram = scaled.T @ scaled + 1e-9 * np.eye(matrix.shape[1])
-    x = np.zeros(matrix.shape[1])
-    slope = -(scaled.T @ target)
-    for _ in range(SWEEPS):
-        moved = 0.0
-        for k in range(len(x)):
-            new = max(0.0, x[k] - slope[k] / gram[k, k])
-            if new != x[k]:
-                slope += (new - x[k]) * gram[:, k]
-                moved = max(moved, abs(new - x[k]))
-                x[k] = new
-        if moved < 1e-10:
+    n = matrix.shape[1]
+    gram, wanted = scaled.T @ scaled + 1e-9 * np.eye(n), scaled.T @ target
+    x, free = np.zeros(n), np.zeros(n, bool)
+    for _ in range(3 * n):
+        slope = np.where(free, 0.0, wanted - gram @ x)
+        if slope.max() <= 1e-9 * np.abs(wanted).max():
             break
+        free[slope.argmax()] = True
+        x = _best_within(gram, wanted, x, free)
     return x / size
+
+
+def _best_within(gram: np.ndarray, wanted: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """The best x >= 0 of those that are ``free``; the others are 0.  What is held at 0 is no longer free."""
+    while True:
+        best = np.zeros(len(x))
+        at = np.flatnonzero(free)
+        best[at] = np.linalg.solve(gram[np.ix_(at, at)], wanted[at])
+        below = free & (best <= 0)
+        if not below.any():
+            return best
+        x = x + (x[below] / (x[below] - best[below])).min() * (best - x)
+        free &= x > 1e-12
+        x[~free] = 0
 
 
 def errors(table: CostTable, steps: Sequence[MeasuredStep]) -> dict[str, Any]:

@@ -68,7 +68,8 @@ def turn(engine: Engine, device: Simulated) -> bool:
 
 
 def _several(engine: Engine, device: Simulated, clock: ModelClock, until: float | None) -> int:
-    """Steps in one go: until a row ends, lacks a block or has filled one, or a request comes."""
+    """Steps in one go: until a row ends or lacks a block, with that in which one has filled its block, or a request
+    comes."""
     p, s, cache = engine.planner, engine.planner.slots, engine.cache
     last = p.steady
     if last is None or last.room < FEWEST or cache.table or cache.trims:
@@ -78,7 +79,7 @@ def _several(engine: Engine, device: Simulated, clock: ModelClock, until: float 
     at, before = last.slots, last.plan.computed
     most = min(last.steps - 1, last.room, device.again)
     if cache.prefix:
-        most = min(most, int((s.block * (s.prefix_published[at] + 1) - before).min()) - 2)
+        most = min(most, int((s.block * (s.prefix_published[at] + 1) - before).min()) - 1)
     if most < FEWEST:
         return 0
     taken = 0
@@ -94,6 +95,7 @@ def _several(engine: Engine, device: Simulated, clock: ModelClock, until: float 
     plan = last.plan.further(p.step_id, computed, NO_CHANGE)
     p.steady = Steady(plan, at, last.changes, last.steps - taken, last.room - taken)
     _published(engine, device, p.steady, taken)
+    _keep_filled(engine, at, computed + 1)
     return taken
 
 
@@ -102,14 +104,20 @@ def _one(engine: Engine, device: Simulated, clock: ModelClock) -> int:
     if next_steady(engine.planner) is None:
         return 0
     device.pass_step(clock)
-    last, s, cache = engine.planner.steady, engine.planner.slots, engine.cache
+    last, s = engine.planner.steady, engine.planner.slots
     assert last is not None
     at, after = last.slots, last.plan.computed + 1
     s.tokens[at, after] = device.tokens
     _published(engine, device, last, 1)
+    _keep_filled(engine, at, after)
+    return 1
+
+
+def _keep_filled(engine: Engine, at: np.ndarray, after: np.ndarray) -> None:
+    """Blocks that the rows have filled may be shared from now on.  ``after``: tokens whose KV each has."""
+    s, cache = engine.planner.slots, engine.cache
     if cache.prefix and np.count_nonzero(full := after // s.block > s.prefix_published[at]):
         cache.publish(list(zip(at[full].tolist(), after[full].tolist(), strict=True)))
-    return 1
 
 
 def _published(engine: Engine, device: Simulated, last: Steady, steps: int) -> None:

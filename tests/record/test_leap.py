@@ -10,7 +10,7 @@ import pytest
 from test_simulate import SIZES
 
 from minivllm.config import load_config
-from minivllm.plugins.executor.costs import BrokenLine, CostTable
+from minivllm.plugins.executor.costs import BrokenLine, CostTable, PromptCosts
 from minivllm.replay.serve import Counting
 from minivllm.simulate import cases
 from minivllm.simulate.device import Simulated
@@ -20,8 +20,12 @@ SCHEDULERS = ("fcfs", "fcfs", "static", "fair", "prefix-aware", "shortest-job", 
 EVICTORS = ("lru", "lru", "lfu", "fifo", "s3fifo", "prefix-depth", "cost-aware")
 COSTS = CostTable(  # about pocket's, no two sums alike
     BrokenLine([0, 1, 8], [1.1e-4, 9.3e-4, 3.7e-3]),
-    BrokenLine([1, 64], [1.3e-3, 2.1e-2]),
-    {"kv": 1.7e-7, "pairs": 1.9e-8, "chunk": 3.1e-4, "join": 1.3e-4, "end": 7.7e-5, "fresh": 2.3e-4},
+    PromptCosts(BrokenLine([1, 32], [1.3e-3, 5.3e-3]), {"row": 2.9e-5, "kv": 5.9e-7, "pairs": 3.7e-7, "chunk": 1.1e-4}),
+    PromptCosts(
+        BrokenLine([33, 64], [1.2e-2, 2.1e-2]), {"row": 1.9e-4, "kv": 1.9e-6, "pairs": 8.9e-8, "chunk": 3.1e-4}
+    ),
+    32,
+    {"kv": 1.7e-7, "join": 1.3e-4, "end": 7.7e-5, "fresh": 2.3e-4, "cold": 4.3e-4, "cold_kv": 3.1e-7},
     add=1.9e-4,
     engine=SIZES,
 )

@@ -16,7 +16,7 @@ from minivllm import LLM, AsyncLLM
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.errors import ConfigError, PluginError
-from minivllm.plugins.executor.costs import BrokenLine, CostTable, StepCounts, read_costs
+from minivllm.plugins.executor.costs import SLOPES, BrokenLine, CostTable, PromptCosts, StepCounts, read_costs
 from minivllm.plugins.executor.sim import Sim
 from minivllm.server.link.client import LocalClient
 from minivllm.simulate import cases, figures
@@ -34,10 +34,14 @@ SIZES = {
     "depth": 0,
     "windows": [None],
 }
+NOTHING = dict.fromkeys(SLOPES, 0.0)
+PROMPTS = PromptCosts(BrokenLine([1, 64], [2.0, 65.0]), {"row": 0.0, "kv": 0.0, "pairs": 0.0, "chunk": 10.0})
 COSTS = CostTable(
     BrokenLine([0, 1, 8], [1.0, 2.0, 9.0]),
-    BrokenLine([1, 64], [1.0, 64.0]),
-    {"kv": 0.0, "pairs": 0.0, "chunk": 10.0, "join": 0.0, "end": 0.0, "fresh": 0.0},
+    PROMPTS,
+    PROMPTS,
+    0,
+    NOTHING,
     watts={"busy": 30.0, "idle": 10.0},
     engine=SIZES,
 )
@@ -90,8 +94,9 @@ def test_static_batches_hold_requests_until_their_time_though_nobody_computes():
 
 
 def test_a_run_is_the_same_each_time_and_faster_arrivals_change_it():
-    trace, c = read_trace(SMALL), replace(COSTS, slopes={**COSTS.slopes, "chunk": 0.0})
-    slow = replace(c, rows=BrokenLine([0, 8], [0.001, 0.004]), prefill=BrokenLine([1, 64], [0.001, 0.02]))
+    trace = read_trace(SMALL)
+    prompts = PromptCosts(BrokenLine([1, 64], [0.002, 0.021]), dict.fromkeys(PROMPTS.slopes, 0.0))
+    slow = replace(COSTS, rows=BrokenLine([0, 8], [0.001, 0.004]), small=prompts, large=prompts)
     runs = [cases.simulate(case(), cases.at_rate(trace, rate), slow) for rate in (1, 1, 50, np.inf)]
     assert np.array_equal(runs[0].finished, runs[1].finished)
     assert (runs[2].finished - runs[2].arrival).mean() > (runs[0].finished - runs[0].arrival).mean()
@@ -106,32 +111,78 @@ def test_what_the_engine_refuses_is_counted_as_failed():
 # ---- fit -----------------------------------------------------------------------------------------------------------
 
 
-def test_costs_that_are_there_are_found_again_through_noise():
+TRUTH = CostTable(
+    BrokenLine([1, 4, 8], [5e-4, 9e-4, 3e-3]),
+    PromptCosts(BrokenLine([1, 64], [1e-3, 8e-3]), {"row": 3e-5, "kv": 1e-6, "pairs": 4e-7, "chunk": 1e-4}),
+    PromptCosts(BrokenLine([65, 128], [1.6e-2, 2.2e-2]), {"row": 2e-4, "kv": 3e-6, "pairs": 1e-7, "chunk": 4e-4}),
+    64,
+    {"kv": 1e-6, "join": 5e-5, "end": 1e-4, "fresh": 2e-4, "cold": 5e-4, "cold_kv": 3e-7},
+)
+POINTS = [1, 4, 8], [1, 16, 32, 64, 96, 128]
+
+
+def measured(truth, n=4000, prompts=0.5):
+    """Steps of all kinds, with noise, of which some took three times as long."""
     rng = np.random.default_rng(0)
-    truth = CostTable(
-        BrokenLine([0, 1, 4, 8], [3e-4, 5e-4, 9e-4, 3e-3]),
-        BrokenLine([1, 64, 128], [1e-3, 1e-2, 3e-2]),
-        {"kv": 1e-6, "pairs": 2e-7, "chunk": 1e-4, "join": 5e-5, "end": 1e-4, "fresh": 2e-4},
-    )
-    steps = []
-    for _ in range(4000):
-        rows, prefill = int(rng.integers(0, 9)), int(rng.integers(0, 129)) * int(rng.integers(0, 2))
-        if rows + prefill:
-            pairs = prefill * (rng.integers(0, 500) + prefill / 2)
-            chunks = int(rng.integers(1, 4)) if prefill else 0
-            counts = StepCounts(rows, int(rows * rng.integers(1, 900)), prefill, pairs, chunks, *rng.integers(0, 2, 3))
-            noise = rng.lognormal(0, 0.1) * (3 if rng.random() < 0.02 else 1)
-            steps.append(MeasuredStep(counts, truth.seconds(counts) * noise, "a"))
-    found = fit(steps, [0, 1, 4, 8], [1, 64, 128])
+    steps, before = [], (0, 0)
+    while len(steps) < n:
+        rows, prefill = int(rng.integers(0, 9)), int(rng.integers(1, 121)) * int(rng.random() < prompts)
+        if not rows + prefill:
+            continue
+        pairs = prefill * (rng.integers(0, 500) + prefill / 2)
+        chunks = int(rng.integers(1, 4)) if prefill else 0
+        others = [int(x) for x in rng.integers(0, 2, 3)]
+        c = StepCounts(rows, int(rows * rng.integers(1, 900)), prefill, pairs, chunks, *others, max(before))
+        before = (before[1], c.tokens if prefill else 0)
+        noise = rng.lognormal(0, 0.1) * (3 if rng.random() < 0.02 else 1)
+        steps.append(MeasuredStep(c, truth.seconds(c) * noise, "a"))
+    return steps
+
+
+@pytest.mark.parametrize("limit", [64, 0])
+def test_costs_that_are_there_are_found_again_through_noise(limit):
+    truth = TRUTH if limit else replace(TRUTH, limit=0, small=TRUTH.large, large=TRUTH.small)
+    steps = measured(truth)
+    found = fit(steps, *POINTS)
     off = [found.seconds(s.counts) / truth.seconds(s.counts) - 1 for s in steps]
     assert np.abs(off).mean() < 0.04 and abs(np.mean(off)) < 0.03
-    assert found.slopes["kv"] == pytest.approx(1e-6, rel=0.15) and errors(found, steps)["all"]["median_error"] < 0.1
+    assert found.limit == limit and errors(found, steps)["all"]["median_error"] < 0.1
+    assert found.slopes["kv"] == pytest.approx(1e-6, rel=0.15)
+    assert found.large.slopes["kv"] == pytest.approx(truth.large.slopes["kv"], rel=0.25)
+
+
+def test_a_row_that_decodes_costs_what_the_whole_step_makes_of_it():
+    """Beside a prompt that takes the step beyond the limit more than beside a short one, and more than alone."""
+
+    def extra(prefill):
+        with_row, without = (StepCounts(r, 500 * r, prefill, 0.0, bool(prefill)) for r in (2, 1))
+        return TRUTH.seconds(with_row) - TRUTH.seconds(without)
+
+    assert extra(100) > 2 * extra(10) and extra(100) > 2 * extra(0)
+    short, long = (TRUTH.seconds(StepCounts(r, 0, 60, 0.0, 1)) for r in (4, 5))
+    assert long > 1.5 * short, "the limit is one of all tokens of a step"
+
+
+def test_steps_behind_a_large_one_are_cold_and_no_large_one_is():
+    def extra(prefill, before):
+        return [TRUTH.seconds(StepCounts(2, 100, prefill, 0.0, bool(prefill), before=b)) for b in (before, 0)]
+
+    for prefill, before, cold in ((0, 65, 1), (20, 65, 1), (0, 64, 0), (100, 100, 0)):
+        one, other = extra(prefill, before)
+        assert one - other == pytest.approx(cold * (5e-4 + 100 * 3e-7)), (prefill, before)
 
 
 def test_no_cost_is_below_nothing_and_points_without_steps_are_left_out():
     steps = [MeasuredStep(StepCounts(r, 0, 0, 0.0, 0), 1e-3 / r, "a") for r in (1, 2, 3, 4) for _ in range(20)]
-    found = fit(steps, [0, 1, 2, 4, 8, 16], [1, 8])
-    assert found.rows.at == [0, 1, 2, 4] and min(*found.rows.seconds, *found.slopes.values()) >= 0
+    found = fit(steps, [1, 2, 4, 8, 16], [1, 8])
+    assert found.rows.at == [1, 2, 4] and min(*found.rows.seconds, *found.slopes.values()) >= 0
+    assert found.limit == 0 and found.small == found.large
+
+
+def test_a_machine_twice_as_slow_takes_twice_as_long_for_every_step():
+    slow, steps = replace(TRUTH, add=2e-4).scaled(2.0), measured(TRUTH, 200)
+    assert [slow.seconds(s.counts) for s in steps] == [pytest.approx(2 * TRUTH.seconds(s.counts)) for s in steps]
+    assert slow.add == 4e-4 and slow.limit == TRUTH.limit
 
 
 # ---- beside the real engine ----------------------------------------------------------------------------------------
@@ -153,7 +204,8 @@ def test_a_real_engine_is_calibrated_and_its_simulation_serves_as_it_does(tmp_pa
 
 def test_the_executor_sim_takes_what_the_table_says(tmp_path):
     file = tmp_path / "costs.json"
-    small = replace(COSTS, rows=BrokenLine([0, 1], [0.001, 40.0]), slopes={**COSTS.slopes, "chunk": 0.0})
+    prompts = PromptCosts(BrokenLine([1, 64], [0.5, 65.0]), dict.fromkeys(PROMPTS.slopes, 0.0))
+    small = replace(COSTS, rows=BrokenLine([0, 1], [0.001, 40.0]), small=prompts, large=prompts)
     file.write_text(json.dumps(small.as_json()))
     options = {"costs": str(file), "clock": "virtual"}
     with LLM(model="pocket", executor={"name": "sim", "options": options}, device="cpu", max_num_seqs=4) as llm:
@@ -208,6 +260,8 @@ def test_what_cannot_be_simulated_is_refused(table, capsys, flags, said):
         ({"seconds": {**COSTS.as_json()["seconds"], "kv": -1.0}}, "seconds or watts from 0 on"),
         ({"seconds": {**COSTS.as_json()["seconds"], "rows": {"at": [2, 1], "seconds": [1, 1]}}}, "do not ascend"),
         ({"seconds": {}}, "KeyError: 'rows'"),
+        ({"seconds": {**COSTS.as_json()["seconds"], "limit": -1}}, "limit=-1: want"),
+        ({"seconds": {**COSTS.as_json()["seconds"], "large": {}}}, "KeyError: 'tokens'"),
         ({"engine": {}}, "KeyError: 'kvcache_block_size'"),
         ({"engine": None}, "TypeError"),
         ({"engine": {**SIZES, "kvcache_block_size": 0}}, "kvcache_block_size=0: want"),
@@ -265,9 +319,25 @@ def test_what_an_engine_counted_before_is_not_counted_again():
         assert sum(r.preemptions for r in runs) == llm.engine.planner.preemptions
 
 
+@pytest.mark.parametrize("blocks", [12, 40, 400])
+def test_mixed_steps_are_measured_at_every_number_of_rows_and_none_is_preempted(blocks):
+    """However small the cache: what a row that is preempted costs would be charged to others."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "num_kvcache_blocks": blocks}
+    with LLM("pocket", executor={"name": "sim", "options": {"step_ms": 0}}, device="cpu", **sizes) as llm:
+        with Calibrator(llm.engine) as c:
+            for _ in range(12):
+                c.mixed("mixed", 0.0)
+            c.traffic("traffic", 0.05)
+        assert llm.engine.planner.preemptions == 0 and not llm.engine.busy
+    mixed = [s.counts for s in c.steps if s.phase == "mixed" and s.counts.prefill]
+    assert {s.rows for s in mixed} >= {0, 1, 2, 3}
+    assert min(s.tokens for s in mixed if s.rows) < 8 and max(s.tokens for s in mixed) >= min(64, 3 * blocks)
+    assert any(s.phase == "mixed" and s.counts.before and not s.counts.prefill for s in c.steps)
+
+
 def test_too_little_time_to_calibrate_in_is_said(monkeypatch):
     monkeypatch.setattr(Calibrator, "traffic", lambda *_: None)
-    said = pytest.raises(ConfigError, match=r"no step of .*traffic, check; raise --seconds")
+    said = pytest.raises(ConfigError, match=r"no step of traffic; raise --seconds")
     with LLM("pocket", executor="sim", device="cpu", max_num_seqs=2, max_model_len=128) as llm, said:
         calibrate(llm.engine, {}, 0.01)
 

@@ -1,13 +1,19 @@
 """What a step costs: a table that ``minivllm calibrate`` has measured, and the seconds that follow from it.
 
-    seconds = rows(R) + kv * K + prefill(T) + pairs * P + chunk * C + join * J + end * E + fresh * F
+    a step of decodes   rows(R) + kv * K
+    one with prompts    tokens(R + T) + row * R + kv * K + pairs * P + chunk * C
+    any                 + join * J + end * E + fresh * F + W * (cold + cold_kv * K)
 
     R   rows that decode             K   tokens whose KV they read          J   rows that enter
     T   prompt tokens computed       P   pairs of a prompt token and one    E   rows that end
     C   chunks of prompts                before it                 F   1 unless its rows are those of the step before
 
-``rows`` and ``prefill`` are broken lines through points that were measured (captured steps make stairs of the one,
-and small chunks leave a device idle); beyond the last point they go on as before it.  All of it is the time from one
+Steps with prompts have two sets of costs, up to ``limit`` tokens and beyond: captured steps, and programs made for few
+tokens, end at some number of them, and what runs beyond takes other times for everything, the rows that decode in the
+same step included.  W is 1 for a step within the limit if one of the two before was beyond: it finds caches cold.
+
+``rows`` and ``tokens`` are broken lines through points that were measured (captured steps make stairs of them, and
+small chunks leave a device idle); beyond the last point they go on as before it.  All of it is the time from one
 step to the next as the engine sees it, what the host does included.
 """
 
@@ -16,7 +22,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,8 +31,9 @@ from minivllm import files
 from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError
 
-FORMAT = "minivllm-costs 1"
-SLOPES = ("kv", "pairs", "chunk", "join", "end", "fresh")  # seconds for each
+FORMAT = "minivllm-costs 2"
+SLOPES = ("kv", "join", "end", "fresh", "cold", "cold_kv")  # seconds for each; ``kv``: of steps of decodes
+PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # the same, of steps with prompts
 
 SIZES = {  # of the engine, and the least that each may be
     "kvcache_block_size": 1,
@@ -47,9 +54,9 @@ class BrokenLine:
 
     def __call__(self, x: int) -> float:
         at, y = self.at, self.seconds
-        i = min(max(bisect_right(at, x), 1), len(at) - 1)
         if len(at) == 1:
             return y[0]
+        i = min(max(bisect_right(at, x), 1), len(at) - 1)
         return y[i - 1] + (y[i] - y[i - 1]) * (x - at[i - 1]) / (at[i] - at[i - 1])
 
 
@@ -65,27 +72,64 @@ class StepCounts:
     joins: int = 0
     ends: int = 0
     fresh: int = 0
+    before: int = 0  # tokens of the larger of the two steps before, of those with prompts
 
-    @classmethod
-    def of(cls, plan: StepPlan, last: StepPlan | None = None, ends: int = 0) -> StepCounts:
-        """Rows of one token come first in a plan.  ``last``: the plan before; one that goes on from it in the same rows
+    @property
+    def tokens(self) -> int:
+        return self.rows + self.prefill
+
+
+class StepCounter:
+    """Counts steps in the order in which they run, for each depends on those before."""
+
+    def __init__(self) -> None:
+        self.last: StepPlan | None = None
+        self.before = (0, 0)  # tokens of the last two steps, 0 for one without prompts
+
+    def count(self, plan: StepPlan, ends: int = 0) -> StepCounts:
+        """Rows of one token come first in a plan.  A plan that goes on from the last one in the same rows
         (``StepPlan.further``) is made in a fraction of the time, and finds caches warm."""
-        fresh = int(last is None or plan.slots is not last.slots)
+        fresh = int(self.last is None or plan.slots is not self.last.slots)
+        before, self.last = max(self.before), plan
         q, n = plan.q_len, len(plan.q_len)
         joins = 0 if plan.delta.join is None else len(plan.delta.join.slot)
         if not n or q[-1] == 1:
-            return cls(n, int(plan.computed.sum()) + n, 0, 0.0, 0, joins, ends, fresh)
+            self.before = (self.before[1], 0)
+            return StepCounts(n, int(plan.computed.sum()) + n, 0, 0.0, 0, joins, ends, fresh, before)
         rows = int(np.count_nonzero(q == 1))
-        long, before = q[rows:].astype(np.float64), plan.computed[rows:]
-        pairs = float((long * (before + (long + 1) / 2)).sum())
-        kv = int(plan.computed[:rows].sum()) + rows
-        return cls(rows, kv, int(long.sum()), pairs, n - rows, joins, ends, fresh)
+        long, first = q[rows:].astype(np.float64), plan.computed[rows:]
+        pairs = float((long * (first + (long + 1) / 2)).sum())
+        kv, prefill = int(plan.computed[:rows].sum()) + rows, int(long.sum())
+        self.before = (self.before[1], rows + prefill)
+        return StepCounts(rows, kv, prefill, pairs, n - rows, joins, ends, fresh, before)
+
+    def skip(self, plan: StepPlan) -> None:
+        """Steps of decodes were not counted, of which this was the last; it and the one before it had no prompts."""
+        self.last, self.before = plan, (0, 0)
+
+
+@dataclass(frozen=True)
+class PromptCosts:
+    """Of steps with prompts, up to a number of tokens or from there on."""
+
+    tokens: BrokenLine
+    slopes: Mapping[str, float]  # by ``PROMPT_SLOPES``
+
+    def seconds(self, c: StepCounts) -> float:
+        s = self.slopes
+        own = s["row"] * c.rows + s["kv"] * c.kv + s["pairs"] * c.pairs + s["chunk"] * c.chunks
+        return self.tokens(c.tokens) + own
+
+    def as_json(self) -> dict[str, Any]:
+        return {"tokens": _points(self.tokens), **{name: self.slopes[name] for name in PROMPT_SLOPES}}
 
 
 @dataclass(frozen=True)
 class CostTable:
-    rows: BrokenLine
-    prefill: BrokenLine  # of no tokens: 0, whatever its first point says
+    rows: BrokenLine  # of steps of decodes
+    small: PromptCosts
+    large: PromptCosts
+    limit: int  # tokens of a step with prompts up to which it is a small one; 0: there is one kind of steps
     slopes: Mapping[str, float]  # by ``SLOPES``
     add: float = 0.0  # seconds that a request costs when it comes
     watts: Mapping[str, float] = field(default_factory=dict)  # "busy" and "idle", where there is a counter
@@ -95,23 +139,47 @@ class CostTable:
 
     def seconds(self, c: StepCounts) -> float:
         s = self.slopes
-        found = self.rows(c.rows) + s["kv"] * c.kv + s["join"] * c.joins + s["end"] * c.ends + s["fresh"] * c.fresh
         if c.prefill:
-            found += self.prefill(c.prefill) + s["pairs"] * c.pairs + s["chunk"] * c.chunks
-        return found
+            found = (self.small if c.tokens <= self.limit else self.large).seconds(c)
+        else:
+            found = self.decode(c.rows, c.kv)
+        found += s["join"] * c.joins + s["end"] * c.ends + s["fresh"] * c.fresh
+        return found + s["cold"] + s["cold_kv"] * c.kv if self.is_cold(c) else found
+
+    def decode(self, rows: int, kv: int) -> float:
+        """Seconds of a step like the one before, of rows that decode and read so many tokens' KV."""
+        return self.rows(rows) + self.slopes["kv"] * kv
+
+    def is_cold(self, c: StepCounts) -> bool:
+        return c.before > self.limit > 0 and (not c.prefill or c.tokens <= self.limit)
+
+    def scaled(self, by: float) -> CostTable:
+        """Of a machine that takes ``by`` times as long for everything."""
+        times = lambda costs: {name: by * x for name, x in costs.items()}  # noqa: E731
+        line = lambda x: BrokenLine(x.at, [by * y for y in x.seconds])  # noqa: E731
+        prompts = lambda x: PromptCosts(line(x.tokens), times(x.slopes))  # noqa: E731
+        return replace(
+            self,
+            rows=line(self.rows),
+            small=prompts(self.small),
+            large=prompts(self.large),
+            slopes=times(self.slopes),
+            add=by * self.add,
+        )
 
     def as_json(self) -> dict[str, Any]:
-        line = lambda x: {"at": list(x.at), "seconds": list(x.seconds)}  # noqa: E731
         return {
             "format": FORMAT,
             "about": dict(self.about),
             "engine": dict(self.engine),
             "fit": dict(self.fit),
             "seconds": {
-                "rows": line(self.rows),
-                "prefill": line(self.prefill),
+                "rows": _points(self.rows),
                 **{name: self.slopes[name] for name in SLOPES},
                 "add": self.add,
+                "limit": self.limit,
+                "small": self.small.as_json(),
+                "large": self.large.as_json(),
             },
             "watts": dict(self.watts),
         }
@@ -126,7 +194,9 @@ def read_costs(path: str) -> CostTable:
         found = raw["seconds"]
         return CostTable(
             _line(found["rows"]),
-            _line(found["prefill"]),
+            _prompts(found["small"]),
+            _prompts(found["large"]),
+            _limit(found["limit"]),
             {name: _number(found[name]) for name in SLOPES},
             _number(found["add"]),
             {name: _number(x) for name, x in raw["watts"].items()},
@@ -150,6 +220,20 @@ def _engine(raw: Any) -> dict[str, Any]:
         if window is not None and (type(window) is not int or window < 1):
             raise ValueError(f"engine.windows={windows!r}: want whole numbers from 1 on, or null")
     return dict(raw)
+
+
+def _points(line: BrokenLine) -> dict[str, Any]:
+    return {"at": list(line.at), "seconds": list(line.seconds)}
+
+
+def _prompts(raw: Any) -> PromptCosts:
+    return PromptCosts(_line(raw["tokens"]), {name: _number(raw[name]) for name in PROMPT_SLOPES})
+
+
+def _limit(raw: Any) -> int:
+    if type(raw) is not int or not 0 <= raw < 2**31:
+        raise ValueError(f"limit={raw!r}: want a whole number of tokens from 0 on, below 2**31")
+    return raw
 
 
 def _line(raw: Any) -> BrokenLine:

@@ -47,7 +47,7 @@ from minivllm.core.interfaces.plan import (
 from minivllm.errors import ModelError, ResourceError
 
 from .clocks import CLOCKS
-from .costs import StepCounts, read_costs
+from .costs import StepCounter, read_costs
 from .made_up import Histories, MadeUpModel, mixed, scores_of, uniform
 from .options import SimOptions
 
@@ -82,7 +82,7 @@ class Sim(Executor):
         self._behind: deque[StepPlan] = deque()  # a step that waits for its masks
         self._early: dict[int, LateInputs] = {}  # masks by the id of a step in ``_behind``
         self._running: deque[SimStep] = deque()  # in order of submission; all but the last have drawn
-        self._last: StepPlan | None = None  # that was begun
+        self._counter = StepCounter()  # of steps that were begun
         self._free_at = 0.0  # when the device is done with all that it was given
         self._started = False
 
@@ -149,8 +149,7 @@ class Sim(Executor):
         """Milliseconds of its FORWARD."""
         o = self.options
         if self.costs is not None:
-            counts, self._last = StepCounts.of(plan, self._last), plan
-            return 1e3 * self.costs.seconds(counts)
+            return 1e3 * self.costs.seconds(self._counter.count(plan))
         return o.step_ms + o.row_ms * len(plan.slots) + o.token_ms * int(plan.q_len.sum())
 
     def _work(self, ms: float) -> None:
