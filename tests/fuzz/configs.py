@@ -43,6 +43,11 @@ FORMS: list[Any] = [
     {"name": "int4", "options": {"embedding": True, "bits": {"layers.1.*": "int8"}}},
     {"name": "llm-int8", "options": {"threshold": 2.0, **RULES}},
 ]  # fmt: skip
+ROUTED_FORMS: list[Any] = [  # whose rules name no module that mixtures have not; x stays as it is
+    "int8", "int4", "fp8-weight", {"name": "nf4", "options": SMALL},
+    {"name": "int4", "options": {"symmetric": False, "lm_head": True, "bits": {"*.attn.*": 8}}},
+    {"name": "int8", "options": {"embedding": True, "skip": ["layers.0.*"]}},
+]  # fmt: skip
 QUANTIZERS: list[Any] = [*["none"] * 2 * len(FORMS), *FORMS]
 KV_FORMATS = ("auto", "auto", "auto", "auto", "auto", "int8", "fp8")
 SAMPLERS = ("default", "default", "typical", "mirostat")
@@ -111,12 +116,15 @@ def rounds(options: dict[str, Any]) -> bool:
     return options["kv_format"] != "auto" or any(name in json.dumps(options["quantizer"]) for name in ROUNDING)
 
 
-def quantized(seed: int, engine: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with a quantizer that is drawn for the seed, whatever they had; mixtures of experts as they are."""
-    if options["model"] in ROUTED:
+def quantized(seed: int, engine: int, options: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The options with a quantizer that is drawn for the seed, whatever they had; mixtures of experts in float32 alone,
+    where a last bit seldom decides between two of them."""
+    routed = options["model"] in ROUTED
+    if routed and dtype != "float32":
         return options
-    chosen = random.Random(f"quantizer {seed} {engine}").choice(FORMS)
-    return {**options, "batch_invariant": False, "quantizer": chosen}
+    chosen = random.Random(f"quantizer {seed} {engine}").choice(ROUTED_FORMS if routed else FORMS)
+    more = {"kv_format": "auto"} if routed else {}  # a step of what is stored is no last bit
+    return {**options, **more, "batch_invariant": False, "quantizer": chosen}
 
 
 def with_blocks(rng: random.Random, options: dict[str, Any], need: int) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def of_seed(args: argparse.Namespace, seed: int, dtype: str) -> Case:
     """The case of a seed, with what the command line asks for of all engines."""
     case = case_of(seed, args.device, dtype)
     if args.quantized:
-        case = replace(case, engines=[quantized(seed, i, options) for i, options in enumerate(case.engines)])
+        case = replace(case, engines=[quantized(seed, i, options, dtype) for i, options in enumerate(case.engines)])
     if args.executor in ("multiprocess", "ray"):
         return shared(case, args.executor, *([find_device("cuda").devices] if args.device == "cuda" else []))
     own = {name: given for name in ("executor", "scheduler") if (given := getattr(args, name))}
@@ -206,7 +206,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default="",
         help="that engines run their steps with; empty: the default; of multiprocess and ray with ranks",
     )
-    parser.add_argument("--quantized", action="store_true", help="a quantizer for every engine, but for mixtures")
+    parser.add_argument("--quantized", action="store_true", help="a quantizer for every engine; mixtures in float32")
     parser.add_argument("--scheduler", default="", help="of every engine, whatever is drawn; without --ledger")
     parser.add_argument("--configs", type=int, default=100, help="new seeds, at most")
     parser.add_argument("--processes", type=int, default=2)
