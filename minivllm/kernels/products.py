@@ -183,7 +183,10 @@ def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
 
 class Product:
     """The kernels for one weight [N, K]; ``mode`` PLAIN, GATED (N = gate | up) or ADDED.  Keeps the counters of split
-    sums, which are 0 between launches."""
+    sums, which are 0 between launches.
+
+    What stands in its place (``WeightScheme.joined``) may also have ``rounds`` and ``of_rows``, by which it is given
+    many rows in 8 bits (``quant_joined.JoinedProduct``)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, mode: int = PLAIN, activation: str = "silu") -> None:
         self.weight, self.bias, self.mode, self.activation = weight, bias, mode, activation
