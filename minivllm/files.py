@@ -162,10 +162,11 @@ def check(path: Name, most: int | None = None, error: Error = ConfigError, name:
 
 
 def check_output(path: Name, error: Error = ConfigError, name: str = "") -> None:
-    """``error``, before the work, if a file could not be written there.  What is there stays until it is; one that is
-    not there is made.  /dev/null, and the standard streams by their names, will do."""
+    """``error``, before the work, if a file could not be written there.  What is there stays as it is, and where
+    nothing is, nothing is left.  /dev/null, and the standard streams by their names, will do."""
     at = _name(name or path)
     try:
+        was_there = os.path.lexists(path)
         mode = os.stat(path).st_mode if os.path.exists(path) else stat.S_IFREG
         if stat.S_ISDIR(mode):
             raise error(f"{at}: Is a directory")
@@ -173,6 +174,8 @@ def check_output(path: Name, error: Error = ConfigError, name: str = "") -> None
             raise error(f"{at}: is {_kind(mode)}; want a regular file to write to")
         with open(path, "ab"):
             pass
+        if not was_there:
+            os.unlink(path)
     except MinivllmError:
         raise
     except UnicodeEncodeError:

@@ -54,7 +54,8 @@ class Generated:
 
 def read(path: str, output_len: int) -> list[BenchAsk]:
     """Requests of a file with one JSON object a line: ``prompt`` (text or token ids), and where they are given
-    ``max_tokens`` (default ``output_len``) and ``at`` (seconds after the start).  ConfigError names the line."""
+    ``max_tokens`` (default ``output_len``) and ``at`` (seconds after the start); or a text alone, as ``prompts_file``
+    has them.  ConfigError names the line."""
     found = []
     for number, line in enumerate(files.read_lines(path), 1):
         if line.strip():
@@ -68,8 +69,9 @@ def read(path: str, output_len: int) -> list[BenchAsk]:
 
 
 def _ask(value: Any, where: str, output_len: int) -> BenchAsk:
+    value = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: want an object with a 'prompt', not {shown(value)}")
+        raise ConfigError(f"{where}: want an object with a 'prompt', or a text, not {shown(value)}")
     if unknown := sorted(set(value) - {"prompt", "max_tokens", "at"}):
         raise ConfigError(f"{where}: {', '.join(map(shown, unknown))}: want prompt, max_tokens and at")
     prompt, tokens, at = value.get("prompt"), value.get("max_tokens", output_len), value.get("at")

@@ -55,6 +55,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+WANTED = 'the conformance kit needs pytest and hypothesis: pip install "minivllm[test]"'
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -64,7 +67,7 @@ def __getattr__(name: str) -> Any:
     try:
         import pytest
     except ImportError as exc:
-        raise ImportError('the conformance kit needs pytest and hypothesis: pip install "minivllm[test]"') from exc
+        raise ImportError(WANTED) from exc
     from minivllm.hardware import prepare_environment
 
     prepare_environment()

@@ -21,6 +21,7 @@ from minivllm import files
 from minivllm.errors import ConfigError, MinivllmError, PluginError
 from minivllm.spec import KINDS, version
 
+from . import WANTED
 from .verdict import advice, exit_status, summary, verdict
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # after the arguments: --help and a wrong name need no pytest
         from minivllm.testing import run
     except (MinivllmError, ImportError, OSError) as exc:
-        print(f"minivllm.testing: error: {exc}", file=sys.stderr)
+        missing = isinstance(exc, ImportError) and exc.name in ("pytest", "hypothesis")
+        print(f"minivllm.testing: error: {WANTED if missing else exc}", file=sys.stderr)
         return 2
     outcomes: list[Outcome] = []
     verdicts: dict[tuple[str, str], str] = {}

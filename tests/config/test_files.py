@@ -276,6 +276,11 @@ def test_null_takes_everything_and_what_is_there_stays(tmp_path):
     assert (tmp_path / "a").read_text() == "there"
 
 
+def test_where_nothing_is_a_look_leaves_nothing(tmp_path):
+    files.check_output(tmp_path / "new.json")
+    assert not list(tmp_path.iterdir())
+
+
 # ---------------------------------------------------------------- names
 
 NAMES = ["a\0b", "\ud800", "x" * 5000, "~nosuchuser-at-all/x", ""]

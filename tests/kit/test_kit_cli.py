@@ -27,6 +27,12 @@ def test_a_right_plugin_passes_with_exit_status_0(capsys):
     assert out.rstrip().endswith("lru passes what -k selects")
 
 
+def test_without_pytest_the_command_says_what_to_install():
+    code = "import sys; sys.modules['pytest'] = None; from minivllm.testing.cli import main; sys.exit(main(['lru']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and 'pip install "minivllm[test]"' in done.stderr
+
+
 def test_a_failure_shows_rule_values_and_place_and_the_report_has_every_outcome(capsys, tmp_path):
     assert main([WRONG, "-k", "held_again or share_no_state", "--json", str(tmp_path / "r.json")]) == 1
     out = capsys.readouterr().out

@@ -121,6 +121,11 @@ def test_a_file_of_requests_that_cannot_be_read_names_its_line(tmp_path, text, m
     assert message in str(caught.value)
 
 
+def test_a_line_with_a_text_alone_is_a_request(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('"Once upon a time"\n{"prompt": "Then", "max_tokens": 2}\n')
+    assert workload.read(str(tmp_path / "prompts.jsonl"), 4) == [BenchAsk("Once upon a time", 4), BenchAsk("Then", 2)]
+
+
 def test_a_file_s_requests_are_sorted_by_time_and_have_the_default_length(tmp_path):
     path = tmp_path / "asks.jsonl"
     path.write_text('{"prompt": "b", "at": 2}\n\n{"prompt": [1, 2], "max_tokens": 3, "at": 1}\n')
