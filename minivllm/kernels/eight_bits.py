@@ -1,7 +1,7 @@
 """A row of numbers in 8 bits: codes, int8 or float8_e4m3fn, times the largest element of the row / 127 or 448.
 
-What a row becomes does not depend on the others.  A row of zeros has scale 1.  What is no number stays none in float8;
-in int8 it spoils its row.
+What a row becomes does not depend on the others.  A row of zeros has scale 1.  What is no number is lost: it becomes
+an end of the range, as the largest element and the clamp pass over it.
 """
 
 from __future__ import annotations

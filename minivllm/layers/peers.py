@@ -33,8 +33,10 @@ BLOCKS = 264  # programs of a sum, two for each multiprocessor of an H100 or H20
 CHUNK = 8192  # words of 32 bits that a program brings to a meeting
 WORD_ROWS, WORDS = 128, 8192  # of sums by words: rows, and words of 32 bits of a row
 MOVERS, PLACE = 132, 32768  # programs of a gather, bytes that each has room for at a time
-# elements that a program of a gather moves at a time, by the rows from which on; ascending
-TILES = ((1, 4096), (8, 8192), (32, 16384))
+# elements that a program of a gather moves at a time, by the rows from which on; ascending.  Each is a kernel, which
+# all ranks must have compiled before rank 0 captures a draw: the first by ``RankGraphs.warm``, which gathers one row,
+# and that of the most rows by the step that measures memory (``worker.build``)
+TILES = ((1, 4096), (32, 16384))
 DRAWN = 128  # rows of drawn tokens for each program
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 # rows of 8 KiB up to which a sum goes by words, and bytes of all rows from which it is split, by ranks
