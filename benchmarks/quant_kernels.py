@@ -52,8 +52,12 @@ SLIM_TILES = (
     (32, 128, 8, 2, 8), (32, 128, 8, 3, 8), (64, 128, 4, 3, 4), (16, 64, 8, 4, 8), (16, 128, 16, 2, 16),
     (32, 64, 8, 3, 8), (64, 128, 2, 4, 4), (16, 64, 16, 3, 16),
 )  # fmt: skip
-# rows, outputs, inputs, in how many parts the sum is split, loads in flight, warps: of up to 32, 64, 128 and 256 rows
+# rows, outputs, inputs, in how many parts the sum is split, loads in flight, warps: of up to so many rows
 TILES = {
+    16: (
+        (16, 128, 128, 1, 4, 8), (16, 128, 128, 2, 4, 8), (16, 128, 128, 4, 4, 8), (16, 64, 128, 1, 5, 4),
+        (16, 64, 128, 2, 5, 4), (16, 64, 128, 4, 5, 4),
+    ),
     32: (
         (32, 128, 128, 1, 4, 8), (32, 128, 128, 2, 4, 8), (32, 128, 128, 4, 4, 8), (32, 64, 128, 1, 5, 4),
         (32, 64, 128, 2, 5, 4), (32, 64, 128, 4, 5, 4),
@@ -116,8 +120,11 @@ def product_tiles(rows: int, n: int) -> Iterator[dict[str, int]]:
     tiles += [(128, 128, 5, 8), (128, 128, 4, 4), (128, 256, 4, 8)] if rows >= 128 else []
     for bm, bn, stages, warps in tiles:
         yield dict(BM=bm, BN=bn, BK=128, SK=1, STAGES=stages, num_warps=warps)
-    for bm, bn, sk, stages, warps in ((64, 64, 2, 6, 4), (64, 64, 4, 6, 4), (64, 128, 4, 5, 4), (64, 32, 2, 8, 4)):
-        if rows <= 128 and n < 16384:
+    split = [(64, 64, 2, 6, 4), (64, 64, 4, 6, 4), (64, 128, 4, 5, 4), (64, 128, 2, 5, 4)]
+    split += [(64, 32, 2, 8, 4)] if rows <= 64 else []
+    split += [(128, 128, 2, 5, 8), (128, 128, 4, 5, 8), (128, 64, 2, 6, 4)] if rows >= 128 else []
+    for bm, bn, sk, stages, warps in split:
+        if rows <= 256 and n < 16384:
             yield dict(BM=bm, BN=bn, BK=128, SK=sk, STAGES=stages, num_warps=warps)
 
 
@@ -134,7 +141,7 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
             yield from (("slim", dict(zip(names, t, strict=True))) for t in SLIM_TILES)
     if rows <= 256:
         yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n_out))
-    if 16 < rows <= 256:
+    if 8 < rows <= 256:
         names = ("BM", "BN", "BK", "SK", "STAGES", "num_warps")
         for tile in TILES[next(most for most in TILES if rows <= most)]:
             if tile[3] == 1 or n_out < 28672:
@@ -233,7 +240,7 @@ def compile_share(share: list[Job]) -> None:
     launch = {"PDL": True, "launch_pdl": True}
     for module in (quant, quant_fixed, quant_numbers, quant_slim, quant_tiles, quant_words, scaled):
         module.pdl = lambda like: launch
-    for module in (quant, quant_slim, quant_tiles, quant_words):
+    for module in (quant, quant_fixed, quant_numbers, quant_slim, quant_tiles, quant_words, scaled):
         module.capability = lambda device: 9
     quant_tiles._tiles, quant_tiles._halves = Compiled(quant_tiles._tiles), Compiled(quant_tiles._halves)
     quant_numbers._numbers = Compiled(quant_numbers._numbers)

@@ -35,34 +35,43 @@ FORMATS = {
     "int8": ("int8", None), "int8-w8a8": ("int8", torch.int8), "fp8-weight": ("fp8", None), "fp8": ("fp8", FP8),
     "int4": ("int4", None), "int4-128": ("int4-128", None),
 }  # fmt: skip
-# outputs (of a gate half as many, each twice), inputs, loads in flight (0: by registers), warps
+# outputs (of a gate half as many, each twice), programs of a multiprocessor, loads in flight (0: by registers), warps
 SHORT = {
-    8: ((8, 4096, 0, 8), (4, 4096, 0, 4), (4, 4096, 0, 8), (16, 4096, 0, 8), (8, 2048, 3, 4), (8, 1024, 4, 2)),
-    4: ((8, 4096, 0, 4), (16, 4096, 0, 8), (16, 4096, 0, 4), (16, 2048, 3, 8), (16, 2048, 3, 4), (16, 1024, 3, 4)),
-}
+    8: (
+        (4, 4, 0, 4), (2, 4, 0, 4), (8, 2, 0, 8), (4, 6, 3, 4), (4, 6, 2, 4), (4, 5, 2, 4), (4, 4, 4, 4), (8, 3, 3, 4),
+        (8, 3, 2, 4), (8, 2, 4, 8),
+    ),
+    4: (
+        (8, 4, 0, 4), (4, 4, 0, 4), (8, 2, 0, 8), (8, 5, 0, 4), (4, 5, 0, 4), (8, 3, 0, 4), (16, 2, 0, 4), (8, 4, 3, 4),
+    ),
+}  # fmt: skip
+# outputs, inputs at once, loads in flight, warps
 LONG = {
-    8: ((8, 1024, 0, 2), (4, 1024, 3, 4), (8, 1024, 3, 4), (8, 1024, 4, 4), (16, 512, 4, 4), (8, 512, 4, 2)),
-    4: ((8, 2048, 0, 2), (16, 2048, 3, 8), (16, 2048, 4, 8), (16, 1024, 4, 4), (8, 2048, 3, 4), (4, 4096, 0, 4)),
-}
+    8: (
+        (8, 1024, 0, 2), (4, 1024, 3, 4), (8, 1024, 3, 4), (8, 1024, 4, 4), (16, 512, 4, 4), (8, 512, 4, 2),
+        (8, 1024, 0, 4), (8, 2048, 0, 4),
+    ),
+    4: ((8, 2048, 0, 2), (16, 2048, 3, 8), (16, 2048, 4, 8), (16, 1024, 4, 4), (8, 2048, 3, 4), (8, 4096, 0, 4)),
+}  # fmt: skip
 
 
 class Job(NamedTuple):
     format: str
     shape: str
-    rows: int
     tile: tuple[int, ...]
 
 
-def jobs(formats: list[str], rows: int) -> Iterator[Job]:
+def jobs(formats: list[str]) -> Iterator[Job]:
     for fmt in formats:
         bits = 4 if fmt.startswith("int4") else 8
         for shape, (_, inputs, mode) in SHAPES.items():
             for bn, *rest in (SHORT if inputs == HIDDEN else LONG)[bits]:
-                yield Job(fmt, shape, rows, (bn // 2 if mode == GATED else bn, *rest))
+                yield Job(fmt, shape, (max(bn // 2, 1) if mode == GATED else bn, *rest))
 
 
-def named(tile: tuple[int, ...]) -> dict[str, int]:
-    return dict(zip(("BN", "BK", "STAGES", "num_warps"), tile, strict=True))
+def named(shape: str, tile: tuple[int, ...]) -> dict[str, int]:
+    second = "EACH" if SHAPES[shape][1] == HIDDEN else "BK"
+    return dict(zip(("BN", second, "STAGES", "num_warps"), tile, strict=True))
 
 
 def made(fmt: str, shape: str, device: str) -> quant.Quantized:
@@ -84,36 +93,42 @@ class Inputs:
         draw = lambda *size: torch.randn(*size, device=device).to(torch.bfloat16)  # noqa: E731
         self.x = {k: draw(rows, k) for k in (HIDDEN, 14336)}
         self.squares = {parts: self.x[HIDDEN].float().square().view(rows, parts, -1).sum(2) for parts in (512,)}
+        sizes = self.x[14336].float().abs().view(rows, 512, -1).amax(2)
+        self.tops = sizes.view(torch.int32)  # as a gate tells them
         self.norm, self.residual = draw(HIDDEN).abs() + 0.5, draw(rows, HIDDEN)
 
     def joined(self, product: Any, shape: str, tile: dict[str, int] | None) -> Any:
         _, k, mode = SHAPES[shape]
         if mode == ADDED:
-            return product(self.x[k], residual=self.residual, norm=self.norm, tile=tile)
+            tops = {"tops": self.tops} if k != HIDDEN and product.rounded else {}
+            return product(self.x[k], residual=self.residual, norm=self.norm, tile=tile, **tops)
         return product(self.x[k], self.squares[512], EPS, tile=tile)
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
-def compile_share(share: list[Job]) -> None:
+def compile_share(share: list[Job], count: int) -> None:
     """A process that compiles its share into Triton's cache, without memory of the device."""
     quant_vector.pdl = lambda like: {"PDL": True, "launch_pdl": True}
     quant_vector.capability = lambda device: 9
-    quant_vector._vector = quant_kernels.Compiled(quant_vector._vector)
-    for fmt, shape, rows, tile in share:
+    quant_vector.multiprocessors = lambda device: count
+    quant_vector._short, quant_vector._long = (
+        quant_kernels.Compiled(k) for k in (quant_vector._short, quant_vector._long)
+    )
+    for fmt, shape, tile in share:
         try:
             product = quant_vector.VectorProduct(
                 made(fmt, shape, "meta"), None, SHAPES[shape][2], rounded=FORMATS[fmt][1]
             )
-            Inputs(rows, "meta").joined(product, shape, named(tile))
+            Inputs(1, "meta").joined(product, shape, named(shape, tile))
         except Exception as e:
-            print("not compiled", fmt, shape, rows, tile, repr(e)[:200], flush=True)
+            print("not compiled", fmt, shape, tile, repr(e)[:200], flush=True)
 
 
 def compile_all(todo: list[Job], processes: int) -> None:
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_share, args=(todo[i::processes],)) for i in range(processes)]
+    context, count = multiprocessing.get_context("spawn"), quant_vector.multiprocessors(torch.device("cuda"))
+    workers = [context.Process(target=compile_share, args=(todo[i::processes], count)) for i in range(processes)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -148,10 +163,12 @@ def joined(products: dict[str, Any], state: Layer, tiles: dict[str, dict[str, in
     """Of ``products.Product`` or what is like it."""
 
     def run() -> torch.Tensor:
-        more = {name: {} if tiles is None else {"tile": tiles[name]} for name in SHAPES}
+        more: dict[str, dict[str, Any]] = {name: {} if tiles is None else {"tile": tiles[name]} for name in SHAPES}
         h, squares = products["o"](state.heads, residual=state.residual, norm=state.norm, **more["o"])
         products["qkv"](h, squares, EPS, **more["qkv"])
-        h, _ = products["gate_up"](h, squares, EPS, **more["gate_up"])
+        h, tops = products["gate_up"](h, squares, EPS, **more["gate_up"])
+        if tops is not None:
+            more["down"]["tops"] = tops
         return products["down"](h, residual=state.residual, norm=state.norm, **more["down"])[0]
 
     return run
@@ -174,11 +191,13 @@ def format_layers(fmt: str, rows: int, state: Layer, tiles: dict[str, Any]) -> I
     if rounded is not None:
         alone = {name: scaled.ScaledProduct(of.weight, of.scale) for name, of in kernels.items()}
     yield "one by one", separate(alone, state)
-    if rows <= quant_vector.ROWS and tiles:
+    if rows == 1:
         made_of = {
             name: quant_vector.VectorProduct(of, None, SHAPES[name][2], rounded=rounded) for name, of in kernels.items()
         }
-        yield "joined", joined(made_of, state, tiles)
+        yield "joined", joined(made_of, state, None)
+        if tiles:
+            yield "joined, the fastest tiles", joined(made_of, state, tiles)
     elif rows <= quant_slim.ROWS and kernels["o"].form == 8:
         made_of = {
             name: quant_slim.SlimProduct(of, None, SHAPES[name][2], rounded=rounded) for name, of in kernels.items()
@@ -208,7 +227,7 @@ def search(todo: list[Job], repeat: int, until: float) -> dict[tuple[str, str], 
     best: dict[tuple[str, str], tuple[float, tuple[int, ...]]] = {}
     place: tuple[str, str] = ("", "")
     weights: list[Any] = []
-    for fmt, shape, rows, tile in todo:
+    for fmt, shape, tile in todo:
         if time.perf_counter() > until:
             print("out of time", flush=True)
             break
@@ -220,20 +239,20 @@ def search(todo: list[Job], repeat: int, until: float) -> dict[tuple[str, str], 
                 weights, place = [], (fmt, shape)
                 size = n * k // (1 if not fmt.startswith("int4") else 2)
                 weights = [made(fmt, shape, "cuda") for _ in range(max(2, quant_kernels.COLD // size + 1))]
-                given = Inputs(rows, "cuda")
+                given = Inputs(1, "cuda")
                 want = wanted(weights[0], shape, given, FORMATS[fmt][1])
             products = [quant_vector.VectorProduct(of, None, mode, rounded=FORMATS[fmt][1]) for of in weights]
             stream = given.residual.clone()
-            got = given.joined(products[0], shape, named(tile))[0].float()
+            got = given.joined(products[0], shape, named(shape, tile))[0].float()
             given.residual.copy_(stream)
             off = float((got - want).norm() / want.norm())
             if not off < 1e-2:
                 print(f"wrong: {fmt} {shape} {tile}: off by {off:.1e}", flush=True)
                 continue
-            calls = [partial(given.joined, p, shape, named(tile)) for p in products]
+            calls = [partial(given.joined, p, shape, named(shape, tile)) for p in products]
             us = quant_kernels.graph_time(calls * (1 if len(calls) > 4 else 4), repeat)
             given.residual.copy_(stream)
-            print(f"  {fmt} {shape} {rows} rows {'/'.join(map(str, tile))}: {us:.2f} us, off {off:.0e}", flush=True)
+            print(f"  {fmt} {shape} {'/'.join(map(str, tile))}: {us:.2f} us, off {off:.0e}", flush=True)
             if place not in best or us < best[place][0]:
                 best[place] = us, tile
         except Exception as e:
@@ -256,7 +275,7 @@ def layers(rows: int, formats: list[str], best: dict[Any, Any], copies: int, rep
     base = quant_kernels.graph_time(plain, repeat)
     print(f"{rows} rows: bf16 {base:.1f} us a layer", flush=True)
     for fmt in formats:
-        tiles = {name: named(best[fmt, name][1]) for name in SHAPES if (fmt, name) in best}
+        tiles = {name: named(name, best[fmt, name][1]) for name in SHAPES if (fmt, name) in best}
         tiles = tiles if len(tiles) == len(SHAPES) else {}
         made_of: dict[str, list[Callable[[], Any]]] = {}
         for _ in range(copies):
@@ -281,12 +300,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100.0, help="after which no more tiles are tried")
     args = parser.parse_args()
     began = time.perf_counter()
-    todo = list(jobs(args.formats, 1))
+    todo = list(jobs(args.formats))
     compile_all(todo, args.processes)
     print(f"{len(todo)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
     best = search(todo, args.repeat, began + args.seconds)
-    if 2 in args.rows:
-        compile_all([Job(fmt, shape, 2, tile) for (fmt, shape), (_, tile) in best.items()], args.processes)
     for rows in args.rows:
         try:
             layers(rows, args.formats, best, args.copies, args.repeat)

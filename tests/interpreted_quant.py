@@ -10,7 +10,7 @@ import quant_kernels
 import rounded_rows
 import torch
 
-from minivllm.kernels import scaled
+from minivllm.kernels import quant_vector, scaled
 
 
 @pytest.mark.parametrize("shape", quant_kernels.SHAPES)
@@ -52,10 +52,12 @@ def test_rows_are_rounded_before_a_product_of_few_rows():
     quant_kernels.check_slim("cpu", torch.float16, quant_kernels.SLIM[0], tile, rounded=True)
 
 
-@pytest.mark.parametrize("stages", [0, 2])
+@pytest.mark.parametrize("stages", [0, 2], ids=["registers", "shared"])
+@pytest.mark.parametrize("second", [{"EACH": 1}, {"EACH": 20}, {"BK": 256}], ids=["in turn", "a tile each", "long"])
 @pytest.mark.parametrize("shape", quant_kernels.VECTOR)
-def test_one_or_two_rows_of_quantized_weights_with_what_follows_them(shape, stages):
-    tile = dict(BN=16, BK=256, STAGES=stages, num_warps=1)
+def test_one_row_of_quantized_weights_with_what_follows_it(monkeypatch, shape, second, stages):
+    monkeypatch.setattr(quant_vector, "SHORT", 0 if "BK" in second else 4096)
+    tile = dict(BN=8, STAGES=stages, num_warps=1, **second)
     quant_kernels.check_vector("cpu", torch.float16, shape, tile)
     if shape[0] == "int8":
         quant_kernels.check_vector("cpu", torch.float16, shape, tile, rounded=True)

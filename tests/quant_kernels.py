@@ -170,7 +170,16 @@ def check_slim(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, in
 
 
 def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
-    check_joined(VectorProduct, device, dtype, shape, (1, 2) if tile else (1,), tile, rounded)
+    """Beside that, a gate tells the largest element, and a row of which it is known is rounded to the same bits."""
+    check_joined(VectorProduct, device, dtype, shape, (1,), tile, rounded)
+    kernels, held = make(*shape, device)
+    x = torch.randn(1, held.shape[1], generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    y, tops = VectorProduct(kernels, None, GATED)(x, tile=tile)
+    assert tops is not None and tops.view(torch.float32).max() == y.float().abs().max()
+    if rounded:
+        product = VectorProduct(kernels, rounded=kernels.weight.dtype)
+        known = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
+        assert torch.equal(product(x, tile=tile, tops=known)[0], product(x, tile=tile)[0])
 
 
 def agree(got: Tensor, want: Tensor, near: float, what: str) -> None:

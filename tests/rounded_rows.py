@@ -34,12 +34,15 @@ def same(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> boo
 
 
 def alike(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], dtype: torch.dtype) -> bool:
-    """Codes and scales, but for a last bit of a norm: a GPU may sum its squares in another order."""
+    """Codes and scales, but for a last bit of a norm: a GPU may sum its squares in another order.  By such a bit one
+    number in a thousand may become the code beside."""
     (codes, scale), (other, by) = found, want
     near = 2 * torch.finfo(dtype).eps
     if codes.dtype != other.dtype or not torch.allclose(scale, by, rtol=near, atol=0) or scale.shape != by.shape:
         return False
-    return bool((codes.float() == other.float()).float().mean() > 1 - 64 * near)
+    off = (codes.float() - other.float()).abs()
+    beside = off <= (1 if codes.dtype == torch.int8 else other.float().abs() / 7 + 2**-9)
+    return bool(beside.all()) and bool((off > 0).float().mean() <= 1e-3)
 
 
 def check_rounding(device: str, dtype: torch.dtype, eight: torch.dtype, m: int, k: int) -> None:
@@ -49,12 +52,20 @@ def check_rounding(device: str, dtype: torch.dtype, eight: torch.dtype, m: int, 
     y, stream = add_rms_norm(x, residual.clone(), weight, EPS)
     *found, got = add_rms_norm_rounded(x, residual.clone(), weight, EPS, eight)
     assert torch.equal(got, stream) and alike(tuple(found), rows(y, eight), dtype)
+    if m > 1:
+        x[1, k // 2] = torch.nan
+        codes, scale, _ = add_rms_norm_rounded(x, residual.clone(), weight, EPS, eight)
+        spoilt = scale.isnan().flatten().tolist()
+        assert spoilt == rows(x, eight)[1].isnan().flatten().tolist() == [i == 1 for i in range(m)]
+        assert torch.equal(codes[0].float(), found[0][0].float())
     both = (drawn(4, m, 2 * k) * 3).to(device, dtype)
     both[0] = 0
     for activation in ("silu", "gelu_tanh"):
         found = gate_mul_rounded(both, eight, activation)
         assert alike(found, rows(gate_mul(both, activation=activation), eight), dtype)
         assert not found[0][0].float().any() and bool((found[1][0] == 1).all())
+    both[-1, 0] = torch.nan
+    assert gate_mul_rounded(both, eight)[1].isnan().flatten().tolist() == [i == m - 1 for i in range(m)]
 
 
 def off(found: torch.Tensor, want: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .eight_bits import TOP, codes_of, empty_rows, step_of
+from .eight_bits import TOP, codes_of, empty_rows, size_of, step_of
 from .launch import pdl, wait
 
 BLOCK = 2048
@@ -92,9 +92,9 @@ def _gate_rounded(
     gate = tl.load(x + row * 2 * INNER + at, mask=on, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * INNER + INNER + at, mask=on, other=0.0).to(tl.float32)
     v = (activate(gate, ACT) * up).to(x.dtype.element_ty).to(tl.float32)  # as ``_gate_mul`` gives it
-    step = step_of(tl.max(tl.abs(v), 0), TOP)
+    step, inverse = step_of(tl.max(size_of(v), 0), TOP)
     tl.store(scale + row, step)
-    tl.store(y + row * INNER + at, codes_of(v, step, TOP, WHOLE).to(y.dtype.element_ty), mask=on)
+    tl.store(y + row * INNER + at, codes_of(v, step, inverse, TOP, WHOLE).to(y.dtype.element_ty), mask=on)
 
 
 def gate_mul_rounded(x: Tensor, dtype: torch.dtype, activation: str = "silu") -> tuple[Tensor, Tensor]:

@@ -65,6 +65,12 @@ def capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has; on a CPU, where kernels are interpreted, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
 def pdl(like: torch.Tensor) -> dict[str, Any]:
     """Launch options for a kernel that takes ``PDL``."""
     return {"PDL": True, "launch_pdl": True} if capability(like.device) >= 9 else {"PDL": False}

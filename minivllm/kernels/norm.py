@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .eight_bits import TOP, codes_of, empty_rows, step_of
+from .eight_bits import TOP, codes_of, empty_rows, size_of, step_of
 from .launch import pdl, wait
 
 
@@ -46,9 +46,9 @@ def _add_norm(x, residual, first, weight, bias, y, scale, x_stride, first_eps, e
         normed += tl.load(bias + at, mask=on, other=0.0).to(tl.float32)
     if TOP > 0:
         normed = normed.to(x.dtype.element_ty).to(tl.float32)  # as the norm by itself gives it
-        step = step_of(tl.max(tl.abs(tl.where(on, normed, 0.0)), 0), TOP)
+        step, inverse = step_of(tl.max(size_of(tl.where(on, normed, 0.0)), 0), TOP)
         tl.store(scale + row, step)
-        normed = codes_of(normed, step, TOP, WHOLE)
+        normed = codes_of(normed, step, inverse, TOP, WHOLE)
     tl.store(y + row * DIM + at, normed.to(y.dtype.element_ty), mask=on)
 
 

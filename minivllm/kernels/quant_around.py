@@ -37,15 +37,13 @@ class Surrounded:
         eps: float,
         residual: Tensor | None,
         norm: Tensor | None,
-        columns: int,
+        parts: int,
     ) -> tuple[Tensor, Tensor | None, tuple[Any, ...], dict[str, Any]]:
-        """(y [M, N], the sums of squares of each tile of ``columns`` if there is a norm behind, what the kernel is
-        given behind the weight, its constants)."""
+        """(y [M, N], what else comes of it in so many parts, what the kernel is given behind the weight, its
+        constants)."""
         y, unused = x.new_empty(len(x), self.n), self.of.scale
-        sums = None
-        if self.mode == ADDED:
-            sums = torch.empty((len(x), triton.cdiv(self.n, columns)), dtype=torch.float32, device=x.device)
-        parts = 0 if squares is None else squares.shape[1]
+        told = self.told(len(x), parts, x.device)
+        before = 0 if squares is None else squares.shape[1]
         around = (
             unused if by_row is None else by_row,
             y,
@@ -53,16 +51,20 @@ class Surrounded:
             y if residual is None else residual,
             y if norm is None else norm,
             unused if squares is None else squares,
-            y if sums is None else sums,
+            y if told is None else told,
             eps,
         )
         constants = {
             "FLOAT8": self.float8,
             "BY_ROW": by_row is not None,
-            "PARTS": parts,
-            "PARTS_P": triton.next_power_of_2(max(parts, 1)),
+            "PARTS": before,
+            "PARTS_P": triton.next_power_of_2(max(before, 1)),
             "MODE": self.mode,
             "BIAS": self.bias is not None,
             "ACT": NUMBER[self.activation],
         }
-        return y, sums, around, constants
+        return y, told, around, constants
+
+    def told(self, rows: int, parts: int, device: torch.device) -> Tensor | None:
+        """Room for the sums of squares of a row's parts, which the norm behind takes."""
+        return torch.empty((rows, parts), dtype=torch.float32, device=device) if self.mode == ADDED else None

@@ -35,9 +35,12 @@ class JoinedProduct:
         eps: float = 0.0,
         residual: Tensor | None = None,
         norm: Tensor | None = None,
+        tops: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``products.Product``, of x that fits."""
-        return next(one for one in self.each if one.fits(x))(x, squares, eps, residual, norm)
+        """As ``products.Product``, of x that fits; ``tops``: as ``VectorProduct``, of one row."""
+        of = next(one for one in self.each if one.fits(x))
+        known = {} if tops is None else {"tops": tops}
+        return of(x, squares, eps, residual, norm, **known)
 
     def rounds(self, rows: int) -> torch.dtype | None:
         """The 8-bit dtype in which so many rows of x should come (``of_rows``); None: as they are."""

@@ -183,7 +183,9 @@ class SlimProduct(Surrounded):
         if self.rounded is not None:
             x, by_row = rows(x, self.rounded, x.dtype)
         tile = tile or slim_tile(self.n, self.mode == GATED)
-        y, sums, around, constants = self.given(x, by_row, squares, eps, residual, norm, tile["BN"])
+        y, sums, around, constants = self.given(
+            x, by_row, squares, eps, residual, norm, triton.cdiv(self.n, tile["BN"])
+        )
         _slim[(triton.cdiv(self.n, tile["BN"]),)](
             x.view(torch.int32),
             of.weight.view(torch.int16),

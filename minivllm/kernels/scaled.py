@@ -16,11 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .eight_bits import TOP, codes_of, empty_rows, step_of
+from .eight_bits import TOP, codes_of, divided, empty_rows, size_of, step_of
 from .launch import kernel, pdl, wait
 from .quant import Quantized
 from .quant_words import WIDE
 
+MULTIPROCESSORS = 132  # of the GPU that was measured
 FEW_ROWS = 2  # up to which no matrix units serve
 
 
@@ -32,14 +33,14 @@ def _rows(
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ok = tl.arange(0, BK)
-    most = tl.zeros([BK], tl.float32)
+    most = tl.zeros([BK], tl.int32)
     for k in tl.range(0, K, BK):
-        most = tl.maximum(most, tl.abs(tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)))
-    step = step_of(tl.max(most, 0), TOP)
+        most = tl.maximum(most, size_of(tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)))
+    step, inverse = step_of(tl.max(most, 0), TOP)
     tl.store(scale + row, step)
     for k in tl.range(0, K, BK):
         v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
-        v = codes_of(v, step, TOP, WHOLE)
+        v = codes_of(v, step, inverse, TOP, WHOLE)
         tl.store(q + row * K + k + ok, v.to(q.dtype.element_ty), mask=k + ok < K)
 
 
@@ -49,7 +50,7 @@ def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tupl
     m, k = x.shape
     q, scale = empty_rows(m, k, kept or dtype, x.device)
     if m:
-        block = min(triton.next_power_of_2(k), 8192)
+        block = min(triton.next_power_of_2(k), 16384)
         _rows[(m,)](
             x,
             q,
@@ -58,7 +59,7 @@ def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tupl
             BK=block,
             TOP=TOP[dtype],
             WHOLE=dtype == torch.int8,
-            num_warps=8 if block > 2048 else 4,
+            num_warps=min(16, max(4, block // 512)),
             **pdl(x),
         )
     return q, scale
@@ -69,16 +70,14 @@ def _rounded(x, y, threshold, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constex
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ok = tl.arange(0, BK)
-    most = tl.zeros([BK], tl.float32)
-    for k in tl.range(0, K, BK):
-        v = tl.abs(tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32))
-        most = tl.maximum(most, tl.where(v >= threshold, 0.0, v))
-    top = tl.max(most, 0)
-    step = tl.where(top > 0, tl.div_rn(top, 127.0), 1.0)
+    most = tl.zeros([BK], tl.int32)
     for k in tl.range(0, K, BK):
         v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
-        q = tl.div_rn(v, tl.broadcast_to(step, v.shape))
-        q = (q + 12582912.0) - 12582912.0  # the nearest whole number, of two the even one
+        most = tl.maximum(most, tl.where(tl.abs(v) >= threshold, 0, size_of(v)))
+    step, inverse = step_of(tl.max(most, 0), 127.0)
+    for k in tl.range(0, K, BK):
+        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
+        q = (divided(v, step, inverse) + 12582912.0) - 12582912.0  # the nearest whole number, of two the even one
         v = tl.where(tl.abs(v) >= threshold, v, q * step)
         tl.store(y + row * K + k + ok, v.to(y.dtype.element_ty), mask=k + ok < K)
 
@@ -148,16 +147,21 @@ def _product(
         tl.store(at_y, out.to(y.dtype.element_ty), mask=(om < M)[:, None] & (on < N)[None, :])
 
 
-def product_tile(m: int, n: int, whole: bool) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs of 4,096 inputs."""
-    bm, bn, stages, warps = 64, 64, 6, 4
+def product_tile(m: int, n: int, k: int, whole: bool) -> dict[str, int]:
+    """The fastest of benchmarks/quant_kernels.py on an H200, of 4,096, 6,144 and 28,672 outputs of 4,096 inputs, and of
+    4,096 of 14,336.  Sums are split where half of the multiprocessors would have nothing to do."""
+    bm, bn, sk, stages, warps = 64, 64, 1, 6, 4
     if m > 256 or (n >= WIDE and m > 64):
         bm, bn, stages, warps = (128, 256, 4, 8) if whole or m > 128 else (128, 128, 5, 8)
-    elif n >= WIDE and m <= 32:
-        bn, stages = 128, 7
-    elif n < WIDE and 32 < m <= 64:
-        bn, stages = 32, 12
-    return dict(BM=bm, BN=bn, BK=128, SK=1, STAGES=stages, num_warps=warps)
+    elif m <= 32 and n > 4096:
+        bn, stages = 128, 5 if n >= WIDE else 7
+    elif m <= 32 and k > 4096:
+        bn, sk, stages = 128, 4, 5
+    elif m <= 64 and n < WIDE:
+        bn, stages = 32, 8
+    if m <= 128 and n < WIDE and triton.cdiv(m, bm) * triton.cdiv(n, bn) <= MULTIPROCESSORS:
+        sk = max(sk, 2)
+    return dict(BM=bm, BN=bn, BK=128, SK=sk, STAGES=stages, num_warps=warps)
 
 
 def product(
@@ -172,7 +176,7 @@ def product(
     """x [M, K] and weight [N, K] of one 8-bit dtype, x_scale [M, 1] and scale [N] f32, into y [M, N]; K must be a
     multiple of 16.  ``arrived`` i32, zeros before and after: a counter for each tile, without which no sum is split."""
     (m, k), n = x.shape, len(weight)
-    tile = tile or product_tile(m, n, x.dtype == torch.int8)
+    tile = tile or product_tile(m, n, k, x.dtype == torch.int8)
     tiles = triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"])
     if arrived is None or tiles > len(arrived):
         tile = {**tile, "SK": 1}
@@ -206,7 +210,7 @@ def library(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor
 
 def by_library(m: int, n: int) -> bool:
     """Whether the library's float8 product is the faster one: likewise."""
-    return m >= 4 if n >= WIDE else m >= 512
+    return m >= 4 if n >= WIDE else m > 128
 
 
 class ScaledProduct:

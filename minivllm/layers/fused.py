@@ -36,6 +36,14 @@ class Rounded(NamedTuple):
     dtype: torch.dtype
 
 
+class Measured(NamedTuple):
+    """A row ``x`` [1, dim] that is not rounded yet, and ``tops`` int32 [1, P]: of its parts the bits of the largest
+    |element|, by which a product of long rows rounds it."""
+
+    x: Tensor
+    tops: Tensor
+
+
 class Normed(NamedTuple):
     """RMSNorm's result x [T, dim]; if ``squares`` [T, P] float32 is given, x is not yet divided by
     sqrt(sum of the token's squares / dim + eps).  Rounded only for a product that asked for it."""
@@ -50,6 +58,11 @@ class Normed(NamedTuple):
             return self.x
         factor = torch.rsqrt(self.squares.sum(dim=1, keepdim=True) / self.x.shape[1] + self.eps)
         return (self.x.float() * factor).to(self.x.dtype)
+
+
+def measured(x: Any) -> tuple[Any, dict[str, Tensor]]:
+    """What a product takes, and what its kernel of one row is told beside it."""
+    return (x.x, {"tops": x.tops}) if isinstance(x, Measured) else (x, {})
 
 
 class _Pair:
@@ -101,8 +114,8 @@ class NormedLinear(_Pair):
 
 
 class GatedLinear(_Pair):
-    """``Normed -> activation(gate) * up``, linear(x) [T, 2 n] being gate | up; a Tensor, or Rounded for a follower that
-    wants it."""
+    """``Normed -> activation(gate) * up``, linear(x) [T, 2 n] being gate | up; a Tensor, or for a follower Rounded, if
+    it wants it, or Measured."""
 
     mode = 1
 
@@ -121,7 +134,8 @@ class GatedLinear(_Pair):
     def __call__(self, h: Normed) -> Any:
         kernel = self.kernel(h.x)
         if kernel is not None:
-            return kernel(h.x, h.squares, h.eps)[0]
+            y, tops = kernel(h.x, h.squares, h.eps)
+            return y if tops is None or self.follower is None else Measured(y, tops)
         if h.squares is None or self.linear.bias is not None or not self.divides:
             y = self.product(h.finished())
             dtype = self.follower.rounds(len(y)) if self.follower is not None and self.divides else None
@@ -142,11 +156,12 @@ class Partial(_Pair):
         self.fuse = fuse
         self.bias = None
 
-    def __call__(self, x: Tensor | Rounded) -> Tensor:
+    def __call__(self, x: Tensor | Rounded | Measured) -> Tensor:
         if isinstance(x, Rounded):
             return self._kernel.of_rows(*x)
+        x, known = measured(x)
         kernel = self.kernel(x)
-        return self.linear.scheme.apply(x) if kernel is None else kernel(x)[0]
+        return self.linear.scheme.apply(x) if kernel is None else kernel(x, **known)[0]
 
 
 class LinearNorm(_Pair):
@@ -167,17 +182,18 @@ class LinearNorm(_Pair):
     def rounds(self, rows: int) -> torch.dtype | None:
         return super().rounds(rows) if self.part is None else self.part.rounds(rows)
 
-    def __call__(self, x: Tensor | Rounded, residual: Tensor) -> tuple[Normed, Tensor]:
+    def __call__(self, x: Tensor | Rounded | Measured, residual: Tensor) -> tuple[Normed, Tensor]:
         if self.part is not None and (peers := self.linear.group.peers) is not None:
             y = self.part(x)
             if peers.takes(y):
                 y = self.linear.group.add_norm(y, self.linear.bias, residual, self.norm)
                 return Normed(y), residual
             return self._summed(y, residual)
+        x, known = measured(x)
         kernel = self.kernel(x)
         if kernel is None:
             return self._normed(self.branch(x), residual)
-        y, squares = kernel(x, residual=residual, norm=self.norm.weight)
+        y, squares = kernel(x, residual=residual, norm=self.norm.weight, **known)
         return Normed(y, squares, self.norm.eps), residual
 
     def _summed(self, part: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
@@ -192,8 +208,9 @@ class LinearNorm(_Pair):
         codes, scale, residual = self.norm.rounded(y, residual, dtype)
         return Normed(Rounded(codes, scale, y.dtype)), residual
 
-    def branch(self, x: Tensor | Rounded) -> Tensor:
+    def branch(self, x: Tensor | Rounded | Measured) -> Tensor:
         """What is added to the residual, by itself."""
+        x, _ = measured(x)
         if self.part is not None and isinstance(x, Rounded):
             return self.linear.summed(self.part(x))
         return self.product(x)

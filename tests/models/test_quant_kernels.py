@@ -19,7 +19,7 @@ import quant_kernels as checks
 import rounded_rows
 
 from minivllm import LLM, SamplingParams
-from minivllm.kernels import scaled
+from minivllm.kernels import quant_vector, scaled
 from minivllm.testing.tiny import tiny_dir
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -28,6 +28,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDE = [
     ("int8", 1536, 1024, 0, False),
     ("int8", 256, 3584, 0, False),
+    ("int8", 256, 5120, 0, False),
+    ("fp8", 256, 5120, 0, False),
+    ("int4", 256, 5120, 128, True),
     ("fp8", 1536, 1024, 0, False),
     ("int4", 1536, 1024, 32, False),
     ("int4", 256, 3584, 128, False),
@@ -76,6 +79,10 @@ def test_few_rows_with_what_comes_before_and_behind_a_product(shape, rounded):
 def test_one_or_two_rows_with_what_comes_before_and_behind_a_product(shape, rounded):
     if not (rounded and shape[0] == "int4"):
         checks.check_vector("cuda", torch.bfloat16, shape, None, rounded)
+        for stages in (0, 3):
+            second = {"EACH": 1} if shape[2] <= quant_vector.SHORT else {"BK": 512}
+            tile = dict(BN=2, STAGES=stages, num_warps=4, **second)
+            checks.check_vector("cuda", torch.bfloat16, shape, tile, rounded)
 
 
 @on_gpu
@@ -159,7 +166,7 @@ def test_rows_are_rounded_as_torch_rounds_them_and_their_products_scaled(form, d
         products = [scaled.product(q, scale, weight, by_column, x.new_empty(m, n))]
         arrived = torch.zeros(1024, dtype=torch.int32, device="cuda")
         for parts in (2, 4):
-            tile = {**scaled.product_tile(m, n, dtype == torch.int8), "SK": parts}
+            tile = {**scaled.product_tile(m, n, k, dtype == torch.int8), "SK": parts}
             products.append(scaled.product(q, scale, weight, by_column, x.new_empty(m, n), tile, arrived))
         assert not arrived.any()
         if dtype == torch.float8_e4m3fn and form == torch.bfloat16 and n % 16 == 0:
