@@ -113,7 +113,7 @@ def gate_mul_rounded(x: Tensor, dtype: torch.dtype, activation: str = "silu") ->
             ACT=NUMBER[activation],
             TOP=TOP[dtype],
             WHOLE=dtype == torch.int8,
-            num_warps=min(32, max(4, size // 1024)),
+            num_warps=min(32, max(4, size // 512)),
             **pdl(x),
         )
     return y, scale

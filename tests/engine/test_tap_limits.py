@@ -75,6 +75,31 @@ def test_a_row_for_whose_vector_there_is_no_memory_fails_alone_and_is_never_unst
     assert again.error is None and [o.tokens for o in again.outputs] == [o.tokens for o in steered.outputs]
 
 
+class Ranks:
+    """A communicator of two, whose other end has room, or has none."""
+
+    def __init__(self, room: bool) -> None:
+        self.room, self.asked = room, 0
+
+    def least(self, numbers: list[int]) -> list[int]:
+        self.asked += 1
+        return [min(int(number), int(self.room)) for number in numbers]
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_ranks_of_which_one_has_no_memory_for_a_vector_add_it_on_none(folder, monkeypatch, other):
+    """Else they would capture other steps, each with calls to the others."""
+    prompt, tap = prompts(61, [21])[0], Tap("layers.0.mlp", add=np.linspace(-1, 1, 32))
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(folder, **SMALL) as llm:
+        state = llm.engine.executor.runner.taps
+        monkeypatch.setattr(state, "ranks", Ranks(other))
+        for asked in (1, 2):
+            (out,) = llm.generate([prompt], greedy, use_tqdm=False, taps=[[tap]])
+            assert (out.error is None) == (list(state.steering) == ["layers.0.mlp"]) == other
+            assert state.ranks.asked == (1 if other else asked)
+
+
 @pytest.mark.parametrize(("dtype", "beyond", "most"), [("bfloat16", 3.4e38, 3.38e38), ("float16", 65540.0, 65500.0)])
 def test_what_a_dtype_cannot_hold_is_refused_before_it_is_infinite(folder, dtype, beyond, most):
     """``scale`` counts, and what several add at one point."""

@@ -64,9 +64,7 @@ class StepWiring:
 
 @dataclass(frozen=True)
 class SpeculationWiring:
-    num_speculative_tokens: int = (
-        0  # drafts a row may bring to a step, by parts["drafter"]; 0: none
-    )
+    num_speculative_tokens: int = 0  # drafts a row may bring to a step, by parts["drafter"]
     speculate: str = "auto"  # always: also where it was measured to lose
     draft_model: DraftWiring | None = None  # for a drafter that has one
 

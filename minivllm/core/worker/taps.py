@@ -10,6 +10,7 @@ A step in which nobody has taps hears of none of this (``StepTensors.taps`` is N
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,10 +57,13 @@ class TapsOfStep:
 
 
 class TapState:
-    """What the taps of one device's rows need: ``points`` of the model and their widths, "logits" last; empty: none."""
+    """What the taps of one device's rows need: ``points`` of the model and their widths, "logits" last; empty: none.
+    ``ranks``: the communicator of those that share the model, which add at the same points or capture other steps."""
 
-    def __init__(self, model: Model, vocab: int, dtype: torch.dtype, state: DeviceState) -> None:
-        found = tap_points(model)
+    def __init__(
+        self, model: Model, vocab: int, dtype: torch.dtype, state: DeviceState, ranks: Any = None
+    ) -> None:
+        self.ranks, found = ranks, tap_points(model)
         self.points: dict[str, int] = {**found, LOGITS: vocab} if found else {}
         self.names, self.dtype, self.state = list(self.points), dtype, state
         self.slots = len(state.known)
@@ -70,9 +74,8 @@ class TapState:
         """[S, width], made when the point is first asked for."""
         if point not in rows:
             width = self.points[point]
-            dtype = (
-                torch.float32 if read_only(point) else self.dtype
-            )  # which holds an expert's number
+            # float32 holds an expert's number
+            dtype = torch.float32 if read_only(point) else self.dtype
             rows[point] = torch.zeros(self.slots, width, dtype=dtype, device=self.state.device)
         return rows[point]
 
@@ -89,18 +92,26 @@ class TapState:
             point, slot = self.names[number], int(join.slot[row])
             vector = join.vectors[at : at + self.points[point]]
             at += len(vector)
-            try:
-                column = self._rows(self.steering, point)
-            except torch.OutOfMemoryError:
+            if not self._has_room(point):
                 failed[slot] = StepError("rows", "", NO_MEMORY.format(point))
                 continue
-            column[slot].copy_(to(vector), non_blocking=True)
+            self.steering[point][slot].copy_(to(vector), non_blocking=True)
         if len(delta.fork) and self.steering:
             source = to(delta.fork[:, 0]).long()
             child = to(delta.fork[:, 1]).long()
             for column in self.steering.values():
                 column[child] = column[source]
         return failed
+
+    def _has_room(self, point: str) -> bool:
+        """Whether there are rows for what is added at a point: on all ranks, or on none."""
+        if point in self.steering:
+            return True
+        with suppress(torch.OutOfMemoryError):
+            self._rows(self.steering, point)
+        if self.ranks is not None and not self.ranks.least([point in self.steering])[0]:
+            self.steering.pop(point, None)
+        return point in self.steering
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
