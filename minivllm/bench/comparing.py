@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from minivllm.record import diff
+
 from . import quality, state, trials
 from .lm_tasks import LOWER
 from .repeats import merged, result, with_bounds
@@ -27,7 +29,8 @@ class ComparedRuns:
             trials.Metric(key, key.removeprefix("task_").removeprefix(LOWER), not key.startswith(f"task_{LOWER}"), 3)
             for key in tasks
         ]
-        self.metrics = (*trials.SPEED, *self.tasks)
+        self.counted = trials.counted(self.runs)
+        self.metrics = (*trials.SPEED, *self.counted[:1], *self.tasks)  # hits: evictions are why, and preemptions
 
     def result(self, bills: Mapping[str, Any]) -> dict[str, Any]:
         compared = [self._against_first(i) for i in range(1, len(self.names))]
@@ -44,6 +47,7 @@ class ComparedRuns:
                     "quality": stored["quality"],
                     "same_tokens": trials.same_tokens(self.runs[0], runs),
                     "first_divergence": trials.first_divergence(self.runs[0], runs),
+                    "verdict": verdict_of(bills, self.names[0], name) if i and name in bills else "",
                     "against_first": verdicts[i],
                 }
             )
@@ -70,11 +74,12 @@ class ComparedRuns:
         one, two = ({} if math.isnan(mhz) else {"mhz": mhz} for mhz in clocks)
         return f"clocks of {clocks[0]:.0f} and {clocks[1]:.0f} MHz" if state.clocks_apart(one, two) else ""
 
-    def lines(self, whole: Mapping[str, Any]) -> list[str]:
-        """The table, and below it a sentence for each thing that is compared."""
+    def lines(self, whole: Mapping[str, Any], workload: str) -> list[str]:
+        """The table, and below it a sentence for each thing that is compared; ``workload`` says of what."""
         rows = whole["rows"]
         wide = max(13, *(len(name) for name in self.names))
         out = [
+            workload,
             f"{len(self.seeds)} runs each, seeds {','.join(map(str, self.seeds))}; intervals of 95 %",
             f"{'configuration':{wide}} {'tokens/s':>16} {'TTFT ms':>14} {'TPOT ms':>14} {'weights MiB':>11} "
             f"{'perplexity':>10} {'KL':>9} {'top-1':>7} same tokens",
@@ -92,12 +97,15 @@ class ComparedRuns:
                 f"{agree:>7} {share}"
             )
         names = {metric.key: metric.name for metric in self.metrics} | {"perplexity": "perplexity"}
+        for row in rows if self.counted else ():
+            counts = [f"{one.name} {with_bounds(row, one.key, one.digits)}" for one in self.counted]
+            out.append(f"counted of {row['name']}: {', '.join(counts)}")
         for row in rows if self.tasks else ():
             scores = [f"{one.name} {with_bounds(row, one.key, one.digits)}" for one in self.tasks]
             out.append(f"scores of {row['name']}: {', '.join(scores)}")
         most = max(12, *(len(name) for name in names.values()))
         for row in rows[1:]:
-            out.append(f"{row['name']} over {self.names[0]}:")
+            out.append(f"{row['name']} over {self.names[0]}: {row['verdict']}")
             for key, verdict in row["against_first"].items():
                 if verdict["says"] != "not measured":
                     out.append(f"  {names[key]:{most}} {trials.ratio_text(verdict):>20}  {verdict['says']}")
@@ -109,6 +117,11 @@ class ComparedRuns:
         joules = whole["joules_per_output_token"]
         unknown = whole["machine_states"][0].get("energy_unknown", "no counter")
         return [*out, *([] if joules is not None else [f"energy: unknown: {unknown}"])]
+
+
+def verdict_of(bills: Mapping[str, Any], one: str, other: str) -> str:
+    """What differs between two configurations, as ``minivllm diff`` says it."""
+    return diff.compare(bills[one], bills[other], results=False).verdict
 
 
 def _number(own: Mapping[str, Any], key: str, digits: int) -> str:

@@ -79,9 +79,12 @@ def throughput(
 
 def _counted(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """What the engine counted in between."""
-    gone = {key: after[key] - before[key] for key in ("steps", "preemptions", "prefix_queries", "prefix_hits")}
+    gone = {
+        key: after[key] - before[key] for key in ("steps", "preemptions", "evictions", "prefix_queries", "prefix_hits")
+    }
     rate = gone["prefix_hits"] / gone["prefix_queries"] if gone["prefix_queries"] else 0.0
-    return {"engine_steps": gone["steps"], "preemptions": gone["preemptions"], "prefix_hit_rate": rate}
+    counts = {"preemptions": gone["preemptions"], "evictions": gone["evictions"]}
+    return {"engine_steps": gone["steps"], **counts, "prefix_hit_rate": rate}
 
 
 def latency(llm: Any, batch: int, asked: Generated, temperature: float, seed: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .charts import (
     pareto,
 )
 from .serving import knee_text
-from .trials import ratio_text
+from .trials import COUNTED, ratio_text
 
 MOST_STEPS = 200  # of a distribution that is drawn
 MOST_LINES = 4  # of one chart
@@ -218,6 +218,10 @@ def _compare(found: Row) -> list[Block]:
         memory = "weights, MiB (not from 0)"
         out.append(_scatter("Memory and speed", rows, lambda row: row["weight_bytes"] / 2**20, memory))
     heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
+    counts = [one for one in COUNTED if any(row.get(one.key) for row in rows)]
+    if counts:
+        table = [(row["name"], *(row.get(one.key) for one in counts)) for row in rows]
+        out.append(Table(("configuration", *(one.name for one in counts)), table))
     told: list[tuple[Any, ...]] = []
     for row in rows:
         one = row["against_first"].get("output_throughput")
@@ -233,9 +237,18 @@ def _compare(found: Row) -> list[Block]:
 
 def _front(rows: Sequence[Row]) -> set[str]:
     """Names of the configurations that no other beats in speed, perplexity and memory together."""
-    figures = [(row["output_throughput"], row["quality"]["perplexity"], row["weight_bytes"]) for row in rows]
-    found = pareto(figures, (True, False, False))
-    return {row["name"] for row, on in zip(rows, found, strict=True) if on}
+    return {row["name"] for row in rows if not any(_beats(other, row) for other in rows)}
+
+
+def _beats(a: Row, b: Row) -> bool:
+    """Whether a is better in one of the three and worse in none.  Speeds whose intervals of 95 % overlap are equal, and
+    so are perplexities that differ by less than a thousandth."""
+    speeds = [row.get("intervals", {}).get("output_throughput") or [row["output_throughput"]] * 2 for row in (a, b)]
+    losses = [math.log(row["quality"]["perplexity"]) for row in (a, b)]
+    faster = speeds[0][0] > speeds[1][1]
+    nearer = losses[0] < losses[1] - 1e-3
+    worse = speeds[0][1] < speeds[1][0] or losses[0] > losses[1] + 1e-3 or a["weight_bytes"] > b["weight_bytes"]
+    return not worse and (faster or nearer or a["weight_bytes"] < b["weight_bytes"])
 
 
 def _scatter(title: str, rows: Sequence[Row], y: Callable[[Row], float], name: str) -> LineChart:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from minivllm.errors import MinivllmError, brief
 
 from . import offline
 from .repeats import joules_a_token
@@ -32,6 +33,18 @@ SPEED = (
     Metric("median_tpot_ms", "TPOT ms", False, 2),
     Metric("joules_per_output_token", "J/token", False, 4),
 )
+
+
+COUNTED = (
+    Metric("prefix_hit_rate", "prefix hits", True, 3),
+    Metric("evictions", "evictions", False, 0),
+    Metric("preemptions", "preemptions", False, 0),
+)
+
+
+def counted(runs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Metric, ...]:
+    """What the engine counted in any run of any configuration."""
+    return tuple(one for one in COUNTED if any(value > 0 for own in runs for value in values(own, one.key)))
 
 
 def run(
@@ -112,24 +125,39 @@ class Cell:
     generate: Generate = offline.generate
 
 
-def measure(
-    cells: Sequence[Cell], seeds: Sequence[int], in_turns: bool, once: Callable[[Cell, Any, int], Any]
-) -> list[list[Any]]:
-    """What ``once(cell, llm, seed)`` gives, for each cell by seed.
+@dataclass(frozen=True)
+class Trials:
+    """What is done with the engines of a table: ``warm(cell, llm)`` with each that is made, then ``once(cell, llm,
+    seed)``, whose results are the runs.  ``there(cell, seed)``: a run that need not be made, and is not among them."""
 
-    Cells run one after the other, or ``in_turns``: their engines are there at once and take turns, a seed each, in an
-    order that rotates, so that a machine which becomes slower or warmer does so for all of them alike.
-    """
-    found: list[list[Any]] = [[] for _ in cells]
-    if not in_turns:
-        for cell, own in zip(cells, found, strict=True):
-            with cell.open() as llm:
-                own += [once(cell, llm, seed) for seed in seeds]
+    once: Callable[[Cell, Any, int], Any]
+    warm: Callable[[Cell, Any], Any] = lambda cell, llm: None
+    there: Callable[[Cell, int], bool] = lambda cell, seed: False
+
+    def measure(self, cells: Sequence[Cell], seeds: Sequence[int], in_turns: bool) -> list[list[Any]]:
+        """The runs of each cell, by seed.
+
+        Cells run one after the other, each with one engine; or ``in_turns``, a seed each in an order that rotates, so
+        that a machine which becomes slower or warmer does so for all of them alike.  In turns each run has an engine
+        of its own: two engines of one configuration differ (where their memory lies), which a spread over the runs of
+        one engine would not show.
+        """
+        found: list[list[Any]] = [[] for _ in cells]
+        turns = [(i, [seed]) for turn, seed in enumerate(seeds) for i in rotated(len(cells), turn)]
+        for i, own in turns if in_turns else enumerate([seeds] * len(cells)):
+            todo = [seed for seed in own if not self.there(cells[i], seed)]
+            if not todo:
+                continue
+            try:
+                with cells[i].open() as llm:
+                    self.warm(cells[i], llm)
+                    found[i] += [self.once(cells[i], llm, seed) for seed in todo]
+            except MinivllmError as exc:  # of many configurations the one that failed
+                exc.args = (f"{brief(cells[i].name)}: {exc}", *exc.args[1:])
+                raise
         return found
-    with contextlib.ExitStack() as stack:
-        llms = [stack.enter_context(cell.open()) for cell in cells]
-        for turn, seed in enumerate(seeds):
-            for place in range(len(cells)):
-                i = (place + turn) % len(cells)
-                found[i].append(once(cells[i], llms[i], seed))
-    return found
+
+
+def rotated(count: int, by: int) -> list[int]:
+    """0 to count - 1, beginning with ``by``."""
+    return [(place + by) % count for place in range(count)]

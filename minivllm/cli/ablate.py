@@ -9,6 +9,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.bench_runs import (
+    IN_TURNS,
     asks_of,
     checked,
     energy_line,
@@ -37,8 +38,7 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     text = "only these; default: all that the configuration has"
     sub.add_argument("--part", action="append", default=[], metavar="NAME,NAME", help=text)
     workload_flags(sub, ratio=0.5, prefix=32)
-    text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
-    sub.add_argument("--in-turns", action="store_true", help=text)
+    sub.add_argument("--in-turns", action="store_true", help=IN_TURNS)
     repeat_flags(sub, repeats=5)
 
 
@@ -96,14 +96,21 @@ def measure(
     """The counted runs of each cell."""
     from minivllm.bench import trials
 
-    def once(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
+    def run(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
         watch = watch_of(llm.config, llm.engine.wiring.device)
-        run = trials.run(llm, asks(seed), args.temperature, seed, watch, cell.generate)
-        progress(f"{cell.name}, seed {seed}: {run['figures']['output_throughput']:.1f} tokens/s")
-        return run
+        return trials.run(llm, asks(seed), args.temperature, seed, watch, cell.generate)
 
-    seeds = range(args.seed - args.warmups, args.seed + args.repeats)
-    return [own[args.warmups :] for own in trials.measure(cells, seeds, args.in_turns, once)]
+    def warm(cell: Cell, llm: Any) -> None:
+        for turn in range(args.warmups):
+            run(cell, llm, args.seed - 1 - turn)
+
+    def once(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
+        found = run(cell, llm, seed)
+        progress(f"{cell.name}, seed {seed}: {found['figures']['output_throughput']:.1f} tokens/s")
+        return found
+
+    seeds = range(args.seed, args.seed + args.repeats)
+    return trials.Trials(once, warm).measure(cells, seeds, args.in_turns)
 
 
 def lines(title: str, whole: dict[str, Any], repeats: int) -> list[str]:

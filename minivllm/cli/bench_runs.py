@@ -30,6 +30,7 @@ COMPONENTS = {  # of ``bench memory``
     "device_used_bytes": "device, used by all",
 }
 VOCAB = 1000
+IN_TURNS = "a run each in turns, by an engine made anew: for what drifts, and for how engines of one kind differ"
 SHARE = 0.9  # of requests that have to meet their targets
 TARGETS = ("ttft", "tpot", "e2el")
 OWN_FILES = ("serve", "kernels", "batching")  # ``cli/bench_serve.py`` ...
@@ -209,6 +210,17 @@ def asks_of(args: argparse.Namespace) -> Callable[[int], Sequence[BenchAsk]]:
         args.prefix_len,
         args.vocab,
     ).asks
+
+
+def workload_text(args: argparse.Namespace, asks: Sequence[BenchAsk]) -> str:
+    """The requests of a run in a line."""
+    drawn = f"temperature {args.temperature:g}"
+    if args.dataset:
+        return f"{len(asks)} requests of {args.dataset}, {drawn}"
+    spread = f" (within {100 * args.range_ratio:g} %)" if args.range_ratio else ""
+    common = f", {args.prefix_len} more in common" if args.prefix_len else ""
+    sizes = f"{args.input_len} random tokens{common}, {args.output_len} out{spread}"
+    return f"{len(asks)} requests of {sizes}, {drawn}"
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:

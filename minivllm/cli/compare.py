@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.bench_runs import (
+    IN_TURNS,
     asks_of,
     checked,
     count,
@@ -23,6 +24,7 @@ from minivllm.cli.bench_runs import (
     tell,
     watch_of,
     workload_flags,
+    workload_text,
 )
 from minivllm.cli.common import load, open_llm
 from minivllm.errors import ConfigError, RequestError, brief, shown
@@ -61,8 +63,7 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     sub.add_argument("--cases", type=count, metavar="N", help=text)
     text = "a folder in which runs are kept: what is there is not run again"
     sub.add_argument("--results", default="", metavar="DIR", help=text)
-    text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
-    sub.add_argument("--in-turns", action="store_true", help=text)
+    sub.add_argument("--in-turns", action="store_true", help=IN_TURNS)
     sub.add_argument("--output-json", default="", metavar="FILE", help="write the whole result, with every run")
     sub.add_argument("--json", action="store_true", help="print the result as JSON")
     workload_flags(sub, seed=None)
@@ -101,10 +102,17 @@ def compare(args: argparse.Namespace) -> int:
     if kept:
         print(f"minivllm: {kept} of {len(found) * len(args.seeds)} runs are in {args.results}", file=sys.stderr)
     cells = [trials.Cell(one.name, functools.partial(open_llm, one.loaded, one.args)) for one in todo]
-    trials.measure(cells, args.seeds, args.in_turns, lambda cell, llm, seed: work.once(by_name[cell.name], llm, seed))
+    doing = trials.Trials(
+        lambda cell, llm, seed: work.once(by_name[cell.name], llm, seed),
+        lambda cell, llm: work.warm(by_name[cell.name], llm),
+        lambda cell, seed: work.there(by_name[cell.name], seed),
+    )
+    doing.measure(cells, args.seeds, args.in_turns)
+    if args.dataset and not args.temperature and len(args.seeds) > 1:
+        print("minivllm: requests of a file at temperature 0: all seeds ask for the same", file=sys.stderr)
     table = comparing.ComparedRuns([one.name for one in found], work.stored(found), args.seeds, settings(args))
     whole = table.result({one.name: one.bill for one in found})
-    return tell(whole, args, "\n".join(table.lines(whole)))
+    return tell(whole, args, "\n".join(table.lines(whole, workload_text(args, asks(args.seeds[0])))))
 
 
 def check(args: argparse.Namespace) -> None:
@@ -133,7 +141,6 @@ class Work:
     first: Contender  # the reference of the others
     lm_eval: dict[str, Any] = field(default_factory=dict)  # tasks of lm-eval, loaded
     scores: TextScores | None = None  # of the first
-    warm: set[str] = field(default_factory=set)
 
     @functools.cached_property
     def lm_identity(self) -> dict[str, Any]:
@@ -155,6 +162,7 @@ class Work:
             "tokens": args.quality_tokens,
             "tasks": args.task,
             "cases": args.cases,
+            "an_engine_each": args.in_turns,
         }
         if self.lm_eval:
             work["lm_eval"] = self.lm_identity
@@ -178,16 +186,33 @@ class Work:
         self.scores = self.scores or (TextScores.load(path) if path is not None else None)
         return self.scores
 
+    def there(self, one: Contender, seed: int) -> bool:
+        """Whether nothing is left to measure of a seed; quality is measured with the first of them."""
+        kept = self.store.of(one.key)
+        if str(seed) not in kept["runs"]:
+            return False
+        return seed != self.args.seeds[0] or not self.text or self.scored(one)
+
+    def scored(self, one: Contender) -> bool:
+        """Whether the quality of a text is known of a configuration, and of the first its distributions."""
+        known = self.first.key in self.store.of(one.key)["quality"]
+        return known and (one is not self.first or self.reference() is not None)
+
+    def warm(self, one: Contender, llm: Any) -> None:
+        """Quality first, once, then runs that are not counted."""
+        from minivllm.bench import trials
+
+        if not self.scored(one):
+            self._quality(one, llm)
+        watch = watch_of(llm.config, llm.engine.wiring.device)
+        for turn in range(self.args.warmups):
+            trials.run(llm, self.asks(-1 - turn), self.args.temperature, -1 - turn, watch)
+
     def once(self, one: Contender, llm: Any, seed: int) -> None:
-        """Quality first, once; then the run of a seed, unless it is there."""
+        """The run of a seed, unless it is there."""
         from minivllm.bench import lm_tasks, quality, trials
 
         args, watch = self.args, watch_of(llm.config, llm.engine.wiring.device)
-        if one.name not in self.warm:
-            self.warm.add(one.name)
-            self._quality(one, llm)
-            for turn in range(args.warmups):
-                trials.run(llm, self.asks(-1 - turn), args.temperature, seed, watch)
         if str(seed) in self.store.of(one.key)["runs"]:
             return
         run = trials.run(llm, self.asks(seed), args.temperature, seed, watch)
@@ -248,8 +273,17 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
         own = copy(args)
         own.set = [*args.set, *sets]
         loaded = load(own, files)
+        if unused := unused_tables(loaded) if name == cases[0][0] else "":
+            want = "requests are those of --dataset, or random ones, at --temperature"
+            print(f"minivllm: {unused} of the file: not used here; {want}", file=sys.stderr)
         found.append(Contender(name, own, replace(loaded, run=type(loaded.run)())))  # [run] is about `minivllm run`
     return found
+
+
+def unused_tables(loaded: Loaded) -> str:
+    """The tables of a configuration that say what is asked of an engine, which here flags do."""
+    sections = {"[run]": loaded.run.prompts or loaded.run.prompts_file, "[sampling]": loaded.sampling}
+    return " and ".join(name for name, given in sections.items() if given)
 
 
 def _values(text: str) -> list[str]:

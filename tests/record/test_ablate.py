@@ -12,6 +12,7 @@ from minivllm.bench import ablate, offline, trials
 from minivllm.bench.statistics import Paired
 from minivllm.bench.workload import Generated
 from minivllm.cli import main
+from minivllm.errors import ResourceError
 
 SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=64", "--set", "num_kvcache_blocks=64"]
 LITTLE = ["--num-prompts", "4", "--input-len", "6", "--output-len", "4", "--repeats", "2", "--warmups", "0"]
@@ -102,12 +103,26 @@ def test_engines_in_turns_run_every_seed_once_and_begin_with_another_each_time()
 
     cells = [trials.Cell(name, Engine) for name in "abc"]
     once = lambda cell, llm, seed: order.append((cell.name, seed)) or (cell.name, seed)  # noqa: E731
-    found = trials.measure(cells, [5, 6], True, once)
+    measured = trials.Trials(once, lambda cell, llm: order.append("warm"))
+    found = measured.measure(cells, [5, 6], True)
     assert found == [[(name, 5), (name, 6)] for name in "abc"]
-    assert order[:6] == [("a", 5), ("b", 5), ("c", 5), ("b", 6), ("c", 6), ("a", 6)] and order[6:] == ["end"] * 3
+    runs = [("a", 5), ("b", 5), ("c", 5), ("b", 6), ("c", 6), ("a", 6)]
+    assert order == [each for run in runs for each in ("warm", run, "end")]  # an engine made anew for each run
     order.clear()
-    assert trials.measure(cells, [5, 6], False, once) == found
-    assert order[:3] == [("a", 5), ("a", 6), "end"]
+    assert measured.measure(cells, [5, 6], False) == found
+    assert order[:4] == ["warm", ("a", 5), ("a", 6), "end"]
+    order.clear()
+    there = trials.Trials(once, there=lambda cell, seed: cell.name != "b" or seed == 5)
+    assert there.measure(cells, [5, 6], True) == [[], [("b", 6)], []] and order == [("b", 6), "end"]
+
+
+def test_the_configuration_that_fails_is_named():
+    def no_engine():
+        raise ResourceError("no memory")
+
+    with pytest.raises(ResourceError) as failed:
+        trials.Trials(lambda cell, llm, seed: 0).measure([trials.Cell("second", no_engine)], [1], False)
+    assert str(failed.value) == "second: no memory"
 
 
 def test_tokens_that_differ_are_found_and_the_sentences_of_a_table_are_corrected_for_their_number():
