@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import reprlib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -102,6 +103,13 @@ def told(exc: BaseException) -> str:
     except BaseException:  # somebody else's code
         text = "its text cannot be made"
     return f"{type(exc).__name__}: {text}"
+
+
+def from_file(part: object) -> str:
+    """`` (of FILE)``: where the class of a part is from, in a message; nothing of those in this package."""
+    module = type(part).__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return "" if file is None or module.startswith(f"{__package__}.") else f" (of {brief(str(file))})"
 
 
 def error_from(name: str, message: str, param: str | None = None) -> Exception:

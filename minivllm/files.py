@@ -106,9 +106,13 @@ def read_lines(path: Name, most: int = LARGE, error: Error = ConfigError, name: 
                 raise error(f"{at}:{number}: not UTF-8 (byte {exc.start} of the line); save it as UTF-8") from None
 
 
-def read_json(path: Name, most: int = SMALL, error: Error = ConfigError, name: str = "") -> Any:
-    """The JSON value in a file."""
-    return parse_json(read_text(path, most, error, name), _name(name or path), error)
+def read_json(path: Name, most: int = SMALL, error: Error = ConfigError, name: str = "", want: str = "") -> Any:
+    """The JSON value in a file.  ``want`` says what it should be, where it is none."""
+    text, at = read_text(path, most, error, name), _name(name or path)
+    try:
+        return parse_json(text, at, error)
+    except error as exc:
+        raise error(f"{exc}; want {want}") from None if want else exc
 
 
 def parse_json(text: str, at: str, error: Error = ConfigError, line: int = 0) -> Any:

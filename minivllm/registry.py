@@ -193,8 +193,12 @@ class Registry:
                 who = f"{self.kind.name}: {shown(target)} was a class of the program that wrote this"
                 raise PluginError(f"{who}; {given.WANTED}")
             return Entry(self.kind.name, one.name, target, LOCAL, "-")
+        module, _, name = target.partition(":")
+        if module.endswith(".py") or "/" in module:
+            stem = module.rpartition("/")[2].removesuffix(".py")
+            want = f"want '{stem}:{name}' and --allow-target {stem}, in the folder of {stem}.py"
+            raise PluginError(f"{self.kind.name}: {shown(target)} is a path, and a target names a module: {want}")
         if not self._allowed(target):
-            module = target.partition(":")[0]
             raise PluginError(
                 f"{self.kind.name}: {shown(target)} is a target, and a target runs code. "
                 f"Add --allow-target {module} if you trust it (allow_targets=[{shown(module)}] in Python)"

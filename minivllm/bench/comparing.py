@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minivllm.record import diff
-
 from . import quality, state, trials
 from .lm_tasks import LOWER
 from .repeats import merged, result, with_bounds
@@ -32,14 +30,15 @@ class ComparedRuns:
         self.counted = trials.counted(self.runs)
         self.metrics = (*trials.SPEED, *self.counted[:1], *self.tasks)  # hits: evictions are why, and preemptions
 
-    def result(self, bills: Mapping[str, Any]) -> dict[str, Any]:
+    def result(self, bills: Mapping[str, Any], verdicts: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Of each name the bill of materials, and what differs from the first one's, as ``minivllm diff`` says it."""
         compared = [self._against_first(i) for i in range(1, len(self.names))]
-        verdicts = [{}, *trials.judged(compared)]
+        judged = [{}, *trials.judged(compared)]
         rows = []
         for i, (name, stored, runs) in enumerate(zip(self.names, self.stored, self.runs, strict=True)):
             if apart := self._clocks_apart(i):
                 for metric in trials.SPEED:
-                    verdicts[i][metric.key] |= {"says": f"not compared: {apart}"}
+                    judged[i][metric.key] |= {"says": f"not compared: {apart}"}
             rows.append(
                 {
                     "name": name,
@@ -47,8 +46,8 @@ class ComparedRuns:
                     "quality": stored["quality"],
                     "same_tokens": trials.same_tokens(self.runs[0], runs),
                     "first_divergence": trials.first_divergence(self.runs[0], runs),
-                    "verdict": verdict_of(bills, self.names[0], name) if i and name in bills else "",
-                    "against_first": verdicts[i],
+                    "verdict": (verdicts or {}).get(name, ""),
+                    "against_first": judged[i],
                 }
             )
         states = [run["state"] for run in self.runs[0]]
@@ -117,11 +116,6 @@ class ComparedRuns:
         joules = whole["joules_per_output_token"]
         unknown = whole["machine_states"][0].get("energy_unknown", "no counter")
         return [*out, *([] if joules is not None else [f"energy: unknown: {unknown}"])]
-
-
-def verdict_of(bills: Mapping[str, Any], one: str, other: str) -> str:
-    """What differs between two configurations, as ``minivllm diff`` says it."""
-    return diff.compare(bills[one], bills[other], results=False).verdict
 
 
 def _number(own: Mapping[str, Any], key: str, digits: int) -> str:

@@ -15,6 +15,7 @@ from minivllm.errors import ConfigError
 from .statistics import interval, percentile
 
 FORMAT, FORMAT_VERSION = "minivllm-bench", 1
+WANTED = "a file that bench, ablate or compare wrote (--output-json FILE)"
 
 
 def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -92,9 +93,9 @@ def write(path: str, found: Mapping[str, Any]) -> None:
 
 def read(path: str) -> dict[str, Any]:
     """A result from a file.  ConfigError if it is none."""
-    found = files.read_json(path, files.LARGE)
+    found = files.read_json(path, files.LARGE, want=WANTED)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError(f"{path}: no result of a measurement; want a file that bench, ablate or compare wrote")
+        raise ConfigError(f"{path}: no result of a measurement; want {WANTED}")
     if found.get("format_version") != FORMAT_VERSION:
         raise ConfigError(f"{path}: format {found.get('format_version')}; this minivllm reads {FORMAT_VERSION}")
     return found

@@ -33,7 +33,7 @@ from minivllm.cli import (
 )
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
-from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
+from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown, suggest
 from minivllm.plain import is_text
 
 MOST = 4000  # characters of a message: the candidates for a seam, each with its reasons, are some
@@ -56,7 +56,11 @@ class CommandParser(argparse.ArgumentParser):
                 args = self.read(sys.argv[1:] if args is None else args)
             except ConfigError as exc:
                 self.error(str(exc))
-        return super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:  # here, where the command's own flags are known
+            near = suggest(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near and '.' + near}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         print(f"minivllm: error: {brief(message, MOST_QUOTED)} (see {self.prog} --help)", file=sys.stderr)

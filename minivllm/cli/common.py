@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli import record as recording
@@ -37,11 +39,25 @@ def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
     if args.allow_target:
         flags["allow_targets"] = args.allow_target
     loaded = load_config([*files, *args.config], args.set, flags=flags)
+    find_modules(loaded.engine.allow_targets, loaded.files)
     for note in loaded.notes:
         print(f"minivllm: {note}", file=sys.stderr)
     show_warnings()
     # the [run] table of a --config file is about `minivllm run`
     return loaded if files else replace(loaded, run=type(loaded.run)())
+
+
+def find_modules(allowed: Sequence[str], config_files: Sequence[str]) -> None:
+    """Modules that may be named as targets are found beside a file of the configuration and in the current folder, if
+    they are nowhere else: a console script's import path has neither.  Workers get the path from here."""
+    for module in allowed:
+        top = module.partition(":")[0].partition(".")[0]
+        if not top.isidentifier() or top in sys.modules or importlib.util.find_spec(top) is not None:
+            continue
+        for folder in dict.fromkeys((*(Path(file).resolve().parent for file in config_files), Path.cwd())):
+            if (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file():
+                sys.path.append(str(folder))
+                break
 
 
 def show_warnings() -> None:

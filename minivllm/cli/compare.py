@@ -83,6 +83,7 @@ class Contender:
 def compare(args: argparse.Namespace) -> int:
     from minivllm.bench import comparing, lm_tasks, quality, trials
     from minivllm.bench.store import Store
+    from minivllm.record import diff
 
     check(checked(args))
     asks = asks_of(args)
@@ -111,7 +112,8 @@ def compare(args: argparse.Namespace) -> int:
     if args.dataset and not args.temperature and len(args.seeds) > 1:
         print("minivllm: requests of a file at temperature 0: all seeds ask for the same", file=sys.stderr)
     table = comparing.ComparedRuns([one.name for one in found], work.stored(found), args.seeds, settings(args))
-    whole = table.result({one.name: one.bill for one in found})
+    verdicts = {one.name: diff.compare(found[0].bill, one.bill, results=False).verdict for one in found[1:]}
+    whole = table.result({one.name: one.bill for one in found}, verdicts)
     return tell(whole, args, "\n".join(table.lines(whole, workload_text(args, asks(args.seeds[0])))))
 
 
@@ -272,7 +274,12 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
     for name, files, sets in cases:
         own = copy(args)
         own.set = [*args.set, *sets]
-        loaded = load(own, files)
+        try:
+            loaded = load(own, files)
+        except ConfigError as exc:
+            if args.set or not sets or not str(exc).startswith("--set"):
+                raise
+            raise ConfigError(str(exc).replace("--set", "--sweep", 1)) from None
         if unused := unused_tables(loaded) if name == cases[0][0] else "":
             want = "requests are those of --dataset, or random ones, at --temperature"
             print(f"minivllm: {unused} of the file: not used here; {want}", file=sys.stderr)

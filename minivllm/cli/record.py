@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import ConfigError, MinivllmError
+from minivllm.errors import ConfigError, MinivllmError, suggest
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -54,7 +54,9 @@ def diff(args: argparse.Namespace) -> int:
     if args.only is not None:
         allowed = {name.strip() for text in args.only for name in text.split(",")} - {"nothing"}
         if others := [subject for subject in found.subjects if subject not in allowed]:
-            raise DifferenceError(f"more than {', '.join(sorted(allowed)) or 'nothing'} differs: {', '.join(others)}")
+            near = next((hint for name in sorted(allowed - set(found.subjects)) if (hint := suggest(name, others))), "")
+            only = ", ".join(sorted(allowed)) or "nothing"
+            raise DifferenceError(f"more than {only} differs: {', '.join(others)}{near and '.' + near}")
     return UNKNOWN_EXIT if set(found.unknown) - allowed else 0
 
 

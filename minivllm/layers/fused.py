@@ -36,7 +36,7 @@ class Rounded(NamedTuple):
     dtype: torch.dtype
 
 
-class Measured(NamedTuple):
+class GatedRow(NamedTuple):
     """A row ``x`` [1, dim] that is not rounded yet, and ``tops`` int32 [1, P]: of its parts the bits of the largest
     |element|, by which a product of long rows rounds it."""
 
@@ -60,9 +60,9 @@ class Normed(NamedTuple):
         return (self.x.float() * factor).to(self.x.dtype)
 
 
-def measured(x: Any) -> tuple[Any, dict[str, Tensor]]:
+def row_of(x: Any) -> tuple[Any, dict[str, Tensor]]:
     """What a product takes, and what its kernel of one row is told beside it."""
-    return (x.x, {"tops": x.tops}) if isinstance(x, Measured) else (x, {})
+    return (x.x, {"tops": x.tops}) if isinstance(x, GatedRow) else (x, {})
 
 
 class _Pair:
@@ -115,7 +115,7 @@ class NormedLinear(_Pair):
 
 class GatedLinear(_Pair):
     """``Normed -> activation(gate) * up``, linear(x) [T, 2 n] being gate | up; a Tensor, or for a follower Rounded, if
-    it wants it, or Measured."""
+    it wants it, or GatedRow."""
 
     mode = 1
 
@@ -135,7 +135,7 @@ class GatedLinear(_Pair):
         kernel = self.kernel(h.x)
         if kernel is not None:
             y, tops = kernel(h.x, h.squares, h.eps)
-            return y if tops is None or self.follower is None else Measured(y, tops)
+            return y if tops is None or self.follower is None else GatedRow(y, tops)
         if h.squares is None or self.linear.bias is not None or not self.divides:
             y = self.product(h.finished())
             dtype = self.follower.rounds(len(y)) if self.follower is not None and self.divides else None
@@ -156,10 +156,10 @@ class Partial(_Pair):
         self.fuse = fuse
         self.bias = None
 
-    def __call__(self, x: Tensor | Rounded | Measured) -> Tensor:
+    def __call__(self, x: Tensor | Rounded | GatedRow) -> Tensor:
         if isinstance(x, Rounded):
             return self._kernel.of_rows(*x)
-        x, known = measured(x)
+        x, known = row_of(x)
         kernel = self.kernel(x)
         return self.linear.scheme.apply(x) if kernel is None else kernel(x, **known)[0]
 
@@ -182,14 +182,14 @@ class LinearNorm(_Pair):
     def rounds(self, rows: int) -> torch.dtype | None:
         return super().rounds(rows) if self.part is None else self.part.rounds(rows)
 
-    def __call__(self, x: Tensor | Rounded | Measured, residual: Tensor) -> tuple[Normed, Tensor]:
+    def __call__(self, x: Tensor | Rounded | GatedRow, residual: Tensor) -> tuple[Normed, Tensor]:
         if self.part is not None and (peers := self.linear.group.peers) is not None:
             y = self.part(x)
             if peers.takes(y):
                 y = self.linear.group.add_norm(y, self.linear.bias, residual, self.norm)
                 return Normed(y), residual
             return self._summed(y, residual)
-        x, known = measured(x)
+        x, known = row_of(x)
         kernel = self.kernel(x)
         if kernel is None:
             return self._normed(self.branch(x), residual)
@@ -208,9 +208,9 @@ class LinearNorm(_Pair):
         codes, scale, residual = self.norm.rounded(y, residual, dtype)
         return Normed(Rounded(codes, scale, y.dtype)), residual
 
-    def branch(self, x: Tensor | Rounded | Measured) -> Tensor:
+    def branch(self, x: Tensor | Rounded | GatedRow) -> Tensor:
         """What is added to the residual, by itself."""
-        x, _ = measured(x)
+        x, _ = row_of(x)
         if self.part is not None and isinstance(x, Rounded):
             return self.linear.summed(self.part(x))
         return self.product(x)

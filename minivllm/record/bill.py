@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Capacity, Part
     from minivllm.registry import Entry, Selection
 
-FORMAT = "minivllm-run"
+FORMAT, WANTED = "minivllm-run", "a file that --record (or LLM.record) wrote"
 FORMAT_VERSION = 1
 KEYS = (
     "created", "fingerprint", "minivllm", "config", "resolved", "model", "parts", "changed_sources", "versions",
@@ -292,9 +292,9 @@ def is_record(path: str | os.PathLike[str]) -> bool:
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A bill from a file.  ConfigError if it is none."""
-    found = files.read_json(path, files.LARGE)
+    found = files.read_json(path, files.LARGE, want=WANTED)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError(f"{path}: no record of a run; want a file that --record (or LLM.record) wrote")
+        raise ConfigError(f"{path}: no record of a run; want {WANTED}")
     if found.get("format_version") != FORMAT_VERSION:
         raise ConfigError(
             f"{path}: a record of format {found.get('format_version')}, and this minivllm reads {FORMAT_VERSION}; "

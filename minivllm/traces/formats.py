@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from minivllm import files
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, shown
 
 from .trace import Trace, build
 
@@ -100,6 +100,8 @@ def _hashed(name: str, lines: Iterator[str], block: int, unit: float, fields: st
             continue
         try:
             row: Any = files.parse_json(line, name, line=number)
+            if not isinstance(row, dict):
+                raise ConfigError(f"{name}:{number}: {shown(row)} is no object; want one with {fields}")
             ids, n = [int(x) for x in row["hash_ids"]], int(row["input_length"])
             arrival.append(float(row["timestamp"]) / unit)
             prompt.append(n)

@@ -217,6 +217,8 @@ def test_a_recorded_run_runs_again_with_one_part_changed(experiment, capsys, mon
     assert (code, out.splitlines()[:2]) == (0, ["only evictor differs", "the tokens are the same: 8 in 2 requests"])
     code, out, err = said(capsys, "diff", "a.json", "b.json", "--only", "attention,scheduler")
     assert (code, err) == (1, "minivllm: error: more than attention, scheduler differs: evictor\n")
+    code, _, err = said(capsys, "diff", "a.json", "b.json", "--only", "evicter")
+    assert code == 1 and err.endswith("more than evicter differs: evictor. Did you mean 'evictor'?\n")
     found = json.loads(said(capsys, "diff", "a.json", "b.json", "--json")[1])
     assert (found["verdict"], found["tokens"], found["subjects"]) == ("only evictor differs", "same", ["evictor"])
 

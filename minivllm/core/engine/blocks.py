@@ -28,7 +28,7 @@ import numpy as np
 
 from minivllm.core.interfaces.attention import NULL_BLOCK
 from minivllm.core.interfaces.evictor import BlockInfo
-from minivllm.errors import EngineDeadError, told
+from minivllm.errors import EngineDeadError, from_file, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,7 +127,7 @@ class BlockPool:
             if what == "victims":
                 found = np.asarray(found, np.uint64).ravel()
         except Exception as e:
-            name = type(self.evictor).__name__
+            name = f"{type(self.evictor).__name__}{from_file(self.evictor)}"
             raise EngineDeadError(f"evictor {name} failed in {what}: {told(e)}") from e
         return found
 

@@ -187,9 +187,10 @@ class CostTable:
 
 def read_costs(path: str) -> CostTable:
     """A file that ``minivllm calibrate`` wrote.  ConfigError says what is wrong with it."""
-    raw = files.read_json(path, files.SMALL)
+    want = "a file that `minivllm calibrate` wrote"
+    raw = files.read_json(path, files.SMALL, want=want)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise ConfigError(f"{path}: no table of costs ({FORMAT!r}); want a file that `minivllm calibrate` wrote")
+        raise ConfigError(f"{path}: no table of costs ({FORMAT!r}); want {want}")
     try:
         found = raw["seconds"]
         return CostTable(
