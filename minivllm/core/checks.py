@@ -193,8 +193,10 @@ def shape(value: Any) -> StepShape:
 
 def _number(value: Any) -> bool:
     """A finite number that is no truth value."""
-    real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    return real and math.isfinite(value)
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
+        value, bool
+    )
+    return number and math.isfinite(value)
 
 
 # ---- strategies ------------------------------------------------------------------------------------------------------

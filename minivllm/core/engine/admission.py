@@ -75,7 +75,9 @@ def row_of(seq: Seq) -> bytes:
 def queue_view(rows: list[bytes], cached: Callable[[], np.ndarray] | None = None) -> QueueView:
     """The columns of ``QueueView`` for rows of ``row_of``; ``cached`` makes that column, which is else 0."""
     table = np.frombuffer(bytearray().join(rows), ROW)
-    return LazyView(len(rows), lambda key: cached() if cached and key == "cached" else table[key])
+    return LazyView(
+        len(rows), lambda name: cached() if cached and name == "cached" else table[name]
+    )
 
 
 def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:

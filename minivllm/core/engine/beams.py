@@ -200,10 +200,10 @@ class Beams:
     def outputs(self, cut: Finish | None) -> list[Kept]:
         """The answer, best first.  ``cut``: the reason if it ends early; live branches fill up then."""
         n, last = self.request.params.n, len(self.kept) - 1
-        best = dict.fromkeys(
+        order = dict.fromkeys(
             checks.whole(i, 0, last, "result() gave") for i in self.search.result()
         )
-        found = [self.kept[i] for i in list(best)[:n]]
+        found = [self.kept[i] for i in list(order)[:n]]
         if cut is not None:
             tails = (
                 [node for _, node in self.pending.append]

@@ -45,8 +45,9 @@ def walk_pool(pool: BlockPool, tables: list[np.ndarray]) -> None:
     assert len(np.unique(free)) == len(free) and NULL_BLOCK not in free, (
         "a block is twice in the free list"
     )
-    assert not pool.ref[free].any(), "a free block is held"
-    assert not pool.key[free].any(), "a free block is published"
+    assert not pool.ref[free].any() and not pool.key[free].any(), (
+        "a free block is held or published"
+    )
     held, cached = pool.ref > 0, pool.key != 0
     assert held.sum() == pool.held and (cached & ~held).sum() == pool.idle, (
         "the counts of held and idle blocks"

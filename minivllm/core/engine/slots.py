@@ -36,8 +36,9 @@ class Slots:
         # slots in order of admission; numpy is five times as fast with indices of this type
         self.running = np.empty(0, np.intp)
         self.next_serial = 0
-        # counts whenever a later step may differ from the last in more than tokens
-        self.changes = 0
+        self.changes = (
+            0  # counts whenever a later step may differ from the last in more than tokens
+        )
         self.serial = np.full(size, -1, np.int64)  # stamp of the present stay
         self.step = np.zeros(size, np.int64)  # id of the last step that holds the row
         self.published = 0  # id of the last step whose result is in the columns

@@ -121,7 +121,9 @@ class LayerSpec:
     rope: Rope | None  # None: positions are not told to attention
     norms: str = BEFORE  # or AFTER, AROUND
     parallel: bool = False  # with norms BEFORE
-    qk_norm: str | None = None  # HEAD: each by itself; WIDTH: all of q together, and of k
+    qk_norm: str | None = (
+        None  # HEAD: each head by itself; WIDTH: all heads of q together, and of k
+    )
     qkv_bias: bool = False
     out_bias: bool = False
     residual_scale: float = 1.0  # what is added to the stream is multiplied by it first

@@ -64,7 +64,9 @@ class StepWiring:
 
 @dataclass(frozen=True)
 class SpeculationWiring:
-    num_speculative_tokens: int = 0  # drafts a row may bring to a step, by parts["drafter"]
+    num_speculative_tokens: int = (
+        0  # drafts a row may bring to a step, by parts["drafter"]; 0: none
+    )
     speculate: str = "auto"  # always: also where it was measured to lose
     draft_model: DraftWiring | None = None  # for a drafter that has one
 

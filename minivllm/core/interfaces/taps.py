@@ -43,8 +43,10 @@ class Tap:
             raise _refused("point", self.point, "the name of a point, such as 'layers.0.residual'")
         if not isinstance(self.read, bool):
             raise _refused("read", self.read, "True or False")
-        real = isinstance(self.scale, (int, float, np.number)) and not isinstance(self.scale, bool)
-        if not real or not math.isfinite(self.scale):
+        number = isinstance(self.scale, (int, float, np.number)) and not isinstance(
+            self.scale, bool
+        )
+        if not number or not math.isfinite(self.scale):
             raise _refused("scale", self.scale, "a finite number")
         if self.add is None and self.scale != 1.0:
             raise _refused("scale", self.scale, "no scale where nothing is added")

@@ -62,8 +62,7 @@ class Runner:
         self.state = DeviceState(
             slots, wiring.max_model_len, len(w.groups), wiring.block, w.device, wiring.rope_switch
         )
-        dtype = getattr(torch, wiring.dtype)
-        self.taps = TapState(w.model, w.vocab_size, dtype, self.state, ranks)
+        self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)
         self.seams = SeamTimes()
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
         self.names, self.processors, self.sampler = chain.names, chain.made, chain.sampler

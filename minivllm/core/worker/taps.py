@@ -9,7 +9,7 @@ A step in which nobody has taps hears of none of this (``StepTensors.taps`` is N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from minivllm.core.interfaces.model import tap_points
 from minivllm.core.interfaces.plan import StepError
 from minivllm.core.interfaces.taps import LOGITS, by_point, read_only
+from minivllm.layers.taps import TapsOfStep
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnMeta
@@ -34,34 +35,17 @@ NO_MEMORY = (
 )
 
 
-class TapsOfStep:
-    """``model.StepTaps``: ``steering`` [S, width] by point, ``slots`` i64 [T] of the tokens; ``keep(point, x)`` is
-    called with the value of each point in ``read``."""
-
-    def __init__(
-        self,
-        steering: Mapping[str, Tensor],
-        slots: Tensor,
-        read: frozenset[str],
-        keep: Callable[[str, Tensor], Any],
-    ) -> None:
-        self.steering, self.slots, self.read, self.keep = steering, slots, read, keep
-        self.points = read | steering.keys()
-
-    def __call__(self, point: str, x: Tensor) -> Tensor:
-        if point in self.steering:
-            x = x + self.steering[point][self.slots]
-        if point in self.read:
-            self.keep(point, x)
-        return x
-
-
 class TapState:
     """What the taps of one device's rows need: ``points`` of the model and their widths, "logits" last; empty: none.
     ``ranks``: the communicator of those that share the model, which add at the same points or capture other steps."""
 
     def __init__(
-        self, model: Model, vocab: int, dtype: torch.dtype, state: DeviceState, ranks: Any = None
+        self,
+        model: Model,
+        vocab: int,
+        dtype: torch.dtype,
+        state: DeviceState,
+        ranks: Any = None,
     ) -> None:
         self.ranks, found = ranks, tap_points(model)
         self.points: dict[str, int] = {**found, LOGITS: vocab} if found else {}
