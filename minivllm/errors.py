@@ -106,10 +106,12 @@ def told(exc: BaseException) -> str:
 
 
 def from_file(part: object) -> str:
-    """`` (of FILE)``: where the class of a part is from, in a message; nothing of those in this package."""
-    module = type(part).__module__
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return "" if file is None or module.startswith(f"{__package__}.") else f" (of {brief(str(file))})"
+    """`` (of FILE)``: where the class of a part is from, in a message; nothing of those in this package, and of those
+    that no file has by their name."""
+    kind, module = type(part), sys.modules.get(type(part).__module__)
+    file = getattr(module, "__file__", None)
+    own = kind.__module__.startswith(f"{__package__}.") or not hasattr(module, kind.__qualname__.partition(".")[0])
+    return "" if file is None or own else f" (of {brief(str(file))})"
 
 
 def error_from(name: str, message: str, param: str | None = None) -> Exception:

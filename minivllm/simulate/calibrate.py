@@ -3,8 +3,9 @@
 prefill   prompts of many lengths, alone and several in a step
 decode    1, 2, 4 ... rows with short and long contexts
 mixed     prompts of few and of many tokens beside any number of rows that decode, and decodes right behind them
+wake      a prompt behind a pause, in which caches become cold and threads sleep
 traffic   requests that come and go at random: what a server sees, at several loads
-check     the last two with other lengths from another seed, which the fit does not see
+check     traffic and mixed with other lengths from another seed, which the fit does not see
 
 The time of a step is that from turn to turn of the real engine, and so has the host's share in it.
 """
@@ -16,7 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,13 @@ from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError, EngineDeadError
-from minivllm.plugins.executor.costs import CostTable, StepCounter
+from minivllm.plugins.executor.costs import PAUSE, CostTable, StepCounter
 
 from .fit import MeasuredStep, errors, fit
 
-SHARES = {"prefill": 0.15, "decode": 0.2, "mixed": 0.3, "traffic": 0.25, "check": 0.1}  # of the time
+SHARES = {"prefill": 0.15, "decode": 0.2, "mixed": 0.28, "wake": 0.05, "traffic": 0.22, "check": 0.1}  # of the time
 WARM = 0.1  # of the time, before anything counts
+PAUSES = (2 * PAUSE, 0.03)  # seconds: where nobody comes for longer, a step costs no more
 DECODES = 24  # steps of each point
 LOADS = (0.1, 0.3, 0.6, 1.0)  # of the rows
 LEAST_STEPS = 4  # of each load that are measured
@@ -55,6 +57,8 @@ class Calibrator:
         self.steps: list[MeasuredStep] = []
         self.adds: list[float] = []
         self._plans: deque[StepPlan] = deque()
+        self._paused = False  # before the next step
+        self._woken: StepPlan | None = None  # the last that came behind a pause
         self._counter = StepCounter()  # of steps that came back
         self._submit = engine.executor.submit
         self._number = self._ended = 0
@@ -71,6 +75,8 @@ class Calibrator:
     def __enter__(self) -> Calibrator:
         def submit(plan: StepPlan) -> None:
             self._plans.append(plan)
+            if self._paused:
+                self._paused, self._woken = False, plan
             self._submit(plan)
 
         self.engine.executor.submit = submit  # type: ignore[method-assign]
@@ -100,7 +106,7 @@ class Calibrator:
             return
         seconds = self.timer() - begun
         back = [self._plans.popleft() for _ in range(len(self._plans) - len(self.engine.in_flight))]
-        counts = [self._counter.count(plan, self._ended) for plan in back]
+        counts = [self._counter.count(plan, self._ended, plan is self._woken) for plan in back]
         if len(back) == 1 and phase:  # of several nobody knows whose time it was
             self.steps.append(MeasuredStep(counts[0], seconds, phase))
 
@@ -178,6 +184,13 @@ class Calibrator:
             self.engine.abort(name)
         self.drain("")
 
+    def wakes(self) -> Iterator[Point]:
+        """One prompt behind each pause, and two decodes behind the prompt."""
+        while True:
+            sleep(float(self.rng.uniform(*PAUSES)))
+            self._paused = True
+            yield Point([self._length(4, min(self.longest, self.most))], [3])
+
     def traffic(self, phase: str, seconds: float) -> None:
         """So many rows are kept busy, for some steps however short the time is; lengths are log-uniform, where
         there is room for all."""
@@ -248,8 +261,9 @@ def calibrate(
 
 
 def _measure(c: Calibrator, phase: str, seconds: float) -> None:
-    if phase in ("prefill", "decode"):
-        c.run(phase, seconds, c.prefills() if phase == "prefill" else c.decodes())
+    if phase in ("prefill", "decode", "wake"):
+        points = {"prefill": c.prefills, "decode": c.decodes, "wake": c.wakes}
+        c.run(phase, seconds, points[phase]())
     elif phase == "check":
         c.mixed(phase, seconds / 2)
         c.traffic(phase, seconds / 2)

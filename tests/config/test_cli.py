@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -20,7 +21,7 @@ import minivllm
 from minivllm.cli import main, one_line
 from minivllm.cli.commands import read_prompts, result, write_stream
 from minivllm.cli.common import find_modules
-from minivllm.errors import ConfigError, MinivllmError
+from minivllm.errors import ConfigError, MinivllmError, from_file
 
 ROOT = Path(__file__).parents[2]
 POCKET = ROOT / "minivllm" / "pocket" / "model"
@@ -444,3 +445,11 @@ def test_a_file_of_another_kind_is_refused_with_what_makes_the_right_one(capsys,
         (tmp_path / "other").write_text(text)
         code, _, err = said(capsys, *(word.format(tmp_path / "other") for word in args))
         assert code == 2 and want in err
+
+
+def test_a_message_names_the_file_of_a_part_that_is_not_of_this_package(tmp_path, monkeypatch):
+    (tmp_path / "own_part.py").write_text("class Own: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_part")
+    assert from_file(own.Own()) == f" (of {tmp_path / 'own_part.py'})"
+    assert not from_file(ConfigError("x")) and not from_file(type("Made", (), {"__module__": "own_part"})())

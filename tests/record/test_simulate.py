@@ -78,6 +78,13 @@ def test_a_request_alone_takes_the_sum_of_its_steps():
     assert run.busy == pytest.approx(prefill + 31 + 16) and run.steps == 11
 
 
+def test_the_first_step_behind_a_pause_costs_more_and_no_other():
+    slow = replace(COSTS, slopes={**NOTHING, "wake": 0.5})
+    run = cases.simulate(case(), alone(100, 20), slow)
+    assert run.first.tolist() == [(1.0 + 64 + 10) + (1.0 + 36 + 10), 1000 + 0.5 + 1.0 + 20 + 10]
+    assert (run.finished - run.first).tolist() == [4 * 2.0, 4 * 2.0]
+
+
 def test_policies_and_figures_see_the_virtual_clock_alone():
     trace = alone(60, 60, 60, every=0.0)
     out = figures.figures(cases.simulate(case("max_num_seqs=1"), trace, COSTS), {"e2el": 90e3}, COSTS.watts)
@@ -116,7 +123,7 @@ TRUTH = CostTable(
     PromptCosts(BrokenLine([1, 64], [1e-3, 8e-3]), {"row": 3e-5, "kv": 1e-6, "pairs": 4e-7, "chunk": 1e-4}),
     PromptCosts(BrokenLine([65, 128], [1.6e-2, 2.2e-2]), {"row": 2e-4, "kv": 3e-6, "pairs": 1e-7, "chunk": 4e-4}),
     64,
-    {"kv": 1e-6, "join": 5e-5, "end": 1e-4, "fresh": 2e-4, "cold": 5e-4, "cold_kv": 3e-7},
+    {"kv": 1e-6, "join": 5e-5, "end": 1e-4, "fresh": 2e-4, "cold": 5e-4, "cold_kv": 3e-7, "wake": 2e-3},
 )
 POINTS = [1, 4, 8], [1, 16, 32, 64, 96, 128]
 
@@ -132,7 +139,8 @@ def measured(truth, n=4000, prompts=0.5):
         pairs = prefill * (rng.integers(0, 500) + prefill / 2)
         chunks = int(rng.integers(1, 4)) if prefill else 0
         others = [int(x) for x in rng.integers(0, 2, 3)]
-        c = StepCounts(rows, int(rows * rng.integers(1, 900)), prefill, pairs, chunks, *others, max(before))
+        kv, wake = int(rows * rng.integers(1, 900)), int(rng.random() < 0.1)
+        c = StepCounts(rows, kv, prefill, pairs, chunks, *others, max(before), wake)
         before = (before[1], c.tokens if prefill else 0)
         noise = rng.lognormal(0, 0.1) * (3 if rng.random() < 0.02 else 1)
         steps.append(MeasuredStep(c, truth.seconds(c) * noise, "a"))
@@ -149,6 +157,7 @@ def test_costs_that_are_there_are_found_again_through_noise(limit):
     assert found.limit == limit and errors(found, steps)["all"]["median_error"] < 0.1
     assert found.slopes["kv"] == pytest.approx(1e-6, rel=0.15)
     assert found.large.slopes["kv"] == pytest.approx(truth.large.slopes["kv"], rel=0.25)
+    assert found.slopes["wake"] == pytest.approx(2e-3, rel=0.15)
 
 
 def test_a_row_that_decodes_costs_what_the_whole_step_makes_of_it():

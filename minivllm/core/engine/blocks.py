@@ -127,8 +127,8 @@ class BlockPool:
             if what == "victims":
                 found = np.asarray(found, np.uint64).ravel()
         except Exception as e:
-            name = f"{type(self.evictor).__name__}{from_file(self.evictor)}"
-            raise EngineDeadError(f"evictor {name} failed in {what}: {told(e)}") from e
+            said = f"{type(self.evictor).__name__} failed in {what}: {told(e)}"
+            raise EngineDeadError(f"evictor {said}{from_file(self.evictor)}") from e
         return found
 
     def _drop(self, keys: np.ndarray) -> None:

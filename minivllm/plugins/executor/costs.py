@@ -2,11 +2,12 @@
 
     a step of decodes   rows(R) + kv * K
     one with prompts    tokens(R + T) + row * R + kv * K + pairs * P + chunk * C
-    any                 + join * J + end * E + fresh * F + W * (cold + cold_kv * K)
+    any                 + join * J + end * E + fresh * F + W * (cold + cold_kv * K) + wake * V
 
     R   rows that decode             K   tokens whose KV they read          J   rows that enter
     T   prompt tokens computed       P   pairs of a prompt token and one    E   rows that end
     C   chunks of prompts                before it                 F   1 unless its rows are those of the step before
+    V   1 behind a pause
 
 Steps with prompts have two sets of costs, up to ``limit`` tokens and beyond: captured steps, and programs made for few
 tokens, end at some number of them, and what runs beyond takes other times for everything, the rows that decode in the
@@ -31,9 +32,11 @@ from minivllm import files
 from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError
 
-FORMAT = "minivllm-costs 2"
-SLOPES = ("kv", "join", "end", "fresh", "cold", "cold_kv")  # seconds for each; ``kv``: of steps of decodes
+FORMAT = "minivllm-costs 3"
+SLOPES = ("kv", "join", "end", "fresh", "cold", "cold_kv", "wake")  # seconds for each; ``kv``: of steps of decodes
 PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # the same, of steps with prompts
+
+PAUSE = 2e-3  # seconds without a step, behind which caches are cold and threads asleep
 
 SIZES = {  # of the engine, and the least that each may be
     "kvcache_block_size": 1,
@@ -73,6 +76,7 @@ class StepCounts:
     ends: int = 0
     fresh: int = 0
     before: int = 0  # tokens of the larger of the two steps before, of those with prompts
+    wake: int = 0  # 1 behind a pause
 
     @property
     def tokens(self) -> int:
@@ -86,22 +90,22 @@ class StepCounter:
         self.last: StepPlan | None = None
         self.before = (0, 0)  # tokens of the last two steps, 0 for one without prompts
 
-    def count(self, plan: StepPlan, ends: int = 0) -> StepCounts:
-        """Rows of one token come first in a plan.  A plan that goes on from the last one in the same rows
-        (``StepPlan.further``) is made in a fraction of the time, and finds caches warm."""
+    def count(self, plan: StepPlan, ends: int = 0, wake: bool = False) -> StepCounts:
+        """``wake``: behind a pause.  Rows of one token come first in a plan.  A plan that goes on from the last
+        one in the same rows (``StepPlan.further``) is made in a fraction of the time, and finds caches warm."""
         fresh = int(self.last is None or plan.slots is not self.last.slots)
         before, self.last = max(self.before), plan
         q, n = plan.q_len, len(plan.q_len)
         joins = 0 if plan.delta.join is None else len(plan.delta.join.slot)
         if not n or q[-1] == 1:
             self.before = (self.before[1], 0)
-            return StepCounts(n, int(plan.computed.sum()) + n, 0, 0.0, 0, joins, ends, fresh, before)
+            return StepCounts(n, int(plan.computed.sum()) + n, 0, 0.0, 0, joins, ends, fresh, before, int(wake))
         rows = int(np.count_nonzero(q == 1))
         long, first = q[rows:].astype(np.float64), plan.computed[rows:]
         pairs = float((long * (first + (long + 1) / 2)).sum())
         kv, prefill = int(plan.computed[:rows].sum()) + rows, int(long.sum())
         self.before = (self.before[1], rows + prefill)
-        return StepCounts(rows, kv, prefill, pairs, n - rows, joins, ends, fresh, before)
+        return StepCounts(rows, kv, prefill, pairs, n - rows, joins, ends, fresh, before, int(wake))
 
     def skip(self, plan: StepPlan) -> None:
         """Steps of decodes were not counted, of which this was the last; it and the one before it had no prompts."""
@@ -143,7 +147,7 @@ class CostTable:
             found = (self.small if c.tokens <= self.limit else self.large).seconds(c)
         else:
             found = self.decode(c.rows, c.kv)
-        found += s["join"] * c.joins + s["end"] * c.ends + s["fresh"] * c.fresh
+        found += s["join"] * c.joins + s["end"] * c.ends + s["fresh"] * c.fresh + s["wake"] * c.wake
         return found + s["cold"] + s["cold_kv"] * c.kv if self.is_cold(c) else found
 
     def decode(self, rows: int, kv: int) -> float:

@@ -47,7 +47,7 @@ from minivllm.core.interfaces.plan import (
 from minivllm.errors import ModelError, ResourceError
 
 from .clocks import CLOCKS
-from .costs import StepCounter, read_costs
+from .costs import PAUSE, StepCounter, read_costs
 from .made_up import Histories, MadeUpModel, mixed, scores_of, uniform
 from .options import SimOptions
 
@@ -149,7 +149,8 @@ class Sim(Executor):
         """Milliseconds of its FORWARD."""
         o = self.options
         if self.costs is not None:
-            return 1e3 * self.costs.seconds(self._counter.count(plan))
+            wake = not self._running and self.clock.now() - self._free_at > PAUSE
+            return 1e3 * self.costs.seconds(self._counter.count(plan, wake=wake))
         return o.step_ms + o.row_ms * len(plan.slots) + o.token_ms * int(plan.q_len.sum())
 
     def _work(self, ms: float) -> None:
