@@ -3,7 +3,7 @@
 prefill   prompts of many lengths, alone and several in a step
 decode    1, 2, 4 ... rows with short and long contexts
 mixed     prompts of few and of many tokens beside any number of rows that decode, and decodes right behind them
-wake      a prompt behind a pause, in which caches become cold and threads sleep
+wake      prompts behind pauses, in which caches become cold and threads sleep
 traffic   requests that come and go at random: what a server sees, at several loads
 check     traffic and mixed with other lengths from another seed, which the fit does not see
 
@@ -31,9 +31,9 @@ from minivllm.plugins.executor.costs import PAUSE, CostTable, StepCounter
 
 from .fit import MeasuredStep, errors, fit
 
-SHARES = {"prefill": 0.15, "decode": 0.2, "mixed": 0.28, "wake": 0.05, "traffic": 0.22, "check": 0.1}  # of the time
+SHARES = {"prefill": 0.1, "decode": 0.2, "mixed": 0.25, "wake": 0.15, "traffic": 0.2, "check": 0.1}  # of the time
 WARM = 0.1  # of the time, before anything counts
-PAUSES = (2 * PAUSE, 0.03)  # seconds: where nobody comes for longer, a step costs no more
+PAUSES = (2 * PAUSE, 0.1)  # seconds
 DECODES = 24  # steps of each point
 LOADS = (0.1, 0.3, 0.6, 1.0)  # of the rows
 LEAST_STEPS = 4  # of each load that are measured
@@ -184,12 +184,14 @@ class Calibrator:
             self.engine.abort(name)
         self.drain("")
 
-    def wakes(self) -> Iterator[Point]:
+    def wake(self, phase: str, seconds: float) -> None:
         """One prompt behind each pause, and two decodes behind the prompt."""
-        while True:
+        until, top = self.timer() + seconds, min(self.longest, self.most)
+        while self.timer() < until:
             sleep(float(self.rng.uniform(*PAUSES)))
             self._paused = True
-            yield Point([self._length(4, min(self.longest, self.most))], [3])
+            self.add(self._length(4, top), 3)
+            self.drain(phase)
 
     def traffic(self, phase: str, seconds: float) -> None:
         """So many rows are kept busy, for some steps however short the time is; lengths are log-uniform, where
@@ -261,14 +263,13 @@ def calibrate(
 
 
 def _measure(c: Calibrator, phase: str, seconds: float) -> None:
-    if phase in ("prefill", "decode", "wake"):
-        points = {"prefill": c.prefills, "decode": c.decodes, "wake": c.wakes}
-        c.run(phase, seconds, points[phase]())
+    if phase in ("prefill", "decode"):
+        c.run(phase, seconds, c.prefills() if phase == "prefill" else c.decodes())
     elif phase == "check":
         c.mixed(phase, seconds / 2)
         c.traffic(phase, seconds / 2)
     else:
-        (c.mixed if phase == "mixed" else c.traffic)(phase, seconds)
+        {"mixed": c.mixed, "wake": c.wake, "traffic": c.traffic}[phase](phase, seconds)
 
 
 def _sizes(engine: Engine) -> dict[str, Any]:

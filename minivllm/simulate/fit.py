@@ -91,7 +91,9 @@ def _design(seen: _Columns, limit: int, rows_at: Sequence[int], tokens_at: Seque
     blocks = [_hats(at_rows, seen.rows) * ~seen.prompts[:, None]]
     for at, which in ((at_large, large), (at_small, small)):
         blocks += [_hats(at, seen.tokens) * which[:, None], seen.own * which[:, None]] if at else []
-    rest = np.stack([seen.kv * ~seen.prompts, *seen.common, cold, cold * seen.kv, seen.wake], 1)  # by SLOPES
+    rest = np.stack(
+        [seen.kv * ~seen.prompts, *seen.common, cold, cold * seen.kv, seen.wake, seen.wake * large * (limit > 0)], 1
+    )  # by SLOPES
     matrix = np.concatenate([*blocks, rest], axis=1)
     slopes = PROMPT_SLOPES if limit else ()
     parts = (at_rows, at_large, PROMPT_SLOPES, at_small, slopes, SLOPES)

@@ -25,7 +25,16 @@ COSTS = CostTable(  # about pocket's, no two sums alike
         BrokenLine([33, 64], [1.2e-2, 2.1e-2]), {"row": 1.9e-4, "kv": 1.9e-6, "pairs": 8.9e-8, "chunk": 3.1e-4}
     ),
     32,
-    {"kv": 1.7e-7, "join": 1.3e-4, "end": 7.7e-5, "fresh": 2.3e-4, "cold": 4.3e-4, "cold_kv": 3.1e-7, "wake": 1.5e-3},
+    {
+        "kv": 1.7e-7,
+        "join": 1.3e-4,
+        "end": 7.7e-5,
+        "fresh": 2.3e-4,
+        "cold": 4.3e-4,
+        "cold_kv": 3.1e-7,
+        "wake": 1.5e-3,
+        "wake_large": 9e-4,
+    },
     add=1.9e-4,
     engine=SIZES,
 )

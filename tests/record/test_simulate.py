@@ -123,7 +123,16 @@ TRUTH = CostTable(
     PromptCosts(BrokenLine([1, 64], [1e-3, 8e-3]), {"row": 3e-5, "kv": 1e-6, "pairs": 4e-7, "chunk": 1e-4}),
     PromptCosts(BrokenLine([65, 128], [1.6e-2, 2.2e-2]), {"row": 2e-4, "kv": 3e-6, "pairs": 1e-7, "chunk": 4e-4}),
     64,
-    {"kv": 1e-6, "join": 5e-5, "end": 1e-4, "fresh": 2e-4, "cold": 5e-4, "cold_kv": 3e-7, "wake": 2e-3},
+    {
+        "kv": 1e-6,
+        "join": 5e-5,
+        "end": 1e-4,
+        "fresh": 2e-4,
+        "cold": 5e-4,
+        "cold_kv": 3e-7,
+        "wake": 2e-3,
+        "wake_large": 4e-3,
+    },
 )
 POINTS = [1, 4, 8], [1, 16, 32, 64, 96, 128]
 
@@ -158,6 +167,7 @@ def test_costs_that_are_there_are_found_again_through_noise(limit):
     assert found.slopes["kv"] == pytest.approx(1e-6, rel=0.15)
     assert found.large.slopes["kv"] == pytest.approx(truth.large.slopes["kv"], rel=0.25)
     assert found.slopes["wake"] == pytest.approx(2e-3, rel=0.15)
+    assert found.slopes["wake_large"] == (pytest.approx(4e-3, rel=0.25) if limit else 0)
 
 
 def test_a_row_that_decodes_costs_what_the_whole_step_makes_of_it():

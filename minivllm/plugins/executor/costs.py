@@ -2,12 +2,12 @@
 
     a step of decodes   rows(R) + kv * K
     one with prompts    tokens(R + T) + row * R + kv * K + pairs * P + chunk * C
-    any                 + join * J + end * E + fresh * F + W * (cold + cold_kv * K) + wake * V
+    any                 + join * J + end * E + fresh * F + W * (cold + cold_kv * K) + V * wake
 
     R   rows that decode             K   tokens whose KV they read          J   rows that enter
     T   prompt tokens computed       P   pairs of a prompt token and one    E   rows that end
     C   chunks of prompts                before it                 F   1 unless its rows are those of the step before
-    V   1 behind a pause
+    V   1 behind a pause; beyond the limit it costs wake_large more
 
 Steps with prompts have two sets of costs, up to ``limit`` tokens and beyond: captured steps, and programs made for few
 tokens, end at some number of them, and what runs beyond takes other times for everything, the rows that decode in the
@@ -33,7 +33,16 @@ from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError
 
 FORMAT = "minivllm-costs 3"
-SLOPES = ("kv", "join", "end", "fresh", "cold", "cold_kv", "wake")  # seconds for each; ``kv``: of steps of decodes
+SLOPES = (
+    "kv",
+    "join",
+    "end",
+    "fresh",
+    "cold",
+    "cold_kv",
+    "wake",
+    "wake_large",
+)  # seconds for each; ``kv``: of steps of decodes
 PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # the same, of steps with prompts
 
 PAUSE = 2e-3  # seconds without a step, behind which caches are cold and threads asleep
@@ -147,12 +156,17 @@ class CostTable:
             found = (self.small if c.tokens <= self.limit else self.large).seconds(c)
         else:
             found = self.decode(c.rows, c.kv)
-        found += s["join"] * c.joins + s["end"] * c.ends + s["fresh"] * c.fresh + s["wake"] * c.wake
+        found += s["join"] * c.joins + s["end"] * c.ends + s["fresh"] * c.fresh
+        if c.wake:
+            found += s["wake"] + s["wake_large"] * self.is_large(c)
         return found + s["cold"] + s["cold_kv"] * c.kv if self.is_cold(c) else found
 
     def decode(self, rows: int, kv: int) -> float:
         """Seconds of a step like the one before, of rows that decode and read so many tokens' KV."""
         return self.rows(rows) + self.slopes["kv"] * kv
+
+    def is_large(self, c: StepCounts) -> bool:
+        return c.prefill > 0 and c.tokens > self.limit > 0
 
     def is_cold(self, c: StepCounts) -> bool:
         return c.before > self.limit > 0 and (not c.prefill or c.tokens <= self.limit)
