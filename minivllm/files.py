@@ -112,7 +112,9 @@ def read_json(path: Name, most: int = SMALL, error: Error = ConfigError, name: s
     try:
         return parse_json(text, at, error)
     except error as exc:
-        raise error(f"{exc}; want {want}") from None if want else exc
+        if not want:
+            raise
+        raise error(f"{exc}; want {want}") from None
 
 
 def parse_json(text: str, at: str, error: Error = ConfigError, line: int = 0) -> Any:

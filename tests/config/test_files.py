@@ -333,3 +333,11 @@ def test_a_chain_without_an_end_and_a_long_one_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot extend itself: a0.toml -> .*\.\.\. .*-> a0.toml") as info:
         load_config([tmp_path / "a0.toml"], environ={})
     assert len(str(info.value)) < 600
+
+
+def test_broken_json_says_what_is_wanted_only_where_somebody_knows_it(tmp_path):
+    (tmp_path / "a.json").write_text("[run]")
+    for want, end in (("", "Expecting value"), ("a record", "Expecting value; want a record")):
+        with pytest.raises(ConfigError) as failed:
+            files.read_json(tmp_path / "a.json", want=want)
+        assert str(failed.value).endswith(end)
