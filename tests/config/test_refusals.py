@@ -1,0 +1,88 @@
+"""Own parts, and what is misspelt or of another kind: what is found, and what a refusal says to do."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from minivllm.cli import main
+from minivllm.cli.common import find_modules
+from minivllm.errors import ConfigError, from_file
+
+
+def said(capsys, *args):
+    """Exit code, standard output, standard error of a command in this process."""
+    try:
+        code = main(list(args))
+    except SystemExit as exc:
+        code = exc.code
+    return (code, *capsys.readouterr())
+
+
+def test_a_module_that_may_be_named_is_found_beside_the_configuration_and_in_the_current_folder(tmp_path, monkeypatch):
+    beside, here = tmp_path / "beside", tmp_path / "here"
+    for folder, name in ((beside, "own_beside"), (here, "own_here"), (here, "json")):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text("")
+    (here / "own_package").mkdir()
+    (here / "own_package" / "__init__.py").write_text("")
+    monkeypatch.chdir(here)
+    before = [path for path in sys.path if path]
+    for allowed, added in (
+        (["own_beside"], [beside]),
+        (["own_here:Evictor"], [here]),
+        (["own_package.parts"], [here]),
+        (["own_nowhere", "json", "__main__", "./own_here.py"], []),
+        ([], []),
+    ):
+        monkeypatch.setattr(sys, "path", list(before))
+        find_modules(allowed, [str(beside / "a.toml")])
+        assert sys.path == [*before, *map(str, added)]
+
+
+@pytest.mark.parametrize("path", ["./mine.py:Own", "mine.py:Own", "parts/mine.py:Own"])
+def test_a_path_in_the_place_of_a_module_is_refused_with_the_module_to_name(capsys, path):
+    code, _, err = said(capsys, "explain", "evictor", "--set", f"evictor={path}")
+    assert code == 4 and "is a path" in err and "want 'mine:Own' and --allow-target mine" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["compare", "--sedes", "1"], "Did you mean '--seeds'? (see minivllm compare --help)"),
+        (
+            ["bench", "throughput", "--num-promts=3"],
+            "Did you mean '--num-prompts'? (see minivllm bench throughput --help)",
+        ),
+        (["run", "a.toml", "b.toml"], "unrecognized arguments: b.toml (see minivllm run --help)"),
+        (["compare", "--sweep", "evicter=lru,fifo"], "--sweep: unknown option 'evicter'. Did you mean 'evictor'?"),
+    ],
+)
+def test_what_is_misspelt_is_refused_with_the_nearest_that_there_is(capsys, args, hint):
+    code, _, err = said(capsys, *args)
+    assert code == 2 and hint in err
+
+
+@pytest.mark.parametrize(
+    ("args", "want"),
+    [
+        (["diff", "{}", "{}"], "want a file that --record (or LLM.record) wrote"),
+        (["report", "{}", "-o", "x.html"], "want a file that bench, ablate or compare wrote"),
+        (["simulate", "--trace", "sample:azure", "--costs", "{}"], "want a file that `minivllm calibrate` wrote"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_with_what_makes_the_right_one(capsys, tmp_path, args, want):
+    for text in ("[run]\n", "[]"):
+        (tmp_path / "other").write_text(text)
+        code, _, err = said(capsys, *(word.format(tmp_path / "other") for word in args))
+        assert code == 2 and want in err
+
+
+def test_a_message_names_the_file_of_a_part_that_is_not_of_this_package(tmp_path, monkeypatch):
+    (tmp_path / "own_part.py").write_text("class Own: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_part")
+    assert from_file(own.Own()) == f" (of {tmp_path / 'own_part.py'})"
+    assert not from_file(ConfigError("x")) and not from_file(type("Made", (), {"__module__": "own_part"})())
