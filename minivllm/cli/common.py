@@ -10,7 +10,7 @@ import gc
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,15 +31,21 @@ SAMPLING: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
-    """The configuration of a command; what it has to say goes to standard error."""
+def read_config(files: Sequence[str], sets: Sequence[str], flags: Mapping[str, Any]) -> Loaded:
+    """As ``load_config``, for every command: modules that may be named as targets are found from here on."""
     from minivllm.config import load_config
 
+    loaded = load_config(files, sets, flags=flags)
+    find_modules(loaded.engine.allow_targets, loaded.files)
+    return loaded
+
+
+def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
+    """The configuration of a command; what it has to say goes to standard error."""
     flags: dict[str, Any] = {"model": args.model} if args.model is not None else {}
     if args.allow_target:
         flags["allow_targets"] = args.allow_target
-    loaded = load_config([*files, *args.config], args.set, flags=flags)
-    find_modules(loaded.engine.allow_targets, loaded.files)
+    loaded = read_config([*files, *args.config], args.set, flags)
     for note in loaded.notes:
         print(f"minivllm: {note}", file=sys.stderr)
     show_warnings()

@@ -270,7 +270,7 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
         cases = [(name, [file], []) for name, file in zip(names, args.file, strict=True)]
     if twice := {name for name, _, _ in cases if sum(name == other for other, _, _ in cases) > 1}:
         raise ConfigError(f"{brief(min(twice))}: the same configuration twice")
-    found = []
+    found, told = [], {}
     for name, files, sets in cases:
         own = copy(args)
         own.set = [*args.set, *sets]
@@ -280,10 +280,12 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
             if args.set or not sets or not str(exc).startswith("--set"):
                 raise
             raise ConfigError(str(exc).replace("--set", "--sweep", 1)) from None
-        if unused := unused_tables(loaded) if name == cases[0][0] else "":
-            want = "requests are those of --dataset, or random ones, at --temperature"
-            print(f"minivllm: {unused} of the file: not used here; {want}", file=sys.stderr)
+        if unused := unused_tables(loaded):
+            told[" ".join(files)] = unused
         found.append(Contender(name, own, replace(loaded, run=type(loaded.run)())))  # [run] is about `minivllm run`
+    for file, unused in told.items():
+        want = "requests are those of --dataset, or random ones, at --temperature"
+        print(f"minivllm: {unused} of {file}: not used here; {want}", file=sys.stderr)
     return found
 
 

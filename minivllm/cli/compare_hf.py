@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.common import show_warnings
+from minivllm.cli.common import read_config, show_warnings
 from minivllm.errors import ConfigError, brief
 
 if TYPE_CHECKING:
@@ -60,17 +60,15 @@ def compare(args: argparse.Namespace) -> int:
 
 def _configurations(args: argparse.Namespace) -> Iterator[Loaded]:
     """One for each dtype; without ``--dtype`` that of the configuration, or float32 where it names none."""
-    from minivllm.config import load_config
-
     flags = {"model": args.model, **({"allow_targets": args.allow_target} if args.allow_target else {})}
-    first = load_config(args.config, args.set, flags=flags)
+    first = read_config(args.config, args.set, flags)
     for note in first.notes:
         print(f"minivllm: {note}", file=sys.stderr)
     if not args.dtype and "dtype" in first.engine.model_fields_set:
         yield first
         return
     for dtype in dict.fromkeys(args.dtype or DTYPES[:1]):
-        yield load_config(args.config, args.set, flags={**flags, "dtype": dtype})
+        yield read_config(args.config, args.set, {**flags, "dtype": dtype})
 
 
 def _ids(text: str) -> list[int]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm.cli.common import read_config
 from minivllm.errors import ConfigError, brief
 
 if TYPE_CHECKING:
@@ -94,20 +95,16 @@ def _whose_options(seam: str, names: list[str], sets: list[str]) -> list[str]:
 
 def configs_of(args: argparse.Namespace) -> list[tuple[str, Loaded]]:
     """(label, configuration) for each file, or the defaults."""
-    from minivllm.config import load_config
-
     flags = {"allow_targets": args.allow_target} if args.allow_target else {}
     stems = [Path(file).stem for file in args.config]
     labels = stems if len(set(stems)) == len(stems) else args.config
     if len(set(labels)) < len(labels):
         raise ConfigError(f"--config {brief(labels[0])}: the same file twice; each is a run of its own")
-    found = [
-        (label, load_config([file], args.set, flags=flags)) for label, file in zip(labels, args.config, strict=True)
-    ]
+    found = [(label, read_config([file], args.set, flags)) for label, file in zip(labels, args.config, strict=True)]
     for _, loaded in found:
         for note in loaded.notes:
             print(f"minivllm: {note}", file=sys.stderr)
-    return found or [("defaults", load_config([], args.set, flags=flags))]
+    return found or [("defaults", read_config([], args.set, flags))]
 
 
 def part_of(trace: Trace, text: str) -> Trace:

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.common import show_warnings
+from minivllm.cli.common import read_config, show_warnings
 from minivllm.cli.vllm_flags import translate
 from minivllm.errors import ConfigError, shown
 
@@ -105,8 +105,6 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
 
 def load(args: argparse.Namespace) -> Loaded:
     """The configuration, flags laid over files."""
-    from minivllm.config import load_config
-
     if args.positional is not None and args.model is not None:
         raise ConfigError(f"MODEL {shown(args.positional)} beside --model {shown(args.model)}: want one")
     model = args.positional if args.positional is not None else args.model
@@ -125,7 +123,7 @@ def load(args: argparse.Namespace) -> Loaded:
     flags |= {} if model is None else {"model": model}
     flags |= {"server": server} if server else {}
     flags |= {"allow_targets": args.allow_target} if args.allow_target else {}
-    loaded = load_config(args.config, args.set, flags=flags)
+    loaded = read_config(args.config, args.set, flags)
     show_warnings()
     return loaded
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cli_helpers import said
 from plugin_helpers import install
 
 import minivllm
-from minivllm.cli import main, one_line
+from minivllm.cli import one_line
 from minivllm.cli.commands import read_prompts, result, write_stream
 from minivllm.errors import ConfigError, MinivllmError
 
@@ -35,15 +36,6 @@ def command(*args, **environ):
 def python(code):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-
-
-def said(capsys, *args):
-    """Exit code, standard output, standard error of a command in this process."""
-    try:
-        code = main(list(args))
-    except SystemExit as exc:
-        code = exc.code
-    return (code, *capsys.readouterr())
 
 
 # ---------------------------------------------------------------- what is imported

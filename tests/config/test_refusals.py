@@ -6,19 +6,10 @@ import importlib
 import sys
 
 import pytest
+from cli_helpers import said
 
-from minivllm.cli import main
 from minivllm.cli.common import find_modules
 from minivllm.errors import ConfigError, from_file
-
-
-def said(capsys, *args):
-    """Exit code, standard output, standard error of a command in this process."""
-    try:
-        code = main(list(args))
-    except SystemExit as exc:
-        code = exc.code
-    return (code, *capsys.readouterr())
 
 
 def test_a_module_that_may_be_named_is_found_beside_the_configuration_and_in_the_current_folder(tmp_path, monkeypatch):
@@ -40,6 +31,17 @@ def test_a_module_that_may_be_named_is_found_beside_the_configuration_and_in_the
         monkeypatch.setattr(sys, "path", list(before))
         find_modules(allowed, [str(beside / "a.toml")])
         assert sys.path == [*before, *map(str, added)]
+
+
+def test_commands_that_read_several_configurations_find_modules_too(capsys, tmp_path, monkeypatch):
+    (tmp_path / "own_replayed.py").write_text(
+        "from minivllm.plugins.evictor.lru import Lru\n\n\nclass Own(Lru):\n    pass\n"
+    )
+    (tmp_path / "a.toml").write_text('evictor = "own_replayed:Own"\n')
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    args = ["synthetic:requests=8", "--blocks", "50%", "--config", str(tmp_path / "a.toml")]
+    code, out, err = said(capsys, "replay", *args, "--allow-target", "own_replayed")
+    assert code == 0 and "own_replayed:Own" in out, err
 
 
 @pytest.mark.parametrize("path", ["./mine.py:Own", "mine.py:Own", "parts/mine.py:Own"])

@@ -76,7 +76,7 @@ def test_few_rows_with_what_comes_before_and_behind_a_product(shape, rounded):
 @on_gpu
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("shape", [*checks.VECTOR, *checks.SLIM, *WIDE], ids=str)
-def test_one_or_two_rows_with_what_comes_before_and_behind_a_product(shape, rounded):
+def test_one_row_with_what_comes_before_and_behind_a_product(shape, rounded):
     if not (rounded and shape[0] == "int4"):
         checks.check_vector("cuda", torch.bfloat16, shape, None, rounded)
         for stages in (0, 3):

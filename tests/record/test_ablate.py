@@ -6,25 +6,17 @@ from __future__ import annotations
 import json
 
 import pytest
+from cli_helpers import said
 
 from minivllm import LLM
 from minivllm.bench import ablate, offline, trials
 from minivllm.bench.statistics import Paired
 from minivllm.bench.workload import Generated
-from minivllm.cli import main
 from minivllm.errors import ResourceError
 
 SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=64", "--set", "num_kvcache_blocks=64"]
 LITTLE = ["--num-prompts", "4", "--input-len", "6", "--output-len", "4", "--repeats", "2", "--warmups", "0"]
 OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=64)
-
-
-def said(capsys, *args):
-    try:
-        code = main(list(args))
-    except SystemExit as exc:
-        code = exc.code
-    return (code, *capsys.readouterr())
 
 
 def test_without_a_kv_cache_each_token_is_computed_from_all_before_it_and_is_the_same():

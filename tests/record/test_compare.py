@@ -9,26 +9,19 @@ from argparse import Namespace
 
 import numpy as np
 import pytest
+from cli_helpers import said
 
 from minivllm import LLM, SamplingParams
 from minivllm.bench import quality, trials
 from minivllm.bench.comparing import ComparedRuns
 from minivllm.bench.quality import TextScores
+from minivllm.bench.report import _beats
 from minivllm.bench.store import Store, digest
-from minivllm.cli import main
 from minivllm.cli.compare import contenders
 from minivllm.cli.record import record_path
 
 SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=128", "--set", "num_kvcache_blocks=64"]
 LITTLE = ["--num-prompts", "3", "--input-len", "6", "--output-len", "3", "--warmups", "0", "--quality-tokens", "24"]
-
-
-def said(capsys, *args):
-    try:
-        code = main(list(args))
-    except SystemExit as exc:
-        code = exc.code
-    return (code, *capsys.readouterr())
 
 
 def test_perplexity_is_that_of_the_log_probabilities_of_the_prompt():
@@ -98,6 +91,46 @@ def test_a_sweep_runs_each_combination_over_the_seeds_and_what_is_there_is_not_r
     )
     first, second = json.loads(path.read_text())["rows"]
     assert code == 0 and not ran and first["quality"]["kl"] == 0 and second["quality"]["kl"] > 1e-7
+
+
+def test_a_table_says_what_was_asked_what_differs_and_how_many_prefixes_were_found(capsys, tmp_path):
+    """And what of the file is not used: requests are said by flags."""
+    config, requests, path = tmp_path / "c.toml", tmp_path / "asks.jsonl", tmp_path / "r.json"
+    config.write_text('dtype = "float32"\n[sampling]\ntemperature = 1\n[run]\nprompts = ["x"]\n')
+    args = ["compare", str(config), *SMALL, "--output-len", "3", "--warmups", "0", "--quality-tokens", "0"]
+    args += ["--sweep", "enable_prefix_caching=true,false", "--seeds", "1,2", "--in-turns"]
+    drawn = ["--num-prompts", "8", "--input-len", "6", "--prefix-len", "32", "--output-json", str(path)]
+    code, out, err = said(capsys, *args, *drawn)
+    assert code == 0 and out.startswith("8 requests of 6 random tokens, 32 more in common, 3 out, temperature 0\n")
+    assert "over enable_prefix_caching=true: only enable_prefix_caching differs\n" in out
+    assert err.count(f"[run] and [sampling] of {config}: not used here") == 1
+    on, off = json.loads(path.read_text())["rows"]
+    assert on["prefix_hit_rate"] > 0.3 and off["prefix_hit_rate"] == 0
+    assert f"counted of {off['name']}: prefix hits 0.000" in out and on["verdict"] == ""
+    requests.write_text('"a b"\n"a c"\n')
+    code, out, err = said(capsys, *args, "--dataset", str(requests))
+    assert code == 0 and f"2 requests of {requests}, temperature 0\n" in out and "counted" not in out
+    assert "at temperature 0: all seeds ask for the same" in err
+
+
+def test_nobody_is_beaten_by_less_than_the_intervals():
+    def row(speed, around, perplexity=2.0, weights=10):
+        intervals = {"output_throughput": [speed - around, speed + around]}
+        quality = {"perplexity": perplexity}
+        return {"output_throughput": speed, "intervals": intervals, "quality": quality, "weight_bytes": weights}
+
+    slow = row(100, 5)
+    for other, beats in (
+        (row(104, 5), False),  # the intervals overlap
+        (row(120, 5), True),
+        (row(120, 5, perplexity=2.1), False),
+        (row(120, 5, perplexity=2.0005), True),  # a thousandth is none
+        (row(99, 5, perplexity=1.9), True),
+        (row(99, 5, weights=9), True),
+        (row(99, 5, weights=11), False),
+        (slow, False),
+    ):
+        assert _beats(other, slow) == beats, other
 
 
 def test_a_digest_depends_on_the_sources_the_machine_and_the_workload(tmp_path):

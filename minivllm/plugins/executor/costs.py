@@ -33,16 +33,8 @@ from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError
 
 FORMAT = "minivllm-costs 3"
-SLOPES = (
-    "kv",
-    "join",
-    "end",
-    "fresh",
-    "cold",
-    "cold_kv",
-    "wake",
-    "wake_large",
-)  # seconds for each; ``kv``: of steps of decodes
+# seconds for each; ``kv``: of steps of decodes
+SLOPES = ("kv", "join", "end", "fresh", "cold", "cold_kv", "wake", "wake_large")
 PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # the same, of steps with prompts
 
 PAUSE = 2e-3  # seconds without a step, behind which caches are cold and threads asleep
