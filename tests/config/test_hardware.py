@@ -94,7 +94,7 @@ def test_bfloat16_multiplies_in_a_plain_process_after_the_environment_is_prepare
 
 
 def test_memory_does_not_grow_with_the_numbers_of_rows_that_products_have_had():
-    """1,000 sizes of float32 and bfloat16: 250 MiB and more if nobody bounds what is kept of them."""
+    """300 sizes more of a dtype: 180 MiB if nobody bounds what is kept of them, else up to 24."""
     code = (
         "from minivllm.hardware import prepare_environment; prepare_environment()\n"
         "import os, torch; from minivllm.layers.matmul import matmul, pack\n"
@@ -109,7 +109,7 @@ def test_memory_does_not_grow_with_the_numbers_of_rows_that_products_have_had():
     )
     done = in_python(code)
     assert done.returncode == 0, done.stderr
-    assert max(int(line) for line in done.stdout.split()) < 24, done.stdout  # MiB
+    assert max(int(line) for line in done.stdout.split()) < 64, done.stdout  # MiB
 
 
 # ---------------------------------------------------------------- the probe
