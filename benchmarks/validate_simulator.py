@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of a step")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=-1)
+    parser.add_argument("--executor", default="local", help="process: steps run while the next ones are planned")
     parser.add_argument("--skip", nargs="*", default=[], choices=["shares", "ranking"])
     parser.add_argument("--cpu-clock", action="store_true", help="CPU time of this process, waits skipped")
     text = "look at how fast the machine is before and after each real run, and scale the table by it"
@@ -211,6 +212,7 @@ def main() -> None:
     options = {
         "model": args.model,
         "device": args.device,
+        "executor": args.executor,
         "max_num_seqs": args.rows,
         "max_num_batched_tokens": args.tokens,
         "max_model_len": args.length,

@@ -20,6 +20,7 @@ from minivllm.plugins.executor.costs import PROMPT_SLOPES, SLOPES, BrokenLine, C
 OFF = 0.5  # relative error from which a step counts less
 ROUNDS, FEW_ROUNDS = 8, 2  # of weighing; to compare limits
 FEWEST = 20  # steps at a point of a line
+SMOOTH = 16.0  # steps that say a point lies between its neighbours: it decides where those that were measured do not
 GAIN = 0.95  # of the error with one kind of costs: what a limit must leave at most
 
 
@@ -35,7 +36,9 @@ def fit(steps: Sequence[MeasuredStep], rows_at: Sequence[int], tokens_at: Sequen
     are used that steps were measured at; those of ``tokens_at`` may be the limit."""
     seen = _Columns(steps)
     design = min(_designs(seen, rows_at, tokens_at), key=lambda one: one.error)
-    found = np.split(_solve(design.matrix, seen.seconds, ROUNDS)[0], np.cumsum([len(one) for one in design.parts])[:-1])
+    found = np.split(
+        _solve(design.matrix, seen.seconds, ROUNDS, design.bends)[0], np.cumsum([len(one) for one in design.parts])[:-1]
+    )
     rows, line, prompts, more, more_prompts, rest = (x.tolist() for x in found)
     large = PromptCosts(BrokenLine(design.parts[1], line), dict(zip(PROMPT_SLOPES, prompts, strict=True)))
     small = large
@@ -66,6 +69,7 @@ class _Design:
     limit: int
     parts: tuple[Sequence[Any], ...]  # decodes | large: line, slopes | small: line, slopes | any
     matrix: np.ndarray
+    bends: np.ndarray  # of lines, from ``_bends``
     error: float  # of the best table of this kind
 
 
@@ -97,7 +101,8 @@ def _design(seen: _Columns, limit: int, rows_at: Sequence[int], tokens_at: Seque
     matrix = np.concatenate([*blocks, rest], axis=1)
     slopes = PROMPT_SLOPES if limit else ()
     parts = (at_rows, at_large, PROMPT_SLOPES, at_small, slopes, SLOPES)
-    return _Design(limit, parts, matrix, _solve(matrix, seen.seconds, FEW_ROUNDS)[1])
+    bends = _bends(parts, matrix, seen.seconds)
+    return _Design(limit, parts, matrix, bends, _solve(matrix, seen.seconds, FEW_ROUNDS, bends)[1])
 
 
 def _reached(at: Sequence[int], seen: np.ndarray) -> list[int]:
@@ -124,12 +129,28 @@ def _hats(at: Sequence[int], x: np.ndarray) -> np.ndarray:
     return out
 
 
-def _solve(matrix: np.ndarray, seconds: np.ndarray, rounds: int) -> tuple[np.ndarray, float]:
+def _bends(parts: tuple[Sequence[Any], ...], matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """[m, columns] rows that give, of what is sought, how far each inner point of a line is from between its
+    neighbours, relative to steps there."""
+    columns, rows, first = sum(map(len, parts)), [], 0
+    for at in parts:
+        for i in range(1, len(at) - 1) if at and isinstance(at[0], int) else ():
+            share = (at[i] - at[i - 1]) / (at[i + 1] - at[i - 1])
+            row = np.zeros(columns)
+            row[first + i - 1 : first + i + 2] = share - 1, 1, -share
+            there = matrix[:, first + i]
+            rows.append(row * there.sum() / (there @ seconds))
+        first += len(at)
+    return np.array(rows).reshape(-1, columns)
+
+
+def _solve(matrix: np.ndarray, seconds: np.ndarray, rounds: int, bends: np.ndarray) -> tuple[np.ndarray, float]:
     """(costs, the mean error that is left).  Errors relative to what is said, from round to round: relative to what was
     measured, steps that happened to be short would weigh most, and the sum would come out too small."""
-    weight = 1 / seconds
+    weight, straight = 1 / seconds, np.sqrt(SMOOTH) * bends
     for _ in range(rounds):
-        found = _not_negative(matrix * weight[:, None], seconds * weight)
+        rows = np.concatenate([matrix * weight[:, None], straight])
+        found = _not_negative(rows, np.concatenate([seconds * weight, np.zeros(len(straight))]))
         said = np.maximum(matrix @ found, seconds.min())
         off = np.abs(seconds / said - 1)
         weight = np.sqrt(np.minimum(1, OFF / np.maximum(off, 1e-9))) / said

@@ -17,26 +17,29 @@ from minivllm import LLM
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.worker import build, graphs
 from minivllm.core.worker.graphs import (
+    CAPTURE_FLOPS,
     CAPTURES,
+    CHEAP_TOKENS,
     SIGHTS,
     TAPPED_CAPTURES,
+    WASTE,
     Captured,
     Graphs,
     TappedKey,
-    coarse_sizes,
-    row_sizes,
-    token_size,
 )
+from minivllm.layers.captured_sizes import coarse_sizes, first_mixed, row_sizes, token_size
 from minivllm.testing.tiny import tiny_dir
 
 
 def captures(most: int = 64) -> Graphs:
     """Of a runner for ``most`` rows; without a device."""
     made = Graphs.__new__(Graphs)
-    wiring, of_step = SimpleNamespace(max_num_seqs=most, max_model_len=4096), lambda plan: (plan.steered, plan.read)
+    wiring, of_step = SimpleNamespace(max_num_seqs=most, max_model_len=1 << 15), lambda plan: (plan.steered, plan.read)
     made.runner = SimpleNamespace(wiring=wiring, taps=SimpleNamespace(of_step=of_step))
     made.mixed, made.sizes, made.coarse = True, row_sizes(most), coarse_sizes(most)
-    made.forwards, made.samples, made.sights, made.refused, made.notes, made.masks = {}, {}, {}, set(), [], None
+    made.forwards, made.samples, made.paid, made.serving = {}, {}, {}, {}
+    made.token_flops = CAPTURE_FLOPS / 4000
+    made.refused, made.notes, made.masks = set(), [], None
     return made
 
 
@@ -58,7 +61,7 @@ def plan(*q_len: int, computed: int = 10, steered: tuple = (), read: tuple = ())
 def test_a_decode_step_runs_in_the_next_size_and_a_mixed_one_once_it_was_seen_often():
     some = captures()
     assert some.key(plan(*[1] * 9)) == GraphKey("decode", 16, 16, graphs.SHORT)
-    assert some.key(plan(*[1] * 9, computed=graphs.SHORT)).span == 4096
+    assert some.key(plan(*[1] * 9, computed=graphs.SHORT)).span == 1 << 15
     seen = [some.key(plan(1, 1, 70)) for _ in range(SIGHTS)]
     assert seen[:-1] == [None] * (SIGHTS - 1) and seen[-1] == GraphKey("mixed", 16, 128, graphs.SHORT)
     assert some.key(plan(1, graphs.MOST_TOKENS)) is None
@@ -78,9 +81,9 @@ def test_steps_with_taps_have_captures_of_their_own_points_once_seen_often_and_n
     assert [some.key(plan(1, steered=(500,))) for _ in range(SIGHTS + 1)] == [None] * (SIGHTS + 1)
     assert some.key(plan(1, steered=(5,))) == keys[5]
     assert [some.key(plan(1, 1, 70)) for _ in range(SIGHTS)][-1] == GraphKey("mixed", 16, 128, graphs.SHORT)
-    for i in range(graphs.MOST_SIGHTS):
+    for i in range(graphs.MOST_KINDS):
         some.key(plan(1, steered=(1000 + i,)))
-    assert len(some.sights) <= graphs.MOST_SIGHTS
+    assert len(some.paid) <= graphs.MOST_KINDS
 
 
 def test_what_is_captured_stays_in_use_however_many_kinds_of_steps_there_are():
@@ -89,6 +92,39 @@ def test_what_is_captured_stays_in_use_however_many_kinds_of_steps_there_are():
     some.forwards = {i: Captured(None) for i in range(CAPTURES - 1)} | {mine: Captured(None)}
     assert some.key(plan(1, 1, 70)) == mine
     assert [some.key(plan(1, 1, 700)) for _ in range(SIGHTS + 1)] == [None] * (SIGHTS + 1)
+
+
+def test_a_mixed_step_runs_in_a_larger_capture_until_that_has_cost_as_much_as_its_own():
+    some = captures()
+    served, larger = GraphKey("mixed", 16, 192, graphs.SHORT), GraphKey("mixed", 64, 512, graphs.SHORT)
+    some.forwards = {GraphKey("decode", 64, 64, graphs.SHORT): None, larger: None, GraphKey("mixed", 16, 128): None}
+    often = 1 + int(4000 / (512 - 192 + 64 - 16))
+    assert [some.key(plan(1, 1, 170)) for _ in range(often)] == [larger] * (often - 1) + [served]
+    some.refused.add(served)
+    assert some.key(plan(1, 1, 170)) == larger, "one that could not be captured is not tried again"
+    some.forwards[TappedKey("mixed", 16, 256, graphs.SHORT, (1,))] = None
+    assert some.key(plan(1, 1, 240)) == larger, "captures of steps with taps serve those alone"
+    assert some.key(plan(1, 200, computed=graphs.SHORT)) is None, "a capture of short contexts serves no long ones"
+    assert some.key(plan(1, 600)) is None
+
+
+def test_beyond_few_tokens_a_capture_that_is_much_larger_serves_nobody():
+    some = captures()
+    some.forwards = {GraphKey("mixed", 64, graphs.MOST_TOKENS, graphs.SHORT): None}
+    least = int(graphs.MOST_TOKENS / WASTE)
+    assert some.key(plan(1, least - 200)) is None and some.key(plan(1, least + 1)) in some.forwards
+
+
+@pytest.mark.parametrize("most_tokens", [16, 100, 700, 1 << 14])
+@pytest.mark.parametrize("most", [1, 100, 1024])
+def test_every_mixed_step_is_served_from_the_start_by_a_capture_of_rows_enough(most, most_tokens):
+    coarse = coarse_sizes(most)
+    sizes = first_mixed(coarse, most_tokens)
+    assert len(sizes) <= 32 and sizes == sorted(set(sizes), key=lambda size: (-size[1], -size[0]))
+    for rows in coarse:
+        for tokens in range(1, min(most_tokens, graphs.MOST_TOKENS) + 1, 7):
+            wanted = max(token_size(tokens), rows)
+            assert any(r >= rows and wanted <= t <= max(CHEAP_TOKENS, WASTE * wanted, coarse[-1]) for r, t in sizes)
 
 
 def test_draws_beyond_those_that_are_kept_run_uncaptured_and_it_is_said_once():

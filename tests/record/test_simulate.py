@@ -198,6 +198,25 @@ def test_no_cost_is_below_nothing_and_points_without_steps_are_left_out():
     assert found.limit == 0 and found.small == found.large
 
 
+def test_a_point_that_steps_hardly_decide_lies_near_its_neighbours():
+    """Many rows are seen with much KV alone, so that the KV's cost could stand for theirs."""
+    rng = np.random.default_rng(0)
+    steps = []
+    for rows, low, high in ((1, 0, 4000), (16, 0, 4000), (48, 99_990, 100_000), (64, 0, 4000)):
+        for kv in rng.integers(low, high, 40).tolist():
+            seconds = (1e-3 + 4e-8 * kv) * (0.8 if rows == 48 else 1.0) * rng.normal(1, 0.05)
+            steps.append(MeasuredStep(StepCounts(rows, kv, 0, 0.0, 0), seconds, "a"))
+    found = fit(steps, [1, 16, 48, 64], [1])
+    assert found.rows(48) == pytest.approx(1e-3, rel=0.25), found.rows
+    clear = fit(
+        [s for s in steps if s.counts.rows != 48]
+        + [MeasuredStep(StepCounts(48, kv, 0, 0.0, 0), 2e-3, "a") for kv in range(0, 4000, 20)],
+        [1, 16, 48, 64],
+        [1],
+    )
+    assert clear.rows(48) == pytest.approx(2e-3, rel=0.1), "what many steps say stands"
+
+
 def test_a_machine_twice_as_slow_takes_twice_as_long_for_every_step():
     slow, steps = replace(TRUTH, add=2e-4).scaled(2.0), measured(TRUTH, 200)
     assert [slow.seconds(s.counts) for s in steps] == [pytest.approx(2 * TRUTH.seconds(s.counts)) for s in steps]

@@ -32,6 +32,14 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Draw
 from minivllm.errors import told
 from minivllm.kernels.mask import DeviceMasks
+from minivllm.layers.captured_sizes import (
+    MOST_TOKENS,
+    coarse_sizes,
+    first_mixed,
+    row_sizes,
+    token_size,
+    useful_sizes,
+)
 
 from . import step
 from .capture import GraphRecorder
@@ -47,11 +55,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # contexts up to here share their captures; longer ones are cut differently by the attention back end
 SHORT = 8192
-MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
 CAPTURES = 160  # mixed steps and sampling variants that are kept
-# of a mixed step until it is captured, which takes as long as several uncaptured ones: a burst has many kinds
+# A kind of mixed steps is captured when its steps have cost about as much as its capture will: after so many that ran
+# as separate launches, or by what a larger capture computes for nothing.  A burst has many kinds.
 SIGHTS = 4
-MOST_SIGHTS = 4096  # kinds that are counted; points can be tapped in many combinations
+CAPTURE_FLOPS = 3e13  # that a GPU does while the host captures a step, in about 75 ms
+# a larger capture serves a mixed step of so many times its tokens, and up to so many in any case: the device takes less
+# time than the host takes to launch a step's kernels
+WASTE, CHEAP_TOKENS = 1.5, 512
+MOST_KINDS = 4096  # that are counted; points can be tapped in many combinations
 TAPPED_CAPTURES = 48  # of the captures, those of steps with taps
 
 
@@ -62,42 +74,6 @@ class TappedKey(GraphKey):
 
     steered: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
-
-
-def row_sizes(most: int) -> list[int]:
-    """Captured batch sizes up to ``most``: close together where a padded row costs the most, relatively."""
-    steps = [
-        1,
-        2,
-        4,
-        *range(8, 64, 8),
-        *range(64, 256, 16),
-        *range(256, 512, 32),
-        *range(512, 1025, 64),
-    ]
-    return sorted({n for n in steps if n < most} | {min(most, 1024)})
-
-
-def coarse_sizes(most: int) -> list[int]:
-    """Rows of captured mixed steps: few, because a padded row costs little there."""
-    return sorted(
-        {n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most} | {min(most, 1024)}
-    )
-
-
-def token_size(tokens: int) -> int:
-    """Tokens of a captured mixed step: from 256 on at most a quarter is padding, from 1,024 on an eighth."""
-    unit = 64 if tokens <= 512 else 128
-    return -(-tokens // unit) * unit
-
-
-def useful_sizes(ms: dict[int, float]) -> list[int]:
-    """The sizes that no larger one beats: the library's products have sizes that take a third longer than the next."""
-    keep: list[int] = []
-    for size in sorted(ms, reverse=True):
-        if not keep or ms[size] <= min(ms[k] for k in keep):
-            keep.insert(0, size)
-    return keep
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
@@ -134,8 +110,10 @@ class Graphs:
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple[int, Asked], Captured | None] = field(default_factory=dict)
-    # of mixed steps that are not captured
-    sights: dict[GraphKey, int] = field(default_factory=dict)
+    # of mixed steps that have no capture of their own: what they have cost; 1.0 is as much as a capture
+    paid: dict[GraphKey, float] = field(default_factory=dict)
+    # the larger captures in which mixed steps run meanwhile, as far as they were looked for
+    serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     masks: DeviceMasks | None = None  # of late rows, from the first step that has some
     # captures that failed: such steps run uncaptured
@@ -145,6 +123,8 @@ class Graphs:
         self.spare = self.runner.wiring.max_num_seqs
         self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
         self.recorder = GraphRecorder()
+        # about as many operations as a token takes: a product has two for the two bytes of a weight
+        self.token_flops = self.runner.worker.weight_bytes
 
     # ---- which capture -------------------------------------------------------------------------------------------
 
@@ -169,14 +149,36 @@ class Graphs:
             key = GraphKey("mixed", size, max(token_size(tokens), size), span)
         if steered or read:
             key = TappedKey(key.kind, key.rows, key.tokens, key.span, steered, read)
-        return self._unless_refused(key) if key in self.forwards or self._is_due(key) else None
+        if key in self.forwards:
+            return key
+        larger = self._larger(key)
+        due = self._is_due(key, larger)
+        return (self._unless_refused(key) if due else None) or larger
 
-    def _is_due(self, key: GraphKey) -> bool:
-        """Whether a step of a kind that is not captured at the start has come often enough, and there is room."""
-        if len(self.sights) >= MOST_SIGHTS:
-            self.sights.clear()
-        self.sights[key] = self.sights.get(key, 0) + 1
-        if self.sights[key] < SIGHTS or len(self.forwards) >= CAPTURES:
+    def _larger(self, key: GraphKey) -> GraphKey | None:
+        """The smallest capture that a mixed step without taps can run in, if there is one that is not much larger."""
+        if type(key) is not GraphKey:
+            return None
+        if key not in self.serving:
+            most = max(CHEAP_TOKENS, WASTE * key.tokens)
+            found = [
+                one
+                for one in self.forwards
+                if type(one) is GraphKey and one.kind == "mixed" and one.span >= key.span
+                if one.rows >= key.rows and key.tokens <= one.tokens <= most
+            ]
+            self.serving[key] = min(found, key=lambda one: (one.tokens, one.rows), default=None)
+        return self.serving[key]
+
+    def _is_due(self, key: GraphKey, larger: GraphKey | None) -> bool:
+        """Whether steps of a kind that is not captured at the start, which run in ``larger`` or as separate launches,
+        have cost as much as their capture, and there is room."""
+        if len(self.paid) >= MOST_KINDS:
+            self.paid.clear()
+        padding = larger and larger.tokens - key.tokens + larger.rows - key.rows
+        now = 1 / SIGHTS if padding is None else padding * self.token_flops / CAPTURE_FLOPS
+        self.paid[key] = self.paid.get(key, 0.0) + now
+        if self.paid[key] < 1 or len(self.forwards) >= CAPTURES:
             return False
         tapped = sum(isinstance(one, TappedKey) for one in self.forwards)
         return tapped < TAPPED_CAPTURES or not isinstance(key, TappedKey)
@@ -256,7 +258,8 @@ class Graphs:
         return self.masks
 
     def warm(self) -> None:
-        """Capture the decode steps of every size, largest first: the smaller ones find their memory in the pool."""
+        """Capture decode steps of every size and some mixed ones, largest first: the smaller find their memory in the
+        pool."""
         none = (-1,) * (len(self.runner.processors) - 1)
         sampler, prompt = self.runner.sampler, np.zeros(1, np.int32)
         bound = [sampler.bind_prompt(SamplingParams(temperature=t), prompt) for t in (0.0, 1.0)]
@@ -271,11 +274,10 @@ class Graphs:
             for size in self.sizes
             if size >= self.measured_from
         }
-        # kernels of other steps are compiled now, not in the middle of the first burst
+        # so kernels are compiled now, not in the middle of the first burst; one that fails is enough
         if self.mixed:
-            self._try_forward(
-                GraphKey("mixed", self.coarse[0], max(token_size(1), self.coarse[0]), SHORT)
-            )
+            sizes = first_mixed(self.coarse, self.runner.wiring.max_num_batched_tokens)
+            all(self._try_forward(GraphKey("mixed", *size, SHORT)) for size in sizes)
         if self.runner.graph_safe[-1]:
             for variant in variants:
                 self._draw_once(variant)
@@ -341,6 +343,7 @@ class Graphs:
         b = self._buffers(key.rows)
         b.host_slots[:] = self.spare
         b.slots.fill_(self.spare)
+        self.serving.clear()
         self.forwards[key] = self._decode(key, b) if key.kind == "decode" else self._mixed(key, b)
 
     def _decode(self, key: GraphKey, b: Buffers) -> Captured:

@@ -237,6 +237,10 @@ def rank_graphs(ranks: ProcessGroup) -> type:
     class RankGraphs(Graphs):
         measured_from = 1 << 30
 
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.token_flops = ranks.least([self.token_flops])[0]  # all capture the same step at the same time
+
         def warm(self) -> None:
             if ranks.peers is not None:  # the kernels of a step's ends are compiled on all, before rank 0 captures one
                 self.runner.model.logits(self._buffers(self.coarse[0]).hidden[:1])
