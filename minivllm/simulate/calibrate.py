@@ -60,6 +60,7 @@ class Calibrator:
         self._paused = False  # before the next step
         self._woken: StepPlan | None = None  # the last that came behind a pause
         self._counter = StepCounter()  # of steps that came back
+        self._joins, self._carried = 0, 0.0  # rows that entered, and seconds, since a step came back
         self._submit = engine.executor.submit
         self._number = self._ended = 0
         w = engine.wiring
@@ -75,6 +76,7 @@ class Calibrator:
     def __enter__(self) -> Calibrator:
         def submit(plan: StepPlan) -> None:
             self._plans.append(plan)
+            self._joins += 0 if plan.delta.join is None else len(plan.delta.join.slot)
             if self._paused:
                 self._paused, self._woken = False, plan
             self._submit(plan)
@@ -98,17 +100,21 @@ class Calibrator:
         self._ended += 1
 
     def turn(self, phase: str) -> None:
-        """One step.  With several in flight a turn waits for the oldest, whose time it takes."""
+        """One turn of the engine's loop.  With several steps in flight it begins one and waits for the oldest, whose
+        time it takes: that of turns in which none came back is the next one's, and so is what rows cost that entered
+        in them."""
         begun, self._ended = self.timer(), 0
         if not self.engine.step():
             if self.engine.dead:
                 raise EngineDeadError(self.engine.dead)
             return
-        seconds = self.timer() - begun
+        self._carried += self.timer() - begun
         back = [self._plans.popleft() for _ in range(len(self._plans) - len(self.engine.in_flight))]
         counts = [self._counter.count(plan, self._ended, plan is self._woken) for plan in back]
         if len(back) == 1 and phase:  # of several nobody knows whose time it was
-            self.steps.append(MeasuredStep(counts[0], seconds, phase))
+            self.steps.append(MeasuredStep(replace(counts[0], joins=self._joins), self._carried, phase))
+        if back:
+            self._joins, self._carried = 0, 0.0
 
     def drain(self, phase: str) -> None:
         while self.engine.busy:

@@ -373,6 +373,29 @@ def test_mixed_steps_are_measured_at_every_number_of_rows_and_none_is_preempted(
     assert any(s.phase == "mixed" and s.counts.before and not s.counts.prefill for s in c.steps)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_turn_of_the_engine_is_lost_where_steps_are_in_flight(depth, monkeypatch):
+    """The first turn of a burst gives nothing back if a step runs ahead: its time is the first step's."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "run_ahead": depth}
+    with LLM("pocket", executor={"name": "sim", "options": {"step_ms": 5}}, device="cpu", **sizes) as llm:
+        turns, step = [], llm.engine.step
+
+        def counted():
+            worked = step()
+            turns.append(worked)
+            return worked
+
+        monkeypatch.setattr(llm.engine, "step", counted)
+        with Calibrator(llm.engine, timer=lambda: float(sum(turns))) as c:
+            for prompts in ([30], [90, 5, 7], [20, 20]):
+                for prompt in prompts:
+                    c.add(prompt, 6)
+                c.drain("decode")
+    assert sum(s.seconds for s in c.steps) == sum(turns)
+    assert [s.seconds for s in c.steps].count(2.0) == (3 if depth else 0), "of each burst the first step"
+    assert sum(s.counts.joins for s in c.steps) == 6
+
+
 def test_too_little_time_to_calibrate_in_is_said(monkeypatch):
     monkeypatch.setattr(Calibrator, "traffic", lambda *_: None)
     said = pytest.raises(ConfigError, match=r"no step of traffic; raise --seconds")
