@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, told
+from minivllm.processes import fresh
 
 from .answers import TimedAnswer
 from .workload import BenchAsk
@@ -81,7 +82,8 @@ def started(loaded: Loaded) -> Iterator[tuple[str, int]]:
         argv = [sys.executable, "-m", "minivllm", "serve", "--config", path, "--port", "0", "--log-format", "json"]
         argv += [part for module in loaded.engine.allow_targets for part in ("--allow-target", module)]
         with terminable():
-            process = subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+            process = subprocess.Popen(argv, **pipes, text=True, env=fresh.environ())
             killer = threading.Timer(START, process.kill)
             killer.start()
             try:

@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ResourceError
+from minivllm.processes import fresh
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -35,7 +36,7 @@ def once(loaded: Loaded) -> dict[str, Any]:
             json.dump(values, file)
         begun = time.monotonic()
         argv = [sys.executable, "-m", "minivllm.bench.startup", path]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, env=fresh.environ())
     line = next((one for one in done.stdout.splitlines() if one.startswith(MARK)), None)
     if line is None:
         said = " ".join(done.stderr.split()[-40:])

@@ -125,14 +125,20 @@ class Cell:
     generate: Generate = offline.generate
 
 
+def _raised(cell: Cell, exc: MinivllmError) -> None:
+    raise exc
+
+
 @dataclass(frozen=True)
 class Trials:
     """What is done with the engines of a table: ``warm(cell, llm)`` with each that is made, then ``once(cell, llm,
-    seed)``, whose results are the runs.  ``there(cell, seed)``: a run that need not be made, and is not among them."""
+    seed)``, whose results are the runs.  ``there(cell, seed)``: a run that need not be made, and is not among them.
+    ``failed(cell, exc)`` hears of a cell that could not go on; where it returns the others do."""
 
     once: Callable[[Cell, Any, int], Any]
     warm: Callable[[Cell, Any], Any] = lambda cell, llm: None
     there: Callable[[Cell, int], bool] = lambda cell, seed: False
+    failed: Callable[[Cell, MinivllmError], None] = _raised
 
     def measure(self, cells: Sequence[Cell], seeds: Sequence[int], in_turns: bool) -> list[list[Any]]:
         """The runs of each cell, by seed.
@@ -143,9 +149,10 @@ class Trials:
         one engine would not show.
         """
         found: list[list[Any]] = [[] for _ in cells]
+        gone: set[int] = set()
         turns = [(i, [seed]) for turn, seed in enumerate(seeds) for i in rotated(len(cells), turn)]
         for i, own in turns if in_turns else enumerate([seeds] * len(cells)):
-            todo = [seed for seed in own if not self.there(cells[i], seed)]
+            todo = [seed for seed in own if i not in gone and not self.there(cells[i], seed)]
             if not todo:
                 continue
             try:
@@ -154,7 +161,8 @@ class Trials:
                     found[i] += [self.once(cells[i], llm, seed) for seed in todo]
             except MinivllmError as exc:  # of many configurations the one that failed
                 exc.args = (f"{brief(cells[i].name)}: {exc}", *exc.args[1:])
-                raise
+                self.failed(cells[i], exc)
+                gone.add(i)
         return found
 
 

@@ -57,11 +57,16 @@ def read(path: str, output_len: int) -> list[BenchAsk]:
     ``max_tokens`` (default ``output_len``) and ``at`` (seconds after the start); or a text alone, as ``prompts_file``
     has them.  ConfigError names the line."""
     found = []
+    want = "want one JSON object with a 'prompt' a line"
     for number, line in enumerate(files.read_lines(path), 1):
         if line.strip():
-            found.append(_ask(files.parse_json(line, path, line=number), f"{path}:{number}", output_len))
+            try:
+                value = files.parse_json(line, path, line=number)
+            except ConfigError as exc:
+                raise ConfigError(f"{exc}; {want}") from None
+            found.append(_ask(value, f"{path}:{number}", output_len))
     if not found:
-        raise ConfigError(f"{path}: no requests; want one JSON object with a 'prompt' a line")
+        raise ConfigError(f"{path}: no requests; {want}")
     timed = [ask for ask in found if ask.at is not None]
     if timed and len(timed) < len(found):
         raise ConfigError(f"{path}: {len(found) - len(timed)} of {len(found)} requests have no 'at'; want all or none")

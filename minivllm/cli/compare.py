@@ -27,7 +27,7 @@ from minivllm.cli.bench_runs import (
     workload_text,
 )
 from minivllm.cli.common import load, open_llm
-from minivllm.errors import ConfigError, RequestError, brief, shown
+from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, shown
 
 if TYPE_CHECKING:
     from minivllm.bench.quality import TextScores
@@ -102,19 +102,31 @@ def compare(args: argparse.Namespace) -> int:
     kept = sum(len(store.of(one.key)["runs"].keys() & set(map(str, args.seeds))) for one in found)
     if kept:
         print(f"minivllm: {kept} of {len(found) * len(args.seeds)} runs are in {args.results}", file=sys.stderr)
+    failed: dict[str, MinivllmError] = {}
+
+    def failing(cell: trials.Cell, exc: MinivllmError) -> None:
+        if cell.name == found[0].name or len(failed) == len(found) - 2:
+            raise exc  # nothing is left to compare; runs that were made are in --results
+        failed[cell.name] = exc
+        print(f"minivllm: {exc}; it is left out, and the others go on", file=sys.stderr)
+
     cells = [trials.Cell(one.name, functools.partial(open_llm, one.loaded, one.args)) for one in todo]
     doing = trials.Trials(
         lambda cell, llm, seed: work.once(by_name[cell.name], llm, seed),
         lambda cell, llm: work.warm(by_name[cell.name], llm),
         lambda cell, seed: work.there(by_name[cell.name], seed),
+        failing,
     )
     doing.measure(cells, args.seeds, args.in_turns)
     if args.dataset and not args.temperature and len(args.seeds) > 1:
         print("minivllm: requests of a file at temperature 0: all seeds ask for the same", file=sys.stderr)
+    found = [one for one in found if one.name not in failed]
     table = comparing.ComparedRuns([one.name for one in found], work.stored(found), args.seeds, settings(args))
     verdicts = {one.name: diff.compare(found[0].bill, one.bill, results=False).verdict for one in found[1:]}
     whole = table.result({one.name: one.bill for one in found}, verdicts)
-    return tell(whole, args, "\n".join(table.lines(whole, workload_text(args, asks(args.seeds[0])))))
+    whole["failed"] = {name: str(exc) for name, exc in failed.items()}
+    lines = [*table.lines(whole, workload_text(args, asks(args.seeds[0]))), *(f"failed: {e}" for e in failed.values())]
+    return tell(whole, args, "\n".join(lines)) or int(bool(failed))
 
 
 def check(args: argparse.Namespace) -> None:

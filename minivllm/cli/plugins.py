@@ -200,6 +200,8 @@ def check(args: argparse.Namespace) -> int:
             print(f"{'FAULTY':28}{fault}")
         if not entries:
             print("no plug-ins of other packages are installed; --builtins checks minivllm's own")
+        if fine := [r.entry.label for r in reports if r.word == "ok" and not r.entry.builtin]:
+            print(f"{'':28}whether they do what they claim: python -m minivllm.testing {' '.join(fine)}")
     return PluginError.exit_code if bad or faults else 0
 
 

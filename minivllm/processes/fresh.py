@@ -44,3 +44,9 @@ def command(target: str, *words: str) -> list[str]:
 def import_path() -> list[str]:
     """``sys.path`` with the folders written out, so that it means the same in another working directory."""
     return [os.path.abspath(folder) for folder in sys.path]
+
+
+def environ() -> dict[str, str]:
+    """This process's environment, with its import path as it is now: for one that is started by a command line of its
+    own, such as ``python -m minivllm``."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}

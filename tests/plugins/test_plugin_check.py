@@ -74,7 +74,8 @@ def test_check_prints_times_and_ends_with_4_if_there_is_a_fault(evictors, capsys
     missing = GOOD.replace('"for a test"', '"for a test", needs=(Needs("no_such", install="pip install no"),)')
     entries = evictors(good=noisy, absent=missing, ends="raise SystemExit(0)")
     assert main(["plugins", "check", "acme/good"]) == 0
-    head, line = capsys.readouterr().out.splitlines()
+    head, line, more = capsys.readouterr().out.splitlines()
+    assert more.strip() == "whether they do what they claim: python -m minivllm.testing acme/good"
     assert head.split() == ["result", "spec", "ms", "impl", "ms", "plug-in"]
     word, spec_ms, impl_ms, *name = line.split()
     assert (word, name) == ("ok", ["evictor", "acme/good"]) and float(spec_ms) >= 50 and float(impl_ms) < float(spec_ms)

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import sys
 import time
 
 import pytest
@@ -316,3 +317,17 @@ def test_a_server_is_started_measured_over_http_and_ended(capsys):
     code, out, _ = said(capsys, "bench", "serve", *SMALL, *LITTLE, "--repeats", "1", "--json")
     found = json.loads(out)
     assert code == 0 and (found["completed"], found["total_output_tokens"], found["total_input_tokens"]) == (4, 16, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["serve", "startup"])
+def test_a_process_that_is_started_finds_a_part_beside_the_configuration(command, capsys, tmp_path, monkeypatch):
+    own = "from minivllm.plugins.evictor.lru import Lru\n\nclass Mine(Lru):\n    pass\n"
+    (tmp_path / f"own_{command}.py").write_text(own)
+    config = tmp_path / "c.toml"
+    config.write_text(f'evictor = "own_{command}:Mine"\n')
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    little = LITTLE if command == "serve" else ["--warmups", "0"]
+    args = ["--config", str(config), "--allow-target", f"own_{command}", *SMALL, *little, "--repeats", "1"]
+    code, _, err = said(capsys, "bench", command, *args)
+    assert code == 0 and str(tmp_path) in sys.path, err

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from argparse import Namespace
 
 import numpy as np
@@ -111,6 +112,30 @@ def test_a_table_says_what_was_asked_what_differs_and_how_many_prefixes_were_fou
     code, out, err = said(capsys, *args, "--dataset", str(requests))
     assert code == 0 and f"2 requests of {requests}, temperature 0\n" in out and "counted" not in out
     assert "at temperature 0: all seeds ask for the same" in err
+
+
+@pytest.mark.parametrize("turns", [[], ["--in-turns"]])
+def test_a_configuration_that_fails_is_left_out_and_the_others_are_compared(capsys, tmp_path, monkeypatch, turns):
+    (tmp_path / "own_failing.py").write_text(
+        "from minivllm.plugins.evictor.lru import Lru\n\n\nclass Own(Lru):\n"
+        "    def __init__(self, *given):\n        raise RuntimeError('no luck')\n"
+    )
+    path, config = tmp_path / "r.json", tmp_path / "c.toml"
+    config.write_text('dtype = "float32"\n')
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    args = ["compare", str(config), *SMALL, *LITTLE, "--seeds", "1,2", *turns, "--allow-target", "own_failing"]
+    args += ["--output-json", str(path), "--sweep"]
+    code, out, err = said(capsys, *args, "evictor=lru,own_failing:Own,fifo")
+    assert code == 1 and "evictor=fifo over evictor=lru: only evictor differs\n" in out, err
+    assert err.count("no luck; it is left out, and the others go on") == 1, err
+    assert out.splitlines()[-1].startswith("failed: evictor=own_failing:Own: ")
+    found = json.loads(path.read_text())
+    assert [row["name"] for row in found["rows"]] == ["evictor=lru", "evictor=fifo"]
+    assert list(found["failed"]) == ["evictor=own_failing:Own"]
+    path.unlink()
+    for values in ("lru,own_failing:Own", "own_failing:Own,lru,fifo"):  # nobody is left to compare; the first fails
+        code, out, err = said(capsys, *args, f"evictor={values}")
+        assert code not in (0, 1) and not out and "own_failing:Own: " in err and not path.exists()
 
 
 def test_nobody_is_beaten_by_less_than_the_intervals():

@@ -84,7 +84,9 @@ def test_any_seam_takes_a_class_with_options_and_in_lists(tmp_path, monkeypatch)
             LLM("pocket", **SIZES, **wrong)
 
 
-def test_the_same_class_makes_no_difference_and_another_text_of_it_only_that_one(notebook, tmp_path, monkeypatch):
+def test_the_same_class_makes_no_difference_and_another_text_of_it_only_that_one(
+    notebook, tmp_path, monkeypatch, capsys
+):
     book = notebook()
     one, same = bill_of(evictor=book.cell(PLAIN)), bill_of(evictor=book.cell(PLAIN))
     other = bill_of(evictor=book.cell(PLAIN.replace("victims(n)", "victims(n)  # changed")))
@@ -98,6 +100,9 @@ def test_the_same_class_makes_no_difference_and_another_text_of_it_only_that_one
         (tmp_path / f"{name}.json").write_text(json.dumps(bill))
     a, b, c = (str(tmp_path / f"{name}.json") for name in "abc")
     assert main(["diff", a, b]) == 0 and main(["diff", a, c, "--only", "evictor"]) == 0
+    assert "does not differ" not in capsys.readouterr().err
+    assert main(["diff", a, b, "--only", "evictor"]) == 0
+    assert "--only evictor: does not differ either" in capsys.readouterr().err
     monkeypatch.setattr(given, "_given", {})  # another process
     with pytest.raises(
         PluginError, match="was a class of the program that wrote this; put it into a module of its own"
