@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "server.openai": "server.link server.http text core.interfaces server tenant_cache json_schema validation declared",
     "server.link": "frontend config record text core.engine core core.interfaces server processes hardware",
     "server.http": "server",
-    "bench": "pocket frontend energy core.worker layers core.interfaces",
+    "bench": "pocket frontend energy core.worker layers core.interfaces processes",
     "testing": (
         "frontend config core.engine plugins core.worker loading layers hooks core wiring core.interfaces registry "
         "registration spec hardware declared parameters"
