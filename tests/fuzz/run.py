@@ -47,6 +47,7 @@ class Tally:
 
     device: str
     ignored: list[str] = field(default_factory=list)  # kinds that are counted and are no failure
+    executor: str = ""  # empty: the default
     configs: int = 0
     requests: int = 0
     tokens: int = 0
@@ -97,7 +98,10 @@ class Tally:
             print(f"  fault: {kind:16} {count}")
         print("spent: " + ", ".join(f"{what} {n:.0f} s" for what, n in self.spent.most_common()))
         print("met: " + ", ".join(f"{name} {n}" for name, n in sorted(self.met.items())))
-        if self.configs and (lacking := power.lacking(self.met, self.device)):
+        apart = self.executor not in ("", "local")
+        if apart and self.device != "cpu":
+            print(f"captures are not seen: steps run in processes of {self.executor}")
+        if self.configs and (lacking := power.lacking(self.met, "cpu" if apart else self.device)):
             print("NO POWER, never met: " + ", ".join(lacking))
         print(
             "failing seeds: " + (", ".join(f"{seed}:{dtype}" for seed, dtype, *_ in self.failed) or "none"), flush=True
@@ -116,7 +120,10 @@ def cases(ledger: Ledger, args: argparse.Namespace) -> Iterator[Case]:
 
 
 def fuzz(args: argparse.Namespace, folder: Path) -> int:
-    tally, ledger = Tally(args.device, args.ignore), Ledger(args.device, list(map(Path, args.ledger)), args.executor)
+    tally, ledger = (
+        Tally(args.device, args.ignore, args.executor),
+        Ledger(args.device, list(map(Path, args.ledger)), args.executor),
+    )
     args.last_seed = -1
     if ledger.failed or ledger.other:
         print(
@@ -162,7 +169,7 @@ def replay(args: argparse.Namespace, folder: Path) -> int:
             f"request {i}: engine {ask.engine}, wave {ask.wave}, after {ask.after}, leave {ask.leave}, delay "
             f"{ask.delay}, {len(ask.prompt)} tokens, {ask.params}"
         )
-    tally = Tally(args.device, args.ignore)
+    tally = Tally(args.device, args.ignore, args.executor)
 
     def done(case: Case, result: Result) -> None:
         tally.add(case, result)

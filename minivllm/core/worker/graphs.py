@@ -274,10 +274,12 @@ class Graphs:
             for size in self.sizes
             if size >= self.measured_from
         }
-        # so kernels are compiled now, not in the middle of the first burst; one that fails is enough
+        # so kernels are compiled now, not in the middle of the first burst; the least tells whether it can be done
         if self.mixed:
-            sizes = first_mixed(self.coarse, self.runner.wiring.max_num_batched_tokens)
-            all(self._try_forward(GraphKey("mixed", *size, SHORT)) for size in sizes)
+            *more, least = first_mixed(self.coarse, self.runner.wiring.max_num_batched_tokens)
+            if self._try_forward(GraphKey("mixed", *least, SHORT)):
+                for size in more:
+                    self._try_forward(GraphKey("mixed", *size, SHORT))
         if self.runner.graph_safe[-1]:
             for variant in variants:
                 self._draw_once(variant)
