@@ -283,14 +283,3 @@ def _range(values: Sequence[float], from_zero: bool) -> Point:
         return 0.0, step * math.ceil((max(values) or 1.0) / step - 1e-9)
     room = 0.2 * (max(values) - min(values)) or 0.1 * abs(max(values)) or 1.0
     return min(values) - room, max(values) + room
-
-
-def pareto(rows: Sequence[Sequence[float]], larger: Sequence[bool]) -> list[bool]:
-    """Of rows of figures which ones no other beats: none is as good in all figures and better in one.  ``larger``: of
-    each figure whether more is better."""
-    signed = [[value if up else -value for value, up in zip(row, larger, strict=True)] for row in rows]
-
-    def beats(a: Sequence[float], b: Sequence[float]) -> bool:
-        return all(x >= y for x, y in zip(a, b, strict=True)) and any(x > y for x, y in zip(a, b, strict=True))
-
-    return [not any(beats(other, row) for other in signed) for row in signed]

@@ -21,7 +21,6 @@ from .charts import (
     StackChart,
     TimelineChart,
     number,
-    pareto,
 )
 from .serving import knee_text
 from .trials import COUNTED, ratio_text
@@ -210,13 +209,13 @@ def _compare(found: Row) -> list[Block]:
     rows = found["rows"]
     out: list[Block] = [BarChart("Tokens a second", [_bar(row["name"], row, "output_throughput") for row in rows])]
     scored = [row for row in rows if (row["quality"] or {}).get("perplexity")]
-    best = _front(scored)
+    best = _front(scored, _speed, _nearness, _lightness)
     if scored:
         quality = "perplexity (lower is better; not from 0)"
-        out.append(_scatter("Quality and speed", scored, lambda row: row["quality"]["perplexity"], quality))
+        out.append(_scatter("Quality and speed", scored, _nearness, lambda row: row["quality"]["perplexity"], quality))
     if len({row["weight_bytes"] for row in rows}) > 1:
         memory = "weights, MiB (not from 0)"
-        out.append(_scatter("Memory and speed", rows, lambda row: row["weight_bytes"] / 2**20, memory))
+        out.append(_scatter("Memory and speed", rows, _lightness, lambda row: row["weight_bytes"] / 2**20, memory))
     heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
     counts = [one for one in COUNTED if any(row.get(one.key) for row in rows)]
     if counts:
@@ -235,28 +234,39 @@ def _compare(found: Row) -> list[Block]:
     return [*out, Table((*heads, "Pareto"), [(*row[:-1], "on the front" if row[-1] else "beaten") for row in told])]
 
 
-def _front(rows: Sequence[Row]) -> set[str]:
-    """Names of the configurations that no other beats in speed, perplexity and memory together."""
-    return {row["name"] for row in rows if not any(_beats(other, row) for other in rows)}
+Figure = Callable[[Row], Sequence[float]]  # its least and its most, of which more is better
 
 
-def _beats(a: Row, b: Row) -> bool:
-    """Whether a is better in one of the three and worse in none.  Speeds whose intervals of 95 % overlap are equal, and
-    so are perplexities that differ by less than a thousandth."""
-    speeds = [row.get("intervals", {}).get("output_throughput") or [row["output_throughput"]] * 2 for row in (a, b)]
-    losses = [math.log(row["quality"]["perplexity"]) for row in (a, b)]
-    faster = speeds[0][0] > speeds[1][1]
-    nearer = losses[0] < losses[1] - 1e-3
-    worse = speeds[0][1] < speeds[1][0] or losses[0] > losses[1] + 1e-3 or a["weight_bytes"] > b["weight_bytes"]
-    return not worse and (faster or nearer or a["weight_bytes"] < b["weight_bytes"])
+def _speed(row: Row) -> Sequence[float]:
+    return row.get("intervals", {}).get("output_throughput") or [row["output_throughput"]] * 2
 
 
-def _scatter(title: str, rows: Sequence[Row], y: Callable[[Row], float], name: str) -> LineChart:
+def _nearness(row: Row) -> Sequence[float]:
+    """Perplexities that differ by less than a thousandth are equal."""
+    loss = math.log(row["quality"]["perplexity"])
+    return -loss - 5e-4, -loss + 5e-4
+
+
+def _lightness(row: Row) -> Sequence[float]:
+    return [-row["weight_bytes"]] * 2
+
+
+def _front(rows: Sequence[Row], *figures: Figure) -> set[str]:
+    """Names of the configurations that no other beats in all figures together."""
+    return {row["name"] for row in rows if not any(_beats(other, row, *figures) for other in rows)}
+
+
+def _beats(a: Row, b: Row, *figures: Figure) -> bool:
+    """Whether a is better in one of the figures and worse in none; those whose intervals overlap are equal."""
+    pairs = [(figure(a), figure(b)) for figure in figures]
+    return any(x[0] > y[1] for x, y in pairs) and not any(x[1] < y[0] for x, y in pairs)
+
+
+def _scatter(title: str, rows: Sequence[Row], figure: Figure, y: Callable[[Row], float], name: str) -> LineChart:
     """Tokens a second and what shall be small, with the front of the two."""
-    points = [(float(row["output_throughput"]), float(y(row))) for row in rows]
-    on = pareto(points, (True, False))
-    front = tuple(sorted(point for point, one in zip(points, on, strict=True) if one))
-    drawn = [DrawnLine(row["name"], (point,)) for row, point in zip(rows, points, strict=True)]
+    points = {row["name"]: (float(row["output_throughput"]), float(y(row))) for row in rows}
+    front = tuple(sorted(points[name] for name in _front(rows, _speed, figure)))
+    drawn = [DrawnLine(name, (point,)) for name, point in points.items()]
     return LineChart(title, drawn, "tokens/s", name, joined=False, front=front)
 
 

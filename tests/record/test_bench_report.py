@@ -118,11 +118,6 @@ def test_a_timeline_has_each_request_where_its_times_are():
         assert float(rect.get("width")) == pytest.approx(wide * seconds / 4, abs=0.1)
 
 
-def test_who_is_beaten_in_all_figures_is_not_on_the_pareto_front():
-    rows = [(10.0, 3.0), (9.0, 4.0), (5.0, 2.0), (10.0, 3.0)]  # faster, then smaller is better
-    assert charts.pareto(rows, (True, False)) == [True, False, True, True]
-
-
 def test_png_and_svg_have_the_charts_of_a_report(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     paths = []

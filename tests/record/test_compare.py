@@ -16,7 +16,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.bench import quality, trials
 from minivllm.bench.comparing import ComparedRuns
 from minivllm.bench.quality import TextScores
-from minivllm.bench.report import _beats
+from minivllm.bench.report import _beats, _lightness, _nearness, _scatter, _speed
 from minivllm.bench.store import Store, digest
 from minivllm.cli.compare import contenders
 from minivllm.cli.record import record_path
@@ -144,7 +144,7 @@ def test_nobody_is_beaten_by_less_than_the_intervals():
         quality = {"perplexity": perplexity}
         return {"output_throughput": speed, "intervals": intervals, "quality": quality, "weight_bytes": weights}
 
-    slow = row(100, 5)
+    slow, all_three = row(100, 5), (_speed, _nearness, _lightness)
     for other, beats in (
         (row(104, 5), False),  # the intervals overlap
         (row(120, 5), True),
@@ -155,7 +155,12 @@ def test_nobody_is_beaten_by_less_than_the_intervals():
         (row(99, 5, weights=11), False),
         (slow, False),
     ):
-        assert _beats(other, slow) == beats, other
+        assert _beats(other, slow, *all_three) == beats, other
+    rows = {"a": row(100, 5), "b": row(104, 5, weights=12), "c": row(130, 5, weights=20), "d": row(90, 2, weights=11)}
+    drawn = _scatter(
+        "", [{**one, "name": name} for name, one in rows.items()], _lightness, lambda x: x["weight_bytes"], ""
+    )
+    assert drawn.front == ((100.0, 10.0), (130.0, 20.0)), "b is heavier than a, and not shown to be faster"
 
 
 def test_a_digest_depends_on_the_sources_the_machine_and_the_workload(tmp_path):
