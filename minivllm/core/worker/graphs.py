@@ -258,8 +258,7 @@ class Graphs:
         return self.masks
 
     def warm(self) -> None:
-        """Capture decode steps of every size and some mixed ones, largest first: the smaller find their memory in the
-        pool."""
+        """Capture decode steps of every size and some mixed ones, the largest first: others find their memory there."""
         none = (-1,) * (len(self.runner.processors) - 1)
         sampler, prompt = self.runner.sampler, np.zeros(1, np.int32)
         bound = [sampler.bind_prompt(SamplingParams(temperature=t), prompt) for t in (0.0, 1.0)]
