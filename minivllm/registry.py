@@ -332,7 +332,10 @@ class Registry:
         if not candidate.spec.options:
             if values:
                 place = begins(source_of(origins, at))
-                raise OptionError(f"{place}{label} takes no options: {at} has {', '.join(map(repr, values))}")
+                more = (
+                    "; a class of yours has them by a spec (docs/plugins.md)" if candidate.entry.dist == "local" else ""
+                )
+                raise OptionError(f"{place}{label} takes no options: {at} has {', '.join(map(repr, values))}{more}")
             return None
         from pydantic import ValidationError
 

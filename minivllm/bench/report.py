@@ -126,8 +126,10 @@ def _cell(value: Any) -> str:
 
 
 def _bar(name: str, row: Row, key: str) -> Bar:
-    low, high = (row.get("intervals") or {}).get(key) or (None, None)
-    return Bar(name, math.nan if row.get(key) is None else float(row[key]), low, high)
+    """A median, and as far around it as tables say."""
+    value, bounds = math.nan if row.get(key) is None else float(row[key]), (row.get("intervals") or {}).get(key)
+    half = (bounds[1] - bounds[0]) / 2 if bounds else None
+    return Bar(name, value, *((None, None) if half is None else (value - half, value + half)))
 
 
 def _figures(found: Row) -> list[Block]:

@@ -98,10 +98,14 @@ class Paired:
         if math.isnan(self.ratio):
             return "not measured"
         if math.isnan(p) and self.pairs > 1:
-            return "the same in every run" if self.ratio == 1 else "too few to say: the same ratio in every run"
+            return (
+                "the same in every run" if self.ratio == 1 else "the same ratio in every run: no test without a spread"
+            )
         if math.isnan(p):
             return "one pair: no test"
-        return "a difference" if p < ALPHA else "no difference shown"
+        if p < ALPHA:
+            return "a difference"
+        return "no difference shown" + (", with so many tests" if self.p < ALPHA else "")
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:

@@ -140,18 +140,21 @@ class Trials:
     there: Callable[[Cell, int], bool] = lambda cell, seed: False
     failed: Callable[[Cell, MinivllmError], None] = _raised
 
-    def measure(self, cells: Sequence[Cell], seeds: Sequence[int], in_turns: bool) -> list[list[Any]]:
+    def measure(
+        self, cells: Sequence[Cell], seeds: Sequence[int], in_turns: bool, apart: bool = False
+    ) -> list[list[Any]]:
         """The runs of each cell, by seed.
 
-        Cells run one after the other, each with one engine; or ``in_turns``, a seed each in an order that rotates, so
-        that a machine which becomes slower or warmer does so for all of them alike.  In turns each run has an engine
-        of its own: two engines of one configuration differ (where their memory lies), which a spread over the runs of
-        one engine would not show.
+        Cells run one after the other, each with one engine, or with one for each run (``apart``); or ``in_turns``, a
+        seed each in an order that rotates, so that a machine which becomes slower or warmer does so for all of them
+        alike.  In turns each run has an engine of its own: two engines of one configuration differ (where their memory
+        lies), which a spread over the runs of one engine would not show.
         """
         found: list[list[Any]] = [[] for _ in cells]
         gone: set[int] = set()
         turns = [(i, [seed]) for turn, seed in enumerate(seeds) for i in rotated(len(cells), turn)]
-        for i, own in turns if in_turns else enumerate([seeds] * len(cells)):
+        each = [(i, [seed]) for i in range(len(cells)) for seed in seeds] if apart else enumerate([seeds] * len(cells))
+        for i, own in turns if in_turns else each:
             todo = [seed for seed in own if i not in gone and not self.there(cells[i], seed)]
             if not todo:
                 continue

@@ -27,21 +27,25 @@ class BenchAsk:
 
 @dataclass(frozen=True)
 class Generated:
-    """Random requests.  Lengths are uniform within ``range_ratio`` of the given ones (0.5: half to one and a half);
-    ``prefix_len`` tokens before each prompt are the same in all requests of a seed."""
+    """Random requests.  Lengths are uniform within ``range_ratio`` of the given ones (0.5: half to one and a half).
+    Each prompt begins with one of ``num_prefixes`` of ``prefix_len`` tokens: those of a seed are drawn once, and the
+    k-th comes with a weight of 1/k (Zipf), as system prompts and documents do."""
 
     num_prompts: int = 64
     input_len: int = 64
     output_len: int = 32
     range_ratio: float = 0.0
     prefix_len: int = 0
+    num_prefixes: int = 1
     vocab: int = VOCAB
 
     def asks(self, seed: int) -> list[BenchAsk]:
         rng = random.Random(f"minivllm bench {seed}")
-        prefix = self._ids(rng, self.prefix_len)
+        prefixes = [self._ids(rng, self.prefix_len) for _ in range(self.num_prefixes)]
+        weights = [1 / (k + 1) for k in range(self.num_prefixes)]
+        drawn = lambda: rng.choices(prefixes, weights)[0] if len(prefixes) > 1 else prefixes[0]  # noqa: E731
         return [
-            BenchAsk(prefix + self._ids(rng, self._length(rng, self.input_len)), self._length(rng, self.output_len))
+            BenchAsk(drawn() + self._ids(rng, self._length(rng, self.input_len)), self._length(rng, self.output_len))
             for _ in range(self.num_prompts)
         ]
 

@@ -90,7 +90,14 @@ def workload_flags(
     from_one: dict[str, Any] = dict(type=count, metavar="N")
     sub.add_argument("--num-prompts", help=f"requests of a run (default {prompts}; of a file all)", **from_one)
     sub.set_defaults(
-        drawn={"num_prompts": prompts, "input_len": 64, "range_ratio": ratio, "prefix_len": prefix, "vocab": VOCAB}
+        drawn={
+            "num_prompts": prompts,
+            "input_len": 64,
+            "range_ratio": ratio,
+            "prefix_len": prefix,
+            "num_prefixes": 1,
+            "vocab": VOCAB,
+        }
     )
     sub.add_argument("--input-len", help="random tokens of a prompt (default 64)", **from_one)
     sub.add_argument("--output-len", default=out, help=f"tokens of an answer (default {out})", **from_one)
@@ -98,6 +105,8 @@ def workload_flags(
     sub.add_argument("--range-ratio", type=float, metavar="R", help=text)
     text = f"tokens before each prompt that all have in common (default {prefix})"
     sub.add_argument("--prefix-len", type=none_or_more, metavar="N", help=text)
+    text = "so many beginnings of --prefix-len tokens, of which each prompt has one (default 1)"
+    sub.add_argument("--num-prefixes", help=text, **from_one)
     text = "requests to send instead: JSON lines with prompt, max_tokens, at (seconds)"
     sub.add_argument("--dataset", default="", metavar="FILE", help=text)
     drawing_flags(sub, None, seed)
@@ -191,7 +200,11 @@ def asks_of(args: argparse.Namespace) -> Callable[[int], Sequence[BenchAsk]]:
     from minivllm.bench import workload
 
     if args.dataset:
-        given = [key for key in ("input_len", "range_ratio", "prefix_len", "vocab") if getattr(args, key) is not None]
+        given = [
+            key
+            for key in ("input_len", "range_ratio", "prefix_len", "num_prefixes", "vocab")
+            if getattr(args, key) is not None
+        ]
         if given:
             flags = ", ".join(f"--{key.replace('_', '-')}" for key in given)
             raise ConfigError(f"{flags}: random requests have that, and --dataset gives others; leave out either")
@@ -202,12 +215,15 @@ def asks_of(args: argparse.Namespace) -> Callable[[int], Sequence[BenchAsk]]:
             setattr(args, key, value)
     if not 0 <= args.range_ratio <= 1:
         raise ConfigError(f"--range-ratio {args.range_ratio:g}: want 0 to 1")
+    if args.num_prefixes > 1 and not args.prefix_len:
+        raise ConfigError(f"--num-prefixes {args.num_prefixes}: of no tokens; want --prefix-len N too")
     return workload.Generated(
         args.num_prompts,
         args.input_len,
         args.output_len,
         args.range_ratio,
         args.prefix_len,
+        args.num_prefixes,
         args.vocab,
     ).asks
 
@@ -219,6 +235,7 @@ def workload_text(args: argparse.Namespace, asks: Sequence[BenchAsk]) -> str:
         return f"{len(asks)} requests of {args.dataset}, {drawn}"
     spread = f" (within {100 * args.range_ratio:g} %)" if args.range_ratio else ""
     common = f", {args.prefix_len} more in common" if args.prefix_len else ""
+    common = f", behind one of {args.num_prefixes} prefixes of {args.prefix_len}" if args.num_prefixes > 1 else common
     sizes = f"{args.input_len} random tokens{common}, {args.output_len} out{spread}"
     return f"{len(asks)} requests of {sizes}, {drawn}"
 

@@ -61,7 +61,7 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     sub.add_argument("--lm-eval-path", default="", metavar="DIR", help=text)
     text = f"of each task and seed, of --task and --lm-eval (default {CASES})"
     sub.add_argument("--cases", type=count, metavar="N", help=text)
-    text = "a folder in which runs are kept: what is there is not run again"
+    text = "a folder in which runs are kept, each by an engine made anew: what is there is not run again"
     sub.add_argument("--results", default="", metavar="DIR", help=text)
     sub.add_argument("--in-turns", action="store_true", help=IN_TURNS)
     sub.add_argument("--output-json", default="", metavar="FILE", help="write the whole result, with every run")
@@ -105,8 +105,8 @@ def compare(args: argparse.Namespace) -> int:
     failed: dict[str, MinivllmError] = {}
 
     def failing(cell: trials.Cell, exc: MinivllmError) -> None:
-        if cell.name == found[0].name or len(failed) == len(found) - 2:
-            raise exc  # nothing is left to compare; runs that were made are in --results
+        if cell.name == found[0].name:
+            raise exc  # the others are compared with it; runs that were made are in --results
         failed[cell.name] = exc
         print(f"minivllm: {exc}; it is left out, and the others go on", file=sys.stderr)
 
@@ -117,7 +117,8 @@ def compare(args: argparse.Namespace) -> int:
         lambda cell, seed: work.there(by_name[cell.name], seed),
         failing,
     )
-    doing.measure(cells, args.seeds, args.in_turns)
+    # what an engine has become in its runs, those of another call would not find
+    doing.measure(cells, args.seeds, args.in_turns, apart=bool(args.results))
     if args.dataset and not args.temperature and len(args.seeds) > 1:
         print("minivllm: requests of a file at temperature 0: all seeds ask for the same", file=sys.stderr)
     found = [one for one in found if one.name not in failed]
@@ -176,7 +177,7 @@ class Work:
             "tokens": args.quality_tokens,
             "tasks": args.task,
             "cases": args.cases,
-            "an_engine_each": args.in_turns,
+            "an_engine_each": args.in_turns or bool(args.results),
         }
         if self.lm_eval:
             work["lm_eval"] = self.lm_identity
@@ -309,7 +310,23 @@ def unused_tables(loaded: Loaded) -> str:
 
 def _values(text: str) -> list[str]:
     key, equals, values = text.partition("=")
-    given = values.split(",")
+    given = _at_commas(values)
     if not equals or not key.strip() or not all(given):
         raise ConfigError(f"--sweep {shown(text)}: want key=value,value, for example quantizer=none,int8")
     return [f"{key.strip()}={value}" for value in given]
+
+
+def _at_commas(text: str) -> list[str]:
+    """A text cut at its commas, but for those within brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
+    for c in text:
+        if quote:
+            quote = "" if c == quote else quote
+        elif c in "\"'":
+            quote = c
+        depth += 0 if quote else (c in "[{") - (c in "]}")
+        if c == "," and not quote and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return parts

@@ -20,7 +20,7 @@ OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=64)
 
 
 def test_without_a_kv_cache_each_token_is_computed_from_all_before_it_and_is_the_same():
-    asks = Generated(4, 6, 5, 0.5, 0, 1000).asks(0)
+    asks = Generated(4, 6, 5, 0.5, 0, 1, 1000).asks(0)
     with LLM("pocket", dtype="float32", enable_prefix_caching=False, **OPTIONS) as llm:
         kept, _ = offline.generate(llm, asks, 0.0, 0)
         before = llm.engine.clock.count
@@ -124,4 +124,6 @@ def test_tokens_that_differ_are_found_and_the_sentences_of_a_table_are_corrected
     assert trials.same_tokens(a, a) == 1 and trials.first_divergence(a, a) is None
     alone = trials.judged([{"x": Paired(1.1, 1.01, 1.2, 0.04, 5)}])
     among = trials.judged([{"x": Paired(1.1, 1.01, 1.2, 0.04, 5), "y": Paired(1.0, 0.9, 1.1, 0.8, 5)}])
-    assert alone[0]["x"]["says"] == "a difference" and among[0]["x"]["says"] == "no difference shown"
+    assert (
+        alone[0]["x"]["says"] == "a difference" and among[0]["x"]["says"] == "no difference shown, with so many tests"
+    )

@@ -59,8 +59,8 @@ def test_pairs_find_a_difference_that_is_smaller_than_the_noise_between_seeds_an
     assert 0.01 < wrong / 400 < 0.09  # 5 % by definition
     assert statistics.paired(a, a).sentence() == "the same in every run"
     constant = statistics.paired(a, [1.1 * x for x in a])  # no spread, no Student's test
-    assert math.isnan(constant.p) and constant.sentence() == "too few to say: the same ratio in every run"
-    assert statistics.paired([3.0, 3.0], [3.3, 3.3]).sentence().startswith("too few to say")
+    assert math.isnan(constant.p) and constant.sentence() == "the same ratio in every run: no test without a spread"
+    assert statistics.paired([3.0, 3.0], [3.3, 3.3]).sentence().startswith("the same ratio in every run")
     assert statistics.paired(a[:1], faster[:1]).sentence() == "one pair: no test"
     assert statistics.paired([0.0], [1.0]).sentence() == "not measured"
 
@@ -317,6 +317,15 @@ def test_a_server_is_started_measured_over_http_and_ended(capsys):
     code, out, _ = said(capsys, "bench", "serve", *SMALL, *LITTLE, "--repeats", "1", "--json")
     found = json.loads(out)
     assert code == 0 and (found["completed"], found["total_output_tokens"], found["total_input_tokens"]) == (4, 16, 32)
+
+
+def test_prompts_begin_with_one_of_so_many_prefixes_the_first_of_them_most_often(capsys):
+    drawn = [ask.prompt[:6] for ask in Generated(400, 4, 1, prefix_len=6, num_prefixes=5).asks(3)]
+    counts = sorted((drawn.count(one) for one in set(drawn)), reverse=True)
+    assert len(counts) == 5 and counts[0] > 2 * counts[-1] > 0
+    assert Generated(9, 4, 1, prefix_len=6).asks(3) == Generated(9, 4, 1, prefix_len=6, num_prefixes=1).asks(3)
+    code, _, err = said(capsys, "bench", "throughput", *SMALL, *LITTLE, "--num-prefixes", "3")
+    assert code == 2 and "--num-prefixes 3: of no tokens; want --prefix-len N too" in err
 
 
 @pytest.mark.slow

@@ -18,8 +18,10 @@ from minivllm.bench.comparing import ComparedRuns
 from minivllm.bench.quality import TextScores
 from minivllm.bench.report import _beats, _lightness, _nearness, _scatter, _speed
 from minivllm.bench.store import Store, digest
+from minivllm.cli import compare as cli_compare
 from minivllm.cli.compare import contenders
 from minivllm.cli.record import record_path
+from minivllm.errors import ConfigError
 
 SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=128", "--set", "num_kvcache_blocks=64"]
 LITTLE = ["--num-prompts", "3", "--input-len", "6", "--output-len", "3", "--warmups", "0", "--quality-tokens", "24"]
@@ -132,10 +134,35 @@ def test_a_configuration_that_fails_is_left_out_and_the_others_are_compared(caps
     found = json.loads(path.read_text())
     assert [row["name"] for row in found["rows"]] == ["evictor=lru", "evictor=fifo"]
     assert list(found["failed"]) == ["evictor=own_failing:Own"]
+    code, out, _ = said(capsys, *args, "evictor=lru,own_failing:Own")
+    assert code == 1 and [row["name"] for row in json.loads(path.read_text())["rows"]] == ["evictor=lru"]
+    assert out.splitlines()[-1].startswith("failed: evictor=own_failing:Own: ")
     path.unlink()
-    for values in ("lru,own_failing:Own", "own_failing:Own,lru,fifo"):  # nobody is left to compare; the first fails
-        code, out, err = said(capsys, *args, f"evictor={values}")
-        assert code not in (0, 1) and not out and "own_failing:Own: " in err and not path.exists()
+    code, out, err = said(capsys, *args, "evictor=own_failing:Own,lru,fifo")
+    assert code not in (0, 1) and not out and "own_failing:Own: " in err and not path.exists(), "the first is the base"
+
+
+def test_runs_that_are_kept_have_an_engine_each_so_that_those_of_another_call_are_no_others(
+    capsys, tmp_path, monkeypatch
+):
+    """An engine that has served a run may be another one than at its start: a policy that draws, a cache."""
+    made, real = [], cli_compare.open_llm
+    monkeypatch.setattr(cli_compare, "open_llm", lambda *given: made.append(given) or real(*given))
+    args = ["compare", *SMALL, *LITTLE, "--set", "dtype=float32", "--sweep", "evictor=lru,fifo"]
+    for more, count in (([], 2), (["--results", str(tmp_path)], 4), (["--results", str(tmp_path)], 0)):
+        made.clear()
+        code, _, err = said(capsys, *args, "--seeds", "1,2", *more)
+        assert code == 0 and len(made) == count, err
+    assert said(capsys, *args, "--seeds", "1,2,3", *more)[0] == 0 and len(made) == 2
+
+
+def test_a_sweep_is_cut_at_commas_that_no_bracket_or_quote_holds():
+    options = '{name="own:X",options={a=[1,2],b="x,{"}}'
+    values = cli_compare._values(f"evictor=lru,{options},fifo")
+    assert values == ["evictor=lru", f"evictor={options}", "evictor=fifo"]
+    assert cli_compare._values('skip=["a,b"],[]') == ['skip=["a,b"]', "skip=[]"]
+    with pytest.raises(ConfigError, match="want key=value,value"):
+        cli_compare._values("evictor=lru,,fifo")
 
 
 def test_nobody_is_beaten_by_less_than_the_intervals():
