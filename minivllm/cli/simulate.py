@@ -4,9 +4,11 @@ Parsing it imports nothing heavy; simulating imports no torch."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,8 @@ from minivllm import files
 from minivllm.cli.common import load
 from minivllm.cli.replay import configs_of, part_of
 from minivllm.errors import ConfigError
+
+SEAMS = ("scheduler", "evictor")
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
@@ -31,6 +35,9 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub.add_argument("--costs", required=True, metavar="FILE", help="what `minivllm calibrate` wrote")
     sub.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; one run for each")
     sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
+    for seam in SEAMS:
+        text = "instead of the configurations': run each of these (a,b or again)"
+        sub.add_argument(f"--{seam}", action="append", default=[], metavar="NAME", help=text)
     sub.add_argument("--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class")
     sub.add_argument(
         "--rate", action="append", default=[], metavar="xK", help="arrivals K times as fast; xinf: at once"
@@ -105,7 +112,7 @@ def simulate(args: argparse.Namespace) -> int:
     goals, rates = figures.parse_goals(args.goodput), [_rate(text) for text in args.rate or ["x1"]]
     costs = read_costs(args.costs)
     trace = part_of(read_trace(args.trace), args.requests)
-    configs = configs_of(args)
+    configs = _configs(args)
     answers = not (args.real or args.no_answer_hits)
     rows, told = [], (lambda text: print(f"minivllm: {text}", file=sys.stderr))
     for case in cases.cases(configs, costs, told, args.oracle):
@@ -123,6 +130,19 @@ def simulate(args: argparse.Namespace) -> int:
     print(about(trace))
     print(table(rows))
     return 0
+
+
+def _configs(args: argparse.Namespace) -> list[tuple[str, Any]]:
+    """Each configuration with each of the parts that flags name, configuration by configuration."""
+    found: dict[str, list[Any]] = {}
+    named = {seam: ",".join(getattr(args, seam)).split(",") for seam in SEAMS}
+    given = [[f"{seam}={name.strip()}" if name else "" for name in names] for seam, names in named.items()]
+    for chosen in itertools.product(*given):
+        own = copy(args)
+        own.set = [*args.set, *filter(None, chosen)]
+        for label, loaded in configs_of(own):
+            found.setdefault(label, []).append(loaded)
+    return [(label, loaded) for label, own in found.items() for loaded in own]
 
 
 def _really(case: Any, trace: Any, goals: Any, costs: Any) -> dict[str, Any]:

@@ -256,6 +256,18 @@ def test_the_executor_sim_takes_what_the_table_says(tmp_path):
 # ---- command -------------------------------------------------------------------------------------------------------
 
 
+def test_parts_that_flags_name_are_run_each_with_each_of_every_configuration(tmp_path, table, capsys):
+    (tmp_path / "a.toml").write_text('max_num_seqs = 8\nmax_num_batched_tokens = 64\nscheduler = "deadline"\n')
+    given = ["simulate", "--trace", SMALL, "--costs", table, "--config", str(tmp_path / "a.toml"), "--json"]
+    flags = ["--evictor", "lru,fifo", "--evictor", "lfu"]
+    for more, schedulers in ((["--scheduler", "fcfs,static"], ["fcfs", "static"]), ([], ["deadline"])):
+        assert main([*given, *flags, *more]) == 0
+        rows = json.loads(capsys.readouterr().out)["runs"]
+        met = [(row["config"], row["scheduler"], row["evictor"]) for row in rows]
+        assert met == [("a", one, evictor) for one in schedulers for evictor in ("lru", "fifo", "lfu")]
+    assert main([*given, "--evictor", "nobody"]) == 4 and "nobody" in capsys.readouterr().err
+
+
 def test_simulate_compares_files_and_rates_beside_bounds_without_torch(tmp_path, table):
     for name, scheduler in (("a", "fcfs"), ("b", "prefill-first")):
         text = f'max_num_seqs = 8\nmax_num_batched_tokens = 64\nscheduler = "{scheduler}"\n'
