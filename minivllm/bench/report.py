@@ -218,6 +218,8 @@ def _compare(found: Row) -> list[Block]:
     if len({row["weight_bytes"] for row in rows}) > 1:
         memory = "weights, MiB (not from 0)"
         out.append(_scatter("Memory and speed", rows, _lightness, lambda row: row["weight_bytes"] / 2**20, memory))
+    if failed := found.get("failed"):
+        out.append(Table(("configuration", "left out"), list(failed.items())))
     heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
     counts = [one for one in COUNTED if any(row.get(one.key) for row in rows)]
     if counts:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,8 +127,16 @@ class Cell:
     generate: Generate = offline.generate
 
 
-def _raised(cell: Cell, exc: MinivllmError) -> None:
+def _raised(cell: Cell, exc: Exception) -> None:
     raise exc
+
+
+def _let_go() -> None:
+    """Memory that an engine held which could not be made: the next one counts what is free."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ class Trials:
     once: Callable[[Cell, Any, int], Any]
     warm: Callable[[Cell, Any], Any] = lambda cell, llm: None
     there: Callable[[Cell, int], bool] = lambda cell, seed: False
-    failed: Callable[[Cell, MinivllmError], None] = _raised
+    failed: Callable[[Cell, Exception], None] = _raised
 
     def measure(
         self, cells: Sequence[Cell], seeds: Sequence[int], in_turns: bool, apart: bool = False
@@ -162,10 +172,13 @@ class Trials:
                 with cells[i].open() as llm:
                     self.warm(cells[i], llm)
                     found[i] += [self.once(cells[i], llm, seed) for seed in todo]
-            except MinivllmError as exc:  # of many configurations the one that failed
-                exc.args = (f"{brief(cells[i].name)}: {exc}", *exc.args[1:])
+            except Exception as exc:
+                if isinstance(exc, MinivllmError):  # of many configurations the one that failed
+                    exc.args = (f"{brief(cells[i].name)}: {exc}", *exc.args[1:])
                 self.failed(cells[i], exc)
                 gone.add(i)
+            if i in gone:
+                _let_go()
         return found
 
 

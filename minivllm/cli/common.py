@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli import record as recording
+from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -64,6 +65,26 @@ def find_modules(allowed: Sequence[str], config_files: Sequence[str]) -> None:
             if (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file():
                 sys.path.append(str(folder))
                 break
+
+
+def at_commas(text: str, flag: str) -> list[str]:
+    """A flag's text cut at its commas, but for those within brackets, or within quotes that begin a value.  ConfigError
+    if one of them has no end."""
+    parts, open_at, quote, escaped = [""], 0, "", False
+    for c in text:
+        if quote:
+            escaped, quote = c == "\\" and quote == '"' and not escaped, quote if c != quote or escaped else ""
+        elif c in "\"'" and (open_at or not parts[-1]):
+            quote = c
+        else:
+            open_at += (c in "[{") - (c in "]}")
+        if c == "," and not quote and open_at <= 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    if quote or open_at:
+        raise ConfigError(f"{flag}: a quote or bracket has no end, or no beginning; want key=value,value")
+    return parts
 
 
 def show_warnings() -> None:

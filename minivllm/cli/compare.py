@@ -26,8 +26,8 @@ from minivllm.cli.bench_runs import (
     workload_flags,
     workload_text,
 )
-from minivllm.cli.common import load, open_llm
-from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, shown
+from minivllm.cli.common import at_commas, load, open_llm
+from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, shown, told
 
 if TYPE_CHECKING:
     from minivllm.bench.quality import TextScores
@@ -102,13 +102,13 @@ def compare(args: argparse.Namespace) -> int:
     kept = sum(len(store.of(one.key)["runs"].keys() & set(map(str, args.seeds))) for one in found)
     if kept:
         print(f"minivllm: {kept} of {len(found) * len(args.seeds)} runs are in {args.results}", file=sys.stderr)
-    failed: dict[str, MinivllmError] = {}
+    failed: dict[str, str] = {}  # texts alone: an exception would keep what its engine had of the device
 
-    def failing(cell: trials.Cell, exc: MinivllmError) -> None:
+    def failing(cell: trials.Cell, exc: Exception) -> None:
         if cell.name == found[0].name:
-            raise exc  # the others are compared with it; runs that were made are in --results
-        failed[cell.name] = exc
-        print(f"minivllm: {exc}; it is left out, and the others go on", file=sys.stderr)
+            raise exc  # the others are compared with it
+        failed[cell.name] = str(exc) if isinstance(exc, MinivllmError) else f"{brief(cell.name)}: {told(exc)}"
+        print(f"minivllm: {failed[cell.name]}; it is left out, and the others go on", file=sys.stderr)
 
     cells = [trials.Cell(one.name, functools.partial(open_llm, one.loaded, one.args)) for one in todo]
     doing = trials.Trials(
@@ -125,8 +125,9 @@ def compare(args: argparse.Namespace) -> int:
     table = comparing.ComparedRuns([one.name for one in found], work.stored(found), args.seeds, settings(args))
     verdicts = {one.name: diff.compare(found[0].bill, one.bill, results=False).verdict for one in found[1:]}
     whole = table.result({one.name: one.bill for one in found}, verdicts)
-    whole["failed"] = {name: str(exc) for name, exc in failed.items()}
-    lines = [*table.lines(whole, workload_text(args, asks(args.seeds[0]))), *(f"failed: {e}" for e in failed.values())]
+    whole["failed"] = failed
+    lines = table.lines(whole, workload_text(args, asks(args.seeds[0])))
+    lines += [f"failed: {text}" for text in failed.values()]
     return tell(whole, args, "\n".join(lines)) or int(bool(failed))
 
 
@@ -310,23 +311,7 @@ def unused_tables(loaded: Loaded) -> str:
 
 def _values(text: str) -> list[str]:
     key, equals, values = text.partition("=")
-    given = _at_commas(values)
+    given = at_commas(values, f"--sweep {shown(text)}")
     if not equals or not key.strip() or not all(given):
         raise ConfigError(f"--sweep {shown(text)}: want key=value,value, for example quantizer=none,int8")
     return [f"{key.strip()}={value}" for value in given]
-
-
-def _at_commas(text: str) -> list[str]:
-    """A text cut at its commas, but for those within brackets or quotes."""
-    parts, depth, quote = [""], 0, ""
-    for c in text:
-        if quote:
-            quote = "" if c == quote else quote
-        elif c in "\"'":
-            quote = c
-        depth += 0 if quote else (c in "[{") - (c in "]}")
-        if c == "," and not quote and depth <= 0:
-            parts.append("")
-        else:
-            parts[-1] += c
-    return parts

@@ -58,7 +58,7 @@ def diff(args: argparse.Namespace) -> int:
             only = ", ".join(sorted(allowed)) or "nothing"
             raise DifferenceError(f"more than {only} differs: {', '.join(others)}{near and '.' + near}")
         if same := sorted(allowed - set(found.subjects)):
-            print(f"minivllm: --only {','.join(same)}: does not differ either", file=sys.stderr)
+            print(f"minivllm: --only {','.join(same)}: does not differ", file=sys.stderr)
     return UNKNOWN_EXIT if set(found.unknown) - allowed else 0
 
 

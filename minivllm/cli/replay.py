@@ -93,8 +93,8 @@ def _whose_options(seam: str, names: list[str], sets: list[str]) -> list[str]:
     return [] if f"{seam}.name" in keys else [f"{seam}.name={whose}"]
 
 
-def configs_of(args: argparse.Namespace) -> list[tuple[str, Loaded]]:
-    """(label, configuration) for each file, or the defaults."""
+def configs_of(args: argparse.Namespace, said: set[str] | None = None) -> list[tuple[str, Loaded]]:
+    """(label, configuration) for each file, or the defaults.  ``said``: notes that are not printed again."""
     flags = {"allow_targets": args.allow_target} if args.allow_target else {}
     stems = [Path(file).stem for file in args.config]
     labels = stems if len(set(stems)) == len(stems) else args.config
@@ -103,7 +103,10 @@ def configs_of(args: argparse.Namespace) -> list[tuple[str, Loaded]]:
     found = [(label, read_config([file], args.set, flags)) for label, file in zip(labels, args.config, strict=True)]
     for _, loaded in found:
         for note in loaded.notes:
-            print(f"minivllm: {note}", file=sys.stderr)
+            if said is None or note not in said:
+                print(f"minivllm: {note}", file=sys.stderr)
+        if said is not None:
+            said.update(loaded.notes)
     return found or [("defaults", read_config([], args.set, flags))]
 
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm import files
-from minivllm.cli.common import load
+from minivllm.cli.common import at_commas, load
 from minivllm.cli.replay import configs_of, part_of
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, shown
 
 SEAMS = ("scheduler", "evictor")
 
@@ -135,12 +135,15 @@ def simulate(args: argparse.Namespace) -> int:
 def _configs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     """Each configuration with each of the parts that flags name, configuration by configuration."""
     found: dict[str, list[Any]] = {}
-    named = {seam: ",".join(getattr(args, seam)).split(",") for seam in SEAMS}
-    given = [[f"{seam}={name.strip()}" if name else "" for name in names] for seam, names in named.items()]
+    said: set[str] = set()
+    given = []
+    for seam in SEAMS:
+        names = [name.strip() for text in getattr(args, seam) for name in at_commas(text, f"--{seam} {shown(text)}")]
+        given.append([f"{seam}={name}" for name in dict.fromkeys(filter(None, names))] or [""])
     for chosen in itertools.product(*given):
         own = copy(args)
         own.set = [*args.set, *filter(None, chosen)]
-        for label, loaded in configs_of(own):
+        for label, loaded in configs_of(own, said):
             found.setdefault(label, []).append(loaded)
     return [(label, loaded) for label, own in found.items() for loaded in own]
 

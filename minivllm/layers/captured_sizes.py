@@ -8,7 +8,7 @@ from __future__ import annotations
 
 MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
 # of the mixed steps that are captured at the start
-FIRST_TOKENS, FIRST_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048), (16, 128)
+FIRST_TOKENS, FIRST_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048), (16, 128, 512)
 
 
 def row_sizes(most: int) -> list[int]:

@@ -69,7 +69,8 @@ def cases(
                 {},
             )
             found.append(replace(case, scheduler=shortest["scheduler"], known=True))
-    return found
+    decided = lambda case: (case.label, case.evictor, case.scheduler, case.known)  # noqa: E731
+    return [case for i, case in enumerate(found) if decided(case) not in map(decided, found[:i])]  # bounds once
 
 
 def sizes_of(label: str, loaded: Loaded, costs: CostTable, told: Callable[[str], None]) -> ServeSizes:

@@ -19,7 +19,6 @@ from minivllm.core.worker import build, graphs
 from minivllm.core.worker.graphs import (
     CAPTURE_FLOPS,
     CAPTURES,
-    CHEAP_TOKENS,
     SIGHTS,
     TAPPED_CAPTURES,
     WASTE,
@@ -116,15 +115,30 @@ def test_beyond_few_tokens_a_capture_that_is_much_larger_serves_nobody():
 
 
 @pytest.mark.parametrize("most_tokens", [16, 100, 700, 1 << 14])
-@pytest.mark.parametrize("most", [1, 100, 1024])
-def test_every_mixed_step_is_served_from_the_start_by_a_capture_of_rows_enough(most, most_tokens):
-    coarse = coarse_sizes(most)
-    sizes = first_mixed(coarse, most_tokens)
+@pytest.mark.parametrize("most", [1, 100, 512, 768, 1024])
+def test_every_mixed_step_is_served_from_the_start(most, most_tokens):
+    some = captures(most)
+    sizes = first_mixed(some.coarse, most_tokens)
     assert len(sizes) <= 32 and sizes == sorted(set(sizes), key=lambda size: (-size[1], -size[0]))
-    for rows in coarse:
-        for tokens in range(1, min(most_tokens, graphs.MOST_TOKENS) + 1, 7):
-            wanted = max(token_size(tokens), rows)
-            assert any(r >= rows and wanted <= t <= max(CHEAP_TOKENS, WASTE * wanted, coarse[-1]) for r, t in sizes)
+    some.forwards = {GraphKey("mixed", *size, graphs.SHORT): None for size in sizes}
+    for rows in {1, most // 4 + 1, most // 2 + 1, most} & set(range(1, most_tokens)):
+        for tokens in range(rows + 1, min(most_tokens, graphs.MOST_TOKENS) + 1, 13):
+            key = some.key(plan(*[1] * (rows - 1), tokens - rows + 1))
+            assert key is not None and key.rows >= rows and key.tokens >= tokens, (rows, tokens)
+
+
+def test_a_step_that_is_served_buys_a_capture_no_sooner_than_one_that_is_not():
+    some = captures()
+    some.token_flops = 100 * CAPTURE_FLOPS
+    some.forwards = {GraphKey("mixed", 64, 512, graphs.SHORT): None}
+    assert [some.key(plan(1, 1, 170)).tokens for _ in range(SIGHTS)] == [512] * (SIGHTS - 1) + [192]
+
+
+def test_captures_of_long_contexts_serve_those_alone():
+    some = captures()
+    some.forwards = {GraphKey("mixed", 16, 256, 1 << 15): None}
+    assert some.key(plan(1, 200)) is None
+    assert some.key(plan(1, 200, computed=graphs.SHORT)).span == 1 << 15
 
 
 def test_draws_beyond_those_that_are_kept_run_uncaptured_and_it_is_said_once():

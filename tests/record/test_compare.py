@@ -3,9 +3,11 @@ measured."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
+import weakref
 from argparse import Namespace
 
 import numpy as np
@@ -142,6 +144,32 @@ def test_a_configuration_that_fails_is_left_out_and_the_others_are_compared(caps
     assert code not in (0, 1) and not out and "own_failing:Own: " in err and not path.exists(), "the first is the base"
 
 
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_a_cell_that_cannot_be_opened_leaves_nothing_behind_and_the_others_run(in_turns):
+    """What it held of the device would be missing to those behind it, and change what is compared."""
+    held, heard = [], []
+
+    class Weights:
+        pass
+
+    def failing():
+        weights = Weights()
+        held.append(weakref.ref(weights))
+        raise RuntimeError(f"no memory beside {type(weights).__name__}")
+
+    cells = [trials.Cell("a", failing), trials.Cell("b", lambda: contextlib.nullcontext("engine"))]
+
+    def once(cell, llm, seed):
+        assert llm == "engine" and not any(ref() for ref in held)
+        return cell.name, seed
+
+    doing = trials.Trials(once, failed=lambda cell, exc: heard.append((cell.name, str(exc))))
+    assert doing.measure(cells, [1, 2], in_turns) == [[], [("b", 1), ("b", 2)]]
+    assert heard == [("a", "no memory beside Weights")] and len(held) == 1
+    with pytest.raises(RuntimeError, match="no memory"):
+        trials.Trials(once).measure(cells, [1, 2], in_turns)
+
+
 def test_runs_that_are_kept_have_an_engine_each_so_that_those_of_another_call_are_no_others(
     capsys, tmp_path, monkeypatch
 ):
@@ -157,12 +185,14 @@ def test_runs_that_are_kept_have_an_engine_each_so_that_those_of_another_call_ar
 
 
 def test_a_sweep_is_cut_at_commas_that_no_bracket_or_quote_holds():
-    options = '{name="own:X",options={a=[1,2],b="x,{"}}'
+    options = '{name="own:X",options={a=[1,2],b="x,{\\",",c=\'y,\\\'}}'
     values = cli_compare._values(f"evictor=lru,{options},fifo")
     assert values == ["evictor=lru", f"evictor={options}", "evictor=fifo"]
     assert cli_compare._values('skip=["a,b"],[]') == ['skip=["a,b"]', "skip=[]"]
-    with pytest.raises(ConfigError, match="want key=value,value"):
-        cli_compare._values("evictor=lru,,fifo")
+    assert cli_compare._values("model=it's,other") == ["model=it's", "model=other"]
+    for wrong in ("evictor=lru,,fifo", "evictor={a=1,b", "evictor='x,y", "evictor=a],b"):
+        with pytest.raises(ConfigError, match="want key=value,value"):
+            cli_compare._values(wrong)
 
 
 def test_nobody_is_beaten_by_less_than_the_intervals():

@@ -102,7 +102,7 @@ def test_the_same_class_makes_no_difference_and_another_text_of_it_only_that_one
     assert main(["diff", a, b]) == 0 and main(["diff", a, c, "--only", "evictor"]) == 0
     assert "does not differ" not in capsys.readouterr().err
     assert main(["diff", a, b, "--only", "evictor"]) == 0
-    assert "--only evictor: does not differ either" in capsys.readouterr().err
+    assert "--only evictor: does not differ" in capsys.readouterr().err
     monkeypatch.setattr(given, "_given", {})  # another process
     with pytest.raises(
         PluginError, match="was a class of the program that wrote this; put it into a module of its own"

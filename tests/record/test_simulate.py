@@ -259,12 +259,16 @@ def test_the_executor_sim_takes_what_the_table_says(tmp_path):
 def test_parts_that_flags_name_are_run_each_with_each_of_every_configuration(tmp_path, table, capsys):
     (tmp_path / "a.toml").write_text('max_num_seqs = 8\nmax_num_batched_tokens = 64\nscheduler = "deadline"\n')
     given = ["simulate", "--trace", SMALL, "--costs", table, "--config", str(tmp_path / "a.toml"), "--json"]
-    flags = ["--evictor", "lru,fifo", "--evictor", "lfu"]
+    flags = ["--evictor", "lru,fifo,", "--evictor", "lfu,lru"]
     for more, schedulers in ((["--scheduler", "fcfs,static"], ["fcfs", "static"]), ([], ["deadline"])):
         assert main([*given, *flags, *more]) == 0
         rows = json.loads(capsys.readouterr().out)["runs"]
         met = [(row["config"], row["scheduler"], row["evictor"]) for row in rows]
         assert met == [("a", one, evictor) for one in schedulers for evictor in ("lru", "fifo", "lfu")]
+    horizon = '{name="cost-aware",options={horizon=2.0,ghosts=3}}'
+    assert main([*given, "--evictor", f"lru,{horizon}", "--oracle"]) == 0
+    met = [row["evictor"] for row in json.loads(capsys.readouterr().out)["runs"]]
+    assert met == ["lru", "optimum", "lru", "cost-aware", "cost-aware"], "bounds are run once"
     assert main([*given, "--evictor", "nobody"]) == 4 and "nobody" in capsys.readouterr().err
 
 

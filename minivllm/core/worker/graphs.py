@@ -123,7 +123,7 @@ class Graphs:
         self.spare = self.runner.wiring.max_num_seqs
         self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
         self.recorder = GraphRecorder()
-        # about as many operations as a token takes: a product has two for the two bytes of a weight
+        # about the operations of a token (two for the two bytes of a weight); of a mixture all experts are counted
         self.token_flops = self.runner.worker.weight_bytes
 
     # ---- which capture -------------------------------------------------------------------------------------------
@@ -164,20 +164,21 @@ class Graphs:
             found = [
                 one
                 for one in self.forwards
-                if type(one) is GraphKey and one.kind == "mixed" and one.span >= key.span
+                if type(one) is GraphKey and one.kind == "mixed" and one.span == key.span
                 if one.rows >= key.rows and key.tokens <= one.tokens <= most
             ]
             self.serving[key] = min(found, key=lambda one: (one.tokens, one.rows), default=None)
         return self.serving[key]
 
     def _is_due(self, key: GraphKey, larger: GraphKey | None) -> bool:
-        """Whether steps of a kind that is not captured at the start, which run in ``larger`` or as separate launches,
-        have cost as much as their capture, and there is room."""
+        """Whether steps of this kind, in ``larger`` or apart, have cost as much as their capture, and there is room."""
         if len(self.paid) >= MOST_KINDS:
             self.paid.clear()
         padding = larger and larger.tokens - key.tokens + larger.rows - key.rows
-        now = 1 / SIGHTS if padding is None else padding * self.token_flops / CAPTURE_FLOPS
-        self.paid[key] = self.paid.get(key, 0.0) + now
+        now = (
+            1.0 if padding is None else min(padding * self.token_flops / CAPTURE_FLOPS * SIGHTS, 1)
+        )
+        self.paid[key] = self.paid.get(key, 0.0) + now / SIGHTS
         if self.paid[key] < 1 or len(self.forwards) >= CAPTURES:
             return False
         tapped = sum(isinstance(one, TappedKey) for one in self.forwards)
