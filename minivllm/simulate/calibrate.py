@@ -60,7 +60,8 @@ class Calibrator:
         self._paused = False  # before the next step
         self._woken: StepPlan | None = None  # the last that came behind a pause
         self._counter = StepCounter()  # of steps that came back
-        self._joins, self._carried = 0, 0.0  # rows that entered, and seconds, since a step came back
+        # rows that entered, prompt tokens that were planned, and seconds, since a step came back
+        self._joins, self._planned, self._carried = 0, 0, 0.0
         self._submit = engine.executor.submit
         self._number = self._ended = 0
         w = engine.wiring
@@ -77,6 +78,7 @@ class Calibrator:
         def submit(plan: StepPlan) -> None:
             self._plans.append(plan)
             self._joins += 0 if plan.delta.join is None else len(plan.delta.join.slot)
+            self._planned += int(plan.q_len[plan.q_len > 1].sum())
             if self._paused:
                 self._paused, self._woken = False, plan
             self._submit(plan)
@@ -101,8 +103,8 @@ class Calibrator:
 
     def turn(self, phase: str) -> None:
         """One turn of the engine's loop.  With several steps in flight it begins one and waits for the oldest, whose
-        time it takes: that of turns in which none came back is the next one's, and so is what rows cost that entered
-        in them."""
+        time it takes: that of turns in which none came back is the next one's, and so is what the host had to do in
+        them for rows that entered and prompts that it planned."""
         begun, self._ended = self.timer(), 0
         if not self.engine.step():
             if self.engine.dead:
@@ -112,9 +114,10 @@ class Calibrator:
         back = [self._plans.popleft() for _ in range(len(self._plans) - len(self.engine.in_flight))]
         counts = [self._counter.count(plan, self._ended, plan is self._woken) for plan in back]
         if len(back) == 1 and phase:  # of several nobody knows whose time it was
-            self.steps.append(MeasuredStep(replace(counts[0], joins=self._joins), self._carried, phase))
+            counted = replace(counts[0], joins=self._joins, planned=self._planned)
+            self.steps.append(MeasuredStep(counted, self._carried, phase))
         if back:
-            self._joins, self._carried = 0, 0.0
+            self._joins, self._planned, self._carried = 0, 0, 0.0
 
     def drain(self, phase: str) -> None:
         while self.engine.busy:

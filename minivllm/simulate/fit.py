@@ -58,7 +58,10 @@ class _Columns:
         self.rows, self.kv, self.tokens, self.before = (column(x) for x in ("rows", "kv", "tokens", "before"))
         self.prompts = column("prefill") > 0
         self.own = np.stack([self.rows, self.kv, column("pairs"), column("chunks")], 1)  # by PROMPT_SLOPES
-        self.common = [column(x) for x in ("joins", "ends", "fresh")]
+        planned, own = column("planned"), column("prefill")
+        # of steps that are planned one by one it is what the line of tokens says
+        planned = planned if (planned != own).any() else np.zeros(len(steps))
+        self.common = [column("joins"), planned, column("ends"), column("fresh")]
         self.wake = column("wake")
 
 

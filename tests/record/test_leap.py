@@ -28,6 +28,7 @@ COSTS = CostTable(  # about pocket's, no two sums alike
     {
         "kv": 1.7e-7,
         "join": 1.3e-4,
+        "plan": 2.3e-6,
         "end": 7.7e-5,
         "fresh": 2.3e-4,
         "cold": 4.3e-4,

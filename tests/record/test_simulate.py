@@ -126,6 +126,7 @@ TRUTH = CostTable(
     {
         "kv": 1e-6,
         "join": 5e-5,
+        "plan": 0.0,
         "end": 1e-4,
         "fresh": 2e-4,
         "cold": 5e-4,
@@ -149,7 +150,8 @@ def measured(truth, n=4000, prompts=0.5):
         chunks = int(rng.integers(1, 4)) if prefill else 0
         others = [int(x) for x in rng.integers(0, 2, 3)]
         kv, wake = int(rows * rng.integers(1, 900)), int(rng.random() < 0.1)
-        c = StepCounts(rows, kv, prefill, pairs, chunks, *others, max(before), wake)
+        planned = int(rng.integers(0, 200)) if truth.slopes["plan"] else prefill
+        c = StepCounts(rows, kv, prefill, pairs, chunks, *others, max(before), wake, planned)
         before = (before[1], c.tokens if prefill else 0)
         noise = rng.lognormal(0, 0.1) * (3 if rng.random() < 0.02 else 1)
         steps.append(MeasuredStep(c, truth.seconds(c) * noise, "a"))
@@ -168,6 +170,13 @@ def test_costs_that_are_there_are_found_again_through_noise(limit):
     assert found.large.slopes["kv"] == pytest.approx(truth.large.slopes["kv"], rel=0.25)
     assert found.slopes["wake"] == pytest.approx(2e-3, rel=0.15)
     assert found.slopes["wake_large"] == (pytest.approx(4e-3, rel=0.25) if limit else 0)
+
+
+def test_what_the_host_plans_beside_a_step_costs_by_itself_and_else_nothing():
+    """With a step in flight the next one's prompts are planned in its turn; one by one they are the step's own."""
+    truth = replace(TRUTH, slopes={**TRUTH.slopes, "plan": 1e-5})
+    assert fit(measured(truth), *POINTS).slopes["plan"] == pytest.approx(1e-5, rel=0.1)
+    assert fit(measured(TRUTH), *POINTS).slopes["plan"] == 0
 
 
 def test_a_row_that_decodes_costs_what_the_whole_step_makes_of_it():
@@ -410,6 +419,7 @@ def test_no_turn_of_the_engine_is_lost_where_steps_are_in_flight(depth, monkeypa
     assert sum(s.seconds for s in c.steps) == sum(turns)
     assert [s.seconds for s in c.steps].count(2.0) == (3 if depth else 0), "of each burst the first step"
     assert sum(s.counts.joins for s in c.steps) == 6
+    assert sum(s.counts.planned for s in c.steps) == sum(s.counts.prefill for s in c.steps) == 172
 
 
 def test_too_little_time_to_calibrate_in_is_said(monkeypatch):

@@ -2,12 +2,13 @@
 
     a step of decodes   rows(R) + kv * K
     one with prompts    tokens(R + T) + row * R + kv * K + pairs * P + chunk * C
-    any                 + join * J + end * E + fresh * F + W * (cold + cold_kv * K) + V * wake
+    any                 + join * J + plan * N + end * E + fresh * F + W * (cold + cold_kv * K) + V * wake
 
     R   rows that decode             K   tokens whose KV they read          J   rows that enter
     T   prompt tokens computed       P   pairs of a prompt token and one    E   rows that end
     C   chunks of prompts                before it                 F   1 unless its rows are those of the step before
     V   1 behind a pause; beyond the limit it costs wake_large more
+    N   prompt tokens, where the host plans a step while the one before computes: else they cost what T says
 
 Steps with prompts have two sets of costs, up to ``limit`` tokens and beyond: captured steps, and programs made for few
 tokens, end at some number of them, and what runs beyond takes other times for everything, the rows that decode in the
@@ -32,9 +33,9 @@ from minivllm import files
 from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError
 
-FORMAT = "minivllm-costs 3"
+FORMAT = "minivllm-costs 4"
 # seconds for each; ``kv``: of steps of decodes
-SLOPES = ("kv", "join", "end", "fresh", "cold", "cold_kv", "wake", "wake_large")
+SLOPES = ("kv", "join", "plan", "end", "fresh", "cold", "cold_kv", "wake", "wake_large")
 PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # the same, of steps with prompts
 
 PAUSE = 2e-3  # seconds without a step, behind which caches are cold and threads asleep
@@ -78,6 +79,7 @@ class StepCounts:
     fresh: int = 0
     before: int = 0  # tokens of the larger of the two steps before, of those with prompts
     wake: int = 0  # 1 behind a pause
+    planned: int = 0  # prompt tokens that the host plans: the step's own, of measured ones those of its turns
 
     @property
     def tokens(self) -> int:
@@ -106,7 +108,7 @@ class StepCounter:
         pairs = float((long * (first + (long + 1) / 2)).sum())
         kv, prefill = int(plan.computed[:rows].sum()) + rows, int(long.sum())
         self.before = (self.before[1], rows + prefill)
-        return StepCounts(rows, kv, prefill, pairs, n - rows, joins, ends, fresh, before, int(wake))
+        return StepCounts(rows, kv, prefill, pairs, n - rows, joins, ends, fresh, before, int(wake), prefill)
 
     def skip(self, plan: StepPlan) -> None:
         """Steps of decodes were not counted, of which this was the last; it and the one before it had no prompts."""
@@ -148,7 +150,7 @@ class CostTable:
             found = (self.small if c.tokens <= self.limit else self.large).seconds(c)
         else:
             found = self.decode(c.rows, c.kv)
-        found += s["join"] * c.joins + s["end"] * c.ends + s["fresh"] * c.fresh
+        found += s["join"] * c.joins + s["plan"] * c.planned + s["end"] * c.ends + s["fresh"] * c.fresh
         if c.wake:
             found += s["wake"] + s["wake_large"] * self.is_large(c)
         return found + s["cold"] + s["cold_kv"] * c.kv if self.is_cold(c) else found
