@@ -83,7 +83,9 @@ def at_commas(text: str, flag: str) -> list[str]:
         else:
             parts[-1] += c
     if quote or open_at:
-        raise ConfigError(f"{flag}: a quote or bracket has no end, or no beginning; want key=value,value")
+        raise ConfigError(
+            f"{flag}: a quote or bracket has no end, or no beginning; want both, and commas between values"
+        )
     return parts
 
 

@@ -38,7 +38,7 @@ def token_size(tokens: int) -> int:
 
 def first_mixed(coarse: list[int], most: int) -> list[tuple[int, int]]:
     """(rows, tokens) of the mixed steps that are captured at the start, most tokens first, of steps with up to ``most``
-    tokens: whatever comes is not much smaller than one of them.  ``coarse``: sizes of rows."""
+    tokens: any other may run in one of them (``core/worker/graphs.py``).  ``coarse``: sizes of rows."""
     most = token_size(min(most, MOST_TOKENS))
     tokens = [*(n for n in FIRST_TOKENS if n < most), most]
     rows = [*(n for n in coarse[:-1] if n in FIRST_ROWS), coarse[-1]]

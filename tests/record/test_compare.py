@@ -190,8 +190,10 @@ def test_a_sweep_is_cut_at_commas_that_no_bracket_or_quote_holds():
     assert values == ["evictor=lru", f"evictor={options}", "evictor=fifo"]
     assert cli_compare._values('skip=["a,b"],[]') == ['skip=["a,b"]', "skip=[]"]
     assert cli_compare._values("model=it's,other") == ["model=it's", "model=other"]
-    for wrong in ("evictor=lru,,fifo", "evictor={a=1,b", "evictor='x,y", "evictor=a],b"):
-        with pytest.raises(ConfigError, match="want key=value,value"):
+    with pytest.raises(ConfigError, match="want key=value,value"):
+        cli_compare._values("evictor=lru,,fifo")
+    for wrong in ("evictor={a=1,b", "evictor='x,y", "evictor=a],b"):
+        with pytest.raises(ConfigError, match="want both, and commas between values"):
             cli_compare._values(wrong)
 
 

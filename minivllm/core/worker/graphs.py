@@ -59,7 +59,7 @@ CAPTURES = 160  # mixed steps and sampling variants that are kept
 # A kind of mixed steps is captured when its steps have cost about as much as its capture will: after so many that ran
 # as separate launches, or by what a larger capture computes for nothing.  A burst has many kinds.
 SIGHTS = 4
-CAPTURE_FLOPS = 3e13  # that a GPU does while the host captures a step, in about 75 ms
+CAPTURE_FLOPS = 3e13  # of an H100 at half its peak, while its host captures a step: 80 ms
 # a larger capture serves a mixed step of so many times its tokens, and up to so many in any case: the device takes less
 # time than the host takes to launch a step's kernels
 WASTE, CHEAP_TOKENS = 1.5, 512
