@@ -50,14 +50,26 @@ class Simulated(Counting):
         assert self.costs is not None
         return self.costs.decode(len(self._at), self._kv + len(self._at))
 
-    def pass_step(self, clock: ModelClock) -> None:
-        """A step like the last one is begun, and the clock shows its end."""
-        self._work(1e3 * self.seconds_again())
-        self._count()
-        clock.until(self._free_at)
+    def pass_steps(self, clock: ModelClock, most: int, until: float | None) -> int:
+        """Steps like the last one, as many as begin before ``until``, at most so many; the clock shows the end of the
+        last.  What ``_work`` and ``_count`` do for one each, without calls."""
+        assert self.costs is not None
+        rows, kv, free_at, time, taken = len(self._at), self._kv, self._free_at, clock.time, 0
+        alone, each = self.costs.rows(rows), self.costs.slopes["kv"]
+        while taken < most and (until is None or time < until):
+            kv += rows
+            seconds = 1e3 * (alone + each * kv) / 1e3  # as milliseconds of a plan become seconds, to the last bit
+            self.busy += seconds
+            free_at = max(time, free_at) + seconds
+            time = max(time, free_at)
+            taken += 1
+        self._kv, self._free_at, clock.time = kv, free_at, time
+        self._left -= taken
+        self._ahead += taken
+        return taken
 
     def last_plan(self, plan: StepPlan) -> None:
-        """Of the steps that ``pass_step`` was told of."""
+        """Of the steps that ``pass_steps`` has taken."""
         self._counter.skip(plan)
 
     def _count(self) -> None:

@@ -12,33 +12,30 @@ from __future__ import annotations
 import numpy as np
 
 from minivllm.core.engine.engine import Engine
-from minivllm.core.engine.steady import Steady, next_steady
+from minivllm.core.engine.steady import Steady
 from minivllm.core.interfaces.plan import NO_CHANGE
 from minivllm.errors import EngineDeadError, MinivllmError, told
 from minivllm.plugins.executor.clocks import ModelClock
 
 from .device import Simulated
 
-FEWEST = 2  # steps that are taken in one go
-
+NEVER = np.full(1, np.iinfo(np.int32).max)
 
 def leap(engine: Engine, device: Simulated, clock: ModelClock, until: float | None) -> int:
     """Take as many steps as can be, and say how many.  ``until``: the next request comes then; a step that begins
     before is taken.  EngineDeadError if a plug-in fails in one."""
-    s = engine.planner.slots
+    p, s = engine.planner, engine.planner.slots
     if engine.in_flight or engine.checked or s.timed or s.watched or engine.cache.slides:
         return 0
-    taken = 0
+    if p.n_waiting and (s.free or s.cooling or p.shared):
+        return 0  # somebody may enter
+    last = p.steady
+    if last is None or last.changes != s.changes or (most := min(last.steps - 1, device.again)) <= 0:
+        return 0
     try:
-        while (last := engine.planner.steady) is not None and min(last.steps - 1, device.again) > 0:
-            if last.changes != s.changes or (until is not None and clock.time >= until):
-                break
-            if not (more := _several(engine, device, clock, until) or _one(engine, device, clock)):
-                break
-            taken += more
+        return _Stretch(engine, device, clock, last).take(most, until)
     except Exception as e:
         raise EngineDeadError(str(e) if isinstance(e, MinivllmError) else told(e)) from e
-    return taken
 
 
 def turn(engine: Engine, device: Simulated) -> bool:
@@ -67,62 +64,79 @@ def turn(engine: Engine, device: Simulated) -> bool:
         engine.within = ""
 
 
-def _several(engine: Engine, device: Simulated, clock: ModelClock, until: float | None) -> int:
-    """Steps in one go: until a row ends or lacks a block, with that in which one has filled its block, or a request
-    comes."""
-    p, s, cache = engine.planner, engine.planner.slots, engine.cache
-    last = p.steady
-    if last is None or last.room < FEWEST or cache.table or cache.trims:
-        return 0
-    if p.n_waiting and (s.free or s.cooling or p.shared):
-        return 0  # somebody may enter
-    at, before = last.slots, last.plan.computed
-    most = min(last.steps - 1, last.room, device.again)
-    if cache.prefix:
-        most = min(most, int((s.block * (s.prefix_published[at] + 1) - before).min()) - 1)
-    if most < FEWEST:
-        return 0
-    taken = 0
-    while taken < most and (until is None or clock.time < until):
-        device.pass_step(clock)
-        taken += 1
-    computed = before + np.int32(taken)
-    s.tokens[at[:, None], (before + 2)[:, None] + np.arange(taken)] = device.tokens[:, None]
-    s.computed[at] = computed + 1
-    s.known[at] = s.schedulable[at] = computed + 2
-    p.step_id += taken
-    s.step[at] = p.step_id
-    plan = last.plan.further(p.step_id, computed, NO_CHANGE)
-    p.steady = Steady(plan, at, last.changes, last.steps - taken, last.room - taken)
-    _published(engine, device, p.steady, taken)
-    _keep_filled(engine, at, computed + 1)
-    return taken
+class _Stretch:
+    """Steps of the rows of the plan ``last``, each a token further.  Step k, from 1 on, computes the token at
+    ``before + k`` of each row, so that it has KV of ``before + k + 1``; columns are [R]."""
 
+    def __init__(self, engine: Engine, device: Simulated, clock: ModelClock, last: Steady) -> None:
+        self.engine, self.device, self.clock, self.last = engine, device, clock, last
+        self.slots, self.cache = engine.planner.slots, engine.cache
+        self.at, self.before = last.slots, last.plan.computed
 
-def _one(engine: Engine, device: Simulated, clock: ModelClock) -> int:
-    """A step that takes blocks, or fills some."""
-    if next_steady(engine.planner) is None:
-        return 0
-    device.pass_step(clock)
-    last, s = engine.planner.steady, engine.planner.slots
-    assert last is not None
-    at, after = last.slots, last.plan.computed + 1
-    s.tokens[at, after] = device.tokens
-    _published(engine, device, last, 1)
-    _keep_filled(engine, at, after)
-    return 1
+    def take(self, most: int, until: float | None) -> int:
+        """Until a row lacks a block that is not there, a request comes, or ``most`` are taken."""
+        device, clock, taken = self.device, self.clock, 0
+        lacks, fills = self._lacks(), self._fills()
+        lack, fill = int(lacks.min()), int(fills.min())
+        while taken < most and (until is None or clock.time < until):
+            if lack <= taken + 1:
+                if not self._grow(np.flatnonzero(lacks <= taken + 1), taken + 1):
+                    break
+                lacks = self._lacks()
+                lack = int(lacks.min())
+            if self.cache.table:
+                self._tell_nobody()
+            taken += device.pass_steps(clock, min(most, lack - 1, max(fill, taken + 1)) - taken, until)
+            if taken >= fill:
+                self._publish(np.flatnonzero(fills <= taken), taken)
+                fills = self._fills()
+                fill = int(fills.min())
+        if taken:
+            self._note(taken, lack)
+        return taken
 
+    def _lacks(self) -> np.ndarray:
+        """The step for which each row lacks a block."""
+        return self.slots.blocks[:, self.at].min(axis=0) * self.slots.block - self.before
 
-def _keep_filled(engine: Engine, at: np.ndarray, after: np.ndarray) -> None:
-    """Blocks that the rows have filled may be shared from now on.  ``after``: tokens whose KV each has."""
-    s, cache = engine.planner.slots, engine.cache
-    if cache.prefix and np.count_nonzero(full := after // s.block > s.prefix_published[at]):
-        cache.publish(list(zip(at[full].tolist(), after[full].tolist(), strict=True)))
+    def _fills(self) -> np.ndarray:
+        """The step in which each row fills the block that it is to publish next."""
+        if not self.cache.prefix:
+            return NEVER
+        return (self.slots.prefix_published[self.at] + 1) * self.slots.block - self.before - 1
 
+    def _grow(self, rows: np.ndarray, step: int) -> bool:
+        """Blocks for a step to those that lack some; False if there are too few."""
+        mine = self.at[rows]
+        missing = self.cache.missing(mine, self.before[rows] + (step + 1))
+        if not self.cache.can_take(missing):
+            return False
+        self.cache.grow(mine, missing)
+        return True
 
-def _published(engine: Engine, device: Simulated, last: Steady, steps: int) -> None:
-    s, at = engine.planner.slots, last.slots
-    s.collected[at], s.published = s.known[at], last.plan.id
-    engine.publisher.tokens += steps * len(at)
-    engine.clock.count += steps
-    device.last_plan(last.plan)
+    def _tell_nobody(self) -> None:
+        """What has changed in the tables is for a device that has them."""
+        cache = self.cache
+        cache.table, cache.trims, cache.copies, cache.twins = [], [], [], False
+
+    def _publish(self, rows: np.ndarray, step: int) -> None:
+        """Blocks that rows have filled may be shared from now on."""
+        mine, first, after = self.at[rows].tolist(), self.before[rows] + 2, self.before[rows] + (step + 1)
+        for slot, a, b, token in zip(mine, first.tolist(), after.tolist(), self.device.tokens[rows].tolist(), strict=True):
+            self.slots.tokens[slot, a:b] = token
+        self.cache.publish(list(zip(mine, after.tolist(), strict=True)))
+
+    def _note(self, taken: int, lack: int) -> None:
+        """What the turns would have left in the engine's books; ``lack``: the step for which a row lacks a block."""
+        p, s, at, last = self.engine.planner, self.slots, self.at, self.last
+        computed = self.before + np.int32(taken)
+        s.tokens[at[:, None], (self.before + 2)[:, None] + np.arange(taken)] = self.device.tokens[:, None]
+        s.computed[at] = computed + 1
+        s.known[at] = s.schedulable[at] = s.collected[at] = computed + 2
+        p.step_id += taken
+        s.step[at] = s.published = p.step_id
+        plan = last.plan.further(p.step_id, computed, NO_CHANGE)
+        p.steady = Steady(plan, at, last.changes, last.steps - taken, lack - 1 - taken)
+        self.engine.publisher.tokens += taken * len(at)
+        self.engine.clock.count += taken
+        self.device.last_plan(plan)
