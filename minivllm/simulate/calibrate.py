@@ -114,7 +114,7 @@ class Calibrator:
         back = [self._plans.popleft() for _ in range(len(self._plans) - len(self.engine.in_flight))]
         counts = [self._counter.count(plan, self._ended, plan is self._woken) for plan in back]
         if len(back) == 1 and phase:  # of several nobody knows whose time it was
-            counted = replace(counts[0], joins=self._joins, planned=self._planned)
+            counted = counts[0]._replace(joins=self._joins, planned=self._planned)
             self.steps.append(MeasuredStep(counted, self._carried, phase))
         if back:
             self._joins, self._planned, self._carried = 0, 0, 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from minivllm.core.interfaces.plan import LENGTH, NO_CHANGE, OVERSHOOT, StepPlan, StepResult
@@ -12,6 +14,9 @@ from minivllm.replay.serve import Counting, ServeSizes, Steps
 from minivllm.traces.trace import Trace
 
 UNSAID = 2**31 - 2  # the content of an answer that no later prompt repeats
+ENDS = np.array(LENGTH, np.uint8)
+NO_COLUMN = np.empty(0, np.int32)
+NOTHING = StepResult(0, NO_COLUMN, NO_COLUMN, NO_COLUMN, NO_COLUMN.astype(np.uint8))
 
 
 class Simulated(Counting):
@@ -33,6 +38,7 @@ class Simulated(Counting):
         self._ahead = 0  # steps that ``known`` does not have
         self._kv = 0  # tokens that the last one read
         self._result: StepResult | None = None
+        self._unsaid = np.full(sizes.max_num_seqs, UNSAID, np.int32)
 
     @property
     def again(self) -> int:
@@ -84,9 +90,7 @@ class Simulated(Counting):
             self._work(ms)
             self._counter.skip(plan)
             assert self._result is not None
-            result: StepResult = object.__new__(StepResult)
-            result.__dict__.update(self._result.__dict__, id=plan.id, device_ms=ms)
-            self._running.append(SimStep(plan, ms, result, self._free_at))
+            self._running.append(SimStep(plan, ms, _like(self._result, id=plan.id, device_ms=ms), self._free_at))
             return
         if self._ahead:
             self.known[self._at] += self._ahead
@@ -101,7 +105,8 @@ class Simulated(Counting):
     def _begin(self, plan: StepPlan) -> None:
         """A step of requests that ask for nothing but tokens: what ``Sim`` does, in a third of the operations."""
         delta, n = plan.delta, len(plan.slots)
-        self.stopped[delta.leave] = True
+        if len(delta.leave):
+            self.stopped[delta.leave] = True
         if (join := delta.join) is not None:
             at = join.slot
             self.known[at], self.end[at], self.stopped[at] = join.known, join.end, False
@@ -112,18 +117,29 @@ class Simulated(Counting):
         if len(plan.samples) < n:
             slots = rows[plan.samples]
         goes = ~self.stopped[slots]
-        self.known[slots] += goes
-        ends = self.known[slots] >= self.end[slots]
-        self.stopped[slots] = ends
-        flags = np.where(goes, ends * np.uint8(LENGTH), np.uint8(OVERSHOOT)).astype(np.uint8)
-        tokens = self._next(slots).astype(np.int32)
-        result = StepResult(plan.id, plan.slots[plan.samples], tokens, goes.astype(np.int32), flags, device_ms=ms)
-        if self.costs is not None and self.costs.slopes["end"]:
-            self._work(1e3 * self.costs.slopes["end"] * int(np.count_nonzero(ends & goes)))
+        known = self.known[slots] + goes
+        ends = known >= self.end[slots]
+        self.known[slots], self.stopped[slots] = known, ends
+        ends &= goes
+        flags = ends.view(np.uint8) * ENDS
+        if np.count_nonzero(goes) < len(goes):
+            flags[~goes] = OVERSHOOT
+        self._result = result = _like(
+            NOTHING,
+            id=plan.id,
+            slots=plan.slots if slots is rows else plan.slots[plan.samples],
+            tokens=self._next(slots).astype(np.int32, copy=False),
+            count=goes.astype(np.int32),
+            flags=flags,
+            device_ms=ms,
+        )
+        ended = np.count_nonzero(ends)
+        if ended and self.costs is not None and self.costs.slopes["end"]:
+            self._work(1e3 * self.costs.slopes["end"] * ended)
         self._running.append(SimStep(plan, ms, result, self._free_at))
-        if len(slots) == n and plan.q_len[-1] == 1 and not np.count_nonzero(flags) and self._is_warm():
-            self._rows, self._at, self._result = plan.slots, rows, result
-            self._left = int((self.end[rows] - self.known[rows]).min())
+        if slots is rows and plan.q_len[-1] == 1 and not np.count_nonzero(flags) and self._is_warm():
+            self._rows, self._at = plan.slots, rows
+            self._left = int((self.end[rows] - known).min())
             self._kv = int(plan.computed.sum()) + n
 
     def _is_warm(self) -> bool:
@@ -135,7 +151,14 @@ class Simulated(Counting):
         super()._work(ms)
 
     def _next(self, slots: np.ndarray) -> np.ndarray:
-        return super()._next(slots) if self.answers else np.full(len(slots), UNSAID, np.int64)
+        return super()._next(slots) if self.answers else self._unsaid[: len(slots)]
+
+
+def _like(result: StepResult, **columns: Any) -> StepResult:
+    """The same with other columns: in a fraction of the time that a new one takes."""
+    made: StepResult = object.__new__(StepResult)
+    made.__dict__.update(result.__dict__, **columns)
+    return made
 
 
 def _is_still(plan: StepPlan) -> bool:

@@ -21,6 +21,7 @@ from .device import Simulated
 
 NEVER = np.full(1, np.iinfo(np.int32).max)
 
+
 def leap(engine: Engine, device: Simulated, clock: ModelClock, until: float | None) -> int:
     """Take as many steps as can be, and say how many.  ``until``: the next request comes then; a step that begins
     before is taken.  EngineDeadError if a plug-in fails in one."""
@@ -121,10 +122,10 @@ class _Stretch:
 
     def _publish(self, rows: np.ndarray, step: int) -> None:
         """Blocks that rows have filled may be shared from now on."""
-        mine, first, after = self.at[rows].tolist(), self.before[rows] + 2, self.before[rows] + (step + 1)
-        for slot, a, b, token in zip(mine, first.tolist(), after.tolist(), self.device.tokens[rows].tolist(), strict=True):
-            self.slots.tokens[slot, a:b] = token
-        self.cache.publish(list(zip(mine, after.tolist(), strict=True)))
+        mine, before, tokens = self.at[rows].tolist(), self.before[rows].tolist(), self.device.tokens[rows].tolist()
+        for slot, first, token in zip(mine, before, tokens, strict=True):
+            self.slots.tokens[slot, first + 2 : first + step + 1] = token
+        self.cache.publish([(slot, first + step + 1) for slot, first in zip(mine, before, strict=True)])
 
     def _note(self, taken: int, lack: int) -> None:
         """What the turns would have left in the engine's books; ``lack``: the step for which a row lacks a block."""

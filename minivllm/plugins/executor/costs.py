@@ -25,7 +25,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,8 +65,7 @@ class BrokenLine:
         return y[i - 1] + (y[i] - y[i - 1]) * (x - at[i - 1]) / (at[i] - at[i - 1])
 
 
-@dataclass(frozen=True)
-class StepCounts:
+class StepCounts(NamedTuple):
     """What of a step decides its time."""
 
     rows: int
