@@ -51,17 +51,40 @@ class Simulated(Counting):
         assert self._result is not None
         return self._result.tokens
 
-    def seconds_again(self) -> float:
-        """Of the next step like the last one."""
-        assert self.costs is not None
-        return self.costs.decode(len(self._at), self._kv + len(self._at))
+    def goes_on(self, plan: StepPlan) -> bool:
+        """Whether this is the last step, and can be made again."""
+        return plan.slots is self._rows
+
+    def go_on(self, plan: StepPlan, at: np.ndarray) -> None:
+        """The next steps are of the rows of this plan, ``at``, each a token further."""
+        self._settle()
+        self._rows, self._at, n = None, at, len(at)
+        self._left = int((self.end[at] - self.known[at]).min())
+        self._kv = int(plan.computed.sum()) + n
+        tokens, count = self._next(at).astype(np.int32, copy=False), np.ones(n, np.int32)
+        self._result = _like(NOTHING, slots=plan.slots, tokens=tokens, count=count, flags=np.zeros(n, np.uint8))
+
+    def pass_one(self, clock: ModelClock, plan: StepPlan) -> np.ndarray:
+        """One of these steps, which may cost more than the next ones, or end rows; the clock shows its end.  Which of
+        its rows it ends, i64."""
+        self._work(self._cost(plan))
+        self._count()
+        self._rows = plan.slots if self._left and self._is_warm() else None
+        ends = self.known[self._at] + self._ahead >= self.end[self._at]
+        if not self._left:
+            self._settle()
+            self.stopped[self._at] = ends
+            self._end(int(np.count_nonzero(ends)))
+        clock.until(self._free_at)
+        return ends.nonzero()[0]
 
     def pass_steps(self, clock: ModelClock, most: int, until: float | None) -> int:
-        """Steps like the last one, as many as begin before ``until``, at most so many; the clock shows the end of the
-        last.  What ``_work`` and ``_count`` do for one each, without calls."""
+        """Steps like the last one that end no row, as many as begin before ``until``, at most so many; the clock shows
+        the end of the last.  What ``_work`` and ``_count`` do for one each, without calls."""
         assert self.costs is not None
         rows, kv, free_at, time, taken = len(self._at), self._kv, self._free_at, clock.time, 0
         alone, each = self.costs.rows(rows), self.costs.slopes["kv"]
+        most = min(most, self.again)
         while taken < most and (until is None or time < until):
             kv += rows
             seconds = 1e3 * (alone + each * kv) / 1e3  # as milliseconds of a plan become seconds, to the last bit
@@ -72,29 +95,37 @@ class Simulated(Counting):
         self._kv, self._free_at, clock.time = kv, free_at, time
         self._left -= taken
         self._ahead += taken
+        if self._counter.last is not None:
+            self._counter.skip(self._counter.last)
         return taken
-
-    def last_plan(self, plan: StepPlan) -> None:
-        """Of the steps that ``pass_steps`` has taken."""
-        self._counter.skip(plan)
 
     def _count(self) -> None:
         self._kv += len(self._at)
         self._left -= 1
         self._ahead += 1
 
+    def _settle(self) -> None:
+        """Lengths of rows, of those steps that they lack."""
+        if self._ahead:
+            self.known[self._at] += self._ahead
+            self._ahead = 0
+
+    def _end(self, rows: int) -> None:
+        """What it takes that so many end."""
+        if rows and self.costs is not None and self.costs.slopes["end"]:
+            self._work(1e3 * self.costs.slopes["end"] * rows)
+
     def submit(self, plan: StepPlan) -> None:
         if plan.slots is self._rows and self._left > 1 and not self._behind and _is_still(plan):
-            ms = 1e3 * self.seconds_again()
+            assert self.costs is not None
+            ms = 1e3 * self.costs.decode(len(self._at), self._kv + len(self._at))
             self._count()
             self._work(ms)
             self._counter.skip(plan)
             assert self._result is not None
             self._running.append(SimStep(plan, ms, _like(self._result, id=plan.id, device_ms=ms), self._free_at))
             return
-        if self._ahead:
-            self.known[self._at] += self._ahead
-            self._ahead = 0
+        self._settle()
         self._rows = None
         plain = not (len(plan.host) or len(plan.late) or len(plan.draft) or len(plan.prompt) or len(plan.taps))
         if plain and plan.topk < 0 and not self._behind and not len(plan.delta.fork) and not len(plan.delta.token):
@@ -133,9 +164,7 @@ class Simulated(Counting):
             flags=flags,
             device_ms=ms,
         )
-        ended = np.count_nonzero(ends)
-        if ended and self.costs is not None and self.costs.slopes["end"]:
-            self._work(1e3 * self.costs.slopes["end"] * ended)
+        self._end(int(np.count_nonzero(ends)))
         self._running.append(SimStep(plan, ms, result, self._free_at))
         if slots is rows and plan.q_len[-1] == 1 and not np.count_nonzero(flags) and self._is_warm():
             self._rows, self._at = plan.slots, rows

@@ -12,31 +12,39 @@ from __future__ import annotations
 import numpy as np
 
 from minivllm.core.engine.engine import Engine
-from minivllm.core.engine.steady import Steady
-from minivllm.core.interfaces.plan import NO_CHANGE
+from minivllm.core.engine.steady import ONE, Steady
+from minivllm.core.interfaces.finish import Finish
+from minivllm.core.interfaces.plan import NO_CHANGE, StepPlan
 from minivllm.errors import EngineDeadError, MinivllmError, told
 from minivllm.plugins.executor.clocks import ModelClock
 
 from .device import Simulated
 
 NEVER = np.full(1, np.iinfo(np.int32).max)
+NO_ROWS = np.empty(0, np.intp)
 
 
 def leap(engine: Engine, device: Simulated, clock: ModelClock, until: float | None) -> int:
     """Take as many steps as can be, and say how many.  ``until``: the next request comes then; a step that begins
     before is taken.  EngineDeadError if a plug-in fails in one."""
-    p, s = engine.planner, engine.planner.slots
-    if engine.in_flight or engine.checked or s.timed or s.watched or engine.cache.slides:
+    s = engine.slots
+    if engine.in_flight or engine.dead or engine.checked or s.timed or s.watched or engine.cache.slides:
         return 0
-    if p.n_waiting and (s.free or s.cooling or p.shared):
-        return 0  # somebody may enter
-    last = p.steady
-    if last is None or last.changes != s.changes or (most := min(last.steps - 1, device.again)) <= 0:
-        return 0
+    taken = 0
+    engine.within = "step"
     try:
-        return _Stretch(engine, device, clock, last).take(most, until)
+        while not engine.dead and (until is None or clock.time < until):
+            last = _last(engine, device)
+            if last is None or not (more := _Stretch(engine, device, clock, last).take(until)):
+                break
+            taken += more
     except Exception as e:
         raise EngineDeadError(str(e) if isinstance(e, MinivllmError) else told(e)) from e
+    finally:
+        engine.within = ""
+    if engine.dead:
+        raise EngineDeadError(engine.dead)
+    return taken
 
 
 def turn(engine: Engine, device: Simulated) -> bool:
@@ -65,18 +73,54 @@ def turn(engine: Engine, device: Simulated) -> bool:
         engine.within = ""
 
 
+def _last(engine: Engine, device: Simulated) -> Steady | None:
+    """The plan that the next steps go on from, each row a token further; None if somebody may enter, or they do not."""
+    p, s = engine.planner, engine.slots
+    if p.n_waiting and (s.free or s.cooling or p.shared):
+        return None
+    last = p.steady
+    if last is None or last.changes != s.changes:
+        last = None if engine.capacity.depth else _before_first(engine)
+    if last is not None and not device.goes_on(last.plan):
+        if engine.capacity.depth:
+            return None
+        device.go_on(last.plan, last.slots)
+    return last
+
+
+def _before_first(engine: Engine) -> Steady | None:
+    """As if the rows that run had been in the step before, where the planner would let all of them draw in the next one
+    and ask no policy; None where it might do anything else."""
+    p, s = engine.planner, engine.slots
+    at = s.running
+    if not 0 < len(at) <= p.max_tokens or s.asking or s.special or s.paired or s.tapping:
+        return None
+    if p.asks_shape or p.speculation or p.joins or p.forks or p.searches or p.chosen or p.stuck or p._ended:
+        return None
+    known = s.known[at]
+    first = np.count_nonzero(known == s.prompt[at]) or np.count_nonzero(s.forking[at])
+    if first or np.count_nonzero(p.need(at) != ONE):
+        return None
+    n = len(at)
+    plan = StepPlan(
+        p.step_id, at.astype(np.int32), np.ones(n, np.int32), s.computed[at] - ONE, np.arange(n, dtype=np.int32)
+    )
+    return Steady(plan, at, s.changes, int((s.end[at] - known).min()), 0)
+
+
 class _Stretch:
     """Steps of the rows of the plan ``last``, each a token further.  Step k, from 1 on, computes the token at
     ``before + k`` of each row, so that it has KV of ``before + k + 1``; columns are [R]."""
 
     def __init__(self, engine: Engine, device: Simulated, clock: ModelClock, last: Steady) -> None:
         self.engine, self.device, self.clock, self.last = engine, device, clock, last
-        self.slots, self.cache = engine.planner.slots, engine.cache
+        self.slots, self.cache = engine.slots, engine.cache
         self.at, self.before = last.slots, last.plan.computed
 
-    def take(self, most: int, until: float | None) -> int:
-        """Until a row lacks a block that is not there, a request comes, or ``most`` are taken."""
-        device, clock, taken = self.device, self.clock, 0
+    def take(self, until: float | None) -> int:
+        """Until rows have ended, a row lacks a block that is not there, or a request comes."""
+        device, clock, taken, ended = self.device, self.clock, 0, NO_ROWS
+        most = self.last.steps - 1 if self.engine.capacity.depth else self.last.steps
         lacks, fills = self._lacks(), self._fills()
         lack, fill = int(lacks.min()), int(fills.min())
         while taken < most and (until is None or clock.time < until):
@@ -85,15 +129,22 @@ class _Stretch:
                     break
                 lacks = self._lacks()
                 lack = int(lacks.min())
-            if self.cache.table:
-                self._tell_nobody()
-            taken += device.pass_steps(clock, min(most, lack - 1, max(fill, taken + 1)) - taken, until)
+            self._tell_nobody()
+            if device.again:
+                taken += device.pass_steps(clock, min(lack - 1, max(fill, taken + 1)) - taken, until)
+            elif self.engine.capacity.depth:
+                break
+            else:
+                taken += 1
+                ended = device.pass_one(clock, self._plan(taken))
             if taken >= fill:
                 self._publish(np.flatnonzero(fills <= taken), taken)
                 fills = self._fills()
                 fill = int(fills.min())
         if taken:
             self._note(taken, lack)
+        for slot in self.at[ended].tolist():
+            self.engine.publisher.send(self.slots.at(slot), Finish("length"))
         return taken
 
     def _lacks(self) -> np.ndarray:
@@ -116,9 +167,14 @@ class _Stretch:
         return True
 
     def _tell_nobody(self) -> None:
-        """What has changed in the tables is for a device that has them."""
-        cache = self.cache
-        cache.table, cache.trims, cache.copies, cache.twins = [], [], [], False
+        """What has changed since the last plan is for a device that has columns and tables."""
+        p, s, cache = self.engine.planner, self.slots, self.cache
+        if cache.table:
+            cache.table, cache.trims, cache.copies, cache.twins = [], [], [], False
+        if p.left:
+            s.free.extend(s.cooling)
+            for told_of in (s.cooling, p.left, p.keeps, p.forgotten):
+                told_of.clear()
 
     def _publish(self, rows: np.ndarray, step: int) -> None:
         """Blocks that rows have filled may be shared from now on."""
@@ -127,17 +183,16 @@ class _Stretch:
             self.slots.tokens[slot, first + 2 : first + step + 1] = token
         self.cache.publish([(slot, first + step + 1) for slot, first in zip(mine, before, strict=True)])
 
+    def _plan(self, step: int) -> StepPlan:
+        return self.last.plan.further(self.last.plan.id + step, self.before + np.int32(step), NO_CHANGE)
+
     def _note(self, taken: int, lack: int) -> None:
         """What the turns would have left in the engine's books; ``lack``: the step for which a row lacks a block."""
-        p, s, at, last = self.engine.planner, self.slots, self.at, self.last
-        computed = self.before + np.int32(taken)
+        p, s, at, last, plan = self.engine.planner, self.slots, self.at, self.last, self._plan(taken)
         s.tokens[at[:, None], (self.before + 2)[:, None] + np.arange(taken)] = self.device.tokens[:, None]
-        s.computed[at] = computed + 1
-        s.known[at] = s.schedulable[at] = s.collected[at] = computed + 2
-        p.step_id += taken
-        s.step[at] = s.published = p.step_id
-        plan = last.plan.further(p.step_id, computed, NO_CHANGE)
+        s.computed[at] = plan.computed + 1
+        s.known[at] = s.schedulable[at] = s.collected[at] = plan.computed + 2
+        s.step[at] = s.published = p.step_id = plan.id
         p.steady = Steady(plan, at, last.changes, last.steps - taken, lack - 1 - taken)
         self.engine.publisher.tokens += taken * len(at)
         self.engine.clock.count += taken
-        self.device.last_plan(plan)
