@@ -98,7 +98,7 @@ def bound(row: Any, columns: Mapping[str, Column]) -> Row | None:
                 f"it has no column {shown(name)}; want one of {', '.join(columns) or 'none'}"
             )
         values[name] = _fitting(name, value, columns[name])
-    return replace(row, values=values)
+    return replace(row, values=values) if values else row
 
 
 def _fitting(name: str, value: Any, column: Column) -> np.ndarray:

@@ -161,11 +161,11 @@ class BlockPool:
 
     def release(self, blocks: np.ndarray) -> None:
         """One reference less to each (distinct blocks, parents first; null blocks are skipped)."""
-        if not blocks.all():
+        if np.count_nonzero(blocks) < len(blocks):
             blocks = blocks[blocks != NULL_BLOCK]
         left = self.ref[blocks] - 1
         gone = blocks
-        if left.any():  # else they all had one reference: the usual case
+        if np.count_nonzero(left):  # else they all had one reference: the usual case
             if left.min() < 0:
                 raise EngineDeadError(
                     f"blocks {blocks[left < 0].tolist()} were released more often than taken"
@@ -174,7 +174,7 @@ class BlockPool:
         self.ref[blocks] = left
         self.held -= len(gone)
         cached = self.key[gone] != 0
-        if cached.any():
+        if np.count_nonzero(cached):
             kept, gone = gone[cached], gone[~cached]
             self.idle += len(kept)
             self._tell("free", self.key[kept])
@@ -307,7 +307,7 @@ class BlockPool:
         info = BlockInfo(
             parent=np.array(parent, np.uint64),
             depth=np.array(depth, np.int32),
-            bytes=np.full(len(key), self.block_bytes, np.int64),
+            bytes=np.array([self.block_bytes] * len(key), np.int64),
             cost=np.array(cost, np.float64),
             tenant=np.array(tenant, np.int32),
         )

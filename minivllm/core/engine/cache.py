@@ -237,24 +237,22 @@ class KVCache:
         return np.maximum(self.blocks_for(upto) - self.slots.blocks[:, slots], 0)
 
     def can_take(self, missing: np.ndarray) -> bool:
-        return all(
-            int(need) <= pool.available
-            for need, pool in zip(missing.sum(axis=1), self.pools, strict=True)
-        )
+        need = np.add.reduce(missing, axis=1).tolist()
+        return all(n <= pool.available for n, pool in zip(need, self.pools, strict=True))
 
     def grow(self, slots: np.ndarray, missing: np.ndarray) -> None:
         """Give rows the blocks that ``missing`` counts; ``can_take`` has said that there are so many."""
         for g, pool in enumerate(self.pools):
-            need = missing[g]
-            total = int(need.sum())
-            if not total:
+            at = missing[g].nonzero()[0]
+            rows, need = slots[at].astype(np.intp), missing[g, at]
+            if not (total := sum(need.tolist())):
                 continue
-            blocks, at = pool.take(total), np.flatnonzero(need)
-            rows, need = slots[at].astype(np.intp), need[at]
             have = self.slots.blocks[g, rows]
             self.slots.blocks[g, rows] = have + need
-            start = np.repeat(have - (np.cumsum(need) - need), need)
-            self._append(g, np.repeat(rows, need), start + np.arange(total), blocks)
+            if total > len(at):  # else one each, as in most steps
+                start = (have - (need.cumsum() - need)).repeat(need)
+                rows, have = rows.repeat(need), start + np.arange(total)
+            self._append(g, rows, have, pool.take(total))
 
     def grow_chunk(self, slot: int, chunk: int) -> int:
         """Take blocks for as much of a chunk as there is room for; returns the tokens that fit."""

@@ -73,8 +73,9 @@ def check_read(p: SamplingParams, strategies: Strategies, processors: Processors
     """RequestError for a parameter that nothing in this engine reads."""
     if p.extra:
         p.check_extra()
-    known = own_names(strategies).union(*(made.reads for _, made in processors))
-    for name in p.asked():
+    asked = p.asked()
+    known = own_names(strategies).union(*(made.reads for _, made in processors)) if asked else set()
+    for name in asked:
         if name not in known:
             what = f"{name} is set, but no processor, sampler or strategy in the config reads it"
             does = f"add one that does{''.join(f', {who}' for who in declared.readers(name)[:4])}"

@@ -25,7 +25,7 @@ def step_rows(
     if chunks:
         slots = np.concatenate([decode, np.fromiter(chunks, np.intp, len(chunks))])
         q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
-    if not chunks and not len(draft):
+    if not len(draft) and min(chunks.values(), default=2) > 1:  # they are in order
         return slots, q_len, draft
     key = 2 * (q_len > 1)
     key[: len(n)] += n > 0

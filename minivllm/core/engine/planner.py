@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 PROTECTED_AFTER = 8
 MIX = StepShape()
 NO_SLOTS = no_rows(dtype=np.intp)
+NO_DRAFTS = no_rows()
 
 
 class Planner:
@@ -206,13 +207,12 @@ class Planner:
         missing = self.cache.missing(rows, s.computed[rows] + 1)
         if not np.count_nonzero(missing):
             return rows
-        while missing.any() and not self.cache.can_take(missing):
+        while np.count_nonzero(missing) and not self.cache.can_take(missing):
             lacking = rows[missing.any(axis=0)]
             gone = self.make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
             left = (rows == gone) | (s.mate[rows] == gone) | (s.serial[rows] < 0)  # none goes alone
             rows, missing = rows[~left], missing[:, ~left]
-        if missing.any():
-            self.cache.grow(rows, missing)
+        self.cache.grow(rows, missing)
         return rows
 
     def make_room(self, requester: int, need: int) -> int:
@@ -413,8 +413,8 @@ class Planner:
         """The step of these rows; drafts get what is left of the budget."""
         s, spec = self.slots, self.speculation
         ahead = spec is not None and spec.on(len(decode))
-        n = no_rows() if spec is None or not ahead else spec.drafts(s, self.cache, decode, budget)
-        decode, n, draft = with_drafts(decode, n) if n.any() else (decode, no_rows(), no_rows())
+        n = NO_DRAFTS if spec is None or not ahead else spec.drafts(s, self.cache, decode, budget)
+        decode, n, draft = with_drafts(decode, n) if n.any() else (decode, NO_DRAFTS, NO_DRAFTS)
         at, q_len, draft = step_rows(decode, n, draft, chunks)
         if not len(at):
             return None

@@ -151,7 +151,7 @@ class Publisher:
             return
         column = busy & ~ended & (s.stream[slots] > 0)
         column &= (at > s.prompt[slots]) & (s.emitted[slots] == at)
-        if column.any():
+        if np.count_nonzero(column):
             mine = slots[column]
             s.emitted[mine] += 1
             self.events.tokens_streamed(s.stream[mine], s.sample[mine], result.tokens[column])
@@ -257,11 +257,11 @@ class Publisher:
         full = live & (flight.after // s.block > s.prefix_published[slots])
         if not np.count_nonzero(full):
             return
-        wrong = flight.plan.samples[(result.flags & (NAN | FAILED)) != 0]
-        full[np.isin(slots, slots[wrong]) if len(wrong) else wrong] = False
+        if np.count_nonzero(wrong := result.flags & (NAN | FAILED)):
+            full[np.isin(slots, flight.drawn[wrong != 0])] = False
         if s.tapping:  # before its first token nobody knows whether there was memory to steer it
             full &= ~s.tapped[slots] | (s.collected[slots] > s.prompt[slots])
-        if full.any():
+        if np.count_nonzero(full):
             mine = slots[full]
             done = np.minimum(flight.after[full], s.collected[mine])
             self.cache.publish(list(zip(mine.tolist(), done.tolist(), strict=True)))

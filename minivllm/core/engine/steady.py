@@ -33,7 +33,7 @@ def steady_of(planner: Planner, plan: StepPlan, at: np.ndarray) -> Steady | None
     A policy or a drafter that is asked in each step, a row that waits for the host or computes its prompt, or that does
     not read all that it asks for: any of them makes steps differ."""
     p, s = planner, planner.slots
-    same = len(plan.samples) == len(at) and np.array_equal(at, s.running)
+    same = len(plan.samples) == len(at) and at.tobytes() == s.running.tobytes()
     if not same or p.asks_shape or p.speculation is not None or s.asking:
         return None
     if len(plan.host) or len(plan.held) or plan.q_len[-1] > 1:

@@ -27,7 +27,7 @@ def own_names(strategies: Sequence[tuple[str, DecodingStrategy]]) -> set[str]:
 def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Request) -> list[Branch]:
     """Ask the first of the strategies that takes the request.  RequestError if none does, or it fails."""
     made, p = None, request.params
-    asked = p.branching() | (set(p.extra) & own_names(strategies))
+    asked = p.branching() | (set(p.extra) & own_names(strategies) if p.extra else set())
     try:
         able = [made for _, made in strategies if asked <= made.reads]
         made = next((made for made in able if call_foreign(made.takes, p)), None)
