@@ -67,8 +67,9 @@ class Simulated(Counting):
     def pass_one(self, clock: ModelClock, plan: StepPlan) -> np.ndarray:
         """One of these steps, which may cost more than the next ones, or end rows; the clock shows its end.  Which of
         its rows it ends, i64."""
-        self._work(self._cost(plan))
+        assert self.costs is not None
         self._count()
+        self._work(1e3 * self.costs.seconds(self._counter.decodes(plan, self._kv, wake=self._wakes())))
         self._rows = plan.slots if self._left and self._is_warm() else None
         ends = self.known[self._at] + self._ahead >= self.end[self._at]
         if not self._left:

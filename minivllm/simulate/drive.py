@@ -75,14 +75,14 @@ def drive(
             first[i], finished[i], cached[i] = r.first_token - base, r.finished - base, r.cached_tokens
             output[i] = outputs[i]
 
+    plain = SamplingParams(ignore_eos=True, detokenize=False)
     due, outputs = (base + trace.arrival).tolist(), trace.output.tolist()
     start, start_cpu, before, sent, idle = perf_counter(), process_time(), _counted(engine), 0, 0
     while sent < n or engine.busy:
         while sent < n and due[sent] <= clock.now():
             expected = outputs[sent] if known_lengths else None
-            params = SamplingParams(
-                max_tokens=outputs[sent], ignore_eos=True, detokenize=False, seed=sent, expected_tokens=expected
-            )
+            params = plain.ending_after(outputs[sent])  # in a fifth of the time that all checks take
+            params.seed, params.expected_tokens = sent, expected
             with suppress(RequestError):  # longer than the model, or the cache: nan
                 engine.add(Request(str(sent), tokens(sent), params, due[sent], on_done=ended))
             sent += 1

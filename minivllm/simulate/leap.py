@@ -120,25 +120,26 @@ class _Stretch:
     def take(self, until: float | None) -> int:
         """Until rows have ended, a row lacks a block that is not there, or a request comes."""
         device, clock, taken, ended = self.device, self.clock, 0, NO_ROWS
-        most = self.last.steps - 1 if self.engine.capacity.depth else self.last.steps
+        most = min(self.last.steps - 1, device.again) if self.engine.capacity.depth else self.last.steps
         lacks, fills = self._lacks(), self._fills()
         lack, fill = int(lacks.min()), int(fills.min())
         while taken < most and (until is None or clock.time < until):
             if lack <= taken + 1:
-                if not self._grow(np.flatnonzero(lacks <= taken + 1), taken + 1):
+                rows = (lacks == lack).nonzero()[0]
+                if len(rows) > self.cache.available:
                     break
-                lacks = self._lacks()
+                # as no group slides, each has what the others have, and a row lacks one in all of them
+                self.cache.grow(self.at[rows], np.ones((len(self.cache.pools), len(rows)), np.int32))
+                lacks[rows] += self.slots.block
                 lack = int(lacks.min())
             self._tell_nobody()
             if device.again:
                 taken += device.pass_steps(clock, min(lack - 1, max(fill, taken + 1)) - taken, until)
-            elif self.engine.capacity.depth:
-                break
             else:
                 taken += 1
-                ended = device.pass_one(clock, self._plan(taken))
+                ended = device.pass_one(clock, self.last.plan)
             if taken >= fill:
-                self._publish(np.flatnonzero(fills <= taken), taken)
+                self._publish((fills <= taken).nonzero()[0], taken)
                 fills = self._fills()
                 fill = int(fills.min())
         if taken:
@@ -149,22 +150,13 @@ class _Stretch:
 
     def _lacks(self) -> np.ndarray:
         """The step for which each row lacks a block."""
-        return self.slots.blocks[:, self.at].min(axis=0) * self.slots.block - self.before
+        return self.slots.blocks[0, self.at] * self.slots.block - self.before
 
     def _fills(self) -> np.ndarray:
         """The step in which each row fills the block that it is to publish next."""
         if not self.cache.prefix:
             return NEVER
         return (self.slots.prefix_published[self.at] + 1) * self.slots.block - self.before - 1
-
-    def _grow(self, rows: np.ndarray, step: int) -> bool:
-        """Blocks for a step to those that lack some; False if there are too few."""
-        mine = self.at[rows]
-        missing = self.cache.missing(mine, self.before[rows] + (step + 1))
-        if not self.cache.can_take(missing):
-            return False
-        self.cache.grow(mine, missing)
-        return True
 
     def _tell_nobody(self) -> None:
         """What has changed since the last plan is for a device that has columns and tables."""

@@ -95,19 +95,25 @@ class StepCounter:
     def count(self, plan: StepPlan, ends: int = 0, wake: bool = False) -> StepCounts:
         """``wake``: behind a pause.  Rows of one token come first in a plan.  A plan that goes on from the last
         one in the same rows (``StepPlan.further``) is made in a fraction of the time, and finds caches warm."""
-        fresh = int(self.last is None or plan.slots is not self.last.slots)
-        before, self.last = max(self.before), plan
         q, n = plan.q_len, len(plan.q_len)
         joins = 0 if plan.delta.join is None else len(plan.delta.join.slot)
         if not n or q[-1] == 1:
-            self.before = (self.before[1], 0)
-            return StepCounts(n, int(plan.computed.sum()) + n, 0, 0.0, 0, joins, ends, fresh, before, int(wake))
+            return self.decodes(plan, int(plan.computed.sum()) + n, joins, ends, wake)
+        fresh = int(self.last is None or plan.slots is not self.last.slots)
+        before, self.last = max(self.before), plan
         rows = int(np.count_nonzero(q == 1))
         long, first = q[rows:].astype(np.float64), plan.computed[rows:]
         pairs = float((long * (first + (long + 1) / 2)).sum())
         kv, prefill = int(plan.computed[:rows].sum()) + rows, int(long.sum())
         self.before = (self.before[1], rows + prefill)
         return StepCounts(rows, kv, prefill, pairs, n - rows, joins, ends, fresh, before, int(wake), prefill)
+
+    def decodes(self, plan: StepPlan, kv: int, joins: int = 0, ends: int = 0, wake: bool = False) -> StepCounts:
+        """A step without prompts, of the plan's rows, which read ``kv`` tokens."""
+        fresh = int(self.last is None or plan.slots is not self.last.slots)
+        before, self.last = max(self.before), plan
+        self.before = (self.before[1], 0)
+        return StepCounts(len(plan.slots), kv, 0, 0.0, 0, joins, ends, fresh, before, int(wake))
 
     def skip(self, plan: StepPlan) -> None:
         """Steps of decodes were not counted, of which this was the last; it and the one before it had no prompts."""
