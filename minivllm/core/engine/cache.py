@@ -320,24 +320,23 @@ class KVCache:
 
     def publish(self, rows: list[tuple[int, int]]) -> None:
         """For each (slot, done): the first ``done`` tokens are computed and collected, so full blocks are findable."""
+        s, size = self.slots, self.block
         for slot, done in rows:
-            self._publish_row(slot, self.slots.at(slot), done // self.block)
+            first = int(s.prefix_published[slot])
+            last = done // size
+            if last <= first:
+                continue
+            seq = s.at(slot)
+            salt = seq.request.salt
+            tokens = s.tokens[slot, : last * size]
+            keys = self.pools[0].keys_of(tokens, salt, seq.keys)
+            for i in range(first, last):
+                row = tokens[i * size : (i + 1) * size]
+                if not self._publish_index(slot, i, salt, keys[i], row):
+                    break  # its parent collided with another key: the rest of the chain stays private
+            s.prefix_published[slot] = last
         for pool in self.pools:
             pool.announce()
-
-    def _publish_row(self, slot: int, seq: Seq, last: int) -> None:
-        first = int(self.slots.prefix_published[slot])
-        tokens = self.slots.tokens[slot]
-        salt = seq.request.salt
-        if not self.prefix or last <= first:
-            return
-        self.pools[0].keys_of(tokens[: last * self.block], salt, seq.keys)
-        for i in range(first, last):
-            if not self._publish_index(
-                slot, i, salt, seq.keys[i], tokens[i * self.block : (i + 1) * self.block]
-            ):
-                break  # its parent collided with another key: the rest of the chain stays private
-        self.slots.prefix_published[slot] = last
 
     def publish_tail(self, slot: int, seq: Seq) -> None:
         """A sequence ends: what it has computed of its last block can be copied by whoever goes on from there."""
@@ -371,10 +370,9 @@ class KVCache:
         block = int(self.slots.table[0, slot, i])
         if not lead.published(block):
             return False
-        code = lead.follower_of(block)
         for g in range(1, len(self.pools)):
             if self.slots.table[g, slot, i]:
-                self._publish_one(g, slot, i, code, key, row)
+                self._publish_one(g, slot, i, lead.follower_of(block), key, row)
         return True
 
     def _publish_one(

@@ -102,9 +102,9 @@ class StepCounter:
         fresh = int(self.last is None or plan.slots is not self.last.slots)
         before, self.last = max(self.before), plan
         rows = int(np.count_nonzero(q == 1))
-        long, first = q[rows:].astype(np.float64), plan.computed[rows:]
-        pairs = float((long * (first + (long + 1) / 2)).sum())
-        kv, prefill = int(plan.computed[:rows].sum()) + rows, int(long.sum())
+        long, first = q[rows:].tolist(), plan.computed[rows:].tolist()
+        pairs = sum(n * (at + (n + 1) / 2) for n, at in zip(long, first, strict=True))
+        kv, prefill = int(plan.computed[:rows].sum()) + rows, sum(long)
         self.before = (self.before[1], rows + prefill)
         return StepCounts(rows, kv, prefill, pairs, n - rows, joins, ends, fresh, before, int(wake), prefill)
 
