@@ -37,19 +37,13 @@ class Simulated(Counting):
         self._left = 0  # steps until one of the rows ends
         self._ahead = 0  # steps that ``known`` does not have
         self._kv = 0  # tokens that the last one read
-        self._result: StepResult | None = None
+        self.tokens = np.empty(0, np.int32)  # that the rows of the last step draw, in each step alike
         self._unsaid = np.full(sizes.max_num_seqs, UNSAID, np.int32)
 
     @property
     def again(self) -> int:
         """So many more steps like the last one end no row."""
         return self._left - 1 if self._rows is not None else 0
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """i32 [R], what the rows of the last step draw, in each step alike."""
-        assert self._result is not None
-        return self._result.tokens
 
     def goes_on(self, plan: StepPlan) -> bool:
         """Whether this is the last step, and can be made again."""
@@ -58,11 +52,10 @@ class Simulated(Counting):
     def go_on(self, plan: StepPlan, at: np.ndarray) -> None:
         """The next steps are of the rows of this plan, ``at``, each a token further."""
         self._settle()
-        self._rows, self._at, n = None, at, len(at)
+        self._rows, self._at = None, at
         self._left = int((self.end[at] - self.known[at]).min())
-        self._kv = int(plan.computed.sum()) + n
-        tokens, count = self._next(at).astype(np.int32, copy=False), np.ones(n, np.int32)
-        self._result = _like(NOTHING, slots=plan.slots, tokens=tokens, count=count, flags=np.zeros(n, np.uint8))
+        self._kv = int(plan.computed.sum()) + len(at)
+        self.tokens = self._drawn(at)
 
     def pass_one(self, clock: ModelClock, plan: StepPlan) -> np.ndarray:
         """One of these steps, which may cost more than the next ones, or end rows; the clock shows its end.  Which of
@@ -123,8 +116,9 @@ class Simulated(Counting):
             self._count()
             self._work(ms)
             self._counter.skip(plan)
-            assert self._result is not None
-            self._running.append(SimStep(plan, ms, _like(self._result, id=plan.id, device_ms=ms), self._free_at))
+            count, flags = np.ones(len(self._at), np.int32), np.zeros(len(self._at), np.uint8)
+            result = _result(id=plan.id, slots=plan.slots, tokens=self.tokens, count=count, flags=flags, device_ms=ms)
+            self._running.append(SimStep(plan, ms, result, self._free_at))
             return
         self._settle()
         self._rows = None
@@ -156,11 +150,11 @@ class Simulated(Counting):
         flags = ends.view(np.uint8) * ENDS
         if np.count_nonzero(goes) < len(goes):
             flags[~goes] = OVERSHOOT
-        self._result = result = _like(
-            NOTHING,
+        self.tokens = self._drawn(slots)
+        result = _result(
             id=plan.id,
             slots=plan.slots if slots is rows else plan.slots[plan.samples],
-            tokens=self._next(slots).astype(np.int32, copy=False),
+            tokens=self.tokens,
             count=goes.astype(np.int32),
             flags=flags,
             device_ms=ms,
@@ -180,14 +174,17 @@ class Simulated(Counting):
         self.busy += ms / 1e3
         super()._work(ms)
 
+    def _drawn(self, slots: np.ndarray) -> np.ndarray:
+        return self._next(slots).astype(np.int32, copy=False)
+
     def _next(self, slots: np.ndarray) -> np.ndarray:
         return super()._next(slots) if self.answers else self._unsaid[: len(slots)]
 
 
-def _like(result: StepResult, **columns: Any) -> StepResult:
-    """The same with other columns: in a fraction of the time that a new one takes."""
+def _result(**columns: Any) -> StepResult:
+    """In a fraction of the time that the class takes for one."""
     made: StepResult = object.__new__(StepResult)
-    made.__dict__.update(result.__dict__, **columns)
+    made.__dict__.update(NOTHING.__dict__, **columns)
     return made
 
 

@@ -108,6 +108,10 @@ def _before_first(engine: Engine) -> Steady | None:
     return Steady(plan, at, s.changes, int((s.end[at] - known).min()), 0)
 
 
+def _least(column: np.ndarray) -> int:
+    return int(np.minimum.reduce(column))
+
+
 class _Stretch:
     """Steps of the rows of the plan ``last``, each a token further.  Step k, from 1 on, computes the token at
     ``before + k`` of each row, so that it has KV of ``before + k + 1``; columns are [R]."""
@@ -122,7 +126,7 @@ class _Stretch:
         device, clock, taken, ended = self.device, self.clock, 0, NO_ROWS
         most = min(self.last.steps - 1, device.again) if self.engine.capacity.depth else self.last.steps
         lacks, fills = self._lacks(), self._fills()
-        lack, fill = int(lacks.min()), int(fills.min())
+        lack, fill = _least(lacks), _least(fills)
         while taken < most and (until is None or clock.time < until):
             if lack <= taken + 1:
                 rows = (lacks == lack).nonzero()[0]
@@ -131,7 +135,7 @@ class _Stretch:
                 # as no group slides, each has what the others have, and a row lacks one in all of them
                 self.cache.grow(self.at[rows], np.ones((len(self.cache.pools), len(rows)), np.int32))
                 lacks[rows] += self.slots.block
-                lack = int(lacks.min())
+                lack = _least(lacks)
             self._tell_nobody()
             if device.again:
                 taken += device.pass_steps(clock, min(lack - 1, max(fill, taken + 1)) - taken, until)
@@ -141,7 +145,7 @@ class _Stretch:
             if taken >= fill:
                 self._publish((fills <= taken).nonzero()[0], taken)
                 fills = self._fills()
-                fill = int(fills.min())
+                fill = _least(fills)
         if taken:
             self._note(taken, lack)
         for slot in self.at[ended].tolist():

@@ -94,8 +94,8 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
     ]
     stop_ids = np.full((len(seqs), STOP_IDS), -1, np.int32)
     for row, seq in zip(stop_ids, seqs, strict=True):
-        ids = seq.request.stops.ids
-        row[: len(ids)] = ids
+        if ids := seq.request.stops.ids:
+            row[: len(ids)] = ids
     return Join(
         slot=at,
         known=np.array(known, np.int32),
