@@ -101,10 +101,8 @@ def _before_first(engine: Engine) -> Steady | None:
     first = np.count_nonzero(known == s.prompt[at]) or np.count_nonzero(s.forking[at])
     if first or np.count_nonzero(p.need(at) != ONE):
         return None
-    n = len(at)
-    plan = StepPlan(
-        p.step_id, at.astype(np.int32), np.ones(n, np.int32), s.computed[at] - ONE, np.arange(n, dtype=np.int32)
-    )
+    q_len, samples = np.ones(len(at), np.int32), np.arange(len(at), dtype=np.int32)
+    plan = StepPlan(p.step_id, at.astype(np.int32), q_len, s.computed[at] - ONE, samples)
     return Steady(plan, at, s.changes, int((s.end[at] - known).min()), 0)
 
 

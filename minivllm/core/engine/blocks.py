@@ -159,6 +159,13 @@ class BlockPool:
             self.held += len(woken)
             self._tell("hold", self.key[woken])
 
+    def touch(self, block: int) -> None:
+        """A cached block is used for a moment: an evictor hears that by hold and free."""
+        key = self.key[block : block + 1]
+        if not self.ref[block]:
+            self._tell("hold", key)
+            self._tell("free", key)
+
     def release(self, blocks: np.ndarray) -> None:
         """One reference less to each (distinct blocks, parents first; null blocks are skipped)."""
         if np.count_nonzero(blocks) < len(blocks):

@@ -180,7 +180,7 @@ class KVCache:
             own = blocks[blocks > 0] if g else blocks
             self.pools[g].hit(own, len(own) * self.block)
             self.pools[g].share(own)
-            self._append(g, np.full(n, slot, np.int32), np.arange(n, dtype=np.int32), blocks)
+            self._append(g, slot, np.arange(n), blocks)
             self.slots.blocks[g, slot] = n
             self.slots.trimmed[g, slot] = n - len(own)
         self.slots.prefix_published[slot] = n
@@ -215,10 +215,8 @@ class KVCache:
         if min(sources) < 0:
             return 0
         for g, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
-            one = np.array([source], np.int32)
-            pool.hit(one, shared)
-            pool.share(one)  # it was used: an evictor hears that by hold and free
-            pool.release(one)
+            pool.hit(np.array([source], np.int32), shared)
+            pool.touch(source)
             self._append_copy(g, slot, n, source)
         self.copied += shared
         return shared
@@ -226,7 +224,7 @@ class KVCache:
     def _append_copy(self, g: int, slot: int, index: int, source: int) -> None:
         """A new block of a row's own, which gets the content of ``source`` before the next step."""
         new = self.pools[g].take(1)
-        self._append(g, np.array([slot], np.int32), np.array([index], np.int32), new)
+        self._append(g, slot, [index], new)
         self.slots.blocks[g, slot] = index + 1
         # Sources are read before copies are written: one that is a copy itself stands for what it is copied from.
         source = next((s for group, s, to in self.copies if group == g and to == source), source)
@@ -267,7 +265,7 @@ class KVCache:
         want = np.array([self.at_once(g, tokens) for g in range(len(self.pools))], np.int32)
         self.grow(np.array([slot], np.int32), np.maximum(want - have, 0)[:, None])
 
-    def _append(self, group: int, slots: np.ndarray, index: np.ndarray, blocks: np.ndarray) -> None:
+    def _append(self, group: int, slots: Any, index: Any, blocks: np.ndarray) -> None:
         self.slots.table[group, slots, index] = blocks
         if len(blocks):
             change = np.empty((len(blocks), 4), np.int32)
@@ -281,7 +279,7 @@ class KVCache:
         for g, pool in enumerate(self.pools):
             shared = self.slots.table[g, parent, :full].copy()
             pool.share(shared[shared > 0])
-            self._append(g, np.full(full, child, np.int32), np.arange(full, dtype=np.int32), shared)
+            self._append(g, child, np.arange(full), shared)
             self.slots.blocks[g, child] = full
             self.slots.trimmed[g, child] = self.slots.trimmed[g, parent]
             if part:
@@ -386,9 +384,7 @@ class KVCache:
         if stands != own:
             self.twins = True
             pool.share(np.array([stands]))
-            self._append(
-                g, np.array([slot], np.int32), np.array([i], np.int32), np.array([stands], np.int32)
-            )
+            self._append(g, slot, [i], np.array([stands], np.int32))
             pool.release(np.array([own]))
 
     def changes(self) -> dict[str, Any]:
